@@ -1,0 +1,532 @@
+"""The nouns of the house, as frozen values.
+
+Whatever is decided is decided from these and ends as these. They hold no locks, tensors or clocks, and travel
+as JSON, so any process can read the book that another wrote. Times are seconds of CLOCK_BOOTTIME unless a name says
+`wall`; sizes are bytes.
+"""
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+HOST = "host"
+SCHEMA = 1
+MOST_ENTRIES = 256  # leases and tickets in one page
+MOST_EVENTS = 64  # events in one page; older ones live in the journal
+
+IMPORTANCE = {"urgent": 1, "high": 5, "normal": 10, "low": 20, "batch": 30}  # lower is more important
+NORMAL = IMPORTANCE["normal"]
+
+
+class Value(Struct, frozen=True, omit_defaults=True):
+    """What all facts are: frozen, compared by value, small as JSON."""
+
+
+class Owner(Value):
+    """A process that may hold leases, named so that no later process can be taken for it."""
+
+    host: str
+    boot: str
+    pid: int
+    started: int  # clock ticks after boot, from /proc/PID/stat: a pid comes back, the pair does not
+    serial: int = 0  # several runtimes in one process are several owners
+    user: str = ""
+    notebook: str = ""
+    inode: int = 0  # of the lock file that this owner holds for life
+
+    @property
+    def id(self) -> str:
+        return f"{self.pid}.{self.started}.{self.serial}"
+
+    @property
+    def label(self) -> str:
+        """How people call it: `train.ipynb (pid 4121)`."""
+        return f"{self.notebook.rsplit('/', 1)[-1]} (pid {self.pid})" if self.notebook else f"pid {self.pid}"
+
+
+class Device(Value):
+    """One memory: a card (`cuda:0`), a simulated card (`sim:0`), or the machine's RAM (`host`)."""
+
+    id: str
+    total_bytes: int
+    name: str = ""
+    uuid: str = ""
+    index: int = 0
+    simulated: bool = False
+
+    @property
+    def is_host(self) -> bool:
+        return self.id == HOST
+
+
+class Sample(Value):
+    """What a device's driver (or the machine, for `host`) last said."""
+
+    device: str
+    taken_at: float
+    free_bytes: int | None  # None: the driver would not say; that is neither zero nor all
+    processes: dict[int, int | None] = {}  # pid -> bytes; None where the driver says N/A
+    utilisation_percent: float | None = None
+    temperature_celsius: float | None = None
+
+
+class Share(Value):
+    """Bytes on a device."""
+
+    device: str
+    bytes: int
+
+
+Shares = tuple[Share, ...]
+
+
+class Part(Value):
+    """One part of a footprint, and where its number came from."""
+
+    name: str  # "weights", "kv_cache", "activations", "context", "all"
+    bytes: int
+    source: str  # "declared", "measured", "header", "file size", "name"
+
+
+class Footprint(Value):
+    """The bytes that a model needs on a device, part by part."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    @classmethod
+    def of(cls, size: int, source: str = "declared") -> Footprint:
+        return cls((Part("all", size, source),))
+
+
+class ModelSpec(Value):
+    """What is known of a model before it is loaded. No secrets, no code."""
+
+    name: str
+    backend: str
+    source: str = ""  # a directory, a file or a hub id; empty for what came from live Python
+    size: int | None = None  # declared bytes
+    measured: int | None = None  # resident bytes after an earlier load
+    model_type: str = "other"  # llm, embedding, reranker, vision, diffusion, other
+    quantization: str = ""
+    importance: int = NORMAL
+    keep: bool = False
+    keep_alive: float = 0.0
+    layout: str = "auto"
+    devices: tuple[str, ...] = ()  # where it may go; empty: anywhere
+    options: dict[str, Any] = {}
+
+    @property
+    def key(self) -> str:
+        """`type:name:quantization`, as the HTTP face and the logs name a model."""
+        return f"{self.model_type}:{self.name}:{self.quantization or 'none'}"
+
+
+class Phase(enum.StrEnum):
+    ARRIVING = "arriving"  # its room is reserved; bytes are on their way
+    SETTLED = "settled"
+    LEAVING = "leaving"  # being moved out or dropped
+
+
+class Lease(Value):
+    """A model's, or a block of code's, claim on memory.
+
+    `shares` is where its bytes lie, `target` where they are going. While they travel both count in full.
+    """
+
+    owner: str
+    name: str
+    key: str = ""  # of the decision that set it moving: a decision made twice is recognised by it
+    shares: Shares = ()
+    target: Shares = ()
+    phase: Phase = Phase.SETTLED
+    kind: str = "model"  # or "block": bytes for code, never moved, gone at the end of the block
+    importance: int = NORMAL
+    keep: bool = False
+    keep_alive: float = 0.0
+    pins: int = 0  # how many users hold it right now
+    pinned_since: float = 0.0
+    last_used: float = 0.0
+    uses: int = 0
+    reload_seconds: float = 0.0
+    restore_seconds: float = 0.0
+    droppable: bool = False  # its source can reproduce it, byte for byte
+    movable: bool = True  # its backend can move it between memories
+    settled_at: float = 0.0
+    away_since: float = 0.0  # since when it lies in host memory
+    measured_bytes: int | None = None  # of a block: what its code really took at the peak
+    backend: str = ""
+    model_type: str = "other"
+    quantization: str = ""
+
+    @property
+    def id(self) -> str:
+        return f"{self.owner}/{self.name}"
+
+    @property
+    def bytes(self) -> int:
+        return sum(share.bytes for share in (self.shares or self.target))
+
+    @property
+    def on_host(self) -> bool:
+        return bool(self.shares) and all(share.device == HOST for share in self.shares)
+
+    @property
+    def on_device(self) -> bool:
+        return any(share.device != HOST for share in self.shares)
+
+    @property
+    def where(self) -> str:
+        """`cuda:0`, `cuda:0,1`, `host`, or `arriving` for what lies nowhere yet."""
+        return where(self.shares) or self.phase.value
+
+    def idle_seconds(self, now: float) -> float:
+        return 0.0 if self.pins else max(0.0, now - self.last_used)
+
+    def claims(self) -> Iterator[Share]:
+        yield from self.shares
+        yield from self.target
+
+
+def where(shares: Shares) -> str:
+    """`cuda:0` for one device, `cuda:0,1` for several of a kind, empty for none.
+
+    >>> where((Share("cuda:0", 1), Share("cuda:1", 1)))
+    'cuda:0,1'
+    """
+    ids = list(dict.fromkeys(share.device for share in shares))
+    if len(ids) < 2 or len({id.split(":")[0] for id in ids}) > 1:
+        return " + ".join(ids)
+    return f"{ids[0].split(':')[0]}:" + ",".join(id.split(":")[1] for id in ids)
+
+
+class Section(Value):
+    """The part of the book that one owner writes, and nobody else."""
+
+    owner: Owner
+    leases: tuple[Lease, ...] = ()
+    residue: dict[str, int] = {}  # device -> bytes this process holds beyond its leases (context, cache, own tensors)
+    names: tuple[str, ...] = ()  # models that it can load when asked
+    counts: dict[str, int] = {}  # loaded, offloaded, restored, unloaded, refused
+
+    def lease(self, name: str) -> Lease | None:
+        return next((lease for lease in self.leases if lease.name == name), None)
+
+
+class Ticket(Value):
+    """A request that waits, or something asked of another owner. It ends with its asker."""
+
+    key: str
+    owner: str
+    verb: str  # "use", or what is asked of the target's owner: evict, restore, preload, pin, unpin, defrag
+    name: str  # the model wanted (use), or the lease id asked about
+    arrived: float
+    refreshed: float
+    importance: int = NORMAL
+    need: Shares = ()  # the room it waits for
+    recalls: tuple[str, ...] = ()  # lease ids asked to step aside for it
+    held: tuple[str, ...] = ()  # lease ids that the asking thread itself pins
+    blocked_since: float = 0.0  # since when only models in use stand in its way; 0: they do not
+    because: str = ""
+
+
+class Event(Value):
+    """Something that happened, and why."""
+
+    seq: int
+    wall: float  # epoch seconds, for display
+    model: str
+    action: str  # granted, loaded, offloaded, restored, unloaded, moved, released, refused, waiting, failed, reaped
+    reason: str  # one word: request, memory_pressure, evict, owner, death, …
+    because: str
+    bytes: int = 0
+    device: str = ""
+    owner: str = ""
+    by: str = ""  # who asked, where that is somebody else
+
+
+class Book(Value):
+    """All leases and tickets of one host: the one page that every decision reads and writes."""
+
+    schema: int = SCHEMA
+    devices: tuple[Device, ...] = ()
+    limits: dict[str, int] = {}  # device -> budget in bytes, set by the first owner
+    samples: dict[str, Sample] = {}
+    sections: dict[str, Section] = {}
+    tickets: tuple[Ticket, ...] = ()
+    events: tuple[Event, ...] = ()
+    seq: int = 0  # of the newest event
+
+    def leases(self) -> Iterator[Lease]:
+        for section in self.sections.values():
+            yield from section.leases
+
+    def lease(self, owner: str, name: str) -> Lease | None:
+        section = self.sections.get(owner)
+        return section.lease(name) if section else None
+
+    def ticket(self, key: str) -> Ticket | None:
+        return next((ticket for ticket in self.tickets if ticket.key == key), None)
+
+    def owner(self, owner_id: str) -> Owner | None:
+        section = self.sections.get(owner_id)
+        return section.owner if section else None
+
+    def claims(self) -> dict[str, int]:
+        """Bytes claimed on each device: every share, every target of a move, every residue."""
+        claimed: dict[str, int] = {}
+        for section in self.sections.values():
+            for lease in section.leases:
+                for share in lease.shares:
+                    claimed[share.device] = claimed.get(share.device, 0) + share.bytes
+                for share in lease.target:
+                    claimed[share.device] = claimed.get(share.device, 0) + share.bytes
+            for device, size in section.residue.items():
+                claimed[device] = claimed.get(device, 0) + size
+        return claimed
+
+    def with_section(self, section: Section) -> Book:
+        return replace(self, sections={**self.sections, section.owner.id: section})
+
+    def with_lease(self, lease: Lease) -> Book:
+        """This book with the lease put in its owner's section, in place of the one of that name."""
+        section = self.sections[lease.owner]
+        others = tuple(old for old in section.leases if old.name != lease.name)
+        return self.with_section(replace(section, leases=(*others, lease)))
+
+    def without_lease(self, owner: str, name: str) -> Book:
+        section = self.sections[owner]
+        return self.with_section(replace(section, leases=tuple(o for o in section.leases if o.name != name)))
+
+    def with_ticket(self, ticket: Ticket) -> Book:
+        """This book with the ticket, in its old place where it had one."""
+        if self.ticket(ticket.key) is None:
+            return replace(self, tickets=(*self.tickets, ticket))
+        return replace(self, tickets=tuple(ticket if t.key == ticket.key else t for t in self.tickets))
+
+    def without_ticket(self, key: str) -> Book:
+        return replace(self, tickets=tuple(ticket for ticket in self.tickets if ticket.key != key))
+
+
+class Rules(Value):
+    """The numbers that decisions go by; settings, as values."""
+
+    grace_seconds: float = 5.0
+    moderate: float = 0.60
+    high: float = 0.80
+    critical: float = 0.90
+    idle_moderate_seconds: float = 120.0
+    idle_high_seconds: float = 30.0
+    relief: str = "auto"  # or "always", or "never"
+    offload: bool = True  # False: what leaves is dropped
+    reserve_bytes: int = 0  # measured free memory that stays untouched
+    stale_seconds: float = 5.0  # a sample older than this is no ground for a grant
+    passing_seconds: float = 30.0  # how long a request blocked by a model in use may be passed
+    refresh_seconds: float = 2.0  # a ticket not refreshed for so long is skipped
+    ageing_seconds: float = 30.0  # waiting so long is worth one class of importance
+    limit_bytes: int | None = None  # INFERENCE_MEMORY_LIMIT_GB: a further limit on this owner's models
+
+
+class World(Value):
+    """The devices as they are now. What is decided is decided for this moment."""
+
+    now: float
+    wall: float
+    devices: tuple[Device, ...]
+    limits: dict[str, int]  # device -> budget in bytes, as this process would set it
+    samples: dict[str, Sample] = {}  # none for a simulated device: there the book is the measurement
+    rules: Rules = Rules()
+
+    def device(self, id: str) -> Device | None:
+        return next((device for device in self.devices if device.id == id), None)
+
+
+class PlacementRules(Value):
+    """Where a footprint may go."""
+
+    devices: tuple[str, ...] = ()  # empty: any
+    layout: str = "auto"
+    policy: str = "best-fit"  # or "most-free"
+
+
+class Candidate(Value):
+    """One way to place a footprint, and what speaks for or against it."""
+
+    shares: Shares
+    fits: bool
+    because: str
+    victims: tuple[str, ...] = ()
+    cost_seconds: float = 0.0  # of reloading whom it displaces
+
+
+class Request(Value):
+    """Somebody wants a model on a device, or bytes for a block of code."""
+
+    key: str  # made, and noted by its maker, before it is sent
+    lease: Lease  # what is wanted, still without shares: owner, name, importance, keep, …
+    footprint: Footprint
+    arrived: float
+    placement: PlacementRules = PlacementRules()
+    held: tuple[str, ...] = ()  # lease ids that the asking thread pins
+    wait: bool = True  # False: leave no ticket
+
+
+class Load(Value, tag=True):
+    """Bring a model's bytes from its source to its shares."""
+
+    lease: str
+    shares: Shares
+    because: str = ""
+
+
+class Move(Value, tag=True):
+    """Carry a model's bytes from one memory to another."""
+
+    lease: str
+    source: Shares
+    shares: Shares
+    because: str = ""
+    reason: str = "request"
+
+
+class Drop(Value, tag=True):
+    """Let a model's bytes go; its source has them."""
+
+    lease: str
+    source: Shares
+    because: str = ""
+    reason: str = "request"
+
+
+Step = Load | Move | Drop
+
+
+class Grant(Value, tag=True):
+    """The room is yours; do these steps, then settle."""
+
+    lease: Lease
+    steps: tuple[Step, ...]
+    because: str
+    considered: tuple[Candidate, ...] = ()
+
+
+class Wait(Value, tag=True):
+    """Not yet. Do these steps of your own (they make room), then ask again."""
+
+    because: str
+    steps: tuple[Step, ...] = ()
+    asked: tuple[str, ...] = ()  # lease ids of others that were asked to step aside
+    blockers: tuple[str, ...] = ()  # lease ids in use that stand in the way
+    ahead: int = 0  # how many requests come first
+    retry_at: float | None = None  # when time alone will have changed the answer
+    considered: tuple[Candidate, ...] = ()
+
+
+class Refuse(Value, tag=True):
+    """Never, as things stand; nothing was touched."""
+
+    because: str
+    kind: str = "hopeless"  # hopeless, limit, deadlock, full, ungoverned, cap
+    need_bytes: int = 0
+    budget_bytes: int = 0
+    device: str = ""
+    holders: tuple[str, ...] = ()  # lease ids that stand in the way for good
+    considered: tuple[Candidate, ...] = ()
+
+
+Verdict = Grant | Wait | Refuse
+Policy = Callable[[Lease, World], float]  # the lowest leaves first
+
+
+class Level(enum.StrEnum):
+    """How full a device is."""
+
+    LOW = "LOW"
+    MODERATE = "MODERATE"
+    HIGH = "HIGH"
+    CRITICAL = "CRITICAL"
+    UNKNOWN = "UNKNOWN"
+
+
+class Fragmentation(Value):
+    """What a device's allocator says of itself, in this process."""
+
+    device: str
+    allocated_bytes: int
+    reserved_bytes: int
+    largest_free_bytes: int | None = None  # the largest block that needs no new memory
+    alloc_retries: int = 0
+    ooms: int = 0
+
+
+class DeviceView(Value):
+    """One device as a face shows it."""
+
+    device: Device
+    limit_bytes: int
+    claimed_bytes: int
+    measured_bytes: int | None  # in use according to the driver; None: unknown
+    level: Level
+    pressure: float  # 0 to 1 and beyond: the larger of claimed / limit and measured / total
+    sample: Sample | None = None
+    residue_bytes: int = 0
+
+
+class Snapshot(Value):
+    """Everything a face needs, as of one moment."""
+
+    now: float
+    wall: float
+    owner: Owner  # who looked
+    devices: tuple[DeviceView, ...]
+    sections: dict[str, Section]
+    tickets: tuple[Ticket, ...]
+    events: tuple[Event, ...]
+    specs: tuple[ModelSpec, ...]  # models registered in the looking process
+    simulated: bool
+    governed: bool = True  # False: ENABLE_MEMORY_GOVERNOR is off
+    degraded: str = ""  # why the monitor cannot see; empty: it can
+    ledger: str = ""
+    totals: dict[str, int] = {}  # evictions, offloads, unloads, restorations of this boot
+
+    def leases(self) -> Iterator[Lease]:
+        for section in self.sections.values():
+            yield from section.leases
+
+
+def encode(value: Value) -> bytes:
+    """The value as JSON."""
+    return _encoder.encode(value)
+
+
+def decode_book(data: bytes | str) -> Book:
+    """The book that a page holds. Raises msgspec.DecodeError or msgspec.ValidationError for anything else."""
+    return _decode_book(data)
+
+
+def decode_section(data: bytes | str) -> Section:
+    """The section that a roster holds. Raises as decode_book."""
+    return _decode_section(data)
+
+
+_encoder = msgspec.json.Encoder()
+_decode_book = msgspec.json.Decoder(Book).decode
+_decode_section = msgspec.json.Decoder(Section).decode
+
+
+def overdrafts(old: Book, new: Book) -> dict[str, int]:
+    """Devices whose sum of claims this write would raise past max(limit, old sum), and by how much: laws 1 and 2."""
+    before = old.claims()
+    over: Mapping[str, int] = {
+        device: claimed - max(new.limits.get(device, claimed), before.get(device, 0))
+        for device, claimed in new.claims().items()
+    }
+    return {device: excess for device, excess in over.items() if excess > 0}
