@@ -1,0 +1,77 @@
+# `make run` opens the runbooks in JupyterLab; `make test` runs everything. Both make .venv when it is missing.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help run test soak bench clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+PORT ?= 8888
+# An index that carries the CPU build of torch, for package indexes that do not (see "Install" in the README).
+TORCH_INDEX ?=
+
+# cuda where an NVIDIA driver answers, else cpu: which build of torch to install.
+FLAVOUR := $(shell { nvidia-smi -L || test -e /proc/driver/nvidia/version; } >/dev/null 2>&1 && echo cuda || echo cpu)
+CONSTRAINTS_cpu := -c constraints-cpu.txt
+STAMP := $(VENV)/.installed-$(FLAVOUR)
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+NBVAL := --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg
+
+help:
+	@echo "make run     JupyterLab on the runbooks, at 127.0.0.1:$(PORT)"
+	@echo "make test    every test, doctest and notebook"
+	@echo "make soak    every property test with long counts, and the long stories"
+	@echo "make bench   the figures"
+	@echo "make clean   removes .venv and what tests leave behind"
+
+run: $(STAMP)
+	@echo "JupyterLab on the runbooks; the URL to open follows. Stop it with Ctrl-C."
+	exec $(BIN)/jupyter lab --ip=127.0.0.1 --port=$(PORT) --ServerApp.root_dir=notebooks \
+		$$([ "$$(id -u)" = 0 ] && echo --allow-root) $$([ -n "$${DISPLAY:-}$${WAYLAND_DISPLAY:-}" ] || echo --no-browser)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -rs --doctest-modules tests gpu_runtime $(if $(NOTEBOOKS),$(NBVAL) $(NOTEBOOKS))
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -rs -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 tests
+
+bench: $(STAMP)
+	$(BIN)/python -m tests.bench
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# Another flavour's environment is made anew: pip takes an installed CPU build of torch for good enough.
+$(STAMP): pyproject.toml constraints-cpu.txt
+	@if ls $(VENV)/.installed-* >/dev/null 2>&1 && [ ! -e $@ ]; then \
+		echo "The NVIDIA driver has come or gone since $(VENV) was made: making it anew."; rm -rf $(VENV); fi
+	@[ -x $(BIN)/python ] || $(MAKE) --no-print-directory $(BIN)/python
+	@echo "Installing into $(VENV), with torch for $(FLAVOUR): about a minute where packages are near, 2 GB of disk."
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install -q $(CONSTRAINTS_$(FLAVOUR)) --extra-index-url $(TORCH_INDEX) torch)
+	$(BIN)/python -m pip install -q $(CONSTRAINTS_$(FLAVOUR)) -e '.[all,test]'
+	@touch $@
+
+# The newest Python from 3.11 to 3.13 that can make environments, else any python3 that is new enough.
+# On Debian that takes python3-venv, which is installed here where that is allowed.
+$(BIN)/python:
+	@suitable() { "$$1" -c "import sys$$2; sys.exit(sys.version_info < (3, 11))" >/dev/null 2>&1; }; \
+	find_python() { for python in python3.13 python3.12 python3.11 python3; do \
+		if suitable $$python "$$1"; then echo $$python; return; fi; done; }; \
+	python=$$(find_python ", venv, ensurepip"); \
+	if [ -z "$$python" ]; then \
+		bare=$$(find_python ""); \
+		if [ -z "$$bare" ]; then \
+			echo "gpu-console needs Python 3.11 or newer, and found $$(python3 --version 2>&1 || echo none)."; \
+			echo "  Install it:  apt install python3 python3-venv      (Debian 12, Ubuntu 24.04 or newer)"; exit 1; fi; \
+		package=$$($$bare -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y "$$package"; fi; \
+		python=$$(find_python ", venv, ensurepip"); \
+		if [ -z "$$python" ]; then \
+			echo "$$bare cannot make virtual environments."; \
+			echo "  Install what it lacks:  sudo apt install $$package"; exit 1; fi; \
+	fi; \
+	echo "Making $(VENV) with $$($$python --version)."; \
+	$$python -m venv $(VENV)
