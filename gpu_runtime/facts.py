@@ -480,6 +480,40 @@ class DeviceView(Value):
     residue_bytes: int = 0
 
 
+class Outcome(Value):
+    """What a verb did, or why it did not yet."""
+
+    verb: str
+    name: str
+    done: bool
+    because: str
+    bytes: int = 0  # freed (evict, defrag) or taken (preload, restore)
+    where: str = ""  # where the model lies now
+    seconds: float = 0.0
+
+
+class Health(Value):
+    """One line on the fullest device."""
+
+    healthy: bool  # False at CRITICAL
+    pressure: Level
+    used_percent: float | None  # measured, all cards together; None: unknown
+    message: str
+
+
+class Plan(Value):
+    """What `use` would do now: every step, what would be displaced, and what else was considered."""
+
+    granted: bool  # without waiting for a model in use
+    steps: tuple[Step, ...]
+    shares: Shares
+    because: str
+    considered: tuple[Candidate, ...] = ()
+    asked: tuple[str, ...] = ()  # lease ids of other owners that would be asked to step aside
+    footprint: Footprint | None = None
+    name: str = ""
+
+
 class Snapshot(Value):
     """Everything a face needs, as of one moment."""
 

@@ -1,0 +1,207 @@
+"""What the book records once something has happened: settled, abandoned, released, published, reaped.
+
+Pure, like the planner, but nothing is decided here: facts are always accepted, also those that show an overdraft.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from .facts import (
+    HOST, MOST_EVENTS, Book, Device, Drop, Event, Lease, Load, Move, Owner, Phase, Section, Shares, Step, Ticket,
+    Value, World,
+)
+
+EVICTIONS = ("offloaded", "unloaded")
+COUNTED = ("loaded", "offloaded", "restored", "unloaded", "refused")
+
+
+class Truth(Value):
+    """What an owner knows of itself, from which its section of the book is written anew."""
+
+    owner: Owner
+    leases: tuple[Lease, ...] = ()  # what lies in its memories, with pins and last use of this moment
+    keys: tuple[str, ...] = ()  # decisions of its own that are under way
+    residue: dict[str, int] = {}
+    names: tuple[str, ...] = ()
+
+
+def note(book: Book, world: World, lease: Lease, action: str, reason: str, because: str, *, size: int = 0,
+         device: str = "", by: str = "") -> Book:
+    """The book with one more event, and the owner's counter of that action moved on."""
+    event = Event(book.seq + 1, world.wall, lease.name, action, reason, because, size,
+                  device or (lease.shares or lease.target or (_NOWHERE,))[0].device, lease.owner, by)
+    book = replace(book, events=(*book.events[-MOST_EVENTS + 1:], event), seq=event.seq)
+    section = book.sections.get(lease.owner)
+    if section is None or action not in COUNTED:
+        return book
+    counts = {**section.counts, action: section.counts.get(action, 0) + 1}
+    return book.with_section(replace(section, counts=counts))
+
+
+class _Nowhere:
+    device = ""
+
+
+_NOWHERE = _Nowhere()
+
+
+# -- what a step did ----------------------------------------------------------------------------------------------
+
+def arrived(book: Book, owner: str, name: str, shares: Shares, world: World, *, because: str = "",
+            reload_seconds: float = 0.0, restore_seconds: float = 0.0, droppable: bool = False) -> Book:
+    """The lease, settled on a device with the bytes that were measured there."""
+    lease = book.lease(owner, name)
+    if lease is None:
+        return book
+    back = lease.on_host
+    settled = replace(
+        lease, shares=shares, target=(), phase=Phase.SETTLED, settled_at=world.now, away_since=0.0,
+        droppable=droppable, reload_seconds=reload_seconds or lease.reload_seconds,
+        restore_seconds=restore_seconds or lease.restore_seconds)
+    book = book.with_lease(settled)
+    if lease.kind == "block":
+        return book
+    return note(book, world, settled, "restored" if back else "loaded", "request", because, size=settled.bytes)
+
+
+def left(book: Book, step: Move | Drop, shares: Shares, world: World, by: str = "") -> Book:
+    """The book after a lease has stepped aside: to `shares` in host memory, or, dropped, gone."""
+    owner, _, name = step.lease.partition("/")
+    lease = book.lease(owner, name)
+    if lease is None:
+        return book
+    freed = sum(share.bytes for share in lease.shares)
+    if isinstance(step, Drop):
+        book = book.without_lease(owner, name)
+        return note(book, world, lease, "unloaded", step.reason, step.because, size=freed, by=by)
+    to_host = all(share.device == HOST for share in shares)
+    settled = replace(lease, shares=shares, target=(), phase=Phase.SETTLED, settled_at=world.now,
+                      away_since=world.now if to_host else 0.0)
+    book = book.with_lease(settled)
+    return note(book, world, lease, "offloaded" if to_host else "moved", step.reason, step.because, size=freed, by=by)
+
+
+def perform(book: Book, step: Step, world: World) -> Book:
+    """The book as if the step had succeeded: for plans."""
+    owner, _, name = step.lease.partition("/")
+    if isinstance(step, Load) or (isinstance(step, Move) and any(s.device != HOST for s in step.shares)):
+        return arrived(book, owner, name, step.shares, world)
+    return left(book, step, getattr(step, "shares", ()), world)
+
+
+def abandon(book: Book, owner: str, name: str, key: str, world: World, because: str = "", pins: int = 0) -> Book:
+    """The book as it was before the decision `key`: an arrival is gone, or back on the host; a departure stays."""
+    lease = book.lease(owner, name)
+    if lease is None or lease.key != key or lease.phase is Phase.SETTLED:
+        return book
+    if not lease.shares:
+        book = book.without_lease(owner, name)
+    else:
+        used = world.now if pins else lease.last_used
+        book = book.with_lease(replace(lease, target=(), phase=Phase.SETTLED, key="", pins=pins, last_used=used))
+    return note(book, world, lease, "failed", "abandoned", because) if because else book
+
+
+def release(book: Book, owner: str, name: str, world: World, because: str = "", peak_bytes: int | None = None) -> Book:
+    """The book without this lease: its owner gave it back."""
+    lease = book.lease(owner, name)
+    if lease is None:
+        return book
+    return note(book.without_lease(owner, name), world, lease, "released", "owner", because, size=lease.bytes)
+
+
+def withdraw(book: Book, key: str) -> Book:
+    """The book without that ticket."""
+    return book.without_ticket(key) if book.ticket(key) else book
+
+
+# -- an owner's section -------------------------------------------------------------------------------------------
+
+def publish(book: Book, truth: Truth, world: World) -> Book:
+    """The book with this owner's section as its owner knows it; the same book where nothing is new.
+
+    Whatever is under way keeps its place by its key; a key that the owner does not know was left behind by an
+    interrupt and is withdrawn, whatever it had reserved.
+    """
+    me = truth.owner.id
+    section = book.sections.get(me)
+    if section is None:
+        book = _first_word(book, truth, world)
+        section = book.sections[me]
+    keys = set(truth.keys)
+    under_way = {lease.name: lease for lease in section.leases if lease.key and lease.key in keys}
+    leases = []
+    for known in truth.leases:
+        moving = under_way.pop(known.name, None)
+        if moving is not None:
+            known = replace(moving, pins=max(known.pins, moving.pins if moving.phase is Phase.ARRIVING else 0),
+                            pinned_since=known.pinned_since, last_used=known.last_used, uses=known.uses)
+        leases.append(known)
+    leases += under_way.values()
+    order = {lease.name: place for place, lease in enumerate(section.leases)}
+    leases.sort(key=lambda lease: order.get(lease.name, len(order)))
+    fresh = Section(owner=truth.owner, leases=tuple(leases), residue=truth.residue, names=truth.names,
+                    counts=section.counts)
+    if fresh != section:
+        book = book.with_section(fresh)
+    stale = [t.key for t in book.tickets if t.owner == me and t.key not in keys]
+    for key in stale:
+        book = book.without_ticket(key)
+    return book
+
+
+def _first_word(book: Book, truth: Truth, world: World) -> Book:
+    """The book with an empty section for a new owner, and the devices and limits that it brings.
+
+    Limits are the first owner's: whoever comes while others are there may take less, never more.
+    """
+    alone = not book.sections
+    known: dict[str, Device] = {} if alone else {device.id: device for device in book.devices}
+    limits = dict(world.limits) if alone else {**world.limits, **book.limits}
+    for device in world.devices:
+        known.setdefault(device.id, device)
+    book = replace(book, devices=tuple(known.values()), limits=limits)
+    return book.with_section(Section(owner=truth.owner))
+
+
+def measure(book: Book, world: World) -> Book:
+    """The book with our newer samples in the place of older ones."""
+    fresh = {id: sample for id, sample in world.samples.items()
+             if id not in book.samples or sample.taken_at > book.samples[id].taken_at}
+    return replace(book, samples={**book.samples, **fresh}) if fresh else book
+
+
+def resign(book: Book, owner: str) -> Book:
+    """The book without this owner: it is closing, and has given everything back."""
+    if owner not in book.sections:
+        return book
+    return replace(book, sections={id: s for id, s in book.sections.items() if id != owner},
+                   tickets=tuple(t for t in book.tickets if t.owner != owner))
+
+
+def reap(book: Book, dead: Iterable[str], world: World) -> Book:
+    """The book without the owners that are proven dead, each lease's end told."""
+    for id in dead:
+        section = book.sections.get(id)
+        if section is None:
+            continue
+        book = resign(book, id)
+        for lease in section.leases:
+            book = note(book, world, lease, "reaped", "death",
+                        f"{section.owner.label} ended; what it held is free again.", size=lease.bytes)
+    return replace(book, tickets=tuple(t for t in book.tickets if t.owner in book.sections)) \
+        if any(t.owner not in book.sections for t in book.tickets) else book
+
+
+def totals(book: Book) -> dict[str, int]:
+    """Counters of the living owners; evictions = offloads + unloads, always."""
+    counted = {action: sum(s.counts.get(action, 0) for s in book.sections.values()) for action in COUNTED}
+    return {"evictions": counted["offloaded"] + counted["unloaded"], "offloads": counted["offloaded"],
+            "unloads": counted["unloaded"], "restorations": counted["restored"], "loads": counted["loaded"],
+            "refusals": counted["refused"]}
+
+
+def tickets_of(book: Book, owner: str) -> tuple[Ticket, ...]:
+    return tuple(ticket for ticket in book.tickets if ticket.owner == owner)
