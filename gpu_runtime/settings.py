@@ -1,0 +1,222 @@
+"""Every setting: its name, default, bounds and meaning, in one table.
+
+A setting comes from an argument, else from the environment variable of the same name in capitals, else from its
+default. What is decided from settings lives elsewhere. Importing this module loads pydantic (a tenth of a second), so
+the package imports it when the first runtime opens, not before.
+"""
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from .errors import BadSetting
+from .facts import Rules
+from .units import GIB, parse_seconds
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("true is not a number")
+    return value
+
+
+Number = BeforeValidator(_no_bool)  # True is 1 in Python, but nobody means 100 % by it
+Fraction = Annotated[float, Number, Field(ge=0, le=1, allow_inf_nan=False)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds)]
+
+PRESETS: dict[str, dict[str, str]] = {
+    "24GB": {"GPU_MEMORY_MAX_PERCENT": "0.90"},
+    "16GB": {"GPU_MEMORY_MAX_PERCENT": "0.90", "ENABLE_CPU_OFFLOAD": "true"},
+    "8GB": {"GPU_MEMORY_MAX_PERCENT": "0.85", "ENABLE_CPU_OFFLOAD": "true", "EVICTION_IDLE_THRESHOLD_SECONDS": "60"},
+    "4GB": {"GPU_MEMORY_MAX_PERCENT": "0.80", "ENABLE_CPU_OFFLOAD": "true", "EVICTION_IDLE_THRESHOLD_SECONDS": "30"},
+}
+
+
+class SettingRow(NamedTuple):
+    """One setting as `gpu config` shows it."""
+
+    name: str
+    value: str  # passwords masked
+    default: str
+    source: str  # "default", "environment" or "argument"
+    doc: str
+
+
+class Settings(BaseSettings):
+    """What can be set. Made by `Settings.load`, which reports what is wrong in one sentence."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_ignore_empty=True, validate_default=False)
+
+    gpu_memory_max_percent: Fraction = Field(
+        0.90, description="The part of each GPU's memory that models may claim, 0 to 1.")
+    cpu_memory_max_percent: Fraction = Field(
+        0.50, description="The part of RAM that models may claim while they are off the GPU, 0 to 1.")
+    inference_memory_limit_gb: Annotated[float | None, Number] = Field(
+        None, gt=0, allow_inf_nan=False, description="A further limit on this process's models, in GiB. Unset: none.")
+    inference_gpu_index: Annotated[int | None, Number] = Field(
+        None, ge=0, description="The only GPU to use, by its index. Unset: the planner chooses.")
+
+    gpu_devices: str = Field(
+        "auto", description="The devices: auto, cuda, or simulated ones such as sim:2x24GiB,host:64GiB.")
+    development_cpu_only: bool = Field(
+        False, description="Simulate the devices even where there is a GPU.")
+    gpu_ledger: str | None = Field(
+        None, description="Where the book is kept: sqlite:///PATH or memory:. Unset: SQLite, private to the user.")
+
+    enable_memory_governor: bool = Field(
+        True, description="Off: models load without asking and are never moved.")
+    enable_cpu_offload: bool = Field(
+        True, description="On: what leaves the GPU moves to RAM. Off: it is dropped, where its source can bring it back.")
+    gpu_policy: Literal["lru", "cost_aware"] = Field(
+        "lru", description="Who leaves first: lru or cost_aware.")
+    gpu_placement: Literal["best-fit", "most-free"] = Field(
+        "best-fit", description="Which GPU a model goes to: best-fit or most-free.")
+    gpu_relief: Literal["auto", "always", "never"] = Field(
+        "auto", description="When memory pressure evicts idle models: auto (while that helps someone), always or never.")
+    eviction_grace_seconds: Seconds = Field(
+        5.0, description="A model used so recently is left alone by pressure and by other processes.")
+    eviction_idle_threshold_seconds: Seconds = Field(
+        120.0, description="Under MODERATE pressure, models idle for longer than this step aside.")
+    eviction_idle_high_seconds: Seconds = Field(
+        30.0, description="The same under HIGH pressure; never more than under MODERATE.")
+    pressure_check_interval_seconds: Annotated[Seconds, Field(gt=0)] = Field(
+        15.0, description="How often pressure is checked.")
+
+    gpu_catalog: str | None = Field(
+        None, description="A file or directory of model specifications.")
+    gpu_trust_remote_code: bool = Field(
+        False, description="Let models run code from their own directory when they load.")
+
+    _arguments: frozenset[str] = PrivateAttr(frozenset())
+
+    @classmethod
+    def load(cls, **overrides: Any) -> Settings:
+        """The settings in force: the overrides (None: not given), else the environment, else the defaults.
+
+        Raises BadSetting for an unknown name, a wrong type or a value out of range.
+        """
+        given = {name: value for name, value in overrides.items() if value is not None}
+        for name in overrides:
+            if name not in cls.model_fields:
+                raise _unknown(name, given.get(name))
+        try:
+            settings = cls(**given)
+        except ValidationError as error:
+            raise _bad_setting(error, given) from None
+        settings._arguments = frozenset(given)
+        return settings
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource, *_: Any, **__: Any,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings  # no .env files: what governs a box must be seen in its environment
+
+    def rules(self) -> Rules:
+        """The numbers that decisions go by."""
+        limit_gb = self.inference_memory_limit_gb
+        return Rules(
+            grace_seconds=self.eviction_grace_seconds,
+            idle_moderate_seconds=self.eviction_idle_threshold_seconds,
+            idle_high_seconds=min(self.eviction_idle_high_seconds, self.eviction_idle_threshold_seconds),
+            relief=self.gpu_relief,
+            offload=self.enable_cpu_offload,
+            limit_bytes=None if limit_gb is None else int(limit_gb * GIB),
+        )
+
+    def sources(self) -> tuple[SettingRow, ...]:
+        """Every setting, its value, its default, and where the value came from."""
+        return tuple(
+            SettingRow(name.upper(), _show(getattr(self, name)), _show(field.default), self._source(name),
+                       field.description or "")
+            for name, field in type(self).model_fields.items()
+        )
+
+    def _source(self, name: str) -> str:
+        if name in self._arguments:
+            return "argument"
+        return "environment" if name in self.model_fields_set else "default"
+
+
+def preset(name: str) -> dict[str, str]:
+    """The environment variables recommended for a card of that size.
+
+    >>> preset("8gb")["GPU_MEMORY_MAX_PERCENT"]
+    '0.85'
+
+    Raises BadSetting for a size without a preset. Source: Semantik, Recommended Configurations by VRAM Size.
+    """
+    found = PRESETS.get(str(name).upper().replace(" ", ""))
+    if found is None:
+        raise BadSetting("preset", name, f"one of {', '.join(PRESETS)}")
+    return dict(found)
+
+
+def masked(text: str) -> str:
+    """The text with the passwords of its URLs hidden, for whatever is shown.
+
+    >>> masked("redis://ops:s3cret@box:6379/0?password=s3cret")
+    'redis://ops:***@box:6379/0?password=***'
+    """
+    text = re.sub(r"(//[^:@/\s]*:)\S*@", r"\1***@", text)  # greedy: a password may itself hold an @
+    return re.sub(r"(?i)([?&](?:password|token|secret|key)=)[^&\s]*", r"\1***", text)
+
+
+def _show(value: Any) -> str:
+    """As it would be written in the environment; `unset` for nothing.
+
+    >>> _show(True), _show(120.0), _show(None)
+    ('true', '120', 'unset')
+    """
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else masked(str(value))
+
+
+def _unknown(name: str, value: Any) -> BadSetting:
+    nearest = difflib.get_close_matches(name.lower(), Settings.model_fields, n=1, cutoff=0.0)
+    return BadSetting(name, masked(value) if isinstance(value, str) else value, f"a known setting, such as {nearest[0]}")
+
+
+def _bad_setting(error: ValidationError, given: dict[str, Any]) -> BadSetting:
+    """The first complaint as one sentence, under the name and with the value that its writer used."""
+    complaint = error.errors()[0]
+    field = str(complaint["loc"][0])
+    value = complaint["input"]
+    return BadSetting(field if field in given else field.upper(), masked(value) if isinstance(value, str) else value,
+                      _expected(field))
+
+
+def _expected(field: str) -> str:
+    """What a setting must be, in words.
+
+    >>> _expected("gpu_policy"), _expected("cpu_memory_max_percent")
+    ('lru or cost_aware', 'a number from 0 to 1, such as 0.5')
+    """
+    if field in _WORDS:
+        return _WORDS[field]
+    default = Settings.model_fields[field].default
+    if isinstance(default, bool):
+        return "true or false"
+    if field.endswith("_percent"):
+        return f"a number from 0 to 1, such as {default:g}"
+    if field.endswith("_seconds"):
+        return f"seconds, such as {default:g} or '2m'"
+    return "text"
+
+
+_WORDS = {
+    "gpu_policy": "lru or cost_aware",
+    "gpu_placement": "best-fit or most-free",
+    "gpu_relief": "auto, always or never",
+    "inference_memory_limit_gb": "a number of GiB above 0, such as 16",
+    "inference_gpu_index": "the index of a GPU, such as 0",
+    "pressure_check_interval_seconds": "seconds above 0, such as 15 or '1m'",
+}

@@ -1,0 +1,58 @@
+"""What every test may rely on: no settings from outside, no network for models, state of its own, known profiles."""
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from gpu_runtime.settings import Settings
+
+# Set as this file is imported, so that kernels and other processes started by any fixture inherit it.
+for name in Settings.model_fields:
+    os.environ.pop(name.upper(), None)
+_home = tempfile.mkdtemp(prefix="gpu-")  # a short path: sockets lie below it, and theirs may have 107 bytes
+atexit.register(lambda pid=os.getpid(): os.getpid() == pid and shutil.rmtree(_home, ignore_errors=True))
+os.environ.update(
+    XDG_STATE_HOME=f"{_home}/state",
+    XDG_CONFIG_HOME=f"{_home}/config",
+    IPYTHONDIR=f"{_home}/ipython",
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+
+settings.register_profile("ordinary", deadline=None)
+settings.register_profile(
+    "soak", deadline=None, max_examples=10_000, stateful_step_count=100, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ordinary")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A place to set environment variables, free of every setting."""
+    for name in Settings.model_fields:
+        monkeypatch.delenv(name.upper(), raising=False)
+    return monkeypatch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _why_no_gpu() if on_gpu else ""
+    if reason:
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_gpu() -> str:
+    """Why tests marked gpu cannot run here; empty where they can."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"needs an NVIDIA GPU; torch cannot be imported: {error}"
+    if torch.version.cuda is None:
+        return "needs an NVIDIA GPU; this torch is a CPU build"
+    return "" if torch.cuda.is_available() else "needs an NVIDIA GPU; torch finds none"

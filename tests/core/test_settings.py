@@ -1,0 +1,206 @@
+"""Settings: where a value comes from, what is refused, and what it becomes."""
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.errors import BadSetting
+from gpu_runtime.facts import Rules
+from gpu_runtime.settings import PRESETS, Settings, masked, preset
+
+DEFAULTS = {
+    "GPU_MEMORY_MAX_PERCENT": "0.9",
+    "CPU_MEMORY_MAX_PERCENT": "0.5",
+    "INFERENCE_MEMORY_LIMIT_GB": "unset",
+    "INFERENCE_GPU_INDEX": "unset",
+    "GPU_DEVICES": "auto",
+    "DEVELOPMENT_CPU_ONLY": "false",
+    "GPU_LEDGER": "unset",
+    "ENABLE_MEMORY_GOVERNOR": "true",
+    "ENABLE_CPU_OFFLOAD": "true",
+    "GPU_POLICY": "lru",
+    "GPU_PLACEMENT": "best-fit",
+    "GPU_RELIEF": "auto",
+    "EVICTION_GRACE_SECONDS": "5",
+    "EVICTION_IDLE_THRESHOLD_SECONDS": "120",
+    "EVICTION_IDLE_HIGH_SECONDS": "30",
+    "PRESSURE_CHECK_INTERVAL_SECONDS": "15",
+    "GPU_CATALOG": "unset",
+    "GPU_TRUST_REMOTE_CODE": "false",
+}
+
+
+def row(settings: Settings, name: str):
+    return next(row for row in settings.sources() if row.name == name)
+
+
+def test_the_defaults_are_those_of_the_documents():
+    """Semantik's numbers hold until somebody changes them."""
+    assert {row.name: row.value for row in Settings.load().sources()} == DEFAULTS
+    assert Settings.load().rules() == Rules()
+
+
+def test_an_argument_wins_over_the_environment_and_that_over_the_default(environment):
+    """The nearer the wish, the stronger; and each value can say whose wish it was."""
+    assert row(Settings.load(), "GPU_MEMORY_MAX_PERCENT")[1:4] == ("0.9", "0.9", "default")
+    environment.setenv("GPU_MEMORY_MAX_PERCENT", "0.8")
+    assert row(Settings.load(), "GPU_MEMORY_MAX_PERCENT")[1:4] == ("0.8", "0.9", "environment")
+    settings = Settings.load(gpu_memory_max_percent=0.7)
+    assert row(settings, "GPU_MEMORY_MAX_PERCENT")[1:4] == ("0.7", "0.9", "argument")
+    assert settings.gpu_memory_max_percent == 0.7
+
+
+def test_none_means_not_given_and_empty_means_unset(environment):
+    """`Runtime(devices=None)` and `GPU_DEVICES=` say nothing, so what lies beneath shows."""
+    environment.setenv("GPU_DEVICES", "sim:1x8GiB")
+    assert Settings.load(gpu_devices=None).gpu_devices == "sim:1x8GiB"
+    environment.setenv("GPU_DEVICES", "")
+    assert Settings.load().gpu_devices == "auto"
+
+
+def test_a_dotenv_file_in_the_working_directory_is_not_read(environment, tmp_path):
+    """A notebook's folder must not change how the box is governed."""
+    (tmp_path / ".env").write_text("GPU_POLICY=cost_aware\n")
+    environment.chdir(tmp_path)
+    assert Settings.load().gpu_policy == "lru"
+
+
+@pytest.mark.parametrize(("name", "text", "value"), [
+    ("enable_memory_governor", "off", False),
+    ("enable_cpu_offload", "false", False),
+    ("development_cpu_only", "1", True),
+    ("gpu_trust_remote_code", "true", True),
+    ("inference_memory_limit_gb", "16.5", 16.5),
+    ("inference_gpu_index", "1", 1),
+    ("eviction_idle_threshold_seconds", "2m", 120.0),
+    ("pressure_check_interval_seconds", "0.5", 0.5),
+    ("gpu_policy", "cost_aware", "cost_aware"),
+    ("gpu_ledger", "memory:", "memory:"),
+])
+def test_the_environment_is_read_as_text_and_becomes_a_value(environment, name, text, value):
+    """Each under its own name in capitals."""
+    environment.setenv(name.upper(), text)
+    assert getattr(Settings.load(), name) == value
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), [
+    ("gpu_memory_max_percent", "90", "a number from 0 to 1, such as 0.9"),
+    ("gpu_memory_max_percent", "-0.1", "a number from 0 to 1, such as 0.9"),
+    ("gpu_memory_max_percent", "nan", "a number from 0 to 1, such as 0.9"),
+    ("cpu_memory_max_percent", "half", "a number from 0 to 1, such as 0.5"),
+    ("inference_memory_limit_gb", "0", "a number of GiB above 0, such as 16"),
+    ("inference_memory_limit_gb", "16GB", "a number of GiB above 0, such as 16"),
+    ("inference_gpu_index", "-1", "the index of a GPU, such as 0"),
+    ("inference_gpu_index", "1.5", "the index of a GPU, such as 0"),
+    ("development_cpu_only", "maybe", "true or false"),
+    ("enable_memory_governor", "2", "true or false"),
+    ("enable_cpu_offload", "none", "true or false"),
+    ("gpu_trust_remote_code", "ja", "true or false"),
+    ("gpu_policy", "mru", "lru or cost_aware"),
+    ("gpu_placement", "worst", "best-fit or most-free"),
+    ("gpu_relief", "sometimes", "auto, always or never"),
+    ("eviction_grace_seconds", "-5", "seconds, such as 5 or '2m'"),
+    ("eviction_idle_threshold_seconds", "soon", "seconds, such as 120 or '2m'"),
+    ("eviction_idle_high_seconds", "30 parsecs", "seconds, such as 30 or '2m'"),
+    ("pressure_check_interval_seconds", "0", "seconds above 0, such as 15 or '1m'"),
+])
+def test_a_bad_value_is_refused_in_one_sentence(environment, name, value, expected):
+    """It names the setting as its writer wrote it, the value, and what would do."""
+    environment.setenv(name.upper(), value)
+    with pytest.raises(BadSetting) as error:
+        Settings.load()
+    assert str(error.value) == f"{name.upper()}={value!r} cannot be used: it must be {expected}."
+
+    environment.delenv(name.upper())
+    with pytest.raises(BadSetting) as error:
+        Settings.load(**{name: value})
+    assert (error.value.setting, error.value.value, error.value.expected) == (name, value, expected)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("gpu_devices", 3), ("gpu_ledger", 7), ("gpu_catalog", 1.5), ("gpu_memory_max_percent", True),
+    ("inference_gpu_index", True), ("eviction_grace_seconds", [5]),
+])
+def test_a_wrong_type_is_refused(name, value):
+    """Numbers are not text, and True is not one hundred percent."""
+    with pytest.raises(BadSetting) as error:
+        Settings.load(**{name: value})
+    assert error.value.setting == name
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_known_one():
+    """A misspelt setting that is silently ignored governs nothing."""
+    with pytest.raises(BadSetting, match="a known setting, such as gpu_memory_max_percent"):
+        Settings.load(gpu_memory_max_precent=0.9)
+    with pytest.raises(BadSetting, match="a known setting, such as gpu_policy"):
+        Settings.load(GPU_POLICY="lru")
+
+
+def test_settings_do_not_change_once_loaded():
+    """Otherwise a decision and its explanation could come from different numbers."""
+    with pytest.raises(Exception, match="frozen"):
+        Settings.load().gpu_policy = "cost_aware"  # type: ignore[misc]
+
+
+def test_rules_carry_the_numbers_that_decisions_go_by():
+    """HIGH is never more patient than MODERATE, whatever was typed."""
+    settings = Settings.load(
+        eviction_grace_seconds=1, eviction_idle_threshold_seconds=20, gpu_relief="always", enable_cpu_offload=False,
+        inference_memory_limit_gb=1.5)
+    assert settings.rules() == Rules(
+        grace_seconds=1.0, idle_moderate_seconds=20.0, idle_high_seconds=20.0, relief="always", offload=False,
+        limit_bytes=1_610_612_736)
+    assert Settings.load(eviction_idle_high_seconds=10).rules() == Rules(idle_high_seconds=10.0)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_be_loaded(environment, name):
+    """What `gpu config --preset` prints is accepted when it is exported."""
+    for variable, value in preset(name).items():
+        environment.setenv(variable, value)
+    exported = {row.name for row in Settings.load().sources() if row.source == "environment"}
+    assert exported == set(preset(name))
+
+
+def test_presets_are_those_of_the_document():
+    """Smaller cards: less of the card, and idle models leave sooner."""
+    assert preset("8 gb") == {
+        "GPU_MEMORY_MAX_PERCENT": "0.85", "ENABLE_CPU_OFFLOAD": "true", "EVICTION_IDLE_THRESHOLD_SECONDS": "60"}
+    assert preset("4GB")["EVICTION_IDLE_THRESHOLD_SECONDS"] == "30"
+    with pytest.raises(BadSetting, match="preset='12GB' cannot be used: it must be one of 24GB, 16GB, 8GB, 4GB"):
+        preset("12GB")
+
+
+def test_passwords_are_never_shown(environment):
+    """Neither in the table nor in the sentence of an error."""
+    environment.setenv("GPU_LEDGER", "redis://ops:s3cret@box:6379/0")
+    assert row(Settings.load(), "GPU_LEDGER").value == "redis://ops:***@box:6379/0"
+    with pytest.raises(BadSetting) as error:
+        Settings.load(gpu_leger="redis://ops:s3cret@box:6379/0")
+    assert "s3cret" not in str(error.value)
+    assert masked("sqlite:////var/lib/gpu/book") == "sqlite:////var/lib/gpu/book"
+
+
+@given(password=st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1).map(lambda text: f"<{text}>"))
+def test_no_password_survives_masking(password):
+    """Whatever it is made of, even an @ or a /."""
+    assert masked(f"redis://ops:{password}@box:6379/0") == "redis://ops:***@box:6379/0"
+
+
+@given(st.floats(0, 1))
+def test_every_fraction_is_a_percent(fraction):
+    """The bounds themselves included."""
+    assert Settings.load(gpu_memory_max_percent=fraction).gpu_memory_max_percent == fraction
+
+
+@given(st.one_of(st.floats(max_value=0, exclude_max=True), st.floats(min_value=1, exclude_min=True)))
+def test_nothing_else_is(number):
+    """90 is the likely slip."""
+    with pytest.raises(BadSetting):
+        Settings.load(gpu_memory_max_percent=number)
+
+
+def test_every_setting_says_what_it_is_for():
+    """`gpu config` has no blank line."""
+    assert all(row.doc.endswith(".") for row in Settings.load().sources())
