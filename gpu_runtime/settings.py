@@ -70,13 +70,13 @@ class Settings(BaseSettings):
     enable_memory_governor: bool = Field(
         True, description="Off: models load without asking and are never moved.")
     enable_cpu_offload: bool = Field(
-        True, description="On: what leaves the GPU moves to RAM. Off: it is dropped, where its source can bring it back.")
+        True, description="On: what leaves the GPU moves to RAM. Off: it is dropped, where its source has it.")
     gpu_policy: Literal["lru", "cost_aware"] = Field(
         "lru", description="Who leaves first: lru or cost_aware.")
     gpu_placement: Literal["best-fit", "most-free"] = Field(
         "best-fit", description="Which GPU a model goes to: best-fit or most-free.")
     gpu_relief: Literal["auto", "always", "never"] = Field(
-        "auto", description="When memory pressure evicts idle models: auto (while that helps someone), always or never.")
+        "auto", description="When pressure evicts idle models: auto (while that helps someone), always or never.")
     eviction_grace_seconds: Seconds = Field(
         5.0, description="A model used so recently is left alone by pressure and by other processes.")
     eviction_idle_threshold_seconds: Seconds = Field(
@@ -182,16 +182,19 @@ def _show(value: Any) -> str:
 
 def _unknown(name: str, value: Any) -> BadSetting:
     nearest = difflib.get_close_matches(name.lower(), Settings.model_fields, n=1, cutoff=0.0)
-    return BadSetting(name, masked(value) if isinstance(value, str) else value, f"a known setting, such as {nearest[0]}")
+    return BadSetting(name, _masked_value(value), f"a known setting, such as {nearest[0]}")
 
 
 def _bad_setting(error: ValidationError, given: dict[str, Any]) -> BadSetting:
     """The first complaint as one sentence, under the name and with the value that its writer used."""
     complaint = error.errors()[0]
     field = str(complaint["loc"][0])
-    value = complaint["input"]
-    return BadSetting(field if field in given else field.upper(), masked(value) if isinstance(value, str) else value,
-                      _expected(field))
+    name = field if field in given else field.upper()
+    return BadSetting(name, _masked_value(complaint["input"]), _expected(field))
+
+
+def _masked_value(value: Any) -> Any:
+    return masked(value) if isinstance(value, str) else value
 
 
 def _expected(field: str) -> str:

@@ -15,7 +15,7 @@ from gpu_runtime.settings import Settings
 for name in Settings.model_fields:
     os.environ.pop(name.upper(), None)
 _home = tempfile.mkdtemp(prefix="gpu-")  # a short path: sockets lie below it, and theirs may have 107 bytes
-atexit.register(lambda pid=os.getpid(): os.getpid() == pid and shutil.rmtree(_home, ignore_errors=True))
+atexit.register(shutil.rmtree, _home, ignore_errors=True)
 os.environ.update(
     XDG_STATE_HOME=f"{_home}/state",
     XDG_CONFIG_HOME=f"{_home}/config",

@@ -1,0 +1,1 @@
+"""The IPython face: `%load_ext gpu`."""
