@@ -1,14 +1,20 @@
 """The hands that load, move and drop models, and the registry of them.
 
 A backend knows one kind of model. It decides nothing: where a model goes was decided by the planner and reserved in
-the ledger before a backend is called.
+the ledger before a backend is called. Adding a backend is one file beside this one and one line in `_MODULES`.
 """
 from __future__ import annotations
 
+import importlib
+import os
+import re
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ..errors import BadSetting, NotAModel, OutOfMemory
 from ..facts import Footprint, ModelSpec, Shares
+from ..probe import Probe
 
 Progress = Callable[[int, int], None]  # bytes so far, bytes in all
 
@@ -20,18 +26,25 @@ class Backend(Protocol):
     can_move: bool  # False: a Move becomes Drop + Load
 
     def footprint(self, spec: ModelSpec, origin: Any = None) -> Footprint:
-        """The bytes it will need, before loading it. Raises NotAModel, or BadSize where only a declared size can tell."""
+        """The bytes it will need, before loading it. A declared size wins, then what was measured before.
+
+        Raises NotAModel, LoadFailed for a damaged source, or BadSize where only a declared size can tell.
+        """
         ...
 
     def load(self, spec: ModelSpec, shares: Shares, origin: Any = None, *,
              progress: Progress | None = None, into: Any = None) -> Any:
-        """The model, resident on its shares.
+        """The model, resident on its shares: a handle for the other verbs; `value` gives what users hold.
 
-        `origin` is the live Python that a model was registered with (a factory callable); `into` is the object an
-        earlier load returned, where somebody still holds it: it is filled again in place and returned.
-        On any failure, an interrupt too, nothing stays allocated. Raises LoadFailed, or the device's own
-        out-of-memory error.
+        `origin` is the live Python that a model was registered with (a factory callable); `into` is the handle, or
+        what `value` gave, of an earlier load: it is filled again in place, so whoever kept it can go on.
+        On any failure, an interrupt too, nothing stays allocated. Raises LoadFailed, CannotGovern, or the device's
+        own out-of-memory error (see `is_out_of_memory`).
         """
+        ...
+
+    def value(self, model: Any) -> Any:
+        """What `use` yields: the nn.Module of a torch or transformers model."""
         ...
 
     def move(self, model: Any, shares: Shares) -> None:
@@ -39,11 +52,11 @@ class Backend(Protocol):
         ...
 
     def drop(self, model: Any) -> None:
-        """Frees its bytes, also where user code still holds the object."""
+        """Frees its bytes, also where user code still holds the object. Twice is once."""
         ...
 
     def measure(self, model: Any) -> Shares:
-        """The bytes of its real storages, by device id."""
+        """The bytes of its real storages, by device id; nothing for a dropped model."""
         ...
 
     def droppable(self, model: Any) -> bool:
@@ -53,3 +66,59 @@ class Backend(Protocol):
     def unchanged(self, model: Any) -> bool:
         """Proof, just before a drop: its bytes are those its source gave, and the source is the same still."""
         ...
+
+
+_MODULES = {  # name -> module and class; imported when first opened
+    "fake": ("fake", "FakeBackend"),
+    "torch": ("torch", "TorchBackend"),
+    "transformers": ("transformers", "TransformersBackend"),
+}
+
+
+def open_backend(name: str, probe: Probe) -> Backend:
+    """The backend of that name, over these devices. Raises BadSetting for an unknown one."""
+    if name not in _MODULES:
+        raise BadSetting("backend", name, "one of " + ", ".join(sorted(_MODULES)))
+    module, kind = _MODULES[name]
+    return getattr(importlib.import_module(f"{__name__}.{module}"), kind)(probe)
+
+
+def backend_for(source: Any, requested: str = "auto") -> str:
+    """The name of the backend that loads such a source: live Python, a model directory, or a hub id.
+
+    `requested` other than `auto` is taken at its word. Raises BadSetting for an unknown backend, and NotAModel.
+    """
+    if requested != "auto":
+        if requested not in _MODULES:
+            raise BadSetting("backend", requested, "auto or one of " + ", ".join(sorted(_MODULES)))
+        return requested
+    if callable(source) and not isinstance(source, os.PathLike):  # an nn.Module is callable too
+        return "torch"
+    text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
+    if os.path.isdir(text) or (looks_like_hub_id(text) and not os.path.exists(text)):
+        return "transformers"
+    found = "no such file or directory" if text and not os.path.exists(text) else f"{type(source).__name__}"
+    raise NotAModel(
+        f"{text or repr(source)} is nothing that can be loaded ({found if not os.path.isfile(text) else 'a file'}).\n"
+        f"  Supported: a Hugging Face directory (config.json and *.safetensors), a hub id like org/name that was "
+        f"downloaded,\n  an nn.Module, or a callable that returns one.", name=text, source=text)
+
+
+def looks_like_hub_id(text: str) -> bool:
+    """`org/name`, as the Hugging Face hub names its models.
+
+    >>> looks_like_hub_id("Qwen/Qwen3-8B"), looks_like_hub_id("./Qwen/Qwen3-8B"), looks_like_hub_id("a/b.gguf")
+    (True, False, False)
+    """
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", text) is not None and not text.endswith(".gguf")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device ran out of memory: our own error, torch's, Python's, or a CUDA library's in other words."""
+    if isinstance(error, (OutOfMemory, MemoryError)):
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, getattr(torch, "OutOfMemoryError", ())):
+        return True
+    return isinstance(error, RuntimeError) and re.search(
+        r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED", str(error)) is not None

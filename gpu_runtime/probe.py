@@ -1,0 +1,159 @@
+"""The devices of this machine: which there are, how full they are, and what this process holds of them.
+
+Real cards are asked through NVML and torch; simulated ones keep their own account. Nothing here decides anything.
+"""
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import NamedTuple
+
+import psutil
+
+from . import nvml
+from .errors import BadSetting, BadSize, UnknownDevice
+from .facts import HOST, Device, Fragmentation, Sample
+from .memory import Memory
+from .units import GIB, parse_bytes
+
+_EXPECTED = "auto, cuda, sim:24GiB, sim:2x24GiB or sim:2x24GiB,host:64GiB"
+_MOST_CARDS = 64
+
+
+class Probe:
+    """The devices of this machine, host last, and this process's memory on each. Thread-safe."""
+
+    def __init__(self, devices: tuple[Device, ...], cards: tuple[nvml.Card, ...] = ()) -> None:
+        self.devices = devices
+        self.simulated = not cards
+        self._cards = {card.device.id: card for card in cards}
+        self._memories = {device.id: self._memory(device) for device in devices}
+
+    def _memory(self, device: Device) -> Memory:
+        if device.id in self._cards:
+            return Memory(device.id, None, simulated=False)
+        return Memory(device.id, device.total_bytes, simulated=device.simulated, pinned=bool(self._cards))
+
+    def place(self, device: str) -> Memory:
+        """This process's memory on that device. Raises UnknownDevice."""
+        try:
+            return self._memories[device]
+        except KeyError:
+            raise UnknownDevice(device, tuple(self._memories)) from None
+
+    def samples(self, now: float) -> dict[str, Sample]:
+        """What the drivers, and the machine for `host`, say now; nothing of simulated devices.
+
+        Raises ProbeFailed, naming the device that would not answer.
+        """
+        samples = {id: nvml.sample(card, now) for id, card in self._cards.items()}
+        if not self._memories[HOST].simulated:
+            samples[HOST] = Sample(HOST, now, psutil.virtual_memory().available)
+        return samples
+
+    def used(self) -> dict[str, int]:
+        """Bytes this process holds on each device: what its allocators hold, and on a card its context too where the
+        driver tells. Raises ProbeFailed."""
+        held = {}
+        for id, memory in self._memories.items():
+            card = self._cards.get(id)
+            held[id] = memory.held_bytes() if card is None else max(
+                _torch_reserved(card), nvml.process_bytes(card, os.getpid()) or 0)
+        return held
+
+    def fragmentation(self) -> tuple[Fragmentation, ...]:
+        """What each card's allocator says of itself, in this process; a card that torch has not touched says nothing."""
+        said = (_torch_fragmentation(self._cards[d.id]) if d.id in self._cards else self._memories[d.id].fragmentation()
+                for d in self.devices if not d.is_host)
+        return tuple(figures for figures in said if figures)
+
+    def empty_cache(self) -> int:
+        """Gives memory that waits to be used again back, on cards and host; returns its bytes."""
+        released = sum(memory.empty_cache() for memory in self._memories.values())
+        cuda = _started_cuda() if self._cards else None
+        if cuda is not None:
+            before = sum(_torch_reserved(card) for card in self._cards.values())
+            cuda.empty_cache()
+            released += before - sum(_torch_reserved(card) for card in self._cards.values())
+        return released
+
+
+def open_probe(devices: str = "auto", *, cpu_only: bool = False) -> Probe:
+    """The probe of the devices that the text names.
+
+    `auto`: the CUDA cards of this process if there are any and `cpu_only` does not forbid it, else one simulated card
+    of half this machine's memory. `cuda`: those cards or an error. `sim:2x24GiB,host:64GiB`: two simulated cards and
+    a simulated host; without `host:` the host is this machine's memory.
+
+    Raises BadSetting for anything else, and ProbeFailed where there is a driver and it fails.
+    """
+    text = devices.strip().lower()
+    if text.startswith("sim:"):
+        return Probe(_simulated(_parsed(devices, text)))
+    if text not in ("auto", "cuda"):
+        raise BadSetting("GPU_DEVICES", devices, _EXPECTED)
+    cards = () if cpu_only else nvml.cards()
+    if cards:
+        return Probe((*(card.device for card in cards), _host()), cards)
+    if text == "cuda":
+        why = "DEVELOPMENT_CPU_ONLY is set" if cpu_only else "no CUDA card is visible here"
+        raise BadSetting("GPU_DEVICES", devices, f"auto or sim:24GiB on this machine, since {why}")
+    half = max(GIB, psutil.virtual_memory().total // 2 // GIB * GIB)
+    return Probe(_simulated(_Wish(1, half, None)))
+
+
+class _Wish(NamedTuple):
+    """What a `sim:` text asks for."""
+
+    cards: int
+    card_bytes: int
+    host_bytes: int | None
+
+
+def _parsed(given: str, text: str) -> _Wish:
+    match = re.fullmatch(r"sim:(?:(\d+)x)?([^,]+)(?:,\s*host:([^,]+))?", text)
+    count = int(match[1] or 1) if match else 0
+    try:
+        wish = _Wish(count, parse_bytes(match[2]), parse_bytes(match[3]) if match[3] else None) if match else None
+    except BadSize:
+        wish = None
+    if wish is None or not 0 < count <= _MOST_CARDS or wish.card_bytes == 0 or wish.host_bytes == 0:
+        raise BadSetting("GPU_DEVICES", given, _EXPECTED)
+    return wish
+
+
+def _simulated(wish: _Wish) -> tuple[Device, ...]:
+    cards = (Device(f"sim:{index}", wish.card_bytes, "simulated", f"SIM-{index}", index, simulated=True)
+             for index in range(wish.cards))
+    return *cards, _host(wish.host_bytes)
+
+
+def _host(simulated_bytes: int | None = None) -> Device:
+    if simulated_bytes is not None:
+        return Device(HOST, simulated_bytes, "simulated RAM", simulated=True)
+    return Device(HOST, psutil.virtual_memory().total, "RAM")
+
+
+def _started_cuda():
+    """torch.cuda, where this process uses it already; asking must not start it."""
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    return cuda if cuda is not None and cuda.is_available() and cuda.is_initialized() else None
+
+
+def _torch_reserved(card: nvml.Card) -> int:
+    cuda = _started_cuda()
+    return cuda.memory_reserved(card.device.index) if cuda else 0
+
+
+def _torch_fragmentation(card: nvml.Card) -> Fragmentation | None:
+    cuda = _started_cuda()
+    if cuda is None:
+        return None
+    stats = cuda.memory_stats(card.device.index)
+    free = [block["size"] for segment in cuda.memory_snapshot() if segment["device"] == card.device.index
+            for block in segment["blocks"] if block["state"] == "inactive"]
+    return Fragmentation(card.device.id, stats.get("allocated_bytes.all.current", 0),
+                         stats.get("reserved_bytes.all.current", 0), max(free, default=0),
+                         stats.get("num_alloc_retries", 0), stats.get("num_ooms", 0))

@@ -1,0 +1,169 @@
+"""A caching segment allocator as a value: what torch does with a card's memory, in numbers alone.
+
+Pure: a state goes in, a state comes out, and a state replaced in one assignment cannot be interrupted half-way.
+Nothing here owns memory; memory.py does.
+
+Requests are rounded to 512 bytes and cut from segments: of 2 MiB for requests below 1 MiB, of 20 MiB up to 10 MiB, and
+one of its own, in steps of 2 MiB, for anything larger. A freed run joins its free neighbours and stays reserved.
+
+Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp. Two things differ, so that what fits by its bytes always fits: the
+capacity counts requested bytes, not rounded ones; and where room is short, free runs inside segments in use are given
+back too, as torch does with expandable segments.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from .units import MIB
+
+STEP = 512
+FREE, HOLE = 0, -1  # the key of a run that is reserved but free, and of one that was given back
+
+
+class Run(NamedTuple):
+    """A stretch of a segment."""
+
+    size: int
+    key: int  # FREE, HOLE, or the positive key of whoever allocated it
+    requested: int = 0
+
+
+class Segment(NamedTuple):
+    """Memory taken from the device in one piece."""
+
+    id: int
+    small: bool
+    runs: tuple[Run, ...]
+
+    @property
+    def span(self) -> int:
+        return sum(run.size for run in self.runs)
+
+    @property
+    def in_use(self) -> bool:
+        return any(run.key > FREE for run in self.runs)
+
+
+class Segments(NamedTuple):
+    """All memory that one process holds on one device."""
+
+    segments: tuple[Segment, ...] = ()
+    next_id: int = 1
+
+    @property
+    def requested(self) -> int:
+        return sum(run.requested for segment in self.segments for run in segment.runs)
+
+    @property
+    def allocated(self) -> int:
+        return sum(run.size for segment in self.segments for run in segment.runs if run.key > FREE)
+
+    @property
+    def reserved(self) -> int:
+        return sum(run.size for segment in self.segments for run in segment.runs if run.key != HOLE)
+
+    @property
+    def largest_free(self) -> int:
+        return max((run.size for segment in self.segments for run in segment.runs if run.key == FREE), default=0)
+
+
+class Spot(NamedTuple):
+    """Where a run lies."""
+
+    segment: int
+    offset: int
+
+
+def rounded(size: int, step: int = STEP) -> int:
+    """The size in whole steps.
+
+    >>> rounded(1), rounded(512), rounded(0)
+    (512, 512, 0)
+    """
+    return -(-size // step) * step
+
+
+def allocate(state: Segments, sizes: Sequence[int], keys: Sequence[int], room: int) -> tuple[Segments, Spot, bool]:
+    """The state with one run per size, side by side; where the first one lies; and whether cached memory had to go.
+
+    `room` is how many bytes may be reserved in all. The caller has checked that the requested bytes fit into it.
+    """
+    runs = tuple(Run(rounded(size), key, size) for size, key in zip(sizes, keys, strict=True))
+    need = sum(run.size for run in runs)
+    small = need < MIB
+    spot = _best_fit(state, need, small)
+    if spot is not None:
+        return _cut(state, spot, runs, need), spot, False
+    size = _segment_size(need)
+    retried = state.reserved + size > room
+    if retried:
+        state = emptied(state)
+    if state.reserved + need > room:
+        state = trimmed(state)
+    size = max(need, min(size, room - state.reserved))
+    segment = Segment(state.next_id, small, _joined((*runs, Run(size - need, FREE))))
+    return Segments((*state.segments, segment), state.next_id + 1), Spot(segment.id, 0), retried
+
+
+def release(state: Segments, keys: Collection[int]) -> Segments:
+    """The state with these keys' runs free, and joined with their free neighbours. Unknown keys change nothing."""
+    return state._replace(segments=tuple(
+        segment._replace(runs=_joined(Run(run.size, FREE) if run.key in keys else run for run in segment.runs))
+        if any(run.key in keys for run in segment.runs) else segment
+        for segment in state.segments))
+
+
+def emptied(state: Segments) -> Segments:
+    """The state without the segments that nobody uses: torch.cuda.empty_cache()."""
+    return state._replace(segments=tuple(segment for segment in state.segments if segment.in_use))
+
+
+def trimmed(state: Segments) -> Segments:
+    """The state with every free run given back, in segments in use too: reserved is allocated."""
+    return state._replace(segments=tuple(
+        segment._replace(runs=_joined(Run(run.size, HOLE) if run.key == FREE else run for run in segment.runs))
+        for segment in emptied(state).segments))
+
+
+def _segment_size(need: int) -> int:
+    if need < MIB:
+        return 2 * MIB
+    return 20 * MIB if need < 10 * MIB else rounded(need, 2 * MIB)
+
+
+def _best_fit(state: Segments, need: int, small: bool) -> Spot | None:
+    """Where the smallest free run of sufficient size lies."""
+    best: tuple[int, Spot] | None = None
+    for segment in state.segments:
+        offset = 0
+        for run in segment.runs if segment.small == small else ():
+            if run.key == FREE and run.size >= need and (best is None or run.size < best[0]):
+                best = run.size, Spot(segment.id, offset)
+            offset += run.size
+    return best[1] if best else None
+
+
+def _cut(state: Segments, spot: Spot, runs: tuple[Run, ...], need: int) -> Segments:
+    """The state with these runs at the start of the free run at that spot."""
+    def cut(segment: Segment) -> Segment:
+        after, offset = [], 0
+        for run in segment.runs:
+            after += [*runs, Run(run.size - need, FREE)] if offset == spot.offset and run.key == FREE else [run]
+            offset += run.size
+        return segment._replace(runs=_joined(after))
+
+    return state._replace(segments=tuple(cut(s) if s.id == spot.segment else s for s in state.segments))
+
+
+def _joined(runs: Collection[Run] | object) -> tuple[Run, ...]:
+    """The runs without empty ones, neighbours that are free (or given back) made one."""
+    joined: list[Run] = []
+    for run in runs:  # type: ignore[attr-defined]
+        if not run.size:
+            continue
+        if joined and run.key <= FREE and joined[-1].key == run.key:
+            joined[-1] = Run(joined[-1].size + run.size, run.key)
+        else:
+            joined.append(run)
+    return tuple(joined)
