@@ -1,0 +1,81 @@
+"""The package installs, as a wheel and editable, and works from a directory outside the repository.
+
+Each goes into an environment of its own that sees the libraries of this one but not this one's gpu-console, so that
+what is imported is what was installed.
+"""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.install
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """What the command prints. Fails the test, showing all output, where it fails."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True,
+                          timeout=120, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """A fresh environment whose python finds this one's libraries, less what belongs to gpu-console."""
+    folder = tmp_path / "environment"
+    venv.create(folder, with_pip=False, symlinks=True)
+    libraries = tmp_path / "libraries"  # this environment's, link by link; .pth files are not followed from here
+    libraries.mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if "gpu_console" not in entry.name:
+            (libraries / entry.name).symlink_to(entry)
+    site = next(folder.glob("lib/python3*/site-packages"))
+    (site / "libraries.pth").write_text(f"{libraries}\n")
+    return folder
+
+
+def install(environment: Path, *what: str | Path, cwd: Path) -> None:
+    run(sys.executable, "-m", "pip", f"--python={environment}/bin/python", "install", "-q", "--no-deps",
+        "--no-build-isolation", "--no-index", *what, cwd=cwd)
+
+
+def imported_from(environment: Path, cwd: Path) -> list[Path]:
+    """The folders that `gpu_runtime` and `gpu` are imported from."""
+    program = "import gpu_runtime, gpu; print(gpu_runtime.__path__[0]); print(gpu.__path__[0])"
+    return [Path(line) for line in run(environment / "bin" / "python", "-c", program, cwd=cwd).splitlines()]
+
+
+def check_command(environment: Path, cwd: Path) -> None:
+    if not (ROOT / "gpu_runtime" / "cli.py").exists():
+        return
+    assert "status" in run(environment / "bin" / "gpu", "--help", cwd=cwd)
+
+
+def test_a_wheel_works_outside_the_repository(environment, tmp_path):
+    """Both packages lie in the wheel, under their import names, and nothing else does."""
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index",
+        "-w", tmp_path, ROOT, cwd=tmp_path)
+    wheel, = tmp_path.glob("gpu_console-*.whl")
+    install(environment, wheel, cwd=tmp_path)
+
+    site = next(environment.glob("lib/python3*/site-packages"))
+    assert imported_from(environment, tmp_path) == [site / "gpu_runtime", site / "gpu"]
+    ours = {entry.name for entry in site.iterdir() if not entry.name.endswith((".dist-info", ".pth"))}
+    assert ours - {"__pycache__"} == {"gpu_runtime", "gpu"}
+    check_command(environment, tmp_path)
+
+
+def test_an_editable_install_works_outside_the_repository(environment, tmp_path):
+    """What is imported is the repository itself."""
+    install(environment, "-e", ROOT, cwd=tmp_path)
+
+    assert imported_from(environment, tmp_path) == [ROOT / "gpu_runtime", ROOT / "kernel_ext" / "gpu"]
+    check_command(environment, tmp_path)
