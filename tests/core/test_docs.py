@@ -1,0 +1,67 @@
+"""What can be used is documented: every public name, verb and setting stands in the README."""
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import gpu_runtime
+from gpu_runtime.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def names_in(text: str) -> set[str]:
+    """The names inside backticks and code blocks; prose does not document a name."""
+    code = re.findall(r"```.*?```|`[^`\n]+`", text, flags=re.DOTALL)
+    return set(re.findall(r"[A-Za-z_]\w*", " ".join(code)))
+
+
+def undocumented(names: set[str], text: str) -> set[str]:
+    return names - names_in(text)
+
+
+def test_every_public_name_is_in_the_readme():
+    """What is exported is promised."""
+    public = set(getattr(gpu_runtime, "__all__", ())) - {"__version__"}
+    assert undocumented(public, README) == set()
+
+
+def test_every_verb_is_in_the_table_of_magics():
+    """As `%gpu VERB`, in the README's table."""
+    if not (ROOT / "gpu_runtime" / "verbs.py").exists():
+        pytest.skip("gpu_runtime/verbs.py is not there yet")
+    verbs = importlib.import_module("gpu_runtime.verbs").VERBS
+    names = {getattr(verb, "name", verb) for verb in verbs}
+    assert {name for name in names if not re.search(rf"^\|.*`%gpu {name}\b", README, flags=re.MULTILINE)} == set()
+
+
+def test_every_setting_is_in_the_readme_with_its_default_and_meaning():
+    """The same words as `gpu config` prints, so that neither can go stale."""
+    rows = [f"| `{row.name}` | `{row.default}` | {row.doc} |" for row in Settings.load().sources()]
+    assert [row for row in rows if row not in README.splitlines()] == []
+
+
+def test_no_setting_is_documented_that_does_not_exist():
+    """A setting that was removed leaves the README too."""
+    documented = set(re.findall(r"^\| `([A-Z][A-Z_]+)` \|", README, flags=re.MULTILINE))
+    assert documented == {row.name for row in Settings.load().sources()}
+
+
+def test_every_link_in_the_readme_leads_somewhere():
+    """To a section of this page, or a file of this repository."""
+    sections = {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-")
+                for title in re.findall(r"^#+ (.*)$", README, flags=re.MULTILINE)}
+    targets = re.findall(r"\]\(([^)\s]+)\)", README)
+    broken = [target for target in targets if not target.startswith("http")
+              and not (target[1:] in sections if target.startswith("#") else (ROOT / target).exists())]
+    assert targets and broken == []
+
+
+def test_a_missing_name_is_noticed():
+    """This file can fail: prose and longer names do not count."""
+    assert undocumented({"use", "lease"}, "Please use `rt.lease_all()`.") == {"use", "lease"}
+    assert undocumented({"use", "lease"}, "```\nrt.use(name)\n```\nand `rt.lease`") == set()
