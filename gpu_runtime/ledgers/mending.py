@@ -1,0 +1,115 @@
+"""How a new book is made: at first from nothing, later from what its living owners last wrote of themselves.
+
+A damaged book is set aside under a name that says so, never emptied; its heir has a name that no book had before.
+"""
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+from pathlib import Path
+
+import msgspec
+
+from ..errors import LedgerNewer
+from ..facts import SCHEMA, Book, Device, Section, Ticket, decode_book, encode
+from ..owner import Life, Roster, life, read_roster
+from . import files
+
+log = logging.getLogger("gpu_runtime")
+
+
+class Damaged(Exception):
+    """A book that cannot be used, and why. An empty name: there is none yet."""
+
+    def __init__(self, name: str, inode: int, why: str) -> None:
+        super().__init__(name, inode, why)
+        self.name, self.inode, self.why = name, inode, why
+
+
+def part_of(book: Book, owner_id: str) -> Book:
+    """What an owner writes into its roster: its section and tickets, and what all must agree on."""
+    section = book.sections.get(owner_id)
+    return Book(
+        devices=book.devices,
+        limits=book.limits,
+        sections={owner_id: section} if section else {},
+        tickets=tuple(ticket for ticket in book.tickets if ticket.owner == owner_id),
+    )
+
+
+def union(parts: list[Book]) -> Book:
+    """One book from its owners' parts."""
+    devices: dict[str, Device] = {}
+    limits: dict[str, int] = {}
+    sections: dict[str, Section] = {}
+    tickets: list[Ticket] = []
+    for part in parts:
+        devices = {device.id: device for device in part.devices} | devices
+        limits = part.limits | limits
+        sections |= part.sections
+        tickets += part.tickets
+    return Book(devices=tuple(devices.values()), limits=limits, sections=sections,
+                tickets=tuple(sorted(tickets, key=lambda ticket: ticket.arrived)))
+
+
+def living_rosters(directory: Path) -> list[Roster]:
+    rosters = (read_roster(path) for path in files.owner_files(directory) if life(path) is Life.ALIVE)
+    return [roster for roster in rosters if roster]
+
+
+def newest_roster_rev(directory: Path) -> int:
+    try:
+        return max((roster.rev for roster in living_rosters(directory)), default=0)
+    except FileNotFoundError:  # the whole directory is gone
+        return 0
+
+
+def mend(directory: Path, boot: str, damage: Damaged, patience_seconds: float) -> None:
+    """Puts a new book in the damaged one's place, unless another process has done so.
+
+    Raises LedgerUnavailable, OSError, sqlite3.Error; then CURRENT names a book that is not there, which is damage too.
+    """
+    with files.rebuild_lock(directory) as lock:
+        files.take(lock, patience_seconds)
+        if files.current(directory) != damage.name or files.inode_of(directory, damage.name) != damage.inode:
+            return
+        name = files.next_book(directory, damage.name)
+        # In this order. A writer writes its roster, commits, reads CURRENT. Whose look at CURRENT came before this
+        # line has its roster written, and we read it below; whose comes after knows that its grant is void.
+        files.point_current_at(directory, name)
+        rosters = living_rosters(directory)
+        if any(roster.schema > SCHEMA for roster in rosters):
+            raise LedgerNewer(str(directory / name), max(roster.schema for roster in rosters), SCHEMA)
+        book = union([_decoded(roster) for roster in rosters])
+        _make(directory, name, boot, book, rev=max((roster.rev for roster in rosters), default=0) + 1)
+        kept = [files.set_aside(directory, other) for other in files.other_books(directory, name)]
+    if damage.name:
+        aside = ", ".join(str(path) for path in kept if path) or "nothing was left to keep"
+        log.warning("the ledger %s was damaged (%s). Set aside: %s. Rebuilt as %s from %d living owners, %d leases.",
+                    directory / damage.name, damage.why, aside, name, len(book.sections), sum(1 for _ in book.leases()))
+
+
+def _decoded(roster: Roster) -> Book:
+    try:
+        return decode_book(roster.payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        log.warning("a living owner's roster of %d bytes cannot be read; it will register again", len(roster.payload))
+        return Book()
+
+
+def _make(directory: Path, name: str, boot: str, book: Book, rev: int) -> None:
+    """Makes a book under a draft's name and gives it its own when it is whole."""
+    draft = directory / ".book-draft"  # one at a time: we hold the rebuild lock
+    draft.unlink(missing_ok=True)
+    os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    db = sqlite3.connect(draft, isolation_level=None)
+    try:
+        db.execute("PRAGMA journal_mode=OFF")
+        db.execute("PRAGMA synchronous=OFF")
+        # One kernel, one page: the row is named by the boot, since two containers on it have different host names.
+        db.execute("CREATE TABLE book (host TEXT PRIMARY KEY, rev INTEGER NOT NULL, schema INTEGER NOT NULL, body BLOB NOT NULL)")
+        db.execute("INSERT INTO book VALUES (?, ?, ?, ?)", (boot, rev, SCHEMA, encode(book)))
+    finally:
+        db.close()
+    os.rename(draft, directory / name)

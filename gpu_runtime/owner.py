@@ -1,0 +1,225 @@
+"""Who this process is, and how anybody can prove that it lives or has died.
+
+An owner holds a lock on a file of its own for as long as it lives. The operating system drops the lock at its death
+and at no other time: a stopped process still holds it, and a process number that came back does not. The same file
+carries the owner's roster: its own part of the book, from which a damaged book is rebuilt.
+
+Nothing here reads or writes the book.
+"""
+from __future__ import annotations
+
+import enum
+import fcntl
+import getpass
+import itertools
+import os
+import secrets
+import socket
+import struct
+import weakref
+import zlib
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from msgspec.structs import replace
+
+from .errors import LedgerUnavailable
+from .facts import Owner
+
+_serials = itertools.count()
+
+
+def boot_id() -> str:
+    """The name of this boot of the machine, the same in all its containers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def start_ticks(stat: str) -> int:
+    """When a process started, in clock ticks after the boot: field 22 of its /proc/PID/stat.
+
+    >>> start_ticks("7 (a) b) S 1 " + "0 " * 17 + "4321 99")
+    4321
+    """
+    # The name in field 2 may hold blanks and brackets; what follows its last bracket does not.
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def describe_self(*, notebook: str = "", user: str = "") -> Owner:
+    """A new owner in this process. Each call gives another one: several runtimes in a process are several owners."""
+    return Owner(
+        host=socket.gethostname(),
+        boot=boot_id(),
+        pid=os.getpid(),
+        started=start_ticks(Path("/proc/self/stat").read_text()),
+        serial=next(_serials),
+        user=user or _user(),
+        notebook=notebook,
+    )
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have a number and no name
+        return str(os.geteuid())
+
+
+class Life(enum.StrEnum):
+    ALIVE = "alive"
+    DEAD = "dead"
+    UNKNOWN = "unknown"
+
+
+def life(path: Path, inode: int = 0) -> Life:
+    """What the lock on an owner's file says. Looks without taking it, so that two who look see the same.
+
+    Dead is only who has his file, the very one (`inode`; 0: any), and nobody holds it. A missing or another file says
+    nothing about the process.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return Life.UNKNOWN
+    try:
+        if inode and os.fstat(fd).st_ino != inode:
+            return Life.UNKNOWN
+        return Life.ALIVE if _held_elsewhere(fd) else Life.DEAD
+    except OSError:
+        return Life.UNKNOWN
+    finally:
+        os.close(fd)
+
+
+# struct flock. The lock is an OFD lock: it belongs to the open file, not to the process, hence closing another
+# descriptor of the same file does not drop it, as it would drop a POSIX lock.
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+def _held_elsewhere(fd: int) -> bool:
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    return _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK
+
+
+def _hold(fd: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+
+
+class OwnerFile:
+    """The file that an owner locks for life, `DIRECTORY/ID`, with two slots for its roster.
+
+    The slots are written in turn, each with its length and checksum, so a reader finds the last whole roster even
+    where a write failed half-way on a full disk.
+    """
+
+    SLOT_BYTES = 1 << 20  # the file is sparse: what is not written takes no room
+
+    def __init__(self, directory: Path, owner: Owner) -> None:
+        """Raises LedgerUnavailable, OSError."""
+        fd, self.owner, self.path = _locked_file(directory, owner)
+        self._fd = fd
+        self._turn = 0
+        _open_files.add(self)
+
+    def write_roster(self, payload: bytes, *, rev: int, schema: int) -> None:
+        """Raises OSError where the disk is full; the roster before it is then still readable."""
+        if len(payload) > self.SLOT_BYTES - _FRAME.size:
+            raise OSError(f"a roster of {len(payload)} bytes does not fit its slot of {self.SLOT_BYTES}")
+        turn = self._turn + 1
+        frame = _FRAME.pack(_MAGIC, schema, turn, rev, len(payload), zlib.crc32(payload))
+        frame += _CHECK.pack(zlib.crc32(frame)) + payload
+        if os.pwrite(self._fd, frame, turn % 2 * self.SLOT_BYTES) != len(frame):
+            raise OSError(28, "No space left on device", str(self.path))
+        self._turn = turn
+
+    def in_place(self) -> bool:
+        """True where others still find this very file under its name."""
+        try:
+            return os.stat(self.path).st_ino == self.owner.inode
+        except OSError:
+            return False
+
+    def release(self, *, remove: bool) -> None:
+        """Lets the lock go. A file that is left behind proves this owner's death."""
+        if remove and self.in_place():
+            self.path.unlink(missing_ok=True)
+        self.close_here()
+
+    def close_here(self) -> None:
+        """Closes the descriptor, never unlocks: in a forked child the parent's lock must stand."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _locked_file(directory: Path, owner: Owner) -> tuple[int, Owner, Path]:
+    """A locked file under a name never used before, and the owner with that name and the file's inode.
+
+    It is locked before it gets its name, so nobody ever sees it unlocked while its owner lives.
+    """
+    draft = directory / f".{os.getpid()}-{secrets.token_hex(4)}"
+    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        _hold(fd)
+        while True:
+            path = directory / owner.id
+            try:
+                os.link(draft, path)
+                return fd, replace(owner, inode=os.fstat(fd).st_ino), path
+            except FileExistsError:  # another container's process, with our number and our second
+                owner = replace(owner, serial=next(_serials))
+    except OSError as error:
+        os.close(fd)
+        raise LedgerUnavailable(
+            f"the file system of {directory} cannot keep an owner's lock ({error.strerror}).\n"
+            f"  Name a directory on a local disk:  GPU_LEDGER=sqlite:///PATH", path=str(directory)) from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+_MAGIC = b"GPUR"
+_FRAME = struct.Struct("<4sIQQII")  # magic, schema, turn, revision, length, checksum of the roster
+_CHECK = struct.Struct("<I")  # checksum of the frame itself
+
+
+class Roster(NamedTuple):
+    """What an owner last wrote of itself, and for which revision of the book."""
+
+    turn: int
+    rev: int
+    schema: int
+    payload: bytes
+
+
+def read_roster(path: Path) -> Roster | None:
+    """The last whole roster in an owner's file; None where there is none."""
+    try:
+        with open(path, "rb", opener=_no_links) as file:
+            return max(filter(None, (_slot(file, 0), _slot(file, OwnerFile.SLOT_BYTES))), default=None)
+    except OSError:
+        return None
+
+
+def _no_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _slot(file: IO[bytes], offset: int) -> Roster | None:
+    file.seek(offset)
+    frame, check = file.read(_FRAME.size), file.read(_CHECK.size)
+    if len(check) < _CHECK.size or _CHECK.unpack(check)[0] != zlib.crc32(frame):
+        return None
+    magic, schema, turn, rev, length, checksum = _FRAME.unpack(frame)
+    payload = file.read(length)
+    whole = magic == _MAGIC and len(payload) == length and zlib.crc32(payload) == checksum
+    return Roster(turn, rev, schema, payload) if whole else None
+
+
+_open_files: weakref.WeakSet[OwnerFile] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for file in list(_open_files):
+        file.close_here()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
