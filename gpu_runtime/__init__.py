@@ -1,0 +1,53 @@
+"""gpu-console: every notebook on a box shares its GPUs.
+
+    import gpu_runtime
+    rt = gpu_runtime.runtime()
+    rt.register("qwen", "/models/qwen")
+    with rt.use("qwen") as model:
+        ...
+
+Importing this imports no torch, and nothing heavy: the runtime's own parts load when it is first opened.
+"""
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from .errors import (
+    AlreadyRegistered, AmbiguousName, BadSetting, BadSize, Busy, CannotGovern, Deadlock, DoesNotFit, GpuError,
+    LedgerUnavailable, LoadFailed, MemoryLimitExceeded, NotAModel, NotResident, OutOfMemory, ProbeFailed, StillInUse,
+    UnknownDevice, UnknownModel,
+)
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+__version__ = "0.1.0"
+__all__ = [
+    "Runtime", "runtime",
+    "AlreadyRegistered", "AmbiguousName", "BadSetting", "BadSize", "Busy", "CannotGovern", "Deadlock", "DoesNotFit",
+    "GpuError", "LedgerUnavailable", "LoadFailed", "MemoryLimitExceeded", "NotAModel", "NotResident", "OutOfMemory",
+    "ProbeFailed", "StillInUse", "UnknownDevice", "UnknownModel",
+]
+
+_lock = threading.Lock()
+_runtime: Runtime | None = None
+
+
+def runtime() -> Runtime:
+    """The one runtime of this process, opened with the settings of its environment. Raises BadSetting."""
+    global _runtime
+    from .runtime import Runtime
+
+    with _lock:
+        if _runtime is None or _runtime._closed:
+            _runtime = Runtime()
+        return _runtime
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Runtime":
+        from .runtime import Runtime
+
+        return Runtime
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

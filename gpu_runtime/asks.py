@@ -48,6 +48,11 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
     lease = book.lease(owner, name)
     if section is None:
         return _done(book, asked), Refuse(f"the process that held {name} is gone", kind="gone")
+    for event in book.events:
+        if event.by == asked.key and event.owner == owner:  # the owner's answer
+            answer = Refuse(event.because, kind="failed") if event.action == "failed" else \
+                Grant(lease or Lease(owner, name), (), event.because)
+            return _done(book, asked), answer
     if verdict := _how_it_stands(asked, lease, name, section.names, world, section.owner):
         return _done(book, asked), verdict
     ticket = book.ticket(asked.key)
@@ -188,6 +193,6 @@ def _pressure_after(view, freed: int) -> float:
     return pressure(view.claimed_bytes - freed, view.limit_bytes, used, view.device.total_bytes)
 
 
-def complain(book: Book, world: World, lease: Lease, because: str) -> Book:
-    """The book with the news that a lease asked to leave is in use after all."""
-    return note(book, world, lease, "stays", "in use", because)
+def answer(book: Book, world: World, owner: str, order: Order, action: str, because: str, size: int = 0) -> Book:
+    """The book with an owner's answer to an order: the event carries the asker's key."""
+    return note(book, world, Lease(owner, order.name), action, order.verb, because, size=size, by=order.key)

@@ -167,9 +167,12 @@ def _first_word(book: Book, truth: Truth, world: World) -> Book:
 
 
 def measure(book: Book, world: World) -> Book:
-    """The book with our newer samples in the place of older ones."""
+    """The book with our samples in the place of those that are getting old.
+
+    Not on every occasion: what changes the page every second is written by every kernel every second.
+    """
     fresh = {id: sample for id, sample in world.samples.items()
-             if id not in book.samples or sample.taken_at > book.samples[id].taken_at}
+             if id not in book.samples or sample.taken_at > book.samples[id].taken_at + world.rules.stale_seconds / 2}
     return replace(book, samples={**book.samples, **fresh}) if fresh else book
 
 

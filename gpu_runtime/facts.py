@@ -7,7 +7,7 @@ as JSON, so any process can read the book that another wrote. Times are seconds 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -231,7 +231,8 @@ class Ticket(Value):
     arrived: float
     refreshed: float
     importance: int = NORMAL
-    need: Shares = ()  # the room it waits for
+    need: Shares = ()  # the room it waits for, on the likeliest card
+    places: tuple[str, ...] = ()  # cards that would do as well; empty: any
     recalls: tuple[str, ...] = ()  # lease ids asked to step aside for it
     held: tuple[str, ...] = ()  # lease ids that the asking thread itself pins
     blocked_since: float = 0.0  # since when only models in use stand in its way; 0: they do not
@@ -264,6 +265,12 @@ class Book(Value):
     tickets: tuple[Ticket, ...] = ()
     events: tuple[Event, ...] = ()
     seq: int = 0  # of the newest event
+    counts: dict[str, int] = {}  # of owners that are gone, so that totals never fall
+
+    @property
+    def entries(self) -> int:
+        """Leases and tickets: what the size of the page goes by."""
+        return sum(len(section.leases) for section in self.sections.values()) + len(self.tickets)
 
     def leases(self) -> Iterator[Lease]:
         for section in self.sections.values():
@@ -272,6 +279,11 @@ class Book(Value):
     def lease(self, owner: str, name: str) -> Lease | None:
         section = self.sections.get(owner)
         return section.lease(name) if section else None
+
+    def find(self, lease_id: str) -> Lease | None:
+        """The lease of that id (`owner/name`)."""
+        owner, _, name = lease_id.partition("/")
+        return self.lease(owner, name)
 
     def ticket(self, key: str) -> Ticket | None:
         return next((ticket for ticket in self.tickets if ticket.key == key), None)
@@ -557,10 +569,25 @@ _decode_section = msgspec.json.Decoder(Section).decode
 
 
 def overdrafts(old: Book, new: Book) -> dict[str, int]:
-    """Devices whose sum of claims this write would raise past max(limit, old sum), and by how much: laws 1 and 2."""
-    before = old.claims()
-    over: Mapping[str, int] = {
-        device: claimed - max(new.limits.get(device, claimed), before.get(device, 0))
-        for device, claimed in new.claims().items()
-    }
+    """Devices that this write would grant beyond max(limit, old sum), and by how much: laws 1 and 2.
+
+    Facts are always accepted: a lease that settled larger than it asked for, or residue, may show an overdraft. Only
+    bytes that are newly *promised* (targets) may not.
+    """
+    before, promised = old.claims(), _promised(old)
+    more = {device for device, size in _promised(new).items() if size > promised.get(device, 0)}
+    if not more:
+        return {}
+    after = new.claims()
+    over = {device: after[device] - max(new.limits.get(device, after[device]), before.get(device, 0))
+            for device in more}
     return {device: excess for device, excess in over.items() if excess > 0}
+
+
+def _promised(book: Book) -> dict[str, int]:
+    """Bytes on each device that are reserved for what is still on its way."""
+    sums: dict[str, int] = {}
+    for lease in book.leases():
+        for share in lease.target:
+            sums[share.device] = sums.get(share.device, 0) + share.bytes
+    return sums

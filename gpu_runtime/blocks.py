@@ -1,0 +1,47 @@
+"""What a leased block of code really takes on its device, and the cap that keeps it to what it leased.
+
+Only torch can tell, and only on a real card it has started; elsewhere the figures are unknown, never zero.
+"""
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from .facts import Device, Lease
+from .units import show_bytes
+
+
+class Block:
+    """Yielded by `rt.lease`. `peak_bytes` and `delta_bytes` are known once the block has ended; None: unknown."""
+
+    def __init__(self, lease: Lease, device: Device) -> None:
+        self.lease, self.device = lease, device
+        self.bytes = lease.bytes
+        self.peak_bytes: int | None = None
+        self.delta_bytes: int | None = None
+        self._before = 0
+        self._cuda = _started_cuda(device)
+        if self._cuda:
+            self._before = self._cuda.memory_allocated(device.index)
+            self._cuda.reset_peak_memory_stats(device.index)
+            reserved = self._cuda.memory_reserved(device.index)
+            fraction = (reserved + self.bytes) / device.total_bytes
+            self._cuda.set_per_process_memory_fraction(min(max(fraction, 0.01), 1.0), device.index)
+
+    def end(self) -> None:
+        """Takes the last reading and lifts the cap."""
+        if self._cuda:
+            self.peak_bytes = self._cuda.max_memory_allocated(self.device.index) - self._before
+            self.delta_bytes = self._cuda.memory_allocated(self.device.index) - self._before
+            self._cuda.set_per_process_memory_fraction(1.0, self.device.index)
+
+    def __repr__(self) -> str:
+        peak = "unknown" if self.peak_bytes is None else show_bytes(self.peak_bytes)
+        return f"<{show_bytes(self.bytes)} on {self.device.id}; peak {peak}>"
+
+
+def _started_cuda(device: Device) -> Any:
+    torch = sys.modules.get("torch")
+    if torch is None or device.simulated or not device.id.startswith("cuda") or not torch.cuda.is_available():
+        return None
+    return torch.cuda

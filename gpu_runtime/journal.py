@@ -1,0 +1,82 @@
+"""What happened and why, kept beyond the page's last 64 events and beyond a boot.
+
+One SQLite table that every owner of a ledger appends to. History is worth having but nothing stands on it: where it
+cannot be written, that is logged once and the work goes on.
+"""
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from .facts import Event
+
+KEPT = 10_000  # events in the file; the oldest go first
+
+log = logging.getLogger("gpu_runtime")
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Event).decode
+
+
+class Journal:
+    """Appends events and tells the latest. `path=None` keeps them in this process only."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._recent: deque[Event] = deque(maxlen=KEPT)
+        self._lock = threading.Lock()
+        self._broken = False
+
+    def append(self, events: Iterable[Event]) -> None:
+        """Keeps these events. Never fails: what cannot be written to the file stays in memory."""
+        rows = list(events)
+        if not rows:
+            return
+        with self._lock:
+            self._recent.extend(rows)
+            if self._path is None or self._broken:
+                return
+            try:
+                with contextlib.closing(self._open()) as db:
+                    db.executemany("INSERT INTO events(wall, model, body) VALUES (?, ?, ?)",
+                                   [(e.wall, e.model, _encode(e)) for e in rows])
+                    if rows[-1].seq % 500 == 0:
+                        db.execute("DELETE FROM events WHERE id <= (SELECT max(id) FROM events) - ?", (KEPT,))
+                    db.commit()
+            except (sqlite3.Error, OSError) as error:
+                self._broken = True
+                log.warning("the journal %s cannot be written (%s); history is kept in memory only", self._path, error)
+
+    def tail(self, limit: int | None = None, model: str | None = None) -> tuple[Event, ...]:
+        """The latest events, the newest last."""
+        count = KEPT if limit is None else limit
+        with self._lock:
+            if self._path is not None and not self._broken and self._path.exists():
+                try:
+                    with contextlib.closing(self._open()) as db:
+                        rows = db.execute(
+                            "SELECT body FROM events WHERE ? IS NULL OR model = ? ORDER BY id DESC LIMIT ?",
+                            (model, model, count)).fetchall()
+                    return tuple(_decode(row[0]) for row in reversed(rows))
+                except (sqlite3.Error, OSError, msgspec.MsgspecError) as error:
+                    log.warning("the journal %s cannot be read (%s)", self._path, error)
+            rows = [event for event in self._recent if model is None or event.model == model]
+            return tuple(rows[-count:]) if count else ()
+
+    def _open(self) -> sqlite3.Connection:
+        """A connection for one use: never held, so nothing is carried across a fork."""
+        assert self._path is not None
+        if not self._path.exists():
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
+        db = sqlite3.connect(self._path, timeout=0.5)
+        db.execute("PRAGMA synchronous=OFF")
+        db.execute("CREATE TABLE IF NOT EXISTS events(id INTEGER PRIMARY KEY, wall REAL, model TEXT, body BLOB)")
+        return db

@@ -1,0 +1,597 @@
+"""Carries out, in this process, what was decided: asks the book, performs steps, waits, tells what happened.
+
+The mind decides and the hands move; this is where they meet. One `Keeper` belongs to one `Runtime`. Threads: loads run
+in the caller's thread, so tracebacks, progress bars and the stop button are natural; moves and drops of models run where
+no interrupt can cut them in half.
+"""
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec.structs import replace
+
+from . import bookkeeping as books
+from .asks import Ask, Order, ask, obey, relieve
+from .backends import Progress, is_out_of_memory
+from .bookkeeping import Truth
+from .errors import (
+    Busy, Deadlock, DoesNotFit, GpuError, LedgerUnavailable, LoadFailed, MemoryLimitExceeded, OutOfMemory, ProbeFailed,
+    StillInUse,
+)
+from .facts import (
+    HOST, Book, Device, Drop, Event, Footprint, Grant, Lease, Level, Load, Move, Phase, PlacementRules, Refuse, Request,
+    Share, Shares, Step, Ticket, Verdict, Wait, World,
+)
+from .ledgers import Ledger
+from .planner import _leave as mark_leaving
+from .planner import admit, may_leave, room, way_out
+from .policy import policy
+from .pool import Anchor, Changed, Place, Resident, held_by, uninterrupted
+from .pressure import views
+from .units import MIB, show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from .journal import Journal
+    from .probe import Probe
+    from .settings import Settings
+
+log = logging.getLogger("gpu_runtime")
+T = TypeVar("T")
+
+POLL_SECONDS = 1.0  # where no ring comes
+NEAR_SECONDS = 0.05  # how often we look whether a model of our own, that somebody waits for, has come free
+LOAD_ATTEMPTS = 3  # an out-of-memory error while loading is a verdict of the world: measured again, decided again
+
+
+class Key:
+    """Names a decision under way; known to its owner for as long as this object lives, however its frame ends."""
+
+    __slots__ = ("text", "__weakref__")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class Keeper:
+    """This process's residents, and their owner in the ledger."""
+
+    def __init__(self, ledger: Ledger, probe: Probe, settings: Settings, journal: Journal, *,
+                 clock: Callable[[], float], wall: Callable[[], float]) -> None:
+        self.ledger, self.probe, self.settings, self.journal = ledger, probe, settings, journal
+        self.clock, self.wall = clock, wall
+        self.rank = policy(settings.gpu_policy)
+        self.rules = settings.rules()
+        self.residents: dict[str, Resident] = {}
+        self.blocks: dict[str, tuple[Lease, weakref.ref[Anchor]]] = {}
+        self.limits = {device.id: self._limit(device) for device in probe.devices}
+        self.degraded = ""
+        self._keys: set[weakref.ref[Key]] = set()
+        self._standing: list[Key] = []  # of asks that nobody waits for
+        self._numbers = itertools.count(1)
+
+    @property
+    def me(self) -> str:
+        return self.ledger.owner.id
+
+    def _limit(self, device: Device) -> int:
+        """Usable bytes: total × the percentage that the settings allow."""
+        part = self.settings.cpu_memory_max_percent if device.is_host else self.settings.gpu_memory_max_percent
+        return int(device.total_bytes * part)
+
+    # -- the book
+
+    def new_key(self, what: str) -> Key:
+        """A name for a decision, noted here before anybody hears of it."""
+        return self._note(Key(f"{self.me}:{next(self._numbers)}:{what}"))
+
+    def _note(self, key: Key) -> Key:
+        self._keys.add(weakref.ref(key, self._keys.discard))
+        return key
+
+    def _uncut(self, key: Key, work: Callable[[], T]) -> T:
+        """Does the work where no interrupt reaches it; the key stays known until it is done, whoever waits for it."""
+        held = self._note(Key(key.text))
+        return uninterrupted(lambda: (work(), held)[0])
+
+    def done_with(self, key: Key) -> None:
+        self._keys.discard(weakref.ref(key))
+
+    def truth(self) -> Truth:
+        """What this process knows of itself at this moment."""
+        models = (resident.truth() for resident in list(self.residents.values()))
+        blocks = tuple(lease for lease, anchor in list(self.blocks.values()) if anchor() is not None)
+        keys = tuple(key.text for ref in self._keys.copy() if (key := ref()) is not None)
+        held = tuple(lease for lease in models if lease is not None)
+        return Truth(self.ledger.owner, held + blocks, keys, self._residue(held), tuple(self.residents))
+
+    def _residue(self, held: tuple[Lease, ...]) -> dict[str, int]:
+        """Bytes that this process holds on real cards beyond its models: context, cache, tensors of its own.
+
+        A block's bytes are its own business: what its code takes is what it leased.
+        """
+        if self.probe.simulated:
+            return {}
+        ours: dict[str, int] = {}
+        for lease in (*held, *(lease for lease, _ in list(self.blocks.values()))):
+            for share in lease.shares:
+                ours[share.device] = ours.get(share.device, 0) + share.bytes
+        used = self.probe.used()
+        return {device: size - ours.get(device, 0) for device, size in used.items()
+                if device != HOST and size > ours.get(device, 0)}
+
+    def world(self) -> World:
+        """The devices as they are now. A driver that does not answer leaves its device unmeasured, not free."""
+        now = self.clock()
+        try:
+            samples = self.probe.samples(now)
+        except ProbeFailed as error:
+            samples = {}
+            log.debug("probe failed: %s", error)
+        return World(now, self.wall(), self.probe.devices, self.limits, samples, self.rules)
+
+    def decide(self, decision: Callable[[Book, World], tuple[Book, T]]) -> T:
+        """One transaction: our section as we know it, then the decision. Tells and rings what came of it."""
+        world = self.world()
+
+        def deciding(book: Book) -> tuple[Book, tuple[T, Book, Book]]:
+            base = books.measure(books.publish(book, self.truth(), world), world)
+            after, answer = decision(base, world)
+            return after, (answer, book, after)
+
+        answer, before, after = self.ledger.transact(deciding)
+        if after is not before:
+            self._tell(before, after)
+        return answer
+
+    def reap(self) -> int:
+        """Removes from the book whoever is proven dead; how many that were."""
+        dead = self.ledger.dead(self.ledger.read())
+        if dead:
+            self.decide(lambda book, world: (books.reap(book, dead, world), None))
+        return len(dead)
+
+    def _tell(self, before: Book, after: Book) -> None:
+        fresh = [event for event in after.events if event.seq > before.seq]
+        if fresh:
+            self.journal.append(fresh)
+            for event in fresh:
+                self._log(event)
+        concerned = {ticket.owner for ticket in after.tickets}
+        for ticket in after.tickets:
+            if ticket.owner == self.me:
+                concerned.update(id.partition("/")[0] for id in (*ticket.recalls, ticket.name) if "/" in id)
+        if concerned:
+            self.ledger.ring(concerned)
+
+    def _log(self, event: Event) -> None:
+        """The lines that operators of the Semantik governor watch for, word for word."""
+        resident = self.residents.get(event.model)
+        if event.owner != self.me:
+            return
+        key = resident.spec.key if resident else event.model
+        short = f"{resident.spec.model_type}:{event.model}" if resident else event.model
+        if event.action == "granted":
+            log.info("Memory request approved: %s needs %dMB", key, event.bytes // MIB)
+        elif event.action == "offloaded":
+            log.info("Offloaded %s to CPU (freed %dMB GPU)", short, event.bytes // MIB)
+        elif event.action == "restored":
+            log.info("Restored %s from CPU to GPU", short)
+        else:
+            log.debug("%s %s: %s", event.action, event.model, event.because)
+
+    # -- getting a model onto its device
+
+    def obtain(self, resident: Resident, anchor: Callable[[], Anchor | None] | None, *, importance: int,
+               keep_alive: float, timeout: float | None, progress: Progress | None = None,
+               on_wait: Callable[[Wait], None] | None = None) -> None:
+        """Brings the model onto its device and pins it. Raises DoesNotFit, Busy, Deadlock, LoadFailed, ….
+
+        Whatever goes wrong, an interrupt too, the book is as it was.
+        """
+        if not self.settings.enable_memory_governor:
+            return self._load_ungoverned(resident, anchor, progress)
+        key = self.new_key(f"use {resident.spec.name}")
+        attempts = 0
+        footprint = resident.footprint()
+        try:
+            for verdict in self._until_granted(
+                    key, self.wanted(resident, importance, keep_alive), footprint,
+                    PlacementRules(devices=self.places(resident), policy=self.settings.gpu_placement),
+                    timeout, on_wait, here=lambda: anchor is not None and resident.enter(anchor)):
+                step = verdict.steps[0]
+                attempts += 1
+                try:
+                    if isinstance(step, Load):
+                        self._load(resident, verdict.lease, step, anchor, key, progress)
+                    else:
+                        self._uncut(key, lambda: self._restore(resident, verdict.lease, step, anchor, key))
+                    return
+                except Exception as error:
+                    if not is_out_of_memory(error) or attempts >= LOAD_ATTEMPTS:
+                        raise self._told_of_load(resident, step, error) from error.__cause__
+                    self.probe.empty_cache()
+        finally:
+            self._withdraw(key)
+            self.done_with(key)
+
+    def wanted(self, resident: Resident, importance: int | None = None, keep_alive: float | None = None) -> Lease:
+        """The lease to ask for, as the model was registered where nothing else is said."""
+        spec = resident.spec
+        return Lease(self.me, spec.name, importance=spec.importance if importance is None else importance,
+                     keep=spec.keep, keep_alive=spec.keep_alive if keep_alive is None else keep_alive,
+                     movable=resident.backend.can_move, backend=spec.backend, model_type=spec.model_type,
+                     quantization=spec.quantization)
+
+    def places(self, resident: Resident) -> tuple[str, ...]:
+        """The cards it may go to: its own list, else the one that INFERENCE_GPU_INDEX names, else any."""
+        index = self.settings.inference_gpu_index
+        if resident.spec.devices or index is None:
+            return resident.spec.devices
+        return tuple(device.id for device in self.probe.devices if not device.is_host and device.index == index)
+
+    def _until_granted(self, key: Key, wanted: Lease, footprint: Footprint, placement: PlacementRules,
+                       timeout: float | None, on_wait: Callable[[Wait], None] | None,
+                       here: Callable[[], bool]) -> Iterator[Grant]:
+        """Grants that have steps to perform. Ends, with nothing granted, once `here()` is true.
+
+        The caller performs; taking the next item says that the step failed and the world should be asked again.
+        """
+        began = self.clock()
+        reaped = False
+        while not here():
+            request = Request(key.text, wanted, footprint, began, placement,
+                              held_by(list(self.residents.values()), threading.get_ident()))
+            verdict = self.decide(lambda book, world: admit(book, request, world, self.rank))
+            if isinstance(verdict, Grant):
+                if verdict.steps:
+                    yield verdict
+                continue
+            if not reaped:  # before anybody waits or is refused: is all that stands in the way alive?
+                reaped = True
+                if self.reap():
+                    continue
+            if isinstance(verdict, Refuse):
+                raise refusal(wanted.name, verdict)
+            for step in verdict.steps:
+                self._uncut(key, lambda step=step: self._step_aside(step, key))
+            if verdict.steps:
+                continue
+            waited = self.clock() - began
+            if timeout is not None and waited >= timeout:
+                raise Busy(f"{wanted.name} found no room in {show_seconds(waited)}: {verdict.because}.\n"
+                           f"  Watch:  %gpu status      or wait longer:  rt.use({wanted.name!r}, timeout={timeout * 2:g})",
+                           name=wanted.name, waited_seconds=waited, because=verdict.because)
+            if on_wait:
+                on_wait(verdict)
+            self._pause(verdict, None if timeout is None else began + timeout)
+            reaped = False
+
+    def _pause(self, verdict: Wait, deadline: float | None) -> None:
+        """Until the bell rings, a model of our own that stands in the way comes free, or time may have changed things."""
+        now = self.clock()
+        until = min(t for t in (now + POLL_SECONDS, verdict.retry_at, deadline) if t is not None)
+        ours = [r for r in list(self.residents.values()) if r.lease.id in verdict.blockers and r.pins]
+        step = NEAR_SECONDS if ours else POLL_SECONDS
+        while (left := until - self.clock()) > 0:
+            if self.ledger.wait(min(step, left)) or any(not resident.pins for resident in ours):
+                return
+
+    def _load(self, resident: Resident, lease: Lease, step: Load, anchor: Callable[[], Anchor | None] | None,
+              key: Key, progress: Progress | None) -> None:
+        handle = None
+        try:
+            handle, shares, seconds = resident.load(step.shares, progress)
+            droppable = resident.backend.droppable(handle)
+            settled = replace(lease, shares=shares, target=(), phase=Phase.SETTLED, pins=0, droppable=droppable,
+                              reload_seconds=seconds, settled_at=self.clock())
+            resident.install(handle, settled, anchor)
+        except BaseException as error:
+            if handle is not None:
+                resident.backend.drop(handle)
+            self._abandon(resident.spec.name, key, error)
+            raise
+        resident.measured = sum(share.bytes for share in shares)
+        self.decide(lambda book, world: (books.arrived(
+            book, self.me, resident.spec.name, shares, world, because=step.because, reload_seconds=seconds,
+            droppable=droppable), None))
+
+    def _restore(self, resident: Resident, lease: Lease, step: Move, anchor: Callable[[], Anchor | None] | None,
+                 key: Key) -> None:
+        began = time.perf_counter()
+        try:
+            if not resident.begin_moving():
+                raise LoadFailed(f"{resident.spec.name} is being moved by another thread.", name=resident.spec.name,
+                                 source=resident.spec.source)
+            try:
+                shares = resident.carry(step)
+            except BaseException:
+                resident.stay()
+                raise
+        except BaseException as error:
+            self._abandon(resident.spec.name, key, error)
+            raise
+        seconds = time.perf_counter() - began
+        settled = replace(resident.lease, shares=shares, target=(), phase=Phase.SETTLED, restore_seconds=seconds,
+                          settled_at=self.clock(), away_since=0.0, importance=lease.importance,
+                          keep_alive=lease.keep_alive)
+        resident.settle_at(settled, anchor)
+        self.decide(lambda book, world: (books.arrived(
+            book, self.me, resident.spec.name, shares, world, because=step.because, restore_seconds=seconds,
+            droppable=settled.droppable), None))
+
+    def _abandon(self, name: str, key: Key, error: BaseException) -> None:
+        because = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {first_line(error)}"
+        self.decide(lambda book, world: (books.abandon(book, self.me, name, key.text, world, because), None))
+
+    def _withdraw(self, key: Key) -> None:
+        """Takes our ticket back, if there is one. Never fails: what stays behind is withdrawn at the next tick."""
+        try:
+            if self.ledger.read().ticket(key.text):
+                self.decide(lambda book, world: (books.withdraw(book, key.text), None))
+        except LedgerUnavailable as error:
+            log.debug("a ticket stays until the ledger can be written: %s", error)
+
+    def _told_of_load(self, resident: Resident, step: Step, error: BaseException) -> BaseException:
+        """The error as its reader needs it: our own and interrupts as they are, others named after the model."""
+        name = resident.spec.name
+        if is_out_of_memory(error):
+            return self.out_of_memory(error, loading=name, device=step.shares[0].device)  # type: ignore[union-attr]
+        if isinstance(error, GpuError) or not isinstance(error, Exception):
+            return error
+        return LoadFailed(f"{name} could not be loaded: {type(error).__name__}: {first_line(error)}",
+                          name=name, source=resident.spec.source)
+
+    def _load_ungoverned(self, resident: Resident, anchor: Callable[[], Anchor | None] | None,
+                         progress: Progress | None) -> None:
+        """ENABLE_MEMORY_GOVERNOR=false: the model goes to the first card, unasked, and nobody makes room for it."""
+        card = next(d for d in self.probe.devices if not d.is_host and d.id in (self.places(resident) or (d.id,)))
+        share = Share(card.id, resident.footprint().bytes)
+        try:
+            handle, shares, seconds = resident.load((share,), progress)
+        except Exception as error:
+            raise self._told_of_load(resident, Load("", (share,)), error) from error
+        resident.install(handle, replace(resident.lease, shares=shares, reload_seconds=seconds), anchor)
+
+    # -- stepping aside
+
+    def _step_aside(self, step: Step, key: Key, by: str = "") -> bool:
+        """Moves or drops one of our own models; False where it is in use after all, and stays."""
+        assert isinstance(step, (Move, Drop))
+        name = step.lease.partition("/")[2]
+        resident = self.residents.get(name)
+        if resident is None or not resident.begin_moving():
+            self.decide(lambda book, world: (books.abandon(book, self.me, name, key.text, world), None))
+            return False
+        try:
+            shares = resident.carry(step)
+        except BaseException as error:
+            if isinstance(error, Changed):  # it exists nowhere else: from now on it is not droppable
+                resident.lease = replace(resident.lease, droppable=False)
+            resident.stay()
+            because = "its weights differ from their source" if isinstance(error, Changed) else \
+                f"{type(error).__name__}: {first_line(error)}"
+            self.decide(lambda book, world: (books.abandon(
+                book, self.me, name, key, world, f"{name} stays where it is: {because}."), None))
+            if isinstance(error, Changed):
+                return False
+            raise
+        if not isinstance(step, Drop):
+            resident.settle_at(replace(resident.lease, shares=shares, target=(), phase=Phase.SETTLED,
+                                       settled_at=self.clock(), away_since=self.clock()))
+        self.probe.empty_cache()
+        self.decide(lambda book, world: (books.left(book, step, shares, world, by), None))
+        return True
+
+    def evict(self, resident: Resident, because: str, *, drop: bool = False) -> Move | Drop | None:
+        """Makes a model of our own step aside now; the step taken, None where it lies on no device already."""
+        if resident.handle is None or (resident.place is Place.AWAY and not drop):
+            return None
+        key = self.new_key(f"evict {resident.spec.name}")
+
+        def leave(book: Book, world: World) -> tuple[Book, Move | Drop | GpuError]:
+            lease = book.lease(self.me, resident.spec.name)
+            if lease is None:
+                return book, StillInUse(f"{resident.spec.name} is on its way.", name=resident.spec.name)
+            if why := may_leave(lease, world, asker=self.me, importance=-1):
+                return book, self.still_here(book, lease, why, world)
+            step = way_out(lease, room(book, world).get(HOST, 0), world, drop=drop, because=because, reason="evict")
+            if step is None:
+                return book, DoesNotFit(
+                    f"{lease.name} ({show_bytes(lease.bytes)}) exists nowhere else and host memory has no room for it.\n"
+                    f"  Raise CPU_MEMORY_MAX_PERCENT, or give it up for good:  rt.forget({lease.name!r})",
+                    name=lease.name, need_bytes=lease.bytes, device=HOST)
+            return mark_leaving(book, step, key.text), step
+
+        try:
+            step = self.decide(leave)
+            if isinstance(step, GpuError):
+                raise step
+            if not self._uncut(key, lambda: self._step_aside(step, key)):
+                return self.evict(resident, because)  # a user came in between, or it may not be dropped: decide again
+            return step
+        finally:
+            self.done_with(key)
+
+    def still_here(self, book: Book, lease: Lease, why: str, world: World) -> GpuError:
+        owner = book.owner(lease.owner)
+        label = "this notebook" if lease.owner == self.me else owner.label if owner else lease.owner
+        if why == "in use":
+            since = world.now - lease.pinned_since if lease.pinned_since else 0.0
+            return StillInUse(
+                f"{lease.name} ({show_bytes(lease.bytes)}, {lease.where}) is in use by {label} for {show_seconds(since)}.\n"
+                f"  It leaves when that cell ends. Watch:  %gpu status", name=lease.name, lease=lease.id, owner=label,
+                since_seconds=since)
+        if why == "kept":
+            return StillInUse(f"{lease.name} is pinned to its device.\n  Unpin it first:  %gpu unpin {lease.name}",
+                              name=lease.name, lease=lease.id, owner=label)
+        return StillInUse(f"{lease.name} is {why} just now; try again.", name=lease.name, lease=lease.id, owner=label)
+
+    # -- out of memory inside a block
+
+    def out_of_memory(self, error: BaseException, *, loading: str = "", device: str = "") -> OutOfMemory:
+        """The readable report of an out-of-memory error: what was asked, who holds what, fragmentation, what to type."""
+        book, world = self.ledger.read(), self.world()
+        lines = [f"{device or 'the device'} ran out of memory while loading {loading}." if loading else
+                 "the device ran out of memory while a model was in use.", f"  {first_line(error)}"]
+        holders = sorted((lease for lease in book.leases() if lease.on_device), key=lambda lease: -lease.bytes)
+        for lease in holders[:8]:
+            owner = book.owner(lease.owner)
+            use = "in use" if lease.pins else f"idle {show_seconds(lease.idle_seconds(world.now))}"
+            who = "" if lease.owner == self.me or not owner else f"  {owner.label}"
+            lines.append(f"  {show_bytes(lease.bytes):>9}  {lease.where:<8} {lease.name}, {use}{who}")
+        for view in views(book, world):
+            strangers = (view.measured_bytes or 0) - view.claimed_bytes
+            if not view.device.is_host and strangers > 64 * MIB:
+                lines.append(f"  {show_bytes(strangers):>9}  {view.device.id:<8} not leased by anybody")
+        for part in self.probe.fragmentation():
+            cached = part.reserved_bytes - part.allocated_bytes
+            if cached > 0:
+                lines.append(f"  {show_bytes(cached):>9}  {part.device:<8} reserved by torch but unused (%gpu defrag)")
+        lines.append("  Then:  run the cell again (idle models have stepped aside), use a smaller batch, or  %gpu status")
+        return OutOfMemory("\n".join(lines), device=device, holders=tuple(lease.id for lease in holders),
+                           asked_bytes=None, report="\n".join(lines))
+
+    def make_room_after(self, error: BaseException) -> None:
+        """After an out-of-memory error in a block: idle leases of ours and cached blocks go, tracebacks let go."""
+        import traceback
+
+        traceback.clear_frames(error.__traceback__)  # frames that have ended would keep their tensors
+        for resident in list(self.residents.values()):
+            if resident.place is Place.HERE and not resident.pins and not resident.lease.keep:
+                try:
+                    self.evict(resident, "the device ran out of memory while another model was in use.")
+                except GpuError as refused:
+                    log.debug("%s stays: %s", resident.spec.name, refused)
+        self.probe.empty_cache()
+
+    # -- blocks of code
+
+    def lease_block(self, name: str, size: int, anchor: Callable[[], Anchor | None], *, importance: int,
+                    timeout: float | None) -> Lease:
+        """Claims bytes for the caller's own code; they are given back when the anchor dies, or before."""
+        key = self.new_key(f"lease {name}")
+        wanted = Lease(self.me, name, kind="block", importance=importance, movable=False)
+        try:
+            for verdict in self._until_granted(key, wanted, Footprint.of(size),
+                                               PlacementRules(policy=self.settings.gpu_placement), timeout, None,
+                                               here=lambda: name in self.blocks):
+                now = self.clock()
+                lease = replace(verdict.lease, shares=verdict.lease.target, target=(), phase=Phase.SETTLED, key="",
+                                settled_at=now)
+                self.blocks[name] = (lease, anchor)
+                shares = lease.shares
+                self.decide(lambda book, world: (books.arrived(book, self.me, name, shares, world), None))
+                return lease
+            return self.blocks[name][0]
+        finally:
+            self._withdraw(key)
+            self.done_with(key)
+
+    def end_block(self, name: str) -> None:
+        self.blocks.pop(name, None)
+        self.decide(lambda book, world: (book, None))  # publishing says it all
+
+    # -- for others, and for the monitor
+
+    def obey(self) -> tuple[Order, ...]:
+        """Steps aside where others need it; what else they asked for is returned to be done."""
+        key = self.new_key("obey")
+        try:
+            steps, orders = self.decide(lambda book, world: _split(obey(book, self.me, world, self.rank, key.text)))
+            for step in steps:
+                self._step_aside(step, key, by=self._asker_of(step))
+            return orders
+        finally:
+            self.done_with(key)
+
+    def _asker_of(self, step: Step) -> str:
+        return step.because.partition(" needs ")[0].partition(" asked ")[0]
+
+    def relieve(self) -> None:
+        """Applies the table of pressure levels to our own idle models."""
+        key = self.new_key("relieve")
+        try:
+            steps = self.decide(lambda book, world: relieve(book, self.me, world, self.rank, key.text))
+            if steps:
+                self._log_pressure()
+            for step in steps:
+                self._step_aside(step, key)
+        finally:
+            self.done_with(key)
+
+    def _log_pressure(self) -> None:
+        for view in views(self.ledger.read(), self.world()):
+            if view.device.is_host:
+                continue
+            if view.level is Level.CRITICAL:
+                log.error("CRITICAL memory pressure! Usage: %.1f%%. Forcing aggressive eviction.", view.pressure * 100)
+            elif view.level in (Level.HIGH, Level.MODERATE):
+                log.warning("%s memory pressure: %.1f%%. Offloading idle models.", view.level, view.pressure * 100)
+
+    def watched(self) -> bool:
+        """Whether somebody waits for room where a model of ours is in use: then its end should be told at once."""
+        busy = {share.device for resident in list(self.residents.values()) if resident.pins
+                for share in resident.lease.shares}
+        return bool(busy) and any(ticket.verb == "use" and ticket.owner != self.me and busy & {s.device for s in ticket.need}
+                                  for ticket in self.ledger.read().tickets)
+
+    def ask(self, verb: str, target: str, *, timeout: float | None, wait: bool = True) -> Verdict:
+        """Asks another owner to act; the last word heard within the time-out."""
+        key = self.new_key(f"{verb} {target}")
+        began = self.clock()
+        asked = Ask(key.text, self.me, verb, target, began, by=self.ledger.owner.user)
+        settled = False
+        try:
+            while True:
+                verdict = self.decide(lambda book, world: ask(book, asked, world))
+                settled = not isinstance(verdict, Wait)
+                if settled or not wait or (timeout is not None and self.clock() - began >= timeout):
+                    return verdict
+                self._pause(verdict, None if timeout is None else began + timeout)
+                self.reap()
+        finally:
+            if wait and not settled:
+                self._withdraw(key)
+            if wait or settled:
+                self.done_with(key)
+            else:
+                self._standing.append(key)  # the ask stands until it is obeyed
+
+
+def _split(answer: tuple[Book, tuple[Step, ...], tuple[Order, ...]]) -> tuple[Book, tuple[tuple[Step, ...], tuple[Order, ...]]]:
+    book, steps, orders = answer
+    return book, (steps, orders)
+
+
+def first_line(error: BaseException) -> str:
+    """The error's own words, shortened to one line."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]
+
+
+def refusal(name: str, verdict: Refuse) -> GpuError:
+    """The error that a refusal is raised as, with what to type."""
+    facts: dict[str, Any] = dict(name=name, need_bytes=verdict.need_bytes, budget_bytes=verdict.budget_bytes,
+                                 device=verdict.device, holders=verdict.holders, considered=verdict.considered)
+    if verdict.kind == "deadlock":
+        return Deadlock(f"{verdict.because}.\n  End one of the blocks first, or nest them in the same order everywhere.",
+                        **facts)
+    if verdict.kind == "limit":
+        return MemoryLimitExceeded(f"{verdict.because}\n  Raise INFERENCE_MEMORY_LIMIT_GB, or evict what is in use.",
+                                   current_bytes=0, **facts)
+    if verdict.kind == "full":
+        return LedgerUnavailable(f"{verdict.because}.", **facts)
+    holders = [id.partition("/")[2] for id in verdict.holders]
+    if holders:
+        hint = f"\n  Make room:  %gpu evict {holders[0]}      or unpin it:  %gpu unpin {holders[0]}"
+    else:
+        hint = (f"\n  Use a smaller or quantised model, or raise the budget:  GPU_MEMORY_MAX_PERCENT"
+                f"\n  Nothing was evicted. See:  %gpu plan {name}")
+    return DoesNotFit(f"{verdict.because}.{hint}", **facts)

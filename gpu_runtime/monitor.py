@@ -1,0 +1,88 @@
+"""One daemon thread a runtime: publishes pins, obeys recalls, relieves pressure, reaps the dead.
+
+It holds no opinion: each tick asks the keeper to do what was decided. Where the devices cannot be read it backs off and
+says so, and never takes a kernel down with it.
+"""
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from .errors import GpuError, ProbeFailed
+
+log = logging.getLogger("gpu_runtime")
+
+FAILURES = 5
+REST_SECONDS = 30.0
+MOST_REST_SECONDS = 300.0
+
+
+class Breaker:
+    """After 5 failures in a row nothing is tried for 30 s, then once; each further failure doubles the rest, to 300 s."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.why = ""
+        self._until = 0.0
+        self._rest = REST_SECONDS
+
+    @property
+    def open(self) -> bool:
+        return self.failures >= FAILURES
+
+    def allows(self, now: float) -> bool:
+        return not self.open or now >= self._until
+
+    def failed(self, now: float, why: str) -> None:
+        self.failures += 1
+        self.why = why
+        if self.failures >= FAILURES:
+            if self.failures > FAILURES:
+                self._rest = min(self._rest * 2, MOST_REST_SECONDS)
+            self._until = now + self._rest
+
+    def succeeded(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def told(self) -> str:
+        """Why the devices cannot be seen; empty while they can."""
+        return f"the devices have not answered {self.failures} times in a row ({self.why})" if self.open else ""
+
+
+class Monitor:
+    """Calls `tick` about once a second, at once when somebody rings, until stopped."""
+
+    def __init__(self, tick: Callable[[], float], wait: Callable[[float], bool]) -> None:
+        self._tick, self._wait = tick, wait
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpu-monitor", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, ring: Callable[[], None]) -> None:
+        """Ends the thread; `ring` wakes it."""
+        self._stopping.set()
+        ring()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                delay = self._tick()
+            except (GpuError, ProbeFailed) as error:
+                log.warning("%s", error)
+                delay = 1.0
+            except Exception:  # a kernel must outlive its monitor's worst day, and the monitor its own
+                log.exception("the monitor stumbled; it goes on")
+                delay = 5.0
+            if not self._stopping.is_set():
+                self._safe_wait(delay)
+
+    def _safe_wait(self, delay: float) -> None:
+        try:
+            self._wait(delay)
+        except GpuError:
+            self._stopping.wait(delay)

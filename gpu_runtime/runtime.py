@@ -1,0 +1,691 @@
+"""Runtime: the one object that users hold.
+
+It registers models, hands them out, and answers every question the faces ask. What is decided is decided in the
+planner; what is carried out is carried out by the keeper.
+"""
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from . import bookkeeping as books
+from .asks import Order, answer
+from .backends import Backend, Progress, backend_for, is_out_of_memory, open_backend
+from .blocks import Block
+from .errors import (
+    AlreadyRegistered, AmbiguousName, BadSetting, BadSize, Busy, DoesNotFit, GpuError, NotResident, ProbeFailed,
+    StillInUse, UnknownModel,
+)
+from .facts import (
+    HOST, IMPORTANCE, Book, DeviceView, Drop, Event, Footprint, Grant, Health, Lease, Level, ModelSpec, Move, Outcome,
+    Phase, Plan, PlacementRules, Refuse, Request, Snapshot, Wait, World,
+)
+from .journal import Journal
+from .keeper import NEAR_SECONDS, POLL_SECONDS, Keeper, first_line, log
+from .ledgers import default_url, open_ledger
+from .monitor import Breaker, Monitor
+from .placement import check_policy
+from .planner import plan
+from .pool import Anchor, Held, Place, Resident, release_calls
+from .pressure import views
+from .probe import Probe, open_probe
+from .settings import Settings
+from .units import MIB, parse_bytes, parse_seconds, show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+ASK_SECONDS = 30.0
+
+
+class Runtime:
+    """Shares this machine's GPU memory among the models of this process, and with every other process of the ledger.
+
+    Every argument defaults to its setting; further keywords are settings by their names in small letters:
+    `Runtime(devices="sim:2x24GiB", ledger="memory:", gpu_memory_max_percent=0.9)`. Raises BadSetting.
+    """
+
+    def __init__(self, *, devices: str | None = None, ledger: str | None = None, policy: str | None = None,
+                 clock: Callable[[], float] | None = None, wall: Callable[[], float] = time.time,
+                 probe: Probe | None = None, monitor: bool = True, **settings: Any) -> None:
+        self.settings = Settings.load(gpu_devices=devices, gpu_ledger=ledger, gpu_policy=policy, **settings)
+        check_policy(self.settings.gpu_placement)
+        self.probe = probe or open_probe(self.settings.gpu_devices, cpu_only=self.settings.development_cpu_only)
+        self.on_wait: Callable[[Wait], None] | None = None  # called each time somebody has to wait; a face's to set
+        self._clock = clock or _boot_seconds
+        self._wall = wall
+        self._backends: dict[str, Backend] = {}
+        self._lock = threading.Lock()  # of the registry and of the monitor's start; never held while loading
+        self._monitor_wanted = monitor
+        self._numbers = itertools.count(1)
+        self._open()
+        _runtimes.add(self)
+
+    def _open(self) -> None:
+        url = self.settings.gpu_ledger or default_url(_slug(self.probe))
+        ledger = open_ledger(url, notebook=notebook_path())
+        directory = None if url.startswith("memory:") else Path(url.partition("://")[2]).with_suffix("")
+        journal = Journal(directory / "journal.db" if directory else None)
+        self._keeper = Keeper(ledger, self.probe, self.settings, journal, clock=self._clock, wall=self._wall)
+        self._breaker = Breaker()
+        self._monitor: Monitor | None = None
+        self._woken = False
+        self._acting: set[str] = set()
+        self._checked_at = self._clock()
+        self._closed = False
+
+    # -- models
+
+    def register(self, name: str, source: Any = None, *, backend: str = "auto", size: str | int | None = None,
+                 importance: str | int = "normal", keep: bool = False, keep_alive: str | float = 0.0,
+                 layout: str = "auto", model_type: str = "", quantization: str = "", devices: tuple[str, ...] = (),
+                 restore_on_call: bool = True, **options: Any) -> ModelSpec:
+        """Makes a model known by name; nothing is loaded yet.
+
+        `source` is a Hugging Face model directory, a downloaded hub id, a callable that returns an nn.Module, or a
+        module that you have already (then see `adopt`). Registering the same again changes nothing.
+        Raises NotAModel, BadSize, AlreadyRegistered, UnknownDevice.
+        """
+        _check_name(name)
+        if _is_module(source):
+            return self.adopt(name, source, importance=importance, keep=keep, keep_alive=keep_alive,
+                              restore_on_call=restore_on_call, **options)
+        chosen = backend_for(source, backend)
+        text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
+        if self.settings.gpu_trust_remote_code and chosen == "transformers":
+            options.setdefault("trust_remote_code", True)
+        spec = ModelSpec(name, chosen, source=text, size=None if size is None else parse_bytes(size),
+                         model_type=model_type or "other", quantization=quantization,
+                         importance=importance_of(importance), keep=keep, keep_alive=parse_seconds(keep_alive),
+                         layout=layout, devices=self._known_devices(devices), options=options)
+        origin = source if callable(source) and not text else None
+        known = self._keeper.residents.get(name)
+        if known is not None:
+            if known.spec == spec and _same_code(known.origin, origin):
+                return spec
+            raise AlreadyRegistered(name)
+        resident = self._resident(spec, origin, restore_on_call)
+        resident.footprint()  # what cannot be loaded is said now, not at the first use
+        return self._add(resident)
+
+    def adopt(self, name: str, module: Any, *, optimizer: Any = None, importance: str | int = "normal",
+              keep: bool = False, keep_alive: str | float = 0.0, model_type: str = "",
+              restore_on_call: bool = True) -> ModelSpec:
+        """Takes a module that you have already into care, with its optimizer where it is in training.
+
+        Its weights exist nowhere else, so they are moved, never dropped. Raises CannotGovern, AlreadyRegistered.
+        """
+        _check_name(name)
+        known = self._keeper.residents.get(name)
+        if known is not None:
+            if known.value is module:
+                return known.spec
+            raise AlreadyRegistered(name)
+        spec = ModelSpec(name, "torch", model_type=model_type or "other", importance=importance_of(importance),
+                         keep=keep, keep_alive=parse_seconds(keep_alive))
+        resident = self._resident(spec, None, restore_on_call)
+        handle = resident.backend.adopt(spec, module, optimizer)  # type: ignore[attr-defined]
+        shares = resident.backend.measure(handle)
+        now = self._clock()
+        lease = replace(resident.lease, shares=shares, settled_at=now, last_used=now, importance=spec.importance,
+                        keep=keep, keep_alive=spec.keep_alive, backend="torch", model_type=spec.model_type)
+        resident.install(handle, lease, None)
+        resident.last_used = now
+        spec = self._add(resident)
+        self._keeper.decide(lambda book, world: (books.note(
+            book, world, lease, "adopted", "request", f"{name} was adopted where it lies, on {lease.where}.",
+            size=lease.bytes), None))
+        return spec
+
+    def _resident(self, spec: ModelSpec, origin: Any, restore_on_call: bool) -> Resident:
+        backend = self._backends.get(spec.backend)
+        if backend is None:
+            backend = self._backends.setdefault(spec.backend, open_backend(spec.backend, self.probe))
+        keeper = self._keeper
+        resident = Resident(spec, backend, keeper.me, self._clock, origin)
+        resident.calling = lambda: self._calling(resident, restore_on_call)
+        return resident
+
+    def _add(self, resident: Resident) -> ModelSpec:
+        with self._lock:
+            if resident.spec.name in self._keeper.residents:
+                raise AlreadyRegistered(resident.spec.name)
+            first = not self._keeper.residents
+            self._keeper.residents[resident.spec.name] = resident
+        if first:
+            self._awake()
+        return resident.spec
+
+    def _awake(self) -> None:
+        """Starts the monitor with the first model: whoever only looks needs none."""
+        if not self.settings.enable_memory_governor:
+            return
+        with self._lock:
+            if self._woken:
+                return
+            self._woken = True
+            if self._monitor_wanted:
+                self._monitor = Monitor(self.tick, self._keeper.ledger.wait)
+                self._monitor.start()
+        budget = sum(self._keeper.limits[d.id] for d in self.probe.devices if not d.is_host)
+        log.info("GovernedModelManager initialized with memory governor (gpu_budget=%dMB)", budget // MIB)
+
+    def forget(self, name: str) -> None:
+        """Gives a model up: its memory is freed and its name free. An adopted module stays with you, where it lies.
+
+        Raises UnknownModel, StillInUse.
+        """
+        resident = self._mine(name)
+        if resident.pins:
+            raise self._in_use(resident)
+        release_calls(resident.value)
+        resident.forget()
+        self._keeper.residents.pop(resident.spec.name, None)
+        self.probe.empty_cache()
+        self._keeper.decide(lambda book, world: (book, None))
+
+    def specs(self) -> tuple[ModelSpec, ...]:
+        """The models registered in this process."""
+        return tuple(resident.spec for resident in list(self._keeper.residents.values()))
+
+    # -- using
+
+    def use(self, name: str, *, importance: str | int | None = None, timeout: str | float | None = None,
+            keep_alive: str | float | None = None) -> Held:
+        """`with rt.use("qwen") as model:` — the model, on its device for the length of the block.
+
+        Whoever is idle steps aside for it; what is in use is waited for, at most `timeout` seconds (None: for ever).
+        Raises UnknownModel, DoesNotFit, Busy, Deadlock, LoadFailed; and OutOfMemory, as a readable report, where the
+        device ran out inside the block.
+        """
+        resident = self._mine(name)
+        return self._use(resident, importance, timeout, keep_alive)
+
+    def _use(self, resident: Resident, importance: str | int | None, timeout: str | float | None,
+             keep_alive: str | float | None) -> Held:
+        def start(anchor: Callable[[], Anchor | None]) -> Any:
+            if not resident.enter(anchor):
+                self._obtain(resident, anchor, importance, timeout, keep_alive, None)
+            return resident.value
+
+        return Held(start, self._finish)
+
+    def _obtain(self, resident: Resident, anchor: Callable[[], Anchor | None] | None, importance: str | int | None,
+                timeout: str | float | None, keep_alive: str | float | None, progress: Progress | None) -> None:
+        spec = resident.spec
+        self._keeper.obtain(
+            resident, anchor, progress=progress, on_wait=self.on_wait,
+            importance=spec.importance if importance is None else importance_of(importance),
+            keep_alive=spec.keep_alive if keep_alive is None else parse_seconds(keep_alive),
+            timeout=None if timeout is None else parse_seconds(timeout))
+
+    def _calling(self, resident: Resident, restore: bool) -> Held:
+        """What a call on a kept reference runs under."""
+        if not restore and resident.place is not Place.HERE:
+            raise NotResident(
+                f"{resident.spec.name} is {resident.place.value}, and was registered with restore_on_call=False.\n"
+                f"  Call it inside:  with rt.use({resident.spec.name!r}) as model:", name=resident.spec.name,
+                where=resident.place.value)
+        return self._use(resident, None, None, None)
+
+    def _finish(self, error: BaseException | None) -> None:
+        """An out-of-memory error that leaves a block is raised again as one readable report. Nothing is rerun."""
+        if error is None or not is_out_of_memory(error) or getattr(error, "report", None):
+            return
+        report = self._keeper.out_of_memory(error)
+        self._keeper.make_room_after(error)
+        raise report from error
+
+    def lease(self, size: str | int, *, purpose: str, importance: str | int = "normal",
+              timeout: str | float | None = None) -> Held:
+        """`with rt.lease("8 GiB", purpose="training") as block:` — room for your own code.
+
+        Claimed in the ledger, capped in torch where there is a card, given back at the end whatever happens.
+        Raises BadSize, DoesNotFit, Busy.
+        """
+        wanted, rank = parse_bytes(size), importance_of(importance)
+        seconds = None if timeout is None else parse_seconds(timeout)
+        name = f"{purpose}#{next(self._numbers)}"
+        running: list[Block] = []
+
+        def start(anchor: Callable[[], Anchor | None]) -> Block:
+            self._awake()
+            lease = self._keeper.lease_block(name, wanted, anchor, importance=rank, timeout=seconds)
+            device = next(d for d in self.probe.devices if d.id == lease.shares[0].device)
+            running.append(Block(lease, device))
+            return running[0]
+
+        def finish(error: BaseException | None) -> None:
+            for block in running:
+                block.end()
+            self._keeper.end_block(name)
+            self._finish(error)
+
+        return Held(start, finish)
+
+    # -- acting
+
+    def preload(self, name: str, *, progress: Progress | None = None, timeout: str | float | None = None) -> Outcome:
+        """Brings the model onto its device now, so that the next `use` finds it there. Raises as `use`."""
+        owner, bare = self._resolve(name, loadable=True)
+        if owner != self._keeper.me:
+            return self._asked("preload", owner, bare, timeout)
+        resident = self._mine(bare)
+        began = self._clock()
+        already = resident.place is Place.HERE
+        if not already:
+            self._obtain(resident, None, None, timeout, None, progress)
+        lease = resident.lease
+        because = f"{bare} is on {lease.where}" + (" already" if already else "")
+        return Outcome("preload", bare, True, because, 0 if already else lease.bytes, lease.where,
+                       self._clock() - began)
+
+    restore = preload
+
+    def evict(self, name: str, *, timeout: str | float | None = ASK_SECONDS, wait: bool = True) -> Outcome:
+        """Makes the model step aside: to host memory, or, where that is full, to its source.
+
+        Another process's model is named `qwen@4121`; its owner is asked. Raises StillInUse, UnknownModel, Busy.
+        """
+        owner, bare = self._resolve(name)
+        if owner != self._keeper.me:
+            return self._asked("evict", owner, bare, timeout, wait)
+        resident = self._mine(bare)
+        began = self._clock()
+        step = self._keeper.evict(resident, f"{bare} was evicted by hand.")
+        if step is None:
+            where = "host" if resident.place is Place.AWAY else "disk"
+            return Outcome("evict", bare, True, f"{bare} is on no device", 0, where)
+        freed = sum(share.bytes for share in step.source)
+        where = "host" if isinstance(step, Move) else "disk"
+        return Outcome("evict", bare, True, f"{bare} stepped aside to {where}; {show_bytes(freed)} came free", freed,
+                       where, self._clock() - began)
+
+    def pin(self, name: str) -> Outcome:
+        """Keeps the model on its device: nothing but `unpin` or its owner lets it go."""
+        return self._keep(name, "pin")
+
+    def unpin(self, name: str) -> Outcome:
+        """Lets the model leave its device again when somebody needs the room."""
+        return self._keep(name, "unpin")
+
+    def _keep(self, name: str, verb: str) -> Outcome:
+        owner, bare = self._resolve(name, loadable=True)
+        if owner != self._keeper.me:
+            return self._asked(verb, owner, bare, ASK_SECONDS)
+        resident = self._mine(bare)
+        keep = verb == "pin"
+        resident.spec = replace(resident.spec, keep=keep)
+        resident.lease = replace(resident.lease, keep=keep)
+        self._keeper.decide(lambda book, world: (book, None))
+        told = f"{bare} is kept on its device" if keep else f"{bare} may leave its device again"
+        return Outcome(verb, bare, True, told, 0, resident.lease.where if resident.handle is not None else "disk")
+
+    def defrag(self, *, timeout: str | float | None = 5.0) -> Outcome:
+        """Gives memory back that allocators hold without using it, here and in the other processes of the ledger."""
+        freed = self.probe.empty_cache()
+        others = [id for id, section in self._keeper.ledger.read().sections.items()
+                  if id != self._keeper.me and section.names]
+        for owner in others:
+            self._asked("defrag", owner, "", timeout, must=False)
+        here = f"{show_bytes(freed)} came free here"
+        told = f"{here}; {len(others)} other process{'es were' if len(others) > 1 else ' was'} asked too" if others else here
+        return Outcome("defrag", "", True, told, freed)
+
+    def _asked(self, verb: str, owner: str, name: str, timeout: str | float | None, wait: bool = True,
+               must: bool = True) -> Outcome:
+        """What came of asking another owner."""
+        self._awake()
+        before = self._keeper.ledger.read().lease(owner, name)
+        seconds = None if timeout is None else parse_seconds(timeout)
+        verdict = self._keeper.ask(verb, f"{owner}/{name}", timeout=seconds, wait=wait)
+        if isinstance(verdict, Grant):
+            return Outcome(verb, name, True, verdict.because, before.bytes if before and verb == "evict" else 0,
+                           verdict.lease.where if verdict.lease.shares else "")
+        if isinstance(verdict, Refuse):
+            if not must:
+                return Outcome(verb, name, False, verdict.because)
+            raise StillInUse(f"{verdict.because}.", name=name, lease=f"{owner}/{name}", owner=owner) \
+                if verdict.kind in ("in use", "kept") else GpuError(f"{verdict.because}.", name=name)
+        if wait and must:
+            raise Busy(f"{verdict.because}, and has not answered for {show_seconds(seconds or 0)}.\n"
+                       f"  It answers once its kernel runs again. Watch:  %gpu status", name=name,
+                       waited_seconds=seconds, because=verdict.because)
+        return Outcome(verb, name, False, verdict.because)
+
+    # -- looking
+
+    def status(self) -> Snapshot:
+        """Everything a face needs, as of now."""
+        book, world = self._look()
+        keeper = self._keeper
+        seen = views(book, world)
+        governed = self.settings.enable_memory_governor
+        if not governed:
+            seen = tuple(replace(view, level=Level.UNKNOWN) for view in seen)
+        return Snapshot(world.now, world.wall, keeper.ledger.owner, seen, book.sections, book.tickets, book.events,
+                        self.specs(), all(view.device.simulated or view.device.is_host for view in seen), governed,
+                        self._breaker.told(), keeper.ledger.url, books.totals(book))
+
+    def _look(self) -> tuple[Book, World]:
+        """The book, our own section as we know it, and the devices: the book's where others put them there."""
+        keeper = self._keeper
+        book, world = keeper.ledger.read(), keeper.world()
+        if keeper.residents or keeper.blocks or keeper.me in book.sections:
+            book = books.publish(book, keeper.truth(), world)
+        elif book.sections and book.devices:
+            world = replace(world, devices=book.devices, limits={**world.limits, **book.limits})
+        return book, world
+
+    def models(self) -> DataFrame:
+        """Every model registered here or held by anybody."""
+        from . import frames
+
+        book, world = self._look()
+        sizes = {}
+        for resident in list(self._keeper.residents.values()):
+            try:
+                sizes[resident.spec.name] = resident.footprint().bytes
+            except GpuError:  # a source that has gone since it was registered: its size is unknown
+                continue
+        return frames.models(self.specs(), book.sections, self._keeper.me, sizes, world.now)
+
+    def leases(self) -> DataFrame:
+        """Who holds what on which device, one row a share."""
+        from . import frames
+
+        book, world = self._look()
+        return frames.leases(book.sections, world.now)
+
+    def events(self, limit: int | None = None) -> DataFrame:
+        """What happened and why, the newest last."""
+        from . import frames
+
+        return frames.events(self._keeper.journal.tail(limit))
+
+    def evictions(self, limit: int | None = None) -> DataFrame:
+        """The events in which a model left its device or the warm pool."""
+        from . import frames
+
+        rows = [event for event in self._keeper.journal.tail() if event.action in books.EVICTIONS]
+        return frames.events(rows[-limit:] if limit else rows)
+
+    def fragmentation(self) -> DataFrame:
+        """What each device's allocator holds in this process."""
+        from . import frames
+
+        return frames.fragmentation(self.probe.fragmentation())
+
+    def health(self) -> Health:
+        """One line on the fullest card."""
+        snapshot = self.status()
+        cards = [view for view in snapshot.devices if not view.device.is_host]
+        fullest = max(cards, key=lambda view: view.pressure)
+        used = [view.measured_bytes for view in cards]
+        total = sum(view.device.total_bytes for view in cards)
+        percent = None if None in used or not total else round(100 * sum(used) / total, 1)  # type: ignore[arg-type]
+        level = fullest.level if snapshot.governed else Level.UNKNOWN
+        return Health(level is not Level.CRITICAL and not snapshot.degraded, level, percent,
+                      snapshot.degraded or _HEALTH[level])
+
+    def plan(self, name_or_size: str | int) -> Plan:
+        """What `use` of that model (or a lease of that size) would do now, and why; nothing is done."""
+        keeper = self._keeper
+        book, world = keeper.ledger.read(), keeper.world()
+        book = books.publish(book, keeper.truth(), world)
+        resident = keeper.residents.get(str(name_or_size)) or self._by_key(str(name_or_size))
+        if resident is not None:
+            wanted, footprint = keeper.wanted(resident), resident.footprint()
+            places = keeper.places(resident)
+        else:
+            try:
+                footprint = Footprint.of(parse_bytes(name_or_size))
+            except BadSize:
+                raise UnknownModel(str(name_or_size), tuple(keeper.residents)) from None
+            wanted, places = Lease(keeper.me, f"a lease of {show_bytes(footprint.bytes)}", kind="block"), ()
+        request = Request("plan", wanted, footprint, world.now,
+                          PlacementRules(devices=places, policy=self.settings.gpu_placement), wait=False)
+        return plan(book, request, world, keeper.rank)
+
+    def why(self, name: str) -> tuple[Event, ...]:
+        """The last decisions on this model, the newest last. Raises UnknownModel where there never was one."""
+        bare = name.partition("@")[0]
+        resident = self._by_key(bare)
+        events = self._keeper.journal.tail(20, resident.spec.name if resident else bare)
+        if not events and resident is None:
+            raise UnknownModel(bare, tuple(self._keeper.residents))
+        return events
+
+    @property
+    def simulated(self) -> bool:
+        return self.probe.simulated
+
+    # -- names
+
+    def _mine(self, name: str) -> Resident:
+        resident = self._keeper.residents.get(name) or self._by_key(name)
+        if resident is None:
+            raise UnknownModel(name, tuple(self._keeper.residents))
+        return resident
+
+    def _by_key(self, name: str) -> Resident | None:
+        """A model of ours by its name, or by `type:name:quantization`."""
+        for resident in list(self._keeper.residents.values()):
+            if name in (resident.spec.name, resident.spec.key):
+                return resident
+        return None
+
+    def _resolve(self, name: str, loadable: bool = False) -> tuple[str, str]:
+        """Owner id and model name: mine, else the only other one that holds (or can load) it.
+
+        Raises UnknownModel, AmbiguousName.
+        """
+        bare, at, pid = name.rpartition("@")
+        if not at or not pid.isdigit():
+            bare, pid = name, ""
+        if not pid or pid == str(os.getpid()):
+            resident = self._by_key(bare)
+            if resident is not None:
+                return self._keeper.me, resident.spec.name
+        sections = self._keeper.ledger.read().sections
+        found = [(id, section.owner.pid) for id, section in sections.items()
+                 if (section.lease(bare) or (loadable and bare in section.names))
+                 and (not pid or pid == str(section.owner.pid))]
+        if len(found) == 1:
+            return found[0][0], bare
+        if found:
+            raise AmbiguousName(bare, tuple(f"{bare}@{pid}" for _, pid in found))
+        known = {*self._keeper.residents, *(f"{lease.name}@{section.owner.pid}" for section in sections.values()
+                                            for lease in section.leases if section.owner.id != self._keeper.me)}
+        raise UnknownModel(name, tuple(known))
+
+    def _in_use(self, resident: Resident) -> GpuError:
+        book, world = self._look()
+        lease = book.lease(self._keeper.me, resident.spec.name) or resident.lease
+        return self._keeper.still_here(book, lease, "in use", world)
+
+    def _known_devices(self, devices: tuple[str, ...]) -> tuple[str, ...]:
+        from .errors import UnknownDevice
+
+        known = tuple(device.id for device in self.probe.devices if not device.is_host)
+        for device in (devices,) if isinstance(devices, str) else devices:
+            if device not in known:
+                raise UnknownDevice(device, known)
+        return (devices,) if isinstance(devices, str) else tuple(devices)
+
+    # -- the monitor's tick
+
+    def tick(self) -> float:
+        """One round of the monitor: publish, reap, obey, relieve. Returns the seconds until the next is due."""
+        keeper = self._keeper
+        keeper.reap()
+        for order in keeper.obey():
+            if order.key not in self._acting:
+                self._acting.add(order.key)
+                threading.Thread(target=self._carry_out, args=(order,), name="gpu-order", daemon=True).start()
+        now = self._clock()
+        if now - self._checked_at >= self.settings.pressure_check_interval_seconds and self._breaker.allows(now):
+            self._checked_at = now
+            self._check(now)
+        return NEAR_SECONDS if keeper.watched() else POLL_SECONDS
+
+    def _check(self, now: float) -> None:
+        try:
+            self.probe.samples(now)
+        except ProbeFailed as error:
+            self._breaker.failed(now, first_line(error))
+            return
+        self._breaker.succeeded()
+        self._keeper.relieve()
+
+    def _carry_out(self, order: Order) -> None:
+        """Does what another process asked for, and answers in the book."""
+        keeper = self._keeper
+        try:
+            if order.verb in ("preload", "restore"):
+                outcome = self.preload(order.name, timeout=ASK_SECONDS)
+            elif order.verb == "defrag":
+                outcome = Outcome("defrag", "", True, "done", self.probe.empty_cache())
+            else:
+                outcome = self._keep(order.name, order.verb)
+            action, because, size = order.verb, outcome.because, outcome.bytes
+        except GpuError as error:
+            action, because, size = "failed", first_line(error), 0
+        try:
+            keeper.decide(lambda book, world: (answer(book, world, keeper.me, order, action, because, size), None))
+        except GpuError as error:
+            log.warning("%s", error)
+        finally:
+            self._acting.discard(order.key)
+
+    # -- the end
+
+    def close(self) -> None:
+        """Gives everything back and leaves the book. Adopted modules stay where they are, no longer governed."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        keeper = self._keeper
+        if self._monitor:
+            self._monitor.stop(lambda: keeper.ledger.ring([keeper.me]))
+        for resident in list(keeper.residents.values()):
+            release_calls(resident.value)
+            resident.forget()
+        keeper.residents.clear()
+        keeper.blocks.clear()
+        try:
+            if keeper.me in keeper.ledger.read().sections:
+                keeper.decide(lambda book, world: (books.resign(book, keeper.me), None))
+        except GpuError as error:  # whoever looks next will find us dead
+            log.debug("left without a word: %s", error)
+        keeper.ledger.close()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _forked(self) -> None:
+        """In a forked child nothing is owned: another owner, an empty pool, and the parent's models as plain objects."""
+        for resident in self._keeper.residents.values():
+            release_calls(resident.value)
+        self._lock = threading.Lock()
+        try:
+            self._open()
+        except GpuError as error:
+            log.warning("%s", error)
+
+
+_HEALTH = {
+    Level.LOW: "Memory usage normal",
+    Level.MODERATE: "Memory usage moderate",
+    Level.HIGH: "Memory pressure high; idle models step aside when others need the room",
+    Level.CRITICAL: "Memory pressure critical",
+    Level.UNKNOWN: "The memory governor is off",
+}
+
+_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for runtime in list(_runtimes):
+        runtime._forked()
+
+
+def _at_exit() -> None:
+    for runtime in list(_runtimes):
+        runtime.close()
+
+
+os.register_at_fork(after_in_child=_in_child)
+atexit.register(_at_exit)
+
+
+def importance_of(word: str | int) -> int:
+    """The number an importance stands for; lower is more important.
+
+    >>> importance_of("high"), importance_of(3)
+    (5, 3)
+
+    Raises BadSetting.
+    """
+    if isinstance(word, int) and not isinstance(word, bool):
+        return word
+    if isinstance(word, str) and word.lstrip("-").isdigit():
+        return int(word)
+    if word not in IMPORTANCE:
+        raise BadSetting("importance", word, f"a number or one of {', '.join(IMPORTANCE)}")
+    return IMPORTANCE[str(word)]
+
+
+def notebook_path() -> str:
+    """The notebook this kernel runs, where its front end says so."""
+    for variable in ("JPY_SESSION_NAME", "__vsc_ipynb_file__"):
+        if os.environ.get(variable):
+            return os.environ[variable]
+    return ""
+
+
+def _boot_seconds() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _slug(probe: Probe) -> str:
+    """Keeps the books of different simulated boxes apart; a real machine has one."""
+    if not probe.simulated:
+        return ""
+    cards = [device for device in probe.devices if not device.is_host]
+    host = next((d for d in probe.devices if d.is_host and d.simulated), None)
+    sizes = "-".join(dict.fromkeys(show_bytes(card.total_bytes).replace(" ", "") for card in cards))
+    return f"sim-{len(cards)}x{sizes}" + (f"-host{show_bytes(host.total_bytes).replace(' ', '')}" if host else "")
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str) or not name.strip() or "@" in name or name != name.strip():
+        raise BadSetting("name", name, "some text without '@' or spaces around it")
+
+
+def _is_module(source: Any) -> bool:
+    import sys
+
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(source, torch.nn.Module)
+
+
+def _same_code(one: Any, other: Any) -> bool:
+    """Whether two factories are the same text: a notebook cell run twice defines its function anew."""
+    if one is other:
+        return True
+    code = getattr(one, "__code__", None), getattr(other, "__code__", None)
+    return None not in code and code[0] == code[1] and one.__closure__ is None and other.__closure__ is None
