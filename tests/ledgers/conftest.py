@@ -1,0 +1,153 @@
+"""Small builders for the ledgers' tests: doors, decisions, and processes that hold a door open."""
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from gpu_runtime.facts import Book, Lease, Section, Share, Ticket
+from gpu_runtime.ledgers import Ledger, open_ledger
+
+GIB = 2**30
+REPO = Path(__file__).resolve().parents[2]
+
+
+def section(ledger: Ledger, *names: str, gib: int = 1, **more) -> Section:
+    """The section of a ledger's owner, with settled leases of those names on sim:0."""
+    leases = tuple(lease(ledger, name, gib=gib) for name in names)
+    return Section(ledger.owner, leases=leases, **more)
+
+
+def lease(ledger: Ledger, name: str, gib: int = 1) -> Lease:
+    return Lease(ledger.owner.id, name, shares=(Share("sim:0", gib * GIB),))
+
+
+def ticket(ledger: Ledger, key: str) -> Ticket:
+    return Ticket(key=key, owner=ledger.owner.id, verb="use", name="qwen", arrived=1.0, refreshed=1.0)
+
+
+def put(ledger: Ledger, *names: str, **more) -> None:
+    """Writes this owner's section, with leases of those names."""
+    ledger.transact(lambda book: (book.with_section(section(ledger, *names, **more)), None))
+
+
+def count(ledger: Ledger) -> int:
+    """Adds one to this owner's count."""
+    def decide(book: Book) -> tuple[Book, int]:
+        mine = book.sections.get(ledger.owner.id) or Section(ledger.owner)
+        n = mine.counts.get("n", 0) + 1
+        return book.with_section(replace(mine, counts={"n": n})), n
+    return ledger.transact(decide)
+
+
+def without(ledger: Ledger, owner_id: str) -> None:
+    """Reaps an owner: its section and its tickets."""
+    def decide(book: Book) -> tuple[Book, None]:
+        sections = {id: section for id, section in book.sections.items() if id != owner_id}
+        tickets = tuple(ticket for ticket in book.tickets if ticket.owner != owner_id)
+        return replace(book, sections=sections, tickets=tickets), None
+    ledger.transact(decide)
+
+
+def names(ledger: Ledger) -> list[str]:
+    return sorted(lease.name for lease in ledger.read().leases())
+
+
+def in_a_child(act: Callable[[], object]) -> str:
+    """The error that a forked child of this process meets; it closes its copy of the door, and lives on."""
+    inbox, outbox = os.pipe()
+    if os.fork() == 0:
+        try:
+            act()
+        except Exception as error:
+            os.write(outbox, type(error).__name__.encode())
+        act.__self__.close()
+        signal.pause()
+        os._exit(0)
+    os.close(outbox)
+    return os.read(inbox, 99).decode()
+
+
+@pytest.fixture
+def doors() -> Iterator[Callable[[str], Ledger]]:
+    """Opens doors, and closes them when the test is done."""
+    opened: list[Ledger] = []
+
+    def open_(url: str) -> Ledger:
+        opened.append(open_ledger(url))
+        return opened[-1]
+
+    yield open_
+    for ledger in opened:
+        ledger.close()
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def door(request: pytest.FixtureRequest, tmp_path: Path, doors: Callable[[str], Ledger]) -> Callable[[], Ledger]:
+    """Opens another owner's door to one book, on each kind of ledger."""
+    url = {"memory": f"memory:{tmp_path.name}", "sqlite": f"sqlite://{tmp_path}/ledger"}[request.param]
+    return lambda: doors(url)
+
+
+class Notebook:
+    """Another process with a door of its own. It obeys lines of Python, in which `ledger` is its door."""
+
+    def __init__(self, url: str) -> None:
+        code = (
+            "import sys; from gpu_runtime.ledgers import open_ledger; from tests.ledgers.conftest import *\n"
+            f"ledger = open_ledger({url!r}); print(ledger.owner.id, flush=True)\n"
+            "for line in sys.stdin:\n"
+            "    try: print(eval(line), flush=True)\n"
+            "    except Exception as error: print(type(error).__name__, flush=True)\n"
+        )
+        self.process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, text=True, start_new_session=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        env=os.environ | {"PYTHONPATH": str(REPO)})
+        self.id = self.answer()
+
+    def say(self, line: str) -> str:
+        """What the other process answers."""
+        self.send(line)
+        return self.answer()
+
+    def send(self, line: str) -> None:
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        return self.process.stdout.readline().strip()
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+@pytest.fixture
+def notebook(tmp_path: Path) -> Iterator[Callable[[], Notebook]]:
+    """Starts other processes at the book in tmp_path/ledger, and ends them when the test is done."""
+    started: list[Notebook] = []
+
+    def start() -> Notebook:
+        started.append(Notebook(f"sqlite://{tmp_path}/ledger"))
+        return started[-1]
+
+    yield start
+    for other in started:
+        other.kill()
+        other.process.stdin.close()
+        other.process.stdout.close()
+
+
+@pytest.fixture
+def here(tmp_path: Path, doors: Callable[[str], Ledger]) -> Callable[[], Ledger]:
+    """Opens a door of this process to the same book."""
+    return lambda: doors(f"sqlite://{tmp_path}/ledger")

@@ -1,0 +1,300 @@
+"""What every ledger promises, whatever it is made of."""
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from msgspec.structs import replace
+
+from gpu_runtime.errors import BadSetting, LedgerRefused, LedgerUnavailable
+from gpu_runtime.facts import MOST_ENTRIES, MOST_EVENTS, Book, Device, Event, Sample, Share
+from gpu_runtime.ledgers import open_ledger
+
+from .conftest import GIB, count, lease, names, put, section, ticket, without
+
+
+def test_what_was_written_is_read_by_all(door):
+    """One book, two doors."""
+    a, b = door(), door()
+    put(a, "qwen")
+    assert a.read() == b.read()
+    assert b.read().lease(a.owner.id, "qwen") == lease(a, "qwen")
+
+
+def test_the_answer_is_the_decisions(door):
+    a = door()
+    assert count(a) == 1
+    assert count(a) == 2
+
+
+def test_doors_are_owners(door):
+    """Several runtimes in a process are several owners."""
+    assert door().owner.id != door().owner.id
+
+
+def test_a_lost_race_is_decided_again(door):
+    """The second decision sees what the winner wrote; neither write is lost."""
+    a, b = door(), door()
+    seen = []
+
+    def decide(book: Book) -> tuple[Book, None]:
+        if not seen:
+            put(b, "first")
+        seen.append(sorted(one.name for one in book.leases()))
+        return book.with_section(section(a, "second")), None
+
+    a.transact(decide)
+    assert seen == [[], ["first"]]
+    assert names(a) == ["first", "second"]
+
+
+def test_the_same_book_is_not_written(door):
+    """A look costs the others no lost race."""
+    a, b = door(), door()
+    put(a, "qwen")
+    runs = []
+
+    def decide(book: Book) -> tuple[Book, None]:
+        runs.append(1)
+        b.transact(lambda same: (same, None))
+        return book.with_section(section(a)), None
+
+    a.transact(decide)
+    assert len(runs) == 1
+
+
+def test_a_decision_that_fails_leaves_the_book_as_it_was(door):
+    a = door()
+    put(a, "qwen")
+    with pytest.raises(ZeroDivisionError):
+        a.transact(lambda book: (book.with_section(section(a)), 1 / 0))
+    assert names(a) == ["qwen"]
+
+
+def test_no_increment_is_lost(door):
+    """Six threads at two doors."""
+    a, b = door(), door()
+
+    def many(ledger) -> None:
+        for _ in range(50):
+            count(ledger)
+
+    threads = [threading.Thread(target=many, args=(ledger,)) for ledger in (a, b) * 3]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [one.counts for one in a.read().sections.values()] == [{"n": 150}, {"n": 150}]
+
+
+def event(seq: int) -> Event:
+    return Event(seq=seq, wall=0.0, model="qwen", action="loaded", reason="request", because="asked")
+
+
+def shared_book(a, b) -> None:
+    """A book with something of everything: sections and tickets of both, a device, a limit, a sample, an event."""
+    def decide(book: Book) -> tuple[Book, None]:
+        return replace(book.with_section(section(a, "qwen")).with_ticket(ticket(a, "a1")),
+                       devices=(Device("sim:0", 8 * GIB),), limits={"sim:0": 8 * GIB},
+                       samples={"sim:0": Sample("sim:0", 10.0, GIB)}, events=(event(1), event(2)), seq=2), None
+    a.transact(decide)
+    b.transact(lambda book: (book.with_section(section(b, "llama")).with_ticket(ticket(b, "b1")), None))
+
+
+def arriving(book: Book, a, gib: int) -> Book:
+    return book.with_lease(replace(lease(a, "new"), shares=(), target=(Share("sim:0", gib * GIB),)))
+
+
+UNLAWFUL = {
+    "another's section": (lambda book, a, b: book.with_section(section(b)), "its owner's to write"),
+    "another's lease": (lambda book, a, b: book.with_section(replace(section(a), leases=(lease(b, "x"),))), "its owner's"),
+    "a section removed": (lambda book, a, b: replace(book, sections={a.owner.id: section(a)}, tickets=book.tickets[:1]), "proof of death"),
+    "a section under another's id": (lambda book, a, b: replace(book, sections={**book.sections, a.owner.id: section(b)}), "says it is"),
+    "two leases of one name": (lambda book, a, b: book.with_section(section(a, "x", "x")), "one name"),
+    "another's ticket": (lambda book, a, b: book.with_ticket(replace(ticket(b, "b1"), because="x")), "to write"),
+    "a ticket for another": (lambda book, a, b: book.with_ticket(ticket(b, "b2")), "to write"),
+    "another's ticket removed": (lambda book, a, b: book.without_ticket("b1"), "its own to withdraw"),
+    "a device changed": (lambda book, a, b: replace(book, devices=(Device("sim:0", 9 * GIB),)), "first owner"),
+    "a limit changed": (lambda book, a, b: replace(book, limits={"sim:0": 9 * GIB}), "first owner"),
+    "a limit removed": (lambda book, a, b: replace(book, limits={}), "first owner"),
+    "an older sample": (lambda book, a, b: replace(book, samples={"sim:0": Sample("sim:0", 9.0, GIB)}), "no newer"),
+    "an event changed": (lambda book, a, b: replace(book, events=(event(1), replace(event(2), because="x"))), "never changed"),
+    "an event inserted": (lambda book, a, b: replace(book, events=(event(0), *book.events)), "never changed"),
+    "an event with an old number": (lambda book, a, b: replace(book, events=(*book.events, event(2)), seq=3), "never changed"),
+    "an event beyond seq": (lambda book, a, b: replace(book, events=(*book.events, event(3))), "must rise"),
+    "seq falls": (lambda book, a, b: replace(book, seq=1), "would fall"),
+    "too many entries": (lambda book, a, b: book.with_section(section(a, *map(str, range(MOST_ENTRIES)), gib=0)), "that a page holds"),
+    "too many events": (lambda book, a, b: replace(book, events=tuple(map(event, range(3, 4 + MOST_EVENTS))), seq=999), "that a page holds"),
+    "another schema": (lambda book, a, b: replace(book, schema=2), "schema"),
+    "an overdraft": (lambda book, a, b: arriving(book, a, gib=7), "law 1"),
+}
+
+
+@pytest.mark.parametrize("wrong", UNLAWFUL)
+def test_an_unlawful_write_is_refused(door, wrong):
+    """Whatever a decision says, the ledger checks; the book stays as it was and the door stays usable."""
+    a, b = door(), door()
+    shared_book(a, b)
+    before = a.read()
+    change, because = UNLAWFUL[wrong]
+    with pytest.raises(LedgerRefused, match=because) as refused:
+        a.transact(lambda book: (change(book, a, b), None))
+    assert refused.value.writer == a.owner.id and because in refused.value.why
+    assert b.read() == before
+    put(a, "still here")
+
+
+LAWFUL = {
+    "one's own section and tickets": lambda book, a: book.with_section(section(a)).without_ticket("a1").with_ticket(ticket(a, "a2")),
+    "a further device and limit": lambda book, a: replace(
+        book, devices=(*book.devices, Device("sim:1", GIB)), limits={**book.limits, "sim:1": GIB}),
+    "a newer sample": lambda book, a: replace(book, samples={"sim:0": Sample("sim:0", 11.0, GIB), "x": Sample("x", 0.0, None)}),
+    "events appended and trimmed": lambda book, a: replace(book, events=(event(2), event(4)), seq=5),
+    "a grant within the budget": lambda book, a: arriving(book, a, gib=6),
+    "a fact beyond the budget": lambda book, a: book.with_section(section(a, "qwen", gib=20, residue={"sim:0": GIB})),
+}
+
+
+@pytest.mark.parametrize("right", LAWFUL)
+def test_a_lawful_write_is_accepted(door, right):
+    a, b = door(), door()
+    shared_book(a, b)
+    expected = LAWFUL[right](a.read(), a)
+    a.transact(lambda book: (LAWFUL[right](book, a), None))
+    assert b.read() == expected
+
+
+def test_who_is_alone_may_change_the_limits(door):
+    """They are the first owner's word; the last may set them anew."""
+    a = door()
+    a.transact(lambda book: (replace(book.with_section(section(a)), limits={"sim:0": GIB}), None))
+    a.transact(lambda book: (replace(book, limits={"sim:0": 2 * GIB}), None))
+    assert a.read().limits == {"sim:0": 2 * GIB}
+
+
+def test_a_crowded_page_still_shrinks(door):
+    """Beyond the cap nothing is added; what is there may change and leave."""
+    a = door()
+    put(a, *map(str, range(MOST_ENTRIES)), gib=0)
+    put(a, *map(str, range(MOST_ENTRIES)), gib=1)
+    put(a, "one")
+    assert names(a) == ["one"]
+
+
+def test_the_living_are_not_reaped(door):
+    a, b = door(), door()
+    put(b, "llama")
+    assert a.dead(a.read()) == frozenset()
+    with pytest.raises(LedgerRefused, match="proof of death"):
+        without(a, b.owner.id)
+
+
+def test_the_dead_are_reaped_whole(door):
+    """A door that closed with its section still in the book is as dead as a killed process."""
+    a, b = door(), door()
+    shared_book(a, b)
+    b.close()
+    assert a.dead(a.read()) == {b.owner.id}
+    with pytest.raises(LedgerRefused, match="goes whole"):
+        a.transact(lambda book: (replace(book, sections={a.owner.id: section(a)}), None))
+    with pytest.raises(LedgerRefused, match="its own to withdraw"):
+        a.transact(lambda book: (book.without_ticket("b1"), None))
+    without(a, b.owner.id)
+    assert list(a.read().sections) == [a.owner.id] and [one.key for one in a.read().tickets] == ["a1"]
+
+
+def test_the_ticket_of_a_dead_owner_without_a_section_goes_too(door):
+    """Somebody who only asked leaves no section behind, and must not be waited for."""
+    a, b = door(), door()
+    b.transact(lambda book: (book.with_ticket(ticket(b, "b1")), None))
+    with pytest.raises(LedgerRefused, match="proof of death"):
+        without(a, b.owner.id)
+    b.close()
+    assert a.dead(a.read()) == {b.owner.id}
+    without(a, b.owner.id)
+    assert a.read().tickets == ()
+
+
+def test_a_closed_door_says_so(door):
+    a = door()
+    a.close()
+    a.close()
+    for use in (a.read, lambda: put(a, "x"), lambda: a.wait(0)):
+        with pytest.raises(LedgerUnavailable, match="was closed"):
+            use()
+    a.ring([a.owner.id])
+
+
+def test_a_ring_is_heard_once(door):
+    a, b = door(), door()
+    assert not a.wait(0)
+    b.ring([a.owner.id, "1.2.3", b.owner.id])
+    assert a.wait(5)
+    assert not a.wait(0)
+    assert b.wait(5)
+
+
+def test_a_ring_between_two_looks_is_not_lost(door):
+    """Whoever reads the book and then waits must hear what came in between, though another thread heard it first."""
+    a, b = door(), door()
+    a.wait(0)
+    b.ring([a.owner.id])
+    heard = []
+    other = threading.Thread(target=lambda: heard.append(a.wait(5)))
+    other.start()
+    other.join()
+    assert heard == [True] and a.wait(0)
+
+
+def test_one_ring_wakes_all_who_wait(door):
+    a, b = door(), door()
+    heard = []
+    threads = [threading.Thread(target=lambda: heard.append(a.wait(10))) for _ in range(4)]
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    b.ring([a.owner.id])
+    for thread in threads:
+        thread.join()
+    assert heard == [True] * 4
+    assert time.monotonic() - started < 5
+
+
+def test_nobody_rings_and_the_wait_ends(door):
+    a = door()
+    started = time.monotonic()
+    assert not a.wait(0.05)
+    assert 0.05 <= time.monotonic() - started < 2
+
+
+def test_closing_wakes_who_waits(door):
+    """A monitor thread must not outstay its door."""
+    a = door()
+    waiting = threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        try:
+            a.wait(30)
+        except LedgerUnavailable:
+            pass
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waiting.wait(5)
+    a.close()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_plain_memory_is_a_book_of_its_own():
+    a, b = open_ledger("memory:"), open_ledger("memory:")
+    put(a, "qwen")
+    assert names(b) == []
+
+
+@pytest.mark.parametrize("url", ["", "redis://localhost", "sqlite:relative", "/var/tmp/x"])
+def test_another_url_names_the_known_ones(url):
+    with pytest.raises(BadSetting, match="sqlite:///"):
+        open_ledger(url)

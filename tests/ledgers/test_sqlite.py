@@ -1,0 +1,438 @@
+"""What only real files and real processes can show: death, damage, forks and the stop button."""
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gpu_runtime.errors import LedgerNewer, LedgerRefused, LedgerUnavailable
+from gpu_runtime.ledgers import default_url, files
+from gpu_runtime.ledgers.sqlite import SqliteLedger
+
+from .conftest import REPO, count, lease, names, put, section, ticket, without
+
+
+def until(true) -> None:
+    """Waits for what another process is about to bring about."""
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.002)
+
+
+def copy_of(path: Path, to: Path) -> Path:
+    """Copied by another process: to open and close the file here would drop SQLite's locks on it."""
+    subprocess.run(["cp", path, to], check=True)
+    return to
+
+
+# Life and death
+
+
+def test_a_killed_holder_is_proven_dead(here, notebook):
+    """And only then may its bytes be given away."""
+    ledger, other = here(), notebook()
+    other.say("put(ledger, 'qwen')")
+    with pytest.raises(LedgerRefused, match="proof of death"):
+        without(ledger, other.id)
+    other.kill()
+    assert ledger.dead(ledger.read()) == {other.id}
+    without(ledger, other.id)
+    assert names(ledger) == []
+
+
+def test_a_stopped_process_is_not_dead(here, notebook):
+    """It still occupies its bytes, and may go on at any moment."""
+    ledger, other = here(), notebook()
+    other.say("put(ledger, 'qwen')")
+    other.signal(signal.SIGSTOP)
+    until(lambda: " (stopped)" in Path(f"/proc/{other.process.pid}/status").read_text())
+    assert ledger.dead(ledger.read()) == frozenset()
+    other.signal(signal.SIGCONT)
+    assert other.say("names(ledger)") == "['qwen']"
+
+
+def test_a_missing_or_another_lock_file_proves_nothing(here, notebook):
+    ledger, other = here(), notebook()
+    other.say("put(ledger, 'qwen')")
+    book = ledger.read()
+    other.kill()
+    lock = ledger.directory / "owners" / other.id
+    lock.rename(lock.with_name("away"))
+    assert ledger.dead(book) == frozenset()
+    lock.touch()
+    assert ledger.dead(book) == frozenset()
+    lock.unlink()
+    lock.with_name("away").rename(lock)
+    assert ledger.dead(book) == {other.id}
+
+
+def test_a_forked_child_neither_owns_nor_outlives(here, notebook):
+    """The child of a killed notebook does not keep its parent alive, and cannot use its door."""
+    ledger, other = here(), notebook()
+    other.say("put(ledger, 'qwen')")
+    assert other.say("in_a_child(ledger.read)") == "LedgerUnavailable"
+    assert ledger.dead(ledger.read()) == frozenset()
+    other.kill()
+    try:
+        until(lambda: ledger.dead(ledger.read()) == {other.id})
+    finally:
+        os.killpg(other.process.pid, signal.SIGKILL)
+
+
+def test_the_dead_are_swept(here, notebook):
+    """Files of dead owners go when the book no longer needs them as proof; those that it needs stay."""
+    ledger, reaped, unreaped = here(), notebook(), notebook()
+    unreaped.say("put(ledger, 'qwen')")
+    reaped.kill()
+    unreaped.kill()
+    another = here()
+    left = {path.name for path in (ledger.directory / "owners").iterdir()}
+    assert {name.removesuffix(".bell") for name in left} == {ledger.owner.id, another.owner.id, unreaped.id}
+
+
+def test_an_orderly_end_leaves_nothing(here):
+    ledger = here()
+    ledger.close()
+    assert list((ledger.directory / "owners").iterdir()) == []
+
+
+# Damage
+
+
+def garble(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.write(os.urandom(3000))
+
+
+def garble_the_page(path: Path) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE book SET body='{', rev=rev+1")
+
+
+DAMAGE = {
+    "corrupt": garble,
+    "truncated": lambda path: os.truncate(path, 5000),
+    "emptied": lambda path: os.truncate(path, 0),
+    "deleted": Path.unlink,
+    "its page garbled": garble_the_page,
+    "CURRENT deleted": lambda path: (path.parent / "CURRENT").unlink(),
+    "an older copy copied over it": lambda path: subprocess.run(["cp", f"{path}.old", path], check=True),
+    "an older copy moved over it": lambda path: os.replace(f"{path}.old", path),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_book_is_rebuilt_from_the_living(here, notebook, caplog, how):
+    """Set aside and named, never silently emptied: the living keep their leases and tickets, and none is lost."""
+    ledger, other, dead = here(), notebook(), notebook()
+    dead.say("put(ledger, 'ghost')")
+    copy_of(Path(ledger.path), Path(f"{ledger.path}.old"))
+    put(ledger, "qwen")
+    ledger.transact(lambda book: (book.with_ticket(ticket(ledger, "mine")), None))
+    other.say("put(ledger, 'llama')")
+    other.say("count(ledger)")
+    dead.kill()
+    path = Path(ledger.path)
+    subprocess.run([sys.executable, "-c", f"from pathlib import Path; from tests.ledgers.test_sqlite import DAMAGE;"
+                    f"DAMAGE[{how!r}](Path({str(path)!r}))"], check=True, cwd=REPO)
+
+    with caplog.at_level(logging.WARNING, "gpu_runtime"):
+        book = ledger.read()
+    assert sorted(one.name for one in book.leases()) == ["llama", "qwen"]
+    assert book.lease(ledger.owner.id, "qwen") == lease(ledger, "qwen")
+    assert [one.key for one in book.tickets] == ["mine"]
+    assert Path(ledger.path).name == "book-2.db"
+    assert other.say("count(ledger)") == "2"
+    assert count(ledger) == 1
+    if how != "CURRENT deleted":
+        assert "book-1.db was damaged" in caplog.text and "2 living owners" in caplog.text
+    if how not in ("deleted",):
+        assert (path.parent / "book-1.damaged").exists()
+
+
+def test_an_old_copy_is_seen_by_a_newcomer(here, notebook):
+    """Who has no memory of the book compares it with the rosters of the living."""
+    ledger = here()
+    path = Path(ledger.path)
+    old = copy_of(path, Path(f"{path}.old"))
+    put(ledger, "qwen")
+    put(ledger, "qwen", "llama")
+    os.replace(old, path)
+    assert notebook().say("names(ledger)") == "['llama', 'qwen']"
+
+
+def test_all_find_the_same_new_book(here, notebook):
+    """Many notice the damage at once; one rebuilds, and nobody's lease is lost."""
+    ledger = here()
+    others = [notebook() for _ in range(4)]
+    for number, other in enumerate(others):
+        other.say(f"put(ledger, 'm{number}')")
+    garble(Path(ledger.path))
+    for other in others:
+        other.send("[count(ledger) for _ in range(50)][-1]")
+    assert [other.answer() for other in others] == ["50"] * 4
+    book = ledger.read()
+    assert [one.counts for one in book.sections.values()] == [{"n": 50}] * 4
+    assert sorted(path.name for path in ledger.directory.glob("book-*[db]")) == ["book-1.damaged", "book-2.db"]
+
+
+def test_a_grant_in_an_abandoned_book_is_void(here):
+    """While one writes into the old book another makes a new one: the write is decided again, in the new."""
+    ledger, runs = here(), []
+
+    def decide(book):
+        runs.append(Path(ledger.path).name)
+        if len(runs) == 1:
+            ledger._file.write_roster(b"", rev=0, schema=1)  # as if the rosters were read before we wrote ours
+            files.point_current_at(ledger.directory, "book-7.db")
+        return book.with_section(section(ledger, "qwen")), None
+
+    ledger.transact(decide)
+    assert runs == ["book-1.db", "book-8.db"]
+    assert names(here()) == ["qwen"]
+
+
+def test_a_deleted_directory_is_made_anew(here, notebook):
+    """`rm -rf` of the ledger loses no lease of a process that comes back to it; and it can be proven alive again."""
+    ledger = here()
+    put(ledger, "qwen")
+    shutil.rmtree(ledger.directory)
+    assert names(ledger) == ["qwen"]
+    count(ledger)
+    other = notebook()
+    assert other.say("ledger.dead(ledger.read())") == "frozenset()"
+    assert ledger.read().owner(ledger.owner.id).inode == (ledger.directory / "owners" / ledger.owner.id).stat().st_ino
+    other.say(f"ledger.ring(['{ledger.owner.id}'])")
+    ledger.wait(0)  # the ring that the move itself made
+    other.say(f"ledger.ring(['{ledger.owner.id}'])")
+    assert ledger.wait(5)
+
+
+def test_a_killed_rebuilder_is_followed_by_another(here):
+    """It had pointed CURRENT at a book that it never made."""
+    ledger = here()
+    put(ledger, "qwen")
+    files.point_current_at(ledger.directory, "book-2.db")
+    assert names(ledger) == ["qwen"]
+    assert Path(ledger.path).name == "book-3.db"
+
+
+def test_a_half_written_roster_falls_back_to_the_one_before(here):
+    """The disk was full, or somebody wrote into it: the last whole one counts."""
+    ledger = here()
+    put(ledger, "qwen")
+    put(ledger, "qwen", "llama")
+    owner_file = ledger._file
+    os.pwrite(owner_file._fd, b"x" * 40, owner_file._turn % 2 * owner_file.SLOT_BYTES + 60)
+    os.unlink(ledger.path)
+    assert names(ledger) == ["qwen"]
+
+
+# Places that cannot keep a book
+
+
+def test_a_newer_books_schema_is_respected(here, notebook):
+    """It is not read, not rebuilt, not set aside; the error says what to do."""
+    ledger, path = here(), None
+    put(ledger, "qwen")
+    path = ledger.path
+    subprocess.run([sys.executable, "-c", "import sqlite3, sys\nwith sqlite3.connect(sys.argv[1]) as db: "
+                    "db.execute('UPDATE book SET schema=9, rev=rev+1')", path], check=True)
+    for use in (ledger.read, lambda: put(ledger, "x"), lambda: SqliteLedger(ledger.directory.parent)):
+        with pytest.raises(LedgerNewer) as newer:
+            use()
+        assert (newer.value.path, newer.value.found, newer.value.ours) == (path, 9, 1)
+    assert os.path.exists(path)
+
+
+def test_a_network_file_system_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "file_system_of", lambda path: "nfs4")
+    with pytest.raises(LedgerUnavailable, match=r"network file system \(nfs4\)"):
+        SqliteLedger(tmp_path / "ledger")
+    assert not (tmp_path / "ledger").exists()
+
+
+def test_a_network_home_moves_the_default(monkeypatch):
+    """Homes on NFS are common; the default must work there too."""
+    monkeypatch.setattr(files, "file_system_of", lambda path: "nfs4")
+    assert default_url("sim") == f"sqlite:///var/tmp/gpu-console-{os.geteuid()}/ledger/sim"
+
+
+def test_the_default_lies_in_the_state_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert default_url() == f"sqlite://{tmp_path}/gpu-console/ledger"
+
+
+def test_a_place_that_is_no_directory_is_named(tmp_path):
+    (tmp_path / "ledger").touch()
+    with pytest.raises(LedgerUnavailable, match="cannot be written.*\n.*GPU_LEDGER"):
+        SqliteLedger(tmp_path / "ledger")
+
+
+def test_files_are_their_owners_alone(here):
+    ledger = here()
+    put(ledger, "qwen")
+    for path in ledger.directory.rglob("*"):
+        if not path.is_symlink():
+            assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_long_paths_have_doorbells_too(tmp_path):
+    """A socket's path is limited to 107 bytes; a home directory is not."""
+    url = tmp_path / ("x" * 120)
+    a, b = SqliteLedger(url), SqliteLedger(url)
+    b.ring([a.owner.id])
+    assert a.wait(5)
+    a.close()
+    b.close()
+
+
+def test_old_boots_are_swept(tmp_path):
+    """Only what is by its name another boot's, and untouched for a day."""
+    boots = [tmp_path / f"{number}3570074-f799-4d7e-a08f-84fbbe7bb98d" for number in range(3)]
+    for boot in (*boots, tmp_path / "notes"):
+        (boot / "owners").mkdir(parents=True)
+        (boot / "book-1.db").touch()
+    long_ago = time.time() - 3 * 86400
+    for boot in (boots[0], boots[1], tmp_path / "notes"):
+        for path in (boot / "book-1.db", boot / "owners", boot):
+            os.utime(path, (long_ago, long_ago))
+    (boots[1] / "book-1.db").touch()
+    SqliteLedger(tmp_path).close()
+    assert [path.exists() for path in (*boots, tmp_path / "notes")] == [False, True, True, True]
+
+
+FULL_DISK = r"""
+mount -t tmpfs -o size=2m none "$1" || exit 77
+exec "$2" -c '
+import os, sys
+from tests.ledgers.conftest import *
+from gpu_runtime.errors import LedgerUnavailable
+ledger = open_ledger("sqlite://" + sys.argv[1] + "/ledger")
+put(ledger, "qwen")
+with open(sys.argv[1] + "/junk", "wb", buffering=0) as junk:
+    try:
+        while junk.write(bytes(4096)): pass
+    except OSError: pass
+try:
+    put(ledger, "qwen", *map(str, range(200)))
+except LedgerUnavailable as error:
+    assert "is full" in str(error), error
+else:
+    raise AssertionError("the disk was not full")
+assert names(ledger) == ["qwen"]
+ledger.transact(lambda book: (book.with_section(section(ledger, names=("x" * 60000,))), None))
+assert names(ledger) == [] and not (ledger.directory / "ballast").exists()
+os.unlink(sys.argv[1] + "/junk")
+put(ledger, "qwen")
+assert (ledger.directory / "ballast").exists()
+print("released")
+' "$1"
+"""
+
+
+def test_a_full_disk_refuses_grants_and_lets_release(tmp_path):
+    """A grant must not be written by halves; what is given back must be, or the card stays full as well."""
+    done = subprocess.run(["unshare", "-rm", "bash", "-c", FULL_DISK, "-", tmp_path, sys.executable],
+                          capture_output=True, text=True, cwd=REPO, timeout=60)
+    if done.returncode in (1, 77, 127) and "unshare" in done.stderr + done.stdout or done.returncode == 77:
+        pytest.skip(f"no user namespaces here to mount a small disk in: {done.stderr.strip()}")
+    assert done.stdout == "released\n", done.stderr
+
+
+# Stopped writers, the stop button, many at once
+
+
+def test_a_writer_stopped_in_the_act_is_named(tmp_path):
+    """Nobody can write until it goes on; whoever waits learns its number."""
+    ledger = SqliteLedger(tmp_path, patience_seconds=0.3)
+    holder = subprocess.Popen([sys.executable, "-c", "import sqlite3, sys\ndb = sqlite3.connect(sys.argv[1])\n"
+                               "db.execute('BEGIN EXCLUSIVE')\nprint('held', flush=True)\nsys.stdin.read()", ledger.path],
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(LedgerUnavailable, match=f"pid {holder.pid} holds its lock.*\n.*kill -CONT {holder.pid}"):
+        put(ledger, "qwen")
+    holder.communicate()
+    put(ledger, "qwen")
+    ledger.close()
+
+
+def test_the_stop_button_leaves_the_ledger_usable(here, notebook):
+    """A storm of interrupts at any instruction: no lock is left held, by a thread, a statement or a file."""
+    ledger, other = here(), notebook()
+    caught, counted, done = [], 0, threading.Event()
+
+    def storm() -> None:
+        while not done.wait(0.0003):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    def work() -> None:
+        nonlocal counted
+        while counted < 400 or len(caught) < 400:
+            count(ledger)
+            counted += 1
+            ledger.wait(0)
+
+    stormer = threading.Thread(target=storm)
+    deadline = time.monotonic() + 15
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        stormer.start()
+        while time.monotonic() < deadline:
+            try:
+                work()
+                break
+            except KeyboardInterrupt as interrupt:
+                caught.append(interrupt)  # kept with its traceback, as IPython keeps the last one
+                del caught[:-500]
+    finally:
+        while True:
+            try:
+                done.set()
+                stormer.join()
+                signal.signal(signal.SIGINT, old)
+                break
+            except KeyboardInterrupt:
+                pass
+    assert len(caught) >= 100
+    assert other.say("count(ledger)") == "1"
+    written = ledger.read().sections[ledger.owner.id].counts["n"]
+    assert written >= counted
+    assert count(ledger) == written + 1
+    os.unlink(ledger.path)
+    assert ledger.read().sections[ledger.owner.id].counts == {"n": written + 1}
+
+
+def test_killed_writers_lose_nothing_that_was_acknowledged(here, notebook):
+    """Kill -9 at any write: the book stays whole, and what was answered stands."""
+    ledger = here()
+    for _ in range(6):
+        other = notebook()
+        other.send("[print(count(ledger), flush=True) for _ in range(100000)]")
+        last = 0
+        deadline = time.monotonic() + 0.15
+        while time.monotonic() < deadline:
+            last = int(other.answer())
+        other.kill()
+        book = ledger.read()
+        assert book.sections[other.id].counts["n"] >= last
+        without(ledger, other.id)
+    assert Path(ledger.path).name == "book-1.db"
+
+
+def test_processes_lose_no_increment(notebook):
+    others = [notebook() for _ in range(4)]
+    for other in others:
+        other.send("[count(ledger) for _ in range(200)][-1]")
+    assert [other.answer() for other in others] == ["200"] * 4
