@@ -125,6 +125,11 @@ class Memory:
             self._settle(after)
             return state.reserved - after.reserved
 
+    def contains(self, address: int) -> bool:
+        """Whether that address lies in real pages of this memory."""
+        with self._lock:
+            return any(0 <= address - region.start < len(region) for region in self._regions.values())
+
     def fail_next(self, times: int = 1) -> None:
         """The next allocations fail as if the device were full: a drill."""
         self._failures = times
@@ -169,11 +174,12 @@ class Memory:
 class _Region(mmap.mmap):
     """Real pages of one segment, mapped until the last buffer in them is gone."""
 
-    pinned_at = 0
+    start = 0  # its address
+    pinned = False
 
     def __del__(self) -> None:
-        if self.pinned_at:
-            sys.modules["torch"].cuda.cudart().cudaHostUnregister(self.pinned_at)
+        if self.pinned:
+            sys.modules["torch"].cuda.cudart().cudaHostUnregister(self.start)
 
 
 def _map(memory: Memory, size: int) -> _Region:
@@ -191,6 +197,7 @@ def _map(memory: Memory, size: int) -> _Region:
             region.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
             pass  # a kernel without huge pages: slower the first time, else the same
+    region.start = ctypes.addressof(ctypes.c_ubyte.from_buffer(region))
     if memory.pinned:
         _pin(region)
     return region
@@ -204,12 +211,11 @@ def _pin(region: _Region) -> None:
     cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
     if cuda is None or not cuda.is_initialized():
         return
-    start = ctypes.addressof(ctypes.c_ubyte.from_buffer(region))
-    pieces = [(start + at, min(_TOUCH_BYTES, len(region) - at)) for at in range(0, len(region), _TOUCH_BYTES)]
+    pieces = [(region.start + at, min(_TOUCH_BYTES, len(region) - at)) for at in range(0, len(region), _TOUCH_BYTES)]
     with ThreadPoolExecutor(8) as threads:  # ctypes lets go of the GIL; locking untouched pages is slow
         list(threads.map(lambda piece: ctypes.memset(piece[0], 0, piece[1]), pieces))
-    if int(cuda.cudart().cudaHostRegister(start, len(region), 0)) == 0:
-        region.pinned_at = start
+    if int(cuda.cudart().cudaHostRegister(region.start, len(region), 0)) == 0:
+        region.pinned = True
 
 
 def out_of_memory(message: str, **facts: Any) -> OutOfMemory:
