@@ -270,6 +270,8 @@ class Keeper:
                            name=wanted.name, waited_seconds=waited, because=verdict.because)
             if on_wait:
                 on_wait(verdict)
+            # Pins are published within a second; whoever is said to be in the way is asked to say so now.
+            self.ledger.ring({id.partition("/")[0] for id in verdict.blockers} - {self.me})
             self._pause(verdict, None if timeout is None else began + timeout)
             reaped = False
 

@@ -1,0 +1,67 @@
+"""Runtimes on simulated devices, closed when their test ends; and a clock that a test moves by hand."""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from gpu_runtime import Runtime
+
+_books = itertools.count()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def runtime() -> Iterator[Callable[..., Runtime]]:
+    """Makes runtimes: `runtime()` on a book of its own, `runtime(ledger=…)` where several share one."""
+    made: list[Runtime] = []
+
+    def make(**settings: Any) -> Runtime:
+        settings.setdefault("devices", "sim:24GiB,host:64GiB")
+        settings.setdefault("ledger", "memory:")
+        made.append(Runtime(**settings))
+        return made[-1]
+
+    yield make
+    for rt in made:
+        rt.close()
+
+
+@pytest.fixture
+def shared_book() -> str:
+    """The URL of a book that several runtimes of a test share."""
+    return f"memory:test-{next(_books)}"
+
+
+def fakes(rt: Runtime, **sizes: str) -> None:
+    """Registers fake models by name and size."""
+    for name, size in sizes.items():
+        rt.register(name, backend="fake", size=size)
+
+
+def where(rt: Runtime) -> dict[str, str]:
+    """Where each registered model lies."""
+    frame = rt.models()
+    return dict(zip(frame["name"], frame["where"], strict=True))
+
+
+def claims(rt: Runtime) -> dict[str, int]:
+    """Bytes claimed on each device, zeros left out."""
+    return {view.device.id: view.claimed_bytes for view in rt.status().devices if view.claimed_bytes}

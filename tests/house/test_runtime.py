@@ -1,0 +1,625 @@
+"""What a researcher meets: models that take turns, errors that help, a book that is always as it should be."""
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+
+import pytest
+
+from gpu_runtime import (
+    AlreadyRegistered, AmbiguousName, BadSetting, BadSize, Busy, Deadlock, DoesNotFit, LoadFailed, MemoryLimitExceeded,
+    NotAModel, OutOfMemory, StillInUse, UnknownDevice, UnknownModel,
+)
+from gpu_runtime.facts import Drop, Level, Load, Move
+from gpu_runtime.units import GIB
+
+from .conftest import claims, fakes, where
+
+
+def test_two_models_that_do_not_fit_together_take_turns(runtime):
+    """The main job: the idle one steps aside to RAM by itself, and comes back when it is used."""
+    rt = runtime()
+    fakes(rt, qwen="14GiB", llama="10GiB")
+    for name in ("qwen", "llama", "qwen"):
+        with rt.use(name) as model:
+            assert repr(model) == f"<fake {name} on sim:0>"
+    assert where(rt) == {"qwen": "sim:0", "llama": "host"}
+    assert [e.action for e in rt.why("qwen")] == ["granted", "loaded", "offloaded", "granted", "restored"]
+    assert all(event.because for event in rt.why("qwen"))
+
+
+def test_models_that_fit_together_stay_together(runtime):
+    rt = runtime()
+    fakes(rt, a="7GiB", b="7GiB", c="7GiB")
+    for name in "abcabc":
+        with rt.use(name):
+            pass
+    assert set(where(rt).values()) == {"sim:0"}
+
+
+def test_an_exact_fit_fits(runtime):
+    rt = runtime(devices="sim:20GiB,host:64GiB", gpu_memory_max_percent=0.5)
+    fakes(rt, a="10GiB")
+    with rt.use("a"):
+        assert claims(rt) == {"sim:0": 10 * GIB}
+
+
+def test_nested_blocks_hold_both_models(runtime):
+    rt = runtime()
+    fakes(rt, a="7GiB", b="7GiB", c="14GiB")
+    with rt.use("a"), rt.use("b"):
+        with pytest.raises(DoesNotFit, match="held by the block that asks"), rt.use("c"):
+            pass
+    with rt.use("c"):
+        assert where(rt)["c"] == "sim:0"
+
+
+def test_a_hopeless_request_evicts_nothing(runtime):
+    rt = runtime()
+    fakes(rt, small="5GiB", big="30GiB")
+    rt.preload("small")
+    with pytest.raises(DoesNotFit) as refused, rt.use("big"):
+        pass
+    assert (refused.value.need_bytes, refused.value.device) == (30 * GIB, "sim:0")
+    assert where(rt) == {"small": "sim:0", "big": "disk"}
+    assert rt.evictions().empty
+
+
+def test_a_model_in_use_is_waited_for_and_the_wait_times_out_with_its_name(runtime):
+    rt = runtime()
+    fakes(rt, a="14GiB", b="14GiB")
+    inside, done = threading.Event(), threading.Event()
+
+    def hold():
+        with rt.use("a"):
+            inside.set()
+            done.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    inside.wait(20)
+    with pytest.raises(Busy, match=r"a \(14.0 GiB on sim:0\) is in use"), rt.use("b", timeout=0.1):
+        pass
+    assert rt.status().tickets == ()
+    done.set()
+    holder.join()
+    with rt.use("b", timeout=10):
+        assert where(rt) == {"a": "host", "b": "sim:0"}
+
+
+def test_a_waiter_gets_the_room_as_soon_as_the_model_in_use_is_done(runtime):
+    rt = runtime()
+    fakes(rt, a="14GiB", b="14GiB")
+    waited = []
+
+    def want():
+        with rt.use("b", timeout=20):
+            waited.append(time.monotonic())
+
+    rt.on_wait = lambda wait: waiting.set()
+    waiting = threading.Event()
+    with rt.use("a"):
+        waiter = threading.Thread(target=want)
+        waiter.start()
+        assert waiting.wait(20)
+    released = time.monotonic()
+    waiter.join(20)
+    assert waited[0] - released < 0.9, "not only at the next tick"
+
+
+def test_threads_that_hold_what_each_other_needs_are_told_at_once(runtime):
+    rt = runtime()
+    fakes(rt, a="10GiB", b="10GiB", c="11GiB", d="11GiB")
+    both, outcomes = threading.Barrier(2), []
+
+    def nest(outer, inner):
+        try:
+            with rt.use(outer):
+                both.wait(20)
+                with rt.use(inner, timeout=20):
+                    outcomes.append("served")
+        except Deadlock as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=nest, args=pair) for pair in (("a", "c"), ("b", "d"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    served, refused = sorted(outcomes, key=len)
+    assert served == "served"
+    assert "c waits while its thread holds a" in refused and "d waits while its thread holds b" in refused
+
+
+def test_many_threads_on_a_small_card_lose_nothing(runtime):
+    rt = runtime(devices="sim:20GiB,host:64GiB", gpu_memory_max_percent=1.0)
+    fakes(rt, **{f"m{i}": "6GiB" for i in range(6)})
+    failures = []
+
+    def work(first):
+        try:
+            for turn in range(6):
+                with rt.use(f"m{(first + turn) % 6}", timeout=30):
+                    over = {d: c for d, c in claims(rt).items() if d == "sim:0" and c > 20 * GIB}
+                    assert not over
+        except BaseException as error:  # noqa: BLE001 - shown by the assertion below
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    assert sum(claims(rt).values()) == 36 * GIB
+    totals = rt.status().totals
+    assert totals["evictions"] == totals["offloads"] + totals["unloads"]
+
+
+# -- failing loads --------------------------------------------------------------------------------------------------
+
+def broken(error):
+    """An origin for a fake: the load fails like this once its bytes are held."""
+
+    def hook(verb):
+        if verb == "load":
+            raise error
+
+    return hook
+
+
+@pytest.mark.parametrize("error, raised", [
+    (RuntimeError("no such layer"), LoadFailed), (KeyboardInterrupt(), KeyboardInterrupt), (LoadFailed("bad"), LoadFailed),
+    (MemoryError("out of memory"), OutOfMemory),
+])
+def test_a_load_that_fails_leaves_the_book_as_it_was(runtime, error, raised):
+    rt = runtime()
+    fakes(rt, other="5GiB")
+    rt.preload("other")
+    before = rt.leases().drop(columns="idle_seconds").to_dict()
+    rt.register("m", broken(error), backend="fake", size="3GiB")
+    with pytest.raises(raised), rt.use("m"):
+        pass
+    assert rt.leases().drop(columns="idle_seconds").to_dict() == before
+    assert rt.status().tickets == () and rt.probe.used().get("sim:0") == 5 * GIB
+    assert rt.why("m")[-1].action == "failed"
+
+
+def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holders(runtime):
+    """A verdict of the world: it measures and decides again, and after the third time says who holds what."""
+    rt = runtime()
+    fakes(rt, a="5GiB", b="5GiB")
+    with rt.use("a"):
+        rt.probe.place("sim:0").squeeze(17 * GIB)
+        with pytest.raises(OutOfMemory, match=r"(?s)while loading b.*5.0 GiB.*a, in use"), rt.use("b"):
+            pass
+    rt.probe.place("sim:0").squeeze(0)
+    with rt.use("b"):
+        pass
+
+
+def test_a_failing_move_leaves_the_model_where_it_is(runtime):
+    rt = runtime()
+    broken = []
+
+    def hook(verb):
+        if verb == "move" and broken:
+            raise RuntimeError("the bus is gone")
+
+    rt.register("m", hook, backend="fake", size="3GiB")
+    rt.preload("m")
+    broken.append(True)
+    with pytest.raises(RuntimeError, match="the bus is gone"):
+        rt.evict("m")
+    assert where(rt) == {"m": "sim:0"}
+    broken.clear()
+    assert rt.evict("m").where == "host"
+
+
+# -- the stop button ------------------------------------------------------------------------------------------------
+
+def test_no_pin_survives_its_block_however_often_the_stop_button_strikes(runtime):
+    """Interrupts at random instructions of entering, using and leaving a block: afterwards nothing is in use."""
+    import signal
+
+    rt = runtime(monitor=False)
+    fakes(rt, m="3GiB")
+    rt.preload("m")
+    interrupts = 0
+    old = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        until = time.monotonic() + 3
+        while time.monotonic() < until:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.00002 + (interrupts % 97) * 2e-6)
+                for _ in range(200):
+                    with rt.use("m"):
+                        pass
+            except KeyboardInterrupt:
+                interrupts += 1
+            finally:
+                while True:
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                        break
+                    except KeyboardInterrupt:
+                        interrupts += 1
+    finally:
+        signal.signal(signal.SIGALRM, old)
+    assert interrupts > 100
+    assert rt.evict("m").where == "host", "nobody has it pinned"
+
+
+def test_an_interrupted_wait_leaves_no_ticket(runtime):
+    rt = runtime()
+    fakes(rt, a="14GiB", b="14GiB")
+
+    def stop(wait):
+        raise KeyboardInterrupt
+
+    inside, done = threading.Event(), threading.Event()
+
+    def hold():
+        with rt.use("a"):
+            inside.set()
+            done.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    inside.wait(20)
+    rt.on_wait = stop
+    with pytest.raises(KeyboardInterrupt), rt.use("b"):
+        pass
+    assert rt.status().tickets == ()
+    done.set()
+    holder.join()
+
+
+def test_an_exit_stack_holds_the_model_until_it_closes(runtime):
+    rt = runtime()
+    fakes(rt, m="3GiB")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(rt.use("m"))
+        with pytest.raises(StillInUse):
+            rt.evict("m")
+    assert rt.evict("m").done
+
+
+# -- verbs ----------------------------------------------------------------------------------------------------------
+
+def test_evict_refuses_what_is_in_use_or_pinned_and_says_what_to_type(runtime):
+    rt = runtime()
+    fakes(rt, m="3GiB")
+    with rt.use("m"), pytest.raises(StillInUse, match="in use by this notebook"):
+        rt.evict("m")
+    rt.pin("m")
+    with pytest.raises(StillInUse, match="%gpu unpin m"):
+        rt.evict("m")
+    rt.unpin("m")
+    assert rt.evict("m").bytes == 3 * GIB
+
+
+def test_a_pinned_model_is_never_a_victim(runtime):
+    rt = runtime()
+    fakes(rt, a="14GiB", b="14GiB")
+    rt.preload("a")
+    rt.pin("a")
+    with pytest.raises(DoesNotFit, match=r"(?s)a \(14.0 GiB\) is kept.*unpin a"), rt.use("b"):
+        pass
+
+
+def test_plan_says_what_would_happen_and_does_nothing(runtime):
+    rt = runtime()
+    fakes(rt, a="14GiB", b="10GiB", big="30GiB")
+    rt.preload("a")
+    plan = rt.plan("b")
+    assert plan.granted and [type(step) for step in plan.steps] == [Move, Load]
+    assert "a (14.0 GiB, idle" in plan.because
+    assert not rt.plan("big").granted and not rt.plan("25GiB").granted and rt.plan("8 GiB").granted
+    assert where(rt)["a"] == "sim:0"
+    with pytest.raises(UnknownModel):
+        rt.plan("nobody")
+
+
+def test_without_offload_what_leaves_is_dropped_and_loaded_anew(runtime):
+    rt = runtime(enable_cpu_offload=False)
+    fakes(rt, a="14GiB", b="14GiB")
+    rt.preload("a")
+    assert [type(step) for step in rt.plan("b").steps] == [Drop, Load]
+    rt.preload("b")
+    assert where(rt) == {"a": "disk", "b": "sim:0"}
+    with rt.use("a"):
+        assert rt.status().totals["unloads"] == 2
+
+
+def test_a_full_warm_pool_means_unloading(runtime):
+    rt = runtime(devices="sim:24GiB,host:20GiB")
+    fakes(rt, a="14GiB", b="14GiB")
+    rt.preload("a")
+    rt.preload("b")
+    assert where(rt) == {"a": "disk", "b": "sim:0"}
+
+
+def test_the_limit_of_this_process_is_named_in_the_words_of_the_inference_service(runtime):
+    rt = runtime(inference_memory_limit_gb=16)
+    fakes(rt, a="10GiB", b="10GiB", c="17GiB")
+    with rt.use("a"):
+        with pytest.raises(MemoryLimitExceeded) as refused, rt.use("b"):
+            pass
+        assert str(refused.value).startswith(
+            "Loading 'b' (10.0GB) would exceed memory limit (10.0GB + 10.0GB > 16.0GB)")
+    with rt.use("b"):  # a can leave now
+        assert where(rt)["a"] == "host"
+    with pytest.raises(MemoryLimitExceeded), rt.use("c"):
+        pass
+
+
+def test_a_block_of_code_leases_room_and_gives_it_back_whatever_happens(runtime):
+    rt = runtime()
+    fakes(rt, a="14GiB")
+    rt.preload("a")
+    with pytest.raises(ZeroDivisionError), rt.lease("10 GiB", purpose="training") as block:
+        assert claims(rt)["sim:0"] == 10 * GIB and where(rt)["a"] == "host"
+        assert (block.bytes, block.device.id) == (10 * GIB, "sim:0")
+        raise ZeroDivisionError
+    assert "sim:0" not in claims(rt)
+    with pytest.raises(DoesNotFit), rt.lease("30 GiB", purpose="training"):
+        pass
+
+
+def test_forget_frees_the_memory_and_the_name(runtime):
+    rt = runtime()
+    fakes(rt, m="3GiB")
+    rt.preload("m")
+    rt.forget("m")
+    assert claims(rt) == {} and rt.specs() == ()
+    with pytest.raises(UnknownModel):
+        rt.use("m")
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------
+
+def test_bad_input_is_named_and_nothing_is_registered(runtime):
+    rt = runtime()
+    for call, error, words in [
+        (lambda: rt.register("m", "/no/such/place"), NotAModel, "/no/such/place"),
+        (lambda: rt.register("m", backend="fake", size="-3GiB"), BadSize, "-3GiB"),
+        (lambda: rt.register("m", backend="fake", size="much"), BadSize, "much"),
+        (lambda: rt.register("m", backend="fake"), BadSize, "size"),
+        (lambda: rt.register("m", backend="fake", size="1GiB", devices=("cuda:7",)), UnknownDevice, "cuda:7"),
+        (lambda: rt.register("m", backend="fake", size="1GiB", importance="huge"), BadSetting, "urgent"),
+        (lambda: rt.register("m@1", backend="fake", size="1GiB"), BadSetting, "@"),
+        (lambda: rt.register("m", backend="nope", size="1GiB"), BadSetting, "nope"),
+        (lambda: rt.use("m"), UnknownModel, "%gpu load m"),
+        (lambda: rt.lease("x", purpose="p"), BadSize, "x"),
+    ]:
+        with pytest.raises(error, match=words):
+            call()
+    assert rt.specs() == ()
+
+
+def test_the_same_registration_twice_is_one_and_another_under_its_name_is_refused(runtime):
+    rt = runtime()
+    fakes(rt, m="3GiB")
+    fakes(rt, m="3GiB")
+    with pytest.raises(AlreadyRegistered, match=r"rt.forget\('m'\)"):
+        fakes(rt, m="4GiB")
+    assert rt.specs()[0].size == 3 * GIB
+
+
+# -- several owners -------------------------------------------------------------------------------------------------
+
+def test_an_idle_model_of_another_process_steps_aside_and_comes_back(runtime, shared_book):
+    a, b = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "ab")
+    fakes(a, qwen="14GiB")
+    fakes(b, llama="14GiB")
+    with a.use("qwen"):
+        pass
+    with b.use("llama", timeout=20):
+        assert where(b) == {"llama": "sim:0", "qwen": "host"}
+    with a.use("qwen", timeout=20):
+        assert where(a) == {"qwen": "sim:0", "llama": "host"}
+
+
+def test_a_model_used_a_moment_ago_has_its_grace(runtime, shared_book):
+    a, b = (runtime(ledger=shared_book, eviction_grace_seconds=60) for _ in "ab")
+    fakes(a, qwen="14GiB")
+    fakes(b, llama="14GiB")
+    with a.use("qwen"):
+        pass
+    with pytest.raises(Busy, match="was used"), b.use("llama", timeout=0.3):
+        pass
+    assert where(a)["qwen"] == "sim:0"
+
+
+def test_a_model_in_use_elsewhere_is_never_moved(runtime, shared_book):
+    a, b = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "ab")
+    fakes(a, qwen="14GiB")
+    fakes(b, llama="14GiB")
+    with a.use("qwen"):
+        with pytest.raises(Busy, match="is in use by"), b.use("llama", timeout=0.3):
+            pass
+        with pytest.raises(StillInUse):
+            b.evict("qwen")
+        assert where(a)["qwen"] == "sim:0"
+
+
+def test_what_is_asked_of_another_process_is_done_by_it(runtime, shared_book):
+    a, b = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "ab")
+    fakes(a, qwen="14GiB")
+    assert b.preload("qwen", timeout=20).where == "sim:0"
+    assert b.pin("qwen").done
+    with pytest.raises(StillInUse, match="unpin"):
+        b.evict("qwen")
+    assert b.unpin("qwen").done
+    assert b.evict(f"qwen@{os.getpid()}", timeout=20).where == "host"
+    assert where(a) == {"qwen": "host"}
+    assert b.defrag().done
+
+
+def test_a_load_that_fails_elsewhere_is_told_to_who_asked(runtime, shared_book):
+    a, b = (runtime(ledger=shared_book) for _ in "ab")
+    a.register("qwen", broken(RuntimeError("no such layer")), backend="fake", size="3GiB")
+    with pytest.raises(Exception, match="no such layer"):
+        b.preload("qwen", timeout=20)
+
+
+def test_a_name_that_several_hold_is_ambiguous_and_an_unknown_one_is_named(runtime, shared_book):
+    a, b, c = (runtime(ledger=shared_book) for _ in "abc")
+    for rt in (a, b):
+        fakes(rt, qwen="3GiB")
+        rt.preload("qwen")
+    with pytest.raises(AmbiguousName, match=f"qwen@{os.getpid()}"):
+        c.evict("qwen")
+    with pytest.raises(UnknownModel):
+        c.evict("nobody@1")
+
+
+def test_who_only_looks_leaves_no_trace(runtime, shared_book):
+    a, watcher = (runtime(ledger=shared_book) for _ in "ab")
+    fakes(a, qwen="3GiB")
+    a.preload("qwen")
+    snapshot = watcher.status()
+    assert [lease.name for lease in snapshot.leases()] == ["qwen"]
+    assert set(watcher._keeper.ledger.read().sections) == {a._keeper.me}
+
+
+def test_closing_gives_everything_back(runtime, shared_book):
+    a, b = (runtime(ledger=shared_book) for _ in "ab")
+    fakes(a, qwen="14GiB")
+    a.preload("qwen")
+    a.close()
+    assert claims(b) == {} and b.status().sections == {}
+
+
+# -- pressure -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("sizes, level, leaves", [
+    ({"a": "9000MiB"}, Level.MODERATE, {"a": "host"}),
+    ({"a": "12000MiB"}, Level.HIGH, {"a": "host"}),
+    ({"a": "13500MiB"}, Level.CRITICAL, {"a": "disk"}),
+])
+def test_the_table_of_levels_applied_to_the_letter(runtime, clock, sizes, level, leaves):
+    """16,000 MB card, 14,400 usable, `GPU_RELIEF=always`."""
+    rt = runtime(devices="sim:16000MiB,host:64GiB", gpu_relief="always", clock=clock, monitor=False)
+    fakes(rt, **sizes)
+    with rt.use("a"):
+        assert rt.health().pressure is level
+        clock.advance(1000)
+        rt.tick()
+        assert where(rt) == {"a": "sim:0"}, "in use"
+    rt.tick()
+    clock.advance(121)
+    rt.tick()
+    assert where(rt) == leaves
+
+
+def test_a_full_card_that_nobody_waits_for_is_left_alone_by_default(runtime, clock):
+    rt = runtime(devices="sim:16000MiB,host:64GiB", clock=clock, monitor=False)
+    fakes(rt, a="13500MiB")
+    rt.preload("a")
+    clock.advance(10_000)
+    rt.tick()
+    assert where(rt) == {"a": "sim:0"}
+
+
+def test_the_lines_that_operators_watch_for_word_for_word(runtime, clock, caplog):
+    caplog.set_level(logging.INFO, logger="gpu_runtime")
+    rt = runtime(devices="sim:24576MiB,host:64GiB", gpu_relief="always", clock=clock, monitor=False)
+    rt.register("Qwen/Qwen3-Embedding-0.6B", backend="fake", size="1440MiB", model_type="embedding", quantization="float16")
+    rt.register("Qwen/Qwen3-Reranker-0.6B", backend="fake", size="1200MiB", model_type="reranker", quantization="float16")
+    rt.register("filler", backend="fake", size="17000MiB")
+    for name in ("Qwen/Qwen3-Embedding-0.6B", "Qwen/Qwen3-Reranker-0.6B", "filler"):
+        rt.preload(name)
+    clock.advance(60)
+    rt.tick()
+    clock.advance(60)
+    rt.tick()
+    rt.preload("Qwen/Qwen3-Embedding-0.6B")
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "gpu_runtime"]
+    assert ("INFO", "GovernedModelManager initialized with memory governor (gpu_budget=22118MB)") in lines
+    assert ("INFO", "Memory request approved: embedding:Qwen/Qwen3-Embedding-0.6B:float16 needs 1440MB") in lines
+    assert ("INFO", "Offloaded reranker:Qwen/Qwen3-Reranker-0.6B to CPU (freed 1200MB GPU)") in lines
+    assert ("INFO", "Restored embedding:Qwen/Qwen3-Embedding-0.6B from CPU to GPU") in lines
+    assert ("WARNING", "HIGH memory pressure: 88.8%. Offloading idle models.") in lines
+
+
+def test_critical_pressure_is_logged_as_an_error(runtime, clock, caplog):
+    rt = runtime(devices="sim:16000MiB,host:64GiB", gpu_relief="always", clock=clock, monitor=False)
+    fakes(rt, a="13550MiB")
+    rt.preload("a")
+    clock.advance(60)
+    rt.tick()
+    assert ("ERROR", "CRITICAL memory pressure! Usage: 94.1%. Forcing aggressive eviction.") in [
+        (record.levelname, record.getMessage()) for record in caplog.records]
+
+
+def test_probe_failures_open_a_breaker_that_is_shown(runtime, clock, monkeypatch):
+    from gpu_runtime import ProbeFailed
+
+    rt = runtime(clock=clock, monitor=False)
+    fakes(rt, a="3GiB")
+
+    def fail(now):
+        raise ProbeFailed("the driver is gone", device="sim:0")
+
+    asked = []
+    monkeypatch.setattr(rt.probe, "samples", fail)
+    for _ in range(5):
+        assert rt.status().degraded == ""
+        clock.advance(15)
+        rt.tick()
+    assert "the driver is gone" in rt.status().degraded and not rt.health().healthy
+    monkeypatch.setattr(rt.probe, "samples", lambda now: asked.append(now) or {})
+    before = len(asked)
+    clock.advance(15)
+    rt.tick()
+    assert rt.status().degraded, "it rests for 30 s"
+    clock.advance(16)
+    rt.tick()
+    assert rt.status().degraded == "" and len(asked) > before
+
+
+def test_the_breaker_rests_twice_as_long_each_time_up_to_five_minutes():
+    from gpu_runtime.monitor import Breaker
+
+    breaker, now, rests = Breaker(), 0.0, []
+    for _ in range(5):
+        breaker.failed(now, "gone")
+    for _ in range(6):
+        rest = next(s for s in range(1, 1000) if breaker.allows(now + s))
+        rests.append(rest)
+        now += rest
+        breaker.failed(now, "gone")
+    assert rests == [30, 60, 120, 240, 300, 300]
+
+
+def test_ungoverned_models_load_unasked_and_pressure_is_unknown(runtime):
+    rt = runtime(enable_memory_governor=False)
+    fakes(rt, a="10GiB")
+    with rt.use("a") as model:
+        assert repr(model) == "<fake a on sim:0>"
+    snapshot = rt.status()
+    assert not snapshot.governed and {view.level for view in snapshot.devices} == {Level.UNKNOWN}
+    assert rt._keeper.ledger.read().sections == {}
+
+
+# -- forks ----------------------------------------------------------------------------------------------------------
+
+def test_a_forked_child_owns_nothing_and_the_parent_keeps_everything(runtime, tmp_path):
+    rt = runtime(ledger=f"sqlite://{tmp_path}/ledger")
+    fakes(rt, a="3GiB")
+    rt.preload("a")
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if rt.specs() == () and rt._keeper.me.startswith(f"{os.getpid()}.") else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert where(rt) == {"a": "sim:0"}
+    assert rt.evict("a").done
