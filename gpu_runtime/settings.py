@@ -65,7 +65,7 @@ class Settings(BaseSettings):
     development_cpu_only: bool = Field(
         False, description="Simulate the devices even where there is a GPU.")
     gpu_ledger: str | None = Field(
-        None, description="Where the book is kept: sqlite:///PATH or memory:. Unset: SQLite, private to the user.")
+        None, description="Where the book is kept: sqlite:///DIRECTORY or memory:. Unset: SQLite, private to the user.")
 
     enable_memory_governor: bool = Field(
         True, description="Off: models load without asking and are never moved.")
@@ -86,8 +86,6 @@ class Settings(BaseSettings):
     pressure_check_interval_seconds: Annotated[Seconds, Field(gt=0)] = Field(
         15.0, description="How often pressure is checked.")
 
-    gpu_catalog: str | None = Field(
-        None, description="A file or directory of model specifications.")
     gpu_trust_remote_code: bool = Field(
         False, description="Let models run code from their own directory when they load.")
 

@@ -11,8 +11,9 @@ ROOT = Path(__file__).parents[2]
 
 ROOMS = {
     "ground": {"facts", "units", "errors", "settings"},
-    "mind": {"planner", "asks", "bookkeeping", "policy", "placement", "pressure", "estimate"},
-    "hands": {"ledgers", "backends", "probe", "pool", "journal", "owner", "memory", "segments", "nvml"},
+    "mind": {"planner", "asks", "bookkeeping", "clearing", "deadlock", "estimate", "hopeless", "leaving", "placement",
+             "policy", "pressure", "queueing", "room"},
+    "hands": {"ledgers", "backends", "blocks", "probe", "pool", "journal", "owner", "memory", "segments", "nvml"},
     "house": {"__init__", "runtime", "keeper", "monitor", "frames", "catalog"},
     "faces": {"cli", "verbs", "serving", "gpu", "gpu_panels"},
 }

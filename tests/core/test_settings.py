@@ -26,7 +26,6 @@ DEFAULTS = {
     "EVICTION_IDLE_THRESHOLD_SECONDS": "120",
     "EVICTION_IDLE_HIGH_SECONDS": "30",
     "PRESSURE_CHECK_INTERVAL_SECONDS": "15",
-    "GPU_CATALOG": "unset",
     "GPU_TRUST_REMOTE_CODE": "false",
 }
 
@@ -119,7 +118,7 @@ def test_a_bad_value_is_refused_in_one_sentence(environment, name, value, expect
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("gpu_devices", 3), ("gpu_ledger", 7), ("gpu_catalog", 1.5), ("gpu_memory_max_percent", True),
+    ("gpu_devices", 3), ("gpu_ledger", 7), ("gpu_memory_max_percent", True),
     ("inference_gpu_index", True), ("eviction_grace_seconds", [5]),
 ])
 def test_a_wrong_type_is_refused(name, value):

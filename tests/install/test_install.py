@@ -53,14 +53,16 @@ def imported_from(environment: Path, cwd: Path) -> list[Path]:
     return [Path(line) for line in run(environment / "bin" / "python", "-c", program, cwd=cwd).splitlines()]
 
 
+def files_in(folder: Path) -> set[Path]:
+    return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+
+
 def check_command(environment: Path, cwd: Path) -> None:
-    if not (ROOT / "gpu_runtime" / "cli.py").exists():
-        return
     assert "status" in run(environment / "bin" / "gpu", "--help", cwd=cwd)
 
 
 def test_a_wheel_works_outside_the_repository(environment, tmp_path):
-    """Both packages lie in the wheel, under their import names, and nothing else does."""
+    """Both packages lie in the wheel, whole and under their import names, and nothing else does."""
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index",
         "-w", tmp_path, ROOT, cwd=tmp_path)
     wheel, = tmp_path.glob("gpu_console-*.whl")
@@ -70,6 +72,8 @@ def test_a_wheel_works_outside_the_repository(environment, tmp_path):
     assert imported_from(environment, tmp_path) == [site / "gpu_runtime", site / "gpu"]
     ours = {entry.name for entry in site.iterdir() if not entry.name.endswith((".dist-info", ".pth"))}
     assert ours - {"__pycache__"} == {"gpu_runtime", "gpu"}
+    for package in (ROOT / "gpu_runtime", ROOT / "kernel_ext" / "gpu"):
+        assert files_in(site / package.name) == files_in(package)
     check_command(environment, tmp_path)
 
 
