@@ -1,0 +1,228 @@
+"""Which devices there are, in whose order, and what is said of them when the driver is silent, lost or hanging."""
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import types
+
+import psutil
+import pytest
+
+from gpu_runtime import nvml
+from gpu_runtime.errors import BadSetting, ProbeFailed, UnknownDevice
+from gpu_runtime.facts import Device, Sample
+from gpu_runtime.probe import open_probe
+from gpu_runtime.units import GIB
+
+
+def test_simulated_cards_and_host():
+    probe = open_probe("sim:2x24GiB,host:64GiB")
+    assert probe.simulated
+    assert probe.devices == (
+        Device("sim:0", 24 * GIB, "simulated", "SIM-0", 0, simulated=True),
+        Device("sim:1", 24 * GIB, "simulated", "SIM-1", 1, simulated=True),
+        Device("host", 64 * GIB, "simulated RAM", simulated=True))
+    assert probe.samples(5.0) == {}
+    assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0}
+
+
+def test_without_a_host_in_the_text_the_host_is_this_machine():
+    probe = open_probe("sim:24GiB")
+    assert probe.devices[-1] == Device("host", psutil.virtual_memory().total, "RAM")
+    sample = probe.samples(5.0)["host"]
+    assert sample.taken_at == 5.0 and 0 < sample.free_bytes <= probe.devices[-1].total_bytes
+
+
+@pytest.mark.parametrize("text", ["", "sim", "sim:", "sim:0x1GiB", "sim:65x1GiB", "sim:-1GiB", "sim:0", "sim:1GiB,", "cuda:0",
+                                  "sim:1GiB,host:", "sim:1GiB,host:0", "sim:1GiB,cuda", "sim:1GiB,host:1GiB,host:1GiB"])
+def test_a_bad_text_is_refused_with_examples(text):
+    with pytest.raises(BadSetting, match="sim:2x24GiB,host:64GiB") as error:
+        open_probe(text)
+    assert error.value.setting == "GPU_DEVICES"
+
+
+def test_an_unknown_device_is_named():
+    with pytest.raises(UnknownDevice, match="This machine has sim:0, host"):
+        open_probe("sim:1GiB").place("cuda:0")
+
+
+# -- with a driver ---------------------------------------------------------------------------------------------------
+
+
+class Driver(types.ModuleType):
+    """A pynvml whose cards are told in a list of dictionaries."""
+
+    NVML_TEMPERATURE_GPU = 0
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *cards, broken=None):
+        super().__init__("pynvml")
+        self.cards, self.broken = cards, broken
+        for name in ("LibraryNotFound", "DriverNotLoaded", "NotSupported", "NoPermission", "FunctionNotFound", "GpuIsLost"):
+            setattr(self, f"NVMLError_{name}", type(name, (self.NVMLError,), {}))
+
+    def nvmlInit(self):
+        if self.broken:
+            raise getattr(self, f"NVMLError_{self.broken}")(self.broken)
+
+    def nvmlDeviceGetCount(self):
+        return len(self.cards)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return self.cards[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        for card in self.cards:
+            for instance in card.get("instances", ()):
+                if instance["uuid"] == uuid:
+                    return instance
+        raise self.NVMLError(uuid)
+
+    def nvmlDeviceGetMigMode(self, card):
+        if "instances" not in card:
+            raise self.NVMLError_NotSupported()
+        return (1, 1)
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, card, index):
+        return card["instances"][index]
+
+    def nvmlDeviceGetName(self, card):
+        return "H200"
+
+    def nvmlDeviceGetUUID(self, card):
+        return card["uuid"]
+
+    def nvmlDeviceGetMemoryInfo(self, card):
+        self.answer(card)
+        if "free" not in card:
+            raise self.NVMLError_NotSupported()
+        return types.SimpleNamespace(total=80 * GIB, free=card["free"], used=80 * GIB - card["free"])
+
+    def answer(self, card):
+        if card.get("lost"):
+            raise self.NVMLError_GpuIsLost("GPU is lost")
+        if "hangs" in card:
+            card["hangs"].wait()
+
+    def nvmlDeviceGetComputeRunningProcesses(self, card):
+        return [types.SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in card.get("processes", {}).items()]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, card):
+        raise self.NVMLError_NotSupported()
+
+    def nvmlDeviceGetUtilizationRates(self, card):
+        return types.SimpleNamespace(gpu=37)
+
+    def nvmlDeviceGetTemperature(self, card, sensor):
+        return 61
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    def install(*cards, **how):
+        made = Driver(*cards, **how)
+        monkeypatch.setitem(sys.modules, "pynvml", made)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        return made
+
+    yield install
+
+
+def card(uuid, free=70 * GIB, **more):
+    return {"uuid": uuid, "free": free, **more}
+
+
+FOUR = [card(f"GPU-{letter * 4}") for letter in "abcd"]
+
+
+@pytest.mark.parametrize("visible, uuids", [
+    (None, ["GPU-aaaa", "GPU-bbbb", "GPU-cccc", "GPU-dddd"]),
+    ("", []),
+    ("2,0", ["GPU-cccc", "GPU-aaaa"]),
+    ("1,9,0", ["GPU-bbbb"]),
+    ("-1", []),
+    ("1,1", []),
+    ("GPU-dd,GPU-aaaa", ["GPU-dddd", "GPU-aaaa"]),
+    ("GPU-,0", []),
+])
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(driver, visible, uuids):
+    """The first wrong entry ends the list, an ambiguous beginning is wrong, and a card named twice leaves none."""
+    driver(*FOUR)
+    found = nvml.cards({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    assert [(c.device.id, c.device.uuid) for c in found] == [(f"cuda:{i}", uuid) for i, uuid in enumerate(uuids)]
+
+
+def test_of_a_partitioned_card_its_first_instance_is_seen_or_the_one_that_is_named(driver):
+    driver(card("GPU-aaaa", instances=[card("MIG-1"), card("MIG-2")]))
+    assert [c.device.uuid for c in nvml.cards({})] == ["MIG-1"]
+    assert [c.device.uuid for c in nvml.cards({"CUDA_VISIBLE_DEVICES": "MIG-2"})] == ["MIG-2"]
+
+
+def test_auto_takes_the_cards_where_there_are_any(driver):
+    driver(card("GPU-aaaa", processes={4121: 3 * GIB, 4122: None}))
+    probe = open_probe("auto")
+    assert not probe.simulated
+    assert [device.id for device in probe.devices] == ["cuda:0", "host"]
+    assert probe.samples(7.0)["cuda:0"] == Sample("cuda:0", 7.0, 70 * GIB, {4121: 3 * GIB, 4122: None}, 37, 61)
+
+
+def test_what_the_driver_charges_to_this_process_is_used(driver):
+    """Its context too, which torch does not count."""
+    driver(card("GPU-aaaa", processes={os.getpid(): 3 * GIB}))
+    assert open_probe("cuda").used()["cuda:0"] == 3 * GIB
+
+
+def test_cpu_only_looks_at_no_card(driver):
+    driver(*FOUR)
+    assert open_probe("auto", cpu_only=True).simulated
+    with pytest.raises(BadSetting, match="DEVELOPMENT_CPU_ONLY"):
+        open_probe("cuda", cpu_only=True)
+
+
+@pytest.mark.parametrize("why", ["LibraryNotFound", "DriverNotLoaded"])
+def test_without_a_driver_the_card_is_simulated(driver, why):
+    driver(broken=why)
+    probe = open_probe("auto")
+    assert probe.simulated and probe.devices[0].total_bytes == max(GIB, psutil.virtual_memory().total // 2 // GIB * GIB)
+    with pytest.raises(BadSetting, match="no CUDA card is visible"):
+        open_probe("cuda")
+
+
+def test_a_broken_driver_is_no_reason_to_pretend_that_there_is_no_card(driver):
+    driver(card("GPU-aaaa", lost=True))
+    with pytest.raises(ProbeFailed, match="GPU is lost"):
+        open_probe("auto")
+
+
+def test_a_card_that_is_lost_later_is_named(driver):
+    there = card("GPU-aaaa")
+    driver(there)
+    probe = open_probe("auto")
+    there["lost"] = True
+    with pytest.raises(ProbeFailed, match=r"cuda:0 \(H200\) does not answer: GPU is lost") as error:
+        probe.samples(0.0)
+    assert error.value.device == "cuda:0"
+
+
+def test_memory_that_the_driver_will_not_tell_is_unknown_not_zero(driver):
+    driver({"uuid": "GPU-aaaa"})
+    assert open_probe("auto").samples(0.0)["cuda:0"].free_bytes is None
+
+
+def test_a_hanging_driver_holds_nobody_up(driver, monkeypatch):
+    """The first question fails in time, the next ones at once, and once it answers again all is well."""
+    there = card("GPU-aaaa")
+    driver(there)
+    probe = open_probe("auto")
+    monkeypatch.setattr(nvml, "ANSWER_SECONDS", 0.05)
+    there["hangs"] = threading.Event()
+    with pytest.raises(ProbeFailed, match="did not answer within"):
+        probe.samples(0.0)
+    with pytest.raises(ProbeFailed):
+        probe.samples(0.0)
+    there["hangs"].set()
+    monkeypatch.setattr(nvml, "ANSWER_SECONDS", 5.0)
+    assert probe.samples(0.0)["cuda:0"].free_bytes == 70 * GIB

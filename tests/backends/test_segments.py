@@ -1,0 +1,180 @@
+"""The segment allocator: bytes are conserved, neighbours join, and what fits by its bytes always fits."""
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from gpu_runtime.errors import OutOfMemory
+from gpu_runtime.memory import Memory
+from gpu_runtime.segments import FREE, HOLE
+from gpu_runtime.units import KIB, MIB
+
+CAPACITY = 64 * MIB
+sizes = st.one_of(st.integers(1, 4 * KIB), st.integers(1, 12 * MIB), st.sampled_from([0, MIB, 10 * MIB, CAPACITY]))
+
+
+class Allocator(RuleBasedStateMachine):
+    """Allocations, releases, emptied caches and strangers, in any order."""
+
+    blocks = Bundle("blocks")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory("sim:0", CAPACITY)
+        self.held: dict[int, int] = {}  # key -> bytes
+        self.squeezed = 0
+
+    @rule(target=blocks, row=st.lists(sizes, min_size=1, max_size=4))
+    def allocate(self, row):
+        fits = sum(self.held.values()) + sum(row) <= CAPACITY - self.squeezed
+        try:
+            blocks = self.memory.allocate_row(row)
+        except OutOfMemory:
+            assert not fits
+            return multiple()
+        assert fits
+        self.held.update({block.key: block.size for block in blocks})
+        return multiple(*blocks)
+
+    @rule(block=consumes(blocks))
+    def free(self, block):
+        del self.held[block.key]
+        block.free()
+
+    @rule()
+    def empty_cache(self):
+        before = self.memory.fragmentation().reserved_bytes
+        released = self.memory.empty_cache()
+        assert self.memory.fragmentation().reserved_bytes == before - released
+
+    @rule(size=st.integers(0, CAPACITY))
+    def squeeze(self, size):
+        self.memory.squeeze(size)
+        self.squeezed = size
+
+    @invariant()
+    def bytes_are_conserved(self):
+        assert self.memory.held_bytes() == sum(self.held.values())
+
+    @invariant()
+    def allocated_is_at_most_reserved_is_at_most_what_there_is(self):
+        figures = self.memory.fragmentation()
+        rounding = 512 * len(self.held)
+        assert sum(self.held.values()) <= figures.allocated_bytes <= sum(self.held.values()) + rounding
+        assert figures.allocated_bytes <= figures.reserved_bytes <= CAPACITY + rounding
+        assert figures.largest_free_bytes <= figures.reserved_bytes - figures.allocated_bytes
+
+    @invariant()
+    def neighbours_that_are_free_are_one(self):
+        for segment in self.memory._state.segments:
+            for left, right in zip(segment.runs, segment.runs[1:]):
+                assert left.key != right.key or left.key > FREE
+            assert all(run.size > 0 and (run.key > FREE or run.requested == 0) for run in segment.runs)
+
+    @invariant()
+    def every_block_has_a_place_of_its_own(self):
+        for segment in self.memory._state.segments:
+            keys = [run.key for run in segment.runs if run.key not in (FREE, HOLE)]
+            assert len(set(keys)) == len(keys)
+
+
+TestAllocator = Allocator.TestCase
+
+
+def test_an_exact_fit_fits_however_the_memory_was_used_before():
+    """Small blocks scattered over large segments must not make the last byte unreachable."""
+    memory = Memory("sim:0", 32 * MIB)
+    scattered = [memory.allocate(3 * MIB) for _ in range(10)]
+    for block in scattered[::2]:
+        block.free()
+    rest = memory.allocate(17 * MIB)
+    assert memory.held_bytes() == 32 * MIB
+    assert memory.fragmentation().reserved_bytes == 32 * MIB
+    assert memory.alloc_retries > 0
+    rest.free()
+
+
+def test_segments_have_torchs_sizes():
+    """2 MiB for the small, 20 MiB for the middling, and one of its own for the large."""
+    memory = Memory("sim:0", 1024 * MIB)
+    reserved = []
+    for size in (512 * KIB, 5 * MIB, 21 * MIB + 1):
+        block = memory.allocate(size)
+        reserved.append(memory.fragmentation().reserved_bytes // MIB)
+        block.free()
+        memory.empty_cache()
+    assert reserved == [2, 20, 22]
+
+
+def test_freed_memory_stays_reserved_and_is_used_again():
+    memory = Memory("sim:0", 100 * MIB)
+    memory.allocate(30 * MIB).free()
+    kept = memory.allocate(29 * MIB)
+    figures = memory.fragmentation()
+    assert (figures.allocated_bytes, figures.reserved_bytes, figures.largest_free_bytes) == (29 * MIB, 30 * MIB, MIB)
+    kept.free()
+    assert memory.empty_cache() == 30 * MIB
+
+
+def test_out_of_memory_says_what_was_asked_and_what_there_is():
+    memory = Memory("sim:0", 10 * MIB)
+    kept = memory.allocate(8 * MIB)
+    with pytest.raises(OutOfMemory, match=r"sim:0 out of memory. Tried to allocate 4.0 MiB.*of which 2.0 MiB is free") as error:
+        memory.allocate(4 * MIB)
+    assert (error.value.device, error.value.asked_bytes, memory.ooms) == ("sim:0", 4 * MIB, 1)
+    kept.free()
+
+
+def test_drills_fail_the_next_allocation_and_pretend_strangers():
+    memory = Memory("sim:0", 10 * MIB)
+    memory.fail_next()
+    with pytest.raises(OutOfMemory):
+        memory.allocate(1)
+    memory.allocate(1).free()
+    memory.squeeze(9 * MIB)
+    with pytest.raises(OutOfMemory):
+        memory.allocate(2 * MIB)
+    assert memory.held_bytes() == 0
+
+
+def test_a_block_is_free_when_nobody_refers_to_it_or_its_bytes():
+    """The buffer alone keeps it, as a tensor does that somebody kept."""
+    memory = Memory("host", 10 * MIB)
+    buffer = memory.allocate(MIB).buffer()
+    assert memory.held_bytes() == MIB
+    buffer[:3] = b"abc"
+    view = memoryview(buffer)[1:3]
+    del buffer
+    assert bytes(view) == b"bc" and memory.held_bytes() == MIB
+    del view
+    assert memory.held_bytes() == 0
+
+
+def test_pages_are_used_again():
+    """Fresh pages cost many times a copy: a block of the same size comes back at the same address."""
+    import ctypes
+
+    memory = Memory("host", 100 * MIB)
+    first = ctypes.addressof(memory.allocate(40 * MIB).buffer())
+    assert ctypes.addressof(memory.allocate(40 * MIB).buffer()) == first
+
+
+def test_on_a_real_host_pages_that_wait_are_held():
+    """They are this process's, until empty_cache gives them back."""
+    memory = Memory("host", 100 * MIB, simulated=False)
+    memory.allocate(40 * MIB).buffer()
+    assert memory.held_bytes() == 40 * MIB
+    assert memory.empty_cache() == 40 * MIB
+    assert memory.held_bytes() == 0
+
+
+def test_a_released_run_is_free_for_good_even_when_released_twice():
+    memory = Memory("sim:0", 10 * MIB)
+    block = memory.allocate(MIB)
+    block.free()
+    heir = memory.allocate(MIB)
+    block.free()
+    del block
+    assert memory.held_bytes() == MIB
+    heir.free()
