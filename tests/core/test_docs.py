@@ -1,12 +1,16 @@
 """What can be used is documented: every public name, verb and setting stands in the README."""
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import gpu_runtime
 from gpu_runtime.settings import Settings
 from gpu_runtime.verbs import VERBS
+from tests import tiny_models
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -43,6 +47,18 @@ def test_no_setting_is_documented_that_does_not_exist():
     """A setting that was removed leaves the README too."""
     documented = set(re.findall(r"^\| `([A-Z][A-Z_]+)` \|", README, flags=re.MULTILINE))
     assert documented == {row.name for row in Settings.load().sources()}
+
+
+def test_the_first_example_works(tmp_path):
+    """Typed as it stands, on a card that holds one of the two models: the first steps aside to RAM and says why."""
+    example = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[0]
+    tiny_models.causal_lm(tmp_path / "models" / "writer")
+    tiny_models.reranker(tmp_path / "models" / "ranker")
+    settings = {"GPU_DEVICES": "sim:1MiB,host:8GiB", "GPU_LEDGER": f"sqlite://{tmp_path}/ledger"}
+    shown = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, env=os.environ | settings,
+                           capture_output=True, text=True, timeout=120, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert re.search(r"^offloaded - ranker needs .*; writer was idle", shown.stdout, flags=re.MULTILINE)
 
 
 def test_every_link_in_the_readme_leads_somewhere():
