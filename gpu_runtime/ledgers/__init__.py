@@ -5,6 +5,7 @@ writes it checks that the laws of the book hold, whatever the decision was (`ref
 """
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -199,7 +200,7 @@ def _events_refusal(old: Book, new: Book) -> str:
     added = tuple(event.seq for event in new.events[len(kept):])
     if kept != old.events[len(old.events) - len(kept):]:
         return "events are appended and trimmed, never changed"
-    if any(later <= earlier for earlier, later in zip((old.seq, *added), (*added, new.seq + 1))):
+    if any(later <= earlier for earlier, later in itertools.pairwise((old.seq, *added, new.seq + 1))):
         return f"the numbers of new events must rise from {old.seq} to {new.seq}"
     return ""
 

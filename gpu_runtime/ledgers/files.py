@@ -35,8 +35,8 @@ _OWNER = re.compile(r"\d+\.\d+\.\d+")
 _NETWORK = frozenset(
     "nfs nfs4 cifs smb smb2 smb3 smbfs lustre gpfs mmfs ceph 9p afs beegfs beegfs_nodev glusterfs davfs ocfs2 gfs2 "
     "orangefs panfs wekafs ncpfs coda fuse.sshfs fuse.glusterfs fuse.ceph-fuse fuse.ceph fuse.s3fs fuse.rclone "
-    "fuse.gcsfuse fuse.goofys fuse.mount-s3 fuse.juicefs fuse.beegfs fuse.lustre fuse.davfs2 fuse.smbnetfs fuse.blobfuse2"
-    .split())
+    "fuse.gcsfuse fuse.goofys fuse.mount-s3 fuse.juicefs fuse.beegfs fuse.lustre fuse.davfs2 fuse.smbnetfs "
+    "fuse.blobfuse2".split())
 
 
 def file_system_of(path: Path, mounts: str | None = None) -> str:
@@ -69,7 +69,8 @@ def prepare(directory: Path) -> None:
     if is_network(kind):
         raise LedgerUnavailable(
             f"the ledger {directory} would lie on a network file system ({kind}), where locks do not prove who lives.\n"
-            f"  Name a directory on a local disk:  GPU_LEDGER=sqlite:///var/tmp/gpu-ledger", path=str(directory), kind=kind)
+            f"  Name a directory on a local disk:  GPU_LEDGER=sqlite:///var/tmp/gpu-ledger",
+            path=str(directory), kind=kind)
     try:
         (directory / "owners").mkdir(mode=0o700, parents=True, exist_ok=True)
         # `parents` are made with the umask; only what is ours alone is narrowed.
@@ -176,24 +177,24 @@ def writers(path: Path) -> list[int]:
         rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     except OSError:
         return []
-    return sorted({int(row[4]) for row in rows if row[3] == "WRITE" and row[5].endswith(f":{inode}") and row[4] != "-1"})
+    held = {int(row[4]) for row in rows if row[3] == "WRITE" and row[5].endswith(f":{inode}")}
+    return sorted(held - {-1})
 
 
-def fill_ballast(directory: Path) -> None:
-    """Puts by some room for releases on a full disk, as far as there is any."""
+def fill_ballast(directory: Path) -> bool:
+    """Puts by some room for releases on a full disk. False where there is none to put by."""
     path = directory / "ballast"
-    try:
-        if path.stat().st_size >= BALLAST_BYTES:
-            return
-    except OSError:
-        pass
+    if path.exists():
+        return True
     draft = directory / f".ballast-{secrets.token_hex(4)}"
     try:
         with open(draft, "xb", opener=_private) as file:
             file.write(os.urandom(BALLAST_BYTES))  # zeros would take no room where a file system compresses
         os.replace(draft, path)
+        return True
     except OSError:
         draft.unlink(missing_ok=True)
+        return False
 
 
 def drop_ballast(directory: Path) -> bool:

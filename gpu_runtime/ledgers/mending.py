@@ -83,11 +83,11 @@ def mend(directory: Path, boot: str, damage: Damaged, patience_seconds: float) -
             raise LedgerNewer(str(directory / name), max(roster.schema for roster in rosters), SCHEMA)
         book = union([_decoded(roster) for roster in rosters])
         _make(directory, name, boot, book, rev=max((roster.rev for roster in rosters), default=0) + 1)
-        kept = [files.set_aside(directory, other) for other in files.other_books(directory, name)]
-    if damage.name:
-        aside = ", ".join(str(path) for path in kept if path) or "nothing was left to keep"
+        kept = [kept for kept in (files.set_aside(directory, old) for old in files.other_books(directory, name)) if kept]
+    if damage.name or kept:
         log.warning("the ledger %s was damaged (%s). Set aside: %s. Rebuilt as %s from %d living owners, %d leases.",
-                    directory / damage.name, damage.why, aside, name, len(book.sections), sum(1 for _ in book.leases()))
+                    directory / damage.name, damage.why, ", ".join(map(str, kept)) or "nothing was left to keep",
+                    name, len(book.sections), sum(1 for _ in book.leases()))
 
 
 def _decoded(roster: Roster) -> Book:
@@ -108,7 +108,8 @@ def _make(directory: Path, name: str, boot: str, book: Book, rev: int) -> None:
         db.execute("PRAGMA journal_mode=OFF")
         db.execute("PRAGMA synchronous=OFF")
         # One kernel, one page: the row is named by the boot, since two containers on it have different host names.
-        db.execute("CREATE TABLE book (host TEXT PRIMARY KEY, rev INTEGER NOT NULL, schema INTEGER NOT NULL, body BLOB NOT NULL)")
+        db.execute("CREATE TABLE book (host TEXT PRIMARY KEY, rev INTEGER NOT NULL, schema INTEGER NOT NULL, "
+                   "body BLOB NOT NULL)")
         db.execute("INSERT INTO book VALUES (?, ?, ?, ?)", (boot, rev, SCHEMA, encode(book)))
     finally:
         db.close()

@@ -1,10 +1,12 @@
 """Small builders for the ledgers' tests: doors, decisions, and processes that hold a door open."""
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -72,6 +74,21 @@ def in_a_child(act: Callable[[], object]) -> str:
         os._exit(0)
     os.close(outbox)
     return os.read(inbox, 99).decode()
+
+
+def looping(ledger: Ledger) -> None:
+    """Two threads that use the ledger without pause: one looks, one writes."""
+    def loop(act: Callable[[], object]) -> None:
+        while True:
+            act()
+
+    for act in (ledger.read, lambda: count(ledger)):
+        threading.Thread(target=loop, args=(act,), daemon=True).start()
+
+
+def keep_the_gil(seconds: float) -> None:
+    """What a library does that computes for long without letting other threads run."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
 @pytest.fixture

@@ -1,0 +1,151 @@
+"""What a transaction costs, beside what SQLite alone would take for the same bytes.
+
+    python -m tests.bench.bench_ledger
+
+The target: at most four times a bare one-row UPDATE in the same journal mode, with 50 leases in the book.
+"""
+from __future__ import annotations
+
+import multiprocessing
+import sqlite3
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from gpu_runtime.facts import Book, Lease, Section, Share, Ticket, encode
+from gpu_runtime.ledgers import Ledger, open_ledger
+
+LEASES, OWNERS = 50, 5
+
+
+def fill(url: str, leases: int = LEASES, owners: int = OWNERS) -> list[Ledger]:
+    """Doors of several owners to one book, which holds so many leases."""
+    doors = [open_ledger(url, notebook="/home/ann/work/analysis.ipynb") for _ in range(owners)]
+    for door in doors:
+        held = tuple(
+            Lease(door.owner.id, f"model-{n}", key=f"{door.owner.id}-{n}", shares=(Share("cuda:0", 2**30 + n),),
+                  last_used=1234.567 + n, settled_at=1200.123, uses=7, reload_seconds=3.25, restore_seconds=0.25,
+                  droppable=True, backend="transformers", model_type="llm", quantization="int8")
+            for n in range(leases // owners))
+        section = Section(door.owner, leases=held, residue={"cuda:0": 500 * 2**20}, counts={"loaded": 10})
+        door.transact(lambda book, section=section: (book.with_section(section), None))
+    return doors
+
+
+def touch(door: Ledger) -> Callable[[], None]:
+    """A transaction as publishing makes it: one of this owner's leases changes."""
+    def decide(book: Book) -> tuple[Book, None]:
+        lease = book.sections[door.owner.id].leases[0]
+        return book.with_lease(replace(lease, last_used=lease.last_used + 1)), None
+    return lambda: door.transact(decide)
+
+
+def bare_update(directory: Path, size: int) -> Callable[[], None]:
+    """The least that SQLite could do: one autocommit UPDATE of one row of that size."""
+    db = sqlite3.connect(directory / "bare.db", isolation_level=None)
+    db.execute("PRAGMA journal_mode=PERSIST")
+    db.execute("PRAGMA synchronous=OFF")
+    db.execute("CREATE TABLE book (host TEXT PRIMARY KEY, rev INTEGER, schema INTEGER, body BLOB)")
+    db.execute("INSERT INTO book VALUES ('h', 0, 1, ?)", (bytes(size),))
+    bodies = [bytes([n]) * size for n in range(2)]
+    state = [0]
+
+    def update() -> None:
+        state[0] += 1
+        db.execute("UPDATE book SET rev=rev+1, schema=?, body=? WHERE host=? AND rev=?",
+                   (1, bodies[state[0] % 2], "h", state[0] - 1))
+    return update
+
+
+def microseconds(*acts: Callable[[], object], rounds: int = 1500) -> list[float]:
+    """The median of each act, all taken in turn, so that a noisy moment meets them all."""
+    times: list[list[float]] = [[] for _ in acts]
+    for _ in range(rounds):
+        for act, taken in zip(acts, times):
+            began = time.perf_counter()
+            act()
+            taken.append(time.perf_counter() - began)
+    return [statistics.median(taken) * 1e6 for taken in times]
+
+
+def transaction_cost() -> dict[str, float]:
+    """Medians in µs: a bare UPDATE; a transaction of one owner; of two in turn (each reads what the other wrote);
+    a read of an unchanged book; a transaction in memory. And the ratio of the second to the first."""
+    with tempfile.TemporaryDirectory() as root:
+        doors = fill(f"sqlite://{root}/ledger")
+        remembered = fill("memory:bench")
+        size = len(encode(doors[0].read()))
+        bare, alone = microseconds(bare_update(Path(root), size), touch(doors[0]))
+        first, second, read = microseconds(touch(doors[0]), touch(doors[1]), doors[0].read)
+        in_memory, = microseconds(touch(remembered[0]))
+        for door in (*doors, *remembered):
+            door.close()
+    return {"page bytes": size, "bare UPDATE": bare, "transact, alone": alone, "ratio": alone / bare,
+            "transact, in turn": (first + second) / 2, "ratio in turn": (first + second) / 2 / bare,
+            "read after a write": read, "transact, memory": in_memory}
+
+
+def crowd_cost(processes: int, seconds: float = 2.0) -> dict[str, float]:
+    """So many processes writing without pause: transactions a second in all, and what one waited at worst, in ms."""
+    with tempfile.TemporaryDirectory() as root:
+        url = f"sqlite://{root}/ledger"
+        doors = fill(url)
+        context = multiprocessing.get_context("spawn")
+        gate, results = context.Barrier(processes), context.Queue()
+        crowd = [context.Process(target=_hammer, args=(url, gate, results, seconds)) for _ in range(processes)]
+        for one in crowd:
+            one.start()
+        waits = [wait for _ in crowd for wait in results.get(timeout=60 + seconds)]
+        for one in crowd:
+            one.join()
+        for door in doors:
+            door.close()
+    waits.sort()
+    return {"a second": len(waits) / seconds, "median ms": waits[len(waits) // 2] * 1e3,
+            "99 % ms": waits[len(waits) * 99 // 100] * 1e3, "worst ms": waits[-1] * 1e3}
+
+
+def _hammer(url: str, gate: object, results: object, seconds: float) -> None:
+    door = open_ledger(url)
+    ticket = Ticket(key=door.owner.id, owner=door.owner.id, verb="use", name="qwen", arrived=0, refreshed=0)
+    gate.wait(60)  # type: ignore[attr-defined]
+    waits, began = [], time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        ticket = replace(ticket, refreshed=ticket.refreshed + 1)
+        start = time.perf_counter()
+        door.transact(lambda book: (book.with_ticket(ticket), None))
+        waits.append(time.perf_counter() - start)
+    door.transact(lambda book: (book.without_ticket(ticket.key), None))
+    door.close()
+    results.put(waits)  # type: ignore[attr-defined]
+
+
+def ring_cost() -> float:
+    """Median µs from a ring to the return of a wait in another door of this process."""
+    with tempfile.TemporaryDirectory() as root:
+        a, b = open_ledger(f"sqlite://{root}/ledger"), open_ledger(f"sqlite://{root}/ledger")
+
+        def ring() -> None:
+            a.ring((b.owner.id,))
+            b.wait(1)
+
+        cost, = microseconds(ring)
+        a.close()
+        b.close()
+    return cost
+
+
+def main() -> None:
+    for name, value in transaction_cost().items():
+        print(f"{name:>20}  {value:10.2f}" + ("" if "ratio" in name or "bytes" in name else " µs"))
+    print(f"{'ring and wait':>20}  {ring_cost():10.2f} µs")
+    for processes in (1, 4, 16):
+        print(f"{processes:>10} processes  " + "  ".join(f"{name} {value:.2f}" for name, value in crowd_cost(processes).items()))
+
+
+if __name__ == "__main__":
+    main()
