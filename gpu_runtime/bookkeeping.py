@@ -55,7 +55,7 @@ def arrived(book: Book, owner: str, name: str, shares: Shares, world: World, *, 
     lease = book.lease(owner, name)
     if lease is None:
         return book
-    back = lease.on_host
+    action = "restored" if lease.on_host else "moved" if lease.on_device else "loaded"
     settled = replace(
         lease, shares=shares, target=(), phase=Phase.SETTLED, settled_at=world.now, away_since=0.0,
         droppable=droppable, reload_seconds=reload_seconds or lease.reload_seconds,
@@ -63,14 +63,20 @@ def arrived(book: Book, owner: str, name: str, shares: Shares, world: World, *, 
     book = book.with_lease(settled)
     if lease.kind == "block":
         return book
-    return note(book, world, settled, "restored" if back else "loaded", "request", because, size=settled.bytes)
+    return note(book, world, settled, action, "request", because or f"{name} is on {settled.where} now.",
+                size=settled.bytes)
 
 
 def left(book: Book, step: Move | Drop, shares: Shares, world: World, by: str = "") -> Book:
-    """The book after a lease has stepped aside: to `shares` in host memory, or, dropped, gone."""
+    """The book after a lease has stepped aside: to `shares` in host memory, or, dropped, gone.
+
+    Told twice (the first answer was lost), it is recorded once.
+    """
     owner, _, name = step.lease.partition("/")
     lease = book.lease(owner, name)
-    if lease is None:
+    if lease is None or lease.phase is Phase.ARRIVING:
+        return book
+    if isinstance(step, Move) and lease.phase is Phase.SETTLED and lease.shares == shares:
         return book
     freed = sum(share.bytes for share in lease.shares)
     if isinstance(step, Drop):
@@ -178,29 +184,31 @@ def measure(book: Book, world: World) -> Book:
 
 def resign(book: Book, owner: str) -> Book:
     """The book without this owner: it is closing, and has given everything back."""
-    if owner not in book.sections:
+    section = book.sections.get(owner)
+    if section is None and not any(ticket.owner == owner for ticket in book.tickets):
         return book
+    counts = dict(book.counts)
+    for action, times in (section.counts if section else {}).items():
+        counts[action] = counts.get(action, 0) + times
     return replace(book, sections={id: s for id, s in book.sections.items() if id != owner},
-                   tickets=tuple(t for t in book.tickets if t.owner != owner))
+                   tickets=tuple(t for t in book.tickets if t.owner != owner), counts=counts)
 
 
 def reap(book: Book, dead: Iterable[str], world: World) -> Book:
     """The book without the owners that are proven dead, each lease's end told."""
     for id in dead:
         section = book.sections.get(id)
-        if section is None:
-            continue
         book = resign(book, id)
-        for lease in section.leases:
+        for lease in section.leases if section else ():
             book = note(book, world, lease, "reaped", "death",
                         f"{section.owner.label} ended; what it held is free again.", size=lease.bytes)
-    return replace(book, tickets=tuple(t for t in book.tickets if t.owner in book.sections)) \
-        if any(t.owner not in book.sections for t in book.tickets) else book
+    return book
 
 
 def totals(book: Book) -> dict[str, int]:
-    """Counters of the living owners; evictions = offloads + unloads, always."""
-    counted = {action: sum(s.counts.get(action, 0) for s in book.sections.values()) for action in COUNTED}
+    """Counters of this boot, owners that are gone included; evictions = offloads + unloads, always."""
+    counted = {action: book.counts.get(action, 0) + sum(s.counts.get(action, 0) for s in book.sections.values())
+               for action in COUNTED}
     return {"evictions": counted["offloaded"] + counted["unloaded"], "offloads": counted["offloaded"],
             "unloads": counted["unloaded"], "restorations": counted["restored"], "loads": counted["loaded"],
             "refusals": counted["refused"]}
