@@ -1,0 +1,175 @@
+"""How room is made on a card: which leases step aside, where to, and what the asker is told meanwhile.
+
+Pure. Nothing is free before it has left: whoever makes room waits, on a ticket that holds the place.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from .facts import HOST, Book, Candidate, Drop, Lease, Move, Phase, Policy, Request, Step, Ticket, Wait, World
+from .leaving import can_move, leave, may_leave, that_fit, warm, warm_that_go, way_out
+from .policy import victims
+from .queueing import elders, may_pass
+from .room import freed_since, on_cards, sight
+from .units import show_bytes, show_seconds
+
+
+class Ground(NamedTuple):
+    """What one decision stands on, computed once."""
+
+    leases: tuple[Lease, ...]
+    now: Mapping[str, int]  # room as it is
+    later: Mapping[str, int]  # room once elders have what they need, and what is leaving has left
+    leaving: Mapping[str, str]  # device -> name of somebody on the way out of it
+    blind: Mapping[str, str]  # device -> why no grant can be made on it
+    elders: tuple[Ticket, ...]
+    stands: tuple[Ticket, ...]  # those elders that must not be passed
+    promised: frozenset[str]  # lease ids that they have asked for
+    mine: int | None  # bytes left under this owner's own limit
+    mine_later: int | None
+
+    @classmethod
+    def of(cls, book: Book, request: Request, world: World) -> Ground:
+        leases = tuple(book.leases())
+        now, blind = sight(book, world)
+        before = elders(book, request, world)
+        stands = tuple(t for t in before if not may_pass(book, t, request, world))
+        promised = frozenset(id for t in stands for id in t.recalls)
+        later, leaving = dict(now), {}
+        for ticket in stands:
+            for share in ticket.need:
+                later[share.device] = later.get(share.device, 0) - share.bytes
+        for device, size in freed_since(book, world).items():
+            later[device] += size
+        for lease in leases:
+            if lease.phase is Phase.LEAVING or (promised and lease.id in promised):
+                for share in lease.shares:
+                    later[share.device] = later.get(share.device, 0) + share.bytes
+                    leaving[share.device] = lease.name
+        mine = mine_later = None
+        limit, owner = world.rules.limit_bytes, request.lease.owner
+        if limit is not None and request.lease.kind == "model":
+            mine, mine_later = limit - on_cards(book, owner), limit - on_cards(book, owner, leaving=False)
+        return cls(leases, now, later, leaving, blind, before, stands, promised, mine, mine_later)
+
+    def free(self) -> dict[str, int]:
+        """What the request may take now on each card without taking what an elder was promised."""
+        free = {id: min(size, self.later[id]) for id, size in self.now.items() if id != HOST}
+        return free if self.mine is None else {id: min(size, self.mine) for id, size in free.items()}
+
+
+class Way(NamedTuple):
+    """Room to be made on a card: who leaves it, and who leaves the warm pool first so that the host has room."""
+
+    candidate: Candidate
+    leaving: tuple[Lease, ...]
+    warm: tuple[Lease, ...]
+
+
+def cheapest_way(book: Book, request: Request, world: World, rank: Policy, ground: Ground,
+                 candidates: tuple[Candidate, ...]) -> Way | None:
+    """The card on which room can be made at the least cost; None where there is none.
+
+    The least important are displaced first, whatever card they are on; then what costs the fewest seconds of
+    reloading; then the fewest leases; then those that the policy ranks lowest.
+    """
+    wanted, host_room = request.lease, ground.now.get(HOST, 0)
+    idle = [lease for lease in ground.leases
+            if not may_leave(lease, world, asker=wanted.owner, importance=wanted.importance)
+            and lease.on_device and (lease.droppable or can_move(lease, world))
+            and not (ground.promised and lease.id in ground.promised)]
+    host_later = host_room
+    if not all(lease.droppable for lease in idle):
+        host_later += sum(lease.bytes for lease in warm(book, world, asker=wanted.owner, importance=wanted.importance))
+    best: tuple[tuple[float, ...], Way] | None = None
+    for order, candidate in enumerate(candidates):
+        need = {share.device: share.bytes - ground.later[share.device] for share in candidate.shares}
+        if ground.mine_later is not None:
+            need[f"owner:{wanted.owner}"] = request.footprint.bytes - ground.mine_later
+        chosen = _whom(need, idle, host_later, world, rank)
+        if chosen is None:
+            continue
+        cost = sum(lease.restore_seconds or lease.reload_seconds for lease in chosen)
+        score = (-min((lease.importance for lease in chosen), default=10**9), cost, len(chosen),
+                 max((rank(lease, world) for lease in chosen), default=0.0), order)
+        if best is None or score < best[0]:
+            best = score, Way(candidate, chosen, ())
+    if best is None:
+        return None
+    candidate, chosen, _ = best[1]
+    crowd = warm_that_go(book, _precious_bytes(chosen) - host_room, world, rank, asker=wanted.owner,
+                         importance=wanted.importance)
+    return Way(candidate, chosen, crowd or ())
+
+
+def _whom(need: Mapping[str, int], idle: list[Lease], host_bytes: int, world: World,
+          rank: Policy) -> tuple[Lease, ...] | None:
+    """The victims; where the host cannot take in all that exist nowhere else, such as it can."""
+    chosen = victims(need, idle, world, rank)
+    if chosen is None or _precious_bytes(chosen) <= host_bytes:
+        return chosen
+    useful = [lease for lease in idle if not lease.droppable
+              and (f"owner:{lease.owner}" in need or any(share.device in need for share in lease.shares))]
+    fitting = that_fit(useful, host_bytes)
+    return victims(need, [lease for lease in idle if lease.droppable or lease in fitting], world, rank)
+
+
+def _precious_bytes(leases: tuple[Lease, ...]) -> int:
+    """Bytes that exist nowhere else, and so need room in host memory."""
+    return sum(lease.bytes for lease in leases if not lease.droppable)
+
+
+def make_room(book: Book, request: Request, world: World, ground: Ground, way: Way) -> tuple[Book, Wait]:
+    """Wait, while our own victims leave (as steps, now) and others' owners are asked on the ticket."""
+    name, size, card = request.lease.name, request.footprint.bytes, way.candidate.shares[0].device
+    head = f"{name} needs {show_bytes(size)}; {card} has {show_bytes(max(0, ground.now[card]))} free."
+    if not way.leaving:
+        if card in ground.leaving:
+            return book, Wait(f"{head} {ground.leaving[card]} is stepping aside.")
+        return book, Wait(f"{head} The next measurement will show what has just left.", retry_at=world.now + 1.0)
+    steps: list[Step] = []
+    asked: list[str] = []
+    told: list[str] = []
+    host_room = ground.now.get(HOST, 0)
+
+    def go(lease: Lease, exit: Move | Drop) -> None:
+        nonlocal book
+        book = leave(book, exit, request.key)
+        steps.append(exit)
+
+    for lease in way.warm:
+        if lease.owner == request.lease.owner:
+            go(lease, Drop(lease.id, lease.shares, f"The warm pool is full; {name} is to come to {card}."))
+            told.append(f"{lease.name} leaves the warm pool for good.")
+        else:
+            asked.append(lease.id)
+            told.append(f"{lease.name} of {_owner(book, lease)} is asked to leave the warm pool.")
+    for lease in sorted(way.leaving, key=lambda lease: lease.droppable):  # first those that need host memory
+        idle = show_seconds(lease.idle_seconds(world.now))
+        exit = way_out(lease, host_room, world,
+                       because=f"{name} needs {show_bytes(size)} on {card}; {lease.name} was idle for {idle}.")
+        if isinstance(exit, Move):
+            host_room -= lease.bytes
+        if lease.owner != request.lease.owner:
+            asked.append(lease.id)
+            told.append(f"{lease.name} ({show_bytes(lease.bytes)}, idle {idle}) of {_owner(book, lease)} "
+                        "is asked to step aside.")
+        elif exit is None:
+            told.append(f"{lease.name} follows once the host has room.")
+        else:
+            go(lease, exit)
+            to = "host" if isinstance(exit, Move) else "disk"
+            told.append(f"{lease.name} ({show_bytes(lease.bytes)}, idle {idle}) steps aside to {to}.")
+    return book, Wait(" ".join([head, *told]), tuple(steps), tuple(asked), considered=(_with_cost(way),))
+
+
+def _with_cost(way: Way) -> Candidate:
+    c = way.candidate
+    return Candidate(c.shares, c.fits, c.because, tuple(lease.id for lease in way.leaving),
+                     sum(lease.restore_seconds or lease.reload_seconds for lease in way.leaving))
+
+
+def _owner(book: Book, lease: Lease) -> str:
+    owner = book.owner(lease.owner)
+    return owner.label if owner else lease.owner

@@ -1,0 +1,169 @@
+"""Builders that keep a world to one line.
+
+Devices are keywords: `sim0=8` is 8 GiB on `sim:0`, `cuda1="500 MiB"` is what it says on `cuda:1`, `host=64` is host
+memory. Owners are their pids; pid 1 is who asks unless a test says otherwise. It is always 1000.0 s after boot.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from msgspec.structs import replace
+
+from gpu_runtime.asks import obey
+from gpu_runtime.bookkeeping import left
+from gpu_runtime.facts import (
+    HOST, IMPORTANCE, Book, Device, Footprint, Grant, Lease, Owner, PlacementRules, Refuse, Request, Rules, Sample,
+    Section, Share, Ticket, Wait, World, decode_book, encode,
+)
+from gpu_runtime.planner import admit
+from gpu_runtime.policy import lru
+from gpu_runtime.units import GIB, parse_bytes
+
+NOW = 1000.0
+WALL = 1_700_000_000.0
+_DEVICE = re.compile(r"(sim|cuda)(\d+)|host")
+_FIELDS = set(Lease.__struct_fields__)
+
+def size(amount: str | float) -> int:
+    """Bytes: a bare number is GiB."""
+    return parse_bytes(amount) if isinstance(amount, str) else int(amount * GIB)
+
+
+def owner(pid: int = 1, **fields: Any) -> Owner:
+    return Owner("box", "boot", pid, 1, **fields)
+
+
+def at(pid: int, name: str) -> str:
+    """The id of a lease."""
+    return f"{owner(pid).id}/{name}"
+
+
+def _device_id(word: str) -> str | None:
+    match = _DEVICE.fullmatch(word)
+    if not match:
+        return None
+    return HOST if word == "host" else f"{match[1]}:{match[2]}"
+
+
+def _shares(words: dict[str, Any]) -> tuple[Share, ...]:
+    """Takes the devices out of the keywords."""
+    ids = {word: id for word in words if (id := _device_id(word))}
+    return tuple(Share(id, size(words.pop(word))) for word, id in ids.items())
+
+
+def lease(name: str, *, by: int = 1, **fields: Any) -> Lease:
+    """A droppable model that settled long ago and lies idle: `lease("llama", sim0=8, pins=1)`."""
+    shares = _shares(fields)
+    if isinstance(fields.get("importance"), str):
+        fields["importance"] = IMPORTANCE[fields["importance"]]
+    return Lease(owner(by).id, name, **{"shares": shares, "droppable": True, **fields})
+
+
+def block(name: str = "code", *, by: int = 1, **fields: Any) -> Lease:
+    """Memory that a running cell has leased for code of its own."""
+    return lease(name, by=by, **{"kind": "block", "movable": False, "droppable": False, **fields})
+
+
+def book(*leases: Lease, owners: Iterable[int] = (1,), tickets: Iterable[Ticket] = (),
+         limits: dict[str, int] | None = None, residue: dict[int, dict[str, int]] | None = None,
+         names: dict[int, tuple[str, ...]] | None = None, **fields: Any) -> Book:
+    """The page with these leases, each in its owner's section."""
+    pids = {int(lease.owner.split(".")[0]) for lease in leases} | set(owners)
+    pids |= {int(ticket.owner.split(".")[0]) for ticket in tickets}
+    sections = {}
+    for pid in sorted(pids):
+        who = owner(pid)
+        sections[who.id] = Section(who, tuple(lease for lease in leases if lease.owner == who.id),
+                                   (residue or {}).get(pid, {}), (names or {}).get(pid, ()))
+    return Book(sections=sections, tickets=tuple(tickets), limits=limits or {}, **fields)
+
+
+def world(*, now: float = NOW, total: dict[str, str | float] | None = None,
+          free: dict[str, str | float | None] | None = None, taken_at: float | None = None,
+          processes: dict[int, int | None] | None = None, **words: Any) -> World:
+    """Devices by their budgets, and rules: `world(sim0=20, host=64, grace_seconds=0)`.
+
+    `total` is the whole of a device where its budget is less. A `cuda` device is a real one: `free` is what its
+    driver said at `taken_at`.
+    """
+    if "host" not in words:
+        words["host"] = 64
+    budgets = _shares(words)
+    devices, samples = [], {}
+    for budget in budgets:
+        whole = size((total or {}).get(budget.device, budget.bytes / GIB))
+        real = budget.device.startswith("cuda")
+        devices.append(Device(budget.device, whole, simulated=not real))
+        if real and free is not None and budget.device in free:
+            said = free[budget.device]
+            samples[budget.device] = Sample(budget.device, now - 0.1 if taken_at is None else taken_at,
+                                            None if said is None else size(said), processes or {})
+    limits = {budget.device: budget.bytes for budget in budgets}
+    return World(now, WALL + now, tuple(devices), limits, samples, Rules(**words))
+
+
+def request(name: str, gib: str | float = 1, *, by: int = 1, key: str = "", arrived: float = NOW,
+            devices: tuple[str, ...] = (), policy: str = "best-fit", held: tuple[str, ...] = (), wait: bool = True,
+            **fields: Any) -> Request:
+    """Somebody wants a model of that many GiB on a device."""
+    if isinstance(fields.get("importance"), str):
+        fields["importance"] = IMPORTANCE[fields["importance"]]
+    wanted = Lease(owner(by).id, name, **fields)
+    return Request(key or f"{by}:{name}", wanted, Footprint.of(size(gib)), arrived,
+                   PlacementRules(devices, policy=policy), held, wait)
+
+
+def ticket(name: str, *, by: int = 1, key: str = "", arrived: float = NOW - 10, refreshed: float = NOW,
+           **fields: Any) -> Ticket:
+    """A request that waits: `ticket("qwen", by=2, sim0=14)`."""
+    need = _shares(fields)
+    if isinstance(fields.get("importance"), str):
+        fields["importance"] = IMPORTANCE[fields["importance"]]
+    return Ticket(key or f"{by}:{name}", owner(by).id, fields.pop("verb", "use"), name, arrived, refreshed, need=need,
+                  **fields)
+
+
+# -- decisions made twice, and followed to their end --------------------------------------------------------------
+
+def replayed(decision: Callable[[Book], Any], page: Book) -> Any:
+    """The decision; made again it must be the same, also on the page as another process would read it."""
+    answer = decision(page)
+    assert decision(page) == answer, "a decision is pure"
+    assert decision(decode_book(encode(page))) == answer, "a page read back decides the same"
+    return answer
+
+
+def decide(page: Book, wanted: Request, there: World) -> Any:
+    """`admit`, replayed."""
+    return replayed(lambda book: admit(book, wanted, there, lru), page)
+
+
+def everyone(page: Book) -> list[str]:
+    return list(page.sections)
+
+
+def ask_until(page: Book, wanted: Request, there: World, *, rounds: int = 20) -> tuple[Book, list[Any]]:
+    """Asks again and again while everybody obeys, for at most so many rounds; the verdicts heard.
+
+    A tenth of a second passes with each round, and what was waited for passes at once.
+    """
+    heard: list[Any] = []
+    for _ in range(rounds):
+        page, verdict = decide(page, wanted, there)
+        heard.append(verdict)
+        if isinstance(verdict, (Grant, Refuse)):
+            break
+        for step in verdict.steps:
+            page = left(page, step, getattr(step, "shares", ()), there)
+        there = replace(there, now=there.now + 0.1, wall=there.wall + 0.1)
+        for id in everyone(page):
+            page, steps, _ = obey(page, id, there, lru, f"obey {id}")
+            for step in steps:
+                page = left(page, step, getattr(step, "shares", ()), there)
+        if isinstance(verdict, Wait) and verdict.retry_at is not None and not verdict.steps and not verdict.asked:
+            later = max(there.now, verdict.retry_at)
+            there = replace(there, now=later, wall=there.wall + later - there.now)
+    return page, heard
+
