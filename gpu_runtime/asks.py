@@ -9,14 +9,18 @@ from msgspec.structs import replace
 
 from .bookkeeping import note
 from .facts import (
-    HOST, Book, Drop, Grant, Lease, Level, Move, Owner, Phase, Policy, Refuse, Step, Ticket, Value, Verdict, Wait, World,
+    HOST, MOST_ENTRIES, Book, DeviceView, Drop, Grant, Lease, Level, Move, Owner, Phase, Policy, Refuse, Step, Ticket,
+    Value, Verdict, Wait, World,
 )
-from .planner import _find, _leave, may_leave, room, way_out
-from .pressure import level, relief, views
+from .leaving import leave, may_leave, warm_that_go, way_out
+from .policy import lru
+from .pressure import level, pressure, relief, views
+from .queueing import awake
+from .room import room
 from .units import show_bytes, show_seconds
 
 ASKS = ("evict", "restore", "preload", "pin", "unpin", "defrag")
-_ANYONE = 10**9  # less important than everything: whoever may be asked at all, may be asked by a person
+PERSON = -1  # the importance of what a person asks: above every model's
 
 
 class Ask(Value):
@@ -53,10 +57,12 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
             answer = Refuse(event.because, kind="failed") if event.action == "failed" else \
                 Grant(lease or Lease(owner, name), (), event.because)
             return _done(book, asked), answer
-    if verdict := _how_it_stands(asked, lease, name, section.names, world, section.owner):
+    if verdict := _how_it_stands(book, asked, lease, name, section.names, world, section.owner):
         return _done(book, asked), verdict
     ticket = book.ticket(asked.key)
     if ticket is None:
+        if book.entries >= MOST_ENTRIES:
+            return book, Refuse(f"the book is full: {MOST_ENTRIES} leases and requests", kind="full")
         ticket = Ticket(asked.key, asked.owner, asked.verb, asked.target, asked.arrived, world.now,
                         recalls=(asked.target,) if asked.verb == "evict" else (), because=asked.by)
     book = book.with_ticket(replace(ticket, refreshed=world.now))
@@ -67,7 +73,7 @@ def _done(book: Book, asked: Ask) -> Book:
     return book.without_ticket(asked.key) if book.ticket(asked.key) else book
 
 
-def _how_it_stands(asked: Ask, lease: Lease | None, name: str, names: tuple[str, ...], world: World,
+def _how_it_stands(book: Book, asked: Ask, lease: Lease | None, name: str, names: tuple[str, ...], world: World,
                    owner: Owner) -> Verdict | None:
     """The answer, where there is one already."""
     if asked.verb in ("preload", "restore"):
@@ -87,16 +93,36 @@ def _how_it_stands(asked: Ask, lease: Lease | None, name: str, names: tuple[str,
         if lease.keep == (asked.verb == "pin"):
             return Grant(lease, (), f"{name} is {'kept' if lease.keep else 'free to leave'}")
         return None
-    why = may_leave(lease, world, asker=owner.id, importance=-1)
+    why = may_leave(lease, world, asker=owner.id, importance=PERSON)
+    size = f"{name} ({show_bytes(lease.bytes)} on {lease.where})"
     if why == "in use":
-        return Refuse(f"{name} ({show_bytes(lease.bytes)} on {lease.where}) is in use by {owner.label}"
-                      f" for {show_seconds(world.now - lease.pinned_since)}", kind="in use", holders=(lease.id,))
+        since = f" for {show_seconds(world.now - lease.pinned_since)}" if lease.pinned_since else ""
+        return Refuse(f"{size} is in use by {owner.label}{since}", kind="in use", holders=(lease.id,))
     if why == "kept":
         return Refuse(f"{name} is kept on its device; unpin it first", kind="kept", holders=(lease.id,))
+    if why == "a block of code":
+        return Refuse(f"{size} is memory of running code of {owner.label}; it goes when that code ends",
+                      kind="in use", holders=(lease.id,))
+    if not why and not _way_out_for_a_person(book, lease, world):
+        return Refuse(f"{size} exists nowhere else, and the host has no room for it", kind="stays", holders=(lease.id,))
     return None
 
 
-def obey(book: Book, owner: str, world: World, rank: Policy, key: str) -> tuple[Book, tuple[Step, ...], tuple[Order, ...]]:
+def _way_out_for_a_person(book: Book, lease: Lease, world: World) -> bool:
+    host_room = room(book, world).get(HOST, 0)
+    return way_out(lease, host_room, world) is not None or _crowd(book, lease, host_room, world) != ()
+
+
+def _crowd(book: Book, lease: Lease, host_room: int, world: World) -> tuple[Lease, ...]:
+    """Whom the same owner's warm pool gives up, so that a lease which exists nowhere else finds room there."""
+    if not (lease.movable and world.rules.offload):
+        return ()
+    return warm_that_go(book, lease.bytes - host_room, world, lru, asker=lease.owner, importance=PERSON,
+                        owner=lease.owner) or ()
+
+
+def obey(book: Book, owner: str, world: World, rank: Policy,
+         key: str) -> tuple[Book, tuple[Step, ...], tuple[Order, ...]]:
     """What this owner is to do for those who wait and ask: steps for leases that leave, and orders.
 
     A recall is honoured where the rules let the lease go for a request of that importance; grace is honoured too.
@@ -109,27 +135,37 @@ def obey(book: Book, owner: str, world: World, rank: Policy, key: str) -> tuple[
         target_owner, _, name = ticket.name.partition("/")
         if ticket.verb in ASKS and target_owner == owner and ticket.verb != "evict":
             orders.append(Order(ticket.key, ticket.verb, name))
-            continue
-        asked_by_person = ticket.verb == "evict"
-        for id in ticket.recalls:
-            lease = _find(book, id)
-            if lease is None or lease.owner != owner or not lease.on_device:
-                continue
-            # A person who says "evict" is obeyed within the grace period; another program's request is not.
-            asker = owner if asked_by_person else ticket.owner
-            importance = -1 if asked_by_person else ticket.importance
-            if may_leave(lease, world, asker=asker, importance=importance):
-                continue
-            asker_owner = book.owner(ticket.owner)
-            who = asker_owner.label if asker_owner else "another process"
-            because = f"{who} asked to evict it." if asked_by_person else f"{who} needs room for {ticket.name}."
-            exit = way_out(lease, host_room, world, because=because, reason="evict" if asked_by_person else "recall")
-            if exit is None:
-                continue
-            if isinstance(exit, Move):
-                host_room -= lease.bytes
-            book, steps = _leave(book, exit, key), [*steps, exit]
+        if ticket.verb == "use" and not awake(ticket, world):
+            continue  # a stopped process: nobody would take the room
+        recalled = [lease for id in ticket.recalls if (lease := book.find(id)) and lease.owner == owner]
+        for lease in sorted(recalled, key=lambda lease: lease.droppable):  # what needs host memory goes first
+            for step in _obeyed(book, lease, ticket, host_room, world):
+                if isinstance(step, Move):
+                    host_room -= lease.bytes
+                book = leave(book, step, key)
+                steps.append(step)
     return book, tuple(steps), tuple(orders)
+
+
+def _obeyed(book: Book, lease: Lease, ticket: Ticket, host_room: int, world: World) -> tuple[Move | Drop, ...]:
+    """The steps by which this lease, or who must go before it, gives way to the ticket; none where it stays."""
+    person = ticket.verb == "evict"
+    asker = book.owner(ticket.owner)
+    who = asker.label if asker else "another process"
+    # A person who says "evict" is obeyed within the grace period; another program's request is not.
+    if may_leave(lease, world, asker=lease.owner if person else ticket.owner,
+                 importance=PERSON if person else ticket.importance):
+        return ()
+    if lease.on_host:  # asked out of the warm pool; unless it was asked off its device, and has obeyed by coming here
+        if person or not lease.droppable or lease.away_since >= ticket.refreshed:
+            return ()
+        return (Drop(lease.id, lease.shares, f"{who} needs host memory to make room for {ticket.name}.", "recall"),)
+    because = f"{who} asked to evict it." if person else f"{who} needs room for {ticket.name}."
+    step = way_out(lease, host_room, world, because=because, reason="evict" if person else "recall")
+    if step:
+        return (step,)
+    crowd = _crowd(book, lease, host_room, world) if person else ()  # it follows when these have left
+    return tuple(Drop(warm.id, warm.shares, f"The warm pool is full; {because}", "evict") for warm in crowd)
 
 
 def relieve(book: Book, owner: str, world: World, rank: Policy, key: str) -> tuple[Book, tuple[Step, ...]]:
@@ -146,7 +182,7 @@ def relieve(book: Book, owner: str, world: World, rank: Policy, key: str) -> tup
     host_room = room(book, world).get(HOST, 0)
     for view in views(book, world):
         card = view.device
-        if card.is_host or (rules.relief == "auto" and not _helps(book, view.device.id, view, world)):
+        if card.is_host or (rules.relief == "auto" and not _helps(book, view)):
             continue
         going = sum(share.bytes for lease in book.leases() if lease.phase is Phase.LEAVING
                     for share in lease.shares if share.device == card.id)
@@ -158,8 +194,9 @@ def relieve(book: Book, owner: str, world: World, rank: Policy, key: str) -> tup
             asks = relief(at, rules)
             if asks is None:
                 break
-            # Background evictions respect the grace period whoever owns the lease.
-            if may_leave(lease, world, asker="", importance=-1) or lease.idle_seconds(world.now) <= asks.idle_seconds:
+            # Background evictions respect grace and keep_alive whoever owns the lease: pressure is no request.
+            if may_leave(lease, world, asker="", importance=lease.importance) \
+                    or lease.idle_seconds(world.now) <= asks.idle_seconds:
                 continue
             because = f"{at} memory pressure on {card.id} ({_pressure_after(view, freed):.1%}); idle " \
                       f"{show_seconds(lease.idle_seconds(world.now))}."
@@ -170,7 +207,8 @@ def relieve(book: Book, owner: str, world: World, rank: Policy, key: str) -> tup
             if isinstance(exit, Move):
                 host_room -= lease.bytes
             freed += sum(share.bytes for share in lease.shares if share.device == card.id)
-            book, steps = _leave(book, exit, key), [*steps, exit]
+            book = leave(book, exit, key)
+            steps.append(exit)
     return book, tuple(steps)
 
 
@@ -178,17 +216,16 @@ def _on(lease: Lease, device: str) -> bool:
     return any(share.device == device for share in lease.shares)
 
 
-def _helps(book: Book, device: str, view, world: World) -> bool:
+def _helps(book: Book, view: DeviceView) -> bool:
     """Whether anybody gains if this card empties a little: somebody waits for it, or strangers grow on it."""
-    waits = any(share.device == device for ticket in book.tickets if ticket.verb == "use" for share in ticket.need)
+    waits = any(share.device == view.device.id for ticket in book.tickets if ticket.verb == "use"
+                for share in ticket.need)
     strangers = (view.measured_bytes or 0) - view.claimed_bytes
     grows = not view.device.simulated and strangers > 0 and view.level in (Level.HIGH, Level.CRITICAL)
     return waits or grows
 
 
-def _pressure_after(view, freed: int) -> float:
-    from .pressure import pressure
-
+def _pressure_after(view: DeviceView, freed: int) -> float:
     used = None if view.measured_bytes is None else view.measured_bytes - freed
     return pressure(view.claimed_bytes - freed, view.limit_bytes, used, view.device.total_bytes)
 
