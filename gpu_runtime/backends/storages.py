@@ -196,19 +196,28 @@ def _empty(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor], host: Memory) -> None:
-    if targets and targets[0].is_cuda and sources[0].device.type == "cpu" and host.pinned and not _lies_in(host, sources):
-        # The engine copies from locked pages at the bus, from others at a fifth of it.
-        for leg in _legs(sources):
-            locked = _empty([sources[i].nbytes for i in leg], host)
-            torch._foreach_copy_(locked, [sources[i] for i in leg])
-            torch._foreach_copy_([targets[i] for i in leg], locked, non_blocking=True)
-            torch.cuda.synchronize(targets[0].device)
-    elif targets:
-        torch._foreach_copy_(targets, sources, non_blocking=True)
+    """Copies, and empties both lists: a traceback through here must not keep what they held."""
+    try:
+        if targets and targets[0].is_cuda and sources[0].device.type == "cpu" and not _locked(host, sources):
+            _copy_through(host, targets, sources)
+        elif targets:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+    finally:
+        targets.clear()
+        sources.clear()
 
 
-def _lies_in(host: Memory, tensors: Sequence[Tensor]) -> bool:
-    return all(host.contains(tensor.data_ptr()) for tensor in tensors if tensor.nbytes)
+def _copy_through(host: Memory, targets: list[Tensor], sources: list[Tensor]) -> None:
+    """By way of locked pages: the card's engine copies from those at the bus, from others at a fifth of it."""
+    for leg in _legs(sources):
+        locked = _empty([sources[i].nbytes for i in leg], host)
+        torch._foreach_copy_(locked, [sources[i] for i in leg])
+        torch._foreach_copy_([targets[i] for i in leg], locked, non_blocking=True)
+        torch.cuda.synchronize(targets[0].device)
+
+
+def _locked(host: Memory, tensors: Sequence[Tensor]) -> bool:
+    return not host.pinned or all(host.contains(tensor.data_ptr()) for tensor in tensors if tensor.nbytes)
 
 
 def _legs(tensors: Sequence[Tensor]) -> Iterator[range]:

@@ -1,0 +1,248 @@
+"""What every backend promises, whatever kind of model it handles."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from gpu_runtime.backends import Backend, is_out_of_memory, open_backend
+from gpu_runtime.errors import CannotGovern
+from gpu_runtime.facts import ModelSpec, Share, Shares
+from gpu_runtime.probe import Probe
+from gpu_runtime.units import MIB
+
+
+class Case(NamedTuple):
+    """A backend, a model for it, and a way to make its load or move fail in the middle."""
+
+    backend: Backend
+    probe: Probe
+    spec: ModelSpec
+    origin: Any
+    trip: Callable[[BaseException | None], None]  # what the next step raises
+    run: Callable[[Any], Any]  # the model's answer to a fixed input
+
+    def on(self, device: str) -> Shares:
+        return (Share(device, self.need),)
+
+    @property
+    def need(self) -> int:
+        return self.backend.footprint(self.spec, self.origin).bytes
+
+    def load(self, device: str = "sim:0", **more: Any) -> Any:
+        return self.backend.load(self.spec, self.on(device), self.origin, **more)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    first, last = nn.Linear(256, 256), nn.Linear(256, 256)
+    last.weight = first.weight
+    return nn.Sequential(first, nn.BatchNorm1d(256), nn.ReLU(), last).eval()
+
+
+@pytest.fixture(params=["fake", "torch", "transformers"])
+def case(request, probe, llama) -> Case:
+    backend = open_backend(request.param, probe)
+    pending: list[BaseException | None] = [None]
+
+    def trip(error: BaseException | None) -> None:
+        pending[0] = error
+
+    def step(*_: Any) -> None:
+        error, pending[0] = pending[0], None
+        if error is not None:
+            raise error
+
+    if request.param == "fake":
+        spec = ModelSpec("drill", "fake", size=3 * MIB)
+        return Case(backend, probe, spec, step, trip, lambda model: model(7))
+    if request.param == "torch":
+        copy = torch._foreach_copy_
+        monkeypatch = request.getfixturevalue("monkeypatch")
+        monkeypatch.setattr(torch, "_foreach_copy_", lambda *a, **k: (copy(*a, **k), step())[0])
+        x = torch.linspace(-1, 1, 512).view(2, 256)
+        return Case(backend, probe, ModelSpec("net", "torch"), network, trip, lambda module: module(x))
+    copy = torch._foreach_copy_
+    monkeypatch = request.getfixturevalue("monkeypatch")
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *a, **k: (copy(*a, **k), step())[0])
+    spec = ModelSpec("llama", "transformers", source=str(llama))
+    ids = torch.tensor([[5, 6, 7]])
+    return Case(backend, probe, spec, None, trip, lambda module: module(ids).logits)
+
+
+def answer(case: Case, model: Any) -> Any:
+    with torch.no_grad():
+        return case.run(case.backend.value(model))
+
+
+def same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+NOTHING = {"sim:0": 0, "sim:1": 0, "host": 0}
+
+
+def test_the_whole_journey_gives_back_every_byte(case):
+    """Load, offload, restore, drop: measured is what is held, in one place at a time, and nothing at the end."""
+    model = case.load()
+    (share,) = case.backend.measure(model)
+    assert share.device == "sim:0"
+    assert abs(share.bytes - case.need) <= 0.02 * case.need
+    before = answer(case, model)
+    for device in ("host", "sim:0", "sim:1", "host", "sim:1"):
+        case.backend.move(model, case.on(device))
+        assert case.backend.measure(model) == (Share(device, share.bytes),)
+        assert case.probe.used() == NOTHING | {device: share.bytes}
+        assert same(answer(case, model), before)
+    case.backend.drop(model)
+    assert case.probe.used() == NOTHING
+    assert case.backend.measure(model) == ()
+
+
+def test_a_drop_is_done_once(case):
+    model = case.load()
+    case.backend.drop(model)
+    case.backend.drop(model)
+    assert case.probe.used() == NOTHING
+
+
+def test_a_move_to_where_it_lies_changes_nothing(case):
+    model = case.load()
+    held = case.probe.used()
+    case.backend.move(model, case.on("sim:0"))
+    assert case.probe.used() == held
+
+
+def test_loaded_again_it_is_the_object_that_was_kept(case):
+    """Whoever kept the model of an earlier load goes on with it."""
+    model = case.load()
+    kept, before = case.backend.value(model), answer(case, model)
+    case.backend.drop(model)
+    again = case.load("sim:1", into=kept)
+    assert case.backend.value(again) is kept
+    assert same(answer(case, again), before)
+    case.backend.drop(again)
+    assert case.probe.used() == NOTHING
+
+
+def test_a_forgotten_model_gives_its_bytes_back(case):
+    """However it ends: also when nobody dropped it."""
+    case.load()
+    assert case.probe.used() == NOTHING
+
+
+def test_what_was_measured_is_the_next_footprint(case):
+    """Exactly: the header, the name or the shapes only served the first time."""
+    model = case.load()
+    measured = case.backend.measure(model)[0].bytes
+    spec = ModelSpec(case.spec.name, case.spec.backend, case.spec.source, size=case.spec.size, measured=measured)
+    assert case.backend.footprint(spec, case.origin).bytes == measured
+
+
+def test_a_declared_size_wins(case):
+    spec = ModelSpec("declared", case.spec.backend, "/nowhere", size=5 * MIB, measured=7 * MIB)
+    assert case.backend.footprint(spec, case.origin).bytes == 5 * MIB
+
+
+FAILURES = [OSError("the disk went away"), KeyboardInterrupt(), MemoryError()]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda f: type(f).__name__)
+def test_a_load_that_fails_in_the_middle_leaves_nothing(case, failure):
+    """Also while the traceback is still held, as a notebook holds its last one."""
+    case.trip(failure)
+    with pytest.raises(type(failure)) as held:
+        case.load()
+    assert case.probe.used() == NOTHING
+    assert held.value is failure
+    case.backend.drop(case.load())
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda f: type(f).__name__)
+def test_a_move_that_fails_in_the_middle_never_happened(case, failure):
+    model = case.load()
+    before, held = answer(case, model), case.probe.used()
+    case.trip(failure)
+    with pytest.raises(type(failure)) as kept:
+        case.backend.move(model, case.on("host"))
+    assert case.probe.used() == held
+    assert case.backend.measure(model)[0].device == "sim:0"
+    assert same(answer(case, model), before)
+    assert kept.value is failure
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_the_stop_button_during_a_load_leaves_nothing(case, at):
+    """KeyboardInterrupt comes out of the progress callback, at its start or its end."""
+    calls = []
+
+    def progress(done, total):
+        calls.append((done, total))
+        if done >= at * total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as held:
+        case.load(progress=progress)
+    assert case.probe.used() == NOTHING and held
+    assert calls[0][0] == 0
+
+
+def test_progress_goes_from_nothing_to_everything(case):
+    calls = []
+    model = case.load(progress=lambda done, total: calls.append((done, total)))
+    total = case.backend.measure(model)[0].bytes
+    assert calls[0] == (0, total) and calls[-1] == (total, total)
+    assert calls == sorted(calls)
+
+
+def test_out_of_memory_in_a_load_or_move_is_recognised_and_leaves_all_as_it_was(case):
+    case.probe.place("sim:0").fail_next()
+    with pytest.raises(Exception) as error:
+        case.load()
+    assert is_out_of_memory(error.value)
+    assert isinstance(error.value, torch.OutOfMemoryError)
+    assert case.probe.used() == NOTHING
+    model = case.load()
+    case.probe.place("host").squeeze(64 * MIB)
+    with pytest.raises(Exception) as error:
+        case.backend.move(model, case.on("host"))
+    assert is_out_of_memory(error.value)
+    assert case.backend.measure(model)[0].device == "sim:0"
+
+
+def test_a_card_of_exactly_its_size_is_enough(case):
+    """Rounding is the allocator's own affair."""
+    model = case.load()
+    exactly = case.backend.measure(model)[0].bytes
+    case.backend.drop(model)
+    case.probe.place("sim:0").squeeze(64 * MIB - exactly)
+    case.backend.drop(case.load())
+    case.probe.place("sim:0").squeeze(64 * MIB - exactly + 1)
+    with pytest.raises(Exception) as error:
+        case.load()
+    assert is_out_of_memory(error.value)
+
+
+def test_several_devices_are_refused_with_words_or_held(case):
+    """Fakes hold what they are told; modules lie on one device for now."""
+    shares = (Share("sim:0", case.need // 2), Share("sim:1", case.need - case.need // 2))
+    if case.spec.backend == "fake":
+        model = case.backend.load(case.spec, shares, case.origin)
+        assert case.backend.measure(model) == shares
+        assert case.probe.used() == {"sim:0": case.need // 2, "sim:1": case.need - case.need // 2, "host": 0}
+    else:
+        with pytest.raises(CannotGovern, match="cannot be split over 2 devices"):
+            case.backend.load(case.spec, shares, case.origin)
+
+
+def test_the_registry_imports_no_framework():
+    """Neither torch nor transformers, until a backend that needs them is opened."""
+    import subprocess
+
+    code = ("import sys, gpu_runtime.backends as b, gpu_runtime.probe as p; b.open_backend('fake', p.open_probe('sim:1GiB'));"
+            "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys(), sorted(sys.modules)")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
