@@ -30,10 +30,11 @@ from .facts import (
     Share, Shares, Step, Ticket, Verdict, Wait, World,
 )
 from .ledgers import Ledger
-from .planner import _leave as mark_leaving
-from .planner import admit, may_leave, room, way_out
+from .leaving import leave as mark_leaving
+from .leaving import may_leave, way_out
+from .planner import admit, room
 from .policy import policy
-from .pool import Anchor, Changed, Place, Resident, held_by, uninterrupted
+from .pool import Anchor, Place, Resident, Stays, held_by, uninterrupted
 from .pressure import views
 from .units import MIB, show_bytes, show_seconds
 
@@ -372,16 +373,16 @@ class Keeper:
             self.decide(lambda book, world: (books.abandon(book, self.me, name, key.text, world), None))
             return False
         try:
+            if resident.remeasure():  # what was reserved for it elsewhere may be too little: decide again
+                raise Stays("its bytes have changed since they were counted")
             shares = resident.carry(step)
         except BaseException as error:
-            if isinstance(error, Changed):  # it exists nowhere else: from now on it is not droppable
-                resident.lease = replace(resident.lease, droppable=False)
+            resident.lease = replace(resident.lease, droppable=resident.droppable())
             resident.stay()
-            because = "its weights differ from their source" if isinstance(error, Changed) else \
-                f"{type(error).__name__}: {first_line(error)}"
+            because = str(error) if isinstance(error, Stays) else f"{type(error).__name__}: {first_line(error)}"
             self.decide(lambda book, world: (books.abandon(
-                book, self.me, name, key, world, f"{name} stays where it is: {because}."), None))
-            if isinstance(error, Changed):
+                book, self.me, name, key.text, world, f"{name} stays where it is: {because}."), None))
+            if isinstance(error, Stays):
                 return False
             raise
         if not isinstance(step, Drop):
@@ -536,6 +537,16 @@ class Keeper:
                 log.error("CRITICAL memory pressure! Usage: %.1f%%. Forcing aggressive eviction.", view.pressure * 100)
             elif view.level in (Level.HIGH, Level.MODERATE):
                 log.warning("%s memory pressure: %.1f%%. Offloading idle models.", view.level, view.pressure * 100)
+
+    def remeasure(self) -> None:
+        """Counts again what was used since the last look: training makes gradients and optimizer state."""
+        for resident in list(self.residents.values()):
+            if resident.uses != resident.uses_counted and resident.place is Place.HERE and resident.work.acquire(False):
+                try:
+                    resident.uses_counted = resident.uses
+                    resident.remeasure()
+                finally:
+                    resident.work.release()
 
     def watched(self) -> bool:
         """Whether somebody waits for room where a model of ours is in use: then its end should be told at once."""

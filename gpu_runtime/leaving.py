@@ -27,7 +27,7 @@ def may_leave(lease: Lease, world: World, *, asker: str, importance: int) -> str
         return "kept"
     if lease.importance < importance:
         return "more important"
-    idle = world.now - lease.last_used
+    idle = max(0.0, world.now - lease.last_used)  # a use may be stamped a moment after the world was looked at
     if idle < lease.keep_alive and importance >= lease.importance:
         return "kept alive"
     if idle < world.rules.grace_seconds and lease.owner != asker:

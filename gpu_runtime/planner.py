@@ -207,8 +207,8 @@ def _line_up(book: Book, request: Request, world: World, wait: Wait, need: Share
     ticket = Ticket(
         key=request.key, owner=request.lease.owner, verb="use", name=request.lease.name, arrived=request.arrived,
         refreshed=world.now, importance=request.lease.importance, need=need, places=request.placement.devices,
-        recalls=wait.asked, held=request.held, blocked_since=since, because=wait.because)
-    if old is None:
+        recalls=wait.asked, held=request.held, blocked_since=since, because="" if wait.steps else wait.because)
+    if ticket.because and not (old and old.because):  # while room is being made there is nothing to tell yet
         book = note(book, world, request.lease, "waiting", "request", wait.because, size=request.footprint.bytes)
     return book.with_ticket(ticket), wait
 

@@ -10,6 +10,7 @@ callback, C code that no signal handler can interrupt, takes it off the set.
 """
 from __future__ import annotations
 
+import copyreg
 import enum
 import functools
 import sys
@@ -54,8 +55,8 @@ class Pin(weakref.ref):
         super().__init__(anchor, ended)
 
 
-class Changed(Exception):
-    """A model that was to be dropped differs from its source: it exists nowhere else."""
+class Stays(Exception):
+    """A step must not be taken after all, and why: weights that exist nowhere else, or more bytes than reserved for."""
 
 
 class Resident:
@@ -66,6 +67,7 @@ class Resident:
         self.spec = spec
         self.backend = backend
         self.origin = origin  # the factory it was registered with
+        self.adopted = False  # the user's own module: never emptied, only let go
         self.calling: Callable[[], Held]  # what a call on a kept reference runs under; the runtime's to give
         self.place = Place.GONE
         self.lease = Lease(owner, spec.name)  # as last settled; meaningful while the model is held
@@ -75,7 +77,7 @@ class Resident:
         self.work = threading.Lock()  # held while bytes travel
         self.pins: set[Pin] = set()
         self.last_used = self.pinned_since = 0.0
-        self.uses = 0
+        self.uses = self.uses_counted = 0
         self.measured: int | None = None  # resident bytes after an earlier load
         self._was_pinned = False
         self._shell: Callable[[], Any] = lambda: None  # the object of an earlier load, if somebody still holds it
@@ -158,11 +160,11 @@ class Resident:
                 self.place = Place.HERE if self.lease.on_device else Place.AWAY
 
     def carry(self, step: Move | Drop) -> Shares:
-        """Performs the step and returns the bytes measured afterwards. Raises Changed instead of losing a weight."""
+        """Performs the step and returns the bytes measured afterwards. Raises Stays instead of losing a weight."""
         with self.work:
             if isinstance(step, Drop):
                 if not self.backend.unchanged(self.handle):
-                    raise Changed(self.spec.name)
+                    raise Stays("its weights differ from their source, so they exist nowhere else")
                 self._drop()
                 return ()
             self.backend.move(self.handle, step.shares)
@@ -176,10 +178,20 @@ class Resident:
             if anchor is not None:
                 self._pin(anchor)
 
+    def remeasure(self) -> bool:
+        """Whether its bytes have changed since it settled: gradients, optimizer state, new layers."""
+        if self.handle is None or self.lease.shares == (shares := self.backend.measure(self.handle)):
+            return False
+        self.lease = replace(self.lease, shares=shares)
+        return True
+
     def forget(self) -> None:
-        """Frees the model's bytes, whatever it is. For a model that its user gives up."""
+        """Frees the model's bytes, for good; an adopted module stays with its user, where it lies."""
         with self.work:
-            if self.handle is not None:
+            if self.adopted:
+                with self.gate:
+                    self.place, self.handle, self.value = Place.GONE, None, None
+            elif self.handle is not None:
                 self._drop()
 
     def _drop(self) -> None:
@@ -255,7 +267,9 @@ def _reduce_as_base(self: Any, protocol: int) -> Any:
     """Pickles and copies as the class that the user wrote."""
     governed = type(self)
     made, args, *rest = super(governed, self).__reduce_ex__(protocol)
-    return made, tuple(governed._gpu_base if arg is governed else arg for arg in args), *rest
+    if args and args[0] is governed and made is copyreg.__newobj__:  # pickle insists on the object's own class there
+        made, args = copyreg._reconstructor, (governed._gpu_base, object, None)
+    return made, args, *rest
 
 
 # -- work that the stop button must not cut in half -----------------------------------------------------------------

@@ -133,6 +133,7 @@ class Runtime:
         spec = ModelSpec(name, "torch", model_type=model_type or "other", importance=importance_of(importance),
                          keep=keep, keep_alive=parse_seconds(keep_alive))
         resident = self._resident(spec, None, restore_on_call)
+        resident.adopted = True
         handle = resident.backend.adopt(spec, module, optimizer)  # type: ignore[attr-defined]
         shares = resident.backend.measure(handle)
         now = self._clock()
@@ -528,6 +529,7 @@ class Runtime:
         """One round of the monitor: publish, reap, obey, relieve. Returns the seconds until the next is due."""
         keeper = self._keeper
         keeper.reap()
+        keeper.remeasure()
         for order in keeper.obey():
             if order.key not in self._acting:
                 self._acting.add(order.key)
