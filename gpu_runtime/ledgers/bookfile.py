@@ -14,7 +14,6 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -257,13 +256,10 @@ class BookFile:
                 and files.inode_of(self.directory, page.name) == page.inode)
 
     def _rows(self, page: Page, db: sqlite3.Connection, sql: str) -> list[tuple]:
-        """All rows, fetched within one C call.
-
-        A KeyboardInterrupt between `execute` and `fetch` would leave the statement unfinished for as long as its
-        traceback lives, and with it a read lock that no writer gets past.
-        """
         try:
-            return list(chain.from_iterable(map(db.execute, (sql,))))
+            # In one expression: a KeyboardInterrupt between the calls drops the cursor and ends its statement. Kept in
+            # a variable, the traceback would keep it, and with it a read lock that no writer gets past.
+            return db.execute(sql).fetchall()
         except sqlite3.Error as error:
             raise self._failure(page, error) from error
 

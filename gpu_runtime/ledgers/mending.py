@@ -83,7 +83,7 @@ def mend(directory: Path, boot: str, damage: Damaged, patience_seconds: float) -
             raise LedgerNewer(str(directory / name), max(roster.schema for roster in rosters), SCHEMA)
         book = union([_decoded(roster) for roster in rosters])
         _make(directory, name, boot, book, rev=max((roster.rev for roster in rosters), default=0) + 1)
-        kept = [kept for kept in (files.set_aside(directory, old) for old in files.other_books(directory, name)) if kept]
+        kept = [path for old in files.other_books(directory, name) if (path := files.set_aside(directory, old))]
     if damage.name or kept:
         log.warning("the ledger %s was damaged (%s). Set aside: %s. Rebuilt as %s from %d living owners, %d leases.",
                     directory / damage.name, damage.why, ", ".join(map(str, kept)) or "nothing was left to keep",

@@ -65,7 +65,7 @@ def microseconds(*acts: Callable[[], object], rounds: int = 1500) -> list[float]
     """The median of each act, all taken in turn, so that a noisy moment meets them all."""
     times: list[list[float]] = [[] for _ in acts]
     for _ in range(rounds):
-        for act, taken in zip(acts, times):
+        for act, taken in zip(acts, times, strict=True):
             began = time.perf_counter()
             act()
             taken.append(time.perf_counter() - began)
@@ -117,7 +117,7 @@ def _hammer(url: str, gate: object, results: object, seconds: float) -> None:
     while time.perf_counter() - began < seconds:
         ticket = replace(ticket, refreshed=ticket.refreshed + 1)
         start = time.perf_counter()
-        door.transact(lambda book: (book.with_ticket(ticket), None))
+        door.transact(lambda book, ticket=ticket: (book.with_ticket(ticket), None))
         waits.append(time.perf_counter() - start)
     door.transact(lambda book: (book.without_ticket(ticket.key), None))
     door.close()
@@ -144,7 +144,8 @@ def main() -> None:
         print(f"{name:>20}  {value:10.2f}" + ("" if "ratio" in name or "bytes" in name else " µs"))
     print(f"{'ring and wait':>20}  {ring_cost():10.2f} µs")
     for processes in (1, 4, 16):
-        print(f"{processes:>10} processes  " + "  ".join(f"{name} {value:.2f}" for name, value in crowd_cost(processes).items()))
+        figures = "  ".join(f"{name} {value:.2f}" for name, value in crowd_cost(processes).items())
+        print(f"{processes:>10} processes  {figures}")
 
 
 if __name__ == "__main__":

@@ -107,27 +107,48 @@ def arriving(book: Book, a, gib: int) -> Book:
 
 
 UNLAWFUL = {
-    "another's section": (lambda book, a, b: book.with_section(section(b)), "its owner's to write"),
-    "another's lease": (lambda book, a, b: book.with_section(replace(section(a), leases=(lease(b, "x"),))), "its owner's"),
-    "a section removed": (lambda book, a, b: replace(book, sections={a.owner.id: section(a)}, tickets=book.tickets[:1]), "proof of death"),
-    "a section under another's id": (lambda book, a, b: replace(book, sections={**book.sections, a.owner.id: section(b)}), "says it is"),
-    "two leases of one name": (lambda book, a, b: book.with_section(section(a, "x", "x")), "one name"),
-    "another's ticket": (lambda book, a, b: book.with_ticket(replace(ticket(b, "b1"), because="x")), "to write"),
-    "a ticket for another": (lambda book, a, b: book.with_ticket(ticket(b, "b2")), "to write"),
-    "another's ticket removed": (lambda book, a, b: book.without_ticket("b1"), "its own to withdraw"),
-    "a device changed": (lambda book, a, b: replace(book, devices=(Device("sim:0", 9 * GIB),)), "first owner"),
-    "a limit changed": (lambda book, a, b: replace(book, limits={"sim:0": 9 * GIB}), "first owner"),
-    "a limit removed": (lambda book, a, b: replace(book, limits={}), "first owner"),
-    "an older sample": (lambda book, a, b: replace(book, samples={"sim:0": Sample("sim:0", 9.0, GIB)}), "no newer"),
-    "an event changed": (lambda book, a, b: replace(book, events=(event(1), replace(event(2), because="x"))), "never changed"),
-    "an event inserted": (lambda book, a, b: replace(book, events=(event(0), *book.events)), "never changed"),
-    "an event with an old number": (lambda book, a, b: replace(book, events=(*book.events, event(2)), seq=3), "never changed"),
-    "an event beyond seq": (lambda book, a, b: replace(book, events=(*book.events, event(3))), "must rise"),
-    "seq falls": (lambda book, a, b: replace(book, seq=1), "would fall"),
-    "too many entries": (lambda book, a, b: book.with_section(section(a, *map(str, range(MOST_ENTRIES)), gib=0)), "that a page holds"),
-    "too many events": (lambda book, a, b: replace(book, events=tuple(map(event, range(3, 4 + MOST_EVENTS))), seq=999), "that a page holds"),
-    "another schema": (lambda book, a, b: replace(book, schema=2), "schema"),
-    "an overdraft": (lambda book, a, b: arriving(book, a, gib=7), "law 1"),
+    "another's section": (
+        lambda book, a, b: book.with_section(section(b)), "its owner's to write"),
+    "another's lease": (
+        lambda book, a, b: book.with_section(replace(section(a), leases=(lease(b, "x"),))), "its owner's"),
+    "a section removed": (
+        lambda book, a, b: replace(book, sections={a.owner.id: section(a)}, tickets=()), "proof of death"),
+    "a section under another's id": (
+        lambda book, a, b: replace(book, sections={**book.sections, a.owner.id: section(b)}), "says it is"),
+    "two leases of one name": (
+        lambda book, a, b: book.with_section(section(a, "x", "x")), "one name"),
+    "another's ticket": (
+        lambda book, a, b: book.with_ticket(replace(ticket(b, "b1"), because="x")), "to write"),
+    "a ticket for another": (
+        lambda book, a, b: book.with_ticket(ticket(b, "b2")), "to write"),
+    "another's ticket removed": (
+        lambda book, a, b: book.without_ticket("b1"), "its own to withdraw"),
+    "a device changed": (
+        lambda book, a, b: replace(book, devices=(Device("sim:0", 9 * GIB),)), "first owner"),
+    "a limit changed": (
+        lambda book, a, b: replace(book, limits={"sim:0": 9 * GIB}), "first owner"),
+    "a limit removed": (
+        lambda book, a, b: replace(book, limits={}), "first owner"),
+    "an older sample": (
+        lambda book, a, b: replace(book, samples={"sim:0": Sample("sim:0", 9.0, GIB)}), "no newer"),
+    "an event changed": (
+        lambda book, a, b: replace(book, events=(event(1), replace(event(2), because="x"))), "never changed"),
+    "an event inserted": (
+        lambda book, a, b: replace(book, events=(event(0), *book.events)), "never changed"),
+    "an event with an old number": (
+        lambda book, a, b: replace(book, events=(*book.events, event(2)), seq=3), "never changed"),
+    "an event beyond seq": (
+        lambda book, a, b: replace(book, events=(*book.events, event(3))), "must rise"),
+    "seq falls": (
+        lambda book, a, b: replace(book, seq=1), "would fall"),
+    "too many entries": (
+        lambda book, a, b: book.with_section(section(a, *map(str, range(MOST_ENTRIES)), gib=0)), "that a page holds"),
+    "too many events": (
+        lambda book, a, b: replace(book, events=tuple(map(event, range(3, 4 + MOST_EVENTS))), seq=99), "a page holds"),
+    "another schema": (
+        lambda book, a, b: replace(book, schema=2), "schema"),
+    "an overdraft": (
+        lambda book, a, b: arriving(book, a, gib=7), "law 1"),
 }
 
 
@@ -146,10 +167,12 @@ def test_an_unlawful_write_is_refused(door, wrong):
 
 
 LAWFUL = {
-    "one's own section and tickets": lambda book, a: book.with_section(section(a)).without_ticket("a1").with_ticket(ticket(a, "a2")),
+    "one's own section": lambda book, a: book.with_section(section(a)),
+    "one's own tickets": lambda book, a: book.without_ticket("a1").with_ticket(ticket(a, "a2")),
     "a further device and limit": lambda book, a: replace(
         book, devices=(*book.devices, Device("sim:1", GIB)), limits={**book.limits, "sim:1": GIB}),
-    "a newer sample": lambda book, a: replace(book, samples={"sim:0": Sample("sim:0", 11.0, GIB), "x": Sample("x", 0.0, None)}),
+    "a newer sample": lambda book, a: replace(
+        book, samples={"sim:0": Sample("sim:0", 11.0, GIB), "x": Sample("x", 0.0, None)}),
     "events appended and trimmed": lambda book, a: replace(book, events=(event(2), event(4)), seq=5),
     "a grant within the budget": lambda book, a: arriving(book, a, gib=6),
     "a fact beyond the budget": lambda book, a: book.with_section(section(a, "qwen", gib=20, residue={"sim:0": GIB})),

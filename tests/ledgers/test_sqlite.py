@@ -195,7 +195,6 @@ def test_a_grant_in_an_abandoned_book_is_void(here):
     def decide(book):
         runs.append(Path(ledger.path).name)
         if len(runs) == 1:
-            ledger._file.owner_file.write_roster(b"", rev=0, schema=1)  # as if the rosters were read before we wrote ours
             files.point_current_at(ledger.directory, "book-7.db")
         return book.with_section(section(ledger, "qwen")), None
 
@@ -249,6 +248,29 @@ def test_a_deleted_directory_is_made_anew(here, notebook):
     ledger.wait(0)  # the ring that the move itself made
     other.say(f"ledger.ring(['{ledger.owner.id}'])")
     assert ledger.wait(5)
+
+
+def test_a_deleted_lock_file_is_made_anew(here):
+    """Without it nobody could tell whether its owner lives; the section names the new one."""
+    ledger, other = here(), here()
+    put(ledger, "qwen")
+    (ledger.directory / "owners" / ledger.owner.id).unlink()
+    count(ledger)
+    inode = (ledger.directory / "owners" / ledger.owner.id).stat().st_ino
+    assert other.read().owner(ledger.owner.id).inode == ledger.owner.inode == inode
+    ledger.close()
+    assert other.dead(other.read()) == {ledger.owner.id}
+
+
+def test_what_two_find_damaged_is_mended_once(here):
+    """The second sees, when its turn has come, that there is a new book."""
+    ledger, other = here(), here()
+    page = ledger._file.look()
+    damage = Damaged(page.name, page.inode, "said the test")
+    ledger._file.mend(damage, 1)
+    other._file.mend(damage, 1)
+    other.read()
+    assert Path(other.path).name == "book-2.db"
 
 
 def test_a_killed_rebuilder_is_followed_by_another(here):
