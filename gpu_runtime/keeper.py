@@ -301,9 +301,7 @@ class Keeper:
             self._abandon(resident.spec.name, key, error)
             raise
         resident.measured = sum(share.bytes for share in shares)
-        self.decide(lambda book, world: (books.arrived(
-            book, self.me, resident.spec.name, shares, world, because=step.because, reload_seconds=seconds,
-            droppable=droppable), None))
+        self._settle(resident, step.because, reload_seconds=seconds)
 
     def _restore(self, resident: Resident, lease: Lease, step: Move, anchor: Callable[[], Anchor | None] | None,
                  key: Key) -> None:
@@ -325,9 +323,18 @@ class Keeper:
                           settled_at=self.clock(), away_since=0.0, importance=lease.importance,
                           keep_alive=lease.keep_alive)
         resident.settle_at(settled, anchor)
-        self.decide(lambda book, world: (books.arrived(
-            book, self.me, resident.spec.name, shares, world, because=step.because, restore_seconds=seconds,
-            droppable=settled.droppable), None))
+        self._settle(resident, step.because, restore_seconds=seconds)
+
+    def _settle(self, resident: Resident, because: str, **seconds: float) -> None:
+        """Tells the book what arrived, as measured, and who has it pinned at this moment."""
+        lease = resident.lease
+
+        def settle(book: Book, world: World) -> tuple[Book, None]:
+            book = books.arrived(book, self.me, lease.name, lease.shares, world, because=because,
+                                 droppable=lease.droppable, **seconds)
+            return books.publish(book, self.truth(), world), None
+
+        self.decide(settle)
 
     def _abandon(self, name: str, key: Key, error: BaseException) -> None:
         because = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {first_line(error)}"
@@ -561,9 +568,15 @@ class Keeper:
         began = self.clock()
         asked = Ask(key.text, self.me, verb, target, began, by=self.ledger.owner.user)
         settled = False
+        looks = 0
         try:
             while True:
                 verdict = self.decide(lambda book, world: ask(book, asked, world))
+                if isinstance(verdict, Refuse) and verdict.kind == "in use" and looks < 4:
+                    looks += 1  # pins may be a second old: whoever is said to use it is asked to say so now
+                    self.ledger.ring([target.partition("/")[0]])
+                    self.ledger.wait(NEAR_SECONDS)
+                    continue
                 settled = not isinstance(verdict, Wait)
                 if settled or not wait or (timeout is not None and self.clock() - began >= timeout):
                     return verdict

@@ -1,0 +1,198 @@
+"""Real processes on one real SQLite ledger: what a killed, stopped or restarted kernel leaves behind, and who gets it."""
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpu_runtime import Busy, LedgerUnavailable, Runtime
+from gpu_runtime.units import GIB
+from tests.house.conftest import claims, fakes, where
+
+DEVICES = "sim:24GiB,host:64GiB"
+
+
+class Kernel:
+    """Another process with a runtime of its own; it does what it is told, a line at a time."""
+
+    def __init__(self, ledger: str) -> None:
+        program = textwrap.dedent(f"""
+            import sys
+            from gpu_runtime import Runtime
+            rt = Runtime(devices={DEVICES!r}, ledger={ledger!r}, eviction_grace_seconds=0)
+            print("ready", flush=True)
+            for line in sys.stdin:
+                try:
+                    exec(line, globals())
+                    print("done", flush=True)
+                except BaseException as error:
+                    print(f"{{type(error).__name__}}: {{error}}".splitlines()[0], flush=True)
+        """)
+        self.process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        text=True, start_new_session=True)
+        assert self._answer() == "ready"
+
+    def _answer(self) -> str:
+        assert self.process.stdout
+        return self.process.stdout.readline().strip()
+
+    def tell(self, line: str) -> str:
+        assert self.process.stdin
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(20)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> str:
+    return f"sqlite://{tmp_path}/ledger"
+
+
+@pytest.fixture
+def kernel(ledger: str) -> Iterator[Callable[[], Kernel]]:
+    made: list[Kernel] = []
+
+    def make() -> Kernel:
+        made.append(Kernel(ledger))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+@pytest.fixture
+def here(ledger: str) -> Iterator[Runtime]:
+    rt = Runtime(devices=DEVICES, ledger=ledger, eviction_grace_seconds=0)
+    yield rt
+    rt.close()
+
+
+def test_a_killed_kernel_leaves_nothing_behind(kernel, here):
+    """Its leases are reaped by the next one that needs the room, on proof of its death."""
+    other = kernel()
+    assert other.tell("rt.register('qwen', backend='fake', size='14GiB'); u = rt.use('qwen'); u.__enter__()") == "done"
+    assert claims(here)["sim:0"] == 14 * GIB
+    other.signal(signal.SIGKILL)
+    other.process.wait(20)
+    fakes(here, llama="14GiB")
+    with here.use("llama", timeout=20):
+        assert claims(here) == {"sim:0": 14 * GIB}
+    assert [event.action for event in here.why("qwen")][-1] == "reaped"
+
+
+def test_a_restarted_kernel_finds_the_card_empty(kernel, here):
+    other = kernel()
+    assert other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
+    other.process.stdin.close()  # an ordinary end of the process
+    other.process.wait(20)
+    assert claims(here) == {}
+
+
+def test_an_idle_model_of_another_kernel_makes_room_and_comes_back(kernel, here):
+    other = kernel()
+    assert other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
+    fakes(here, llama="14GiB")
+    with here.use("llama", timeout=20):
+        assert where(here) == {"llama": "sim:0", "qwen": "host"}
+    assert other.tell("rt.preload('qwen', timeout=20)") == "done"
+    assert where(here) == {"llama": "host", "qwen": "sim:0"}
+
+
+def test_a_model_in_use_in_another_kernel_is_waited_for(kernel, here):
+    other = kernel()
+    assert other.tell("rt.register('qwen', backend='fake', size='14GiB'); u = rt.use('qwen'); u.__enter__()") == "done"
+    fakes(here, llama="14GiB")
+    with pytest.raises(Busy, match=f"qwen .* is in use by pid {other.process.pid}"), here.use("llama", timeout=1.5):
+        pass
+    assert other.tell("type(u).__exit__(u, None, None, None)") == "done"
+    with here.use("llama", timeout=20):
+        assert where(here)["qwen"] == "host"
+
+
+def test_a_stopped_kernel_is_not_dead(kernel, here):
+    """It answers nothing, and keeps what it holds: only the operating system's word frees bytes."""
+    other = kernel()
+    assert other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
+    other.signal(signal.SIGSTOP)
+    fakes(here, llama="14GiB")
+    with pytest.raises(Busy), here.use("llama", timeout=1.5):
+        pass
+    assert claims(here)["sim:0"] == 14 * GIB
+    other.signal(signal.SIGCONT)
+    with here.use("llama", timeout=20):
+        assert where(here)["qwen"] == "host"
+
+
+def test_a_kernel_killed_in_the_middle_of_a_load_gives_its_reservation_back(kernel, here):
+    other = kernel()
+    other.process.stdin.write("rt.register('qwen', lambda verb: __import__('os').kill(__import__('os').getpid(), 9), "
+                              "backend='fake', size='14GiB'); rt.preload('qwen')\n")
+    other.process.stdin.flush()
+    other.process.wait(20)
+    fakes(here, llama="20GiB")
+    with here.use("llama", timeout=20):
+        assert claims(here) == {"sim:0": 20 * GIB}
+
+
+def test_a_corrupt_ledger_is_set_aside_named_and_rebuilt_from_the_living(kernel, here, tmp_path, caplog):
+    other = kernel()
+    assert other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
+    fakes(here, llama="5GiB")
+    here.preload("llama")
+    books = [path for path in tmp_path.rglob("book-*.db")]
+    assert len(books) == 1
+    books[0].write_bytes(b"\0" * books[0].stat().st_size)
+    here.evict("llama", timeout=20)
+    assert claims(here) == {"sim:0": 14 * GIB, "host": 5 * GIB}, "nobody living lost a lease"
+    assert any("damaged" in path.name for path in tmp_path.rglob("*")), "the damaged file is kept"
+    assert other.tell("rt.evict('qwen')") == "done"
+
+
+def test_a_ledger_of_a_newer_version_is_refused_with_its_path(ledger, tmp_path):
+    import sqlite3
+
+    rt = Runtime(devices=DEVICES, ledger=ledger)
+    fakes(rt, a="3GiB")
+    rt.preload("a")
+    book = next(tmp_path.rglob("book-*.db"))
+    with sqlite3.connect(book) as db:
+        db.execute("UPDATE book SET schema = 99")
+    db.close()
+    with pytest.raises(LedgerUnavailable, match="(?s)book-.*99"):
+        Runtime(devices=DEVICES, ledger=ledger).status()
+    with sqlite3.connect(book) as db:
+        db.execute("UPDATE book SET schema = 1")
+    db.close()
+    rt.close()
+
+
+def test_the_command_line_sees_and_steers_what_kernels_hold(kernel, here, ledger):
+    other = kernel()
+    assert other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
+
+    def gpu(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "gpu_runtime.cli", *words], text=True, capture_output=True, timeout=60,
+                              env={**os.environ, "GPU_LEDGER": ledger, "GPU_DEVICES": DEVICES})
+
+    shown = gpu("status")
+    assert shown.returncode == 0 and "qwen" in shown.stdout and str(other.process.pid) in shown.stdout, shown
+    assert gpu("evict", f"qwen@{other.process.pid}").returncode == 0
+    assert where(here) == {"qwen": "host"}
+    assert gpu("preload", "qwen").returncode == 0
+    assert where(here) == {"qwen": "sim:0"}
+    unknown = gpu("evict", "nobody")
+    assert unknown.returncode == 1 and "nobody" in unknown.stderr and "Traceback" not in unknown.stderr
