@@ -137,7 +137,8 @@ def publish(book: Book, truth: Truth, world: World) -> Book:
         book = _first_word(book, truth, world)
         section = book.sections[me]
     keys = set(truth.keys)
-    under_way = {lease.name: lease for lease in section.leases if lease.key and lease.key in keys}
+    under_way = {lease.name: lease for lease in section.leases
+                 if lease.phase is not Phase.SETTLED and lease.key in keys}
     leases = []
     for known in truth.leases:
         moving = under_way.pop(known.name, None)
