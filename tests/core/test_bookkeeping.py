@@ -1,0 +1,297 @@
+"""What the book records once something has happened."""
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from gpu_runtime import bookkeeping as books
+from gpu_runtime.bookkeeping import Truth, publish
+from gpu_runtime.facts import (
+    HOST, MOST_EVENTS, Book, Device, Drop, Move, Phase, Sample, Section, Share, decode_book, encode, overdrafts,
+)
+from tests.worlds import NOW, at, block, book, decide, lease, owner, request, size, ticket, world
+
+ME = owner(1)
+THERE = world(sim0=20)
+
+
+def whole(device, gib):
+    return (Share(device, size(gib)),)
+
+
+def arriving(name="qwen", gib=8, **fields):
+    return lease(name, phase=Phase.ARRIVING, key="k", target=whole("sim:0", gib), pins=1, **fields)
+
+
+def going(name="qwen", gib=8, **fields):
+    return lease(name, sim0=gib, phase=Phase.LEAVING, key="k", target=whole(HOST, gib), **fields)
+
+
+# -- arrived ------------------------------------------------------------------------------------------------------
+
+def test_a_grant_is_settled_with_what_was_measured():
+    page = books.arrived(book(arriving()), ME.id, "qwen", whole("sim:0", 7), THERE, reload_seconds=3.0, droppable=True)
+    assert list(page.leases()) == [lease("qwen", sim0=7, key="k", pins=1, settled_at=NOW, reload_seconds=3.0)]
+    [event] = page.events
+    assert (event.action, event.bytes, event.because) == ("loaded", size(7), "qwen is on sim:0 now.")
+
+
+def test_facts_are_accepted_also_where_they_show_an_overdraft():
+    """It holds the bytes whether or not we write them down (law 2)."""
+    before = book(arriving(gib=8), lease("other", sim0=12), limits={"sim:0": size(20)})
+    after = books.arrived(before, ME.id, "qwen", whole("sim:0", 11), THERE)
+    assert after.claims()["sim:0"] == size(23) and overdrafts(before, after) == {}
+    assert [step.lease for step in decide(after, request("more", 1), THERE)[1].steps] == [at(1, "other")]
+
+
+def test_what_comes_back_from_the_host_is_restored():
+    page = book(arriving(host=8, away_since=1.0))
+    page = books.arrived(page, ME.id, "qwen", whole("sim:0", 8), THERE, restore_seconds=.5)
+    assert (page.events[-1].action, page.sections[ME.id].counts) == ("restored", {"restored": 1})
+    assert (page.find(at(1, "qwen")).away_since, page.find(at(1, "qwen")).restore_seconds) == (0.0, .5)
+
+
+def test_what_comes_from_another_card_was_moved():
+    page = books.arrived(book(arriving(sim1=8)), ME.id, "qwen", whole("sim:0", 8), THERE)
+    assert page.events[-1].action == "moved" and page.sections[ME.id].counts == {}
+
+
+def test_a_block_settles_without_an_event():
+    page = books.arrived(book(block(phase=Phase.ARRIVING, key="k", target=whole("sim:0", 8))), ME.id, "code",
+                         whole("sim:0", 8), THERE)
+    assert page.find(at(1, "code")).where == "sim:0" and page.events == ()
+
+
+# -- left ---------------------------------------------------------------------------------------------------------
+
+def step(to=HOST):
+    qwen, source = at(1, "qwen"), whole("sim:0", 8)
+    return Move(qwen, source, whole(to, 8), "because", "recall") if to else Drop(qwen, source, "because")
+
+
+def test_an_offload_is_counted_and_told():
+    page = books.left(book(going()), step(), whole(HOST, 8), THERE, by="pid 2")
+    assert list(page.leases()) == [lease("qwen", host=8, key="k", settled_at=NOW, away_since=NOW)]
+    [event] = page.events
+    assert (event.action, event.reason, event.because, event.bytes, event.device, event.by) == (
+        "offloaded", "recall", "because", size(8), "sim:0", "pid 2")
+    assert page.sections[ME.id].counts == {"offloaded": 1}
+
+
+def test_an_unload_is_counted_and_told():
+    page = books.left(book(going()), step(None), (), THERE)
+    assert list(page.leases()) == [] and page.sections[ME.id].counts == {"unloaded": 1}
+
+
+@pytest.mark.parametrize("to", [HOST, None])
+def test_a_departure_told_twice_is_recorded_once(to):
+    """The first answer may have been lost (law 9)."""
+    shares = whole(to, 8) if to else ()
+    once = books.left(book(going()), step(to), shares, THERE)
+    assert books.left(once, step(to), shares, THERE) == once
+
+
+def test_a_late_word_of_a_departure_does_not_take_what_arrives():
+    """It was dropped, and is being loaded again by another thread."""
+    page = book(arriving())
+    assert books.left(page, step(None), (), THERE) == page
+
+
+def test_evictions_are_offloads_and_unloads():
+    """An offload followed by an unload from the warm pool is two; a reaping and the owner's own release are none."""
+    page = book(going(), lease("other", sim0=1), lease("third", by=2, sim0=1))
+    page = books.left(page, step(), whole(HOST, 8), THERE)
+    page = books.left(page, replace(step(None), source=whole(HOST, 8)), (), THERE)
+    page = books.reap(books.release(page, ME.id, "other", THERE, "given up"), [owner(2).id], THERE)
+    assert books.totals(page) == {
+        "evictions": 2, "offloads": 1, "unloads": 1, "restorations": 0, "loads": 0, "refusals": 0}
+
+
+def test_totals_outlive_the_processes_that_made_them():
+    """They are of this boot: a kernel that closes does not undo its evictions."""
+    page = books.left(book(going(), owners=(1, 2)), step(), whole(HOST, 8), THERE)
+    assert books.totals(books.resign(page, ME.id)) == books.totals(page)
+    assert books.totals(books.reap(page, [ME.id], THERE)) == books.totals(page)
+
+
+# -- abandon, release, withdraw -----------------------------------------------------------------------------------
+
+def test_an_abandoned_load_leaves_the_book_as_it_was():
+    """Law 9, to the byte."""
+    before = book(lease("other", sim0=2))
+    page, _ = decide(before, request("qwen", 8, key="k"), THERE)
+    after = books.abandon(page, ME.id, "qwen", "k", THERE, "it failed")
+    assert (after.sections, after.tickets) == (before.sections, before.tickets)
+    assert [(e.action, e.because) for e in after.events[-1:]] == [("failed", "it failed")]
+
+
+def test_an_abandoned_restore_lies_in_the_host_again():
+    before = book(lease("qwen", host=8))
+    page, _ = decide(before, request("qwen", 8, key="k"), THERE)
+    after = books.abandon(page, ME.id, "qwen", "k", THERE)
+    assert after.claims() == before.claims()
+    assert after.find(at(1, "qwen")).shares == whole(HOST, 8) and after.find(at(1, "qwen")).pins == 0
+
+
+def test_an_abandoned_departure_stays_on_the_device():
+    after = books.abandon(book(going()), ME.id, "qwen", "k", THERE)
+    assert list(after.leases()) == [lease("qwen", sim0=8)]
+
+
+@pytest.mark.parametrize("page", [book(lease("qwen", sim0=8, key="k")), book(replace(going(), key="another")), book()],
+                         ids=["settled", "another", "gone"])
+def test_an_abandon_that_comes_late_changes_nothing(page):
+    assert books.abandon(page, ME.id, "qwen", "k", THERE, "late") == page
+
+
+def test_a_release_gives_back_every_byte():
+    """On every device, what is on its way included (law 3)."""
+    page = books.release(book(going(), lease("other", sim0=1)), ME.id, "qwen", THERE, "given up")
+    assert page.claims() == {"sim:0": size(1)}
+    assert (page.events[-1].action, page.sections[ME.id].counts) == ("released", {})
+    assert books.release(page, ME.id, "qwen", THERE) == page, "twice is once"
+
+
+def test_a_withdrawn_ticket_takes_its_recalls_along():
+    page = book(tickets=[ticket("big", key="k", recalls=("2.1.0/x",))])
+    assert books.withdraw(page, "k").tickets == ()
+    assert books.withdraw(page, "other") is page
+
+
+# -- publish ------------------------------------------------------------------------------------------------------
+
+def truth(*leases, keys=(), **fields):
+    return Truth(ME, leases, keys, **fields)
+
+
+def test_nothing_new_writes_nothing():
+    """64 idle kernels publish every second; a write each would cost a core."""
+    page = book(lease("a", sim0=1), tickets=[ticket("q", key="t")], names={1: ("a",)})
+    assert publish(page, truth(lease("a", sim0=1), keys=("t",), names=("a",)), THERE) is page
+
+
+def test_pins_and_last_use_are_the_owner_s_truth():
+    page = publish(book(lease("a", sim0=1, uses=1)), truth(lease("a", sim0=1, pins=2, last_used=NOW, uses=7)), THERE)
+    assert list(page.leases()) == [lease("a", sim0=1, pins=2, last_used=NOW, uses=7)]
+
+
+def test_what_is_under_way_keeps_its_place_by_its_key():
+    """The owner knows the key before the ledger does, so nothing of its own is withdrawn while it is being done."""
+    page = book(arriving("new"), going("old"), tickets=[ticket("q", key="t")])
+    after = publish(page, truth(lease("old", sim0=8, last_used=5.0), keys=("k", "t")), THERE)
+    assert list(after.leases()) == [arriving("new"), going("old", last_used=5.0)]
+    assert after.tickets == page.tickets
+
+
+def test_what_the_owner_does_not_know_is_withdrawn():
+    """Left behind by an interrupt: a reservation, a departure, a ticket (law 9)."""
+    page = book(arriving("new"), going("old"), tickets=[ticket("q", key="t"), ticket("q", by=2, key="theirs")])
+    after = publish(page, truth(lease("old", sim0=8)), THERE)
+    assert list(after.leases()) == [lease("old", sim0=8)]
+    assert [t.key for t in after.tickets] == ["theirs"]
+    assert after.claims() == {"sim:0": size(8)}
+
+
+def test_what_has_settled_is_as_its_owner_says_whatever_key_it_came_by():
+    page = book(lease("a", sim0=8, key="k"))
+    assert list(publish(page, truth(lease("a", sim0=7), keys=("k",)), THERE).leases()) == [lease("a", sim0=7)]
+    assert list(publish(page, truth(keys=("k",)), THERE).leases()) == []
+
+
+def test_an_arrival_stays_pinned_until_its_owner_has_it():
+    """A lease is born pinned by its loader (law 6)."""
+    page = publish(book(arriving(host=8)), truth(lease("qwen", host=8, pins=0), keys=("k",)), THERE)
+    assert page.find(at(1, "qwen")).pins == 1
+
+
+def test_residue_and_names_are_published_and_counters_kept():
+    section = replace(book().sections[ME.id], counts={"loaded": 3})
+    page = publish(Book(sections={ME.id: section}), truth(residue={"sim:0": 5}, names=("a",)), THERE)
+    assert page.sections[ME.id] == Section(ME, residue={"sim:0": 5}, names=("a",), counts={"loaded": 3})
+    assert page.claims() == {"sim:0": 5}
+
+
+def test_the_first_owner_sets_the_limits_and_later_ones_add_devices():
+    first = publish(Book(), truth(), world(sim0=20, host=10))
+    assert first.limits == {"sim:0": size(20), HOST: size(10)}
+    second = publish(first, Truth(owner(2)), world(sim0=99, sim1=5, host=99))
+    assert second.limits == {"sim:0": size(20), HOST: size(10), "sim:1": size(5)}
+    assert [device.id for device in second.devices] == ["sim:0", HOST, "sim:1"]
+    alone = publish(Book(limits={"gone:0": 1}, devices=(Device("gone:0", 1),)), truth(), world(sim0=7, host=1))
+    assert alone.limits == {"sim:0": size(7), HOST: size(1)}, "who is alone begins anew"
+
+
+def test_publishing_twice_is_publishing_once():
+    known = truth(lease("old", sim0=8), keys=("t",), residue={"sim:0": 1}, names=("x",))
+    once = publish(book(arriving("new"), going("old"), tickets=[ticket("q", key="t")]), known, THERE)
+    assert publish(once, known, THERE) is once
+
+
+# -- the dead -----------------------------------------------------------------------------------------------------
+
+def test_the_dead_are_reaped_whole_and_each_end_is_told():
+    page = book(lease("a", by=2, sim0=3), lease("b", by=2, sim0=4), lease("c", sim0=1),
+                tickets=[ticket("q", by=2), ticket("r", by=1)])
+    after = books.reap(page, [owner(2).id], THERE)
+    assert list(after.sections) == [ME.id] and [t.name for t in after.tickets] == ["r"]
+    assert after.claims() == {"sim:0": size(1)}
+    assert [(e.model, e.action, e.bytes, e.because) for e in after.events] == [
+        ("a", "reaped", size(3), "pid 2 ended; what it held is free again."),
+        ("b", "reaped", size(4), "pid 2 ended; what it held is free again.")]
+
+
+def test_the_dead_may_have_left_only_a_ticket_and_the_living_may_have_only_one():
+    """A command asks, and has no section; the ledger refuses to take a living one's ticket away."""
+    page = replace(book(), tickets=(ticket("q", by=2), ticket("r", by=3)))
+    assert [t.name for t in books.reap(page, [owner(2).id], THERE).tickets] == ["r"]
+    assert books.reap(page, [], THERE) is page
+
+
+def test_who_resigns_takes_everything_along():
+    page = book(lease("a", by=2, sim0=3), tickets=[ticket("q", by=2)])
+    assert books.resign(page, owner(2).id) == book()
+    assert books.resign(page, owner(9).id) is page
+
+
+# -- samples and events -------------------------------------------------------------------------------------------
+
+def test_a_newer_sample_replaces_an_old_one_and_an_older_never():
+    there = world(cuda0=10, free={"cuda:0": 1}, taken_at=NOW)
+    old, future = Sample("cuda:0", NOW - 9, 5), Sample("cuda:0", NOW + 9, 5)
+    assert books.measure(Book(), there).samples == there.samples
+    assert books.measure(Book(samples={"cuda:0": old}), there).samples == there.samples
+    newest = Book(samples={"cuda:0": future})
+    assert books.measure(newest, there) is newest
+
+
+def test_a_page_keeps_the_last_events_and_counts_them_all():
+    page = book()
+    for n in range(MOST_EVENTS + 5):
+        page = books.note(page, THERE, lease("a", sim0=1), "refused", "hopeless", f"because {n}")
+    assert len(page.events) == MOST_EVENTS
+    assert [e.seq for e in page.events] == list(range(6, MOST_EVENTS + 6)) and page.seq == MOST_EVENTS + 5
+    assert page.sections[ME.id].counts == {"refused": MOST_EVENTS + 5}
+
+
+names = st.sampled_from("abcd")
+gibs = st.integers(0, 20)
+
+
+@given(st.lists(st.builds(lambda name, by, gib, to: replace(
+    lease(name, by=by, sim0=gib), target=whole(HOST, to) if to else ()), names, st.integers(1, 3), gibs, gibs),
+    max_size=6, unique_by=lambda lease: lease.id), st.dictionaries(st.integers(1, 3), gibs.map(lambda n: {"sim:0": n})))
+def test_bytes_are_conserved_however_leases_end(leases, residue):
+    """Law 3: released, reaped or resigned, in any order, everything comes back to the byte."""
+    page = book(*leases, owners=(1, 2, 3), residue=residue)
+    expected: dict[str, int] = {}
+    for share in (share for lease_ in leases for share in lease_.claims()):
+        expected[share.device] = expected.get(share.device, 0) + share.bytes
+    for held in residue.values():
+        expected["sim:0"] = expected.get("sim:0", 0) + held["sim:0"]
+    assert page.claims() == decode_book(encode(page)).claims() == expected
+    for lease_ in leases[::2]:
+        page = books.release(page, lease_.owner, lease_.name, THERE)
+    page = books.resign(books.reap(page, [owner(2).id, owner(3).id], THERE), ME.id)
+    assert page.claims() == {} and page.sections == {}

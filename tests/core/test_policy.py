@@ -1,0 +1,128 @@
+"""Who leaves first."""
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.errors import BadSetting
+from gpu_runtime.policy import cost_aware, lru, policy, victims
+from tests.worlds import NOW, lease, size, world
+
+THERE = world(sim0=100, sim1=100)
+
+
+def gib(**need):
+    return {f"sim:{key[-1]}": size(value) for key, value in need.items()}
+
+
+def test_lru_is_the_time_of_last_use():
+    assert lru(lease("a", sim0=1, last_used=7.0), THERE) == 7.0
+
+
+def test_cost_aware_lets_go_what_frees_most_for_the_fewest_seconds():
+    """Seconds to bring it back, for each GiB, less the longer it has been idle."""
+    quick = lease("quick", sim0=10, restore_seconds=1, reload_seconds=30, last_used=NOW - 99)
+    slow = lease("slow", sim0=1, reload_seconds=30, last_used=NOW - 99)
+    fresh = lease("fresh", sim0=10, restore_seconds=1, last_used=NOW)
+    assert cost_aware(quick, THERE) == pytest.approx(0.001)
+    assert cost_aware(slow, THERE) == pytest.approx(0.3)
+    assert cost_aware(fresh, THERE) == pytest.approx(0.1)
+
+
+def test_a_policy_of_no_such_name_is_a_bad_setting():
+    assert policy("lru") is lru
+    with pytest.raises(BadSetting, match="GPU_POLICY"):
+        policy("mru")
+
+
+def test_nobody_leaves_for_nothing():
+    assert victims({}, [lease("a", sim0=1)], THERE, lru) == ()
+    assert victims({"sim:0": 0, "sim:1": -5}, [lease("a", sim0=1)], THERE, lru) == ()
+
+
+def test_all_together_not_enough_is_none_not_some():
+    """Evicting what does not suffice is evicting for nothing."""
+    assert victims(gib(sim0=3), [lease("a", sim0=1), lease("b", sim0=1)], THERE, lru) is None
+    assert victims(gib(sim0=1), [], THERE, lru) is None
+
+
+def test_the_most_precious_of_the_chosen_is_spared_first():
+    a, b, c = (lease(name, sim0=gib_, last_used=used) for name, gib_, used in (("a", 4, 1), ("b", 4, 2), ("c", 4, 3)))
+    assert victims(gib(sim0=8), [c, b, a], THERE, lru) == (a, b)
+    big = lease("big", sim0=8, last_used=2.5)
+    assert victims(gib(sim0=10), [a, b, big], THERE, lru) == (a, big)
+
+
+def test_equal_ranks_are_ordered_by_name():
+    """The same page gives the same victims, on every machine."""
+    one, two = lease("one", sim0=4), lease("two", sim0=4)
+    assert victims(gib(sim0=4), [two, one], THERE, lru) == (one,)
+
+
+def test_a_lease_on_several_devices_frees_them_all():
+    """Tensor parallel: its shares go together."""
+    split = lease("split", sim0=4, sim1=4, last_used=1)
+    assert victims(gib(sim0=4, sim1=4), [split, lease("a", sim0=4, last_used=2)], THERE, lru) == (split,)
+
+
+def test_an_owner_s_own_limit_counts_its_cards_together():
+    need = {"owner:1.1.0": size(6)}
+    mine, host = lease("mine", sim0=4, last_used=1), lease("warm", host=40, last_used=0)
+    other, theirs = lease("other", sim1=4, last_used=2), lease("theirs", by=2, sim0=40, last_used=0)
+    assert victims(need, [mine, host, other, theirs], THERE, lru) == (mine, other)
+
+
+leases = st.lists(st.builds(
+    lambda n, a, b, importance, used: lease(f"m{n}", sim0=a, sim1=b, importance=importance, last_used=used),
+    st.integers(0, 10**6), st.integers(0, 9), st.integers(0, 9), st.sampled_from([1, 5, 10, 20, 30]),
+    st.integers(0, 5)), max_size=8, unique_by=lambda lease: lease.name)
+needs = st.fixed_dictionaries({"sim:0": st.integers(-3, 20), "sim:1": st.integers(-3, 20)}).map(
+    lambda need: {device: gib_ * 2**30 for device, gib_ in need.items()})
+
+
+def freed(chosen, device):
+    return sum(share.bytes for lease in chosen for share in lease.shares if share.device == device)
+
+
+def enough(chosen, need):
+    return all(freed(chosen, device) >= size for device, size in need.items())
+
+
+@given(leases, needs)
+def test_victims_are_enough_and_none_can_be_spared(idle, need):
+    """Law 8; and None only where nobody could do it."""
+    chosen = victims(need, idle, THERE, lru)
+    if chosen is None:
+        assert not enough(idle, need)
+        return
+    assert enough(chosen, need)
+    for lease_ in chosen:
+        assert not enough([other for other in chosen if other is not lease_], need)
+
+
+@given(leases, needs)
+def test_importance_comes_before_the_policy(idle, need):
+    """Law 8: where the less important alone would do, none more important leaves."""
+    chosen = victims(need, idle, THERE, lru)
+    if not chosen:
+        return
+    most = min(lease.importance for lease in chosen)
+    humbler = [lease for lease in idle if lease.importance > most]
+    assert not enough(humbler, need)
+
+
+@given(leases, needs, st.randoms())
+def test_the_order_in_which_leases_are_listed_does_not_matter(idle, need, random):
+    shuffled = list(idle)
+    random.shuffle(shuffled)
+    assert victims(need, shuffled, THERE, lru) == victims(need, idle, THERE, lru)
+
+
+@given(leases, needs)
+def test_against_every_subset(idle, need):
+    """There is a set of victims exactly where exhaustive search finds one."""
+    subsets = itertools.chain.from_iterable(itertools.combinations(idle, n) for n in range(len(idle) + 1))
+    assert (victims(need, idle, THERE, lru) is not None) == any(enough(subset, need) for subset in subsets)

@@ -1,0 +1,193 @@
+"""How full a device is, and what leaves because of it: the numbers of the Semantik governor."""
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.asks import relieve
+from gpu_runtime.facts import HOST, Drop, Level, Move, Phase, Rules, Share
+from gpu_runtime.planner import room
+from gpu_runtime.policy import lru
+from gpu_runtime.pressure import Relief, level, pressure, relief, views
+from tests.worlds import NOW, block, book, lease, replayed, size, ticket, world
+
+CARD = dict(sim0="14400 MB", total={"sim:0": "16000 MB"})
+
+
+@pytest.mark.parametrize("claimed, expected", [
+    ("8000 MB", Level.LOW), ("8640 MB", Level.MODERATE), ("9000 MB", Level.MODERATE), ("11520 MB", Level.HIGH),
+    ("12000 MB", Level.HIGH), ("12960 MB", Level.CRITICAL), ("13500 MB", Level.CRITICAL),
+])
+def test_levels_of_a_16000_mb_card_with_14400_usable(claimed, expected):
+    [view, _] = views(book(lease("a", sim0=claimed)), world(**CARD))
+    assert view.level is expected
+
+
+def test_claimed_40_percent_but_measured_91_percent_is_critical():
+    """Somebody who never asks can still take the memory, so the larger number is believed."""
+    there = world(cuda0="14400 MB", total={"cuda:0": "16000 MB"}, free={"cuda:0": "1440 MB"})
+    [view, _] = views(book(lease("a", cuda0="5760 MB")), there)
+    assert (view.level, view.pressure) == (Level.CRITICAL, 0.91)
+    assert view.measured_bytes == 14_560 * 10**6
+
+
+def test_an_unmeasured_card_is_judged_by_its_claims_and_its_use_is_unknown():
+    [view, _] = views(book(lease("a", cuda0=9)), world(cuda0=10))
+    assert (view.level, view.measured_bytes, view.sample) == (Level.CRITICAL, None, None)
+
+
+def test_the_newer_sample_is_believed_whoever_took_it():
+    old, new = world(cuda0=10, free={"cuda:0": 9}, taken_at=1.0), world(cuda0=10, free={"cuda:0": 1}, taken_at=2.0)
+    for page_has, we_have in ((old, new), (new, old)):
+        [view, _] = views(book(samples=page_has.samples), we_have)
+        assert view.sample == new.samples["cuda:0"]
+
+
+def test_thresholds_are_settings():
+    assert level(0.5, Rules(moderate=0.4)) is Level.MODERATE
+    assert [level(p, Rules()) for p in (0.0, 0.599, 0.6, 0.799, 0.8, 0.899, 0.9, 1.4)] == [
+        Level.LOW, Level.LOW, Level.MODERATE, Level.MODERATE, Level.HIGH, Level.HIGH, Level.CRITICAL, Level.CRITICAL]
+
+
+@given(st.integers(0, 10**12), st.integers(1, 10**12), st.none() | st.integers(0, 10**12), st.integers(1, 10**12))
+def test_pressure_is_the_larger_share_and_never_negative(claimed, limit, used, total):
+    assert pressure(claimed, limit, used, total) == max(claimed / limit, (used or 0) / total) >= 0
+
+
+def test_a_device_without_a_budget_is_full_as_soon_as_anything_is_on_it():
+    assert (pressure(0, 0, None, 10), pressure(1, 0, None, 10)) == (0.0, 1.0)
+
+
+def test_the_table():
+    assert [relief(at_, Rules()) for at_ in (Level.LOW, Level.MODERATE, Level.HIGH, Level.CRITICAL)] == [
+        None, Relief(120.0, may_drop=False, drop=False), Relief(30.0, may_drop=True, drop=False),
+        Relief(0.0, may_drop=True, drop=True)]
+
+
+# -- the table, applied ----------------------------------------------------------------------------------------------
+
+def idle(name, seconds, **fields):
+    return lease(name, last_used=NOW - seconds, **fields)
+
+
+def leaving(page, there, by="1.1.0"):
+    after, steps = replayed(lambda book: relieve(book, by, there, lru, "k"), page)
+    for step in steps:
+        assert step.because and step.reason == "memory_pressure"
+        assert (after.find(step.lease).phase, after.find(step.lease).key) == (Phase.LEAVING, "k")
+    return [(type(step).__name__, step.lease.partition("/")[2]) for step in steps]
+
+
+def always(**words):
+    return world(sim0=10, relief="always", **words)
+
+
+def test_low_moves_nobody():
+    assert leaving(book(idle("a", 999, sim0=5)), always()) == []
+
+
+def test_moderate_offloads_what_is_idle_for_more_than_120_s():
+    page = book(idle("a", 121, sim0=3), idle("b", 120, sim0=2), idle("c", 500, sim0=2))
+    assert leaving(page, always()) == [("Move", "c"), ("Move", "a")]
+
+
+def test_moderate_drops_nobody():
+    assert leaving(book(idle("a", 500, sim0=7)), always(host=1)) == []
+
+
+def test_high_offloads_what_is_idle_for_more_than_30_s_and_drops_where_it_cannot():
+    page = book(idle("a", 31, sim0=4), idle("b", 40, sim0=3), idle("c", 30, sim0=1))
+    assert leaving(page, always(host=3)) == [("Move", "b"), ("Drop", "a")]
+
+
+def test_critical_drops_everything_idle():
+    """But for the five seconds of grace, which guard background evictions."""
+    page = book(idle("a", 5.5, sim0=3), idle("b", 400, sim0=3), idle("c", 4, sim0=4))
+    assert leaving(page, always()) == [("Drop", "b"), ("Drop", "a")]
+
+
+def test_critical_does_not_drop_what_exists_nowhere_else():
+    """Law 5 knows no level."""
+    page = book(idle("adopted", 400, sim0=9, droppable=False))
+    assert leaving(page, always()) == [("Move", "adopted")]
+    assert leaving(page, always(host=1)) == []
+
+
+@pytest.mark.parametrize("guarded", [
+    idle("used", 400, sim0=10, pins=1), idle("kept", 400, sim0=10, keep=True),
+    idle("alive", 400, sim0=10, keep_alive=500), idle("graced", 4, sim0=10), block(sim0=10),
+    idle("gone", 400, sim0=10, phase=Phase.LEAVING)], ids=lambda lease: lease.name)
+def test_what_no_pressure_moves(guarded):
+    """In use, kept, within its keep_alive (pressure is no more important request), in grace, a block of code."""
+    assert leaving(book(guarded), always()) == []
+    assert leaving(book(guarded, tickets=[ticket("q", by=2, sim0=5)]), world(sim0=10)) == []
+
+
+def test_each_owner_relieves_only_itself():
+    page = book(idle("mine", 400, sim0=5), idle("theirs", 400, by=2, sim0=5))
+    assert leaving(page, always()) == [("Drop", "mine")]
+
+
+def test_never_means_never():
+    assert leaving(book(idle("a", 999, sim0=10)), world(sim0=10, relief="never")) == []
+
+
+def test_auto_leaves_a_card_of_idle_models_alone_while_nobody_waits():
+    """They can be recalled in milliseconds; emptying it by the clock cost 1.6 times LRU's waiting on real traces."""
+    assert leaving(book(idle("a", 999, sim0=10)), world(sim0=10)) == []
+
+
+def test_auto_helps_who_waits_and_takes_no_more_than_brings_the_level_down():
+    page = book(*(idle(f"m{n}", 200 + n, sim0=2) for n in range(5)), tickets=[ticket("q", by=2, sim0=9)])
+    assert leaving(page, world(sim0=10)) == [("Move", "m4"), ("Move", "m3"), ("Move", "m2")], "until it is LOW"
+    page = book(*(idle(f"m{n}", 60 + n, sim0=2) for n in range(5)), tickets=[ticket("q", by=2, sim0=9)])
+    assert leaving(page, world(sim0=10)) == [("Move", "m4"), ("Move", "m3")], "MODERATE asks for 120 s"
+
+
+def test_auto_counts_what_is_leaving_as_gone():
+    going = idle("going", 999, sim0=5, phase=Phase.LEAVING, key="x", target=(Share(HOST, size(5)),))
+    page = book(going, idle("a", 999, sim0=5), tickets=[ticket("q", by=2, sim0=9)])
+    assert leaving(page, world(sim0=10)) == []
+
+
+def test_auto_prefers_the_host_to_the_disk_even_at_critical():
+    page = book(idle("a", 999, sim0=10), tickets=[ticket("q", by=2, sim0=9)])
+    assert leaving(page, world(sim0=10)) == [("Move", "a")]
+    assert leaving(page, world(sim0=10, host=1)) == [("Drop", "a")]
+
+
+def test_auto_helps_where_strangers_grow():
+    there = world(cuda0=10, free={"cuda:0": 0.5})
+    assert leaving(book(idle("a", 999, cuda0=5)), there) == [("Move", "a")]
+    assert leaving(book(idle("a", 999, cuda0=9.5)), there) == [], "all of it is leased: no stranger is there"
+
+
+def test_a_waiter_for_another_card_is_not_helped():
+    page = book(idle("a", 999, sim0=10), tickets=[ticket("q", by=2, sim1=9)])
+    assert leaving(page, world(sim0=10, sim1=10)) == []
+
+
+def test_host_bytes_are_spent_once():
+    page = book(idle("a", 900, sim0=4), idle("b", 500, sim0=4))
+    there = always(host=4)
+    after, steps = relieve(page, "1.1.0", there, lru, "k")
+    assert [type(step) for step in steps] == [Move, Drop]
+    assert room(after, there)[HOST] == 0
+
+
+def test_the_least_important_leave_first():
+    page = book(idle("batch", 200, sim0=5, importance="batch"), idle("old", 900, sim0=4),
+                tickets=[ticket("q", by=2, sim0=9)])
+    assert leaving(page, world(sim0=10)) == [("Move", "batch")]
+
+
+def test_who_has_no_section_has_nothing_to_relieve():
+    assert leaving(book(owners=()), always()) == []
+
+
+def test_a_relieved_card_says_how_full_it_was():
+    page = book(idle("a", 999, sim0=7))
+    _, [step] = relieve(page, "1.1.0", always(), lru, "k")
+    assert step.because == "MODERATE memory pressure on sim:0 (70.0%); idle 17 min."
+    assert not isinstance(step, Drop)
