@@ -40,8 +40,9 @@ class Ledger(Protocol):
     def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
         """What `decide` answered for the book that its own answer was then written over.
 
-        `decide` may run more than once; it must be pure. Where it returns the book it was given (the same object),
-        nothing is written. After an exception that came from elsewhere than `decide` (KeyboardInterrupt at the
+        `decide` may run more than once; it must be pure, and first look for its own key: in a book that was rebuilt
+        meanwhile its effect may be there already. Where it returns the book it was given (the same object), nothing
+        is written. After an exception that came from elsewhere than `decide` (KeyboardInterrupt at the
         worst moment) the write may have happened or not: read, and look for your key.
         Raises LedgerUnavailable, LedgerRefused.
         """

@@ -48,6 +48,21 @@ def count(ledger: Ledger) -> int:
     return ledger.transact(decide)
 
 
+def reach(ledger: Ledger, most: int) -> str:
+    """Counts to `most`, and says whether a count that was acknowledged was ever missing.
+
+    Decided as the laws ask: a decision that finds its own effect (in a book rebuilt from a roster that was ahead of the
+    commit) does not make it twice.
+    """
+    for n in range(1, most + 1):
+        def decide(book: Book, n: int = n) -> tuple[Book, int]:
+            mine = book.sections.get(ledger.owner.id) or Section(ledger.owner)
+            return book.with_section(replace(mine, counts={"n": n})), mine.counts.get("n", 0)
+        if ledger.transact(decide) not in (n - 1, n):
+            return f"lost before {n}"
+    return "none lost"
+
+
 def without(ledger: Ledger, owner_id: str) -> None:
     """Reaps an owner: its section and its tickets."""
     def decide(book: Book) -> tuple[Book, None]:

@@ -180,12 +180,26 @@ def test_all_find_the_same_new_book(here, notebook):
         other.say(f"put(ledger, 'm{number}')")
     garble(Path(ledger.path))
     for other in others:
-        other.send("[count(ledger) for _ in range(50)][-1]")
-    assert [other.answer() for other in others] == ["50"] * 4
+        other.send("reach(ledger, 50)")
+    assert [other.answer() for other in others] == ["none lost"] * 4
     book = ledger.read()
     assert [one.counts for one in book.sections.values()] == [{"n": 50}] * 4
     books = {path.name for path in ledger.directory.glob("book-*") if "journal" not in path.name}
     assert books == {"book-1.damaged", "book-2.db"}
+
+
+def test_no_damage_loses_what_was_acknowledged(here, notebook):
+    """The book is deleted and truncated again and again under four writers."""
+    ledger = here()
+    others = [notebook() for _ in range(4)]
+    for other in others:
+        other.send("reach(ledger, 1500)")
+    for number in range(10):
+        time.sleep(0.03)  # let them write; nothing is waited for
+        path = Path(ledger.directory / files.current(ledger.directory))
+        subprocess.run(["truncate", "-s", "5000", path] if number % 2 else ["rm", "-f", path], check=True)
+    assert [other.answer() for other in others] == ["none lost"] * 4
+    assert [one.counts for one in ledger.read().sections.values()] == [{"n": 1500}] * 4
 
 
 def test_a_grant_in_an_abandoned_book_is_void(here):
