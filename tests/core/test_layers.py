@@ -14,7 +14,7 @@ ROOMS = {
     "mind": {"planner", "asks", "bookkeeping", "clearing", "deadlock", "estimate", "hopeless", "leaving", "placement",
              "policy", "pressure", "queueing", "room"},
     "hands": {"ledgers", "backends", "blocks", "probe", "pool", "journal", "owner", "memory", "segments", "nvml"},
-    "house": {"__init__", "runtime", "keeper", "monitor", "frames", "catalog"},
+    "house": {"__init__", "runtime", "keeper", "monitor", "frames", "samples", "catalog"},
     "faces": {"cli", "verbs", "serving", "gpu", "gpu_panels"},
 }
 MAY_IMPORT = {
