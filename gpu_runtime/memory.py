@@ -12,6 +12,7 @@ import itertools
 import mmap
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,13 +26,19 @@ _keys = itertools.count(1)
 _TOUCH_BYTES = 64 * MIB  # one thread's piece
 
 
+class Note(weakref.ref):
+    """Tells a memory that a block is gone. Its callback is a deque's append, C code that no interrupt can split."""
+
+    key = segments.FREE  # until it has one of its own
+
+
 class Block:
     """Bytes held on a device, until `free` or until the last reference, its buffers included, is gone."""
 
-    __slots__ = ("memory", "size", "key", "segment", "offset", "__weakref__")
+    __slots__ = ("memory", "size", "note", "segment", "offset", "__weakref__")
 
     def __init__(self, memory: Memory, size: int) -> None:
-        self.memory, self.size, self.key = memory, size, next(_keys)
+        self.memory, self.size, self.note = memory, size, memory._watch(self)
         self.segment = self.offset = 0
 
     def buffer(self) -> Any:
@@ -42,14 +49,13 @@ class Block:
 
     def free(self) -> None:
         """Gives the bytes back now. Only for a block whose buffer was never asked for. Twice is once."""
-        self.memory._freed.append(self.key)
-
-    __del__ = free  # only a note is left here: a destructor may run at any moment, in any thread
+        self.memory._freed.append(self.note)
 
 
 class Memory:
     """What this process holds of one device's memory; thread-safe.
 
+    It is watched, not told: a block that dies, by whatever way, leaves a note, and notes are read before every answer.
     Without `capacity_bytes` it is a real card's: nothing is counted here and blocks hold nothing, since torch and
     the driver know better.
     """
@@ -61,7 +67,8 @@ class Memory:
         self._state = segments.Segments()
         self._regions: dict[int, _Region] = {}
         self._sizes: dict[int, int] = {}  # of the segments, for their regions
-        self._freed: collections.deque[int] = collections.deque()
+        self._freed: collections.deque[Note] = collections.deque()
+        self._notes: dict[int, Note] = {}  # of the blocks that there are
         self._failures = 0
         self._lock = threading.Lock()
 
@@ -88,7 +95,7 @@ class Memory:
             if not force and (short or self._failures):
                 self._failures = max(0, self._failures - 1)
                 self._refuse(state, wanted, room)
-            state, spot, retried = segments.allocate(state, sizes, [block.key for block in blocks], room)
+            state, spot, retried = segments.allocate(state, sizes, [block.note.key for block in blocks], room)
             self.alloc_retries += retried
             offset = spot.offset
             for block in blocks:
@@ -138,13 +145,20 @@ class Memory:
         """Strangers hold that many bytes from now on; 0: none. A drill."""
         self.squeezed_bytes = size
 
+    def _watch(self, block: Block) -> Note:
+        note = Note(block, self._freed.append)
+        note.key = next(_keys)
+        self._notes[note.key] = note
+        return note
+
     def _swept(self) -> segments.Segments:
         """The state without what was freed meanwhile. A note is removed only once it has been heeded."""
-        notes = tuple(self._freed)
-        if notes:
-            self._settle(segments.release(self._state, frozenset(notes)))
-            for _ in notes:
+        gone = tuple(self._freed)
+        if gone:
+            self._settle(segments.release(self._state, frozenset(note.key for note in gone)))
+            for note in gone:
                 self._freed.popleft()
+                self._notes.pop(note.key, None)
         return self._state
 
     def _settle(self, state: segments.Segments) -> None:

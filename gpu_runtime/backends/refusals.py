@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CannotGovern
-from .storages import Group, Slot
+from .storages import Group, Slot, grouped
 
 _PLAIN = (Tensor, nn.Parameter)
 _WRAPPERS = {
@@ -23,9 +23,9 @@ _WRAPPERS = {
 }
 
 
-def check(name: str, module: nn.Module, found: Iterable[Slot], groups: Iterable[Group]) -> None:
+def check(name: str, module: nn.Module, found: list[Slot]) -> None:
     """Raises CannotGovern, with the reason and what to do, for a module that cannot be moved safely."""
-    why = _of_modules(module) or _of_tensors(found) or _of_storages(list(groups))
+    why = _of_modules(module) or _of_tensors(found) or _of_storages(grouped(found))
     if why:
         raise CannotGovern(f"{name} cannot be governed: {why}.", name=name, why=why)
 

@@ -83,15 +83,13 @@ class TorchBackend:
     def adopt(self, spec: ModelSpec, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TorchModel:
         """A handle for a module that exists already, where it lies now. Raises CannotGovern, with the reason."""
         model = TorchModel(spec, module, optimizer)
-        found = list(st.slots(module, optimizer))
-        groups = model.groups() if not any(slot.tensor.is_meta for slot in found) else []
-        refusals.check(spec.name, module, found, groups)
+        refusals.check(spec.name, module, list(st.slots(module, optimizer)))
         if optimizer is None and module.training and any(p.requires_grad for p in module.parameters()):
             raise CannotGovern(
                 f"{spec.name} is in training, and its optimizer's state must travel with it.\n"
                 f"  Say which:  rt.adopt({spec.name!r}, module, optimizer=opt)      or, if it is done:  module.eval()",
                 name=spec.name, why="it is in training without its optimizer")
-        where = {str(group.storage.device) for group in groups} or {"cpu"}
+        where = {str(group.storage.device) for group in model.groups()} or {"cpu"}
         if len(where) > 1:
             raise CannotGovern(f"{spec.name} cannot be governed: it lies on several devices ({', '.join(sorted(where))}).",
                                name=spec.name, why="it lies on several devices")
@@ -147,8 +145,6 @@ class TorchBackend:
 
     def _settled(self, model: TorchModel, memory: Memory, progress: Progress | None, into: Any) -> TorchModel:
         """The new model on its device, in the object of an earlier load where that is given."""
-        found = list(st.slots(model.module))
-        refusals.check(model.spec.name, model.module, found, st.grouped(s for s in found if not s.tensor.is_meta))
         try:
             self._travel(model, memory, progress)
             held = into.module if isinstance(into, TorchModel) else into
@@ -166,8 +162,8 @@ class TorchBackend:
         return model
 
     def _travel(self, model: TorchModel, memory: Memory, progress: Progress | None = None) -> None:
+        refusals.check(model.spec.name, model.module, list(st.slots(model.module, model.optimizer)))
         groups = model.groups()
-        refusals.check(model.spec.name, model.module, [slot for group in groups for slot in group.slots], groups)
         targets: Sequence[torch.Tensor] = st.copied(groups, memory, self.probe.place(HOST), progress)
         st.at_once([
             *st.rebinding(groups, targets),

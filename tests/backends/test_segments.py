@@ -34,12 +34,12 @@ class Allocator(RuleBasedStateMachine):
             assert not fits
             return multiple()
         assert fits
-        self.held.update({block.key: block.size for block in blocks})
+        self.held.update({block.note.key: block.size for block in blocks})
         return multiple(*blocks)
 
     @rule(block=consumes(blocks))
     def free(self, block):
-        del self.held[block.key]
+        del self.held[block.note.key]
         block.free()
 
     @rule()

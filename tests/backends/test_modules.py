@@ -1,0 +1,414 @@
+"""Modules from live Python: storages travel once, objects stay, training goes on, and the unmovable is refused by name."""
+from __future__ import annotations
+
+import copy
+import gc
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gpu_runtime.backends import backend_for, open_backend
+from gpu_runtime.errors import BadSetting, BadSize, CannotGovern, LoadFailed, NotAModel
+from gpu_runtime.facts import ModelSpec, Share
+from gpu_runtime.units import KIB
+
+CARD, OTHER, HOST = (Share("sim:0", 0),), (Share("sim:1", 0),), (Share("host", 0),)
+SPEC = ModelSpec("net", "torch")
+
+
+@pytest.fixture
+def backend(probe):
+    return open_backend("torch", probe)
+
+
+def there_and_back(backend, module, optimizer=None):
+    """The handle of a module that was adopted, went to a card, back to the host, and to the card again."""
+    model = backend.adopt(SPEC, module, optimizer)
+    for shares in (CARD, HOST, CARD):
+        backend.move(model, shares)
+    return model
+
+
+class Odd(nn.Module):
+    """Everything that makes a module's storages differ from its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        base = torch.randn(10, 10)
+        self.register_buffer("rows", base[2:4])
+        self.register_buffer("turned", base.t(), persistent=False)
+        self.register_buffer("nothing", torch.empty(0, 3))
+        self.register_buffer("conjugate", torch.randn(3, dtype=torch.complex64).conj())
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.image = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+        self.coarse = nn.Parameter(torch.randn(5, 7).to(torch.bfloat16), requires_grad=False)
+        self.one = nn.Linear(8, 8, dtype=torch.float64)
+        self.two = nn.Linear(8, 8, dtype=torch.float64)
+        self.two.weight = self.one.weight
+        self.scalar = nn.Parameter(torch.tensor(3.0))
+
+
+def test_tied_shared_strided_mixed_and_empty_tensors_survive(backend):
+    """Values, strides, dtypes, flags and object identity; each storage counted once."""
+    module = Odd().eval()
+    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    before = {name: (t, t.detach().clone(), t.stride(), t.dtype, t.requires_grad, t.is_conj()) for name, t in tensors.items()}
+    model = there_and_back(backend, module)
+    for name, (tensor, value, *kind) in before.items():
+        now = module.get_parameter(name) if isinstance(tensor, nn.Parameter) else module.get_buffer(name)
+        assert now is tensor, name
+        assert torch.equal(tensor, value), name
+        assert [tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_conj()] == kind, name
+    assert module.image.is_contiguous(memory_format=torch.channels_last)
+    expected = 400 + 24 + 2 + 2 * 3 * 16 * 4 + 70 + 8 * 8 * 8 + 2 * 8 * 8 + 4
+    assert backend.measure(model) == (Share("sim:0", expected),)
+    module.rows.add_(1)
+    assert torch.equal(module.turned.t()[2:4], module.rows), "two views of one storage parted ways"
+
+
+def test_every_tensor_has_a_storage_of_its_own_bytes_and_nobody_elses(backend):
+    """Saving one weight must not save the whole arena."""
+    module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).eval()
+    there_and_back(backend, module)
+    for tensor in module.parameters():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert tensor.data_ptr() % 64 == 0
+
+
+def test_modules_made_or_moved_under_inference_mode_go_on_working(backend):
+    x = torch.ones(1, 8)
+    for made in (False, True):
+        with torch.inference_mode(made):
+            module = nn.Linear(8, 8).eval()
+        before = module(x)
+        model = backend.adopt(SPEC, module)
+        with torch.inference_mode(not made):
+            backend.move(model, CARD)
+        assert torch.equal(module(x), before)
+        with torch.no_grad():
+            assert torch.equal(module(x), before)
+        backend.drop(model)
+
+
+def train(module, optimizer, steps, seed):
+    torch.manual_seed(seed)
+    for _ in range(steps):
+        x = torch.randn(4, 16)
+        optimizer.zero_grad()
+        (module(x) - 1).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["plain", "fused", "amsgrad"])
+def test_training_goes_on_as_if_it_had_never_moved(backend, probe, how):
+    """Frozen and trained weights, BatchNorm, gradients and AdamW's state: bit-equal to a twin that stayed."""
+    options = {"plain": {}, "fused": {"fused": True}, "amsgrad": {"amsgrad": True}}[how]
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
+    module[0].weight.requires_grad_(False)
+    twin = copy.deepcopy(module)
+    optimizer, other = (torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01, **options)
+                        for m in (module, twin))
+    train(module, optimizer, 3, seed=2)
+    train(twin, other, 3, seed=2)
+    model = backend.adopt(SPEC, module, optimizer)
+    size = backend.measure(model)[0].bytes
+    states = sum(t.nbytes for s in optimizer.state.values() for t in s.values() if t.dim())
+    grads = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
+    assert size == sum(t.nbytes for t in (*module.parameters(), *module.buffers())) + states + grads
+    for shares in (CARD, HOST, OTHER):
+        backend.move(model, shares)
+        assert backend.measure(model) == (Share(shares[0].device, size),)
+        assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0} | {shares[0].device: size}
+        train(module, optimizer, 2, seed=3)
+        train(twin, other, 2, seed=3)
+        assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), twin.state_dict().values()))
+    for mine, theirs in zip(optimizer.state.values(), other.state.values()):
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+def test_gradients_and_states_that_came_later_are_counted(backend, probe):
+    """They grew on the card; measuring enters them in its account, room or not, for they are facts."""
+    module = nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(module.parameters())
+    model = backend.adopt(SPEC, module, optimizer)
+    backend.move(model, CARD)
+    weights = backend.measure(model)[0].bytes
+    train(module, optimizer, 1, seed=0)
+    assert backend.measure(model) == (Share("sim:0", 4 * weights),)
+    assert probe.used()["sim:0"] == 4 * weights
+    optimizer.zero_grad()
+    del optimizer.state[module.weight], optimizer.state[module.bias]
+    assert backend.measure(model) == (Share("sim:0", weights),)
+    assert probe.used()["sim:0"] == weights
+
+
+def test_backward_after_a_move_in_between_is_right(backend):
+    """What autograd saved keeps its old bytes; the gradients arrive at the Parameters, where they now lie."""
+    torch.manual_seed(0)
+    module = nn.Linear(8, 8).eval()
+    twin, x = copy.deepcopy(module), torch.randn(2, 8)
+    model = backend.adopt(SPEC, module)
+    loss = module(x).square().sum()
+    backend.move(model, CARD)
+    loss.backward()
+    twin(x).square().sum().backward()
+    assert torch.equal(module.weight.grad, twin.weight.grad)
+
+
+def test_a_kept_tensor_holds_exactly_its_own_bytes(backend, probe):
+    """A detached weight outlives the move with its old values, and nothing but it stays behind."""
+    module = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100)).eval()
+    model = backend.load(SPEC, CARD, lambda: module)
+    kept = module[1].bias.detach()
+    value = kept.clone()
+    backend.move(model, HOST)
+    assert probe.used()["sim:0"] == 400
+    other = backend.load(ModelSpec("other", "torch"), CARD, lambda: nn.Linear(300, 300))
+    assert torch.equal(kept, value), "another model was given a kept tensor's memory"
+    backend.drop(other)
+    del kept
+    assert probe.used()["sim:0"] == 0
+
+
+def test_a_kept_parameter_follows(backend):
+    module = nn.Linear(4, 4).eval()
+    model = backend.load(SPEC, CARD, lambda: module)
+    weight = module.weight
+    backend.move(model, HOST)
+    with torch.no_grad():
+        weight.zero_()
+    backend.move(model, CARD)
+    assert not module.weight.any()
+
+
+def test_a_drop_frees_the_bytes_also_where_the_module_is_kept(backend, probe):
+    """A later call fails in words about shapes; it does not crash."""
+    model = backend.load(SPEC, CARD, lambda: nn.Linear(50, 50))
+    module = backend.value(model)
+    module.weight.grad = torch.ones(50, 50)
+    backend.drop(model)
+    assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0}
+    assert module.weight.grad is None
+    with pytest.raises(RuntimeError):
+        module(torch.ones(1, 50))
+
+
+def test_adopting_counts_a_module_where_it_lies(backend, probe):
+    module = nn.Linear(64, 64).eval()
+    model = backend.adopt(SPEC, module)
+    assert backend.measure(model) == (Share("host", 64 * 65 * 4),)
+    assert probe.used()["host"] == 64 * 65 * 4
+    backend.move(model, CARD)
+    assert probe.used() == {"sim:0": 64 * 65 * 4, "sim:1": 0, "host": 0}
+    assert backend.value(model) is module
+    assert not backend.droppable(model) and not backend.unchanged(model)
+    del model
+    assert module(torch.ones(1, 64)).shape == (1, 64)
+    assert probe.used()["sim:0"] == 64 * 65 * 4, "the module is alive, and so are its bytes"
+    del module
+    gc.collect()
+    assert probe.used()["sim:0"] == 0
+
+
+def test_a_module_in_training_needs_its_optimizer(backend):
+    with pytest.raises(CannotGovern, match=r"rt.adopt\('net', module, optimizer=opt\)      or, if it is done:  module.eval"):
+        backend.adopt(SPEC, nn.Linear(2, 2))
+    backend.adopt(SPEC, nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    backend.adopt(SPEC, nn.Linear(2, 2).eval())
+    backend.adopt(SPEC, nn.Linear(2, 2).requires_grad_(False))
+
+
+# -- refused by name -------------------------------------------------------------------------------------------------
+
+
+def hooked():
+    from accelerate import cpu_offload
+
+    return cpu_offload(nn.Linear(2, 2), execution_device=torch.device("cpu"))
+
+
+def hooked_in_place():
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    return add_hook_to_module(nn.Linear(2, 2), ModelHook())
+
+
+def compiled_in_place():
+    module = nn.Linear(2, 2)
+    module.compile()
+    return module
+
+
+def quantised_by_bitsandbytes():
+    kind = type("Linear8bitLt", (nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})
+    return nn.Sequential(kind(2, 2))
+
+
+def parameter_of_bitsandbytes():
+    kind = type("Params4bit", (nn.Parameter,), {"__module__": "bitsandbytes.nn.modules"})
+    module = nn.Linear(2, 2)
+    module.weight = torch.Tensor._make_subclass(kind, torch.ones(2, 2))
+    return module
+
+
+def tensor_subclass():
+    kind = type("AffineQuantizedTensor", (torch.Tensor,), {"__module__": "torchao.dtypes"})
+    module = nn.Linear(2, 2)
+    module.register_buffer("scale", torch.ones(2).as_subclass(kind))
+    return module
+
+
+def named(name, base=nn.Module):
+    """A module of a class of that name, as the wrappers of torch.distributed are recognised."""
+    wrapper = type(name, (base,), {})()
+    wrapper.module = nn.Linear(2, 2)
+    return wrapper
+
+
+def graphed():
+    module = nn.Linear(2, 2)
+
+    def make_graphed_callables():
+        def forward(x):
+            return x
+        return forward
+
+    module.forward = make_graphed_callables()
+    return module
+
+
+def shared():
+    return nn.Linear(2, 2).share_memory()
+
+
+def overlapping():
+    array = np.ones(8, dtype=np.float32)
+    module = nn.Module()
+    module.register_buffer("one", torch.from_numpy(array))
+    module.register_buffer("other", torch.from_numpy(array[2:]))
+    return module
+
+
+def sparse():
+    module = nn.Module()
+    module.register_buffer("adjacency", torch.eye(3).to_sparse())
+    return module
+
+
+@pytest.mark.parametrize("build, why", [
+    (hooked, "accelerate hooks move it already"),
+    (hooked_in_place, "accelerate hooks move it already"),
+    (lambda: nn.Linear(2, 2, device="meta"), "weight is on the meta device and has no data"),
+    (lambda: torch.compile(nn.Linear(2, 2)), "compiled by torch.compile"),
+    (compiled_in_place, "compiled by torch.compile"),
+    (graphed, "captured in a CUDA graph"),
+    (quantised_by_bitsandbytes, r"quantised by bitsandbytes \(Linear8bitLt \(at 0\)\)"),
+    (parameter_of_bitsandbytes, "weight is a Params4bit"),
+    (tensor_subclass, "scale is a torchao AffineQuantizedTensor"),
+    (lambda: named("DistributedDataParallel"), "wrapped in DistributedDataParallel"),
+    (lambda: named("FullyShardedDataParallel"), "wrapped in FSDP"),
+    (lambda: nn.Sequential(named("FSDPLinear", type("FSDPModule", (nn.Module,), {}))), r"wrapped in FSDP \(fully_shard\)"),
+    (lambda: nn.DataParallel(nn.Linear(2, 2)), "wrapped in DataParallel"),
+    (lambda: torch.jit.script(nn.Linear(2, 2)), "TorchScript"),
+    (shared, "shared with other processes"),
+    (overlapping, "one and other lie in the same memory"),
+    (sparse, "adjacency is not a plain strided tensor"),
+    (lambda: nn.LazyLinear(2), "has no shape yet; call the module once"),
+], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_cannot_be_moved_safely_is_refused_with_its_reason(backend, probe, build, why):
+    module = build().eval()
+    for attempt in (lambda: backend.adopt(SPEC, module), lambda: backend.load(SPEC, CARD, lambda: module)):
+        with pytest.raises(CannotGovern, match=why) as error:
+            attempt()
+        assert error.value.name == "net" and error.value.why
+    assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0}
+
+
+def test_a_module_compiled_after_it_was_adopted_stays_where_it_is(backend):
+    module = nn.Linear(2, 2).eval()
+    model = backend.adopt(SPEC, module)
+    module.compile()
+    with pytest.raises(CannotGovern, match="torch.compile"):
+        backend.move(model, CARD)
+
+
+def test_the_wrappers_real_names_are_those_that_are_refused():
+    """A rename in torch would otherwise pass unseen."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    from gpu_runtime.backends.refusals import _WRAPPERS
+
+    assert {FSDPModule.__name__, FullyShardedDataParallel.__name__, DistributedDataParallel.__name__} <= _WRAPPERS.keys()
+    assert type(torch.compile(nn.Linear(1, 1))).__name__ in _WRAPPERS
+    assert "make_graphed_callables" in torch.cuda.make_graphed_callables.__name__
+
+
+# -- factories -------------------------------------------------------------------------------------------------------
+
+
+def test_a_factory_is_sized_without_data(backend):
+    """By shapes, tied weights once; no memory is taken and no random number drawn."""
+    state = torch.random.get_rng_state()
+    footprint = backend.footprint(SPEC, lambda: nn.Linear(1000, 1000))
+    assert footprint.bytes == 1001 * 1000 * 4 and footprint.parts[0].source == "shapes"
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_a_factory_that_cannot_be_sized_asks_for_a_size(backend):
+    def factory():
+        raise RuntimeError("needs a card")
+
+    with pytest.raises(BadSize, match="size='8 GiB'"):
+        backend.footprint(SPEC, factory)
+
+
+def test_a_factory_must_return_a_module(backend):
+    with pytest.raises(LoadFailed, match="returned a dict, not an nn.Module"):
+        backend.load(SPEC, CARD, dict)
+
+
+def test_a_factorys_own_error_is_its_own(backend, probe):
+    def factory():
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        backend.load(SPEC, CARD, factory)
+    assert not any(probe.used().values())
+
+
+@pytest.mark.parametrize("source, name", [
+    (nn.Linear(1, 1), "torch"), (lambda: nn.Linear(1, 1), "torch"), (nn.Module, "torch"), ("org/absent", "transformers"),
+])
+def test_the_source_names_its_backend(source, name):
+    assert backend_for(source) == name
+    assert backend_for(source, "fake") == "fake"
+
+
+def test_other_sources_are_no_models(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert backend_for(tmp_path) == backend_for(str(tmp_path)) == "transformers"
+    for source in (tmp_path / "model.gguf", "nowhere", 7, None, ""):
+        with pytest.raises(NotAModel, match="Supported: a Hugging Face directory"):
+            backend_for(source)
+    with pytest.raises(BadSetting, match="fake, torch, transformers"):
+        backend_for("org/name", "onnx")
+    with pytest.raises(BadSetting):
+        open_backend("onnx", None)
+
+
+def test_the_account_survives_many_small_models(backend, probe):
+    """Fifty come and go in changing order; the pages of one are used by the next."""
+    models = [backend.load(ModelSpec(f"m{i}", "torch"), CARD, lambda i=i: nn.Linear(10 + i, 10)) for i in range(50)]
+    for model in models[::3]:
+        backend.move(model, HOST)
+    for model in models[::-2]:
+        backend.drop(model)
+    for model in models:
+        backend.drop(model)
+    assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0}
+    assert probe.fragmentation()[0].reserved_bytes <= 2048 * KIB

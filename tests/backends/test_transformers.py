@@ -1,0 +1,372 @@
+"""Model directories: what is loaded, what is refused by name, and that a changed weight is never lost."""
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+
+import pytest
+import torch
+from torch import nn
+
+from gpu_runtime.backends import open_backend
+from gpu_runtime.errors import BadSetting, CannotGovern, LoadFailed, NotAModel
+from gpu_runtime.facts import ModelSpec, Share
+from tests import tiny_models
+
+CARD, HOST = (Share("sim:0", 0),), (Share("host", 0),)
+IDS = torch.tensor([[5, 6, 7, 8]])
+
+
+@pytest.fixture
+def backend(probe):
+    return open_backend("transformers", probe)
+
+
+def spec(directory, model_type="other", **options):
+    return ModelSpec("m", "transformers", source=str(directory), model_type=model_type, options=options)
+
+
+def answer(module):
+    with torch.no_grad():
+        return module(IDS)[0]
+
+
+@pytest.fixture
+def copy(llama, tmp_path):
+    """The model's directory, to be changed."""
+    return shutil.copytree(llama, tmp_path / "copy")
+
+
+def test_logits_are_those_of_transformers_itself_after_every_journey(backend, llama):
+    """Bit for bit: loaded, card to host to card, and dropped to disk and back into the same object."""
+    from transformers import AutoModelForCausalLM
+
+    expected = answer(AutoModelForCausalLM.from_pretrained(llama, local_files_only=True))
+    model = backend.load(spec(llama), CARD)
+    module = backend.value(model)
+    assert type(module).__name__ == "LlamaForCausalLM" and not module.training
+    assert torch.equal(answer(module), expected)
+    backend.move(model, HOST)
+    backend.move(model, CARD)
+    assert torch.equal(answer(module), expected)
+    assert backend.unchanged(model)
+    backend.drop(model)
+    assert backend.value(backend.load(spec(llama), CARD, into=module)) is module
+    assert torch.equal(answer(module), expected)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype, option", [("float32", None), ("bfloat16", None), ("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("shard", [None, "100KB"], ids=["one file", "sharded"])
+def test_the_header_tells_the_bytes(backend, tmp_path, tied, dtype, option, shard):
+    """As stored or as converted, tied weights once, whatever the number of files: within 2 %."""
+    directory = tiny_models.causal_lm(tmp_path / "m", tied=tied, dtype=dtype, shard=shard)
+    assert len(list(directory.glob("*.safetensors"))) > 1 or not shard
+    given = spec(directory, **({"dtype": option} if option else {}))
+    footprint = backend.footprint(given)
+    assert footprint.parts[0].source == "header"
+    model = backend.load(given, CARD)
+    measured = backend.measure(model)[0].bytes
+    assert abs(footprint.bytes - measured) <= 0.02 * measured
+    module = backend.value(model)
+    assert module.dtype == getattr(torch, option or dtype)
+    assert (module.lm_head.weight.data_ptr() == module.model.embed_tokens.weight.data_ptr()) == tied
+
+
+def test_tied_weights_that_a_file_holds_twice_count_once(backend, tmp_path):
+    """Some checkpoints store the head although it is tied."""
+    from safetensors.torch import load_file, save_file
+
+    directory = tiny_models.causal_lm(tmp_path / "m", tied=True)
+    before = backend.footprint(spec(directory)).bytes
+    weights = load_file(directory / "model.safetensors")
+    weights = {key: value.clone() for key, value in weights.items()}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    assert backend.footprint(spec(directory)).bytes == before
+
+
+def test_the_architecture_chooses_the_class_and_task_or_type_overrule_it(backend, tmp_path, llama):
+    def kind(given):
+        return type(backend.value(backend.load(given, CARD))).__name__
+
+    embedder, reranker = tiny_models.embedder(tmp_path / "e"), tiny_models.reranker(tmp_path / "r")
+    assert kind(spec(llama)) == kind(spec(llama, "llm")) == "LlamaForCausalLM"
+    assert kind(spec(embedder)) == kind(spec(embedder, "embedding")) == "LlamaModel"
+    assert kind(spec(reranker)) == kind(spec(reranker, "reranker")) == "LlamaForSequenceClassification"
+    assert kind(spec(llama, "embedding")) == kind(spec(llama, task="embedding")) == "LlamaModel"
+    with pytest.raises(BadSetting, match="task='poetry'"):
+        backend.load(spec(llama, task="poetry"), CARD)
+
+
+def test_the_tokenizer_comes_along(backend, llama):
+    module = backend.value(backend.load(spec(llama), CARD))
+    ids = module.tokenizer("the quick brown", return_tensors="pt")
+    assert module.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] == ids["input_ids"].shape[1] + 3
+
+
+def test_a_directory_without_a_tokenizer_is_a_model_too(backend, copy):
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (copy / file).unlink()
+    assert not hasattr(backend.value(backend.load(spec(copy), CARD)), "tokenizer")
+
+
+def test_a_load_is_silent_and_leaves_the_users_settings(backend, llama, capfd):
+    from transformers.utils import logging
+
+    logging.enable_progress_bar()
+    logging.set_verbosity_info()
+    try:
+        backend.load(spec(llama), CARD)
+        assert logging.get_verbosity() == logging.INFO and logging.is_progress_bar_enabled()
+    finally:
+        logging.set_verbosity_warning()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_options_are_passed_on_or_refused(backend, llama):
+    module = backend.value(backend.load(spec(llama, attn_implementation="eager"), CARD))
+    assert module.config._attn_implementation == "eager"
+    for option, value in (("device_map", "auto"), ("quantization_config", {}), ("load_in_8bit", True)):
+        with pytest.raises(BadSetting, match=option):
+            backend.load(spec(llama, **{option: value}), CARD)
+    for dtype in ("int8", "float99", "nn"):
+        with pytest.raises(BadSetting, match="dtype"):
+            backend.footprint(spec(llama, dtype=dtype))
+
+
+def test_remote_code_is_not_trusted_by_itself(backend, copy):
+    """A repository's own Python runs only where the caller says so."""
+    config = json.loads((copy / "config.json").read_text())
+    config.update(model_type="custom", architectures=["Custom"], auto_map={
+        "AutoConfig": "custom.Config", "AutoModelForCausalLM": "custom.Custom"})
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "custom.py").write_text("raise SystemExit('remote code ran')")
+    with pytest.raises(LoadFailed):
+        backend.load(spec(copy), CARD)
+
+
+# -- a changed weight is never lost ------------------------------------------------------------------------------------
+
+
+def fused(module):
+    module.requires_grad_(True)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(module.parameters(), lr=1e-3, fused=True).step()
+    module.zero_grad(set_to_none=True)
+
+
+def replaced(module):
+    module.lm_head.weight = nn.Parameter(module.lm_head.weight.detach() + 1)
+
+
+CHANGES = {
+    "add_": lambda m: m.lm_head.weight.detach().add_(1e-3),
+    "data.add_": lambda m: m.lm_head.weight.data.add_(1e-3),
+    "one element": lambda m: m.lm_head.weight.data[3, 4].mul_(1.0001),
+    "sign": lambda m: m.lm_head.weight.data.neg_(),
+    "swap of rows": lambda m: m.lm_head.weight.data.index_copy_(0, torch.tensor([0, 1]), m.lm_head.weight.data[[1, 0]]),
+    "numpy": lambda m: m.lm_head.weight.detach().numpy().__setitem__((0, 0), 7.0),
+    "dlpack": lambda m: torch.from_dlpack(m.lm_head.weight.detach()).zero_(),
+    "set_ alias": lambda m: torch.empty(0).set_(m.lm_head.weight.untyped_storage()).fill_(2),
+    "fused optimizer": fused,
+    "buffer": lambda m: m.model.rotary_emb.inv_freq.mul_(2),
+    "parameter replaced": replaced,
+    "data replaced": lambda m: setattr(m.lm_head.weight, "data", m.lm_head.weight.data * 2),
+    "gradient": lambda m: setattr(m.lm_head.weight, "grad", torch.ones_like(m.lm_head.weight)),
+    "tokens added": lambda m: m.resize_token_embeddings(600, mean_resizing=False),
+    "adapter added": lambda m: m.lm_head.register_parameter("lora_A", nn.Parameter(torch.zeros(4, 64))),
+    "buffer added": lambda m: m.register_buffer("steering", torch.ones(64)),
+    "half of it": lambda m: m.half(),
+    "layer removed": lambda m: m.model.layers.__delitem__(1),
+    "weights tied": lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight),
+}
+
+
+@pytest.mark.parametrize("where", ["card", "host"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_weight_changed_in_any_way_is_not_dropped(backend, llama, change, where):
+    """`_version` stays as it was for half of these."""
+    model = backend.load(spec(llama), CARD)
+    if where == "host":
+        backend.move(model, HOST)
+    assert backend.droppable(model) and backend.unchanged(model)
+    change(backend.value(model))
+    assert not backend.unchanged(model)
+    assert not backend.droppable(model), "once seen, it need not be looked for again"
+    backend.move(model, CARD if where == "host" else HOST)
+    assert not backend.unchanged(model), "a move must not launder a change"
+
+
+def test_use_without_change_keeps_it_droppable(backend, llama):
+    """Forward, generate, a round trip, requires_grad: the bytes are the source's."""
+    model = backend.load(spec(llama), CARD)
+    module = backend.value(model)
+    answer(module)
+    module.generate(IDS, max_new_tokens=2, do_sample=False)
+    module.requires_grad_(False)
+    backend.move(model, HOST)
+    backend.move(model, CARD)
+    assert backend.droppable(model) and backend.unchanged(model)
+
+
+def test_running_statistics_that_went_on_are_weights_too(backend, tmp_path):
+    """BatchNorm writes into its buffers in training mode, and no version counter may tell."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    directory = tmp_path / "resnet"
+    ResNetForImageClassification(ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])).save_pretrained(directory)
+    model = backend.load(spec(directory), CARD)
+    module = backend.value(model)
+    pixels = torch.randn(2, 3, 32, 32)
+    module(pixels)
+    assert backend.unchanged(model)
+    module.train()(pixels)
+    assert not backend.unchanged(model)
+
+
+@pytest.mark.parametrize("how", ["touched", "replaced", "gone", "rewritten"])
+def test_a_model_whose_source_changed_is_not_dropped(backend, copy, how):
+    """Its files could no longer bring it back."""
+    model = backend.load(spec(copy), CARD)
+    weights = copy / "model.safetensors"
+    if how == "touched":
+        weights.touch()
+    elif how == "replaced":
+        shutil.copy2(weights, copy / "new")
+        (copy / "new").replace(weights)
+    elif how == "gone":
+        weights.unlink()
+    else:
+        (copy / "config.json").write_text((copy / "config.json").read_text() + " ")
+    assert not backend.droppable(model) and not backend.unchanged(model)
+
+
+def test_weights_that_the_source_lacks_make_it_undroppable(backend, copy):
+    """They were made up when it was loaded, and would be made up otherwise the next time."""
+    module = backend.load(spec(copy, task="reranker"), CARD)
+    assert not backend.droppable(module) and not backend.unchanged(module)
+
+
+def test_an_object_that_was_rebuilt_meanwhile_is_not_filled_with_the_wrong_weights(backend, probe, llama):
+    model = backend.load(spec(llama), CARD)
+    module = backend.value(model)
+    backend.drop(model)
+    del module.model.layers[1]
+    with pytest.raises(LoadFailed, match="no longer has the tensors of its source"):
+        backend.load(spec(llama), CARD, into=module)
+    assert not any(probe.used().values())
+
+
+# -- sources that are damaged or none ----------------------------------------------------------------------------------
+
+
+def rewrite_header(path, edit):
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    edit(header)
+    raw = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + data[8 + length :])
+
+
+def first(header):
+    return next(value for key, value in header.items() if key != "__metadata__")
+
+
+DAMAGES = {
+    "truncated": (tiny_models.truncate, "truncated"),
+    "cut to nothing": (lambda p: p.write_bytes(b""), "it is 0 bytes long"),
+    "cut in the header": (lambda p: p.write_bytes(p.read_bytes()[:100]), "it is 100 bytes long"),
+    "too long": (lambda p: p.open("ab").write(b"x"), "longer than it should be"),
+    "huge header": (lambda p: p.write_bytes(b"\xff" * 8 + p.read_bytes()[8:]), "its header would be"),
+    "no json": (lambda p: p.write_bytes(p.read_bytes()[:8] + b"\x00" * 200 + p.read_bytes()[208:]), "JSON cannot be read"),
+    "json list": (lambda p: p.write_bytes(struct.pack("<Q", 2) + b"[]"), "not an object"),
+    "overlap": (lambda p: rewrite_header(p, lambda h: first(h).update(dtype="F32", shape=[1], data_offsets=[4, 8])), "a gap or an overlap"),
+    "negative": (lambda p: rewrite_header(p, lambda h: first(h).update(data_offsets=[-8, 8])), "not one of safetensors"),
+    "shape": (lambda p: rewrite_header(p, lambda h: first(h).update(shape=[10**9])), "not one of safetensors"),
+    "fields": (lambda p: rewrite_header(p, lambda h: first(h).pop("dtype")), "not one of safetensors"),
+    "number": (lambda p: rewrite_header(p, lambda h: h.update(extra=7)), "not one of safetensors"),
+}
+
+
+@pytest.mark.parametrize("damage, why", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_is_named_with_what_is_wrong(backend, probe, copy, damage, why):
+    """Before it is mapped: a truncated mapping ends the process."""
+    damage(copy / "model.safetensors")
+    for attempt in (lambda: backend.footprint(spec(copy)), lambda: backend.load(spec(copy), CARD)):
+        with pytest.raises(LoadFailed, match=why) as error:
+            attempt()
+        assert "model.safetensors" in str(error.value) and not isinstance(error.value, NotAModel)
+    assert not any(probe.used().values())
+
+
+def test_a_missing_or_escaping_shard_is_named(backend, tmp_path):
+    directory = tiny_models.causal_lm(tmp_path / "m", shard="100KB")
+    index = directory / "model.safetensors.index.json"
+    shard = sorted(directory.glob("model-*.safetensors"))[1]
+    shard.rename(tmp_path / "away")
+    with pytest.raises(LoadFailed, match=f"{shard.name} cannot be loaded: the index names it, and it is not there"):
+        backend.footprint(spec(directory))
+    index.write_text(index.read_text().replace(shard.name, "../away"))
+    with pytest.raises(LoadFailed, match="not a file beside it"):
+        backend.footprint(spec(directory))
+    index.write_text("{}")
+    with pytest.raises(LoadFailed, match="no weight_map"):
+        backend.footprint(spec(directory))
+
+
+def test_a_config_that_cannot_be_read_is_named(backend, copy):
+    (copy / "config.json").write_text("{")
+    with pytest.raises(LoadFailed, match="config.json cannot be loaded: its JSON"):
+        backend.footprint(spec(copy))
+
+
+def test_an_unknown_architecture_fails_in_one_line(backend, copy, probe):
+    config = json.loads((copy / "config.json").read_text())
+    config.update(model_type="no_such_model", architectures=["NoSuchModel"])
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LoadFailed) as error:
+        backend.load(spec(copy), CARD)
+    assert len(str(error.value).splitlines()) == 1 and str(copy) in str(error.value)
+    assert not any(probe.used().values())
+
+
+def test_a_directory_that_is_no_model_says_what_was_looked_for(backend, tmp_path):
+    with pytest.raises(NotAModel, match="looked for config.json beside .*found nothing"):
+        backend.footprint(spec(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(NotAModel, match="looked for model.safetensors or .*found config.json"):
+        backend.footprint(spec(tmp_path))
+    with pytest.raises(NotAModel, match="no model"):
+        backend.footprint(spec("/no/such/place"))
+
+
+def test_pickled_weights_are_refused_by_name(backend, tmp_path):
+    with pytest.raises(LoadFailed, match="pytorch_model.bin.*can run any code"):
+        backend.footprint(spec(tiny_models.pickled(tmp_path / "m")))
+
+
+def test_a_quantised_checkpoint_is_refused_by_name(backend, copy):
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq"}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CannotGovern, match="quantised by gptq"):
+        backend.load(spec(copy), CARD)
+
+
+def test_a_hub_id_that_was_not_downloaded_says_so_in_one_line(backend):
+    with pytest.raises(LoadFailed, match=r"org/absent is neither a directory nor .*hf download org/absent\), or give a directory") as error:
+        backend.footprint(spec("org/absent"))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_hub_id_that_was_downloaded_is_loaded_from_the_cache(backend, llama, tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    tiny_models.hub_cache(tmp_path, "org/tiny", llama)
+    model = backend.load(spec("org/tiny"), CARD)
+    assert backend.footprint(spec("org/tiny")).bytes > 0 and backend.unchanged(model)

@@ -1,0 +1,153 @@
+"""What a simulation cannot show: bytes on a real card, measured by torch and by the driver before and after."""
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from gpu_runtime.backends import is_out_of_memory, open_backend
+from gpu_runtime.facts import ModelSpec, Share
+from gpu_runtime.probe import open_probe
+from gpu_runtime.units import MIB
+from tests import tiny_models
+
+pytestmark = pytest.mark.gpu
+CARD, HOST = (Share("cuda:0", 0),), (Share("host", 0),)
+
+
+@pytest.fixture
+def torch():
+    import torch
+
+    torch.cuda.init()
+    torch.empty(1, device="cuda")
+    torch.cuda.empty_cache()
+    return torch
+
+
+@pytest.fixture
+def probe(torch):
+    return open_probe("cuda")
+
+
+def network(torch, megabytes=256):
+    width = 1024
+    return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(megabytes // 4))).eval()
+
+
+def test_the_probe_names_the_cards_as_cuda_does(torch, probe):
+    """By UUID, in CUDA's order."""
+    mine = {f"cuda:{i}": str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())}
+    assert {d.id: d.uuid.removeprefix("GPU-") for d in probe.devices if not d.is_host} == mine
+    sample = probe.samples(0.0)["cuda:0"]
+    assert sample.free_bytes is None or 0 < sample.free_bytes <= probe.devices[0].total_bytes
+
+
+def test_the_whole_journey_on_a_card(torch, probe):
+    """Loaded, offloaded, restored and dropped: torch and the driver see every byte come and go; answers stay bit-equal."""
+    backend, spec = open_backend("torch", probe), ModelSpec("net", "torch")
+    torch.manual_seed(0)
+    x = torch.randn(4, 1024, device="cuda")
+    before, free_before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    model = backend.load(spec, CARD, lambda: network(torch))
+    module, size = backend.value(model), backend.measure(model)[0].bytes
+    assert size == 256 * MIB and torch.cuda.memory_allocated() - before == size
+    with torch.no_grad():
+        expected = module(x)
+    held_on_card = torch.cuda.memory_allocated()
+    for _ in range(3):
+        backend.move(model, HOST)
+        assert held_on_card - torch.cuda.memory_allocated() == size
+        assert backend.measure(model) == (Share("host", size),) and probe.place("host").held_bytes() >= size
+        assert all(p.device.type == "cpu" for p in module.parameters())
+        backend.move(model, CARD)
+        with torch.no_grad():
+            assert torch.equal(module(x), expected)
+    backend.drop(model)
+    del expected, x
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() <= before
+    assert free_before - torch.cuda.mem_get_info()[0] < 64 * MIB  # cuBLAS keeps a workspace
+
+
+def test_offloaded_pages_are_locked_for_the_copy_engine(torch, probe):
+    backend = open_backend("torch", probe)
+    model = backend.load(ModelSpec("net", "torch"), CARD, lambda: network(torch, 64))
+    backend.move(model, HOST)
+    assert all(p.is_pinned() for p in backend.value(model).parameters())
+    backend.drop(model)
+    assert probe.empty_cache() >= 64 * MIB
+
+
+def test_training_goes_on_after_a_round_trip(torch, probe):
+    """AdamW's state travels, its step counters stay on the CPU; bit-equal to a twin that never moved."""
+    import copy
+
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 8)).cuda()
+    twin = copy.deepcopy(module)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (module, twin)]
+    backend = open_backend("torch", probe)
+    batches = [torch.randn(8, 64, device="cuda") for _ in range(4)]
+
+    def step(m, optimizer, batch):
+        optimizer.zero_grad()
+        m(batch).square().mean().backward()
+        optimizer.step()
+
+    model = None
+    for batch in batches:
+        for m, optimizer in zip((module, twin), optimizers):
+            step(m, optimizer, batch)
+        model = model or backend.adopt(ModelSpec("net", "torch"), module, optimizers[0])
+        backend.move(model, HOST)
+        backend.move(model, CARD)
+    for mine, theirs in zip(module.state_dict().values(), twin.state_dict().values()):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_transformers_model_on_a_card(torch, probe, tmp_path):
+    """Logits bit-equal over card, host and disk, and proof of its bytes without copying them to the host."""
+    backend = open_backend("transformers", probe)
+    spec = ModelSpec("llama", "transformers", source=str(tiny_models.causal_lm(tmp_path / "m")))
+    model = backend.load(spec, CARD)
+    module, ids = backend.value(model), torch.tensor([[5, 6, 7]], device="cuda")
+    with torch.no_grad():
+        expected = module(ids).logits
+    assert backend.unchanged(model)
+    backend.move(model, HOST)
+    assert backend.unchanged(model), "the fingerprint is the same on the card and on the host"
+    backend.move(model, CARD)
+    with torch.no_grad():
+        assert torch.equal(module(ids).logits, expected)
+    backend.drop(model)
+    backend.load(spec, CARD, into=module)
+    with torch.no_grad():
+        assert torch.equal(module(ids).logits, expected)
+        module.lm_head.weight[0, 0] += 1
+
+
+def test_out_of_memory_on_a_card_leaves_all_as_it_was(torch, probe):
+    backend = open_backend("torch", probe)
+    module = network(torch, 256)
+    model = backend.adopt(ModelSpec("net", "torch"), module)
+    free, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(100 * MIB / total)
+    before = torch.cuda.memory_allocated()
+    try:
+        with pytest.raises(Exception) as error:
+            backend.move(model, CARD)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert is_out_of_memory(error.value)
+    assert torch.cuda.memory_allocated() == before
+    assert backend.measure(model)[0].device == "host"
+
+
+def test_the_driver_charges_this_process_with_what_it_uses(torch, probe):
+    """Where it tells at all: in a container the process ids are foreign."""
+    used = probe.used()["cuda:0"]
+    assert used >= torch.cuda.memory_reserved()
+    processes = probe.samples(0.0)["cuda:0"].processes
+    if processes.get(os.getpid()) is not None:
+        assert used >= processes[os.getpid()]
