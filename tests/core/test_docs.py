@@ -10,7 +10,6 @@ from pathlib import Path
 import gpu_runtime
 from gpu_runtime.settings import Settings
 from gpu_runtime.verbs import VERBS
-from tests import tiny_models
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -49,13 +48,11 @@ def test_no_setting_is_documented_that_does_not_exist():
     assert documented == {row.name for row in Settings.load().sources()}
 
 
-def test_the_first_example_works(tmp_path):
-    """Typed as it stands, on a card that holds one of the two models: the first steps aside to RAM and says why."""
-    example = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[0]
-    tiny_models.causal_lm(tmp_path / "models" / "writer")
-    tiny_models.reranker(tmp_path / "models" / "ranker")
+def test_the_examples_work(tmp_path):
+    """Typed as they stand, on a card that holds one of the two models: the first steps aside to RAM and says why."""
+    example, samples = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     settings = {"GPU_DEVICES": "sim:1MiB,host:8GiB", "GPU_LEDGER": f"sqlite://{tmp_path}/ledger"}
-    shown = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, env=os.environ | settings,
+    shown = subprocess.run([sys.executable, "-c", samples + example], cwd=tmp_path, env=os.environ | settings,
                            capture_output=True, text=True, timeout=120, check=False)
     assert shown.returncode == 0, shown.stderr
     assert re.search(r"^offloaded - ranker needs .*; writer was idle", shown.stdout, flags=re.MULTILINE)
