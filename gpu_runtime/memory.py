@@ -60,7 +60,8 @@ class Memory:
     the driver know better.
     """
 
-    def __init__(self, device: str, capacity_bytes: int | None, *, simulated: bool = True, pinned: bool = False) -> None:
+    def __init__(self, device: str, capacity_bytes: int | None, *,
+                 simulated: bool = True, pinned: bool = False) -> None:
         self.device, self.capacity_bytes, self.simulated, self.pinned = device, capacity_bytes, simulated, pinned
         self.squeezed_bytes = 0
         self.alloc_retries = self.ooms = 0
@@ -86,10 +87,10 @@ class Memory:
     def allocate_row(self, sizes: Sequence[int], *, force: bool = False) -> list[Block]:
         """One block per size, side by side and each on a multiple of 512 bytes, or none. Raises as `allocate`."""
         blocks = [Block(self, size) for size in sizes]  # made first: whatever happens, they clean up after themselves
-        if not self.counted:
-            return blocks
         with self._lock:
             state, wanted = self._swept(), sum(sizes)
+            if not self.counted:
+                return blocks
             room = self.capacity_bytes - self.squeezed_bytes
             short = state.requested + wanted > room
             if not force and (short or self._failures):
@@ -179,8 +180,8 @@ class Memory:
         self.ooms += 1
         free = max(0, room - state.requested)
         raise out_of_memory(
-            f"{self.device} out of memory. Tried to allocate {show_bytes(wanted)}. {self.device} has a total capacity of "
-            f"{show_bytes(self.capacity_bytes)} of which {show_bytes(free)} is free. This process has "
+            f"{self.device} out of memory. Tried to allocate {show_bytes(wanted)}. {self.device} has a total capacity "
+            f"of {show_bytes(self.capacity_bytes)} of which {show_bytes(free)} is free. This process has "
             f"{show_bytes(state.allocated)} allocated; {show_bytes(state.reserved - state.allocated)} is reserved but "
             f"unallocated.", device=self.device, asked_bytes=wanted, holders=(), report="")
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import psutil
@@ -70,7 +71,7 @@ def _cards(nvml: Any, environment: Mapping[str, str]) -> tuple[Card, ...]:
     names = {_text(nvml.nvmlDeviceGetName(handle)) for handle in every}
     if len(names) > 1 and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         every = _fastest_first(nvml, every)
-    chosen = [handle for handle in _visible(nvml, every, environment.get("CUDA_VISIBLE_DEVICES"))]
+    chosen = _visible(nvml, every, environment.get("CUDA_VISIBLE_DEVICES"))
     return tuple(_card(nvml, index, handle) for index, handle in enumerate(chosen))
 
 
@@ -83,8 +84,10 @@ def _card(nvml: Any, index: int, handle: Any) -> Card:
 
 
 def _visible(nvml: Any, every: list[Any], wanted: str | None) -> list[Any]:
-    """The handles that CUDA_VISIBLE_DEVICES names. As CUDA reads it: the first wrong entry ends the list, and a card named
-    twice leaves none."""
+    """The handles that CUDA_VISIBLE_DEVICES names, as CUDA reads it.
+
+    The first wrong entry ends the list, and a card named twice leaves none.
+    """
     if wanted is None:
         return [_first_instance(nvml, handle) for handle in every]
     chosen: list[Any] = []
@@ -131,7 +134,7 @@ print(json.dumps(order))
 
 
 def _fastest_first(nvml: Any, every: list[Any]) -> list[Any]:
-    """Cards of several kinds in CUDA's own default order. Asked in a child: CUDA, once started here, survives no fork."""
+    """Cards of several kinds in CUDA's own order. Asked in a child: CUDA, once started here, survives no fork."""
     environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
     try:
         said = subprocess.run([sys.executable, "-c", _CUDA_ORDER], env=environment, capture_output=True, timeout=20,
@@ -146,7 +149,7 @@ def _sample(nvml: Any, card: Card, now: float) -> Sample:
     memory = _or_none(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(card.handle).free)
     processes: dict[int, int | None] = {}
     for listing in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
-        for process in _or_none(nvml, lambda: listing(card.handle)) or ():
+        for process in _or_none(nvml, partial(listing, card.handle)) or ():
             processes[process.pid] = process.usedGpuMemory
     utilisation = _or_none(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(card.handle).gpu)
     temperature = _or_none(nvml, lambda: nvml.nvmlDeviceGetTemperature(card.handle, nvml.NVML_TEMPERATURE_GPU))

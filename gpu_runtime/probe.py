@@ -63,7 +63,7 @@ class Probe:
         return held
 
     def fragmentation(self) -> tuple[Fragmentation, ...]:
-        """What each card's allocator says of itself, in this process; a card that torch has not touched says nothing."""
+        """What each card's allocator says of itself in this process; one that torch has not touched says nothing."""
         said = (_torch_fragmentation(self._cards[d.id]) if d.id in self._cards else self._memories[d.id].fragmentation()
                 for d in self.devices if not d.is_host)
         return tuple(figures for figures in said if figures)

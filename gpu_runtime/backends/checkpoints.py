@@ -60,7 +60,7 @@ class Checkpoint(NamedTuple):
     stamps: tuple[Stamp, ...]
 
     def weight_bytes(self, item_bytes: int | None = None) -> int:
-        """Bytes of the weights once loaded, floating ones as `item_bytes` where that is given. Tied weights count once."""
+        """Bytes of the weights once loaded, floating ones as `item_bytes` where given. Tied weights count once."""
         return sum(entry.items * item_bytes if item_bytes and entry.dtype in FLOATING else entry.bytes
                    for name, entry in self.tensors.items() if not self._tied(name, entry))
 
@@ -153,7 +153,8 @@ def _weight_files(directory: Path, name: str) -> list[Path]:
         return [directory / shard for shard in shards]
     pickled = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickled:
-        raise LoadFailed(f"{name}: {directory} holds only pickled weights ({pickled[0]}), and unpickling can run any code.\n"
+        raise LoadFailed(f"{name}: {directory} holds only pickled weights ({pickled[0]}), and unpickling can run any "
+                         f"code.\n"
                          f"  Convert them once with safetensors:  model.save_pretrained(DIRECTORY)",
                          name=name, source=str(directory))
     raise NotAModel(f"{directory} is no model: looked for model.safetensors or model.safetensors.index.json, and found "

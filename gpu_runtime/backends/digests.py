@@ -1,7 +1,7 @@
 """A fingerprint of a storage's bytes, taken where they lie.
 
-`_version` proves nothing: fused optimizers, BatchNorm statistics, `p.data.add_()`, NumPy views and dlpack leave it as it
-was. So the bytes themselves are compared with what the source gave.
+`_version` proves nothing: fused optimizers, BatchNorm statistics, `p.data.add_()`, NumPy views and dlpack leave it as
+it was. So the bytes themselves are compared with what the source gave.
 """
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _ROWS_ON_A_CARD = 256  # 64 MiB of words at a time
 
 
 def digest(content: Tensor) -> Tensor:
-    """The fingerprint of [n] uint8 bytes: [rows, 2] int64 on the CPU, two sums for each 256 KiB. No copy leaves the card.
+    """The fingerprint of [n] uint8 bytes: [rows, 2] int64 on the CPU, two sums for each 256 KiB row.
 
-    Each sum is Σ wordᵢ·keyᵢ modulo 2⁶⁴ over 32-bit words, with a random 64-bit key for every place in the row, drawn once
-    per process. Two different rows have words that differ by less than 2³² somewhere, so by an odd multiple of at most
-    2³¹; for random keys their sums agree with probability 2⁻³³ at most, and both sums with 2⁻⁶⁶. That holds for any change
-    made without knowledge of the keys: sign flips, swaps, permutations, a single bit. A row's sums stand at its place, so
-    rows cannot be exchanged unseen either. It is no defence against somebody who reads the keys in this process.
+    Only the sums leave the card. Each is Σ wordᵢ·keyᵢ modulo 2⁶⁴ over 32-bit words, with a random 64-bit key for every
+    place in the row, drawn once per process. In two rows that differ, some word differs by less than 2³², so by an odd
+    multiple of at most 2³¹; for random keys their sums agree with probability 2⁻³³ at most, and both sums with 2⁻⁶⁶.
+    That holds for any change made without knowledge of the keys: sign flips, swaps, permutations, a single bit. A
+    row's sums stand at its place, so rows cannot be exchanged unseen either. It is no defence against somebody who
+    reads the keys in this process.
 
     Measured: 5 GB/s on two CPU cores (blake2b: 1.4 GB/s a core).
     Source: Carter and Wegman 1979, multilinear hashing; Lemire and Kaser 2014, arXiv:1202.4961.
@@ -51,7 +52,7 @@ def _sums(rows: Tensor) -> Tensor:
     return sums
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _keys(device: torch.device) -> Tensor:
     """[2, WORDS] random int64, the same for every device of this process."""
     if device.type != "cpu":

@@ -1,6 +1,7 @@
 """Models that hold their declared bytes and nothing else: for drills, runbooks and tests.
 
-On a simulated device and on the host the bytes are counted; no page is ever touched, and on a real card nothing is taken.
+On a simulated device and on the host the bytes are counted; no page is ever touched, and on a real card nothing is
+taken.
 """
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ A module whose state hides outside its parameters, or whose addresses others hav
 """
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -13,6 +14,7 @@ from ..errors import CannotGovern
 from .storages import Group, Slot, grouped
 
 _PLAIN = (Tensor, nn.Parameter)
+_OUTSIDE = "which keeps state outside its parameters"
 _WRAPPERS = {
     "DistributedDataParallel": "it is wrapped in DistributedDataParallel, whose buckets hold its addresses",
     "DataParallel": "it is wrapped in DataParallel, which copies it to cards by itself",
@@ -45,9 +47,9 @@ def _of_modules(module: nn.Module) -> str | None:
         if "make_graphed_callables" in getattr(part.__dict__.get("forward"), "__qualname__", ""):
             return f"it was captured in a CUDA graph, which has noted its addresses{at}"
         if any(kind.__module__.split(".")[0] == "bitsandbytes" for kind in kinds.values()):
-            return f"it is quantised by bitsandbytes ({type(part).__name__}{at}), which keeps state outside its parameters"
-        if nn.Module.state_dict is not type(part).state_dict and type(part).__module__.startswith("torch.ao.nn.quantized"):
-            return f"it is quantised by torch.ao ({type(part).__name__}{at}), which keeps packed weights out of sight"
+            return f"it is quantised by bitsandbytes ({type(part).__name__}{at}), {_OUTSIDE}"
+        if type(part).__module__.startswith("torch.ao.nn.quantized"):
+            return f"it is quantised by torch.ao ({type(part).__name__}{at}), {_OUTSIDE}"
     return None
 
 
@@ -57,7 +59,7 @@ def _of_tensors(found: Iterable[Slot]) -> str | None:
         if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
             return f"{slot.name} has no shape yet; call the module once first"
         if kind.__module__.split(".")[0] == "bitsandbytes":
-            return f"it is quantised by bitsandbytes ({slot.name} is a {kind.__name__}), which keeps state outside its parameters"
+            return f"it is quantised by bitsandbytes ({slot.name} is a {kind.__name__}), {_OUTSIDE}"
         if kind not in _PLAIN:
             return f"{slot.name} is a {kind.__module__.split('.')[0]} {kind.__name__}, a tensor made of other tensors"
         if tensor.is_meta:
@@ -72,10 +74,10 @@ def _of_tensors(found: Iterable[Slot]) -> str | None:
 
 
 def _of_storages(groups: list[Group]) -> str | None:
-    """Storages that overlap without knowing of each other, as two from_numpy() of one array do: they would part ways."""
+    """Storages that overlap unknown to each other, as two from_numpy() of one array do: they would part ways."""
     spans = sorted((group.storage.device.index or 0, group.storage.data_ptr(), group.nbytes, group.slots[0].name)
                    for group in groups if group.nbytes)
-    for (card, start, size, one), (next_card, next_start, _, other) in zip(spans, spans[1:]):
+    for (card, start, size, one), (next_card, next_start, _, other) in itertools.pairwise(spans):
         if card == next_card and next_start < start + size:
             return f"{one} and {other} lie in the same memory, but not in one storage"
     return None

@@ -102,7 +102,7 @@ def nbytes(groups: Iterable[Group]) -> int:
 
 def copied(groups: Sequence[Group], memory: Memory, host: Memory,
            progress: Callable[[int, int], None] | None = None) -> list[Tensor]:
-    """Phase one: the storages' contents on that memory's device, one [nbytes] uint8 tensor each, each a storage of its own.
+    """Phase one: the storages' contents on that memory's device, each a [nbytes] uint8 tensor and a storage of its own.
 
     Copies are few large calls: against a busy main thread 300 separate copies took 1,785 ms, one call 18. With
     `progress` it is called after every leg with bytes done and in all; what it raises ends the journey.
@@ -156,7 +156,7 @@ def refilling(held: nn.Module, fresh: nn.Module) -> list[Callable[[], Any]] | No
 
 
 def at_once(calls: Iterable[Callable[[], Any]]) -> None:
-    """Makes the calls without a Python instruction in between, so that the stop button comes before all or after all."""
+    """Makes the calls without a Python instruction in between: the stop button comes before all or after all."""
     collections.deque(map(operator.call, calls), maxlen=0)
 
 
@@ -233,7 +233,7 @@ def _legs(tensors: Sequence[Tensor]) -> Iterator[range]:
 
 
 def _view(tensor: Tensor, target: Tensor) -> Tensor:
-    with torch.inference_mode(tensor.is_inference()):  # an inference tensor rebound to a normal one fails at its first use
+    with torch.inference_mode(tensor.is_inference()):  # rebound to a normal one it would fail at its first use
         view = torch.empty(0, dtype=tensor.dtype, device=target.device)
         view.set_(target.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
         if tensor.is_conj():

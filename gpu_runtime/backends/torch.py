@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import BadSize, CannotGovern, LoadFailed, UnknownDevice
+from ..errors import BadSize, CannotGovern, LoadFailed
 from ..facts import HOST, Footprint, ModelSpec, Part, Share, Shares
 from ..memory import Block, Memory
 from ..probe import Probe
@@ -52,7 +52,7 @@ class TorchBackend:
         self.probe = probe
 
     def footprint(self, spec: ModelSpec, origin: Any = None) -> Footprint:
-        """Declared, measured before, or of the module itself; a factory is sized by building it without data, on meta."""
+        """Declared, measured before, or the module's own; a factory is sized by building it without data, on meta."""
         if spec.size is not None:
             return Footprint.of(spec.size)
         if spec.measured is not None:
@@ -91,8 +91,8 @@ class TorchBackend:
                 name=spec.name, why="it is in training without its optimizer")
         where = {str(group.storage.device) for group in model.groups()} or {"cpu"}
         if len(where) > 1:
-            raise CannotGovern(f"{spec.name} cannot be governed: it lies on several devices ({', '.join(sorted(where))}).",
-                               name=spec.name, why="it lies on several devices")
+            why = f"it lies on several devices ({', '.join(sorted(where))})"
+            raise CannotGovern(f"{spec.name} cannot be governed: {why}.", name=spec.name, why=why)
         device = HOST if where == {"cpu"} else where.pop()
         self.probe.place(device)  # raises UnknownDevice for a card that we do not govern
         model.device = device
@@ -115,7 +115,8 @@ class TorchBackend:
             return
         found = [slot for group in model.groups() for slot in group.slots]
         left = model.device
-        st.at_once([*st.emptying(found), partial(setattr, model, "device", None), partial(setattr, model, "noted", None)])
+        st.at_once([*st.emptying(found),
+                    partial(setattr, model, "device", None), partial(setattr, model, "noted", None)])
         del found  # the tensors are empty, but torch gives memory back only when nobody looks at it
         _give_back(left)
 
@@ -151,8 +152,8 @@ class TorchBackend:
             if isinstance(held, nn.Module) and held is not model.module:
                 calls = st.refilling(held, model.module)
                 if calls is None:
-                    raise LoadFailed(f"{model.spec.name} cannot be filled again: the object that is still held no longer "
-                                     f"has the tensors of its source.\n  Let go of it, then load again.",
+                    raise LoadFailed(f"{model.spec.name} cannot be filled again: the object that is still held no "
+                                     f"longer has the tensors of its source.\n  Let go of it, then load again.",
                                      name=model.spec.name, source=model.spec.source)
                 st.at_once([*calls, partial(setattr, model, "module", held)])
         except BaseException as error:
@@ -173,7 +174,7 @@ class TorchBackend:
 
 
 def _give_back(device: str | None) -> None:
-    """Freed memory of a card goes back to the driver at once: other processes wait for it, and the driver is believed."""
+    """Freed memory of a card goes back to the driver at once: other processes wait for it, and believe the driver."""
     if device is not None and device.startswith("cuda"):
         with torch.cuda.device(device):
             torch.cuda.empty_cache()

@@ -29,7 +29,8 @@ AUTO_CLASSES = {
 }
 _PASSED_ON = ("attn_implementation", "trust_remote_code", "revision")
 _NOT_OURS = ("device_map", "quantization_config", "load_in_8bit", "load_in_4bit", "offload_folder", "max_memory")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -64,8 +65,8 @@ class TransformersBackend(TorchBackend):
                 raise BadSetting(option, spec.options[option], "left out: where a model goes is decided here")
         if "quantization_config" in checkpoint.config:
             method = checkpoint.config["quantization_config"].get("quant_method", "an unknown method")
-            raise CannotGovern(f"{spec.name} cannot be governed: it is quantised by {method}, which keeps state outside its "
-                               f"parameters.", name=spec.name, why=f"quantised by {method}")
+            why = f"it is quantised by {method}, which keeps state outside its parameters"
+            raise CannotGovern(f"{spec.name} cannot be governed: {why}.", name=spec.name, why=why)
         try:
             module, complete = _built(spec, checkpoint)
         except BaseException as error:
@@ -120,8 +121,8 @@ def _directory(spec: ModelSpec) -> Path:
     try:
         return Path(snapshot_download(spec.source, revision=spec.options.get("revision"), local_files_only=True))
     except Exception as error:
-        raise LoadFailed(f"{spec.name}: {spec.source} is neither a directory nor in the local Hugging Face cache. Download it "
-                         f"first (hf download {spec.source}), or give a directory.",
+        raise LoadFailed(f"{spec.name}: {spec.source} is neither a directory nor in the local Hugging Face cache. "
+                         f"Download it first (hf download {spec.source}), or give a directory.",
                          name=spec.name, source=spec.source) from error
 
 
@@ -145,7 +146,8 @@ def _model_class(spec: ModelSpec, config: dict[str, Any]) -> Any:
         raise BadSetting("task", task, "one of " + ", ".join(AUTO_CLASSES))
     architecture = (config.get("architectures") or [""])[0]
     saved = getattr(transformers, architecture, None)
-    if task is None and isinstance(saved, type) and issubclass(saved, nn.Module) and _serves(architecture, spec.model_type):
+    known = isinstance(saved, type) and issubclass(saved, nn.Module)
+    if known and task is None and _serves(architecture, spec.model_type):
         return saved
     name = AUTO_CLASSES.get(task or spec.model_type)
     if name is None:
@@ -164,8 +166,10 @@ def _serves(architecture: str, model_type: str) -> bool:
 
 
 def _built(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[nn.Module, bool]:
-    """The module on the CPU, its weights still in the mapped files where no conversion was asked for; and whether all of
-    them came from the source. Raises LoadFailed."""
+    """The module on the CPU, and whether all its weights came from the source. Raises LoadFailed.
+
+    Where no conversion was asked for, the weights are still the mapped files' own pages.
+    """
     options = {key: spec.options[key] for key in _PASSED_ON if key in spec.options}
     options.pop("revision", None)  # the directory is of that revision already
     try:

@@ -243,6 +243,7 @@ def test_the_registry_imports_no_framework():
     """Neither torch nor transformers, until a backend that needs them is opened."""
     import subprocess
 
-    code = ("import sys, gpu_runtime.backends as b, gpu_runtime.probe as p; b.open_backend('fake', p.open_probe('sim:1GiB'));"
+    code = ("import sys, gpu_runtime.backends as b, gpu_runtime.probe as p;"
+            "b.open_backend('fake', p.open_probe('sim:1GiB'));"
             "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys(), sorted(sys.modules)")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -36,7 +37,8 @@ def interrupted_at(line: int, act: Callable[[], object]) -> bool:
         nonlocal left
         if not frame.f_globals.get("__name__", "").startswith("gpu_runtime"):
             return None
-        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith("with "):
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not text.startswith("with "):
             left -= 1
             if left == 0:
                 raise KeyboardInterrupt
@@ -75,7 +77,7 @@ def test_a_move_has_happened_or_has_not_at_whatever_line_it_is_stopped(probe):
     module = backend.value(model)
     expected, size = module(X), backend.measure(model)[0].bytes
     target = HOST
-    while interrupted_at(line := line + 1, lambda: backend.move(model, target)):
+    while interrupted_at(line := line + 1, partial(backend.move, model, target)):
         (share,) = backend.measure(model)
         assert torch.equal(module(X), expected), f"line {line}"
         assert share.bytes == size

@@ -34,8 +34,9 @@ def test_without_a_host_in_the_text_the_host_is_this_machine():
     assert sample.taken_at == 5.0 and 0 < sample.free_bytes <= probe.devices[-1].total_bytes
 
 
-@pytest.mark.parametrize("text", ["", "sim", "sim:", "sim:0x1GiB", "sim:65x1GiB", "sim:-1GiB", "sim:0", "sim:1GiB,", "cuda:0",
-                                  "sim:1GiB,host:", "sim:1GiB,host:0", "sim:1GiB,cuda", "sim:1GiB,host:1GiB,host:1GiB"])
+@pytest.mark.parametrize("text", [
+    "", "sim", "sim:", "sim:0x1GiB", "sim:65x1GiB", "sim:-1GiB", "sim:0", "sim:1GiB,", "cuda:0", "sim:1GiB,host:",
+    "sim:1GiB,host:0", "sim:1GiB,cuda", "sim:1GiB,host:1GiB,host:1GiB"])
 def test_a_bad_text_is_refused_with_examples(text):
     with pytest.raises(BadSetting, match="sim:2x24GiB,host:64GiB") as error:
         open_probe(text)
@@ -61,7 +62,8 @@ class Driver(types.ModuleType):
     def __init__(self, *cards, broken=None):
         super().__init__("pynvml")
         self.cards, self.broken = cards, broken
-        for name in ("LibraryNotFound", "DriverNotLoaded", "NotSupported", "NoPermission", "FunctionNotFound", "GpuIsLost"):
+        for name in ("LibraryNotFound", "DriverNotLoaded", "NotSupported", "NoPermission", "FunctionNotFound",
+                     "GpuIsLost"):
             setattr(self, f"NVMLError_{name}", type(name, (self.NVMLError,), {}))
 
     def nvmlInit(self):

@@ -1,6 +1,8 @@
 """The segment allocator: bytes are conserved, neighbours join, and what fits by its bytes always fits."""
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
@@ -68,7 +70,7 @@ class Allocator(RuleBasedStateMachine):
     @invariant()
     def neighbours_that_are_free_are_one(self):
         for segment in self.memory._state.segments:
-            for left, right in zip(segment.runs, segment.runs[1:]):
+            for left, right in itertools.pairwise(segment.runs):
                 assert left.key != right.key or left.key > FREE
             assert all(run.size > 0 and (run.key > FREE or run.requested == 0) for run in segment.runs)
 
@@ -120,7 +122,8 @@ def test_freed_memory_stays_reserved_and_is_used_again():
 def test_out_of_memory_says_what_was_asked_and_what_there_is():
     memory = Memory("sim:0", 10 * MIB)
     kept = memory.allocate(8 * MIB)
-    with pytest.raises(OutOfMemory, match=r"sim:0 out of memory. Tried to allocate 4.0 MiB.*of which 2.0 MiB is free") as error:
+    said = r"sim:0 out of memory. Tried to allocate 4.0 MiB.*of which 2.0 MiB is free"
+    with pytest.raises(OutOfMemory, match=said) as error:
         memory.allocate(4 * MIB)
     assert (error.value.device, error.value.asked_bytes, memory.ooms) == ("sim:0", 4 * MIB, 1)
     kept.free()

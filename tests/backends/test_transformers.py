@@ -57,7 +57,8 @@ def test_logits_are_those_of_transformers_itself_after_every_journey(backend, ll
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("dtype, option", [("float32", None), ("bfloat16", None), ("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("dtype, option", [
+    ("float32", None), ("bfloat16", None), ("float32", "bfloat16"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("shard", [None, "100KB"], ids=["one file", "sharded"])
 def test_the_header_tells_the_bytes(backend, tmp_path, tied, dtype, option, shard):
     """As stored or as converted, tied weights once, whatever the number of files: within 2 %."""
@@ -217,7 +218,8 @@ def test_running_statistics_that_went_on_are_weights_too(backend, tmp_path):
     from transformers import ResNetConfig, ResNetForImageClassification
 
     directory = tmp_path / "resnet"
-    ResNetForImageClassification(ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])).save_pretrained(directory)
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
+    ResNetForImageClassification(config).save_pretrained(directory)
     model = backend.load(spec(directory), CARD)
     module = backend.value(model)
     pixels = torch.randn(2, 3, 32, 32)
@@ -263,13 +265,17 @@ def test_an_object_that_was_rebuilt_meanwhile_is_not_filled_with_the_wrong_weigh
 # -- sources that are damaged or none ----------------------------------------------------------------------------------
 
 
-def rewrite_header(path, edit):
-    data = path.read_bytes()
-    length = struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8 : 8 + length])
-    edit(header)
-    raw = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(raw)) + raw + data[8 + length :])
+def header(edit):
+    """Damages a file by that edit of its header."""
+    def rewrite(path):
+        data = path.read_bytes()
+        length = struct.unpack("<Q", data[:8])[0]
+        entries = json.loads(data[8 : 8 + length])
+        edit(entries)
+        raw = json.dumps(entries).encode()
+        path.write_bytes(struct.pack("<Q", len(raw)) + raw + data[8 + length :])
+
+    return rewrite
 
 
 def first(header):
@@ -282,13 +288,13 @@ DAMAGES = {
     "cut in the header": (lambda p: p.write_bytes(p.read_bytes()[:100]), "it is 100 bytes long"),
     "too long": (lambda p: p.open("ab").write(b"x"), "longer than it should be"),
     "huge header": (lambda p: p.write_bytes(b"\xff" * 8 + p.read_bytes()[8:]), "its header would be"),
-    "no json": (lambda p: p.write_bytes(p.read_bytes()[:8] + b"\x00" * 200 + p.read_bytes()[208:]), "JSON cannot be read"),
+    "no json": (lambda p: p.write_bytes(p.read_bytes()[:8] + bytes(200) + p.read_bytes()[208:]), "JSON cannot be read"),
     "json list": (lambda p: p.write_bytes(struct.pack("<Q", 2) + b"[]"), "not an object"),
-    "overlap": (lambda p: rewrite_header(p, lambda h: first(h).update(dtype="F32", shape=[1], data_offsets=[4, 8])), "a gap or an overlap"),
-    "negative": (lambda p: rewrite_header(p, lambda h: first(h).update(data_offsets=[-8, 8])), "not one of safetensors"),
-    "shape": (lambda p: rewrite_header(p, lambda h: first(h).update(shape=[10**9])), "not one of safetensors"),
-    "fields": (lambda p: rewrite_header(p, lambda h: first(h).pop("dtype")), "not one of safetensors"),
-    "number": (lambda p: rewrite_header(p, lambda h: h.update(extra=7)), "not one of safetensors"),
+    "overlap": (header(lambda h: first(h).update(dtype="F32", shape=[1], data_offsets=[4, 8])), "a gap or an overlap"),
+    "negative": (header(lambda h: first(h).update(data_offsets=[-8, 8])), "not one of safetensors"),
+    "shape": (header(lambda h: first(h).update(shape=[10**9])), "not one of safetensors"),
+    "fields": (header(lambda h: first(h).pop("dtype")), "not one of safetensors"),
+    "number": (header(lambda h: h.update(extra=7)), "not one of safetensors"),
 }
 
 
@@ -358,7 +364,8 @@ def test_a_quantised_checkpoint_is_refused_by_name(backend, copy):
 
 
 def test_a_hub_id_that_was_not_downloaded_says_so_in_one_line(backend):
-    with pytest.raises(LoadFailed, match=r"org/absent is neither a directory nor .*hf download org/absent\), or give a directory") as error:
+    said = r"org/absent is neither a directory nor .*hf download org/absent\), or give a directory"
+    with pytest.raises(LoadFailed, match=said) as error:
         backend.footprint(spec("org/absent"))
     assert len(str(error.value).splitlines()) == 1
 

@@ -44,7 +44,7 @@ def test_the_probe_names_the_cards_as_cuda_does(torch, probe):
 
 
 def test_the_whole_journey_on_a_card(torch, probe):
-    """Loaded, offloaded, restored and dropped: torch and the driver see every byte come and go; answers stay bit-equal."""
+    """Loaded, offloaded, restored, dropped: torch and the driver see every byte come and go; answers stay bit-equal."""
     backend, spec = open_backend("torch", probe), ModelSpec("net", "torch")
     torch.manual_seed(0)
     x = torch.randn(4, 1024, device="cuda")
@@ -97,12 +97,12 @@ def test_training_goes_on_after_a_round_trip(torch, probe):
 
     model = None
     for batch in batches:
-        for m, optimizer in zip((module, twin), optimizers):
+        for m, optimizer in zip((module, twin), optimizers, strict=True):
             step(m, optimizer, batch)
         model = model or backend.adopt(ModelSpec("net", "torch"), module, optimizers[0])
         backend.move(model, HOST)
         backend.move(model, CARD)
-    for mine, theirs in zip(module.state_dict().values(), twin.state_dict().values()):
+    for mine, theirs in zip(module.state_dict().values(), twin.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
 
 
