@@ -231,7 +231,7 @@ def _what_stands_in_the_way(book: Book, request: Request, world: World, ground: 
     wanted, cards = request.lease, [candidate.shares[0].device for candidate in candidates]
     card = cards[0]
     over_own_limit = ground.mine is not None and ground.mine < request.footprint.bytes
-    blockers, told, retry = [], [], []
+    blockers, told, retry, leased = [], [], [], False  # leased: some lease of ours is what stands in the way
     for lease in ground.leases:
         on = {share.device for share in lease.claims()}
         why = may_leave(lease, world, asker=wanted.owner, importance=wanted.importance)
@@ -240,14 +240,15 @@ def _what_stands_in_the_way(book: Book, request: Request, world: World, ground: 
         if card in on or (over_own_limit and lease.owner == wanted.owner and lease.on_device):
             if why in ("in use", "a block of code") or lease.phase is Phase.ARRIVING:
                 blockers.append(lease.id)
+            leased = leased or bool(why) or not lease.droppable
             told.append(f"{lease.name} ({show_bytes(lease.bytes)} on {lease.where if lease.shares else card}) "
                         + _in_words(book, lease, why, wanted, world, ground))
     if not told and ahead:
         told.append(f"{ahead} request{'s come' if ahead > 1 else ' comes'} first")
     if card in ground.blind:
         told, retry = [ground.blind[card]], [*retry, world.now + LOOK_SECONDS]
-    elif not told:
-        told, retry = [_strangers(card, ground, request)], [*retry, world.now + LOOK_SECONDS]
+    elif not leased and not ahead:
+        told, retry = [*told, _strangers(card, ground, request)], [*retry, world.now + LOOK_SECONDS]
     return Wait("; ".join(told), blockers=tuple(blockers), ahead=ahead, retry_at=min(retry, default=None),
                 considered=candidates)
 
