@@ -446,7 +446,7 @@ class Refuse(Value, tag=True):
     """Never, as things stand; nothing was touched."""
 
     because: str
-    kind: str = "hopeless"  # hopeless, limit, deadlock, full, ungoverned, cap
+    kind: str = "hopeless"  # or nested, kept, precious (what cannot leave), limit, deadlock, full
     need_bytes: int = 0
     budget_bytes: int = 0
     device: str = ""

@@ -56,7 +56,9 @@ def _hopeless_on(card: Device, book: Book, request: Request, world: World) -> Re
     if size <= left:
         return None
     who = "; ".join(f"{lease.name} ({show_bytes(lease.bytes)}) {why}" for lease, why in stuck)
-    return Refuse(f"{name} needs {show_bytes(size)}; {card.id} has {show_bytes(limit)}, and {who}",
+    nested = any(lease.id in request.held for lease, _ in stuck)
+    kind = "nested" if nested else "kept" if any(lease.keep for lease, _ in stuck) else "precious"
+    return Refuse(f"{name} needs {show_bytes(size)}; {card.id} has {show_bytes(limit)}, and {who}", kind,
                   need_bytes=size, budget_bytes=limit, device=card.id, holders=tuple(lease.id for lease, _ in stuck))
 
 

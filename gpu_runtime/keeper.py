@@ -447,7 +447,8 @@ class Keeper:
 
     def out_of_memory(self, error: BaseException, *, loading: str = "", device: str = "") -> OutOfMemory:
         """The readable report of an out-of-memory error: what was asked, who holds what, fragmentation, what to type."""
-        book, world = self.ledger.read(), self.world()
+        world = self.world()
+        book = books.publish(self.ledger.read(), self.truth(), world)
         lines = [f"{device or 'the device'} ran out of memory while loading {loading}." if loading else
                  "the device ran out of memory while a model was in use.", f"  {first_line(error)}"]
         holders = sorted((lease for lease in book.leases() if lease.on_device), key=lambda lease: -lease.bytes)
@@ -614,10 +615,11 @@ def refusal(name: str, verdict: Refuse) -> GpuError:
                                    current_bytes=0, **facts)
     if verdict.kind == "full":
         return LedgerUnavailable(f"{verdict.because}.", **facts)
-    holders = [id.partition("/")[2] for id in verdict.holders]
-    if holders:
-        hint = f"\n  Make room:  %gpu evict {holders[0]}      or unpin it:  %gpu unpin {holders[0]}"
-    else:
-        hint = (f"\n  Use a smaller or quantised model, or raise the budget:  GPU_MEMORY_MAX_PERCENT"
-                f"\n  Nothing was evicted. See:  %gpu plan {name}")
-    return DoesNotFit(f"{verdict.because}.{hint}", **facts)
+    first = next(iter(verdict.holders), "").partition("/")[2]
+    hint = {
+        "nested": f"Leave the block of {first} first: what does not fit together cannot be nested.",
+        "kept": f"Let it go:  %gpu unpin {first}",
+        "precious": f"Raise CPU_MEMORY_MAX_PERCENT so that RAM can take it, or give it up:  rt.forget({first!r})",
+    }.get(verdict.kind, f"Use a smaller or quantised model, or raise the budget:  GPU_MEMORY_MAX_PERCENT\n"
+                        f"  Nothing was evicted. See:  %gpu plan {name}")
+    return DoesNotFit(f"{verdict.because}.\n  {hint}", **facts)

@@ -142,6 +142,7 @@ class Resident:
         with self.gate:
             self.handle, self.value, self.lease = handle, value, lease
             self.place = Place.HERE if lease.on_device else Place.AWAY
+            self.last_used = self._clock()  # loaded ahead of its use, it has not been idle since the machine started
             if anchor is not None:
                 self._pin(anchor)
 

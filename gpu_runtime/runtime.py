@@ -140,7 +140,6 @@ class Runtime:
         lease = replace(resident.lease, shares=shares, settled_at=now, last_used=now, importance=spec.importance,
                         keep=keep, keep_alive=spec.keep_alive, backend="torch", model_type=spec.model_type)
         resident.install(handle, lease, None)
-        resident.last_used = now
         spec = self._add(resident)
         self._keeper.decide(lambda book, world: (books.note(
             book, world, lease, "adopted", "request", f"{name} was adopted where it lies, on {lease.where}.",

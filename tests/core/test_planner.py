@@ -102,7 +102,7 @@ def test_a_kept_model_on_the_only_card_makes_a_whole_card_hopeless():
     assert verdict == Refuse(
         "big needs 80.0 GiB; sim:0 has 80.0 GiB, "
         "and dedicated (30.0 GiB) is kept on the device (unpin it to let it go)",
-        need_bytes=80 * GIB, budget_bytes=80 * GIB, device="sim:0", holders=(at(1, "dedicated"),))
+        kind="kept", need_bytes=80 * GIB, budget_bytes=80 * GIB, device="sim:0", holders=(at(1, "dedicated"),))
     assert len(list(after.leases())) == 2
 
 
@@ -110,7 +110,7 @@ def test_what_the_asking_thread_itself_pins_counts_against_it():
     """It would wait for itself (law 7)."""
     mine = lease("mine", sim0=12, pins=1)
     _, verdict = decide(book(mine), request("qwen", 10, held=(mine.id,)), world(sim0=20))
-    assert (verdict.kind, verdict.holders) == ("hopeless", (mine.id,))
+    assert (verdict.kind, verdict.holders) == ("nested", (mine.id,))
     assert verdict.because == ("qwen needs 10.0 GiB; sim:0 has 20.0 GiB, "
                                "and mine (12.0 GiB) is held by the block that asks")
 
