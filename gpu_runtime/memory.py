@@ -193,8 +193,9 @@ class _Region(mmap.mmap):
     pinned = False
 
     def __del__(self) -> None:
-        if self.pinned:
-            sys.modules["torch"].cuda.cudart().cudaHostUnregister(self.start)
+        torch = sys.modules.get("torch") if self.pinned else None
+        if torch is not None:  # it may be gone already when the process ends, and the driver cleans up then
+            torch.cuda.cudart().cudaHostUnregister(self.start)
 
 
 def _map(memory: Memory, size: int) -> _Region:
