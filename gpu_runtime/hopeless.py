@@ -12,46 +12,55 @@ from .units import show_bytes
 GB = 2**30
 
 
-def hopeless(book: Book, request: Request, world: World) -> Refuse | None:
-    """Why it can never fit, were everything gone that can go; None where it can.
+def hopeless(book: Book, request: Request, world: World, never: dict[str, Refuse]) -> Refuse | None:
+    """Why it can never fit, were everything gone that can go; None where it can. `never` is from `hopeless_cards`."""
+    size, name, allowed = request.footprint.bytes, request.lease.name, request.placement.devices
+    cards = [d.id for d in world.devices if not d.is_host and (not allowed or d.id in allowed)]
+    if not cards:
+        where = f"only go to {', '.join(allowed)}" if allowed else "not lie in host memory alone"
+        return Refuse(f"{name} may {where}, and this machine has no such device", need_bytes=size)
+    if any(card not in never for card in cards):
+        return _past_own_limit(book, request, world)
+    return max((never[card] for card in cards), key=lambda refusal: refusal.budget_bytes)
+
+
+def hopeless_cards(book: Book, request: Request, world: World) -> dict[str, Refuse]:
+    """Cards on which the request can never fit, and why.
 
     What cannot go: what is kept, what this thread itself pins, and what neither its source can reproduce nor the host
     can take in. Of several such leases, the host may have room for some but not for all.
     """
-    size, name, allowed = request.footprint.bytes, request.lease.name, request.placement.devices
-    cards = [d for d in world.devices if not d.is_host and (not allowed or d.id in allowed)]
-    if not cards:
-        where = f"only go to {', '.join(allowed)}" if allowed else "not lie in host memory alone"
-        return Refuse(f"{name} may {where}, and this machine has no such device", need_bytes=size)
-    refusals: list[Refuse] = []
-    for card in cards:
-        refusal = _hopeless_on(card, book, request, world)
-        if refusal is None:
-            return _past_own_limit(book, request, world)
-        refusals.append(refusal)
-    return max(refusals, key=lambda refusal: refusal.budget_bytes)
+    stuck: dict[str, list[tuple[Lease, str]]] = {}
+    precious: dict[str, list[Lease]] = {}
+    for lease in book.leases():
+        if lease.droppable and not lease.keep and not request.held:
+            continue
+        why = never_leaves(lease, world, held=request.held)
+        for device in {share.device for share in lease.shares}:
+            if why:
+                stuck.setdefault(device, []).append((lease, why))
+            elif not lease.droppable and lease.kind == "model":
+                precious.setdefault(device, []).append(lease)
+    host_bytes = _host_bytes_to_be_had(book, world) if precious else 0
+    cards = (device for device in world.devices if not device.is_host)
+    refusals = {card.id: _refusal(card, limit_of(book, world, card.id), request, stuck.get(card.id, []),
+                                  precious.get(card.id, []), host_bytes) for card in cards}
+    return {card: refusal for card, refusal in refusals.items() if refusal}
 
 
-def _hopeless_on(card: Device, book: Book, request: Request, world: World) -> Refuse | None:
+def _refusal(card: Device, limit: int, request: Request, stuck: list[tuple[Lease, str]], precious: list[Lease],
+             host_bytes: int) -> Refuse | None:
     size, name = request.footprint.bytes, request.lease.name
-    limit = limit_of(book, world, card.id)
     if size > limit:
         return Refuse(f"{name} needs {show_bytes(size)} on one device; the largest budget is {show_bytes(limit)} "
                       f"({card.id})", need_bytes=size, budget_bytes=limit, device=card.id)
-    stuck: list[tuple[Lease, str]] = []
-    precious: list[Lease] = []
-    for lease in book.leases():
-        if any(share.device == card.id for share in lease.shares):
-            if why := never_leaves(lease, world, held=request.held):
-                stuck.append((lease, why))
-            elif not lease.droppable and lease.kind == "model":
-                precious.append(lease)
     left = limit - sum(_on(lease, card) for lease, _ in stuck)
     if size <= left and precious:
-        saved = that_fit(precious, _host_bytes_to_be_had(book, world))
+        saved = that_fit(precious, host_bytes)
         remain = [lease for lease in precious if lease not in saved]
         if size > left - sum(_on(lease, card) for lease in remain):
-            stuck += [(lease, "exists nowhere else, and the host has no room for them all") for lease in precious]
+            too_many = "exists nowhere else, and the host has no room for them all"
+            stuck = [*stuck, *((lease, too_many) for lease in precious)]
             left -= sum(_on(lease, card) for lease in remain)
     if size <= left:
         return None

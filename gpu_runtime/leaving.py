@@ -27,10 +27,10 @@ def may_leave(lease: Lease, world: World, *, asker: str, importance: int) -> str
         return "kept"
     if lease.importance < importance:
         return "more important"
-    used, grace = min(lease.last_used, world.now), world.rules.grace_seconds  # a use may be stamped after `now` was read
+    used = min(lease.last_used, world.now)  # a use may be stamped a moment after the world was looked at
     if world.now < used + lease.keep_alive and importance >= lease.importance:
         return "kept alive"
-    if world.now < used + grace and lease.owner != asker:
+    if world.now < used + world.rules.grace_seconds and lease.owner != asker:
         return "just used"
     return ""
 

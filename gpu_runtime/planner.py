@@ -9,7 +9,7 @@ recorded by `bookkeeping`.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from msgspec.structs import replace
 
@@ -20,7 +20,7 @@ from .facts import (
     HOST, MOST_ENTRIES, Book, Candidate, Footprint, Grant, Lease, Load, Move, Phase, Plan, Policy, Refuse, Request,
     Shares, Step, Ticket, Verdict, Wait, World,
 )
-from .hopeless import hopeless
+from .hopeless import hopeless, hopeless_cards
 from .leaving import leave, may_leave, undone, way_out
 from .placement import place
 from .pressure import sample_of
@@ -70,14 +70,15 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
         request = replace(request, footprint=Footprint.of(lease.bytes, "measured"))
 
     # 3. hopeless
-    if refusal := hopeless(book, request, world):
+    never = hopeless_cards(book, request, world)
+    if refusal := hopeless(book, request, world, never):
         return _refuse(book, request, world, refusal)
 
     # 4. fits in what is free
     ground = Ground.of(book, request, world)
     candidates = place(request.footprint, ground.free(), request.placement)
-    in_sight = candidates if not ground.blind else tuple(
-        c for c in candidates if not any(share.device in ground.blind for share in c.shares))
+    possible = _not_on(never, candidates)
+    in_sight = _not_on(ground.blind, possible)
     if in_sight and in_sight[0].fits:
         return _grant(book, request, world, in_sight[0], candidates)
 
@@ -88,8 +89,8 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
             return _line_up(emptier, request, world, wait, way.candidate.shares)
 
     # 6. deadlocked
-    wait = _what_stands_in_the_way(book, request, world, ground, candidates)
-    queued, verdict = _line_up(book, request, world, wait, () if _twin(ground, request) else candidates[0].shares)
+    wait = replace(_what_stands_in_the_way(book, request, world, ground, possible), considered=candidates)
+    queued, verdict = _line_up(book, request, world, wait, () if _twin(ground, request) else possible[0].shares)
     if isinstance(verdict, Wait) and request.wait and (cycle := deadlocked(queued, world)):
         youngest = max(cycle, key=lambda ticket: (ticket.arrived, ticket.key))
         if youngest.key == request.key:
@@ -149,6 +150,10 @@ def _as_if_measured(book: Book, step: Step, world: World) -> World:
         if freed and sample and sample.free_bytes is not None:
             samples[device.id] = replace(sample, free_bytes=sample.free_bytes + freed)
     return replace(world, samples=samples)
+
+
+def _not_on(cards: Container[str], candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    return tuple(c for c in candidates if not any(share.device in cards for share in c.shares)) if cards else candidates
 
 
 # -- the answers --------------------------------------------------------------------------------------------------
@@ -226,8 +231,7 @@ def _what_stands_in_the_way(book: Book, request: Request, world: World, ground: 
     """Who is in the way on the nearest card, and when time alone may have changed it there or on another."""
     ahead = len(ground.elders)
     if _twin(ground, request):
-        return Wait(f"{request.lease.name} is waited for by another thread of this process already", ahead=ahead,
-                    considered=candidates)
+        return Wait(f"{request.lease.name} is waited for by another thread of this process already", ahead=ahead)
     wanted, cards = request.lease, [candidate.shares[0].device for candidate in candidates]
     card = cards[0]
     over_own_limit = ground.mine is not None and ground.mine < request.footprint.bytes
@@ -249,8 +253,7 @@ def _what_stands_in_the_way(book: Book, request: Request, world: World, ground: 
         told, retry = [ground.blind[card]], [*retry, world.now + LOOK_SECONDS]
     elif not leased and not ahead:
         told, retry = [*told, _strangers(card, ground, request)], [*retry, world.now + LOOK_SECONDS]
-    return Wait("; ".join(told), blockers=tuple(blockers), ahead=ahead, retry_at=min(retry, default=None),
-                considered=candidates)
+    return Wait("; ".join(told), blockers=tuple(blockers), ahead=ahead, retry_at=min(retry, default=None))
 
 
 def _quiet_seconds(lease: Lease, wanted: Lease, world: World) -> float:

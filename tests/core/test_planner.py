@@ -150,6 +150,15 @@ def test_where_it_may_not_go_it_does_not_fit():
     assert verdict.because == "qwen may only go to cuda:7, and this machine has no such device"
 
 
+def test_a_request_waits_where_it_can_fit_not_where_most_is_free():
+    """Its place was held on a small card that could never take it, and small requests starved it on the large one."""
+    page = book(lease("busy", by=2, sim0=16, pins=1))
+    after, verdict = decide(page, request("big", 10, key="k"), world(sim0=20, sim1=8))
+    assert after.ticket("k").need == whole("sim:0", 10)
+    assert verdict.because == "busy (16.0 GiB on sim:0) is in use by pid 2"
+    assert isinstance(decide(after, request("small", 6, arrived=NOW + 1), world(sim0=20, sim1=8))[1], Grant)
+
+
 def test_a_process_may_take_less_than_the_host_s_limit_and_never_more():
     page = book(limits={"sim:0": size(10)})
     assert isinstance(decide(page, request("qwen", 12), world(sim0=20))[1], Refuse)
