@@ -1,0 +1,383 @@
+"""The laws of the house as properties of single decisions on any book. Their histories are in test_machine.py.
+
+Sizes are small whole numbers of bytes: what matters is how they compare.
+"""
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from gpu_runtime import bookkeeping as books
+from gpu_runtime.asks import obey, relieve
+from gpu_runtime.facts import (
+    HOST, IMPORTANCE, Book, Drop, Grant, Lease, Load, Move, Phase, Refuse, Request, Share, Wait, World, overdrafts,
+)
+from gpu_runtime.ledgers import refuse_unlawful
+from gpu_runtime.planner import admit, plan, room
+from gpu_runtime.policy import cost_aware, lru
+from gpu_runtime.pressure import level, pressure
+from tests.worlds import NOW, book, lease, owner, replayed, request, ticket, world
+
+PLACES = ("sim0", "sim1", "host")
+B = 2**-30  # one byte, in the builders' GiB
+
+
+@st.composite
+def leases(draw: Any, quiet: bool = False) -> list[Lease]:
+    """Leases of three owners. Quiet: all settled, idle, and nobody's to keep."""
+    made = []
+    for n in range(draw(st.integers(0, 7))):
+        phase = Phase.SETTLED if quiet else draw(st.sampled_from([Phase.SETTLED] * 4 + [Phase.ARRIVING, Phase.LEAVING]))
+        place, size = draw(st.sampled_from(PLACES)), draw(st.integers(1, 9)) * B
+        fields: dict[str, Any] = {place: size, "droppable": draw(st.booleans())}
+        if phase is Phase.ARRIVING:
+            fields = {"host": size} if draw(st.booleans()) else {}
+            fields |= dict(target=(Share("sim:0", round(size / B)),), pins=1, droppable=bool(fields))
+        elif phase is Phase.LEAVING:
+            fields |= dict(target=(Share(HOST, round(size / B)),) if place != "host" and draw(st.booleans()) else ())
+        elif not quiet:
+            fields |= dict(pins=draw(st.sampled_from([0, 0, 0, 1])), keep=draw(st.sampled_from([False, False, True])),
+                           keep_alive=draw(st.sampled_from([0.0, 0.0, 500.0])))
+        made.append(lease(
+            f"m{n}", by=draw(st.integers(1, 3)), phase=phase, key="" if phase is Phase.SETTLED else f"k{n}",
+            importance=draw(st.sampled_from(sorted(IMPORTANCE.values()))), movable=draw(st.booleans()) or quiet,
+            last_used=NOW - draw(st.sampled_from([1, 10, 100, 400]) if not quiet else st.sampled_from([10, 100, 400])),
+            reload_seconds=draw(st.sampled_from([0.0, 1.0, 30.0])), **fields))
+    return made
+
+
+@st.composite
+def tickets(draw: Any) -> list[Any]:
+    return [ticket(f"t{n}", by=draw(st.integers(2, 3)), arrived=NOW - draw(st.integers(0, 200)),
+                   refreshed=NOW - draw(st.sampled_from([0, 1, 3])), importance=draw(st.sampled_from([5, 10, 20])),
+                   blocked_since=draw(st.sampled_from([0.0, NOW - 5, NOW - 50])), **{
+                       draw(st.sampled_from(["sim0", "sim1"])): draw(st.integers(1, 9)) * B})
+            for n in range(draw(st.integers(0, 2)))]
+
+
+@st.composite
+def worlds(draw: Any) -> World:
+    return world(sim0=draw(st.integers(4, 16)) * B, sim1=draw(st.integers(4, 16)) * B,
+                 host=draw(st.integers(0, 20)) * B, offload=draw(st.sampled_from([True, True, False])),
+                 limit_bytes=draw(st.sampled_from([None, None, 12])), relief=draw(st.sampled_from(["auto", "always"])))
+
+
+@st.composite
+def requests(draw: Any, page: Book) -> Request:
+    held = [lease.id for lease in page.leases() if lease.pins and lease.owner == owner(1).id and draw(st.booleans())]
+    name = draw(st.sampled_from(["new", *(lease.name for lease in page.leases())]))
+    return request(name, draw(st.integers(1, 16)) * B, held=tuple(held), arrived=NOW - draw(st.integers(0, 100)),
+                   importance=draw(st.sampled_from([1, 5, 10, 20, 30])),
+                   devices=draw(st.sampled_from([(), (), ("sim:0",)])))
+
+
+@st.composite
+def situations(draw: Any, quiet: bool = False) -> tuple[Book, Request, World]:
+    there = draw(worlds())
+    page = book(*draw(leases(quiet)), tickets=() if quiet else draw(tickets()), owners=(1, 2, 3), limits=there.limits)
+    assume(all(size >= 0 for size in room(page, there).values()))
+    return page, draw(requests(page)), there
+
+
+def decide(situation: tuple[Book, Request, World]) -> tuple[Book, Any]:
+    page, wanted, there = situation
+    return replayed(lambda b: admit(b, wanted, there, lru), page)
+
+
+@given(situations())
+def test_1_no_grant_takes_a_device_over_its_budget(situation):
+    """And it spends only bytes that are free now: nothing that has yet to leave."""
+    page, _, there = situation
+    after, verdict = decide(situation)
+    assert overdrafts(page, after) == {}
+    if isinstance(verdict, Grant) and verdict.steps:
+        before = room(page, there)
+        assert all(share.bytes <= before[share.device] for share in verdict.lease.target)
+    assert all(size >= 0 for size in room(after, there).values())
+
+
+@given(situations(), st.integers(0, 30))
+def test_2_facts_are_always_accepted(situation, measured):
+    """A load that came out larger than it said, and whatever a process holds besides."""
+    page, verdict = decide(situation)
+    wanted = situation[1].lease
+    assume(isinstance(verdict, Grant) and verdict.steps)
+    settled = books.arrived(page, wanted.owner, wanted.name, (Share("sim:0", measured),), situation[2])
+    assert settled.lease(wanted.owner, wanted.name).bytes == measured
+    refuse_unlawful(page, settled, wanted.owner, lambda _: frozenset())
+    told = books.publish(settled, books.Truth(owner(2), residue={"sim:0": measured}), situation[2])
+    refuse_unlawful(settled, told, owner(2).id, lambda _: frozenset())
+
+
+@given(situations())
+def test_3_bytes_are_conserved(situation):
+    """What a lease took it gives back, to the byte, on every device, however it ends."""
+    page, there = situation[0], situation[2]
+    after, verdict = decide(situation)
+    before, now = page.claims(), after.claims()
+    steps = verdict.steps if isinstance(verdict, (Grant, Wait)) else ()
+    again = any(step.because in ("granted before", "This was decided before.") for step in steps)
+    for step in () if again else steps:
+        for share in getattr(step, "shares", ()):
+            before[share.device] = before.get(share.device, 0) + share.bytes
+    assert now == before
+    for lease_ in list(after.leases()):
+        after = books.release(after, lease_.owner, lease_.name, there)
+    assert not any(after.claims().values())
+
+
+@given(situations())
+def test_4_and_5_who_leaves_is_idle_no_more_important_not_kept_and_not_the_only_copy(situation):
+    page, wanted, there = situation
+    after, verdict = decide(situation)
+    if not isinstance(verdict, Wait):
+        return
+    assert {t.key for t in after.tickets if t.verb == "use"} >= {t.key for t in page.tickets}
+    for id in [step.lease for step in verdict.steps] + list(verdict.asked):
+        gone = page.find(id)
+        assert gone.phase is Phase.SETTLED and gone.kind == "model"
+        assert not gone.pins and not gone.keep and id not in wanted.held
+        assert gone.importance >= wanted.lease.importance
+        assert gone.idle_seconds(NOW) >= gone.keep_alive or gone.importance > wanted.lease.importance
+        assert gone.owner == wanted.lease.owner or gone.idle_seconds(NOW) >= there.rules.grace_seconds
+        assert (gone.owner == wanted.lease.owner) == (id not in verdict.asked)
+        assert gone.droppable or gone.movable
+    for step in verdict.steps:
+        assert page.find(step.lease).droppable or not isinstance(step, Drop)
+        if isinstance(step, Move):
+            assert [share.device for share in step.shares] == [HOST] and there.rules.offload
+
+
+@given(situations())
+def test_6_a_grant_is_a_reservation_born_pinned(situation):
+    page, verdict = decide(situation)
+    wanted = situation[1]
+    if isinstance(verdict, Grant) and verdict.steps:
+        reserved = page.lease(wanted.lease.owner, wanted.lease.name)
+        assert (reserved, reserved.phase, reserved.key, reserved.pins) == (verdict.lease, Phase.ARRIVING, wanted.key, 1)
+        assert page.ticket(wanted.key) is None
+        assert isinstance(verdict.steps[0], Move if reserved.shares else Load)
+
+
+@given(situations())
+def test_7_a_refusal_evicts_nothing(situation):
+    after, verdict = decide(situation)
+    if isinstance(verdict, Refuse):
+        assert list(after.leases()) == list(situation[0].leases())
+        assert [t for t in after.tickets if t.key == situation[1].key] == []
+
+
+@given(situations(quiet=True))
+def test_7_what_is_refused_could_not_be_served_by_any_set_of_victims(situation):
+    """Exhaustively: on each card, every set of leases that the host can take in or that may be dropped."""
+    page, wanted, there = situation
+    after, verdict = decide(situation)
+    wanted_lease = page.lease(wanted.lease.owner, wanted.lease.name)
+    need = wanted_lease.bytes if wanted_lease else wanted.footprint.bytes
+    possible = False
+    host_stays = sum(m.bytes for m in page.leases() if m.on_host and not m.droppable)
+    for card in wanted.placement.devices or ("sim:0", "sim:1"):
+        on = [m for m in page.leases() if m.where == card]
+        for count in range(len(on) + 1):
+            for gone in itertools.combinations(on, count):
+                must_move = sum(m.bytes for m in gone if not m.droppable)
+                fits = sum(m.bytes for m in on if m not in gone) + need <= there.limits[card]
+                movable = all(m.droppable or there.rules.offload for m in gone)
+                possible |= fits and movable and must_move + host_stays <= there.limits[HOST]
+    if isinstance(verdict, Refuse) and verdict.kind != "limit":
+        assert not possible
+    if not possible and not (wanted_lease and wanted_lease.on_device):
+        assert isinstance(verdict, Refuse)
+
+
+@given(situations(quiet=True), st.sampled_from(["sim:0", "sim:1"]), st.integers(0, 6))
+def test_8_no_victim_can_be_spared(situation, card, more):
+    """Without any one of them the request would not fit; and none that stays is less important than all who go."""
+    page, _, there = situation
+    there = replace(there, rules=replace(there.rules, limit_bytes=None))
+    free = room(page, there)[card]
+    wanted = request("new", (free + 1 + more) * B, importance="urgent", devices=(card,))
+    _, verdict = decide((page, wanted, there))
+    if not isinstance(verdict, Wait):
+        return
+    [candidate] = verdict.considered
+    gone = [page.find(id) for id in candidate.victims]
+    assert gone and sum(m.bytes for m in gone) + free >= wanted.footprint.bytes
+    for spared in gone:
+        assert free + sum(m.bytes for m in gone) - spared.bytes < wanted.footprint.bytes
+
+
+@given(situations())
+def test_9_a_request_that_fails_leaves_the_book_as_it_was(situation):
+    """Granted and failed; or waited, its victims failing to leave, and withdrawn."""
+    page, wanted, there = situation
+    assume(not any(m.key == wanted.key for m in page.leases()) and not page.ticket(wanted.key))
+    after, verdict = decide(situation)
+    if isinstance(verdict, Grant) and verdict.steps:
+        after = books.abandon(after, wanted.lease.owner, wanted.lease.name, wanted.key, there)
+    elif isinstance(verdict, Wait):
+        for step in verdict.steps:
+            after = books.abandon(after, wanted.lease.owner, step.lease.partition("/")[2], wanted.key, there)
+        after = books.withdraw(after, wanted.key)
+
+    def without_traces(leases_: Any) -> list[Lease]:
+        """An abandoned restore keeps the words of the request until its owner publishes."""
+        return sorted((replace(m, last_used=0, pinned_since=0, importance=0, keep_alive=0, key="")
+                       for m in leases_), key=lambda m: m.id)
+
+    assert without_traces(after.leases()) == without_traces(page.leases())
+    assert after.tickets == page.tickets
+
+
+@given(situations())
+def test_9_every_decision_first_looks_for_its_own_key(situation):
+    """Decided twice in a row it reserves, asks and evicts once."""
+    page, wanted, there = situation
+    once, first = decide(situation)
+    twice, second = decide((once, wanted, there))
+    assert list(twice.leases()) == list(once.leases())
+    assert type(first) is type(second)
+    if not isinstance(first, Refuse):
+        assert [replace(s, because="") for s in first.steps] == [replace(s, because="") for s in second.steps]
+        assert twice.seq == once.seq and len(twice.tickets) == len(once.tickets)
+
+
+@given(situations(), st.sampled_from([lru, cost_aware]))
+def test_10_every_verdict_and_event_says_because(situation, rank):
+    page, wanted, there = situation
+    after, verdict = replayed(lambda b: admit(b, wanted, there, rank), page)
+    assert verdict.because and all(event.because for event in after.events)
+    for step in getattr(verdict, "steps", ()):
+        assert step.because
+    totals = books.totals(after)
+    assert totals["evictions"] == totals["offloads"] + totals["unloads"] == 0, "a decision is no eviction yet"
+
+
+@given(situations())
+def test_only_one_s_own_section_and_tickets_are_written(situation):
+    """From outside one asks, the owner acts: the ledger refuses anything else."""
+    after, _ = decide(situation)
+    refuse_unlawful(situation[0], after, owner(1).id, lambda _: frozenset())
+    for pid in (1, 2, 3):
+        obeyed, *_ = replayed(lambda b, pid=pid: obey(b, owner(pid).id, situation[2], lru, "obey"), after)
+        refuse_unlawful(after, obeyed, owner(pid).id, lambda _: frozenset())
+        relieved, _ = replayed(lambda b, pid=pid: relieve(b, owner(pid).id, situation[2], lru, "relieve"), obeyed)
+        refuse_unlawful(obeyed, relieved, owner(pid).id, lambda _: frozenset())
+
+
+@given(st.integers(1, 20), st.integers(0, 20), st.integers(0, 10), st.lists(st.tuples(
+    st.integers(1, 5), st.sampled_from(["seen", "unseen", "arriving", "leaving"])), max_size=4))
+def test_11_room_is_the_smaller_of_claims_and_measurement_less_what_it_cannot_have_seen(limit, free, reserve, held):
+    there = world(cuda0=limit * B, free={"cuda:0": free * B}, taken_at=NOW - 1, reserve_bytes=reserve)
+    made = []
+    for n, (size, kind) in enumerate(held):
+        fields = {"seen": dict(cuda0=size * B, settled_at=NOW - 2), "unseen": dict(cuda0=size * B, settled_at=NOW - 1),
+                  "arriving": dict(phase=Phase.ARRIVING, target=(Share("cuda:0", size),)),
+                  "leaving": dict(cuda0=size * B, settled_at=NOW - .5, phase=Phase.LEAVING)}[kind]
+        made.append(lease(f"m{n}", **fields))
+    claims, unseen = sum(size for size, _ in held), sum(size for size, kind in held if kind != "seen")
+    assert room(book(*made), there)["cuda:0"] == min(limit - claims, free - reserve - unseen)
+
+
+@given(st.integers(0, 2), situations())
+def test_12_the_dead_are_reaped_whole_and_nobody_else(pid, situation):
+    page, there = situation[0], situation[2]
+    gone = [owner(n).id for n in range(1, pid + 1)]
+    after = books.reap(page, gone, there)
+    assert set(after.sections) == set(page.sections) - set(gone)
+    assert all(after.sections[id] == page.sections[id] for id in after.sections)
+    assert after.tickets == tuple(t for t in page.tickets if t.owner not in gone)
+    refuse_unlawful(page, after, owner(3).id, lambda _: frozenset(gone))
+
+
+@given(situations())
+def test_relief_brings_the_level_down_and_no_further(situation):
+    """`auto`: without its last step a card would still be at a level that asks for more."""
+    page, _, there = situation
+    assume(there.rules.relief == "auto")
+    after, steps = relieve(page, owner(1).id, there, lru, "k")
+    going = {card: sum(s.bytes for m in page.leases() if m.phase is Phase.LEAVING for s in m.shares if s.device == card)
+             for card in ("sim:0", "sim:1")}
+    for step in steps:
+        [share] = step.source
+        claimed = page.claims()[share.device] - going[share.device]
+        assert level(pressure(claimed, there.limits[share.device], None, 1), there.rules) != "LOW"
+        going[share.device] += share.bytes
+
+
+# -- progress -----------------------------------------------------------------------------------------------------
+
+def follow(page: Book, wanted: list[Request], there: World, rounds: int) -> tuple[Book, dict[str, Any]]:
+    """Everybody asks once a second, does its own steps, obeys, loads, uses the model for one round, and goes."""
+    answers: dict[str, Any] = {}
+    using: list[Lease] = []
+    for _ in range(rounds):
+        for done in using:  # its block has ended
+            page = page.with_lease(replace(page.find(done.id), pins=0))
+        using = []
+        for each in wanted:
+            if isinstance(answers.get(each.key), (Grant, Refuse)):
+                continue
+            page, verdict = admit(page, each, there, lru)
+            answers[each.key] = verdict
+            if isinstance(verdict, Grant):
+                name = each.lease.name
+                shares = verdict.lease.target or verdict.lease.shares
+                if verdict.steps:
+                    page = books.arrived(page, each.lease.owner, name, shares, there, droppable=True)
+                page = page.with_lease(replace(page.lease(each.lease.owner, name), pins=1, last_used=there.now))
+                using.append(page.lease(each.lease.owner, name))
+            for step in verdict.steps if isinstance(verdict, Wait) else ():
+                page = books.left(page, step, getattr(step, "shares", ()), there)
+        there = replace(there, now=there.now + 1.0, wall=there.wall + 1.0)
+        for id in page.sections:
+            page, steps, _ = obey(page, id, there, lru, f"obey {id}")
+            for step in steps:
+                page = books.left(page, step, getattr(step, "shares", ()), there)
+    return page, answers
+
+
+@given(situations(quiet=True))
+@example((book(lease("a", by=2, sim0=8 * B, droppable=False), lease("b", by=3, sim0=8 * B, droppable=False),
+               owners=(1,)), request("new", 16 * B), world(sim0=16 * B, sim1=4 * B, host=8 * B)))
+@example((book(lease("a", by=2, sim0=8 * B, droppable=False), lease("b", by=3, host=8 * B), owners=(1,)),
+          request("new", 16 * B), world(sim0=16 * B, sim1=4 * B, host=8 * B)))
+def test_progress_with_nobody_in_use_a_request_is_granted_or_refused_within_a_few_rounds(situation):
+    """Unless what stands in its way is more important: then it says so, and waits."""
+    page, wanted, there = situation
+    _, answers = follow(page, [wanted], there, rounds=10)
+    verdict = answers[wanted.key]
+    assert not isinstance(verdict, Wait) or "more important" in verdict.because \
+        or any(m.importance < wanted.lease.importance for m in page.leases()), verdict
+
+
+@given(situations(quiet=True), st.lists(st.tuples(st.integers(1, 3), st.integers(1, 12)), min_size=1, max_size=5))
+def test_progress_every_one_of_several_is_served_in_the_end(situation, others):
+    """No livelock: nobody evicts for ever what another brings back, and nobody starves."""
+    page, first, there = situation
+    page = replace(page, sections={id: replace(s, leases=tuple(replace(m, importance=10) for m in s.leases))
+                                   for id, s in page.sections.items()})
+    first = replace(first, lease=replace(first.lease, importance=10))
+    there = replace(there, rules=replace(there.rules, limit_bytes=None))
+    wanted = [first, *(request(f"n{n}", gib * B, by=pid, arrived=NOW + n / 10)
+                       for n, (pid, gib) in enumerate(others))]
+    _, answers = follow(page, wanted, there, rounds=60)
+    assert not [verdict for verdict in answers.values() if isinstance(verdict, Wait)]
+
+
+@given(situations())
+def test_a_plan_does_nothing_and_tells_what_admit_would(situation):
+    page, wanted, there = situation
+    told = plan(page, wanted, there, lru)
+    _, verdict = decide(situation)
+    if isinstance(verdict, Grant):
+        assert told.granted and told.steps == verdict.steps
+    if isinstance(verdict, Refuse):
+        assert not told.granted and told.because == verdict.because
+    assert told.because
+    for step in told.steps:
+        assert isinstance(step, (Load, Move)) or page.find(step.lease).droppable
