@@ -1,0 +1,195 @@
+"""Every setting changes what it says it changes: one test each, and none without one."""
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from gpu_runtime import DoesNotFit, MemoryLimitExceeded, Runtime
+from gpu_runtime.facts import Drop, Move
+from gpu_runtime.settings import Settings
+from gpu_runtime.units import GIB
+
+from .conftest import fakes, where
+
+PROVEN: set[str] = set()
+
+
+def proves(setting: str):
+    PROVEN.add(setting)
+    return lambda test: test
+
+
+@proves("gpu_memory_max_percent")
+def test_the_part_of_a_gpu_that_may_be_claimed(runtime):
+    rt = runtime(gpu_memory_max_percent=0.5)
+    fakes(rt, a="13GiB")
+    with pytest.raises(DoesNotFit, match="12.0 GiB"):
+        rt.preload("a")
+
+
+@proves("cpu_memory_max_percent")
+def test_the_part_of_ram_that_the_warm_pool_may_take(runtime):
+    for percent, step in ((0.5, Move), (0.1, Drop)):
+        rt = runtime(cpu_memory_max_percent=percent)
+        fakes(rt, a="14GiB", b="14GiB")
+        rt.preload("a")
+        assert type(rt.plan("b").steps[0]) is step
+
+
+@proves("inference_memory_limit_gb")
+def test_a_limit_for_this_process(runtime):
+    rt = runtime(inference_memory_limit_gb=5)
+    fakes(rt, a="6GiB")
+    with pytest.raises(MemoryLimitExceeded):
+        rt.preload("a")
+
+
+@proves("inference_gpu_index")
+def test_the_only_gpu_to_use(runtime):
+    rt = runtime(devices="sim:2x24GiB,host:64GiB", inference_gpu_index=1)
+    fakes(rt, a="3GiB")
+    rt.preload("a")
+    assert where(rt) == {"a": "sim:1"}
+
+
+@proves("gpu_devices")
+def test_the_devices(runtime):
+    views = runtime(devices="sim:3x8GiB,host:16GiB").status().devices
+    assert [(view.device.id, view.device.total_bytes // GIB) for view in views] == [
+        ("sim:0", 8), ("sim:1", 8), ("sim:2", 8), ("host", 16)]
+
+
+@proves("development_cpu_only")
+def test_simulated_even_where_there_is_a_gpu(runtime, monkeypatch):
+    from gpu_runtime import nvml
+
+    monkeypatch.setattr(nvml, "cards", lambda *a, **k: pytest.fail("asked the driver"))
+    assert runtime(devices="auto", development_cpu_only=True).simulated
+
+
+@proves("gpu_ledger")
+def test_where_the_book_is_kept(runtime, tmp_path):
+    rt = runtime(ledger=f"sqlite://{tmp_path}/here")
+    fakes(rt, a="3GiB")
+    assert (tmp_path / "here").is_dir() and rt.status().ledger == f"sqlite://{tmp_path}/here"
+
+
+@proves("enable_memory_governor")
+def test_off_means_models_load_without_asking(runtime):
+    rt = runtime(enable_memory_governor=False)
+    fakes(rt, a="23GiB")
+    with rt.use("a"):
+        assert rt._keeper.ledger.read().sections == {}
+
+
+@proves("enable_cpu_offload")
+def test_off_means_what_leaves_is_dropped(runtime):
+    for on, step in ((True, Move), (False, Drop)):
+        rt = runtime(enable_cpu_offload=on)
+        fakes(rt, a="14GiB", b="14GiB")
+        rt.preload("a")
+        assert type(rt.plan("b").steps[0]) is step
+
+
+@proves("gpu_policy")
+def test_who_leaves_first(runtime, clock):
+    for policy, leaves in (("lru", "old"), ("cost_aware", "cheap")):
+        rt = runtime(policy=policy, clock=clock, monitor=False)
+        fakes(rt, old="7GiB", cheap="7GiB", new="12GiB")
+        rt.preload("old")
+        clock.advance(10)
+        rt.preload("cheap")
+        clock.advance(1)
+        for name, seconds in (("old", 900.0), ("cheap", 0.001)):
+            resident = rt._mine(name)
+            resident.lease = resident.lease.__class__(**{
+                **{f: getattr(resident.lease, f) for f in resident.lease.__struct_fields__}, "reload_seconds": seconds})
+        assert [step.lease.partition("/")[2] for step in rt.plan("new").steps] == [leaves, "new"]
+
+
+@proves("gpu_placement")
+def test_which_card_a_model_goes_to(runtime):
+    for placement, card in (("best-fit", "sim:0"), ("most-free", "sim:1")):
+        rt = runtime(devices="sim:2x24GiB,host:64GiB", gpu_placement=placement)
+        rt.register("first", backend="fake", size="5GiB", devices=("sim:0",))
+        rt.preload("first")
+        assert rt.plan("8GiB").shares[0].device == card
+
+
+@proves("gpu_relief")
+def test_when_pressure_evicts(runtime, clock):
+    for relief, place in (("always", "host"), ("never", "sim:0"), ("auto", "sim:0")):
+        rt = runtime(gpu_relief=relief, clock=clock, monitor=False)
+        fakes(rt, a="18GiB")
+        rt.preload("a")
+        clock.advance(1000)
+        rt.tick()
+        assert where(rt) == {"a": place}, relief
+
+
+@proves("eviction_grace_seconds")
+@proves("eviction_idle_threshold_seconds")
+@proves("eviction_idle_high_seconds")
+@pytest.mark.parametrize("setting, size", [
+    ("eviction_grace_seconds", "20.5GiB"), ("eviction_idle_threshold_seconds", "14GiB"), ("eviction_idle_high_seconds", "18GiB")])
+def test_how_long_idle_is_idle_enough(runtime, clock, setting, size):
+    """At CRITICAL, MODERATE and HIGH: it stays until its time is up."""
+    rt = runtime(**{setting: 77.0}, gpu_relief="always", clock=clock, monitor=False)
+    fakes(rt, a=size)
+    rt.preload("a")
+    clock.advance(76)
+    rt.tick()
+    assert where(rt) == {"a": "sim:0"}
+    clock.advance(16)
+    rt.tick()
+    assert where(rt)["a"] != "sim:0"
+
+
+@proves("pressure_check_interval_seconds")
+def test_how_often_pressure_is_checked(runtime, clock):
+    for interval, place in ((500.0, "sim:0"), (50.0, "host")):
+        rt = runtime(pressure_check_interval_seconds=interval, gpu_relief="always", clock=clock, monitor=False)
+        fakes(rt, a="18GiB")
+        rt.preload("a")
+        clock.advance(100)
+        rt.tick()
+        assert where(rt) == {"a": place}
+
+
+@proves("gpu_trust_remote_code")
+def test_models_may_bring_code_only_where_that_was_allowed(runtime, tmp_path):
+    """A directory whose configuration and class are code of its own."""
+    from tests import tiny_models
+
+    directory = tiny_models.causal_lm(tmp_path / "own")
+    (directory / "own_code.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own_code'\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n")
+    config = directory / "config.json"
+    config.write_text(config.read_text().replace('"model_type": "llama"', '"model_type": "own_code"').replace(
+        '"LlamaForCausalLM"', '"OwnModel"').replace("{", '{"auto_map": {"AutoConfig": "own_code.OwnConfig", '
+                                                    '"AutoModelForCausalLM": "own_code.OwnModel"},', 1))
+    careful = runtime()
+    with pytest.raises(Exception, match="own"):
+        careful.register("own", directory, task="causal-lm")
+        careful.preload("own")
+    assert not any("own_code" in name for name in sys.modules)
+    trusting = runtime(gpu_trust_remote_code=True)
+    trusting.register("own", directory, task="causal-lm")
+    with trusting.use("own") as model:
+        assert type(model).__name__ == "OwnModel"
+
+
+def test_no_setting_is_without_its_proof():
+    assert set(Settings.model_fields) == PROVEN
+
+
+def test_an_argument_wins_over_the_environment(environment, runtime):
+    environment.setenv("GPU_MEMORY_MAX_PERCENT", "0.25")
+    environment.setenv("GPU_DEVICES", "sim:8GiB,host:8GiB")
+    with Runtime(ledger="memory:") as rt:
+        assert rt.status().devices[0].limit_bytes == 2 * GIB
+    with Runtime(ledger="memory:", gpu_memory_max_percent=0.5) as rt:
+        assert rt.status().devices[0].limit_bytes == 4 * GIB
