@@ -1,0 +1,227 @@
+"""The verbs: one table that feeds the magic, the `gpu` command, and the help of both.
+
+A row says what a verb takes and what it calls on the Runtime. How the answer looks is for the faces to decide.
+"""
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from .errors import LoadFailed, UnknownVerb
+from .facts import IMPORTANCE, Outcome
+from .units import parse_seconds
+
+MAGIC, CLI = "%gpu", "gpu"  # where a verb can be typed, as it is typed there
+
+
+class Argument(NamedTuple):
+    """One argument, as `argparse` takes it, and what Tab offers for it."""
+
+    flags: tuple[str, ...]
+    options: dict[str, Any]
+    completes: str = ""  # "models", "verbs", "presets" or "files"; else its choices, if it has any
+
+    @property
+    def is_option(self) -> bool:
+        return self.flags[0].startswith("-")
+
+    @property
+    def takes_value(self) -> bool:
+        return self.options.get("action") != "store_true"
+
+
+class Verb(NamedTuple):
+    """What can be said to the runtime, in one word and its arguments."""
+
+    name: str
+    doc: str
+    act: Callable[[Any, argparse.Namespace], Any]  # (runtime, arguments) -> the answer
+    arguments: tuple[Argument, ...] = ()
+    places: tuple[str, ...] = (MAGIC, CLI)
+    needs_runtime: bool = True
+    loads: bool = False  # may take long: faces show progress through `args.progress`
+
+    def synopsis(self, place: str, short: bool = False) -> str:
+        """The verb as it is typed, optional things in brackets; `short` does not spell out many options."""
+        words = [place, self.name]
+        short = short and sum(argument.is_option for argument in self.arguments) > 2
+        for argument in self.arguments:
+            if short and argument.is_option:
+                continue
+            word = argument.flags[-1] if argument.is_option else argument.options["metavar"]
+            if argument.is_option and argument.takes_value:
+                word += f" {argument.options.get('metavar', argument.flags[-1].lstrip('-').upper())}"
+            optional = argument.is_option or argument.options.get("nargs") == "?"
+            words.append(f"[{word}]" if optional else word)
+        return " ".join([*words, "[options]"] if short else words)
+
+
+def fill(parser: Any, arguments: Iterable[Argument]) -> Any:
+    """The parser, able to read these arguments."""
+    for argument in arguments:
+        parser.add_argument(*argument.flags, **argument.options)
+    parser.set_defaults(progress=None)
+    return parser
+
+
+def importance(text: str) -> str | int:
+    """An importance by its name or its number, as the Runtime takes it."""
+    if text in IMPORTANCE:
+        return text
+    if text.isdigit() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(IMPORTANCE)}, nor a number above 0")
+
+
+def seconds(text: str) -> float:
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def rows(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows")
+    return int(text)
+
+
+def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The arguments that were really typed, so that the Runtime's own defaults hold for the others."""
+    return {name: value for name in names if (value := getattr(args, name)) not in (None, False)}
+
+
+def _load(rt: Any, args: argparse.Namespace) -> Any:
+    known = {spec.name for spec in rt.specs()}
+    options = _given(args, "backend", "size", "importance", "keep")
+    source = args.source
+    if source is None and args.name not in known and "/" in args.name:
+        source = args.name  # a path or a hub id is its own name
+    if source is not None or options:
+        rt.register(args.name, source, **options)
+    try:
+        return _as("load", rt.preload(args.name, progress=args.progress, **_given(args, "timeout")))
+    except LoadFailed:
+        if args.name not in known:
+            rt.forget(args.name)  # so that the next try, with the right path, is not told that the name is taken
+        raise
+
+
+def _as(verb: str, outcome: Outcome) -> Outcome:
+    """The outcome under the verb that was typed."""
+    return replace(outcome, verb=verb)
+
+
+def _evictions(rt: Any, args: argparse.Namespace) -> Any:
+    return (rt.events if args.all else rt.evictions)(**_given(args, "limit"))
+
+
+def _config(rt: Any, args: argparse.Namespace) -> Any:
+    from . import settings
+
+    if args.preset:
+        return settings.preset(args.preset)
+    return (rt.settings if rt is not None else settings.Settings.load()).sources()
+
+
+NAME = Argument(("name",), {"metavar": "NAME", "help": "a model; another process's as NAME@PID"}, "models")
+TIMEOUT = Argument(("--timeout",), {"metavar": "SECONDS", "type": seconds, "help": "how long to wait at most"})
+IMPORTANCES = Argument(("--importance",), {
+    "metavar": "I", "type": importance, "help": "urgent, high, normal, low, batch, or a number"}, "importances")
+SIZE = {"metavar": "SIZE", "help": "bytes, such as 8GiB"}
+
+VERBS: dict[str, Verb] = {verb.name: verb for verb in (
+    Verb("status", "how full the devices are, who holds what, who waits", lambda rt, args: rt.status()),
+    Verb("models", "models: where they lie, how large, how long idle", lambda rt, args: rt.models()),
+    Verb("leases", "who holds what on which device", lambda rt, args: rt.leases()),
+    Verb("evictions", "what left its device, when, and why", _evictions, (
+        Argument(("--all",), {"action": "store_true", "help": "also loads, restores and refusals"}),
+        Argument(("--limit",), {"metavar": "N", "type": rows, "help": "only the last N"}),
+    )),
+    Verb("fragmentation", "what the allocators hold and cannot use", lambda rt, args: rt.fragmentation()),
+    Verb("health", "one line on the fullest device", lambda rt, args: rt.health()),
+    Verb("plan", "what using a model would do, doing nothing", lambda rt, args: rt.plan(args.name), (
+        Argument(("name",), {"metavar": "NAME|SIZE", "help": "a model, or a size such as 8GiB"}, "models"),
+    )),
+    Verb("why", "the last decisions on a model, in sentences", lambda rt, args: rt.why(args.name), (NAME,)),
+    Verb("load", "registers a model and loads it", _load, (
+        Argument(("name",), {"metavar": "NAME", "help": "what to call it"}, "models"),
+        Argument(("source",), {"metavar": "SOURCE", "nargs": "?", "help": "a directory, a file or a hub id"}, "files"),
+        Argument(("--backend",), {"metavar": "B", "help": "torch, transformers or fake; else found from the source"},
+                 "backends"),
+        Argument(("--size",), SIZE),
+        IMPORTANCES,
+        Argument(("--keep",), {"action": "store_true", "help": "never evict it"}),
+        TIMEOUT,
+    ), places=(MAGIC,), loads=True),
+    Verb("preload", "brings a model onto its device before it is needed",
+         lambda rt, args: rt.preload(args.name, progress=args.progress, **_given(args, "timeout")), (NAME, TIMEOUT),
+         loads=True),
+    Verb("evict", "moves an idle model off its device, to RAM where there is room",
+         lambda rt, args: rt.evict(args.name, **_given(args, "timeout")), (NAME, TIMEOUT)),
+    Verb("restore", "brings a model back from RAM", lambda rt, args: _as("restore", rt.restore(args.name)), (NAME,)),
+    Verb("pin", "keeps a model on its device whatever comes", lambda rt, args: rt.pin(args.name), (NAME,)),
+    Verb("unpin", "lets a pinned model step aside again", lambda rt, args: rt.unpin(args.name), (NAME,)),
+    Verb("defrag", "gives cached, unused device memory back", lambda rt, args: rt.defrag()),
+    Verb("config", "every setting, its value and where it came from", _config, (
+        Argument(("--preset",), {"metavar": "SIZE", "help": "the settings advised for a card: 24GB, 16GB, 8GB, 4GB"},
+                 "presets"),
+    ), needs_runtime=False),
+    Verb("help", "this help, or a verb's own", lambda rt, args: args.verb, (
+        Argument(("verb",), {"metavar": "VERB", "nargs": "?", "help": "a verb"}, "verbs"),
+    ), needs_runtime=False),
+)}
+
+CELL = (
+    Argument(("size",), {**SIZE, "nargs": "?", "help": "the room that the cell needs, such as 8GiB"}),
+    Argument(("--model",), {"metavar": "M", "help": "hold this model while the cell runs; it is called `model` there"},
+             "models"),
+    IMPORTANCES,
+    TIMEOUT,
+)
+
+
+def verbs(place: str) -> Iterator[Verb]:
+    """The verbs that can be typed in that place."""
+    return (verb for verb in VERBS.values() if place in verb.places)
+
+
+def find(name: str, place: str) -> Verb:
+    """The verb of that name. Raises UnknownVerb, which suggests the nearest."""
+    verb = VERBS.get(name)
+    if verb is not None and place in verb.places:
+        return verb
+    if verb is not None:
+        raise UnknownVerb(f"{name} works in a notebook only:  {verb.synopsis(MAGIC)}", verb=name, nearest="")
+    close = difflib.get_close_matches(name.lower(), [verb.name for verb in verbs(place)], n=1, cutoff=0.5)
+    nearest = close[0] if close else ""
+    hint = f"Did you mean {nearest}? " if nearest else ""
+    raise UnknownVerb(f"no verb is called {name!r}. {hint}All of them:  {place} help", verb=name, nearest=nearest)
+
+
+def overview(place: str) -> str:
+    """All verbs of that place, a line each."""
+    lines = [(verb.synopsis(place, short=True), verb.doc) for verb in verbs(place)]
+    lines[0] = (f"{place} [status]", lines[0][1])
+    if place == MAGIC:
+        lines.append(("%%gpu [SIZE] [--model M] [--importance I]",
+                      "runs the cell under a lease; reports peak and delta"))
+    width = max(len(left) for left, _ in lines)
+    text = "\n".join(f"  {left:{width}}  {right}" for left, right in lines)
+    ways = "--json gives JSON"
+    if place == MAGIC:
+        ways += ", -o NAME also stores the answer under a name, and a `;` at the end keeps it quiet"
+    return f"{text}\n\nEverywhere: {ways}.\nMore on a verb:  {place} help VERB"
+
+
+def details(verb: Verb, place: str) -> str:
+    """One verb's synopsis, what it does, and its arguments."""
+    lines = [verb.synopsis(place), f"  {verb.doc}"]
+    for argument in verb.arguments:
+        word = ", ".join(argument.flags) if argument.is_option else argument.options["metavar"]
+        lines.append(f"    {word:14}{argument.options.get('help', '')}")
+    return "\n".join(lines)

@@ -1,0 +1,84 @@
+"""Runs a cell in the user's namespace, as IPython itself would, for `%%gpu`.
+
+Not through `shell.run_cell`: that shows tracebacks itself, and then they are shown twice.
+"""
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import sys
+from types import CodeType
+from typing import Any
+
+from IPython.core.displayhook import DisplayHook
+from IPython.core.interactiveshell import InteractiveShell
+
+from gpu_runtime.errors import GpuError
+
+_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+
+
+class CellSyntaxError(GpuError):
+    """The cell is not Python. Shows as Python's own message, and like every failure it is one that nbval sees."""
+
+
+class Compiled:
+    """A cell ready to run: what it does, and then what it shows."""
+
+    def __init__(self, shell: InteractiveShell, cell: str) -> None:
+        """Raises CellSyntaxError, or GpuError for a cell that awaits."""
+        self._shell = shell
+        # The magic's own line, blank: so that a traceback counts lines as the notebook does.
+        source = "\n" + shell.transform_cell(cell)
+        name = shell.compile.cache(source, shell.execution_count, raw_code="%%gpu\n" + cell)
+        try:
+            tree = shell.transform_ast(shell.compile.ast_parse(source, name))
+            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            self._code = [self._compile(tree, name, "exec")]
+            if last is not None:
+                quiet = DisplayHook.semicolon_at_end_of_expression(cell)
+                tree = ast.Module([last], []) if quiet else ast.Interactive([last])
+                self._code.append(self._compile(tree, name, "exec" if quiet else "single"))
+        except SyntaxError as error:
+            raise _not_python(shell, error) from None
+
+    def _compile(self, tree: ast.AST, name: str, mode: str) -> CodeType:
+        with self._shell.compile.extra_flags(_AWAIT):
+            code = self._shell.compile(tree, name, mode)
+        if code.co_flags & inspect.CO_COROUTINE:
+            raise GpuError("%%gpu cannot run a cell that awaits at its top level.\n"
+                           "  In a plain cell it works:  with rt.lease(\"8GiB\", purpose=\"…\"): await …")
+        return code
+
+    def run(self) -> None:
+        """Runs it. What it raises is raised, and shows the user's own lines only."""
+        try:
+            for code in self._code:
+                exec(code, self._shell.user_ns)
+        except BaseException as error:
+            if not hasattr(error, "_render_traceback_"):
+                _show_own_lines(self._shell, error, tuple(self._code))
+            raise
+
+
+def _show_own_lines(shell: InteractiveShell, error: BaseException, codes: tuple[CodeType, ...]) -> None:
+    """Lets IPython show the error without the frames between the notebook's cell and the user's code."""
+
+    def render() -> list[str]:
+        # Not `error`, by closure: a cycle through the traceback would keep the user's tensors alive.
+        shown = sys.exc_info()[1] or sys.last_value
+        trace = shown.__traceback__
+        while trace is not None and trace.tb_frame.f_code not in codes:
+            trace = trace.tb_next
+        return shell.InteractiveTB.structured_traceback(type(shown), shown, trace or shown.__traceback__, tb_offset=0)
+
+    with contextlib.suppress(AttributeError):  # an exception with __slots__ shows in full
+        error._render_traceback_ = render  # type: ignore[attr-defined]
+
+
+def _not_python(shell: InteractiveShell, error: SyntaxError) -> CellSyntaxError:
+    lines: Any = shell.SyntaxTB.structured_traceback(type(error), error, [])
+    failure = CellSyntaxError(str(error), lineno=error.lineno)
+    failure._render_traceback_ = lambda: lines  # type: ignore[method-assign]
+    return failure

@@ -1,0 +1,137 @@
+"""The sentences of the faces: who waits, what happened and why, what a plan would do. Pure."""
+from __future__ import annotations
+
+import time
+
+from gpu_runtime.facts import NORMAL, Event, Load, Plan, Snapshot, Step, Ticket
+from gpu_runtime.units import show_bytes, show_seconds
+
+from .view import clean, holder, importance_name, lease_name
+
+# -- the queue, the past ------------------------------------------------------------------------------------------
+
+def waiting(snapshot: Snapshot) -> list[str]:
+    """A sentence for each request in the queue, and for each thing asked of somebody else."""
+    return [_waits(snapshot, ticket) for ticket in snapshot.tickets]
+
+
+def _waits(snapshot: Snapshot, ticket: Ticket) -> str:
+    waited = show_seconds(max(0.0, snapshot.now - ticket.arrived))
+    who = holder(snapshot, ticket.owner)
+    if ticket.verb != "use":
+        owner_id, _, name = ticket.name.partition("/")
+        return f"{who} asked {holder(snapshot, owner_id)} to {ticket.verb} {name}, {waited} ago"
+    need = " + ".join(f"{show_bytes(share.bytes)} on {share.device}" for share in ticket.need)
+    level = "" if ticket.importance == NORMAL else f" ({importance_name(ticket.importance)})"
+    because = f": {ticket.because}" if ticket.because else ""
+    return f"{ticket.name}{level}{', ' + need if need else ''}, for {who}, waiting {waited}{because}"
+
+
+def clock(wall: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(wall))
+
+
+_DEEDS = {
+    "granted": "was promised {bytes} on {device}", "loaded": "was loaded, {bytes} on {device}",
+    "offloaded": "stepped aside from {device}, freeing {bytes}", "restored": "came back, {bytes} on {device}",
+    "unloaded": "was dropped from {device}, freeing {bytes}", "moved": "moved to {device}, {bytes}",
+    "released": "was given back, {bytes} on {device}", "refused": "was refused {bytes}", "waiting": "had to wait",
+    "failed": "failed", "reaped": "ended with its process, freeing {bytes}", "stays": "stays where it is",
+}
+
+
+def deed(event: Event) -> str:
+    """What happened, without the reason."""
+    words = _DEEDS.get(event.action, event.action)
+    if not event.bytes:
+        words = words.split(",")[0].replace(" {bytes}", "")
+    if not event.device:
+        words = words.replace(" on {device}", "").replace(" from {device}", "").replace(" to {device}", "")
+    return words.format(bytes=show_bytes(event.bytes), device=event.device)
+
+
+def told(event: Event) -> str:
+    """An event in a sentence: what, and why."""
+    because = event.because.strip().rstrip(".")
+    asked = f", asked by {event.by}" if event.by else ""
+    return f"{deed(event)}{asked}{': ' + because if because else ''}."
+
+
+def counters(snapshot: Snapshot) -> str:
+    """The totals in one line: evictions are offloads and unloads."""
+    n = snapshot.totals.get
+    evictions = n("evictions", 0)
+    parts = [f"{evictions} eviction{'s' if evictions != 1 else ''} "
+             f"({n('offloads', 0)} offloaded, {n('unloads', 0)} unloaded)", f"{n('restorations', 0)} restored"]
+    if "loads" in snapshot.totals:
+        parts.append(f"{n('loads', 0)} loaded")
+    if n("refusals", 0):
+        parts.append(f"{n('refusals', 0)} refused")
+    return " · ".join(parts)
+
+
+def alarms(snapshot: Snapshot) -> list[str]:
+    """What must be said before anything else."""
+    words = []
+    if not snapshot.governed:
+        words.append("The governor is off (ENABLE_MEMORY_GOVERNOR=false): models load without asking.")
+    if snapshot.degraded:
+        words.append(f"The monitor cannot see: {snapshot.degraded}")
+    return words
+
+
+# -- plans --------------------------------------------------------------------------------------------------------
+
+def verdict(plan: Plan) -> str:
+    """The answer in a few words."""
+    name = plan.name[:1].upper() + plan.name[1:] if plan.name.startswith("a lease") else plan.name or "It"
+    if not plan.granted:
+        return f"{name} would not get its room now"
+    makes_room = [step for step in plan.steps if lease_name(step.lease) != plan.name]
+    if not plan.steps:
+        return f"{name} is there already"
+    if makes_room:
+        others = len({step.lease for step in makes_room})
+        return f"{name} fits once {others} other{'s have' if others > 1 else ' has'} stepped aside"
+    return f"{name} fits in what is free"
+
+
+def how(plan: Plan, subject: str, prompt: str) -> str:
+    """How to do what was planned, where that can be typed."""
+    if plan.name.startswith("a lease"):
+        return f"Do it for a cell:  %{prompt} {subject}" if subject and prompt == "%gpu" else ""
+    return f"Do it:  {prompt} preload {clean(plan.name)}" if plan.name else ""
+
+
+def step_sentence(snapshot: Snapshot, step: Step) -> str:
+    """One step in words: `move llama (8.0 GiB) from sim:0 to host`."""
+    owner_id, _, name = step.lease.partition("/")
+    whose = "" if owner_id == snapshot.owner.id else f" of {holder(snapshot, owner_id)}"
+    here = getattr(step, "source", ())
+    there = getattr(step, "shares", ())
+    size = show_bytes(sum(share.bytes for share in there or here))
+    to = " + ".join(share.device for share in there)
+    at = " + ".join(share.device for share in here)
+    if isinstance(step, Load):
+        return f"load {name} ({size}) on {to}"
+    return f"move {name} ({size}){whose} from {at} to {to}" if there else f"drop {name} ({size}){whose} from {at}"
+
+
+def others_considered(plan: Plan) -> list[tuple[str, str]]:
+    """The places that were not taken, each with what speaks against it."""
+    found = []
+    for option in plan.considered:
+        if option.shares and option.shares != plan.shares:
+            place = " + ".join(share.device for share in option.shares)
+            found.append((place, option.because.removeprefix(f"{place} ")))
+    return found
+
+
+def footprint_words(plan: Plan) -> str:
+    if plan.footprint is None:
+        return ""
+    parts = plan.footprint.parts
+    if len(parts) == 1:
+        return f"{show_bytes(parts[0].bytes)} ({parts[0].source})"
+    listed = " + ".join(f"{part.name.replace('_', ' ')} {show_bytes(part.bytes)} ({part.source})" for part in parts)
+    return f"{show_bytes(plan.footprint.bytes)}: {listed}"

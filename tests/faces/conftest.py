@@ -1,0 +1,68 @@
+"""A shell with the extension loaded on a runtime of its own, and clocks that read UTC."""
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "kernel_ext"))  # this checkout's `gpu`, installed or not
+FOUND_BY_CHILDREN = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH"))))
+
+import gpu_runtime  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def utc(monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.fixture
+def rt(monkeypatch):
+    """The runtime that every face of this test finds: one simulated card of 24 GiB, 21.6 of them usable."""
+    runtime = gpu_runtime.Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:", monitor=False)
+    monkeypatch.setattr(gpu_runtime, "runtime", lambda: runtime)
+    yield runtime
+    runtime.close()
+
+
+@pytest.fixture(scope="session")
+def bare_shell():
+    """The one IPython shell of this process."""
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    return InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}), colors="nocolor")
+
+
+@pytest.fixture
+def fresh_shell(bare_shell):
+    """An IPython shell in which nothing was named yet."""
+    before = set(bare_shell.user_ns)
+    yield bare_shell
+    for name in set(bare_shell.user_ns) - before:  # `shell.reset` collects garbage, and takes half a second for it
+        del bare_shell.user_ns[name]
+
+
+@pytest.fixture
+def shell(fresh_shell, rt):
+    """An IPython shell after `%load_ext gpu`."""
+    import gpu
+
+    gpu.load_ipython_extension(fresh_shell)
+    yield fresh_shell
+    gpu.unload_ipython_extension(fresh_shell)
+
+
+@pytest.fixture
+def child_environment(tmp_path):
+    """For processes of this test: a ledger of their own, and this checkout."""
+    return {**os.environ, "PYTHONPATH": FOUND_BY_CHILDREN, "GPU_DEVICES": "sim:24GiB,host:64GiB",
+            "GPU_LEDGER": f"sqlite://{tmp_path}/ledger", "TZ": "UTC"}

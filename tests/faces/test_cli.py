@@ -1,0 +1,158 @@
+"""The `gpu` command: the verbs of the table, one line for each failure, and exit codes that scripts can trust."""
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import gpu_runtime
+from gpu_runtime import cli, verbs
+from gpu_runtime.settings import Settings
+
+GIB = 2**30
+
+
+@pytest.fixture
+def gpu(rt, monkeypatch, capsys):
+    """Runs the command in this process, where two models live; gives (exit code, output, errors)."""
+    closed = []
+    monkeypatch.setattr(rt, "close", lambda: closed.append(True))
+    for name, size in (("llama", "9GiB"), ("qwen", "14GiB")):
+        rt.register(name, backend="fake", size=size)
+        rt.preload(name)
+
+    def run(*words):
+        code = cli.main(list(words))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    run.closed = closed
+    yield run
+    monkeypatch.undo()
+
+
+SAYS = {
+    (): "1 simulated GPU", ("status",): "qwen", ("models",): "NAME", ("leases",): "DEVICE", ("evictions",): "offloaded",
+    ("fragmentation",): "ALLOCATED BYTES", ("health",): "healthy", ("plan", "llama"): "llama fits once 1 other",
+    ("why", "qwen"): "was loaded", ("preload", "llama"): "llama is on sim:0", ("evict", "qwen"): "14.0 GiB came free",
+    ("restore", "llama"): "restore llama: llama is on sim:0", ("pin", "qwen"): "is kept",
+    ("unpin", "qwen"): "may leave", ("defrag",): "defrag:", ("config",): "GPU_LEDGER",
+    ("config", "--preset", "4GB"): "export GPU_MEMORY_MAX_PERCENT=0.80",
+    ("help",): "gpu evict NAME", ("help", "evict"): "a model; another process's as NAME@PID", ("-h",): "gpu [status]",
+    ("evict", "-h"): "gpu evict NAME",
+}
+
+
+@pytest.mark.parametrize("words", SAYS, ids=" ".join)
+def test_a_verb_answers_on_standard_output(gpu, words):
+    code, out, err = gpu(*words)
+    assert (code, err) == (0, "") and SAYS[words] in out
+
+
+def test_every_verb_of_the_table_is_tried_here():
+    tried = {words[0] for words in SAYS if words}
+    assert {verb.name for verb in verbs.verbs(verbs.CLI)} == tried - {"-h"}
+
+
+def test_a_table_is_aligned_and_its_sizes_are_for_people(gpu):
+    _, out, _ = gpu("models")
+    header, *lines = out.splitlines()
+    assert header.split() == ["NAME", "BACKEND", "WHERE", "BYTES", "IDLE", "USES", "IMPORTANCE", "OWNER"]
+    where = {line.split()[0]: line[header.index("WHERE"):].split()[0] for line in lines}
+    assert where == {"llama": "host", "qwen": "sim:0"}
+    assert "14.0 GiB" in out
+
+
+@pytest.mark.parametrize("words", [("status",), ("models",), ("evictions", "--all"), ("health",), ("plan", "llama"),
+                                   ("why", "qwen"), ("config",), ("config", "--preset", "8GB")], ids=" ".join)
+def test_json_parses(gpu, words):
+    code, out, _ = gpu(*words, "--json")
+    assert code == 0 and json.loads(out)
+
+
+@pytest.mark.parametrize(("words", "code", "says"), [
+    (("evict", "nobody"), 1, "no model is called 'nobody'"),
+    (("config", "--preset", "3GB"), 1, "'3GB' cannot be used"),
+    (("evcit",), 2, "no verb is called 'evcit'. Did you mean evict?"),
+    (("load", "x"), 2, "load works in a notebook only: %gpu load NAME"),
+    (("evict",), 2, "required: NAME. Usage: gpu evict NAME"),
+    (("evict", "qwen", "--frobnicate"), 2, "unrecognized arguments: --frobnicate"),
+    (("--frobnicate",), 2, "unrecognized arguments: --frobnicate"),
+    (("evict", "qwen", "--timeout", "soon"), 2, "'soon' is not a duration"),
+], ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
+def test_a_failure_is_one_line_on_standard_error(gpu, words, code, says):
+    """1: it failed, 2: it was not understood."""
+    returned, out, err = gpu(*words)
+    assert (returned, out) == (code, "") and says in err
+    assert err.startswith("gpu: ") and err.count("\n") == 1
+
+
+def test_an_unset_setting_of_a_wrong_type_is_one_line(gpu, environment):
+    environment.setenv("GPU_MEMORY_MAX_PERCENT", "lots")
+    code, _, err = gpu("config")
+    assert code == 1 and err == "gpu: GPU_MEMORY_MAX_PERCENT='lots' cannot be used: " \
+                               "it must be a number from 0 to 1, such as 0.9.\n"
+
+
+def test_the_runtime_is_closed_whatever_happens(gpu):
+    """The command leaves no owner behind in the book."""
+    gpu("status")
+    gpu("evict", "nobody")
+    assert gpu.closed == [True, True]
+
+
+def test_an_interrupt_is_one_line(gpu, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_runtime, "runtime", interrupted)
+    assert gpu("status") == (1, "", "gpu: interrupted\n")
+
+
+def test_help_says_how_each_setting_is_shown(gpu):
+    """`gpu config` has every setting."""
+    _, out, _ = gpu("config")
+    assert {line.split()[0] for line in out.splitlines()[1:]} == {name.upper() for name in Settings.model_fields}
+
+
+# -- real processes -----------------------------------------------------------------------------------------------
+
+def command(environment, *words, **more):
+    return subprocess.run([sys.executable, "-m", "gpu_runtime.cli", *words], env=environment, capture_output=True,
+                          text=True, timeout=60, **more)
+
+
+def test_another_process_is_asked_through_the_ledger(child_environment):
+    """The command sees our model, with our pid, and evicts it; we obey."""
+    ledger = child_environment["GPU_LEDGER"]
+    with gpu_runtime.Runtime(devices="sim:24GiB,host:64GiB", ledger=ledger, eviction_grace_seconds=0.0) as rt:
+        rt.register("qwen", backend="fake", size="14GiB")
+        rt.preload("qwen")
+        seen = command(child_environment, "status")
+        assert re.search(rf"qwen +14\.0 GiB +sim:0 +pid {os.getpid()}\b", seen.stdout), seen.stdout + seen.stderr
+        evicted = command(child_environment, "evict", f"qwen@{os.getpid()}")
+        assert (evicted.returncode, evicted.stderr) == (0, "")
+        assert rt.models()["where"].tolist() == ["host"]
+        with rt.use("qwen"):
+            refused = command(child_environment, "evict", f"qwen@{os.getpid()}", "--timeout", "3")
+        assert refused.returncode == 1 and "in use" in refused.stderr and refused.stderr.count("\n") == 1
+
+
+def test_looking_imports_neither_torch_nor_pandas(child_environment):
+    """`gpu status` in a prompt or a loop must not cost a second."""
+    code = "import sys; from gpu_runtime.cli import main; code = main(['status']);" \
+           "print(code, [m for m in ('torch', 'transformers', 'pandas', 'IPython', 'panel') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], env=child_environment, capture_output=True, text=True,
+                          timeout=60)
+    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+
+
+def test_a_reader_that_went_away_is_no_error(child_environment):
+    """`gpu config | head -1`."""
+    shell = f"set -o pipefail; {sys.executable} -m gpu_runtime.cli help | head -c 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], env=child_environment, capture_output=True, text=True, timeout=60)
+    assert done.stderr == "" and done.stdout.splitlines()[-1].endswith("0")

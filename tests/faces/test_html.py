@@ -1,0 +1,143 @@
+"""What a notebook shows: safe, the same each time, and readable without colours."""
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from gpu import html, render
+
+from gpu_runtime.facts import Health, Level, Outcome
+
+from . import samples
+
+PAGES = {
+    **{name: render.shown("status", getattr(samples, name))
+       for name in ("busy", "waiting", "overdraft", "eight", "empty", "registered", "unmeasured", "hostile")},
+    "plan": render.shown("plan", samples.fits, subject="gemma", around=samples.busy),
+    "refused": render.shown("plan", samples.refused, subject="gemma", around=samples.busy),
+    "why": render.shown("why", samples.EVENTS, subject="qwen"),
+    "why nothing": render.shown("why", (), subject="<i>"),
+    "health": render.shown("health", Health(True, Level.LOW, 25.0, "Memory usage normal")),
+    "outcome": render.shown("evict", Outcome("evict", "<b>", True, "<script>")),
+    "preset": render.shown("config", {"A": "<x>"}),
+    "note": render.note("<y>"),
+}
+VOID = {"br", "img", "hr"}
+
+
+class Tree(HTMLParser):
+    """Collects the tags, and fails on one that is not closed where it should be."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.words = [], set(), [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.words.append(data)
+
+
+def tree(page: str) -> Tree:
+    found = Tree()
+    found.feed(page)
+    found.close()
+    assert found.open == []
+    return found
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_answer_has_text_and_well_formed_html(name):
+    """text/plain always: a notebook is also read as a file, and in a terminal."""
+    bundle = PAGES[name]._repr_mimebundle_()
+    assert set(bundle) == {"text/plain", "text/html"} and bundle["text/plain"].strip()
+    assert tree(bundle["text/html"]).tags <= {
+        "style", "div", "span", "b", "code", "pre", "table", "thead", "tbody", "tr", "th", "td", "ol", "li"}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_nothing_in_a_page_is_random_or_comes_from_outside(name):
+    """So that executed notebooks can be compared, and open without a network."""
+    page = PAGES[name]._repr_mimebundle_()["text/html"]
+    assert page == PAGES[name]._repr_mimebundle_()["text/html"]
+    assert not re.search(r"\bid=|<script|https?://|url\(|@import", page)
+
+
+def test_names_are_escaped_wherever_they_are_shown():
+    """In tables, bars, tool tips and sentences alike."""
+    found = tree(PAGES["hostile"]._repr_mimebundle_()["text/html"])
+    assert "img" not in found.tags and "script" not in found.tags
+    assert not [value for key, value in found.attributes if key.startswith("on")]
+    assert any("<img src=x onerror=alert(1)>" in words for words in found.words)
+
+
+def test_status_is_a_table_of_who_holds_what():
+    """Every name, size, place, holder and state stands in a cell of its own."""
+    page = PAGES["busy"]._repr_mimebundle_()["text/html"]
+    table = page[page.index('<table class="gpuc-table"'):]
+    rows = [[re.sub("<[^>]*>", "", cell) for cell in re.findall(r"<t[hd]\b.*?</t[hd]>", row)]
+            for row in re.findall(r"<tr>(.*?)</tr>", table)]
+    assert rows == [
+        ["model", "size", "where", "held by", "importance", "state"],
+        ["qwen", "14.0 GiB", "sim:0", "this notebook", "pinned", "in use for 40 s"],
+        ["reranker", "4.0 GiB", "sim:0", "analysis.ipynb (pid 4121), bob", "high", "idle 12 s"],
+        ["llama", "8.0 GiB", "host", "this notebook", "", "warm, idle 3 min"]]
+
+
+def test_every_style_rule_holds_in_our_own_scope_only():
+    """A rule that reached beyond `.gpuc` would restyle the user's notebook."""
+    css = re.sub(r"@media[^{]*{(.*})}", r"\1", html.style().removeprefix("<style>").removesuffix("</style>"))
+    selectors = [one.strip() for rule in re.findall(r"([^{}]+){", css) for one in rule.split(",")]
+    assert len(selectors) > 20 and [one for one in selectors if not one.startswith(".gpuc")] == []
+
+
+def test_a_bar_says_in_words_what_it_shows_in_colour():
+    found = tree(PAGES["busy"]._repr_mimebundle_()["text/html"])
+    assert ("aria-label", "sim:0: qwen 14.0 GiB, reranker 4.0 GiB") in found.attributes
+
+
+def test_the_stretches_of_a_bar_fill_it_and_no_more():
+    """In an overdraft the scale grows with what is claimed."""
+    for name in ("busy", "overdraft", "eight"):
+        page = PAGES[name]._repr_mimebundle_()["text/html"]
+        bars = page.split('<div class="gpuc-fill"')[1:]
+        assert len(bars) == len(getattr(samples, name).devices)
+        for bar in bars:
+            assert sum(float(part) for part in re.findall(r"float:left;width:([\d.]+)%", bar)) <= 100.02
+
+
+def test_a_model_keeps_its_colour():
+    """By its name alone: in another notebook, on another day, beside other models."""
+    assert {name: html.look(name) for name in ("qwen", "reranker", "mistral")} == {
+        "qwen": ("#e69f00", "#000000", "gpuc-t0"), "reranker": ("#f0e442", "#000000", "gpuc-t1"),
+        "mistral": ("#0072b2", "#ffffff", "gpuc-t1")}
+    for name in ("busy", "waiting", "plan"):
+        assert "background-color:#e69f00" in PAGES[name]._repr_mimebundle_()["text/html"]
+
+
+def test_a_notebook_that_is_not_trusted_yet_still_has_its_bars():
+    """JupyterLab takes the style sheet out and leaves inline styles."""
+    page = PAGES["busy"]._repr_mimebundle_()["text/html"].split("</style>")[1]
+    assert page.count("float:left;width:") == 3 and page.count("text-align:") > 10
+
+
+def test_simulated_devices_are_said_so_on_every_page():
+    for name in ("busy", "empty", "plan", "refused"):
+        bundle = PAGES[name]._repr_mimebundle_()
+        assert "simulated" in bundle["text/plain"] and "simulated" in " ".join(tree(bundle["text/html"]).words)
+    assert "simulated" not in PAGES["eight"]._repr_mimebundle_()["text/plain"]
+
+
+def test_an_answer_lends_its_values_attributes():
+    """`(%gpu plan gemma).granted` works as on the plan itself."""
+    assert PAGES["plan"].granted and PAGES["plan"].value is samples.fits
+    assert [event.model for event in PAGES["why"]] == ["llama", "llama", "qwen", "qwen"]

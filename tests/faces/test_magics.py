@@ -1,0 +1,402 @@
+"""%gpu and %%gpu in a shell: every verb, every way to get it wrong, and what is left behind."""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pandas
+import pytest
+from gpu import magics, progress, render
+from IPython.core.error import UsageError
+from IPython.utils.capture import capture_output
+
+import gpu_runtime
+from gpu_runtime import errors, facts, verbs
+
+pytestmark = pytest.mark.filterwarnings("ignore:To exit", "ignore::IPython.core.completer.ProvisionalCompleterWarning")
+GIB = 2**30
+
+
+@pytest.fixture
+def models(rt):
+    """Two models of which one fits at a time; qwen is on the card, llama in RAM."""
+    for name, size in (("llama", "9GiB"), ("qwen", "14GiB")):
+        rt.register(name, backend="fake", size=size)
+        rt.preload(name)
+    return rt
+
+
+def run(shell, cell):
+    """The value of a cell; what it raised, raised."""
+    with capture_output(display=False):
+        outcome = shell.run_cell(cell)
+    outcome.raise_error()
+    return outcome.result
+
+
+def printed(shell, cell):
+    with capture_output(display=False) as captured:
+        shell.run_cell(cell)
+    return captured.stdout
+
+
+# -- the verbs ----------------------------------------------------------------------------------------------------
+
+SHOWN = {
+    "": "1 simulated GPU", "status": "1 simulated GPU", "health": "healthy", "plan qwen": "qwen is there already",
+    "plan llama": "llama fits once 1 other has stepped aside", "plan 2GiB": "A lease of 2.0 GiB fits in what is free",
+    "why qwen": "was loaded, 14.0 GiB", "evict qwen": "evict qwen: qwen stepped aside to host; 14.0 GiB came free",
+    "preload llama": "preload llama: llama is on sim:0", "restore llama": "restore llama: llama is on sim:0",
+    "pin qwen": "pin qwen: qwen is kept", "unpin qwen": "unpin qwen: qwen may leave", "defrag": "defrag: ",
+    "config": "SETTING", "config --preset 8GB": "export GPU_MEMORY_MAX_PERCENT=0.85", "help": "  %gpu [status]",
+    "help evict": "%gpu evict NAME", "load qwen": "load qwen: qwen is on sim:0 already", "-h": "  %gpu [status]",
+    "evict --help": "%gpu evict NAME",
+}
+FRAMES = {
+    "models": "name backend where bytes idle_seconds uses importance keep owner",
+    "leases": "model device bytes measured_bytes owner user pid notebook importance pins idle_seconds",
+    "evictions": "time model action reason bytes device owner",
+    "evictions --all --limit 2": "time model action reason bytes device owner",
+    "fragmentation": "device allocated_bytes reserved_bytes fragmentation_bytes fragmentation_percent alloc_retries "
+                     "ooms",
+}
+
+
+@pytest.mark.parametrize("words", SHOWN)
+def test_a_verb_answers_with_a_value_that_shows_itself(shell, models, words):
+    """As text, and as HTML for a browser."""
+    answer = run(shell, f"%gpu {words}")
+    assert SHOWN[words] in repr(answer)
+    assert set(answer._repr_mimebundle_()) == {"text/plain", "text/html"}
+
+
+@pytest.mark.parametrize("words", FRAMES)
+def test_a_table_is_a_plain_dataframe(shell, models, words):
+    """`df = %gpu models` works, with the columns that notebooks build on."""
+    frame = run(shell, f"df = %gpu {words}\ndf")
+    assert type(frame) is pandas.DataFrame and list(frame.columns) == FRAMES[words].split()
+
+
+def test_every_verb_is_tried_here():
+    tried = {words.split()[0] for words in (*SHOWN, *FRAMES) if words}
+    assert {verb.name for verb in verbs.verbs(verbs.MAGIC)} == tried - {"-h"}
+
+
+def test_evictions_are_what_left_and_all_of_them_what_happened(shell, models):
+    assert set(run(shell, "%gpu evictions").action) == {"offloaded"}
+    assert "loaded" in set(run(shell, "%gpu evictions --all").action)
+
+
+def test_gpuctl_is_the_same_under_a_second_name(shell, models):
+    assert repr(run(shell, "%gpuctl health")) == repr(run(shell, "%gpu health"))
+
+
+def test_an_answer_can_be_stored_and_silenced(shell, models):
+    """-o stores it under a name as well; a semicolon keeps it quiet."""
+    answer = run(shell, "%gpu plan qwen -o planned")
+    assert shell.user_ns["planned"] is answer and answer.value.granted
+    assert printed(shell, "%gpu health;") == ""
+    assert "healthy" in printed(shell, "%gpu health")
+
+
+@pytest.mark.parametrize("words", ["status", "models", "leases", "evictions", "fragmentation", "health", "plan qwen",
+                                   "why qwen", "config", "config --preset 4GB", "defrag"])
+def test_json_is_text_that_parses_and_a_tree(shell, models, words):
+    answer = run(shell, f"%gpu {words} --json")
+    assert answer._repr_mimebundle_()["application/json"] == json.loads(answer)
+
+
+def test_json_of_the_empty_and_the_unknown_is_null(shell, models):
+    """NaN would be no JSON."""
+    models.register("new", backend="fake", size="1GiB")
+    row = json.loads(run(shell, "%gpu models --json"))[-1]
+    assert row["name"] == "new" and row["where"] == "disk" and row["idle_seconds"] is None
+
+
+@pytest.mark.parametrize("verb", render.EMPTY)
+def test_an_empty_table_says_what_to_type(shell, verb):
+    """The frame itself stays plain; the sentence is shown beside it."""
+    with capture_output(display=False) as captured:
+        frame = shell.run_cell(f"%gpu {verb}").result
+    if frame.empty:
+        assert render.nothing(verb) in captured.stdout
+    else:
+        assert verb == "fragmentation"
+
+
+def test_python_values_show_themselves_like_the_magics(shell, models):
+    """`rt.status()` at the end of a cell looks as `%gpu` does."""
+    assert "1 simulated GPU" in printed(shell, "rt.status()")
+    assert "qwen is there already" in printed(shell, "rt.plan('qwen')")
+
+
+def test_a_path_with_spaces_is_one_word(shell, models, tmp_path):
+    """Quotes are taken off, as a shell does."""
+    (tmp_path / "my model").mkdir()
+    with pytest.raises(errors.NotAModel) as caught:
+        run(shell, f"%gpu load new '{tmp_path}/my model'")
+    assert "my model" in str(caught.value) and "'" + str(tmp_path) not in str(caught.value.facts.get("source", ""))
+
+
+def test_a_load_that_failed_leaves_the_name_free(shell, models, tmp_path):
+    """The next try, with the right source, is not told that the name is taken."""
+    with pytest.raises(errors.LoadFailed):
+        run(shell, f"%gpu load new {tmp_path}")
+    run(shell, "%gpu load new --backend fake --size 1GiB --importance high --keep")
+    spec = next(spec for spec in models.specs() if spec.name == "new")
+    assert (spec.size, spec.importance, spec.keep) == (GIB, 5, True)
+
+
+# -- getting it wrong ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("typed", "nearest"), [("evcit", "evict"), ("statsu", "status"), ("modles", "models"),
+                                                ("Health", "health"), ("preloda", "preload"), ("xyz", "")])
+def test_a_typo_suggests_the_nearest_verb(shell, typed, nearest):
+    with pytest.raises(errors.UnknownVerb) as caught:
+        run(shell, f"%gpu {typed}")
+    assert caught.value.nearest == nearest
+    assert (f"Did you mean {nearest}?" in str(caught.value)) == bool(nearest)
+
+
+@pytest.mark.parametrize(("line", "kind"), [
+    ("evict nobody", errors.UnknownModel), ("plan nobody", errors.UnknownModel), ("why nobody", errors.UnknownModel),
+    ("config --preset 3GB", errors.BadSetting), ("load big --backend fake --size lots", errors.BadSize),
+    ("load big --backend fake --size 100GiB", errors.DoesNotFit), ("load qwen --backend fake --size 1GiB",
+                                                                   errors.AlreadyRegistered),
+])
+def test_a_failure_is_our_own_error_and_shows_as_one_sentence(shell, models, line, kind):
+    """Never a traceback of ours; and raised, so that nbval sees it."""
+    with pytest.raises(kind):
+        run(shell, f"%gpu {line}")
+    shown = printed(shell, f"%gpu {line}")
+    assert shown.startswith(f"{kind.__name__}: ") and "Traceback" not in shown
+
+
+@pytest.mark.parametrize(("line", "says"), [
+    ("evict", "required: NAME"), ("evict qwen --frobnicate", "unrecognized arguments: --frobnicate"),
+    ("evict qwen --timeout soon", "'soon' is not a duration"),
+    ("load x --importance vital", "'vital' is none of urgent"),
+    ("evictions --limit none", "'none' is not a number of rows"), ("plan 'qwen", "No closing quotation"),
+    ("health -o 3x", "not a name that Python could use"), ("status extra", "unrecognized arguments: extra"),
+])
+def test_bad_syntax_says_how_it_is_typed(shell, models, line, says):
+    with pytest.raises(UsageError) as caught:
+        run(shell, f"%gpu {line}")
+    assert says in str(caught.value)
+
+
+# -- %%gpu --------------------------------------------------------------------------------------------------------
+
+def held(rt):
+    return [(lease.name, lease.pins) for lease in rt.status().leases() if lease.pins]
+
+
+def test_a_cell_runs_in_the_users_names_under_a_lease(shell, rt):
+    """Its last expression is shown, as in any cell, and then what it took."""
+    shown = printed(shell, "%%gpu 8GiB\nkind = [(l.kind, l.bytes) for l in rt.status().leases()]\nlen(kind)")
+    assert shell.user_ns["kind"] == [("block", 8 * GIB)]
+    first, second = shown.strip().splitlines()
+    assert first.endswith("1") and second == \
+        "8.0 GiB leased on sim:0 · peak and delta unknown: only torch on a real card tells them"
+    assert list(rt.status().leases()) == []
+
+
+def test_a_semicolon_silences_the_last_expression_only(shell, rt):
+    assert printed(shell, "%%gpu 1GiB\n41 + 1;").startswith("1.0 GiB leased")
+
+
+@pytest.mark.parametrize("raises", ["1/0", "raise KeyboardInterrupt", "raise SystemExit(3)", "import nothing_such"])
+@pytest.mark.parametrize("line", ["8GiB", "--model llama", "1GiB --model llama --importance high"])
+def test_a_cell_gives_back_whatever_happens(shell, models, line, raises):
+    """The lease, the pin, and the name `model`."""
+    printed(shell, f"%%gpu {line}\nseen = [l.pins for l in rt.status().leases()]\n{raises}")
+    assert any(shell.user_ns["seen"])
+    assert held(models) == [] and "model" not in shell.user_ns
+    assert {lease.kind for lease in models.status().leases()} == {"model"}
+
+
+def test_a_traceback_shows_the_users_own_lines_once(shell, rt):
+    """Counted as the notebook counts them, the magic's line included; none of ours."""
+    shown = printed(shell, "%%gpu 1GiB\ndef f():\n    1 / 0\n\nf()")
+    assert shown.count("ZeroDivisionError") == 2  # its head and its last line
+    assert "line 5" in shown and "line 3, in f()" in shown
+    assert "magics.py" not in shown and "cell.py" not in shown and "run_cell_magic" not in shown
+
+
+def test_a_traceback_is_let_go_with_its_error(shell, rt):
+    """What we hang on an error refers to no frame: the user's tensors end with the error."""
+    printed(shell, "%%gpu 1GiB\nraise ValueError('x')")
+    render_own = sys.last_value._render_traceback_
+    assert not [cell for cell in render_own.__closure__ if isinstance(cell.cell_contents, BaseException)]
+
+
+def test_a_cell_that_is_not_python_fails_with_pythons_own_words(shell, rt):
+    with pytest.raises(errors.GpuError):
+        run(shell, "%%gpu 1GiB\nx = (")
+    shown = printed(shell, "%%gpu 1GiB\nx = (")
+    assert "SyntaxError" in shown and "line 2" in shown and "magics.py" not in shown
+
+
+def test_top_level_await_is_refused_in_plain_words(shell, rt):
+    with pytest.raises(errors.GpuError, match="awaits at its top level"):
+        run(shell, "%%gpu 1GiB\nimport asyncio\nawait asyncio.sleep(0)")
+
+
+def test_magics_and_shell_lines_work_inside_a_cell(shell, rt):
+    run(shell, "%%gpu 1GiB\ninner = %gpu health")
+    assert shell.user_ns["inner"].value.healthy
+
+
+def test_a_cell_can_hold_a_model_and_finds_it_under_its_name(shell, models):
+    """`model`, while the cell runs; what the user had there comes back."""
+    shell.user_ns["model"] = "mine"
+    run(shell, "%%gpu --model llama\nwhat = repr(model), [l.pins for l in rt.status().leases() if l.name == 'llama']")
+    assert shell.user_ns["what"] == ("<fake llama on sim:0>", [1]) and shell.user_ns["model"] == "mine"
+
+
+def test_a_cell_keeps_the_name_that_it_gave_another_meaning(shell, models):
+    run(shell, "%%gpu --model llama\nmodel = 7")
+    assert shell.user_ns["model"] == 7
+
+
+@pytest.mark.parametrize(("line", "kind"), [
+    ("100GiB", errors.DoesNotFit), ("lots", errors.BadSize), ("-3", errors.BadSize),
+    ("--model nobody", errors.UnknownModel), ("evict qwen", UsageError), ("1GiB --importance vital", UsageError),
+])
+def test_a_cell_that_cannot_have_its_room_does_not_run(shell, models, line, kind):
+    with pytest.raises(kind):
+        run(shell, f"%%gpu {line}\nran = True")
+    assert "ran" not in shell.user_ns
+
+
+# -- progress -----------------------------------------------------------------------------------------------------
+
+class Terminal(list):
+    write = list.append
+
+    def isatty(self):
+        return True
+
+    def flush(self):
+        pass
+
+
+def test_in_a_terminal_progress_is_one_line_that_goes_away():
+    terminal = Terminal()
+    with progress.TerminalProgress("qwen", terminal, clock=iter((0.0, 0.05, 0.2)).__next__) as told:
+        for done in (0, GIB, 2 * GIB):  # the second comes too soon after the first to be drawn
+            told(done, 4 * GIB)
+    assert terminal == [f"\rloading qwen  {'·' * 32}  0 B of 4.0 GiB\x1b[K",
+                        f"\rloading qwen  {'█' * 16}{'·' * 16}  2.0 GiB of 4.0 GiB\x1b[K", "\r\x1b[K"]
+
+
+def test_a_stream_that_is_no_terminal_gets_no_progress(tmp_path):
+    with open(tmp_path / "log", "w") as stream, progress.TerminalProgress("qwen", stream) as told:
+        told(1, 2)
+    assert (tmp_path / "log").read_text() == ""
+
+
+# -- completion ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("text", "offered"), [
+    ("%gpu m", {"models"}), ("df = %gpu m", {"models"}), ("%gpuctl ev", {"evict", "evictions"}),
+    ("%gpu evict ", {"llama", "qwen"}), ("%gpu evict q", {"qwen"}), ("x = %gpu plan l", {"llama"}),
+    ("%gpu evict qwen --t", {"--timeout"}), ("%gpu load new --importance h", {"high"}),
+    ("%gpu config --preset 1", {"16GB"}), ("%gpu help pre", {"preload"}), ("%%gpu --model q", {"qwen"}),
+    ("%%gpu 8GiB --i", {"--importance"}), ("%%gpu --importance u", {"urgent"}), ("%gpu status --j", {"--json"}),
+    ("%gpu load new --backend f", {"fake"}), ("%gpu xyz", set()),
+])
+def test_tab_offers_verbs_options_and_models(shell, models, text, offered):
+    """In a line magic, a cell magic and an assignment; and nothing else beside them."""
+    with capture_output(display=False):
+        found = [one.text for one in shell.Completer.completions(text, len(text))]
+    assert set(found) == offered
+
+
+def test_tab_offers_other_processes_models_with_their_pid(shell, models, monkeypatch):
+    from gpu.completion import model_names
+
+    from . import samples
+
+    class Other:
+        status = staticmethod(lambda: samples.busy)
+
+    assert model_names(Other()) == ["llama", "qwen", "reranker@4121"]
+
+
+def test_tab_leaves_python_and_the_body_of_a_cell_alone(shell, models):
+    from IPython.core.completer import CompletionContext
+
+    def asked(text):
+        lines = text.split("\n")
+        return magics._loaded[id(shell)].matcher(
+            CompletionContext("", text, len(lines[-1]), len(lines) - 1, None))["completions"]
+
+    assert asked("%%gpu 8GiB\nevi") == [] and asked("gpu ev") == [] and asked("%gpux ev") == []
+    assert asked("%gpu ev")
+
+
+# -- loading and unloading ----------------------------------------------------------------------------------------
+
+def test_loading_prints_nothing_and_offers_the_runtime(fresh_shell, rt):
+    with capture_output(display=False) as captured:
+        fresh_shell.run_cell("%load_ext gpu")
+    assert captured.stdout == captured.stderr == "" and fresh_shell.user_ns["rt"] is rt
+    fresh_shell.run_cell("%unload_ext gpu")
+
+
+def test_a_name_in_use_is_left_alone(fresh_shell, rt):
+    fresh_shell.user_ns["rt"] = "mine"
+    magics.load(fresh_shell)
+    magics.unload(fresh_shell)
+    assert fresh_shell.user_ns["rt"] == "mine"
+
+
+def state(shell):
+    tables = shell.magics_manager.magics
+    return ({kind: dict(table) for kind, table in tables.items()}, list(shell.Completer.custom_matchers),
+            dict(shell.display_formatter.mimebundle_formatter.type_printers), "rt" in shell.user_ns,
+            set(shell.magics_manager.registry), {name: list(hooks) for name, hooks in shell.events.callbacks.items()})
+
+
+def test_unloading_takes_everything_back(fresh_shell, rt):
+    """Also what another extension had registered under our name."""
+    theirs = fresh_shell.magics_manager.magics["line"]["gpu"] = lambda line: "theirs"
+    before = state(fresh_shell)
+    for _ in range(2):  # loading twice is loading once
+        magics.load(fresh_shell)
+    magics.unload(fresh_shell)
+    assert state(fresh_shell) == before and fresh_shell.magics_manager.magics["line"].pop("gpu") is theirs
+
+
+def test_an_extension_that_cannot_open_its_runtime_leaves_nothing_half_loaded(fresh_shell, monkeypatch):
+
+    def fails():
+        raise errors.BadSetting("GPU_DEVICES", "x", "something else")
+
+    monkeypatch.setattr(gpu_runtime, "runtime", fails)
+    before = state(fresh_shell)
+    with pytest.raises(errors.BadSetting):
+        magics.load(fresh_shell)
+    assert state(fresh_shell) == before
+
+
+def test_help_is_the_table_of_verbs(shell):
+    """`%gpu?` shows it: every verb, a line each."""
+    doc = shell.find_magic("gpu").__doc__
+    assert all(f"  %gpu {verb.name}" in doc or verb.name == "status" for verb in verbs.verbs(verbs.MAGIC))
+
+
+def test_loading_imports_nothing_heavy(child_environment):
+    """What a model or a table needs comes with the first one."""
+    code = ("from IPython.core.interactiveshell import InteractiveShell as S; import sys; s = S.instance();"
+            "s.run_cell('%load_ext gpu'); s.run_cell('%gpu'); assert 'rt' in s.user_ns;"
+            "print([m for m in ('torch', 'transformers', 'panel', 'pandas', 'accelerate') if m in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], env=child_environment, capture_output=True, text=True,
+                          timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_values_for_display_are_facts():
+    assert set(magics._SHOWN) == {facts.Snapshot, facts.Plan, facts.Outcome, facts.Health}

@@ -1,0 +1,92 @@
+"""In a real kernel: what a notebook keeps, and that a failing cell is seen to fail."""
+from __future__ import annotations
+
+import os
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from .conftest import FOUND_BY_CHILDREN
+
+CELLS = [
+    "%load_ext gpu",
+    "%gpu load qwen --backend fake --size 14GiB",
+    "%gpu",
+    "frame = %gpu models\nlist(frame.name)",
+    "%%gpu 1GiB\ndef f():\n    1 / 0\nf()",
+    "%gpu evcit",
+    "%gpu load huge --backend fake --size 100GiB",
+    "%gpu evict",  # bad syntax
+    "%%gpu 1GiB\nraise KeyboardInterrupt",
+    "%gpu status --json -o status\n",
+    "import json; [(lease['name'], lease['pins']) for lease in json.loads(status)['leases']]",
+    "%%gpu 1GiB\n41 + 1",
+    "import gpu_runtime; gpu_runtime.runtime() is rt",
+]
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """The outputs of each cell, run once for all tests here."""
+    environment = {"GPU_DEVICES": "sim:24GiB,host:64GiB", "GPU_LEDGER": "memory:", "TZ": "UTC"}
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS])
+    client = NotebookClient(notebook, timeout=60, kernel_name="python3", allow_errors=True,
+                            resources={"metadata": {"path": str(tmp_path_factory.mktemp("notebook"))}})
+    client.execute(env={**os.environ, "PYTHONPATH": FOUND_BY_CHILDREN, **environment})
+    return [cell.outputs for cell in notebook.cells]
+
+
+def test_loading_the_extension_leaves_no_output(outputs):
+    assert outputs[0] == []
+
+
+def test_a_load_settles_to_done_and_says_what_it_took(outputs):
+    """The moving bar is gone; what is kept depends on the outcome alone."""
+    progress, outcome = outputs[1]
+    assert progress.data["text/plain"] == f"loading qwen  {'█' * 32}  14.0 GiB, done"
+    assert "width:100.00%" in progress.data["text/html"]
+    assert outcome.data["text/plain"].startswith("load qwen: qwen is on sim:0 (14.0 GiB")
+
+
+def test_status_is_kept_as_text_and_as_html(outputs):
+    (status,) = outputs[2]
+    assert set(status.data) == {"text/plain", "text/html"}
+    assert "qwen" in status.data["text/plain"] and 'class="gpuc"' in status.data["text/html"]
+
+
+def test_a_magic_can_be_assigned(outputs):
+    assert outputs[3][0].data["text/plain"] == "['qwen']"
+
+
+@pytest.mark.parametrize(("cell", "kind"), [
+    (4, "ZeroDivisionError"), (5, "UnknownVerb"), (6, "DoesNotFit"), (8, "KeyboardInterrupt")])
+def test_a_failing_cell_is_seen_to_fail(outputs, cell, kind):
+    """As an error output, once: that is what nbval looks for."""
+    errors = [output for output in outputs[cell] if output.output_type == "error"]
+    assert [error.ename for error in errors] == [kind]
+    shown = "\n".join(errors[0].traceback)
+    assert "magics.py" not in shown and "interactiveshell.py" not in shown
+
+
+def test_our_own_failures_are_a_sentence(outputs):
+    assert outputs[5][0].traceback == [
+        "UnknownVerb: no verb is called 'evcit'. Did you mean evict? All of them:  %gpu help"]
+
+
+def test_bad_syntax_goes_to_standard_error(outputs):
+    """As IPython shows all usage errors; nbval does not take it for a failure."""
+    assert "Usage: %gpu evict NAME" in "".join(output.get("text", "") for output in outputs[7])
+
+
+def test_failing_cells_gave_back_what_they_held(outputs):
+    assert outputs[10][0].data["text/plain"] == "[('qwen', 0)]"
+
+
+def test_a_leased_cell_shows_its_value_and_then_its_report(outputs):
+    value, report = outputs[11]
+    assert value.data["text/plain"] == "42" and report.data["text/plain"].startswith("1.0 GiB leased on sim:0")
+
+
+def test_the_runtime_of_the_process_is_the_one_in_the_notebook(outputs):
+    assert outputs[12][0].data["text/plain"] == "True"

@@ -1,0 +1,183 @@
+"""What a terminal shows, as whole strings: alignment is part of the meaning."""
+from __future__ import annotations
+
+import pytest
+from gpu import plain, render, text, view
+
+from gpu_runtime.facts import HOST, Health, Level, Outcome, Share
+from gpu_runtime.settings import Settings, preset
+
+from . import samples
+from .samples import GIB, lease, snapshot
+
+
+def test_status_tells_at_a_glance_how_full_who_and_why():
+    """Devices, then holders, then the last decision and the counters."""
+    assert text.status(samples.busy) == """\
+1 simulated GPU · pressure HIGH
+
+sim:0  ███████████████████▓▓▓▓▓·····│··  18.0 of 21.6 GiB    83%  HIGH
+       █ qwen 14.0 GiB  ▓ reranker 4.0 GiB
+host   ████············│···············   8.0 of 32.0 GiB    25%  LOW       warm pool: 1 model
+       █ llama 8.0 GiB
+
+MODEL         SIZE  WHERE  HELD BY                         IMPORTANCE  STATE
+qwen      14.0 GiB  sim:0  this notebook                   pinned      in use for 40 s
+reranker   4.0 GiB  sim:0  analysis.ipynb (pid 4121), bob  high        idle 12 s
+llama      8.0 GiB  host   this notebook                               warm, idle 3 min
+
+Last decision  12:02:08  qwen was loaded, 14.0 GiB on sim:0: qwen needs 14.0 GiB; sim:0 has 21.6 GiB free.
+3 evictions (2 offloaded, 1 unloaded) · 2 restored · 4 loaded"""
+
+
+def test_status_shows_an_overdraft_strangers_and_a_blind_monitor():
+    """On a real card what nobody leased is seen too, with its process."""
+    assert text.status(samples.overdraft) == """\
+1 × NVIDIA H100 · pressure CRITICAL
+The monitor cannot see: cuda:0 did not answer 5 times in a row; next try in 30 s
+
+cuda:0  ███████████████████▓▓▓▓▓▓▓▓▓▓│▓░  23.0 of 21.6 GiB   106%  CRITICAL  over its budget by 1.4 GiB, measured \
+23.5 GiB, 37 % busy
+        █ qwen 14.0 GiB  ▓ llama 9.0 GiB  ░ other programs 512 MiB
+host    ················│···············   0 B of 32.0 GiB     0%  LOW       warm pool: 0 models
+
+MODEL               SIZE  WHERE   HELD BY                         STATE
+qwen            14.0 GiB  cuda:0  this notebook                   idle 12 s
+llama            9.0 GiB  cuda:0  analysis.ipynb (pid 4121), bob  idle 12 s
+other programs   512 MiB  cuda:0  pid 999                         not governed"""
+
+
+def test_status_names_who_waits_for_what():
+    """A request in the queue, and a thing asked of another process, each with its reason."""
+    assert text.status(samples.waiting).partition("Waiting")[2].partition("\n\n")[0] == """\
+: 2
+  1. llama, 8.0 GiB on sim:0, for analysis.ipynb (pid 4121), bob, waiting 12 s: qwen (14.0 GiB on sim:0) is in use
+  2. this notebook asked analysis.ipynb (pid 4121), bob to evict reranker, 3.0 s ago"""
+
+
+@pytest.mark.parametrize(("seen", "prompt", "hint"), [
+    (samples.empty, "%gpu", "Nothing is loaded yet. Load a model:  %gpu load NAME PATH"),
+    (samples.registered, "%gpu", "Nothing is loaded. Registered here: qwen. Load one:  %gpu preload qwen"),
+    (samples.empty, "gpu",
+     "Nothing is loaded yet. Load a model, in a notebook:  %load_ext gpu  and  %gpu load NAME PATH"),
+])
+def test_an_empty_state_says_what_to_type(seen, prompt, hint):
+    assert text.status(seen, prompt).splitlines()[-1] == hint
+
+
+def test_unknown_is_said_and_never_shown_as_zero():
+    """A driver that does not answer has measured nothing."""
+    assert "not measured" in text.status(samples.unmeasured)
+    assert text.size(None) == "unknown"
+
+
+def test_a_plan_shows_its_verdict_its_steps_and_the_devices_after_them():
+    assert text.plan(samples.fits, samples.busy, "gemma") == """\
+gemma fits once 1 other has stepped aside · simulated
+qwen was used least recently. gemma needs 12.0 GiB; sim:0 has 17.6 GiB free.
+Needs 12.0 GiB: weights 11.0 GiB (header) + activations 1.0 GiB (declared)
+  1. move qwen (14.0 GiB) from sim:0 to host
+  2. load gemma (12.0 GiB) on sim:0
+then  sim:0  █████▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓········│··  16.0 GiB
+             █ reranker 4.0 GiB  ▓ gemma 12.0 GiB
+then  host   ████▓▓▓▓▓▓▓·····│···············  22.0 GiB
+             █ llama 8.0 GiB  ▓ qwen 14.0 GiB
+Also considered:
+  sim:1 2.0 GiB free of 12.0 GiB needed
+Nothing was done. Do it:  %gpu preload gemma"""
+
+
+def test_a_refusal_is_a_plan_too():
+    assert text.plan(samples.refused, samples.busy, "gemma") == """\
+gemma would not get its room now · simulated
+gemma needs 40.0 GiB on one device; the largest budget is 21.6 GiB (sim:0)
+Needs 40.0 GiB (declared)"""
+
+
+def test_why_tells_the_last_decisions_the_newest_first():
+    assert text.why("qwen", samples.EVENTS[1:]) == """\
+12:02:08  qwen was loaded, 14.0 GiB on sim:0: qwen needs 14.0 GiB; sim:0 has 21.6 GiB free.
+12:02:07  qwen was promised 14.0 GiB on sim:0: qwen needs 14.0 GiB; sim:0 has 21.6 GiB free.
+12:02:06  llama stepped aside from sim:0, freeing 8.0 GiB: qwen needs room."""
+
+
+def test_what_a_verb_did_is_one_line():
+    evicted = Outcome("evict", "qwen", True, "qwen stepped aside to host; 14.0 GiB came free", 14 * GIB, "host", 0.8)
+    assert text.outcome(evicted) == "evict qwen: qwen stepped aside to host; 14.0 GiB came free (800 ms)"
+    loaded = Outcome("load", "qwen", True, "qwen is on sim:0", 14 * GIB, "sim:0", 2.5)
+    assert text.outcome(loaded) == "load qwen: qwen is on sim:0 (14.0 GiB, 2.5 s)"
+    assert text.outcome(Outcome("evict", "qwen", False, "pid 7 was asked")) == "evict qwen, not done: pid 7 was asked"
+
+
+def test_health_is_one_line():
+    assert text.health(Health(True, Level.LOW, 25.0, "Memory usage normal")) == \
+        "healthy · pressure LOW · used 25 % · Memory usage normal"
+    assert text.health(Health(False, Level.CRITICAL, None, "x")) == "NOT healthy · pressure CRITICAL · used unknown · x"
+
+
+def test_a_preset_is_lines_for_a_shell():
+    assert text.preset(preset("8GB")) == """\
+export GPU_MEMORY_MAX_PERCENT=0.85
+export ENABLE_CPU_OFFLOAD=true
+export EVICTION_IDLE_THRESHOLD_SECONDS=60"""
+
+
+def test_config_says_where_a_value_came_from():
+    lines = text.config(Settings.load(gpu_policy="cost_aware").sources()).splitlines()
+    line = next(line for line in lines if line.startswith("GPU_POLICY"))
+    assert line.split()[:3] == ["GPU_POLICY", "cost_aware", "argument"]
+
+
+def test_a_name_cannot_steer_the_terminal():
+    """Escape codes and newlines in a model's name are made visible."""
+    shown = text.status(samples.hostile)
+    assert "\x1b" not in shown and "\N{REPLACEMENT CHARACTER}[31m" in shown
+
+
+@pytest.mark.parametrize("cells", [8, 16, 32])
+@pytest.mark.parametrize("name", ["busy", "overdraft", "eight", "empty", "waiting"])
+def test_a_bar_is_as_long_as_promised_whatever_it_holds(name, cells):
+    """Also in an overdraft, where more is claimed than there is."""
+    assert {len(text.draw(bar, cells)[0]) for bar in view.bars(getattr(samples, name))} == {cells}
+
+
+def test_a_small_lease_beside_a_large_one_is_seen():
+    (card, _) = view.bars(snapshot(lease("tiny", 0.001), lease("large", 20)))
+    assert text.draw(card)[0].startswith("█▓▓▓")
+
+
+def test_wide_letters_do_not_break_the_columns():
+    """A Chinese name takes two columns a letter."""
+    lines = text.table([("千问", "1"), ("qwen", "2")], ("MODEL", "N"))
+    assert [text.width(line) for line in lines] == [8, 8, 8]
+
+
+def test_more_rows_than_fit_are_counted():
+    many = snapshot(*(lease(f"m{n:02}", 0.1) for n in range(30)))
+    assert "and 10 more:  %gpu leases" in text.status(many)
+
+
+def test_a_plan_for_a_size_says_how_to_run_a_cell_under_it(rt):
+    shown = render.shown("plan", rt.plan("4GiB"), subject="4GiB", around=rt.status())
+    assert repr(shown).endswith("Nothing was done. Do it for a cell:  %%gpu 4GiB")
+
+
+def test_the_bars_after_a_plan_conserve_bytes():
+    """What a step takes from one device it puts on another."""
+    before = {bar.device.id: bar.used_bytes for bar in view.bars(samples.busy)}
+    after = {bar.device.id: bar.used_bytes for bar in view.bars_after(samples.busy, samples.fits.steps)}
+    assert sum(after.values()) == sum(before.values()) + 12 * GIB
+
+
+def test_json_has_every_field_and_plain_values():
+    """Also those that are empty; times are epoch seconds, idle times are counted from now."""
+    status = plain.status(samples.busy)
+    assert status["devices"][0] == {
+        "id": "sim:0", "name": "", "uuid": "", "total_bytes": 24 * GIB, "limit_bytes": int(24 * GIB * .9),
+        "claimed_bytes": 18 * GIB, "measured_bytes": 18 * GIB, "residue_bytes": 0, "pressure_percent": 83.3,
+        "level": "HIGH", "utilisation_percent": None, "simulated": True}
+    assert [one["idle_seconds"] for one in status["leases"]] == [0.0, 200.0, 12.0]
+    assert plain.plain(samples.fits)["steps"][1] == {
+        "step": "load", "lease": f"{samples.ME.id}/gemma", "shares": [{"device": "sim:0", "bytes": 12 * GIB}],
+        "because": ""}
+    assert plain.plain(Share(HOST, 1)) == {"device": HOST, "bytes": 1}
