@@ -9,8 +9,25 @@ from msgspec.structs import replace
 
 from .bookkeeping import note
 from .facts import (
-    HOST, MOST_ENTRIES, Book, DeviceView, Drop, Grant, Lease, Level, Move, Owner, Phase, Policy, Refuse, Step, Ticket,
-    Value, Verdict, Wait, World,
+    HOST,
+    MOST_ENTRIES,
+    Book,
+    DeviceView,
+    Drop,
+    Grant,
+    Lease,
+    Level,
+    Move,
+    Owner,
+    Phase,
+    Policy,
+    Refuse,
+    Step,
+    Ticket,
+    Value,
+    Verdict,
+    Wait,
+    World,
 )
 from .leaving import leave, may_leave, warm_that_go, way_out
 from .policy import lru

@@ -9,8 +9,23 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from .facts import (
-    HOST, MOST_EVENTS, Book, Device, Drop, Event, Lease, Load, Move, Owner, Phase, Section, Shares, Step, Ticket,
-    Value, World,
+    HOST,
+    MOST_EVENTS,
+    Book,
+    Device,
+    Drop,
+    Event,
+    Lease,
+    Load,
+    Move,
+    Owner,
+    Phase,
+    Section,
+    Shares,
+    Step,
+    Ticket,
+    Value,
+    World,
 )
 
 EVICTIONS = ("offloaded", "unloaded")

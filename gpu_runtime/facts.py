@@ -181,7 +181,10 @@ class Lease(Value):
 
     @property
     def on_device(self) -> bool:
-        return any(share.device != HOST for share in self.shares)
+        for share in self.shares:  # a plain loop: every decision asks this of every lease
+            if share.device != HOST:
+                return True
+        return False
 
     @property
     def where(self) -> str:

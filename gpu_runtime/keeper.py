@@ -8,30 +8,54 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
 from . import bookkeeping as books
+from . import telling
 from .asks import Ask, Order, ask, obey, relieve
 from .backends import Progress, is_out_of_memory
 from .bookkeeping import Truth
 from .errors import (
-    Busy, Deadlock, DoesNotFit, GpuError, LedgerUnavailable, LoadFailed, MemoryLimitExceeded, OutOfMemory, ProbeFailed,
+    Busy,
+    DoesNotFit,
+    GpuError,
+    LedgerUnavailable,
+    LoadFailed,
+    OutOfMemory,
+    ProbeFailed,
     StillInUse,
 )
 from .facts import (
-    HOST, Book, Device, Drop, Event, Footprint, Grant, Lease, Level, Load, Move, Phase, PlacementRules, Refuse, Request,
-    Share, Shares, Step, Ticket, Verdict, Wait, World,
+    HOST,
+    Book,
+    Device,
+    Drop,
+    Event,
+    Footprint,
+    Grant,
+    Lease,
+    Level,
+    Load,
+    Move,
+    Phase,
+    PlacementRules,
+    Refuse,
+    Request,
+    Share,
+    Step,
+    Verdict,
+    Wait,
+    World,
 )
-from .ledgers import Ledger
 from .leaving import leave as mark_leaving
 from .leaving import may_leave, way_out
+from .ledgers import Ledger
 from .planner import admit, room
 from .policy import policy
 from .pool import Anchor, Place, Resident, Stays, held_by, uninterrupted
@@ -259,7 +283,7 @@ class Keeper:
                 if self.reap():
                     continue
             if isinstance(verdict, Refuse):
-                raise refusal(wanted.name, verdict)
+                raise telling.refusal(wanted.name, verdict)
             for step in verdict.steps:
                 self._uncut(key, lambda step=step: self._step_aside(step, key))
             if verdict.steps:
@@ -337,7 +361,7 @@ class Keeper:
         self.decide(settle)
 
     def _abandon(self, name: str, key: Key, error: BaseException) -> None:
-        because = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {first_line(error)}"
+        because = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {telling.first_line(error)}"
         self.decide(lambda book, world: (books.abandon(book, self.me, name, key.text, world, because), None))
 
     def _withdraw(self, key: Key) -> None:
@@ -355,7 +379,7 @@ class Keeper:
             return self.out_of_memory(error, loading=name, device=step.shares[0].device)  # type: ignore[union-attr]
         if isinstance(error, GpuError) or not isinstance(error, Exception):
             return error
-        return LoadFailed(f"{name} could not be loaded: {type(error).__name__}: {first_line(error)}",
+        return LoadFailed(f"{name} could not be loaded: {type(error).__name__}: {telling.first_line(error)}",
                           name=name, source=resident.spec.source)
 
     def _load_ungoverned(self, resident: Resident, anchor: Callable[[], Anchor | None] | None,
@@ -386,7 +410,7 @@ class Keeper:
         except BaseException as error:
             resident.lease = replace(resident.lease, droppable=resident.droppable())
             resident.stay()
-            because = str(error) if isinstance(error, Stays) else f"{type(error).__name__}: {first_line(error)}"
+            because = str(error) if isinstance(error, Stays) else f"{type(error).__name__}: {telling.first_line(error)}"
             self.decide(lambda book, world: (books.abandon(
                 book, self.me, name, key.text, world, f"{name} stays where it is: {because}."), None))
             if isinstance(error, Stays):
@@ -410,7 +434,7 @@ class Keeper:
             if lease is None:
                 return book, StillInUse(f"{resident.spec.name} is on its way.", name=resident.spec.name)
             if why := may_leave(lease, world, asker=self.me, importance=-1):
-                return book, self.still_here(book, lease, why, world)
+                return book, telling.still_here(book, self.me, lease, why, world)
             step = way_out(lease, room(book, world).get(HOST, 0), world, drop=drop, because=because, reason="evict")
             if step is None:
                 return book, DoesNotFit(
@@ -429,45 +453,14 @@ class Keeper:
         finally:
             self.done_with(key)
 
-    def still_here(self, book: Book, lease: Lease, why: str, world: World) -> GpuError:
-        owner = book.owner(lease.owner)
-        label = "this notebook" if lease.owner == self.me else owner.label if owner else lease.owner
-        if why == "in use":
-            since = world.now - lease.pinned_since if lease.pinned_since else 0.0
-            return StillInUse(
-                f"{lease.name} ({show_bytes(lease.bytes)}, {lease.where}) is in use by {label} for {show_seconds(since)}.\n"
-                f"  It leaves when that cell ends. Watch:  %gpu status", name=lease.name, lease=lease.id, owner=label,
-                since_seconds=since)
-        if why == "kept":
-            return StillInUse(f"{lease.name} is pinned to its device.\n  Unpin it first:  %gpu unpin {lease.name}",
-                              name=lease.name, lease=lease.id, owner=label)
-        return StillInUse(f"{lease.name} is {why} just now; try again.", name=lease.name, lease=lease.id, owner=label)
-
     # -- out of memory inside a block
 
     def out_of_memory(self, error: BaseException, *, loading: str = "", device: str = "") -> OutOfMemory:
-        """The readable report of an out-of-memory error: what was asked, who holds what, fragmentation, what to type."""
+        """The readable report of an out-of-memory error, as things stand now."""
         world = self.world()
         book = books.publish(self.ledger.read(), self.truth(), world)
-        lines = [f"{device or 'the device'} ran out of memory while loading {loading}." if loading else
-                 "the device ran out of memory while a model was in use.", f"  {first_line(error)}"]
-        holders = sorted((lease for lease in book.leases() if lease.on_device), key=lambda lease: -lease.bytes)
-        for lease in holders[:8]:
-            owner = book.owner(lease.owner)
-            use = "in use" if lease.pins else f"idle {show_seconds(lease.idle_seconds(world.now))}"
-            who = "" if lease.owner == self.me or not owner else f"  {owner.label}"
-            lines.append(f"  {show_bytes(lease.bytes):>9}  {lease.where:<8} {lease.name}, {use}{who}")
-        for view in views(book, world):
-            strangers = (view.measured_bytes or 0) - view.claimed_bytes
-            if not view.device.is_host and strangers > 64 * MIB:
-                lines.append(f"  {show_bytes(strangers):>9}  {view.device.id:<8} not leased by anybody")
-        for part in self.probe.fragmentation():
-            cached = part.reserved_bytes - part.allocated_bytes
-            if cached > 0:
-                lines.append(f"  {show_bytes(cached):>9}  {part.device:<8} reserved by torch but unused (%gpu defrag)")
-        lines.append("  Then:  run the cell again (idle models have stepped aside), use a smaller batch, or  %gpu status")
-        return OutOfMemory("\n".join(lines), device=device, holders=tuple(lease.id for lease in holders),
-                           asked_bytes=None, report="\n".join(lines))
+        return telling.out_of_memory(error, book, world, self.me, self.probe.fragmentation(), loading=loading,
+                                     device=device)
 
     def make_room_after(self, error: BaseException) -> None:
         """After an out-of-memory error in a block: idle leases of ours and cached blocks go, tracebacks let go."""
@@ -595,31 +588,3 @@ class Keeper:
 def _split(answer: tuple[Book, tuple[Step, ...], tuple[Order, ...]]) -> tuple[Book, tuple[tuple[Step, ...], tuple[Order, ...]]]:
     book, steps, orders = answer
     return book, (steps, orders)
-
-
-def first_line(error: BaseException) -> str:
-    """The error's own words, shortened to one line."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]
-
-
-def refusal(name: str, verdict: Refuse) -> GpuError:
-    """The error that a refusal is raised as, with what to type."""
-    facts: dict[str, Any] = dict(name=name, need_bytes=verdict.need_bytes, budget_bytes=verdict.budget_bytes,
-                                 device=verdict.device, holders=verdict.holders, considered=verdict.considered)
-    if verdict.kind == "deadlock":
-        return Deadlock(f"{verdict.because}.\n  End one of the blocks first, or nest them in the same order everywhere.",
-                        **facts)
-    if verdict.kind == "limit":
-        return MemoryLimitExceeded(f"{verdict.because}\n  Raise INFERENCE_MEMORY_LIMIT_GB, or evict what is in use.",
-                                   current_bytes=0, **facts)
-    if verdict.kind == "full":
-        return LedgerUnavailable(f"{verdict.because}.", **facts)
-    first = next(iter(verdict.holders), "").partition("/")[2]
-    hint = {
-        "nested": f"Leave the block of {first} first: what does not fit together cannot be nested.",
-        "kept": f"Let it go:  %gpu unpin {first}",
-        "precious": f"Raise CPU_MEMORY_MAX_PERCENT so that RAM can take it, or give it up:  rt.forget({first!r})",
-    }.get(verdict.kind, f"Use a smaller or quantised model, or raise the budget:  GPU_MEMORY_MAX_PERCENT\n"
-                        f"  Nothing was evicted. See:  %gpu plan {name}")
-    return DoesNotFit(f"{verdict.because}.\n  {hint}", **facts)

@@ -47,20 +47,29 @@ def victims(need: Mapping[str, int], idle: Iterable[Lease], world: World, rank: 
     The least important first, then the lowest rank; then pruned, the most precious first, until no member of the set
     can be spared. A key `owner:ID` in `need` stands for all the cards that this owner's leases lie on.
     """
-    missing = {place: size for place, size in need.items() if size > 0}
-    if not missing:
+    return first_enough(need, in_order(idle, world, rank))
+
+
+def in_order(idle: Iterable[Lease], world: World, rank: Policy) -> list[Lease]:
+    """Those who leave first come first."""
+    return sorted(idle, key=lambda lease: (-lease.importance, rank(lease, world), lease.owner, lease.name))
+
+
+def first_enough(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lease, ...] | None:
+    """`victims`, of leases that stand in order already."""
+    left = {place: size for place, size in need.items() if size > 0}
+    if not left:
         return ()
-    gains = [(lease, gain) for lease in idle if (gain := _gain(lease, missing))]
-    gains.sort(key=lambda pair: (-pair[0].importance, rank(pair[0], world), pair[0].id))
+    owners = frozenset(place.removeprefix("owner:") for place in left if place.startswith("owner:"))
     chosen: list[tuple[Lease, dict[str, int]]] = []
-    left = dict(missing)
-    for lease, gain in gains:
-        if not any(left[place] > 0 for place in gain):
+    for lease in ordered:
+        gain = _gain(lease, left, owners)
+        if not gain or not any([left[place] > 0 for place in gain]):
             continue
         chosen.append((lease, gain))
         for place, size in gain.items():
             left[place] -= size
-        if all(size <= 0 for size in left.values()):
+        if max(left.values()) <= 0:
             break
     else:
         return None
@@ -72,13 +81,13 @@ def victims(need: Mapping[str, int], idle: Iterable[Lease], world: World, rank: 
     return tuple(lease for lease, _ in chosen)
 
 
-def _gain(lease: Lease, missing: Mapping[str, int]) -> dict[str, int]:
+def _gain(lease: Lease, missing: Mapping[str, int], owners: frozenset[str]) -> dict[str, int]:
     """What this lease would free of what is missing."""
     gain: dict[str, int] = {}
     for share in lease.shares:
         if share.device in missing:
             gain[share.device] = gain.get(share.device, 0) + share.bytes
-        mine = f"owner:{lease.owner}"
-        if mine in missing and share.device != HOST:
+        if lease.owner in owners and share.device != HOST:
+            mine = f"owner:{lease.owner}"
             gain[mine] = gain.get(mine, 0) + share.bytes
     return gain

@@ -18,19 +18,44 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from . import bookkeeping as books
+from . import telling
 from .asks import Order, answer
 from .backends import Backend, Progress, backend_for, is_out_of_memory, open_backend
 from .blocks import Block
 from .errors import (
-    AlreadyRegistered, AmbiguousName, BadSetting, BadSize, Busy, DoesNotFit, GpuError, NotResident, ProbeFailed,
-    StillInUse, UnknownModel,
+    AlreadyRegistered,
+    AmbiguousName,
+    BadSetting,
+    BadSize,
+    Busy,
+    GpuError,
+    NotResident,
+    ProbeFailed,
+    StillInUse,
+    UnknownModel,
 )
 from .facts import (
-    HOST, IMPORTANCE, Book, DeviceView, Drop, Event, Footprint, Grant, Health, Lease, Level, ModelSpec, Move, Outcome,
-    Phase, Plan, PlacementRules, Refuse, Request, Snapshot, Wait, World,
+    IMPORTANCE,
+    Book,
+    Event,
+    Footprint,
+    Grant,
+    Health,
+    Lease,
+    Level,
+    ModelSpec,
+    Move,
+    Outcome,
+    PlacementRules,
+    Plan,
+    Refuse,
+    Request,
+    Snapshot,
+    Wait,
+    World,
 )
 from .journal import Journal
-from .keeper import NEAR_SECONDS, POLL_SECONDS, Keeper, first_line, log
+from .keeper import NEAR_SECONDS, POLL_SECONDS, Keeper, log
 from .ledgers import default_url, open_ledger
 from .monitor import Breaker, Monitor
 from .placement import check_policy
@@ -511,7 +536,7 @@ class Runtime:
     def _in_use(self, resident: Resident) -> GpuError:
         book, world = self._look()
         lease = book.lease(self._keeper.me, resident.spec.name) or resident.lease
-        return self._keeper.still_here(book, lease, "in use", world)
+        return telling.still_here(book, self._keeper.me, lease, "in use", world)
 
     def _known_devices(self, devices: tuple[str, ...]) -> tuple[str, ...]:
         from .errors import UnknownDevice
@@ -543,7 +568,7 @@ class Runtime:
         try:
             self.probe.samples(now)
         except ProbeFailed as error:
-            self._breaker.failed(now, first_line(error))
+            self._breaker.failed(now, telling.first_line(error))
             return
         self._breaker.succeeded()
         self._keeper.relieve()
@@ -560,7 +585,7 @@ class Runtime:
                 outcome = self._keep(order.name, order.verb)
             action, because, size = order.verb, outcome.because, outcome.bytes
         except GpuError as error:
-            action, because, size = "failed", first_line(error), 0
+            action, because, size = "failed", telling.first_line(error), 0
         try:
             keeper.decide(lambda book, world: (answer(book, world, keeper.me, order, action, because, size), None))
         except GpuError as error:

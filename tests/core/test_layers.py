@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 ROOMS = {
     "ground": {"facts", "units", "errors", "settings"},
-    "mind": {"planner", "asks", "bookkeeping", "clearing", "deadlock", "estimate", "hopeless", "leaving", "placement",
+    "mind": {"planner", "telling", "asks", "bookkeeping", "clearing", "deadlock", "estimate", "hopeless", "leaving", "placement",
              "policy", "pressure", "queueing", "room"},
     "hands": {"ledgers", "backends", "blocks", "probe", "pool", "journal", "owner", "memory", "segments", "nvml"},
     "house": {"__init__", "runtime", "keeper", "monitor", "frames", "samples", "catalog"},

@@ -10,8 +10,20 @@ import time
 import pytest
 
 from gpu_runtime import (
-    AlreadyRegistered, AmbiguousName, BadSetting, BadSize, Busy, Deadlock, DoesNotFit, LoadFailed, MemoryLimitExceeded,
-    NotAModel, OutOfMemory, StillInUse, UnknownDevice, UnknownModel,
+    AlreadyRegistered,
+    AmbiguousName,
+    BadSetting,
+    BadSize,
+    Busy,
+    Deadlock,
+    DoesNotFit,
+    LoadFailed,
+    MemoryLimitExceeded,
+    NotAModel,
+    OutOfMemory,
+    StillInUse,
+    UnknownDevice,
+    UnknownModel,
 )
 from gpu_runtime.facts import Drop, Level, Load, Move
 from gpu_runtime.units import GIB

@@ -1,0 +1,91 @@
+"""Refusals and failures, told to whoever has to do something about them: what stands in the way, and what to type.
+
+Pure: facts in, an error with its sentence out.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from .errors import (
+    Deadlock,
+    DoesNotFit,
+    GpuError,
+    LedgerUnavailable,
+    MemoryLimitExceeded,
+    OutOfMemory,
+    StillInUse,
+)
+from .facts import Book, Fragmentation, Lease, Refuse, World
+from .pressure import views
+from .units import MIB, show_bytes, show_seconds
+
+MOST_HOLDERS = 8  # lines of a report
+
+
+def first_line(error: BaseException) -> str:
+    """The error's own words, shortened to one line."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]
+
+
+def refusal(name: str, verdict: Refuse) -> GpuError:
+    """The error that a refusal is raised as, with what to type."""
+    facts: dict[str, Any] = dict(name=name, need_bytes=verdict.need_bytes, budget_bytes=verdict.budget_bytes,
+                                 device=verdict.device, holders=verdict.holders, considered=verdict.considered)
+    if verdict.kind == "deadlock":
+        return Deadlock(f"{verdict.because}.\n  End one of the blocks first, or nest them in the same order everywhere.",
+                        **facts)
+    if verdict.kind == "limit":
+        return MemoryLimitExceeded(f"{verdict.because}\n  Raise INFERENCE_MEMORY_LIMIT_GB, or evict what is in use.",
+                                   current_bytes=0, **facts)
+    if verdict.kind == "full":
+        return LedgerUnavailable(f"{verdict.because}.", **facts)
+    first = next(iter(verdict.holders), "").partition("/")[2]
+    hint = {
+        "nested": f"Leave the block of {first} first: what does not fit together cannot be nested.",
+        "kept": f"Let it go:  %gpu unpin {first}",
+        "precious": f"Raise CPU_MEMORY_MAX_PERCENT so that RAM can take it, or give it up:  rt.forget({first!r})",
+    }.get(verdict.kind, f"Use a smaller or quantised model, or raise the budget:  GPU_MEMORY_MAX_PERCENT\n"
+                        f"  Nothing was evicted. See:  %gpu plan {name}")
+    return DoesNotFit(f"{verdict.because}.\n  {hint}", **facts)
+
+
+def still_here(book: Book, me: str, lease: Lease, why: str, world: World) -> GpuError:
+    """The error for a lease that somebody wants gone, and that may not go now."""
+    owner = book.owner(lease.owner)
+    label = "this notebook" if lease.owner == me else owner.label if owner else lease.owner
+    if why == "in use":
+        since = world.now - lease.pinned_since if lease.pinned_since else 0.0
+        return StillInUse(
+            f"{lease.name} ({show_bytes(lease.bytes)}, {lease.where}) is in use by {label} for {show_seconds(since)}.\n"
+            f"  It leaves when that cell ends. Watch:  %gpu status", name=lease.name, lease=lease.id, owner=label,
+            since_seconds=since)
+    if why == "kept":
+        return StillInUse(f"{lease.name} is pinned to its device.\n  Unpin it first:  %gpu unpin {lease.name}",
+                          name=lease.name, lease=lease.id, owner=label)
+    return StillInUse(f"{lease.name} is {why} just now; try again.", name=lease.name, lease=lease.id, owner=label)
+
+
+def out_of_memory(error: BaseException, book: Book, world: World, me: str, fragmentation: Iterable[Fragmentation], *,
+                  loading: str = "", device: str = "") -> OutOfMemory:
+    """The readable report of an out-of-memory error: what was asked, who holds what, fragmentation, what to type."""
+    lines = [f"{device or 'the device'} ran out of memory while loading {loading}." if loading else
+             "the device ran out of memory while a model was in use.", f"  {first_line(error)}"]
+    holders = sorted((lease for lease in book.leases() if lease.on_device), key=lambda lease: -lease.bytes)
+    for lease in holders[:MOST_HOLDERS]:
+        owner = book.owner(lease.owner)
+        use = "in use" if lease.pins else f"idle {show_seconds(lease.idle_seconds(world.now))}"
+        who = "" if lease.owner == me or not owner else f"  {owner.label}"
+        lines.append(f"  {show_bytes(lease.bytes):>9}  {lease.where:<8} {lease.name}, {use}{who}")
+    for view in views(book, world):
+        strangers = (view.measured_bytes or 0) - view.claimed_bytes
+        if not view.device.is_host and strangers > 64 * MIB:
+            lines.append(f"  {show_bytes(strangers):>9}  {view.device.id:<8} not leased by anybody")
+    for part in fragmentation:
+        cached = part.reserved_bytes - part.allocated_bytes
+        if cached > 0:
+            lines.append(f"  {show_bytes(cached):>9}  {part.device:<8} reserved by torch but unused (%gpu defrag)")
+    lines.append("  Then:  run the cell again (idle models have stepped aside), use a smaller batch, or  %gpu status")
+    report = "\n".join(lines)
+    return OutOfMemory(report, device=device, holders=tuple(lease.id for lease in holders), report=report)

@@ -1,0 +1,93 @@
+"""Every figure with its target, in one table: `python -m tests.bench` prints it, `--write` commits it to RESULTS.md.
+
+Ratios and medians of one run on one machine; what is compared is measured side by side. Never part of the tests.
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from . import bench_admit, bench_imports, bench_ledger, bench_restore, bench_use
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+START, END = "<!-- figures -->", "<!-- end of figures -->"
+
+
+class Row(NamedTuple):
+    what: str
+    figure: str
+    target: str
+    reached: bool
+
+
+def imports() -> Iterator[Row]:
+    taken = bench_imports.seconds()
+    for name, words, target in (("gpu_runtime", "`import gpu_runtime`", 0.1), ("load_ext", "`%load_ext gpu`", 0.2)):
+        ratio = taken[name] / taken["torch"]
+        yield Row(f"{words}, against `import torch` ({taken['torch'] * 1e3:.0f} ms)",
+                  f"{taken[name] * 1e3:.0f} ms = {ratio:.3f}×", f"≤ {target}×", ratio <= target)
+
+
+def use() -> Iterator[Row]:
+    taken = bench_use.microseconds()
+    yield Row("`with rt.use(resident)`, enter + exit, SQLite, 50 leases",
+              f"{taken['resident, median']:.1f} µs (p99 {taken['resident, p99']:.1f})", "≤ 20 µs",
+              taken["resident, median"] <= 20)
+
+
+def admit() -> Iterator[Row]:
+    taken = bench_admit.figures()
+    yield Row("one `admit`, 20 models on 4 devices", f"p99 {taken['twenty_p99'] * 1e6:.0f} µs "
+              f"(p50 {taken['twenty_p50'] * 1e6:.0f})", "p99 ≤ 100 µs", taken["twenty_p99"] <= 100e-6)
+    yield Row("the same, against an exhaustive search over the subsets of the same 20",
+              f"{taken['exhaustive_ratio']:,.0f}× faster", "≥ 1,000×", taken["exhaustive_ratio"] >= 1000)
+    yield Row("one `admit`, a full page (256 leases and tickets)", f"p99 {taken['full_p99'] * 1e3:.2f} ms "
+              f"(p50 {taken['full_p50'] * 1e3:.2f})", "p99 ≤ 2 ms", taken["full_p99"] <= 2e-3)
+
+
+def ledger() -> Iterator[Row]:
+    taken = bench_ledger.transaction_cost()
+    for which, ratio in (("alone", "ratio"), ("in turn", "ratio in turn")):
+        yield Row(f"one `transact`, SQLite, 50 leases, {which}; a bare one-row UPDATE of the same "
+                  f"{taken['page bytes']:.0f} bytes takes {taken['bare UPDATE']:.0f} µs",
+                  f"{taken['transact, ' + which]:.0f} µs = {taken[ratio]:.1f}×", "≤ 4×", taken[ratio] <= 4)
+
+
+def restore() -> Iterator[Row]:
+    taken = bench_restore.measure()
+    yield Row(f"host → device restore of a 2 GB module, simulated device; a plain preallocated `copy_` runs at "
+              f"{taken.copy / 1e9:.1f} GB/s", f"{taken.restore / 1e9:.1f} GB/s = {taken.restore_ratio:.2f}×", "≥ 0.8×",
+              taken.restore_ratio >= 0.8)
+
+
+BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
+    "imports": imports, "use": use, "admit": admit, "ledger": ledger, "restore": restore}
+
+
+def table(rows: list[Row]) -> str:
+    lines = ["| what | figure | target | |", "|---|---|---|---|"]
+    lines += [f"| {row.what} | {row.figure} | {row.target} | {'reached' if row.reached else '**missed**'} |" for row in rows]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("which", nargs="*", choices=[[], *BENCHES], help="only these")
+    parser.add_argument("--write", action="store_true", help="put the table into RESULTS.md")
+    wanted = parser.parse_args()
+    rows = [row for name in (wanted.which or BENCHES) for row in BENCHES[name]()]
+    text = table(rows)
+    print(text)
+    if wanted.write:
+        where = f"{datetime.date.today()}, {os.cpu_count()} × {platform.machine()}, Python {platform.python_version()}, no GPU"
+        before, _, rest = RESULTS.read_text().partition(START)
+        RESULTS.write_text(f"{before}{START}\n\nMeasured {where}.\n\n{text}\n\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()
