@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from .facts import HOST, Book, Candidate, Drop, Lease, Move, Phase, Policy, Request, Step, Ticket, Wait, World
 from .leaving import can_move, leave, may_leave, that_fit, warm, warm_that_go, way_out
-from .policy import victims
+from .policy import first_enough, in_order
 from .queueing import elders, may_pass
 from .room import freed_since, on_cards, sight
 from .units import show_bytes, show_seconds
@@ -79,20 +79,29 @@ def cheapest_way(book: Book, request: Request, world: World, rank: Policy, groun
             if not may_leave(lease, world, asker=wanted.owner, importance=wanted.importance)
             and lease.on_device and (lease.droppable or can_move(lease, world))
             and not (ground.promised and lease.id in ground.promised)]
+    idle = in_order(idle, world, rank)
+    on: dict[str, list[Lease]] = {}
+    for lease in idle:
+        for share in lease.shares:
+            on.setdefault(share.device, []).append(lease)
     host_later = host_room
-    if not all(lease.droppable for lease in idle):
+    if not all([lease.droppable for lease in idle]):
         host_later += sum(lease.bytes for lease in warm(book, world, asker=wanted.owner, importance=wanted.importance))
     best: tuple[tuple[float, ...], Way] | None = None
     for order, candidate in enumerate(candidates):
         need = {share.device: share.bytes - ground.later[share.device] for share in candidate.shares}
+        pool = idle
         if ground.mine_later is not None:
             need[f"owner:{wanted.owner}"] = request.footprint.bytes - ground.mine_later
-        chosen = _whom(need, idle, host_later, world, rank)
+        elif len(candidate.shares) == 1:
+            pool = on.get(candidate.shares[0].device, [])
+        chosen = _whom(need, pool, host_later)
         if chosen is None:
             continue
-        cost = sum(lease.restore_seconds or lease.reload_seconds for lease in chosen)
-        score = (-min((lease.importance for lease in chosen), default=10**9), cost, len(chosen),
-                 max((rank(lease, world) for lease in chosen), default=0.0), order)
+        # Victims come in order, so the last is the most precious of them.
+        precious = (-chosen[-1].importance, rank(chosen[-1], world)) if chosen else (-10**9, 0.0)
+        cost = sum([lease.restore_seconds or lease.reload_seconds for lease in chosen])
+        score = (precious[0], cost, len(chosen), precious[1], order)
         if best is None or score < best[0]:
             best = score, Way(candidate, chosen, ())
     if best is None:
@@ -103,21 +112,20 @@ def cheapest_way(book: Book, request: Request, world: World, rank: Policy, groun
     return Way(candidate, chosen, crowd or ())
 
 
-def _whom(need: Mapping[str, int], idle: list[Lease], host_bytes: int, world: World,
-          rank: Policy) -> tuple[Lease, ...] | None:
+def _whom(need: Mapping[str, int], idle: list[Lease], host_bytes: int) -> tuple[Lease, ...] | None:
     """The victims; where the host cannot take in all that exist nowhere else, such as it can."""
-    chosen = victims(need, idle, world, rank)
+    chosen = first_enough(need, idle)
     if chosen is None or _precious_bytes(chosen) <= host_bytes:
         return chosen
     useful = [lease for lease in idle if not lease.droppable
               and (f"owner:{lease.owner}" in need or any(share.device in need for share in lease.shares))]
     fitting = that_fit(useful, host_bytes)
-    return victims(need, [lease for lease in idle if lease.droppable or lease in fitting], world, rank)
+    return first_enough(need, [lease for lease in idle if lease.droppable or lease in fitting])
 
 
 def _precious_bytes(leases: tuple[Lease, ...]) -> int:
     """Bytes that exist nowhere else, and so need room in host memory."""
-    return sum(lease.bytes for lease in leases if not lease.droppable)
+    return sum([lease.bytes for lease in leases if not lease.droppable])
 
 
 def make_room(book: Book, request: Request, world: World, ground: Ground, way: Way) -> tuple[Book, Wait]:

@@ -42,10 +42,15 @@ def hopeless_cards(book: Book, request: Request, world: World) -> dict[str, Refu
             elif not lease.droppable and lease.kind == "model":
                 precious.setdefault(device, []).append(lease)
     host_bytes = _host_bytes_to_be_had(book, world) if precious else 0
-    cards = (device for device in world.devices if not device.is_host)
-    refusals = {card.id: _refusal(card, limit_of(book, world, card.id), request, stuck.get(card.id, []),
-                                  precious.get(card.id, []), host_bytes) for card in cards}
-    return {card: refusal for card, refusal in refusals.items() if refusal}
+    refusals: dict[str, Refuse] = {}
+    size = request.footprint.bytes
+    for card in world.devices:
+        limit = limit_of(book, world, card.id)
+        if not card.is_host and (size > limit or card.id in stuck or card.id in precious):
+            refusal = _refusal(card, limit, request, stuck.get(card.id, []), precious.get(card.id, []), host_bytes)
+            if refusal:
+                refusals[card.id] = refusal
+    return refusals
 
 
 def _refusal(card: Device, limit: int, request: Request, stuck: list[tuple[Lease, str]], precious: list[Lease],

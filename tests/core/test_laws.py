@@ -40,7 +40,8 @@ def leases(draw: Any, quiet: bool = False) -> list[Lease]:
         elif phase is Phase.LEAVING:
             fields |= dict(target=(Share(HOST, round(size / B)),) if place != "host" and draw(st.booleans()) else ())
         elif not quiet:
-            fields |= dict(pins=draw(st.sampled_from([0, 0, 0, 1])), keep=draw(st.sampled_from([False, False, True])),
+            fields |= dict(pins=0 if place == "host" else draw(st.sampled_from([0, 0, 0, 1])),
+                           keep=draw(st.sampled_from([False, False, True])),
                            keep_alive=draw(st.sampled_from([0.0, 0.0, 500.0])))
         made.append(lease(
             f"m{n}", by=draw(st.integers(1, 3)), phase=phase, key="" if phase is Phase.SETTLED else f"k{n}",
