@@ -33,7 +33,8 @@ _LABEL_FROM = 0.09  # a stretch narrower than this part of its bar is too thin f
 
 @functools.cache
 def style() -> str:
-    return f"<style>{Path(__file__).with_name('style.css').read_text()}</style>"
+    """The style sheet, as one line of the page."""
+    return f"<style>{''.join(Path(__file__).with_name('style.css').read_text().splitlines())}</style>"
 
 
 def page(*parts: str) -> str:

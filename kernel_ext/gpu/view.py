@@ -212,11 +212,11 @@ def state(lease: Lease, now: float) -> str:
 
 
 def holder(snapshot: Snapshot, owner_id: str) -> str:
-    """Who that is for the one who looks: `this notebook`, or the other's notebook, pid and user."""
+    """Who that is for the one who looks: `this process`, or the other's notebook, pid and user."""
     section = snapshot.sections.get(owner_id)
     owner = section.owner if section else None
     if owner_id == snapshot.owner.id:
-        return "this notebook" if snapshot.owner.notebook else "this process"
+        return "this process"
     if owner is None:
         return "a process that is gone"
     foreign = owner.user and owner.user != snapshot.owner.user

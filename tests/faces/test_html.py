@@ -88,9 +88,9 @@ def test_status_is_a_table_of_who_holds_what():
             for row in re.findall(r"<tr>(.*?)</tr>", table)]
     assert rows == [
         ["model", "size", "where", "held by", "importance", "state"],
-        ["qwen", "14.0 GiB", "sim:0", "this notebook", "pinned", "in use for 40 s"],
+        ["qwen", "14.0 GiB", "sim:0", "this process", "pinned", "in use for 40 s"],
         ["reranker", "4.0 GiB", "sim:0", "analysis.ipynb (pid 4121), bob", "high", "idle 12 s"],
-        ["llama", "8.0 GiB", "host", "this notebook", "", "warm, idle 3 min"]]
+        ["llama", "8.0 GiB", "host", "this process", "", "warm, idle 3 min"]]
 
 
 def test_every_style_rule_holds_in_our_own_scope_only():

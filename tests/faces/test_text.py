@@ -22,9 +22,9 @@ host   ████············│···············   8
        █ llama 8.0 GiB
 
 MODEL         SIZE  WHERE  HELD BY                         IMPORTANCE  STATE
-qwen      14.0 GiB  sim:0  this notebook                   pinned      in use for 40 s
+qwen      14.0 GiB  sim:0  this process                    pinned      in use for 40 s
 reranker   4.0 GiB  sim:0  analysis.ipynb (pid 4121), bob  high        idle 12 s
-llama      8.0 GiB  host   this notebook                               warm, idle 3 min
+llama      8.0 GiB  host   this process                                warm, idle 3 min
 
 Last decision  12:02:08  qwen was loaded, 14.0 GiB on sim:0: qwen needs 14.0 GiB; sim:0 has 21.6 GiB free.
 3 evictions (2 offloaded, 1 unloaded) · 2 restored · 4 loaded"""
@@ -42,7 +42,7 @@ cuda:0  ███████████████████▓▓▓▓▓
 host    ················│···············   0 B of 32.0 GiB     0%  LOW       warm pool: 0 models
 
 MODEL               SIZE  WHERE   HELD BY                         STATE
-qwen            14.0 GiB  cuda:0  this notebook                   idle 12 s
+qwen            14.0 GiB  cuda:0  this process                    idle 12 s
 llama            9.0 GiB  cuda:0  analysis.ipynb (pid 4121), bob  idle 12 s
 other programs   512 MiB  cuda:0  pid 999                         not governed"""
 
@@ -52,7 +52,7 @@ def test_status_names_who_waits_for_what():
     assert text.status(samples.waiting).partition("Waiting")[2].partition("\n\n")[0] == """\
 : 2
   1. llama, 8.0 GiB on sim:0, for analysis.ipynb (pid 4121), bob, waiting 12 s: qwen (14.0 GiB on sim:0) is in use
-  2. this notebook asked analysis.ipynb (pid 4121), bob to evict reranker, 3.0 s ago"""
+  2. this process asked analysis.ipynb (pid 4121), bob to evict reranker, 3.0 s ago"""
 
 
 @pytest.mark.parametrize(("seen", "prompt", "hint"), [
