@@ -10,13 +10,15 @@ Importing this imports no torch, and nothing heavy: the runtime's own parts load
 """
 from __future__ import annotations
 
+import sys
 import threading
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
     AlreadyRegistered, AmbiguousName, BadSetting, BadSize, Busy, CannotGovern, Deadlock, DoesNotFit, GpuError,
-    LedgerUnavailable, LoadFailed, MemoryLimitExceeded, NotAModel, NotResident, OutOfMemory, ProbeFailed, StillInUse,
-    UnknownDevice, UnknownModel,
+    LedgerUnavailable, LoadFailed, MemoryLimitExceeded, NotAllowed, NotAModel, NotResident, OutOfMemory, ProbeFailed,
+    StillInUse, UnknownDevice, UnknownModel,
 )
 
 if TYPE_CHECKING:
@@ -26,8 +28,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Runtime", "runtime",
     "AlreadyRegistered", "AmbiguousName", "BadSetting", "BadSize", "Busy", "CannotGovern", "Deadlock", "DoesNotFit",
-    "GpuError", "LedgerUnavailable", "LoadFailed", "MemoryLimitExceeded", "NotAModel", "NotResident", "OutOfMemory",
-    "ProbeFailed", "StillInUse", "UnknownDevice", "UnknownModel",
+    "GpuError", "LedgerUnavailable", "LoadFailed", "MemoryLimitExceeded", "NotAllowed", "NotAModel", "NotResident",
+    "OutOfMemory", "ProbeFailed", "StillInUse", "UnknownDevice", "UnknownModel",
 ]
 
 _lock = threading.Lock()
@@ -51,3 +53,14 @@ def __getattr__(name: str) -> Any:
 
         return Runtime
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _Package(ModuleType):
+    """Importing the submodule `runtime` would bind it over the function of that name; the function stays."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name == "runtime" and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -4,6 +4,7 @@
     ├── DoesNotFit                 it can never fit as things stand; nothing was evicted
     │   └── MemoryLimitExceeded    … because INFERENCE_MEMORY_LIMIT_GB forbids it
     ├── StillInUse                 what you want moved is being used
+    ├── NotAllowed                 the operator's caps forbid it, or it is another user's to say
     ├── Busy                       the wait for room timed out
     ├── Deadlock                   waiting would never end
     ├── OutOfMemory                the device ran out while a model was in use
@@ -57,6 +58,10 @@ class MemoryLimitExceeded(DoesNotFit):
 
 class StillInUse(GpuError):
     """A model in use is never moved. Attributes: name, lease, owner, since_seconds."""
+
+
+class NotAllowed(GpuError):
+    """The operator's caps forbid it, or it is another user's to say. Attributes: name, user, because."""
 
 
 class Busy(GpuError):

@@ -11,10 +11,11 @@ ROOT = Path(__file__).parents[2]
 
 ROOMS = {
     "ground": {"facts", "units", "errors", "settings"},
-    "mind": {"planner", "telling", "asks", "bookkeeping", "clearing", "deadlock", "estimate", "hopeless", "leaving", "placement",
-             "policy", "pressure", "queueing", "room"},
-    "hands": {"ledgers", "backends", "blocks", "probe", "pool", "journal", "owner", "memory", "segments", "nvml"},
-    "house": {"__init__", "runtime", "keeper", "monitor", "frames", "samples", "catalog"},
+    "mind": {"planner", "caps", "telling", "asks", "bookkeeping", "clearing", "deadlock", "estimate", "hopeless", "leaving",
+             "placement", "policy", "pressure", "queueing", "room"},
+    "hands": {"ledgers", "backends", "blocks", "probe", "pool", "journal", "machine", "owner", "memory", "segments",
+              "nvml"},
+    "house": {"__init__", "runtime", "keeper", "monitor", "frames", "samples", "catalog", "sharing"},
     "faces": {"cli", "verbs", "serving", "gpu", "gpu_panels"},
 }
 MAY_IMPORT = {
