@@ -24,9 +24,10 @@ class Block:
         if self._cuda:
             self._before = self._cuda.memory_allocated(device.index)
             self._cuda.reset_peak_memory_stats(device.index)
-            reserved = self._cuda.memory_reserved(device.index)
-            fraction = (reserved + self.bytes) / device.total_bytes
-            self._cuda.set_per_process_memory_fraction(min(max(fraction, 0.01), 1.0), device.index)
+            if self.bytes:  # a lease of nothing only measures
+                reserved = self._cuda.memory_reserved(device.index)
+                fraction = (reserved + self.bytes) / device.total_bytes
+                self._cuda.set_per_process_memory_fraction(min(max(fraction, 0.01), 1.0), device.index)
 
     def end(self) -> None:
         """Takes the last reading and lifts the cap."""

@@ -96,7 +96,7 @@ class Keeper:
         self.residents: dict[str, Resident] = {}
         self.blocks: dict[str, tuple[Lease, weakref.ref[Anchor]]] = {}
         self.limits = {device.id: self._limit(device) for device in probe.devices}
-        self.degraded = ""
+        self.on_wait: Callable[[str, Wait | None], None] | None = None
         self._keys: set[weakref.ref[Key]] = set()
         self._standing: list[Key] = []  # of asks that nobody waits for
         self._numbers = itertools.count(1)
@@ -214,8 +214,7 @@ class Keeper:
     # -- getting a model onto its device
 
     def obtain(self, resident: Resident, anchor: Callable[[], Anchor | None] | None, *, importance: int,
-               keep_alive: float, timeout: float | None, progress: Progress | None = None,
-               on_wait: Callable[[Wait], None] | None = None) -> None:
+               keep_alive: float, timeout: float | None, progress: Progress | None = None) -> None:
         """Brings the model onto its device and pins it. Raises DoesNotFit, Busy, Deadlock, LoadFailed, ….
 
         Whatever goes wrong, an interrupt too, the book is as it was.
@@ -229,7 +228,7 @@ class Keeper:
             for verdict in self._until_granted(
                     key, self.wanted(resident, importance, keep_alive), footprint,
                     PlacementRules(devices=self.places(resident), policy=self.settings.gpu_placement),
-                    timeout, on_wait, here=lambda: anchor is not None and resident.enter(anchor)):
+                    timeout, here=lambda: anchor is not None and resident.enter(anchor)):
                 step = verdict.steps[0]
                 attempts += 1
                 try:
@@ -262,12 +261,25 @@ class Keeper:
         return tuple(device.id for device in self.probe.devices if not device.is_host and device.index == index)
 
     def _until_granted(self, key: Key, wanted: Lease, footprint: Footprint, placement: PlacementRules,
-                       timeout: float | None, on_wait: Callable[[Wait], None] | None,
-                       here: Callable[[], bool]) -> Iterator[Grant]:
+                       timeout: float | None, here: Callable[[], bool]) -> Iterator[Grant]:
         """Grants that have steps to perform. Ends, with nothing granted, once `here()` is true.
 
         The caller performs; taking the next item says that the step failed and the world should be asked again.
         """
+        told = False
+        try:
+            for verdict in self._answers(key, wanted, footprint, placement, timeout, here):
+                if isinstance(verdict, Grant):
+                    yield verdict
+                elif self.on_wait:
+                    told = True
+                    self.on_wait(wanted.name, verdict)
+        finally:
+            if told and self.on_wait:
+                self.on_wait(wanted.name, None)
+
+    def _answers(self, key: Key, wanted: Lease, footprint: Footprint, placement: PlacementRules,
+                 timeout: float | None, here: Callable[[], bool]) -> Iterator[Grant | Wait]:
         began = self.clock()
         reaped = False
         while not here():
@@ -293,8 +305,7 @@ class Keeper:
                 raise Busy(f"{wanted.name} found no room in {show_seconds(waited)}: {verdict.because}.\n"
                            f"  Watch:  %gpu status      or wait longer:  rt.use({wanted.name!r}, timeout={timeout * 2:g})",
                            name=wanted.name, waited_seconds=waited, because=verdict.because)
-            if on_wait:
-                on_wait(verdict)
+            yield verdict
             # Pins are published within a second; whoever is said to be in the way is asked to say so now.
             self.ledger.ring({id.partition("/")[0] for id in verdict.blockers} - {self.me})
             self._pause(verdict, None if timeout is None else began + timeout)
@@ -484,7 +495,7 @@ class Keeper:
         wanted = Lease(self.me, name, kind="block", importance=importance, movable=False)
         try:
             for verdict in self._until_granted(key, wanted, Footprint.of(size),
-                                               PlacementRules(policy=self.settings.gpu_placement), timeout, None,
+                                               PlacementRules(policy=self.settings.gpu_placement), timeout,
                                                here=lambda: name in self.blocks):
                 now = self.clock()
                 lease = replace(verdict.lease, shares=verdict.lease.target, target=(), phase=Phase.SETTLED, key="",

@@ -36,9 +36,12 @@ class Place(enum.Enum):
 
 
 class Anchor:
-    """Lives exactly as long as a `with` block runs."""
+    """Lives exactly as long as a `with` block runs, and knows the thread that runs it."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("thread", "__weakref__")
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
 
 
 class Pin(weakref.ref):
@@ -46,13 +49,10 @@ class Pin(weakref.ref):
 
     __slots__ = ("thread",)
 
-    def __new__(cls, anchor: Anchor, ended: Callable[[Any], None], thread: int) -> Pin:
+    def __new__(cls, anchor: Anchor, ended: Callable[[Any], None]) -> Pin:
         pin = super().__new__(cls, anchor, ended)
-        pin.thread = thread
+        pin.thread = anchor.thread
         return pin
-
-    def __init__(self, anchor: Anchor, ended: Callable[[Any], None], thread: int) -> None:
-        super().__init__(anchor, ended)
 
 
 class Stays(Exception):
@@ -106,7 +106,7 @@ class Resident:
         if anchor() is None:  # whoever asked was interrupted meanwhile
             return
         # The anchor itself is never bound to a name here: a traceback would keep this frame, and the pin, alive.
-        self.pins.add(Pin(anchor(), self.pins.discard, threading.get_ident()))
+        self.pins.add(Pin(anchor(), self.pins.discard))
         self.uses += 1
 
     def pinned_by(self, thread: int) -> bool:

@@ -59,7 +59,7 @@ from .keeper import NEAR_SECONDS, POLL_SECONDS, Keeper, log
 from .ledgers import default_url, open_ledger
 from .monitor import Breaker, Monitor
 from .placement import check_policy
-from .planner import plan
+from .planner import plan, queue
 from .pool import Anchor, Held, Place, Resident, release_calls
 from .pressure import views
 from .probe import Probe, open_probe
@@ -85,7 +85,6 @@ class Runtime:
         self.settings = Settings.load(gpu_devices=devices, gpu_ledger=ledger, gpu_policy=policy, **settings)
         check_policy(self.settings.gpu_placement)
         self.probe = probe or open_probe(self.settings.gpu_devices, cpu_only=self.settings.development_cpu_only)
-        self.on_wait: Callable[[Wait], None] | None = None  # called each time somebody has to wait; a face's to set
         self._clock = clock or _boot_seconds
         self._wall = wall
         self._backends: dict[str, Backend] = {}
@@ -248,7 +247,7 @@ class Runtime:
                 timeout: str | float | None, keep_alive: str | float | None, progress: Progress | None) -> None:
         spec = resident.spec
         self._keeper.obtain(
-            resident, anchor, progress=progress, on_wait=self.on_wait,
+            resident, anchor, progress=progress,
             importance=spec.importance if importance is None else importance_of(importance),
             keep_alive=spec.keep_alive if keep_alive is None else parse_seconds(keep_alive),
             timeout=None if timeout is None else parse_seconds(timeout))
@@ -387,6 +386,10 @@ class Runtime:
                        waited_seconds=seconds, because=verdict.because)
         return Outcome(verb, name, False, verdict.because)
 
+    def tell_waits(self, told: Callable[[str, Wait | None], None] | None) -> None:
+        """Has `told(name, wait)` called in the waiting thread, each time a wait is looked at, and with None at its end."""
+        self._keeper.on_wait = told
+
     # -- looking
 
     def status(self) -> Snapshot:
@@ -397,7 +400,9 @@ class Runtime:
         governed = self.settings.enable_memory_governor
         if not governed:
             seen = tuple(replace(view, level=Level.UNKNOWN) for view in seen)
-        return Snapshot(world.now, world.wall, keeper.ledger.owner, seen, book.sections, book.tickets, book.events,
+        waiting = queue(book, world)
+        tickets = (*waiting, *(ticket for ticket in book.tickets if ticket not in waiting))
+        return Snapshot(world.now, world.wall, keeper.ledger.owner, seen, book.sections, tickets, book.events,
                         self.specs(), all(view.device.simulated or view.device.is_host for view in seen), governed,
                         self._breaker.told(), keeper.ledger.url, books.totals(book))
 

@@ -41,13 +41,14 @@ def refusal(name: str, verdict: Refuse) -> GpuError:
                                    current_bytes=0, **facts)
     if verdict.kind == "full":
         return LedgerUnavailable(f"{verdict.because}.", **facts)
+    asked = show_bytes(verdict.need_bytes).replace(" ", "") if "#" in name else name
     first = next(iter(verdict.holders), "").partition("/")[2]
     hint = {
         "nested": f"Leave the block of {first} first: what does not fit together cannot be nested.",
         "kept": f"Let it go:  %gpu unpin {first}",
         "precious": f"Raise CPU_MEMORY_MAX_PERCENT so that RAM can take it, or give it up:  rt.forget({first!r})",
     }.get(verdict.kind, f"Use a smaller or quantised model, or raise the budget:  GPU_MEMORY_MAX_PERCENT\n"
-                        f"  Nothing was evicted. See:  %gpu plan {name}")
+                        f"  Nothing was evicted. See:  %gpu plan {asked}")
     return DoesNotFit(f"{verdict.because}.\n  {hint}", **facts)
 
 

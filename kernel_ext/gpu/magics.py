@@ -19,6 +19,7 @@ import gpu_runtime
 from gpu_runtime import facts, verbs
 
 from .completion import matcher_for
+from .waiting import Waiting
 
 # What renders is imported with the first answer: loading the extension waits for none of it.
 
@@ -188,6 +189,7 @@ class _Loaded:
         self.formats = {kind: formatter.type_printers.get(kind) for kind in _SHOWN}
         for kind in _SHOWN:  # so that rt.status() shows itself as %gpu does
             formatter.for_type(kind, lambda value, include=None, exclude=None: _bundle(rt, value))
+        rt.tell_waits(Waiting(notebook=hasattr(shell, "kernel")))
         self.rt = rt if "rt" not in shell.user_ns else None
         if self.rt is not None:
             shell.user_ns["rt"] = rt

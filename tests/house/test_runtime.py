@@ -69,6 +69,26 @@ def test_nested_blocks_hold_both_models(runtime):
         assert where(rt)["c"] == "sim:0"
 
 
+def test_a_restored_model_counts_as_held_by_the_thread_that_uses_it(runtime):
+    """It is carried by another thread; what does not fit beside it is refused, not waited for."""
+    rt = runtime()
+    fakes(rt, qwen="14GiB", llama="9GiB")
+    rt.preload("qwen")
+    rt.preload("llama")
+    with rt.use("qwen"), pytest.raises(DoesNotFit, match="held by the block"), rt.lease("8 GiB", purpose="x", timeout=5):
+        pass
+
+
+def test_the_runtime_of_the_process_is_one_and_can_be_asked_for_again(monkeypatch):
+    """Although a submodule has its name."""
+    monkeypatch.setenv("GPU_LEDGER", "memory:")
+    import gpu_runtime
+    import gpu_runtime.runtime as module
+
+    with gpu_runtime.runtime() as rt:
+        assert gpu_runtime.runtime() is rt and module.Runtime is gpu_runtime.Runtime is type(rt)
+
+
 def test_a_hopeless_request_evicts_nothing(runtime):
     rt = runtime()
     fakes(rt, small="5GiB", big="30GiB")
@@ -111,8 +131,8 @@ def test_a_waiter_gets_the_room_as_soon_as_the_model_in_use_is_done(runtime):
         with rt.use("b", timeout=20):
             waited.append(time.monotonic())
 
-    rt.on_wait = lambda wait: waiting.set()
     waiting = threading.Event()
+    rt.tell_waits(lambda name, wait: waiting.set())
     with rt.use("a"):
         waiter = threading.Thread(target=want)
         waiter.start()
@@ -269,7 +289,7 @@ def test_an_interrupted_wait_leaves_no_ticket(runtime):
     rt = runtime()
     fakes(rt, a="14GiB", b="14GiB")
 
-    def stop(wait):
+    def stop(name, wait):
         raise KeyboardInterrupt
 
     inside, done = threading.Event(), threading.Event()
@@ -282,7 +302,7 @@ def test_an_interrupted_wait_leaves_no_ticket(runtime):
     holder = threading.Thread(target=hold)
     holder.start()
     inside.wait(20)
-    rt.on_wait = stop
+    rt.tell_waits(stop)
     with pytest.raises(KeyboardInterrupt), rt.use("b"):
         pass
     assert rt.status().tickets == ()

@@ -1,0 +1,67 @@
+"""What a cell shows while its model waits for room: who holds it, since when, how many are ahead; and nothing after.
+
+A wait that is over within a second is not worth a line.
+"""
+from __future__ import annotations
+
+import html as escaping
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gpu_runtime.facts import Wait
+from gpu_runtime.units import show_bytes
+
+QUIET_SECONDS = 1.0
+
+
+def sentence(name: str, wait: Wait) -> str:
+    """`qwen waits for 12.0 GiB on cuda:0: llama (14.0 GiB on cuda:0) is in use by train.ipynb (pid 4121) for 3 min; …`"""
+    place = next((candidate.shares[0] for candidate in wait.considered), None)
+    need = f" for {show_bytes(place.bytes)} on {place.device}" if place else ""
+    ahead = f"; {wait.ahead} ahead of you" if wait.ahead else ""
+    return f"{name} waits{need}: {wait.because}{ahead}"
+
+
+class Waiting:
+    """Told of every wait of the main thread; shows it in place, and takes it away when it is over."""
+
+    def __init__(self, notebook: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._notebook, self._clock = notebook, clock
+        self._began: float | None = None
+        self._handle: Any = None
+        self._count = 0
+
+    def __call__(self, name: str, wait: Wait | None) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if wait is None:
+            self._began = None
+            self._show("")
+        elif self._began is None:
+            self._began = self._clock()
+        elif self._clock() - self._began >= QUIET_SECONDS:
+            self._show(sentence(name, wait))
+
+    def _show(self, line: str) -> None:
+        if self._notebook:
+            self._display(line)
+        elif sys.stderr.isatty():
+            sys.stderr.write(f"\r{line}\x1b[K")
+            sys.stderr.flush()
+
+    def _display(self, line: str) -> None:
+        from IPython.display import display
+
+        if self._handle is None and not line:
+            return
+        bundle = {"text/plain": line, "text/html": f"<i>{escaping.escape(line)}</i>" if line else ""}
+        if self._handle is None:
+            self._count += 1
+            self._handle = display(bundle, raw=True, display_id=f"gpu-waiting-{self._count}")
+        else:
+            self._handle.update(bundle, raw=True)
+        if not line:
+            self._handle = None

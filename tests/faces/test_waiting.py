@@ -1,0 +1,46 @@
+"""While a model waits the cell says for whom; when it has come, the line is gone."""
+from __future__ import annotations
+
+import threading
+
+from gpu.waiting import Waiting, sentence
+
+from gpu_runtime.facts import Candidate, Share, Wait
+from gpu_runtime.units import GIB
+
+WAIT = Wait("llama (14.0 GiB on cuda:0) is in use by train.ipynb (pid 4121) for 3 min", ahead=2,
+            considered=(Candidate((Share("cuda:0", 12 * GIB),), False, ""),))
+
+
+def test_the_line_says_what_is_waited_for_who_holds_it_and_who_comes_first():
+    assert sentence("qwen", WAIT) == (
+        "qwen waits for 12.0 GiB on cuda:0: llama (14.0 GiB on cuda:0) is in use by train.ipynb (pid 4121) for 3 min; "
+        "2 ahead of you")
+
+
+def test_a_short_wait_shows_nothing_and_a_long_one_is_gone_when_it_is_over(monkeypatch):
+    now, shown = [0.0], []
+    line = Waiting(notebook=False, clock=lambda: now[0])
+    monkeypatch.setattr(line, "_show", shown.append)
+    line("qwen", WAIT)
+    now[0] = 0.5
+    line("qwen", WAIT)
+    line("qwen", None)
+    assert shown == [""]
+    now[0] = 10.0
+    line("qwen", WAIT)
+    now[0] = 11.5
+    line("qwen", WAIT)
+    line("qwen", None)
+    assert shown == ["", sentence("qwen", WAIT), ""]
+
+
+def test_other_threads_wait_in_silence(monkeypatch):
+    shown = []
+    line = Waiting(notebook=False)
+    monkeypatch.setattr(line, "_show", shown.append)
+    thread = threading.Thread(target=line, args=("qwen", WAIT))
+    thread.start()
+    thread.join()
+    line("qwen", None)
+    assert shown == [""]
