@@ -83,10 +83,10 @@ def test_the_runtime_of_the_process_is_one_and_can_be_asked_for_again(monkeypatc
     """Although a submodule has its name."""
     monkeypatch.setenv("GPU_LEDGER", "memory:")
     import gpu_runtime
-    import gpu_runtime.runtime as module
+    from gpu_runtime.runtime import Runtime
 
     with gpu_runtime.runtime() as rt:
-        assert gpu_runtime.runtime() is rt and module.Runtime is gpu_runtime.Runtime is type(rt)
+        assert gpu_runtime.runtime() is rt and type(rt) is Runtime is gpu_runtime.Runtime
 
 
 def test_a_hopeless_request_evicts_nothing(runtime):
