@@ -15,6 +15,7 @@ from .facts import (
     Device,
     Drop,
     Event,
+    Ghost,
     Lease,
     Load,
     Move,
@@ -189,13 +190,30 @@ def _first_word(book: Book, truth: Truth, world: World) -> Book:
 
 
 def measure(book: Book, world: World) -> Book:
-    """The book with our samples in the place of those that are getting old.
+    """The book with our samples in the place of those that are getting old, and without the ghosts that they end.
 
     Not on every occasion: what changes the page every second is written by every kernel every second.
     """
     fresh = {id: sample for id, sample in world.samples.items()
              if id not in book.samples or sample.taken_at > book.samples[id].taken_at + world.rules.stale_seconds / 2}
-    return replace(book, samples={**book.samples, **fresh}) if fresh else book
+    if book.ghosts:
+        ended = {ghost.device for ghost in book.ghosts if ghost.gone(world.samples.get(ghost.device))}
+        fresh |= {id: world.samples[id] for id in ended  # the proof, so that nobody believes an older one
+                  if id not in book.samples or world.samples[id].taken_at > book.samples[id].taken_at}
+    if fresh:
+        book = replace(book, samples={**book.samples, **fresh})
+    return _without_ended(book) if book.ghosts else book
+
+
+def _without_ended(book: Book) -> Book:
+    """The book without the ghosts that its samples no longer show.
+
+    A number that came back to a living owner is proof too that the process which had it is gone altogether.
+    """
+    alive = {section.owner.pid for section in book.sections.values()}
+    left = tuple(ghost for ghost in book.ghosts
+                 if ghost.pid not in alive and not ghost.gone(book.samples.get(ghost.device)))
+    return book if len(left) == len(book.ghosts) else replace(book, ghosts=left)
 
 
 def resign(book: Book, owner: str) -> Book:
@@ -211,13 +229,21 @@ def resign(book: Book, owner: str) -> Book:
 
 
 def reap(book: Book, dead: Iterable[str], world: World) -> Book:
-    """The book without the owners that are proven dead, each lease's end told."""
+    """The book without the owners that are proven dead, each lease's end told.
+
+    What they held on real cards stays claimed by their ghosts until a sample shows that the driver has freed it.
+    """
     for id in dead:
         section = book.sections.get(id)
         book = resign(book, id)
-        for lease in section.leases if section else ():
+        if section is None:
+            continue
+        ghosts = _ghosts(book, section, world)
+        book = replace(book, ghosts=(*book.ghosts, *ghosts)) if ghosts else book
+        then = "is free once its driver says so" if ghosts else "is free again"
+        for lease in section.leases:
             book = note(book, world, lease, "reaped", "death",
-                        f"{section.owner.label} ended; what it held is free again.", size=lease.bytes)
+                        f"{section.owner.label} ended; what it held {then}.", size=lease.bytes)
     return book
 
 
@@ -228,6 +254,21 @@ def totals(book: Book) -> dict[str, int]:
     return {"evictions": counted["offloaded"] + counted["unloaded"], "offloads": counted["offloaded"],
             "unloads": counted["unloaded"], "restorations": counted["restored"], "loads": counted["loaded"],
             "refusals": counted["refused"]}
+
+
+def _ghosts(book: Book, section: Section, world: World) -> list[Ghost]:
+    """One for each real card on which the owner of that section held anything, or was about to."""
+    real = {device.id for device in (*book.devices, *world.devices) if not device.simulated and not device.is_host}
+    held = {device: size for device, size in section.residue.items() if device in real and size}
+    came: dict[str, float] = {}
+    for lease in section.leases:
+        for share in lease.claims():
+            if share.device in real:
+                at = world.now if lease.target else lease.settled_at
+                held[share.device] = held.get(share.device, 0) + share.bytes
+                came[share.device] = max(at, came.get(share.device, 0.0))
+    return [Ghost(section.owner.id, section.owner.pid, device, size, came.get(device, 0.0), world.now)
+            for device, size in held.items()]
 
 
 def tickets_of(book: Book, owner: str) -> tuple[Ticket, ...]:

@@ -14,6 +14,8 @@ from .queueing import elders, may_pass
 from .room import freed_since, on_cards, sight
 from .units import show_bytes, show_seconds
 
+LOOK_AGAIN_SECONDS = 0.1  # how soon, where a driver is about to free what a dead process held
+
 
 class Ground(NamedTuple):
     """What one decision stands on, computed once."""
@@ -41,7 +43,7 @@ class Ground(NamedTuple):
             for share in ticket.need:
                 later[share.device] = later.get(share.device, 0) - share.bytes
         for device, size in freed_since(book, world).items():
-            later[device] += size
+            later[device] = later.get(device, 0) + size
         for lease in leases:
             if lease.phase is Phase.LEAVING or (promised and lease.id in promised):
                 for share in lease.shares:
@@ -135,6 +137,9 @@ def make_room(book: Book, request: Request, world: World, ground: Ground, way: W
     if not way.leaving:
         if card in ground.leaving:
             return book, Wait(f"{head} {ground.leaving[card]} is stepping aside.")
+        if ended := next((ghost for ghost in book.ghosts if ghost.device == card), None):
+            return book, Wait(f"{head} Its driver has yet to free what pid {ended.pid} held, which has ended.",
+                              retry_at=world.now + LOOK_AGAIN_SECONDS)
         return book, Wait(f"{head} The next measurement will show what has just left.", retry_at=world.now + 1.0)
     steps: list[Step] = []
     asked: list[str] = []

@@ -242,6 +242,21 @@ class Ticket(Value):
     because: str = ""
 
 
+class Ghost(Value):
+    """What a process held on a real card when it died: claimed until a sample shows that the driver has freed it."""
+
+    owner: str
+    pid: int
+    device: str
+    bytes: int
+    settled_at: float  # when the last of it came: an older sample has not seen it
+    died_at: float  # when its death was proven
+
+    def gone(self, sample: Sample | None) -> bool:
+        """Whether this sample was taken after the death, and no longer lists the process."""
+        return sample is not None and sample.taken_at > self.died_at and self.pid not in sample.processes
+
+
 class Event(Value):
     """Something that happened, and why."""
 
@@ -269,6 +284,7 @@ class Book(Value):
     events: tuple[Event, ...] = ()
     seq: int = 0  # of the newest event
     counts: dict[str, int] = {}  # of owners that are gone, so that totals never fall
+    ghosts: tuple[Ghost, ...] = ()  # what the dead held, as long as a driver may still hold it
 
     @property
     def entries(self) -> int:
@@ -296,8 +312,10 @@ class Book(Value):
         return section.owner if section else None
 
     def claims(self) -> dict[str, int]:
-        """Bytes claimed on each device: every share, every target of a move, every residue."""
+        """Bytes claimed on each device: every share, every target of a move, every residue, every ghost."""
         claimed: dict[str, int] = {}
+        for ghost in self.ghosts:
+            claimed[ghost.device] = claimed.get(ghost.device, 0) + ghost.bytes
         for section in self.sections.values():
             for lease in section.leases:
                 for share in lease.shares:

@@ -58,6 +58,10 @@ def _sums(book: Book, taken_at: dict[str, float]) -> tuple[dict[str, int], dict[
     """
     claims: dict[str, int] = {}
     unseen: dict[str, int] = {}
+    for ghost in book.ghosts:
+        claims[ghost.device] = claims.get(ghost.device, 0) + ghost.bytes
+        if ghost.device in taken_at and ghost.settled_at >= taken_at[ghost.device]:
+            unseen[ghost.device] = unseen.get(ghost.device, 0) + ghost.bytes
     for section in book.sections.values():
         for device, size in section.residue.items():
             claims[device] = claims.get(device, 0) + size
@@ -76,7 +80,7 @@ def _sums(book: Book, taken_at: dict[str, float]) -> tuple[dict[str, int], dict[
 
 
 def freed_since(book: Book, world: World) -> dict[str, int]:
-    """Bytes that left each measured device after its sample was taken: free, but not yet seen to be.
+    """Bytes that left each measured device after its sample was taken, or with a process: not yet seen to be free.
 
     No grant spends them; but no further victim need leave for want of them either.
     """
@@ -88,6 +92,8 @@ def freed_since(book: Book, world: World) -> dict[str, int]:
         sampled_wall = world.wall - (world.now - sample.taken_at)
         freed[device.id] = sum(event.bytes for event in book.events if event.device == device.id
                                and event.action in FREEING and event.wall >= sampled_wall)
+    for ghost in book.ghosts:
+        freed[ghost.device] = freed.get(ghost.device, 0) + ghost.bytes
     return freed
 
 

@@ -92,6 +92,7 @@ class House(RuleBasedStateMachine):
         self.processes = {pid: Process(pid) for pid in (1, 2, 3)}
         self.dead: list[Process] = []
         self.samples: dict[str, Sample] = {}
+        self.lingering: dict[int, int] = {}  # pid -> bytes that the driver has yet to free
         self.done = Counter()
         self.last_pid = 3
         self.take_sample()
@@ -415,7 +416,9 @@ class House(RuleBasedStateMachine):
     def die(self, which: int, sure: bool) -> None:
         if sure:
             slot = list(self.processes)[which % 3]
-            self.dead.append(self.processes.pop(slot))
+            process = self.processes.pop(slot)
+            self.dead.append(process)
+            self.lingering[process.owner.pid] = process.holds()["cuda:0"]
 
     @precondition(lambda self: self.dead)
     @rule(which=some)
@@ -434,12 +437,18 @@ class House(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule()
-    def take_sample(self) -> None:
-        """What the driver says: bytes that have settled; of what is arriving it has seen nothing yet."""
+    @rule(freed=mostly)
+    def take_sample(self, freed: bool = True) -> None:
+        """What the driver says: bytes that have settled; of what is arriving it has seen nothing yet.
+
+        What a dead process held it frees in its own time, and lists the process until then.
+        """
+        if freed:
+            self.lingering = {}
         settled = sum(share.bytes for process in self.processes.values() for model in process.models.values()
                       for share in model.shares if share.device == "cuda:0")
-        self.samples = {"cuda:0": Sample("cuda:0", self.now, CARD_TOTAL - self.strangers - settled)}
+        free = CARD_TOTAL - self.strangers - settled - sum(self.lingering.values())
+        self.samples = {"cuda:0": Sample("cuda:0", self.now, free, dict(self.lingering))}
 
     # -- the auditor
 
@@ -448,6 +457,7 @@ class House(RuleBasedStateMachine):
         held: Counter[str] = Counter()
         for process in getattr(self, "processes", {}).values():
             held.update(process.holds())
+        held["cuda:0"] += sum(getattr(self, "lingering", {}).values())  # law 12: not free before the driver says so
         for device, size in held.items():
             assert size <= LIMITS[device], f"law 1: {size} on {device}"
         assert held["cuda:0"] + getattr(self, "strangers", 0) <= CARD_TOTAL, "law 11: the card itself is over"
@@ -478,7 +488,10 @@ class House(RuleBasedStateMachine):
             return
         for process in self.processes.values():
             self.book = books.resign(self.book, process.id)
-        assert books.reap(self.book, [process.id for process in self.dead], self.world()).claims() == {}
+        self.book = books.reap(self.book, [process.id for process in self.dead], self.world())
+        self.now += 0.1
+        self.take_sample()
+        assert books.measure(self.book, self.world()).claims() == {}
 
 
 TestHouse = House.TestCase
@@ -535,7 +548,7 @@ def walk(seed: int, steps: int = 60) -> House:
         "die": lambda: dict(which=some_(), sure=True),
         "ask_other": lambda: dict(which=some_(), of=some_(), verb=random.choice(["evict", "pin", "unpin", "restore"])),
         "time_passes": lambda: dict(seconds=random.choice([0.1, 1.0, 2.5, 5.0, 31.0])),
-        "all_obey": dict, "take_sample": dict,
+        "all_obey": dict, "take_sample": lambda: dict(freed=mostly_()),
     }
     possible = {"ask_again": house.waiting, "time_out": house.waiting,
                 "interrupt": lambda: any(p.asking for p in house.processes.values()),
