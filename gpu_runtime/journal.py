@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sqlite3
 import threading
 from collections import deque
@@ -17,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from .facts import Event
+from .ledgers.access import access_to
 
 KEPT = 10_000  # events in the file; the oldest go first
 
@@ -75,8 +75,9 @@ class Journal:
         assert self._path is not None
         if not self._path.exists():
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
+            access_to(self._path.parent).make_file(self._path)
         db = sqlite3.connect(self._path, timeout=0.5)
         db.execute("PRAGMA synchronous=OFF")
+        db.execute("PRAGMA trusted_schema=OFF")
         db.execute("CREATE TABLE IF NOT EXISTS events(id INTEGER PRIMARY KEY, wall REAL, model TEXT, body BLOB)")
         return db

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import enum
 import fcntl
-import getpass
 import itertools
 import os
+import pwd
 import secrets
 import socket
+import stat
 import struct
 import weakref
 import zlib
@@ -58,10 +59,15 @@ def describe_self(*, notebook: str = "", user: str = "") -> Owner:
 
 
 def _user() -> str:
+    return name_of(os.geteuid())  # not $LOGNAME: who asks is the kernel's to say
+
+
+def name_of(uid: int) -> str:
+    """The user's name; its number where it has none, as in containers."""
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have a number and no name
-        return str(os.geteuid())
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 class Life(enum.StrEnum):
@@ -96,7 +102,8 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 def _held_elsewhere(fd: int) -> bool:
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    # Asked as a reader: whoever may only read the file can lock it for reading, and would keep the dead alive.
+    asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
     return _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK
 
 
@@ -113,9 +120,12 @@ class OwnerFile:
 
     SLOT_BYTES = 1 << 20  # the file is sparse: what is not written takes no room
 
-    def __init__(self, directory: Path, owner: Owner) -> None:
-        """Raises LedgerUnavailable, OSError."""
-        fd, self.owner, self.path = _locked_file(directory, owner)
+    def __init__(self, directory: Path, owner: Owner, group: int | None = None) -> None:
+        """In a shared ledger the members of the group read it, and only its user writes it.
+
+        Raises LedgerUnavailable, OSError.
+        """
+        fd, self.owner, self.path = _locked_file(directory, owner, group)
         self._fd = fd
         self._turn = 0
         _open_files.add(self)
@@ -151,7 +161,7 @@ class OwnerFile:
             os.close(fd)
 
 
-def _locked_file(directory: Path, owner: Owner) -> tuple[int, Owner, Path]:
+def _locked_file(directory: Path, owner: Owner, group: int | None) -> tuple[int, Owner, Path]:
     """A locked file under a name never used before, and the owner with that name and the file's inode.
 
     It is locked before it gets its name, so nobody ever sees it unlocked while its owner lives.
@@ -159,6 +169,9 @@ def _locked_file(directory: Path, owner: Owner) -> tuple[int, Owner, Path]:
     draft = directory / f".{os.getpid()}-{secrets.token_hex(4)}"
     fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
+        if group is not None:
+            os.fchown(fd, -1, group)
+            os.fchmod(fd, 0o640)
         _hold(fd)
         while True:
             path = directory / owner.id
@@ -179,6 +192,7 @@ def _locked_file(directory: Path, owner: Owner) -> tuple[int, Owner, Path]:
 _MAGIC = b"GPUR"
 _FRAME = struct.Struct("<4sIQQII")  # magic, schema, turn, revision, length, checksum of the roster
 _CHECK = struct.Struct("<I")  # checksum of the frame itself
+_MOST_REV = 1 << 62  # an SQLite integer, and room to count on
 
 
 class Roster(NamedTuple):
@@ -199,6 +213,30 @@ def read_roster(path: Path) -> Roster | None:
         return None
 
 
+class Testimony(NamedTuple):
+    """What a living owner last wrote of itself, and whose it is: only this user can have written it."""
+
+    user: str
+    payload: bytes
+
+
+def testimony(path: Path, inode: int = 0) -> Testimony | None:
+    """What the owner of that file says of itself; None where nobody alive holds that very file (`inode`; 0: any).
+
+    The user is the one that the kernel says owns the file. It cannot be claimed: a file is never given to another user,
+    and only its user can write it or hold its lock.
+    """
+    try:
+        with open(path, "rb", opener=_no_links) as file:
+            is_ = os.fstat(file.fileno())
+            if not stat.S_ISREG(is_.st_mode) or inode not in (0, is_.st_ino) or not _held_elsewhere(file.fileno()):
+                return None
+            roster = max(filter(None, (_slot(file, 0), _slot(file, OwnerFile.SLOT_BYTES))), default=None)
+            return Testimony(name_of(is_.st_uid), roster.payload if roster else b"")
+    except OSError:
+        return None
+
+
 def _no_links(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
 
@@ -209,6 +247,8 @@ def _slot(file: IO[bytes], offset: int) -> Roster | None:
     if len(check) < _CHECK.size or _CHECK.unpack(check)[0] != zlib.crc32(frame):
         return None
     magic, schema, turn, rev, length, checksum = _FRAME.unpack(frame)
+    if length > OwnerFile.SLOT_BYTES or rev > _MOST_REV:
+        return None  # nobody of ours wrote that
     payload = file.read(length)
     whole = magic == _MAGIC and len(payload) == length and zlib.crc32(payload) == checksum
     return Roster(turn, rev, schema, payload) if whole else None

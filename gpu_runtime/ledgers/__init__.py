@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from ..errors import BadSetting, LedgerRefused
-from ..facts import MOST_ENTRIES, MOST_EVENTS, SCHEMA, Book, Owner, overdrafts
+from ..errors import BadSetting, LedgerRefused, LedgerUnavailable
+from ..facts import MOST_ENTRIES, MOST_EVENTS, SCHEMA, Book, Owner, Ticket, overdrafts
 from ..units import show_bytes
 
 T = TypeVar("T")
@@ -52,6 +52,11 @@ class Ledger(Protocol):
         """Ids of the owners of sections and tickets in this book that are proven dead. Unknown is not dead."""
         ...
 
+    def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
+        """The user whose process this owner is, and whose wish the ticket, as far as this ledger can vouch for it;
+        empty where it cannot, and then what is asked in that name is not done. See its own docstring for how it knows."""
+        ...
+
     def ring(self, owners: Iterable[str]) -> None:
         """Tell these owners to read the book. Never blocks, never fails. One's own id wakes one's own threads."""
         ...
@@ -75,6 +80,7 @@ def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
 
     `memory:` is a book of its own, `memory:NAME` one for all who say that name in this process, and
     `sqlite:///DIRECTORY` one for all processes of this host that name the directory (`…/NAME.db` means `…/NAME`).
+    `redis://…`, `rediss://…` and `unix://…` name a Redis, which keeps a page for each host.
     Raises BadSetting for another URL, LedgerUnavailable where the place cannot keep a book.
     """
     scheme, _, rest = url.partition(":")
@@ -89,7 +95,17 @@ def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
         if directory.suffix == ".db":
             directory = directory.with_suffix("")
         return SqliteLedger(directory, notebook=notebook, user=user)
-    raise BadSetting("GPU_LEDGER", url, "memory:, memory:NAME or sqlite:///ABSOLUTE/DIRECTORY")
+    if scheme in ("redis", "rediss", "unix") and rest.startswith("//"):
+        try:
+            from .redis import RedisLedger
+        except ModuleNotFoundError as error:
+            raise LedgerUnavailable("a ledger in Redis needs the package redis, which is not installed here.\n"
+                                    "  Install it:  pip install 'gpu-console[redis]'", path=scheme) from error
+        return RedisLedger(url, notebook=notebook, user=user)
+    from ..settings import masked
+
+    raise BadSetting("GPU_LEDGER", masked(url),
+                     "memory:, memory:NAME, sqlite:///ABSOLUTE/DIRECTORY or redis://HOST:PORT/DB")
 
 
 def default_url(devices_slug: str = "") -> str:

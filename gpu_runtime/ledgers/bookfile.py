@@ -25,6 +25,7 @@ from ..errors import LedgerNewer, LedgerUnavailable
 from ..facts import SCHEMA, Book, decode_book, encode
 from ..owner import Life, OwnerFile, life
 from . import files
+from .access import access_to
 from .mending import Damaged, mend, newest_roster_rev, part_of
 
 # A SELECT gives its row while it still holds its read lock, and Python must have the GIL before it can fetch on and let
@@ -35,6 +36,9 @@ COPY = """INSERT OR REPLACE INTO temp.seen
     SELECT 1, rev, schema, CASE WHEN rev=? THEN NULL ELSE body END FROM main.book WHERE host=?"""
 FETCH = "SELECT rev, schema, body FROM temp.seen"
 UPDATE = "UPDATE main.book SET rev=rev+1, schema=?, body=? WHERE host=? AND rev=?"
+
+
+MOST_BYTES = 32 << 20  # of a page; 256 leases with 64 events take about 200 KiB
 
 
 class Lost(Exception):
@@ -202,10 +206,10 @@ class BookFile:
         old = self.owner_file
         here = self.directory / "owners"
         files.prepare(self.directory)
-        if life(old.path) is not Life.ALIVE:
-            old.path.unlink(missing_ok=True)
         try:
-            self.owner_file = OwnerFile(here, replace(old.owner, inode=0))
+            if life(old.path) is not Life.ALIVE:
+                old.path.unlink(missing_ok=True)
+            self.owner_file = OwnerFile(here, replace(old.owner, inode=0), access_to(here).group)
             self._moved(here)
         except OSError as error:
             raise files.cannot_write(here, error) from error
@@ -241,7 +245,9 @@ class BookFile:
             db = sqlite3.connect(url, uri=True, timeout=0, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
             raise self._failure(page, error) from error
-        for pragma in ("journal_mode=PERSIST", "synchronous=OFF", "temp_store=MEMORY"):
+        # In a shared ledger another member may have put anything in the file: no code of its schema runs here.
+        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
+        for pragma in ("journal_mode=PERSIST", "synchronous=OFF", "temp_store=MEMORY", "trusted_schema=OFF"):
             self._rows(page, db, f"PRAGMA {pragma}")
         self._rows(page, db, "CREATE TABLE temp.seen (one INTEGER PRIMARY KEY, rev, schema, body)")
         return db
@@ -271,7 +277,7 @@ class BookFile:
             return Lost()
         if kind == sqlite3.SQLITE_FULL:
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        damaged = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+        damaged = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_TOOBIG)
         if kind in damaged or code == sqlite3.SQLITE_IOERR_SHORT_READ or "no such" in str(error):
             return Damaged(page.name, page.inode, str(error))
         return files.cannot_write(self.directory / page.name, OSError(errno.EIO, str(error)))

@@ -100,14 +100,15 @@ class Doorbell(Bell):
     Paths go through /proc/self/fd, because a socket's path is limited to 107 bytes and a home directory is not.
     """
 
-    def __init__(self, directory: Path, owner_id: str) -> None:
+    def __init__(self, directory: Path, owner_id: str, group: int | None = None) -> None:
         super().__init__()
         self.owner_id = owner_id
-        self.path, self._directory, self._socket = _hang(directory, owner_id)
+        self._group = group  # whose members may ring; None: only its own user
+        self.path, self._directory, self._socket = _hang(directory, owner_id, group)
 
     def move_to(self, directory: Path) -> None:
         """Hangs it in a directory that was made anew, under the same descriptors, so that who waits need not know."""
-        self.path, fd, fresh = _hang(directory, self.owner_id)
+        self.path, fd, fresh = _hang(directory, self.owner_id, self._group)
         os.dup2(fd, self._directory, inheritable=False)
         os.dup2(fresh.fileno(), self._socket.fileno(), inheritable=False)
         os.close(fd)
@@ -161,14 +162,16 @@ class Doorbell(Bell):
                 return found
 
 
-def _hang(directory: Path, owner_id: str) -> tuple[Path, int, socket.socket]:
+def _hang(directory: Path, owner_id: str, group: int | None) -> tuple[Path, int, socket.socket]:
     """A socket bound in the directory: its path, a descriptor of the directory, and itself."""
     path = directory / f"{owner_id}.bell"
     fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     path.unlink(missing_ok=True)  # of a killed process whose number came back in another container
     bell.bind(_door(fd, owner_id))
-    path.chmod(0o600)
+    if group is not None:
+        os.chown(path, -1, group)
+    path.chmod(0o600 if group is None else 0o660)
     return path, fd, bell
 
 

@@ -9,7 +9,8 @@
         rebuild.lock          held by whoever makes a new book
         ballast               room to let go of when the disk is full
 
-Nothing here opens a database: to open and close its file beside SQLite would drop SQLite's locks.
+Who may open what is `access.py`'s to say. Nothing here opens a database: to open and close its file beside SQLite would
+drop SQLite's locks.
 """
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from typing import IO
 
 from ..errors import LedgerUnavailable
 from ..owner import Life, life
+from .access import access_to, outsider
 
 BALLAST_BYTES = 1 << 20
 OLD_SECONDS = 86400.0
@@ -71,14 +73,17 @@ def prepare(directory: Path) -> None:
             f"the ledger {directory} would lie on a network file system ({kind}), where locks do not prove who lives.\n"
             f"  Name a directory on a local disk:  GPU_LEDGER=sqlite:///var/tmp/gpu-ledger",
             path=str(directory), kind=kind)
+    access = access_to(directory)
     try:
+        if access.group is not None:
+            return access.make(directory)
         (directory / "owners").mkdir(mode=0o700, parents=True, exist_ok=True)
         # `parents` are made with the umask; only what is ours alone is narrowed.
         for made in (directory, directory / "owners"):
             if made.stat().st_uid == os.geteuid():
                 made.chmod(0o700)
     except OSError as error:
-        raise cannot_write(directory, error) from error
+        raise outsider(directory) or cannot_write(directory, error) from error
     if directory.stat().st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
         raise LedgerUnavailable(f"the ledger {directory} belongs to another user (uid {directory.stat().st_uid}).\n"
                                 f"  Use your own:  unset GPU_LEDGER", path=str(directory))
@@ -217,8 +222,11 @@ def sweep_owners(directory: Path, in_book: set[str]) -> None:
     """Removes what the dead have left behind, except where the book still needs it to prove their death."""
     for path in owner_files(directory):
         if path.name not in in_book and life(path) is Life.DEAD:
-            path.unlink(missing_ok=True)
-            path.with_name(f"{path.name}.bell").unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+                path.with_name(f"{path.name}.bell").unlink(missing_ok=True)
+            except PermissionError:
+                continue  # in a shared ledger each user sweeps before their own door
 
 
 def sweep_boots(directory: Path) -> None:

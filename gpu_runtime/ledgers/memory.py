@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from ..errors import LedgerUnavailable
-from ..facts import Book, Owner
+from ..facts import Book, Owner, Ticket
 from ..owner import describe_self
 from . import refuse_unlawful
 from .doorbell import Bell
@@ -65,6 +65,9 @@ class MemoryLedger:
     def dead(self, book: Book) -> frozenset[str]:
         present = book.sections.keys() | {ticket.owner for ticket in book.tickets}
         return frozenset(present - self._open_page().bells.keys())
+
+    def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
+        return self.owner.user  # all are this process
 
     def ring(self, owners: Iterable[str]) -> None:
         page = self._page

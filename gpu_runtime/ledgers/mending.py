@@ -15,6 +15,7 @@ from ..errors import LedgerNewer
 from ..facts import SCHEMA, Book, Device, Section, Ticket, decode_book, encode
 from ..owner import Life, Roster, life, read_roster
 from . import files
+from .access import access_to
 
 log = logging.getLogger("gpu_runtime")
 
@@ -53,14 +54,15 @@ def union(parts: list[Book]) -> Book:
                 tickets=tuple(sorted(tickets, key=lambda ticket: ticket.arrived)))
 
 
-def living_rosters(directory: Path) -> list[Roster]:
-    rosters = (read_roster(path) for path in files.owner_files(directory) if life(path) is Life.ALIVE)
-    return [roster for roster in rosters if roster]
+def living_rosters(directory: Path) -> dict[str, Roster]:
+    """What each living owner last wrote of itself, by its id."""
+    rosters = ((path.name, read_roster(path)) for path in files.owner_files(directory) if life(path) is Life.ALIVE)
+    return {id: roster for id, roster in rosters if roster}
 
 
 def newest_roster_rev(directory: Path) -> int:
     try:
-        return max((roster.rev for roster in living_rosters(directory)), default=0)
+        return max((roster.rev for roster in living_rosters(directory).values()), default=0)
     except FileNotFoundError:  # the whole directory is gone
         return 0
 
@@ -79,10 +81,11 @@ def mend(directory: Path, boot: str, damage: Damaged, patience_seconds: float) -
         # line has its roster written, and we read it below; whose comes after knows that its grant is void.
         files.point_current_at(directory, name)
         rosters = living_rosters(directory)
-        if any(roster.schema > SCHEMA for roster in rosters):
-            raise LedgerNewer(str(directory / name), max(roster.schema for roster in rosters), SCHEMA)
-        book = union([_decoded(roster) for roster in rosters])
-        _make(directory, name, boot, book, rev=max((roster.rev for roster in rosters), default=0) + 1)
+        if any(roster.schema > SCHEMA for roster in rosters.values()):
+            raise LedgerNewer(str(directory / name), max(roster.schema for roster in rosters.values()), SCHEMA)
+        # Of each only its own part: in a shared ledger nobody speaks for another.
+        book = union([part_of(_decoded(roster), id) for id, roster in rosters.items()])
+        _make(directory, name, boot, book, rev=max((roster.rev for roster in rosters.values()), default=0) + 1)
         kept = [path for old in files.other_books(directory, name) if (path := files.set_aside(directory, old))]
     if damage.name or kept:
         log.warning("the ledger %s was damaged (%s). Set aside: %s. Rebuilt as %s from %d living owners, %d leases.",
@@ -113,4 +116,5 @@ def _make(directory: Path, name: str, boot: str, book: Book, rev: int) -> None:
         db.execute("INSERT INTO book VALUES (?, ?, ?, ?)", (boot, rev, SCHEMA, encode(book)))
     finally:
         db.close()
+    access_to(directory).open_file(draft)
     os.rename(draft, directory / name)

@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from ..errors import LedgerUnavailable
-from ..facts import Book, Owner
-from ..owner import Life, OwnerFile, boot_id, describe_self, life
+from ..facts import Book, Owner, Ticket, decode_book
+from ..owner import Life, OwnerFile, boot_id, describe_self, life, testimony
 from . import files, refuse_unlawful
+from .access import access_to
 from .bookfile import BookFile, Lost
 from .doorbell import Doorbell
 from .mending import Damaged
@@ -35,12 +38,14 @@ class SqliteLedger:
         self.directory = Path(directory) / boot
         self._pace = Pace()
         files.prepare(self.directory)
+        group = access_to(self.directory).group
+        self._shared = group is not None
         try:
-            file = OwnerFile(self.directory / "owners", describe_self(notebook=notebook, user=user))
+            file = OwnerFile(self.directory / "owners", describe_self(notebook=notebook, user=user), group)
         except OSError as error:
             raise files.cannot_write(self.directory, error) from error
         try:
-            self._bell = Doorbell(self.directory / "owners", file.owner.id)
+            self._bell = Doorbell(self.directory / "owners", file.owner.id, group)
         except OSError as error:
             file.release(remove=True)
             raise files.cannot_write(self.directory, error) from error
@@ -106,6 +111,25 @@ class SqliteLedger:
 
         return frozenset(filter(is_dead, _owner_ids(book) - {self.owner.id}))
 
+    def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
+        """In a shared ledger anybody may write anything in the page, also in another's name. But an owner's own file
+        only that user can write, and hold: what it does not bear out, its owner has not said."""
+        owner = book.owner(owner_id)
+        if not self._shared:
+            return owner.user if owner else self.owner.user  # nobody else can have written
+        told = testimony(self.directory / "owners" / owner_id, owner.inode if owner else 0)
+        if told is None or (owner and owner.user != told.user):
+            return ""
+        try:
+            part = decode_book(told.payload) if told.payload else Book()
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return ""
+        if part.sections and owner_id not in part.sections:
+            return ""  # an honest file under another's name
+        if ticket and not _same_wish(part.ticket(ticket.key), ticket):
+            return ""
+        return told.user
+
     def ring(self, owners: Iterable[str]) -> None:
         if not self._closed and os.getpid() == self.owner.pid:
             self._bell.ring_others(owners)
@@ -158,6 +182,12 @@ def _leave_all_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def _same_wish(said: Ticket | None, row: Ticket) -> bool:
+    """Whether the row asks what its owner said; when it was last refreshed, and what stood in its way, is no wish."""
+    return said is not None and (said.owner, said.verb, said.name, said.importance, said.recalls) == (
+        row.owner, row.verb, row.name, row.importance, row.recalls)
 
 
 def _owner_ids(book: Book) -> set[str]:

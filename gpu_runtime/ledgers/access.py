@@ -1,0 +1,115 @@
+"""Who may open what lies in a ledger's directory: its user alone, or the members of a group.
+
+                          private    shared (of group G, whatever the umask)
+    directories           0700       2770  what is made in them is of G too
+    owners/               0700       3770  sticky: nobody removes or replaces another's file
+    owners/ID             0600       0640  its user's: others read it, and only its user writes it
+    owners/ID.bell        0600       0660  members ring
+    all else              0600       0660  SQLite gives its journal the mode of its database
+
+A directory is shared where the file `.shared` lies in it or in the ledger above it, put there by whoever made the
+directory (`gpu ledger init`). Its group is the group.
+"""
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import LedgerUnavailable
+from ..owner import name_of
+
+MARK = ".shared"
+_LEVELS = 4  # LEDGER/WORLD/BOOT/owners
+
+
+class Access(NamedTuple):
+    """The group that shares a ledger; None: nobody."""
+
+    group: int | None = None
+
+    def open_file(self, path: Path) -> None:
+        """Lets the members read and write a file of ours."""
+        if self.group is not None:
+            os.chown(path, -1, self.group)
+            path.chmod(0o660)
+
+    def open_directory(self, path: Path, *, sticky: bool = False) -> None:
+        """Lets the members work in a directory of ours; in a sticky one nobody touches what is another's."""
+        if self.group is not None:
+            os.chown(path, -1, self.group)
+            path.chmod(0o3770 if sticky else 0o2770)
+
+    def make(self, directory: Path) -> None:
+        """Makes a boot's directory in a shared ledger, where it is not there yet."""
+        for made in (directory.parent, directory, directory / "owners"):
+            if not made.exists():
+                # At once with its mode, so that nobody finds it closed.
+                draft = made.parent / f".new-{secrets.token_hex(4)}"
+                draft.mkdir(0o700)
+                self.open_directory(draft, sticky=made.name == "owners")
+                try:
+                    draft.rename(made)
+                except OSError:
+                    draft.rmdir()
+                    if not made.is_dir():
+                        raise
+        self.make_file(directory / "rebuild.lock")
+
+    def make_file(self, path: Path) -> None:
+        """Makes an empty file, where it is not there yet."""
+        if path.exists():
+            return
+        draft = path.with_name(f".new-{secrets.token_hex(4)}")
+        os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        try:
+            self.open_file(draft)
+            os.link(draft, path)
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+PRIVATE = Access()
+
+
+def access_to(directory: Path) -> Access:
+    """Who shares the ledger that this directory lies in, or is."""
+    for place in (directory, *directory.parents[:_LEVELS - 1]):
+        try:
+            mark, here = (place / MARK).lstat(), place.stat()
+        except OSError:
+            continue
+        if stat.S_ISREG(mark.st_mode) and mark.st_uid == here.st_uid:
+            return Access(mark.st_gid)
+    return PRIVATE
+
+
+def outsider(directory: Path) -> LedgerUnavailable | None:
+    """The error for a ledger that is shared by a group which this process is not in; None where it is not so."""
+    for place in (directory, *directory.parents):
+        try:
+            here = place.stat()
+        except OSError:
+            continue
+        shared = here.st_mode & stat.S_ISGID and here.st_mode & stat.S_IWGRP and not here.st_mode & stat.S_IXOTH
+        if not shared or here.st_gid in (os.getegid(), *os.getgroups()):
+            return None
+        group, me = _group_name(here.st_gid), name_of(os.geteuid())
+        return LedgerUnavailable(
+            f"the ledger {place} is shared by the group {group}, and {me} is not in it.\n"
+            f"  The operator can add you:  usermod -aG {group} {me}      (then log in again)\n"
+            f"  Or keep your own:  GPU_LEDGER=sqlite://{Path.home()}/gpu-ledger", path=str(place), group=group, user=me)
+    return None
+
+
+def _group_name(gid: int) -> str:
+    import grp
+
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
