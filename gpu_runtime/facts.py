@@ -349,6 +349,36 @@ class Book(Value):
         return replace(self, tickets=tuple(ticket for ticket in self.tickets if ticket.key != key))
 
 
+class Cap(Value):
+    """What the operator allows one user, counting all of that user's processes together. None: no cap."""
+
+    user: str
+    file: str  # where it is written
+    bytes_per_device: int | None = None  # on each card; host memory, where others make one step aside to, is not capped
+    importance: int | None = None  # the highest that may be asked for, that is, the lowest number
+    keep: bool = True
+    longest_lease_seconds: float | None = None  # of a block of code
+    tables: dict[str, str] = {}  # key -> the table that says so, such as users.ann
+
+    def named(self, key: str) -> str:
+        """`cap [users.ann] keep in /etc/gpu-console/config.toml`, so that it can be found and argued about."""
+        return f"cap [{self.tables.get(key, '')}] {key} in {self.file}"
+
+
+class Asker(Value):
+    """Who left a ticket, as the ledger vouches for it and the machine's configuration knows them."""
+
+    user: str
+    at_home: bool = False  # the very user whose process is asked
+    operator: bool = False
+    importance: int = 0  # the highest that their cap allows
+
+    @property
+    def commands(self) -> bool:
+        """Whether more may be asked than to step aside: to load, to pin, to defragment."""
+        return self.at_home or self.operator
+
+
 class Rules(Value):
     """The numbers that decisions go by; settings, as values."""
 
@@ -366,6 +396,7 @@ class Rules(Value):
     refresh_seconds: float = 2.0  # a ticket not refreshed for so long is skipped
     ageing_seconds: float = 30.0  # waiting so long is worth one class of importance
     limit_bytes: int | None = None  # INFERENCE_MEMORY_LIMIT_GB: a further limit on this owner's models
+    cap: Cap | None = None  # the operator's, on this owner's user
 
 
 class World(Value):
@@ -428,6 +459,7 @@ class Move(Value, tag=True):
     shares: Shares
     because: str = ""
     reason: str = "request"
+    by: str = ""  # who asked, where that is somebody else
 
 
 class Drop(Value, tag=True):
@@ -437,6 +469,7 @@ class Drop(Value, tag=True):
     source: Shares
     because: str = ""
     reason: str = "request"
+    by: str = ""  # who asked, where that is somebody else
 
 
 Step = Load | Move | Drop
@@ -467,7 +500,7 @@ class Refuse(Value, tag=True):
     """Never, as things stand; nothing was touched."""
 
     because: str
-    kind: str = "hopeless"  # or nested, kept, precious (what cannot leave), limit, deadlock, full
+    kind: str = "hopeless"  # or nested, kept, precious (what cannot leave), limit, cap, deadlock, full
     need_bytes: int = 0
     budget_bytes: int = 0
     device: str = ""
