@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from . import caps
 from .facts import HOST, Book, Candidate, Drop, Lease, Move, Phase, Policy, Request, Step, Ticket, Wait, World
 from .leaving import can_move, leave, may_leave, that_fit, warm, warm_that_go, way_out
 from .policy import first_enough, in_order
@@ -30,6 +31,8 @@ class Ground(NamedTuple):
     promised: frozenset[str]  # lease ids that they have asked for
     mine: int | None  # bytes left under this owner's own limit
     mine_later: int | None
+    allowed: Mapping[str, int]  # bytes left under the operator's cap on this user; empty: there is none
+    allowed_later: Mapping[str, int]
 
     @classmethod
     def of(cls, book: Book, request: Request, world: World) -> Ground:
@@ -53,11 +56,14 @@ class Ground(NamedTuple):
         limit, owner = world.rules.limit_bytes, request.lease.owner
         if limit is not None and request.lease.kind == "model":
             mine, mine_later = limit - on_cards(book, owner), limit - on_cards(book, owner, leaving=False)
-        return cls(leases, now, later, leaving, blind, before, stands, promised, mine, mine_later)
+        return cls(leases, now, later, leaving, blind, before, stands, promised, mine, mine_later,
+                   caps.left(book, world), caps.left(book, world, leaving=False))
 
     def free(self) -> dict[str, int]:
         """What the request may take now on each card without taking what an elder was promised."""
         free = {id: min(size, self.later[id]) for id, size in self.now.items() if id != HOST}
+        if self.allowed:
+            free = {id: min(size, self.allowed.get(id, size)) for id, size in free.items()}
         return free if self.mine is None else {id: min(size, self.mine) for id, size in free.items()}
 
 
@@ -97,7 +103,10 @@ def cheapest_way(book: Book, request: Request, world: World, rank: Policy, groun
             need[f"owner:{wanted.owner}"] = request.footprint.bytes - ground.mine_later
         elif len(candidate.shares) == 1:
             pool = on.get(candidate.shares[0].device, [])
-        chosen = _whom(need, pool, host_later)
+        if ground.allowed_later:
+            chosen = _whom_under_cap(book, need, pool, host_later, ground, candidate, world)
+        else:
+            chosen = _whom(need, pool, host_later)
         if chosen is None:
             continue
         # Victims come in order, so the last is the most precious of them.
@@ -123,6 +132,27 @@ def _whom(need: Mapping[str, int], idle: list[Lease], host_bytes: int) -> tuple[
               and (f"owner:{lease.owner}" in need or any(share.device in need for share in lease.shares))]
     fitting = that_fit(useful, host_bytes)
     return first_enough(need, [lease for lease in idle if lease.droppable or lease in fitting])
+
+
+def _whom_under_cap(book: Book, need: Mapping[str, int], idle: list[Lease], host_bytes: int, ground: Ground,
+                    candidate: Candidate, world: World) -> tuple[Lease, ...] | None:
+    """The victims, where the operator's cap may ask for the user's own to leave first, in whichever process they lie."""
+    assert world.rules.cap is not None
+    ours = caps.owners_of(book, world.rules.cap.user)
+    over = {share.device: share.bytes - ground.allowed_later.get(share.device, share.bytes)
+            for share in candidate.shares}
+    first = _whom(over, [lease for lease in idle if lease.owner in ours], host_bytes)
+    if not first:
+        return None if first is None else _whom(need, idle, host_bytes)
+    rest = dict(need)
+    for lease in first:
+        for share in lease.shares:
+            if share.device in rest:
+                rest[share.device] -= share.bytes
+        if f"owner:{lease.owner}" in rest:
+            rest[f"owner:{lease.owner}"] -= lease.bytes
+    others = _whom(rest, [lease for lease in idle if lease not in first], host_bytes - _precious_bytes(first))
+    return None if others is None else tuple(lease for lease in idle if lease in first or lease in others)
 
 
 def _precious_bytes(leases: tuple[Lease, ...]) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Container, Iterable
 
 from msgspec.structs import replace
 
+from . import caps
 from .bookkeeping import note, perform
 from .clearing import Ground, cheapest_way, make_room
 from .deadlock import deadlocked
@@ -39,7 +40,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
 
     1. settled here already → Grant, no steps
     2. on its way in or out → Wait
-    3. hopeless → Refuse, evicting nothing
+    3. hopeless, or beyond the operator's caps → Refuse, evicting nothing
     4. fits in what is free, elders' needs set aside → Grant: Load, or Move back from host
     5. fits once idle leases have left → Wait, with our own Moves and Drops to do now, others' asked on the ticket
     6. deadlocked → Refuse the youngest, naming the cycle
@@ -69,9 +70,9 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     if lease:  # it lies in host memory: what it needs was measured there
         request = replace(request, footprint=Footprint.of(lease.bytes, "measured"))
 
-    # 3. hopeless
-    never = hopeless_cards(book, request, world)
-    if refusal := hopeless(book, request, world, never):
+    # 3. hopeless, or beyond the operator's caps
+    never = {**caps.capped_cards(book, request, world), **hopeless_cards(book, request, world)}
+    if refusal := caps.refusal(book, request, world) or hopeless(book, request, world, never):
         return _refuse(book, request, world, refusal)
 
     # 4. fits in what is free

@@ -13,6 +13,7 @@ from .errors import (
     GpuError,
     LedgerUnavailable,
     MemoryLimitExceeded,
+    NotAllowed,
     OutOfMemory,
     StillInUse,
 )
@@ -39,6 +40,9 @@ def refusal(name: str, verdict: Refuse) -> GpuError:
     if verdict.kind == "limit":
         return MemoryLimitExceeded(f"{verdict.because}\n  Raise INFERENCE_MEMORY_LIMIT_GB, or evict what is in use.",
                                    current_bytes=0, **facts)
+    if verdict.kind == "cap":
+        return NotAllowed(f"{verdict.because}.\n  Nothing was evicted. The operator can change it; what you hold:  %gpu leases",
+                          because=verdict.because, **facts)
     if verdict.kind == "full":
         return LedgerUnavailable(f"{verdict.because}.", **facts)
     asked = show_bytes(verdict.need_bytes).replace(" ", "") if "#" in name else name
