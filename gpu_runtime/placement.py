@@ -29,12 +29,13 @@ def place(footprint: Footprint, room: Mapping[str, int], rules: PlacementRules) 
     allowed = [device for device in room if not rules.devices or device in rules.devices]
     sign = 1 if rules.policy == "best-fit" else -1
     order = sorted(allowed, key=lambda d: (room[d] < size, sign * room[d] if room[d] >= size else -room[d]))
-    return tuple(Candidate((Share(d, size),), room[d] >= size, _because(d, size, room[d], rules)) for d in order)
+    return tuple([Candidate((Share(d, size),), room[d] >= size, _because(d, size, room[d], rules)) for d in order])
 
 
 def _because(device: str, size: int, free: int, rules: PlacementRules) -> str:
     if free < size:
-        return f"{device} has {show_bytes(max(free, 0))} free, {show_bytes(size - max(free, 0))} too little"
+        free = max(free, 0)
+        return f"{device} has {show_bytes(free)} free, {show_bytes(size - free)} too little"
     if rules.policy == "best-fit":
         return f"{device} has {show_bytes(free)} free and would keep {show_bytes(free - size)}"
     return f"{device} has the most free: {show_bytes(free)}"

@@ -60,7 +60,7 @@ def first_enough(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lea
     left = {place: size for place, size in need.items() if size > 0}
     if not left:
         return ()
-    owners = frozenset(place.removeprefix("owner:") for place in left if place.startswith("owner:"))
+    owners = frozenset([place[6:] for place in left if place.startswith("owner:")])
     chosen: list[tuple[Lease, dict[str, int]]] = []
     for lease in ordered:
         gain = _gain(lease, left, owners)
@@ -73,12 +73,13 @@ def first_enough(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lea
             break
     else:
         return None
-    for lease, gain in reversed(list(chosen)):
-        if all(left[place] + size <= 0 for place, size in gain.items()):
-            chosen.remove((lease, gain))
+    for spared in range(len(chosen) - 1, -1, -1):
+        gain = chosen[spared][1]
+        if all([left[place] + size <= 0 for place, size in gain.items()]):
+            del chosen[spared]
             for place, size in gain.items():
                 left[place] += size
-    return tuple(lease for lease, _ in chosen)
+    return tuple([lease for lease, _ in chosen])
 
 
 def _gain(lease: Lease, missing: Mapping[str, int], owners: frozenset[str]) -> dict[str, int]:
