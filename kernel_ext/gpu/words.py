@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from gpu_runtime.facts import NORMAL, Event, Load, Plan, Snapshot, Step, Ticket
 from gpu_runtime.units import show_bytes, show_seconds
@@ -135,3 +136,10 @@ def footprint_words(plan: Plan) -> str:
         return f"{show_bytes(parts[0].bytes)} ({parts[0].source})"
     listed = " + ".join(f"{part.name.replace('_', ' ')} {show_bytes(part.bytes)} ({part.source})" for part in parts)
     return f"{show_bytes(plan.footprint.bytes)}: {listed}"
+
+
+def newest_first(events: Sequence[Event]) -> list[Event]:
+    """The events worth a line: a promise that was kept says nothing that its arrival does not."""
+    kept = {(event.model, event.owner, event.because) for event in events if event.action in ("loaded", "restored")}
+    return [event for event in reversed(events)
+            if event.action != "granted" or (event.model, event.owner, event.because) not in kept]
