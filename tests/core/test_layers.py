@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 
 ROOMS = {
     "ground": {"facts", "units", "errors", "settings"},
-    "mind": {"planner", "caps", "telling", "asks", "bookkeeping", "clearing", "deadlock", "estimate", "hopeless", "leaving",
-             "placement", "policy", "pressure", "queueing", "room"},
+    "mind": {"planner", "caps", "telling", "asks", "bookkeeping", "clearing", "deadlock", "estimate", "hopeless",
+             "leaving", "placement", "policy", "pressure", "queueing", "room"},
     "hands": {"ledgers", "backends", "blocks", "probe", "pool", "journal", "machine", "owner", "memory", "segments",
               "nvml"},
     "house": {"__init__", "runtime", "keeper", "monitor", "frames", "samples", "catalog", "sharing"},
