@@ -262,7 +262,8 @@ def why(name: str, events: Sequence[Event]) -> str:
     if not events:
         return page(line(with_code(text.why(name, events))))
     rows = ((td(words.clock(event.wall), "gpuc-nowrap gpuc-soft"),
-             _left("td", f"<b>{esc(event.model)}</b> {esc(words.told(event))}")) for event in words.newest_first(events))
+             _left("td", f"<b>{esc(event.model)}</b> {esc(words.told(event))}"))
+            for event in words.newest_first(events))
     return page(table(("when", f"why {name}"), rows))
 
 

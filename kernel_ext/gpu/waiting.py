@@ -18,7 +18,7 @@ QUIET_SECONDS = 1.0
 
 
 def sentence(name: str, wait: Wait) -> str:
-    """`qwen waits for 12.0 GiB on cuda:0: llama (14.0 GiB on cuda:0) is in use by train.ipynb (pid 4121) for 3 min; …`"""
+    """`qwen waits for 12.0 GiB on cuda:0: llama (14.0 GiB on cuda:0) is in use by train.ipynb; 2 ahead of you`"""
     place = next((candidate.shares[0] for candidate in wait.considered), None)
     need = f" for {show_bytes(place.bytes)} on {place.device}" if place else ""
     ahead = f"; {wait.ahead} ahead of you" if wait.ahead else ""
