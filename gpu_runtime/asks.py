@@ -5,12 +5,15 @@ use is never moved, a kept one never evicted.
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec.structs import replace
 
 from .bookkeeping import note
 from .facts import (
     HOST,
     MOST_ENTRIES,
+    Asker,
     Book,
     DeviceView,
     Drop,
@@ -57,6 +60,8 @@ class Order(Value):
     key: str
     verb: str
     name: str
+    by: str = ""  # the user who asked, where the ledger vouches for one
+    refused: str = ""  # why it is not done
 
 
 def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
@@ -138,25 +143,31 @@ def _crowd(book: Book, lease: Lease, host_room: int, world: World) -> tuple[Leas
                         owner=lease.owner) or ()
 
 
-def obey(book: Book, owner: str, world: World, rank: Policy,
-         key: str) -> tuple[Book, tuple[Step, ...], tuple[Order, ...]]:
+def obey(book: Book, owner: str, world: World, rank: Policy, key: str,
+         askers: Mapping[str, Asker] | None = None) -> tuple[Book, tuple[Step, ...], tuple[Order, ...]]:
     """What this owner is to do for those who wait and ask: steps for leases that leave, and orders.
 
     A recall is honoured where the rules let the lease go for a request of that importance; grace is honoured too.
-    What may not leave simply stays, and its published pins tell the asker why.
+    What may not leave simply stays, and its published pins tell the asker why. `askers` says by ticket key who asks
+    (None: everybody is trusted); a ticket that is missing there was not left by its owner, and nothing comes of it.
+    Another user is given room by idle leases, and nothing else.
     """
     steps: list[Step] = []
     orders: list[Order] = []
     host_room = room(book, world).get(HOST, 0)
     for ticket in book.tickets:
         target_owner, _, name = ticket.name.partition("/")
+        asker = (_ANYBODY if askers is None or ticket.owner == owner else askers.get(ticket.key))
+        if asker is None:
+            continue
         if ticket.verb in ASKS and target_owner == owner and ticket.verb != "evict":
-            orders.append(Order(ticket.key, ticket.verb, name))
+            orders.append(Order(ticket.key, ticket.verb, name, asker.user, "" if asker.commands else
+                                foreign(asker.user, ticket.verb, name, book.sections[owner].owner)))
         if ticket.verb == "use" and not awake(ticket, world):
             continue  # a stopped process: nobody would take the room
         recalled = [lease for id in ticket.recalls if (lease := book.find(id)) and lease.owner == owner]
         for lease in sorted(recalled, key=lambda lease: lease.droppable):  # what needs host memory goes first
-            for step in _obeyed(book, lease, ticket, host_room, world):
+            for step in _obeyed(book, lease, ticket, host_room, world, asker):
                 if isinstance(step, Move):
                     host_room -= lease.bytes
                 book = leave(book, step, key)
@@ -164,25 +175,38 @@ def obey(book: Book, owner: str, world: World, rank: Policy,
     return book, tuple(steps), tuple(orders)
 
 
-def _obeyed(book: Book, lease: Lease, ticket: Ticket, host_room: int, world: World) -> tuple[Move | Drop, ...]:
+_ANYBODY = Asker("", at_home=True)
+
+
+def foreign(user: str, verb: str, name: str, owner: Owner) -> str:
+    """Why a user may not ask this of another user's process, in a sentence."""
+    what = f"{verb} {name}" if name else verb
+    return (f"{user} may not {what} in {owner.label}: it is {owner.user}'s to say, or an operator's; others may ask "
+            "idle models to step aside (evict)")
+
+
+def _obeyed(book: Book, lease: Lease, ticket: Ticket, host_room: int, world: World,
+            asker: Asker) -> tuple[Move | Drop, ...]:
     """The steps by which this lease, or who must go before it, gives way to the ticket; none where it stays."""
     person = ticket.verb == "evict"
-    asker = book.owner(ticket.owner)
-    who = asker.label if asker else "another process"
+    owner = book.owner(ticket.owner)
+    who = owner.label if owner else "another process"
+    by = f"{asker.user}, {who}" if asker.user else who
     # A person who says "evict" is obeyed within the grace period; another program's request is not.
     if may_leave(lease, world, asker=lease.owner if person else ticket.owner,
-                 importance=PERSON if person else ticket.importance):
+                 importance=PERSON if person else max(ticket.importance, asker.importance)):
         return ()
     if lease.on_host:  # asked out of the warm pool; unless it was asked off its device, and has obeyed by coming here
         if person or not lease.droppable or lease.away_since >= ticket.refreshed:
             return ()
-        return (Drop(lease.id, lease.shares, f"{who} needs host memory to make room for {ticket.name}.", "recall"),)
+        return (Drop(lease.id, lease.shares, f"{who} needs host memory to make room for {ticket.name}.", "recall",
+                     by),)
     because = f"{who} asked to evict it." if person else f"{who} needs room for {ticket.name}."
     step = way_out(lease, host_room, world, because=because, reason="evict" if person else "recall")
     if step:
-        return (step,)
+        return (replace(step, by=by),)
     crowd = _crowd(book, lease, host_room, world) if person else ()  # it follows when these have left
-    return tuple(Drop(warm.id, warm.shares, f"The warm pool is full; {because}", "evict") for warm in crowd)
+    return tuple(Drop(warm.id, warm.shares, f"The warm pool is full; {because}", "evict", by) for warm in crowd)
 
 
 def relieve(book: Book, owner: str, world: World, rank: Policy, key: str) -> tuple[Book, tuple[Step, ...]]:

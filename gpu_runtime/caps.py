@@ -18,20 +18,22 @@ def refusal(book: Book, request: Request, world: World) -> Refuse | None:
     cap = world.rules.cap
     if cap is None:
         return None
-    wanted, because = request.lease, ""
-    if cap.importance is not None and wanted.importance < cap.importance:
-        because = (f"{wanted.name} is asked for as {_word(wanted.importance)}; the highest importance that {cap.user} "
-                   f"may ask for is {_word(cap.importance)} ({cap.named('importance')})")
-    elif wanted.keep and not cap.keep:
-        because = not_kept(wanted.name, cap)
-    elif late := next(overstaying(book, world), None):
+    wanted = request.lease
+    because = forbidden(wanted.name, wanted.importance, wanted.keep, cap)
+    if not because and (late := next(overstaying(book, world), None)):
         because = (f"{cap.user} may hold a block of code for at most {show_seconds(cap.longest_lease_seconds or 0)} "
                    f"({cap.named('longest_lease')}); {_held_for(book, late, world)}, and until it ends nothing new is granted")
     return Refuse(because, kind="cap", need_bytes=request.footprint.bytes) if because else None
 
 
-def not_kept(name: str, cap: Cap) -> str:
-    return f"{cap.user} may not keep {name} on a device ({cap.named('keep')})"
+def forbidden(name: str, importance: int, keep: bool, cap: Cap | None) -> str:
+    """Why this user may not hold a model so, wherever it lies; empty where they may."""
+    if cap and cap.importance is not None and importance < cap.importance:
+        return (f"{name} is asked for as {_word(importance)}; the highest importance that {cap.user} may ask for is "
+                f"{_word(cap.importance)} ({cap.named('importance')})")
+    if cap and keep and not cap.keep:
+        return f"{cap.user} may not keep {name} on a device ({cap.named('keep')})"
+    return ""
 
 
 def capped_cards(book: Book, request: Request, world: World) -> dict[str, Refuse]:

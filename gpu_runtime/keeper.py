@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec.structs import replace
 
 from . import bookkeeping as books
-from . import telling
+from . import caps, telling
 from .asks import Ask, Order, ask, obey, relieve
 from .backends import Progress, is_out_of_memory
 from .bookkeeping import Truth
@@ -33,6 +33,7 @@ from .errors import (
 )
 from .facts import (
     HOST,
+    Asker,
     Book,
     Device,
     Drop,
@@ -43,10 +44,12 @@ from .facts import (
     Level,
     Load,
     Move,
+    Owner,
     Phase,
     PlacementRules,
     Refuse,
     Request,
+    Section,
     Share,
     Step,
     Verdict,
@@ -56,6 +59,7 @@ from .facts import (
 from .leaving import leave as mark_leaving
 from .leaving import may_leave, way_out
 from .ledgers import Ledger
+from .machine import Machine, groups_of
 from .planner import admit, room
 from .policy import policy
 from .pool import Anchor, Place, Resident, Stays, held_by, uninterrupted
@@ -88,11 +92,10 @@ class Keeper:
     """This process's residents, and their owner in the ledger."""
 
     def __init__(self, ledger: Ledger, probe: Probe, settings: Settings, journal: Journal, *,
-                 clock: Callable[[], float], wall: Callable[[], float]) -> None:
+                 clock: Callable[[], float], wall: Callable[[], float], machine: Machine | None = None) -> None:
         self.ledger, self.probe, self.settings, self.journal = ledger, probe, settings, journal
         self.clock, self.wall = clock, wall
         self.rank = policy(settings.gpu_policy)
-        self.rules = settings.rules()
         self.residents: dict[str, Resident] = {}
         self.blocks: dict[str, tuple[Lease, weakref.ref[Anchor]]] = {}
         self.limits = {device.id: self._limit(device) for device in probe.devices}
@@ -100,10 +103,22 @@ class Keeper:
         self._keys: set[weakref.ref[Key]] = set()
         self._standing: list[Key] = []  # of asks that nobody waits for
         self._numbers = itertools.count(1)
+        self.machine = Machine() if machine is None else machine
+        self.notebook = ""  # where its path became known after the door was opened
+        self._known: dict[str, Asker] = {}
+        self._overstayed: set[str] = set()
+        user = ledger.owner.user
+        self.rules = replace(settings.rules(), cap=self.machine.cap(user, groups_of(user)))
 
     @property
     def me(self) -> str:
         return self.ledger.owner.id
+
+    @property
+    def owner(self) -> Owner:
+        """Ourselves, with the notebook as it is known by now."""
+        owner = self.ledger.owner
+        return replace(owner, notebook=self.notebook) if self.notebook else owner
 
     def _limit(self, device: Device) -> int:
         """Usable bytes: total × the percentage that the settings allow."""
@@ -134,7 +149,7 @@ class Keeper:
         blocks = tuple(lease for lease, anchor in list(self.blocks.values()) if anchor() is not None)
         keys = tuple(key.text for ref in self._keys.copy() if (key := ref()) is not None)
         held = tuple(lease for lease in models if lease is not None)
-        return Truth(self.ledger.owner, held + blocks, keys, self._residue(held), tuple(self.residents))
+        return Truth(self.owner, held + blocks, keys, self._residue(held), tuple(self.residents))
 
     def _residue(self, held: tuple[Lease, ...]) -> dict[str, int]:
         """Bytes that this process holds on real cards beyond its models: context, cache, tensors of its own.
@@ -151,19 +166,23 @@ class Keeper:
         return {device: size - ours.get(device, 0) for device, size in used.items()
                 if device != HOST and size > ours.get(device, 0)}
 
-    def world(self) -> World:
-        """The devices as they are now. A driver that does not answer leaves its device unmeasured, not free."""
+    def world(self, fresh: bool = False) -> World:
+        """The devices as they were measured last, or from now on. A driver that does not answer leaves its device
+        unmeasured, not free."""
         now = self.clock()
         try:
-            samples = self.probe.samples(now)
+            samples = self.probe.samples(now, fresh)
         except ProbeFailed as error:
             samples = {}
             log.debug("probe failed: %s", error)
-        return World(now, self.wall(), self.probe.devices, self.limits, samples, self.rules)
+        return World(self.clock(), self.wall(), self.probe.devices, self.limits, samples, self.rules)
 
-    def decide(self, decision: Callable[[Book, World], tuple[Book, T]]) -> T:
-        """One transaction: our section as we know it, then the decision. Tells and rings what came of it."""
-        world = self.world()
+    def decide(self, decision: Callable[[Book, World], tuple[Book, T]], fresh: bool = False) -> T:
+        """One transaction: our section as we know it, then the decision. Tells and rings what came of it.
+
+        `fresh`: the devices are measured anew, because much hangs on it or something has just come or gone.
+        """
+        world = self.world(fresh)
 
         def deciding(book: Book) -> tuple[Book, tuple[T, Book, Book]]:
             base = books.measure(books.publish(book, self.truth(), world), world)
@@ -285,7 +304,7 @@ class Keeper:
         while not here():
             request = Request(key.text, wanted, footprint, began, placement,
                               held_by(list(self.residents.values()), threading.get_ident()))
-            verdict = self.decide(lambda book, world: admit(book, request, world, self.rank))
+            verdict = self.decide(lambda book, world: admit(book, request, world, self.rank), fresh=True)
             if isinstance(verdict, Grant):
                 if verdict.steps:
                     yield verdict
@@ -369,7 +388,7 @@ class Keeper:
                                  droppable=lease.droppable, **seconds)
             return books.publish(book, self.truth(), world), None
 
-        self.decide(settle)
+        self.decide(settle, fresh=True)
 
     def _abandon(self, name: str, key: Key, error: BaseException) -> None:
         because = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {telling.first_line(error)}"
@@ -431,7 +450,7 @@ class Keeper:
             resident.settle_at(replace(resident.lease, shares=shares, target=(), phase=Phase.SETTLED,
                                        settled_at=self.clock(), away_since=self.clock()))
         self.probe.empty_cache()
-        self.decide(lambda book, world: (books.left(book, step, shares, world, by), None))
+        self.decide(lambda book, world: (books.left(book, step, shares, world, by), None), fresh=True)
         return True
 
     def evict(self, resident: Resident, because: str, *, drop: bool = False) -> Move | Drop | None:
@@ -519,15 +538,54 @@ class Keeper:
         """Steps aside where others need it; what else they asked for is returned to be done."""
         key = self.new_key("obey")
         try:
-            steps, orders = self.decide(lambda book, world: _split(obey(book, self.me, world, self.rank, key.text)))
+            steps, orders = self.decide(lambda book, world: _split(
+                obey(book, self.me, world, self.rank, key.text, self._askers(book))))
             for step in steps:
-                self._step_aside(step, key, by=self._asker_of(step))
+                self._step_aside(step, key, by=step.by)
             return orders
         finally:
             self.done_with(key)
 
-    def _asker_of(self, step: Step) -> str:
-        return step.because.partition(" needs ")[0].partition(" asked ")[0]
+    def _askers(self, book: Book) -> dict[str, Asker]:
+        """By ticket key, who asks something of us; a ticket that its owner did not leave is missing."""
+        asking = (ticket for ticket in book.tickets if ticket.owner != self.me
+                  and any(id.partition("/")[0] == self.me for id in (ticket.name, *ticket.recalls)))
+        return {ticket.key: self.asker(user) for ticket in asking
+                if (user := self.ledger.user_of(book, ticket.owner, ticket))}
+
+    def asker(self, user: str) -> Asker:
+        """What that user may ask of this process, as the configuration stood when they first did."""
+        known = self._known.get(user)
+        if known is None:
+            groups = groups_of(user)
+            cap = self.machine.cap(user, groups)
+            known = self._known[user] = Asker(user, user == self.ledger.owner.user,
+                                              self.machine.is_operator(user, groups),
+                                              (cap.importance if cap else None) or 0)
+        return known
+
+    def as_known(self, book: Book) -> dict[str, Section]:
+        """The book's sections, each with the user that the ledger vouches for."""
+        sections = {}
+        for id, section in book.sections.items():
+            user = section.owner.user
+            if id != self.me and self.ledger.user_of(book, id) != user:
+                section = replace(section, owner=replace(section.owner, user=f"{user} (unproven)"))
+            sections[id] = section
+        return sections
+
+    def tell_overstays(self) -> None:
+        """Says of each block of ours that it is held for longer than the operator's cap allows, once."""
+        if not self.blocks or self.rules.cap is None or self.rules.cap.longest_lease_seconds is None:
+            return
+        book, world = self.ledger.read(), self.world()
+        for lease in caps.overstaying(book, world):
+            if lease.owner == self.me and lease.name not in self._overstayed:
+                self._overstayed.add(lease.name)
+                because = caps.overstay(book, lease, world)
+                log.warning("%s", because)
+                self.decide(lambda book, world, lease=lease, because=because: (
+                    books.note(book, world, lease, "overstayed", "cap", because, size=lease.bytes), None))
 
     def relieve(self) -> None:
         """Applies the table of pressure levels to our own idle models."""

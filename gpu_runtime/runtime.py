@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import sys
 import threading
 import time
 import weakref
@@ -18,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from . import bookkeeping as books
-from . import telling
-from .asks import Order, answer
+from . import caps, machine, telling
+from .asks import Order, answer, foreign
 from .backends import Backend, Progress, backend_for, is_out_of_memory, open_backend
 from .blocks import Block
 from .errors import (
@@ -29,6 +30,7 @@ from .errors import (
     BadSize,
     Busy,
     GpuError,
+    NotAllowed,
     NotResident,
     ProbeFailed,
     StillInUse,
@@ -46,6 +48,7 @@ from .facts import (
     ModelSpec,
     Move,
     Outcome,
+    Owner,
     PlacementRules,
     Plan,
     Refuse,
@@ -64,6 +67,7 @@ from .pool import Anchor, Held, Place, Resident, release_calls
 from .pressure import views
 from .probe import Probe, open_probe
 from .settings import Settings
+from .strangers import stranger_bytes, strangers
 from .units import MIB, parse_bytes, parse_seconds, show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -95,11 +99,14 @@ class Runtime:
         _runtimes.add(self)
 
     def _open(self) -> None:
-        url = self.settings.gpu_ledger or default_url(_slug(self.probe))
+        known, slug = machine.read(self.settings.gpu_config_file), _slug(self.probe)
+        url = self.settings.gpu_ledger or shared_url(known.ledger, slug) or default_url(slug)
         ledger = open_ledger(url, notebook=notebook_path())
-        directory = None if url.startswith("memory:") else Path(url.partition("://")[2]).with_suffix("")
-        journal = Journal(directory / "journal.db" if directory else None)
-        self._keeper = Keeper(ledger, self.probe, self.settings, journal, clock=self._clock, wall=self._wall)
+        directory = getattr(ledger, "directory", None)  # of this boot; the journal outlives it
+        journal = Journal(directory.parent / "journal.db" if directory else None)
+        self._keeper = Keeper(ledger, self.probe, self.settings, journal, clock=self._clock, wall=self._wall,
+                              machine=known)
+        self.probe.follow(getattr(ledger, "directory", None))
         self._breaker = Breaker()
         self._monitor: Monitor | None = None
         self._woken = False
@@ -156,6 +163,7 @@ class Runtime:
             raise AlreadyRegistered(name)
         spec = ModelSpec(name, "torch", model_type=model_type or "other", importance=importance_of(importance),
                          keep=keep, keep_alive=parse_seconds(keep_alive))
+        self._require_allowed(name, spec.importance, keep)
         resident = self._resident(spec, None, restore_on_call)
         resident.adopted = True
         handle = resident.backend.adopt(spec, module, optimizer)  # type: ignore[attr-defined]
@@ -348,17 +356,24 @@ class Runtime:
             return self._asked(verb, owner, bare, ASK_SECONDS)
         resident = self._mine(bare)
         keep = verb == "pin"
+        self._require_allowed(bare, resident.spec.importance, keep)
         resident.spec = replace(resident.spec, keep=keep)
         resident.lease = replace(resident.lease, keep=keep)
         self._keeper.decide(lambda book, world: (book, None))
         told = f"{bare} is kept on its device" if keep else f"{bare} may leave its device again"
         return Outcome(verb, bare, True, told, 0, resident.lease.where if resident.handle is not None else "disk")
 
+    def _require_allowed(self, name: str, importance: int, keep: bool) -> None:
+        """Raises NotAllowed where the operator's caps on this user forbid holding a model so."""
+        if because := caps.forbidden(name, importance, keep, self._keeper.rules.cap):
+            raise NotAllowed(f"{because}.\n  The operator can change it.", name=name, because=because,
+                             user=self._keeper.owner.user)
+
     def defrag(self, *, timeout: str | float | None = 5.0) -> Outcome:
         """Gives memory back that allocators hold without using it, here and in the other processes of the ledger."""
         freed = self.probe.empty_cache()
         others = [id for id, section in self._keeper.ledger.read().sections.items()
-                  if id != self._keeper.me and section.names]
+                  if id != self._keeper.me and section.names and not self._foreign("defrag", section.owner, "")]
         for owner in others:
             self._asked("defrag", owner, "", timeout, must=False)
         here = f"{show_bytes(freed)} came free here"
@@ -368,8 +383,11 @@ class Runtime:
     def _asked(self, verb: str, owner: str, name: str, timeout: str | float | None, wait: bool = True,
                must: bool = True) -> Outcome:
         """What came of asking another owner."""
+        book = self._keeper.ledger.read()
+        if because := self._foreign(verb, book.owner(owner), name):
+            raise NotAllowed(f"{because}.", name=name, because=because, user=self._keeper.owner.user)
         self._awake()
-        before = self._keeper.ledger.read().lease(owner, name)
+        before = book.lease(owner, name)
         seconds = None if timeout is None else parse_seconds(timeout)
         verdict = self._keeper.ask(verb, f"{owner}/{name}", timeout=seconds, wait=wait)
         if isinstance(verdict, Grant):
@@ -390,21 +408,32 @@ class Runtime:
         """Has `told(name, wait)` called in the waiting thread, each time a wait is looked at, and with None at its end."""
         self._keeper.on_wait = told
 
+    def _foreign(self, verb: str, owner: Owner | None, name: str) -> str:
+        """Why this may not be asked of that owner, as it would answer itself; empty where it may."""
+        keeper, mine = self._keeper, self._keeper.owner.user
+        if verb == "evict" or owner is None or owner.user == mine or keeper.asker(mine).operator:
+            return ""
+        return foreign(mine, verb, name, owner)
+
     # -- looking
 
     def status(self) -> Snapshot:
         """Everything a face needs, as of now."""
+        self.probe.look_after()
         book, world = self._look()
         keeper = self._keeper
         seen = views(book, world)
         governed = self.settings.enable_memory_governor
         if not governed:
             seen = tuple(replace(view, level=Level.UNKNOWN) for view in seen)
+        beyond = stranger_bytes(book, world)
+        seen = tuple(replace(view, stranger_bytes=beyond.get(view.device.id)) for view in seen)
         waiting = queue(book, world)
         tickets = (*waiting, *(ticket for ticket in book.tickets if ticket not in waiting))
-        return Snapshot(world.now, world.wall, keeper.ledger.owner, seen, book.sections, tickets, book.events,
+        return Snapshot(world.now, world.wall, keeper.owner, seen, book.sections, tickets, book.events,
                         self.specs(), all(view.device.simulated or view.device.is_host for view in seen), governed,
-                        self._breaker.told(), keeper.ledger.url, books.totals(book))
+                        self._breaker.told() or self.probe.trouble(world.rules.stale_seconds), keeper.ledger.url,
+                        books.totals(book), strangers(book, world, self.probe.people()))
 
     def _look(self) -> tuple[Book, World]:
         """The book, our own section as we know it, and the devices: the book's where others put them there."""
@@ -434,7 +463,7 @@ class Runtime:
         from . import frames
 
         book, world = self._look()
-        return frames.leases(book.sections, world.now)
+        return frames.leases(self._keeper.as_known(book), world.now)
 
     def events(self, limit: int | None = None) -> DataFrame:
         """What happened and why, the newest last."""
@@ -557,8 +586,11 @@ class Runtime:
     def tick(self) -> float:
         """One round of the monitor: publish, reap, obey, relieve. Returns the seconds until the next is due."""
         keeper = self._keeper
+        keeper.notebook = notebook_path() or keeper.notebook  # some front ends say it only after the kernel has started
+        self.probe.look_after()
         keeper.reap()
         keeper.remeasure()
+        keeper.tell_overstays()
         for order in keeper.obey():
             if order.key not in self._acting:
                 self._acting.add(order.key)
@@ -571,7 +603,7 @@ class Runtime:
 
     def _check(self, now: float) -> None:
         try:
-            self.probe.samples(now)
+            self.probe.check(now, self._keeper.rules.stale_seconds)
         except ProbeFailed as error:
             self._breaker.failed(now, telling.first_line(error))
             return
@@ -582,13 +614,18 @@ class Runtime:
         """Does what another process asked for, and answers in the book."""
         keeper = self._keeper
         try:
+            if order.refused:
+                raise NotAllowed(order.refused, name=order.name, user=order.by, because=order.refused)
+            if order.name and order.name not in keeper.residents:
+                raise UnknownModel(order.name, tuple(keeper.residents))  # a name chooses among ours, and does nothing else
             if order.verb in ("preload", "restore"):
                 outcome = self.preload(order.name, timeout=ASK_SECONDS)
             elif order.verb == "defrag":
                 outcome = Outcome("defrag", "", True, "done", self.probe.empty_cache())
             else:
                 outcome = self._keep(order.name, order.verb)
-            action, because, size = order.verb, outcome.because, outcome.bytes
+            asked = f", as {order.by} asked" if order.by else ""
+            action, because, size = order.verb, outcome.because + asked, outcome.bytes
         except GpuError as error:
             action, because, size = "failed", telling.first_line(error), 0
         try:
@@ -681,15 +718,27 @@ def importance_of(word: str | int) -> int:
 
 
 def notebook_path() -> str:
-    """The notebook this kernel runs, where its front end says so."""
-    for variable in ("JPY_SESSION_NAME", "__vsc_ipynb_file__"):
-        if os.environ.get(variable):
-            return os.environ[variable]
-    return ""
+    """The notebook this kernel runs, where its front end says so; empty while it does not.
+
+    Jupyter sets a variable of the environment; Visual Studio Code, and some servers, set one in the notebook's own names,
+    and may do so only after the kernel has started.
+    """
+    if path := os.environ.get("JPY_SESSION_NAME"):
+        return path
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    names = getattr(shell, "user_ns", None) or {}
+    found = (names.get(name) for name in ("__vsc_ipynb_file__", "__session__"))
+    return next((path for path in found if isinstance(path, str) and path), "")
 
 
 def _boot_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def shared_url(ledger: str, slug: str) -> str:
+    """The machine's shared ledger, or its part for a simulated world; empty where there is none."""
+    return f"{ledger}/{slug}" if slug and ledger.startswith("sqlite:") else ledger
 
 
 def _slug(probe: Probe) -> str:
@@ -708,8 +757,6 @@ def _check_name(name: str) -> None:
 
 
 def _is_module(source: Any) -> bool:
-    import sys
-
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(source, torch.nn.Module)
 

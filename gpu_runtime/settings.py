@@ -65,7 +65,11 @@ class Settings(BaseSettings):
     development_cpu_only: bool = Field(
         False, description="Simulate the devices even where there is a GPU.")
     gpu_ledger: str | None = Field(
-        None, description="Where the book is kept: sqlite:///DIRECTORY or memory:. Unset: SQLite, private to the user.")
+        None, description="Where the book is kept: sqlite:///DIRECTORY or memory:. "
+                          "Unset: the machine's shared ledger, else private to the user.")
+
+    gpu_config_file: str = Field(
+        "/etc/gpu-console/config.toml", description="The machine-wide configuration: the shared ledger, and users' caps.")
 
     enable_memory_governor: bool = Field(
         True, description="Off: models load without asking and are never moved.")

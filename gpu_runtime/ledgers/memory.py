@@ -67,7 +67,8 @@ class MemoryLedger:
         return frozenset(present - self._open_page().bells.keys())
 
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
-        return self.owner.user  # all are this process
+        owner = book.owner(owner_id)
+        return owner.user if owner else self.owner.user  # all are this process
 
     def ring(self, owners: Iterable[str]) -> None:
         page = self._page

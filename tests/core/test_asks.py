@@ -38,7 +38,7 @@ def test_an_evict_is_a_ticket_of_the_asker_that_the_owner_obeys():
     page, steps, orders = obeying(page)
     [step] = steps
     to_host = (Share(HOST, size(8)),)
-    assert (step, orders) == (Move(qwen.id, qwen.shares, to_host, "pid 2 asked to evict it.", "evict"), ())
+    assert (step, orders) == (Move(qwen.id, qwen.shares, to_host, "pid 2 asked to evict it.", "evict", "pid 2"), ())
     assert (page.find(qwen.id).phase, page.find(qwen.id).key) == (Phase.LEAVING, "k")
     page = left(page, step, step.shares, THERE, by="pid 2")
     page, verdict = asking(page, "evict")
@@ -159,7 +159,7 @@ def recalling(name="qwen", of=1, **fields):
 def test_a_recall_is_obeyed_with_the_asker_s_name():
     qwen = lease("qwen", sim0=8)
     _, steps, _ = obeying(two(qwen, tickets=[recalling()]))
-    assert steps == (Move(qwen.id, qwen.shares, (Share(HOST, size(8)),), "pid 2 needs room for big.", "recall"),)
+    assert steps == (Move(qwen.id, qwen.shares, (Share(HOST, size(8)),), "pid 2 needs room for big.", "recall", "pid 2"),)
 
 
 @pytest.mark.parametrize("stays", [

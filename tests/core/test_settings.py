@@ -17,6 +17,7 @@ DEFAULTS = {
     "GPU_DEVICES": "auto",
     "DEVELOPMENT_CPU_ONLY": "false",
     "GPU_LEDGER": "unset",
+    "GPU_CONFIG_FILE": "/etc/gpu-console/config.toml",
     "ENABLE_MEMORY_GOVERNOR": "true",
     "ENABLE_CPU_OFFLOAD": "true",
     "GPU_POLICY": "lru",

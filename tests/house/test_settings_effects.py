@@ -1,12 +1,14 @@
 """Every setting changes what it says it changes: one test each, and none without one."""
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
 
-from gpu_runtime import DoesNotFit, MemoryLimitExceeded, Runtime
+from gpu_runtime import DoesNotFit, MemoryLimitExceeded, NotAllowed, Runtime
 from gpu_runtime.facts import Drop, Move
+from gpu_runtime.owner import name_of
 from gpu_runtime.settings import Settings
 from gpu_runtime.units import GIB
 
@@ -180,6 +182,16 @@ def test_models_may_bring_code_only_where_that_was_allowed(runtime, tmp_path):
     trusting.register("own", directory, task="causal-lm")
     with trusting.use("own") as model:
         assert type(model).__name__ == "OwnModel"
+
+
+@proves("gpu_config_file")
+def test_the_machine_wide_configuration(runtime, tmp_path):
+    me = name_of(os.geteuid())
+    (tmp_path / "config.toml").write_text(f'[users.{me}]\nbytes_per_device = "4 GiB"\n')
+    rt = runtime(gpu_config_file=str(tmp_path / "config.toml"))
+    fakes(rt, a="5GiB")
+    with pytest.raises(NotAllowed, match="at most 4.0 GiB"):
+        rt.preload("a")
 
 
 def test_no_setting_is_without_its_proof():
