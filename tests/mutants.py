@@ -1,0 +1,168 @@
+"""Faults put into the mind on purpose, one line each; the tests must notice every one.
+
+    python -m tests.mutants            all of them, a few minutes
+    python -m tests.mutants grace      those whose name contains "grace"
+
+Not part of the ordinary run. Each fault is applied to a copy of the package in a temporary directory, the tests of the
+mind run against that copy with `-x -q`, and *caught* or *survived* is told. A survivor is a law that nobody tests; a
+fault whose line is no longer there is *stale*, and is to be renewed. The exit status is the number of both.
+"""
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ["planner", "policy", "placement", "pressure", "asks", "bookkeeping", "deadlock", "laws", "machine"]
+
+
+class Fault(NamedTuple):
+    name: str
+    module: str
+    line: str  # as it stands, once
+    wrong: str
+
+
+FAULTS = [
+    Fault("free leaving bytes early", "room",
+          "            for share in lease.shares:\n                device, size",
+          "            for share in () if lease.target else lease.shares:\n                device, size"),
+    Fault("count a move on one device only", "room",
+          "            for share in lease.target:\n",
+          "            for share in () if lease.shares else lease.target:\n"),
+    Fault("forget residue", "room", "        for device, size in section.residue.items():\n",
+          "        for device, size in ():\n"),
+    Fault("forget unseen bytes", "room", "lease.settled_at >= taken_at[device]", "False"),
+    Fault("forget what is arriving unseen", "room",
+          "                if device in taken_at:\n", "                if False:\n"),
+    Fault("unknown is zero used", "room",
+          '            blind[id] = f"the driver of {id} does not say how much memory is free"', "            pass"),
+    Fault("believe a stale sample", "room", "now - sample.taken_at > rules.stale_seconds", "False"),
+    Fault("believe our own larger limit", "room", "    return min(mine, book.limits.get(device, mine))",
+          "    return mine"),
+    Fault("evict for bytes that have just left", "clearing",
+          "        for device, size in freed_since(book, world).items():\n", "        for device, size in ():\n"),
+    Fault("move a model in use", "leaving", "    if lease.pins:\n", "    if False:\n"),
+    Fault("evict the kept", "leaving", "    if lease.keep:\n        return \"kept\"\n", ""),
+    Fault("skip importance", "leaving", "    if lease.importance < importance:\n", "    if False:\n"),
+    Fault("ignore grace", "leaving", "used + world.rules.grace_seconds", "used"),
+    Fault("ignore keep_alive", "leaving", "used + lease.keep_alive", "used"),
+    Fault("drop what exists nowhere else", "leaving",
+          "    if lease.droppable and (drop or not moves):\n", "    if drop or not moves:\n"),
+    Fault("drop before the warm pool is full", "leaving", "(drop or not moves)", "True"),
+    Fault("spend host bytes twice", "clearing",
+          "        if isinstance(exit, Move):\n            host_room -= lease.bytes\n", ""),
+    Fault("forget that the host takes in only so many", "hopeless",
+          "        if size > left - sum(_on(lease, card) for lease in remain):\n", "        if False:\n"),
+    Fault("held ignored", "leaving", "    if lease.id in held:\n", "    if False:\n"),
+    Fault("victims not pruned", "policy", "        if all([left[place] + size",
+          "        if False and all([left[place] + size"),
+    Fault("the most important leave first", "policy", "(-lease.importance, rank", "(lease.importance, rank"),
+    Fault("some victims are better than none", "policy", "    else:\n        return None\n", ""),
+    Fault("importance forgotten across cards", "clearing", "(-chosen[-1].importance, rank", "(0, rank"),
+    Fault("ageing displaces", "clearing",
+          "asker=wanted.owner, importance=wanted.importance)\n            and lease.on_device",
+          "asker=wanted.owner, importance=wanted.importance + int(world.now - request.arrived) // 30)"
+          "\n            and lease.on_device"),
+    Fault("no ageing", "queueing", "    if steps <= 0:\n", "    if True:\n"),
+    Fault("elders' needs forgotten", "clearing", "        for ticket in stands:\n", "        for ticket in ():\n"),
+    Fault("elders' victims asked twice", "clearing",
+          "        promised = frozenset(id for t in stands for id in t.recalls)\n", "        promised = frozenset()\n"),
+    Fault("pass a blocked elder for ever", "queueing",
+          "elder.blocked_since and world.now - elder.blocked_since < world.rules.passing_seconds",
+          "elder.blocked_since"),
+    Fault("the holder waits behind its waiter", "queueing",
+          "    return any(share.device in places for lease in held if lease for share in lease.shares)\n",
+          "    return False\n"),
+    Fault("wait for stopped processes", "queueing", "world.now - ticket.refreshed <= world.rules.refresh_seconds",
+          "True"),
+    Fault("lose the ticket's place", "planner", "arrived=request.arrived,\n", "arrived=world.now,\n"),
+    Fault("a grant keeps its ticket", "planner",
+          "    book = _without_ticket(book, request).with_lease(lease)\n", "    book = book.with_lease(lease)\n"),
+    Fault("a lease is born unpinned", "planner", "phase=Phase.ARRIVING, pins=1", "phase=Phase.ARRIVING, pins=0"),
+    Fault("an unheard grant is forgotten", "planner",
+          "    if lease and lease.key == request.key and lease.phase is Phase.ARRIVING:\n", "    if False:\n"),
+    Fault("unheard steps are forgotten", "planner",
+          "    if steps := undone(book, wanted.owner, request.key):\n", "    if steps := ():\n"),
+    Fault("a full page evicts", "planner", "    if not _full(book, request) and not _twin", "    if not _twin"),
+    Fault("room is made twice for one model", "planner", " and not _twin(ground, request):\n", ":\n"),
+    Fault("wait on a card that is too small", "planner",
+          "    possible = _not_on(never, candidates)\n", "    possible = candidates\n"),
+    Fault("deadlock: one card for each need", "deadlock",
+          "    return [card for card in limits if not ticket.places or card in ticket.places]\n",
+          "    return [share.device for share in ticket.need]\n"),
+    Fault("deadlock: what is held is free", "deadlock",
+          "        if lease.keep or lease.id in held:\n", "        if lease.keep:\n"),
+    Fault("deadlock: bystanders are refused", "deadlock",
+          "        if len(guilty) == len(stuck):\n            return tuple(stuck)\n", "        return tuple(stuck)\n"),
+    Fault("relief overrides keep_alive", "asks",
+          'asker="", importance=lease.importance)', 'asker="", importance=PERSON)'),
+    Fault("relief takes more than it must", "asks",
+          "            freed += sum(share.bytes for share in lease.shares if share.device == card.id)\n", ""),
+    Fault("relief by the clock, whoever it helps", "asks", '(rules.relief == "auto" and not _helps(book, view))',
+          "False"),
+    Fault("a recall obeyed twice", "asks", " or lease.away_since >= ticket.refreshed", ""),
+    Fault("an ask swallowed", "asks",
+          "            orders.append(", "            repr("),
+    Fault("a recall overrides importance", "asks", "importance=PERSON if person else",
+          "importance=PERSON if True else"),
+    Fault("a failed load keeps its room", "bookkeeping",
+          "    if not lease.shares:\n        book = book.without_lease(owner, name)\n",
+          "    if not lease.shares:\n        pass\n"),
+    Fault("abandon whatever is under way", "bookkeeping", "if lease is None or lease.key != key or",
+          "if lease is None or"),
+    Fault("believe what the owner does not know", "bookkeeping",
+          "if lease.phase is not Phase.SETTLED and lease.key in keys}", "if lease.phase is not Phase.SETTLED}"),
+    Fault("forget what is under way", "bookkeeping", "    leases += under_way.values()\n", ""),
+    Fault("keep stale tickets", "bookkeeping", "    for key in stale:\n", "    for key in ():\n"),
+    Fault("count a departure twice", "bookkeeping",
+          "lease.phase is Phase.SETTLED and lease.shares == shares:", "False:"),
+    Fault("reap leaves tickets behind", "bookkeeping",
+          "tickets=tuple(t for t in book.tickets if t.owner != owner), counts=counts)", "counts=counts)"),
+    Fault("totals fall with their owners", "bookkeeping",
+          "        counts[action] = counts.get(action, 0) + times\n", "        pass\n"),
+    Fault("later owners raise the limit", "bookkeeping", "{**world.limits, **book.limits}",
+          "{**book.limits, **world.limits}"),
+]
+
+
+def trial(fault: Fault) -> str:
+    """Whether it was caught (and by which test), survived, or is stale."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as place:
+        for part in ("gpu_runtime", "tests"):
+            shutil.copytree(ROOT / part, Path(place) / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", place)
+        source = Path(place) / "gpu_runtime" / f"{fault.module}.py"
+        text = source.read_text()
+        if text.count(fault.line) != 1:
+            return f"stale: its line stands {text.count(fault.line)} times in {fault.module}.py"
+        source.write_text(text.replace(fault.line, fault.wrong))
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider",
+             *(f"tests/core/test_{name}.py" for name in TESTS)],
+            cwd=place, env={**os.environ, "PYTHONPATH": place, "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True, text=True)
+    if run.returncode == 0:
+        return "survived"
+    failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return "caught by " + (failed[0].split(" - ")[0].split("::")[-1] if failed else run.stdout[-200:])
+
+
+def main(wanted: str = "") -> int:
+    missed = 0
+    for fault in FAULTS:
+        if wanted in fault.name:
+            told = trial(fault)
+            missed += not told.startswith("caught")
+            print(f"{fault.name:<48} {told}", flush=True)
+    print(f"{missed} not caught")
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:2]))
