@@ -67,7 +67,7 @@ FAULTS = [
     Fault("importance forgotten across cards", "clearing", "(-chosen[-1].importance, rank", "(0, rank"),
     Fault("ageing displaces", "clearing",
           "asker=wanted.owner, importance=wanted.importance)\n            and lease.on_device",
-          "asker=wanted.owner, importance=wanted.importance + int(world.now - request.arrived) // 30)"
+          "asker=wanted.owner, importance=wanted.importance - int(world.now - request.arrived) // 30)"
           "\n            and lease.on_device"),
     Fault("no ageing", "queueing", "    if steps <= 0:\n", "    if True:\n"),
     Fault("elders' needs forgotten", "clearing", "        for ticket in stands:\n", "        for ticket in ():\n"),

@@ -209,6 +209,7 @@ class House(RuleBasedStateMachine):
             assert self.book.ticket(request.key) is None
         elif isinstance(verdict, Grant) and verdict.steps:
             lease = self.book.lease(request.lease.owner, request.lease.name)
+            assert self.book.ticket(request.key) is None
             assert lease == verdict.lease and lease.pins and lease.phase is Phase.ARRIVING and lease.key == request.key
         elif isinstance(verdict, Wait):
             again = base.lease(request.lease.owner, request.lease.name)

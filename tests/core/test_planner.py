@@ -194,6 +194,13 @@ def test_what_lies_in_host_memory_moves_back_at_its_measured_size():
     assert verdict.lease.shares == whole(HOST, 6), "and lies there until it has moved"
 
 
+def test_a_ticket_that_is_served_is_gone():
+    """A place in the queue that outlived its grant would hold room for nobody."""
+    waiting = ticket("qwen", key="k", sim0=14)
+    page, verdict = decide(book(tickets=[waiting]), request("qwen", 14, key="k", arrived=NOW - 10), world(sim0=20))
+    assert isinstance(verdict, Grant) and page.tickets == ()
+
+
 def test_two_concurrent_requests_one_grant_one_wait():
     """Two of 5,000 on 7,200."""
     there = world(sim0="7200 MB")
