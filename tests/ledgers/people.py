@@ -1,0 +1,86 @@
+"""Real users of this machine, made for a test and removed after it, each with processes of their own."""
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+COMMANDS = ("groupadd", "useradd", "userdel", "groupdel")
+
+# Everything is imported while the process is still root: the interpreter may lie where other users cannot read.
+CHILD = """
+import os, sys, fcntl, struct, time
+from pathlib import Path
+import pandas
+import gpu_runtime.runtime, gpu_runtime.frames, gpu_runtime.ledgers.sqlite, gpu_runtime.backends.fake
+from gpu_runtime import Runtime, keeper
+from gpu_runtime.facts import Book, Lease, Section, Share, Ticket, encode
+from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.owner import name_of
+from msgspec.structs import replace
+from tests.ledgers.conftest import lease, names, put, section
+uid, gids = {uid}, {gids}
+os.setgroups(gids); os.setresgid(gids[0], gids[0], gids[0]); os.setresuid(uid, uid, uid); os.umask(0o077)
+os.environ.update(HOME="/nonexistent", LOGNAME="root", USER="root", XDG_STATE_HOME={state!r})
+os.chdir("/")
+here = dict(globals())
+def answer(line):
+    try: return repr(eval(line, here))
+    except SyntaxError: exec(line, here); return "None"
+for line in sys.stdin:
+    try: said = answer(line)
+    except Exception as error: said = f"{{type(error).__name__}}: {{error}}"
+    print(said.replace(chr(10), " "), flush=True)
+"""
+
+
+class Person:
+    """A process of a user, under umask 077. It obeys lines of Python."""
+
+    def __init__(self, user: str, uid: int, gids: list[int], state: str) -> None:
+        self.user = user
+        code = CHILD.format(uid=uid, gids=gids, state=state)
+        self.process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, text=True, start_new_session=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        env=os.environ | {"PYTHONPATH": str(REPO)})
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def send(self, line: str) -> None:
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        return self.process.stdout.readline().strip()
+
+    def say(self, line: str) -> str:
+        self.send(line)
+        return self.answer()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def end(self) -> None:
+        self.kill()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+def require_root() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can make users to test with")
+    for command in COMMANDS:
+        if not shutil.which(command):
+            pytest.skip(f"this machine has no {command}")
+
+
+def run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, timeout=30)
