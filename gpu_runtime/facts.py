@@ -254,7 +254,8 @@ class Ghost(Value):
 
     def gone(self, sample: Sample | None) -> bool:
         """Whether this sample was taken after the death, and no longer lists the process."""
-        return sample is not None and sample.taken_at > self.died_at and self.pid not in sample.processes
+        return (sample is not None and sample.free_bytes is not None and sample.taken_at > self.died_at
+                and self.pid not in sample.processes)
 
 
 class Event(Value):
@@ -533,6 +534,16 @@ class Fragmentation(Value):
     ooms: int = 0
 
 
+class Stranger(Value):
+    """A process on a real card that is no owner in the book."""
+
+    device: str
+    pid: int
+    bytes: int | None  # None: the driver will not say
+    user: str = ""  # empty, as the command: it cannot be seen from here
+    command: str = ""
+
+
 class DeviceView(Value):
     """One device as a face shows it."""
 
@@ -544,6 +555,7 @@ class DeviceView(Value):
     pressure: float  # 0 to 1 and beyond: the larger of claimed / limit and measured / total
     sample: Sample | None = None
     residue_bytes: int = 0
+    stranger_bytes: int | None = None  # in use and leased by nobody; None: unknown, or simulated
 
 
 class Outcome(Value):
@@ -596,6 +608,7 @@ class Snapshot(Value):
     degraded: str = ""  # why the monitor cannot see; empty: it can
     ledger: str = ""
     totals: dict[str, int] = {}  # evictions, offloads, unloads, restorations of this boot
+    strangers: tuple[Stranger, ...] = ()  # processes on the cards that lease nothing, the largest first
 
     def leases(self) -> Iterator[Lease]:
         for section in self.sections.values():

@@ -54,7 +54,7 @@ def sample(card: Card, now: float) -> Sample:
     import pynvml
 
     try:
-        return _patiently(card.device.id, lambda: _sample(pynvml, card, now))
+        return _patiently(card.device.id, lambda: ask(pynvml, card, now))
     except pynvml.NVMLError as error:
         raise ProbeFailed(f"{card.device.id} ({card.device.name}) does not answer: {error}.\n"
                           f"  Look at it with:  nvidia-smi", device=card.device.id) from error
@@ -145,7 +145,40 @@ def _fastest_first(nvml: Any, every: list[Any]) -> list[Any]:
     return sorted(every, key=lambda handle: place.get(_text(nvml.nvmlDeviceGetUUID(handle)), len(place)))
 
 
-def _sample(nvml: Any, card: Card, now: float) -> Sample:
+def every(nvml: Any) -> tuple[tuple[Card, ...], dict[str, str]]:
+    """All cards of the machine, of a partitioned one its instances; and by index why others cannot be listed.
+
+    May hang: for a process of which nothing else depends. Raises NVMLError where the driver as a whole fails.
+    """
+    nvml.nvmlInit()
+    cards: list[Card] = []
+    failed: dict[str, str] = {}
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            cards += [_card(nvml, index, part) for part in _instances(nvml, handle) or [handle]]
+        except nvml.NVMLError as error:
+            failed[str(index)] = str(error)
+    return tuple(cards), failed
+
+
+def _instances(nvml: Any, handle: Any) -> list[Any]:
+    """The parts of a partitioned card; none of a whole one."""
+    found: list[Any] = []
+    try:
+        if nvml.nvmlDeviceGetMigMode(handle)[0] == 1:
+            for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+                try:
+                    found.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place))
+                except nvml.NVMLError_NotFound:
+                    continue
+    except (nvml.NVMLError_NotSupported, nvml.NVMLError_NoPermission, nvml.NVMLError_FunctionNotFound):
+        pass
+    return found
+
+
+def ask(nvml: Any, card: Card, now: float) -> Sample:
+    """What the driver says of the card. May hang; raises NVMLError."""
     memory = _or_none(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(card.handle).free)
     processes: dict[int, int | None] = {}
     for listing in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):

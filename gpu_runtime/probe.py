@@ -1,24 +1,31 @@
 """The devices of this machine: which there are, how full they are, and what this process holds of them.
 
-Real cards are asked through NVML and torch; simulated ones keep their own account. Nothing here decides anything.
+Which cards there are NVML is asked once, with a time limit. How full they are is read from what the host's helper
+process measures (`follow`); only a runtime that shares its book with nobody asks for itself. Simulated cards keep their
+own account. Nothing here decides anything.
 """
 from __future__ import annotations
 
 import os
 import re
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+from msgspec.structs import replace
 
 from . import nvml
-from .errors import BadSetting, BadSize, UnknownDevice
+from .errors import BadSetting, BadSize, ProbeFailed, UnknownDevice
 from .facts import HOST, Device, Fragmentation, Sample
 from .memory import Memory
+from .owner import name_of
+from .sampling import Figures, Sampling
 from .units import GIB, parse_bytes
 
 _EXPECTED = "auto, cuda, sim:24GiB, sim:2x24GiB or sim:2x24GiB,host:64GiB"
 _MOST_CARDS = 64
+FIRST_SECONDS = 3.0  # for a helper to start and measure for the first time
 
 
 class Probe:
@@ -29,6 +36,16 @@ class Probe:
         self.simulated = not cards
         self._cards = {card.device.id: card for card in cards}
         self._memories = {device.id: self._memory(device) for device in devices}
+        self._sampling: Sampling | None = None
+
+    def follow(self, directory: Path | None) -> None:
+        """From now on real cards are what the host's helper says of them, in that directory; None: asked from here.
+
+        Starts a helper where there is none, and waits a moment for its first figures.
+        """
+        self._sampling = Sampling(directory) if directory is not None and self._cards else None
+        if self._sampling:
+            self._sampling.first(FIRST_SECONDS)
 
     def _memory(self, device: Device) -> Memory:
         if device.id in self._cards:
@@ -42,25 +59,71 @@ class Probe:
         except KeyError:
             raise UnknownDevice(device, tuple(self._memories)) from None
 
-    def samples(self, now: float) -> dict[str, Sample]:
-        """What the drivers, and the machine for `host`, say now; nothing of simulated devices.
+    def samples(self, now: float, fresh: bool = False) -> dict[str, Sample]:
+        """What the drivers, and the machine for `host`, said last; `fresh`: say from now on, where they answer at once.
 
-        Raises ProbeFailed, naming the device that would not answer.
+        Nothing of simulated devices. Raises ProbeFailed, naming the device that would not answer, where this process
+        asks for itself.
         """
+        if self._sampling:
+            figures = self._sampling.fresh() if fresh else self._sampling.figures()
+            if figures is None:
+                return {}
+            said = {id: self._said(card, figures) for id, card in self._cards.items()}
+            return {id: sample for id, sample in said.items() if sample} | {HOST: figures.host}
         samples = {id: nvml.sample(card, now) for id, card in self._cards.items()}
         if not self._memories[HOST].simulated:
             samples[HOST] = Sample(HOST, now, psutil.virtual_memory().available)
         return samples
 
+    def look_after(self) -> None:
+        """Sees to it that the host's helper lives and answers; never waits."""
+        if self._sampling:
+            self._sampling.look_after()
+
+    def trouble(self, stale_seconds: float) -> str:
+        """Which cards the host's helper cannot measure, and why; empty where it measures all."""
+        return "; ".join(dict.fromkeys(self._troubles(stale_seconds).values()))
+
+    def check(self, now: float, stale_seconds: float) -> None:
+        """Raises ProbeFailed where no card can be measured."""
+        if not self._sampling:
+            self.samples(now)
+        elif why := self._troubles(stale_seconds).get(""):
+            raise ProbeFailed(why, device=next(iter(self._cards)))
+
+    def _troubles(self, stale_seconds: float) -> dict[str, str]:
+        cards = {card.device.uuid: f"{id} ({card.device.name})" for id, card in self._cards.items()}
+        return self._sampling.trouble(stale_seconds, cards) if self._sampling else {}
+
+    def people(self) -> dict[int, tuple[str, str]]:
+        """User and command of the processes on the cards, as far as they can be seen from here."""
+        figures = self._sampling.figures() if self._sampling else None
+        return {pid: (name_of(one.uid), one.command) for pid, one in figures.people.items()} if figures else {}
+
+    def _said(self, card: nvml.Card, figures: Figures) -> Sample | None:
+        uuid, id = card.device.uuid, card.device.id
+        if uuid in figures.failed or "" in figures.failed:
+            return Sample(id, figures.began_at, None)  # from now on unknown, whatever it said before
+        return replace(figures.cards[uuid], device=id) if uuid in figures.cards else None
+
     def used(self) -> dict[str, int]:
         """Bytes this process holds on each device: what its allocators hold, and on a card its context too where the
-        driver tells. Raises ProbeFailed."""
+        driver tells. Raises ProbeFailed where this process asks for itself."""
         held = {}
         for id, memory in self._memories.items():
             card = self._cards.get(id)
-            held[id] = memory.held_bytes() if card is None else max(
-                _torch_reserved(card), nvml.process_bytes(card, os.getpid()) or 0)
+            held[id] = memory.held_bytes() if card is None else max(_torch_reserved(card), self._charged(card))
         return held
+
+    def _charged(self, card: nvml.Card) -> int:
+        """Bytes that the driver charges to this process; 0 where it does not tell, or in a container knows it by
+        another number."""
+        if self._sampling is None:
+            return nvml.process_bytes(card, os.getpid()) or 0
+        figures = self._sampling.figures()
+        sample = figures.cards.get(card.device.uuid) if figures else None
+        return (sample.processes.get(os.getpid()) if sample else None) or 0
 
     def fragmentation(self) -> tuple[Fragmentation, ...]:
         """What each card's allocator says of itself in this process; one that torch has not touched says nothing."""

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[2]
 ROOMS = {
     "ground": {"facts", "units", "errors", "settings"},
     "mind": {"planner", "caps", "telling", "asks", "bookkeeping", "clearing", "deadlock", "estimate", "hopeless",
-             "leaving", "placement", "policy", "pressure", "queueing", "room"},
+             "leaving", "placement", "policy", "pressure", "strangers", "queueing", "room"},
     "hands": {"ledgers", "backends", "blocks", "probe", "pool", "journal", "machine", "owner", "memory", "segments",
-              "nvml"},
+              "nvml", "sampler", "sampling"},
     "house": {"__init__", "runtime", "keeper", "monitor", "frames", "samples", "catalog", "sharing"},
     "faces": {"cli", "verbs", "serving", "gpu", "gpu_panels"},
 }

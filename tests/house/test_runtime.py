@@ -595,7 +595,7 @@ def test_probe_failures_open_a_breaker_that_is_shown(runtime, clock, monkeypatch
     rt = runtime(clock=clock, monitor=False)
     fakes(rt, a="3GiB")
 
-    def fail(now):
+    def fail(now, fresh=False):
         raise ProbeFailed("the driver is gone", device="sim:0")
 
     asked = []
@@ -605,7 +605,7 @@ def test_probe_failures_open_a_breaker_that_is_shown(runtime, clock, monkeypatch
         clock.advance(15)
         rt.tick()
     assert "the driver is gone" in rt.status().degraded and not rt.health().healthy
-    monkeypatch.setattr(rt.probe, "samples", lambda now: asked.append(now) or {})
+    monkeypatch.setattr(rt.probe, "samples", lambda now, fresh=False: asked.append(now) or {})
     before = len(asked)
     clock.advance(15)
     rt.tick()

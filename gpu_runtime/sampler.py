@@ -1,0 +1,195 @@
+"""The helper process of a host that talks to the driver, so that nobody else has to.
+
+    python -m gpu_runtime.sampler DIRECTORY
+
+Measures the cards, and the machine's memory, once a second while the figures move, every other second while they rest,
+and at once when somebody rings; publishes them in the ledger's directory (`sampling.py`). It ends by itself: when
+another is the helper, when no owner of that ledger is left, when its lock is gone, or when for some seconds no card
+answers, since a fresh process may fare better after a driver was replaced. A call that hangs hangs one card's
+thread: the others' figures go on, and when none goes on, the readers end this process and start another.
+"""
+from __future__ import annotations
+
+import os
+import queue
+import select
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from . import nvml
+from .facts import HOST, Sample
+from .ledgers.files import owner_files
+from .owner import Life, life
+from .sampling import Figures, Person, Post, boot_seconds
+
+BUSY_SECONDS, REST_SECONDS = 1.0, 2.0
+MOVING_SECONDS = 10.0  # figures that have not changed for so long rest
+LEAST_SECONDS = 0.01  # between two rounds, however many ring
+ROUND_SECONDS = 0.2  # a card that takes longer is not waited for; its answer comes with a later round
+LINGER_SECONDS = 5.0  # after the last owner has gone: another may come
+FAILING_SECONDS = 10.0
+
+
+class Asker(threading.Thread):
+    """Asks one card, so that a card that hangs holds up no other."""
+
+    def __init__(self, nvml_: Any, card: nvml.Card, answers: queue.SimpleQueue[tuple[str, Sample | str]]) -> None:
+        super().__init__(daemon=True, name=card.device.uuid)
+        self._nvml, self._card, self._answers = nvml_, card, answers
+        self._turns: queue.SimpleQueue[float] = queue.SimpleQueue()
+        self.busy = False
+        self.start()
+
+    def ask(self) -> None:
+        self.busy = True
+        self._turns.put(boot_seconds())
+
+    def run(self) -> None:
+        while True:
+            asked_at = self._turns.get()
+            try:
+                answer: Sample | str = nvml.ask(self._nvml, self._card, asked_at)
+            except self._nvml.NVMLError as error:
+                answer = str(error)
+            self.busy = False
+            self._answers.put((self.name, answer))
+
+
+class Rounds:
+    """Asks all cards, again and again; keeps what each said last."""
+
+    def __init__(self) -> None:
+        import pynvml
+
+        self._answers: queue.SimpleQueue[tuple[str, Sample | str]] = queue.SimpleQueue()
+        self._cards: dict[str, Sample] = {}
+        self._failed: dict[str, str] = {}
+        self._lost: dict[str, str] = {}  # those that could not even be listed
+        self._people: dict[int, Person] = {}
+        self._askers: list[Asker] = []
+        try:
+            cards, self._lost = nvml.every(pynvml)
+            self._askers = [Asker(pynvml, card, self._answers) for card in cards]
+            if not cards and not self._lost:
+                self._lost = {"": "the driver lists no card"}
+        except pynvml.NVMLError as error:
+            self._lost = {"": str(error)}
+        psutil.cpu_percent()  # the first answer means nothing
+
+    def next(self) -> Figures:
+        """The figures of now; of a card that did not answer in time, the last."""
+        began = boot_seconds()
+        awaited = {asker.name for asker in self._askers if not asker.busy}
+        for asker in self._askers:
+            if asker.name in awaited:
+                asker.ask()
+        while (left := began + ROUND_SECONDS - boot_seconds()) > 0 and awaited:
+            try:
+                awaited.discard(self._heard(self._answers.get(timeout=left)))
+            except queue.Empty:
+                break
+        while not self._answers.empty():
+            self._heard(self._answers.get())
+        host = Sample(HOST, began, psutil.virtual_memory().available, utilisation_percent=psutil.cpu_percent())
+        return Figures(os.getpid(), began, host, dict(self._cards), {**self._lost, **self._failed}, self._seen())
+
+    def _heard(self, answer: tuple[str, Sample | str]) -> str:
+        uuid, said = answer
+        if isinstance(said, Sample):
+            self._cards[uuid] = said
+            self._failed.pop(uuid, None)
+        else:
+            self._failed[uuid] = said
+        return uuid
+
+    def _seen(self) -> dict[int, Person]:
+        """Whose the processes on the cards are; looked up once for each."""
+        pids = {pid for sample in self._cards.values() for pid in sample.processes}
+        self._people = {pid: person for pid in pids if (person := self._people.get(pid) or _person(pid))}
+        return self._people
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no card answers, not even by silence."""
+        return bool(self._lost) and not self._askers or bool(self._askers) and len(self._failed) == len(self._askers)
+
+
+def _person(pid: int) -> Person | None:
+    """Who runs a process, and what; None where it cannot be seen from here (a container's, or gone)."""
+    try:
+        uid = os.stat(f"/proc/{pid}").st_uid
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:3]
+        command = Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return None
+    # `python` says little: the script's name with it, yet no arguments, which may hold secrets.
+    script = next((word for word in words[1:] if word.endswith(b".py")), b"")
+    return Person(uid, f"{command} {os.path.basename(script).decode(errors='replace')}".strip())
+
+
+def _somebody(directory: Path) -> bool:
+    try:
+        return any(life(path) is Life.ALIVE for path in owner_files(directory))
+    except OSError:
+        return False
+
+
+def serve(post: Post) -> None:
+    """Measures and publishes for as long as somebody may want it. Raises OSError where it cannot publish."""
+    poll = select.poll()
+    poll.register(post.bell, select.POLLIN)
+    rounds = Rounds()
+    wanted_at = moved_at = answered_at = boot_seconds()
+    last: list[int | None] = []
+    while post.kept():
+        figures = rounds.next()
+        post.publish(figures)
+        now = figures.began_at
+        free = [sample.free_bytes for sample in figures.cards.values()]
+        if free != last:
+            last, moved_at = free, now
+        if not rounds.hopeless:
+            answered_at = now
+        if _somebody(post.directory):
+            wanted_at = now
+        if now - wanted_at > LINGER_SECONDS or now - answered_at > FAILING_SECONDS:
+            return
+        pause = BUSY_SECONDS if now - moved_at < MOVING_SECONDS else REST_SECONDS
+        _wait(poll, post.bell, pause, now)
+
+
+def _wait(poll: Any, bell: int, pause: float, began: float) -> None:
+    """Until somebody rings, or the time is up; but never so soon that rings alone keep the driver busy."""
+    time.sleep(max(0.0, LEAST_SECONDS - (boot_seconds() - began)))
+    if poll.poll(1000 * max(0.0, pause - (boot_seconds() - began))):
+        try:
+            os.read(bell, 65536)
+        except BlockingIOError:
+            pass
+
+
+def main(arguments: list[str]) -> int:
+    post = Post(Path(arguments[0]))
+    if not post.take():
+        return 0  # another one is
+    try:
+        serve(post)
+    except FileNotFoundError:
+        pass  # the ledger's directory is gone
+    except Exception as error:
+        post.failed(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = 1
+    try:
+        code = main(sys.argv[1:])
+    finally:
+        os._exit(code)  # without waiting for threads that a driver may keep for good

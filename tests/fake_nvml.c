@@ -1,0 +1,154 @@
+/* A libnvidia-ml.so.1 whose cards stand in a text file, so that the real binding can be driven where there is no card.
+ *
+ * The file is named by FAKE_NVML and read again at every call; a test replaces it while processes run. One `key value`
+ * a line, the last of several counts:
+ *     count 8                  cards
+ *     init 9                   nvmlInit fails with that error
+ *     0.error 15               every call on card 0 fails so
+ *     0.hang 1                 every call on card 0 sleeps until this line is gone
+ *     0.total, 0.free          bytes; free `na`: not supported
+ *     0.processes 41:1024,42:na
+ * `all.` in place of the number speaks for cards that have no such line of their own.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7, NOT_LOADED = 9 };
+#define MOST 64
+static char cards[MOST];   /* a handle is the address of its card's place here */
+static int started;
+
+typedef struct { unsigned long long total, free, used; } memory_t;
+typedef struct { unsigned gpu, memory; } utilization_t;
+typedef struct { unsigned pid; unsigned long long used; unsigned instance, compute; } process_t;
+
+static int line(const char *key, char *value, size_t room) {
+    const char *path = getenv("FAKE_NVML");
+    FILE *file = path ? fopen(path, "r") : NULL;
+    char row[8192], name[64];
+    int found = 0, at = 0;
+    if (!file) return 0;
+    while (fgets(row, sizeof row, file))
+        if (sscanf(row, "%63s %n", name, &at) == 1 && !strcmp(name, key)) {
+            snprintf(value, room, "%s", row + at);
+            value[strcspn(value, "\n")] = 0;
+            found = 1;
+        }
+    fclose(file);
+    return found;
+}
+
+static int of_card(void *card, const char *key, char *value, size_t room) {
+    char name[64];
+    snprintf(name, sizeof name, "%d.%s", (int)((char *)card - cards), key);
+    if (line(name, value, room)) return 1;
+    snprintf(name, sizeof name, "all.%s", key);
+    return line(name, value, room);
+}
+
+static int enter(void *card) {
+    char value[64];
+    if (!started) return UNINITIALIZED;
+    if (!card) return SUCCESS;
+    if ((char *)card < cards || (char *)card >= cards + MOST) return INVALID;
+    while (of_card(card, "hang", value, sizeof value)) usleep(5000);
+    return of_card(card, "error", value, sizeof value) ? atoi(value) : SUCCESS;
+}
+#define ENTER(card) do { int failed = enter(card); if (failed) return failed; } while (0)
+
+int nvmlInitWithFlags(unsigned flags) {
+    char value[64];
+    (void)flags;
+    if (line("init", value, sizeof value)) return atoi(value);
+    if (!line("count", value, sizeof value)) return NOT_LOADED;
+    started = 1;
+    return SUCCESS;
+}
+int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
+int nvmlShutdown(void) { started = 0; return SUCCESS; }
+
+const char *nvmlErrorString(int error) {
+    switch (error) {
+    case NOT_SUPPORTED: return "Not Supported";
+    case NOT_LOADED: return "Driver Not Loaded";
+    case 15: return "GPU is lost";
+    case 18: return "Driver/library version mismatch";
+    default: return "Unknown Error";
+    }
+}
+
+int nvmlDeviceGetCount_v2(unsigned *count) {
+    char value[64];
+    ENTER(NULL);
+    *count = line("count", value, sizeof value) ? (unsigned)atoi(value) : 0;
+    return SUCCESS;
+}
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **card) {
+    ENTER(NULL);
+    if (index >= MOST) return INVALID;
+    *card = cards + index;
+    return SUCCESS;
+}
+int nvmlDeviceGetName(void *card, char *name, unsigned room) {
+    ENTER(card);
+    snprintf(name, room, "Fake 80GB");
+    return SUCCESS;
+}
+int nvmlDeviceGetUUID(void *card, char *uuid, unsigned room) {
+    ENTER(card);
+    snprintf(uuid, room, "GPU-00000000-0000-0000-0000-%012d", (int)((char *)card - cards));
+    return SUCCESS;
+}
+int nvmlDeviceGetMigMode(void *card, unsigned *now, unsigned *pending) {
+    ENTER(card);
+    *now = *pending = 0;
+    return SUCCESS;
+}
+int nvmlDeviceGetMemoryInfo(void *card, memory_t *memory) {
+    char value[64];
+    ENTER(card);
+    memory->total = of_card(card, "total", value, sizeof value) ? strtoull(value, NULL, 0) : 80ULL << 30;
+    memory->free = memory->total;
+    if (of_card(card, "free", value, sizeof value)) {
+        if (!strcmp(value, "na")) return NOT_SUPPORTED;
+        memory->free = strtoull(value, NULL, 0);
+    }
+    memory->used = memory->total - memory->free;
+    return SUCCESS;
+}
+int nvmlDeviceGetComputeRunningProcesses_v3(void *card, unsigned *count, process_t *into) {
+    char value[8192], *rest = NULL;
+    unsigned found = 0;
+    ENTER(card);
+    if (of_card(card, "processes", value, sizeof value))
+        for (char *one = strtok_r(value, ",", &rest); one; one = strtok_r(NULL, ",", &rest), found++) {
+            char *size = strchr(one, ':');
+            if (!into || found >= *count) continue;
+            memset(&into[found], 0, sizeof *into);
+            into[found].pid = (unsigned)atoi(one);
+            into[found].used = !size || !strcmp(size + 1, "na") ? ~0ULL : strtoull(size + 1, NULL, 0);
+        }
+    int small = found > *count;
+    *count = found;
+    return small ? TOO_SMALL : SUCCESS;
+}
+int nvmlDeviceGetGraphicsRunningProcesses_v3(void *card, unsigned *count, process_t *into) {
+    (void)into;
+    ENTER(card);
+    *count = 0;
+    return SUCCESS;
+}
+int nvmlDeviceGetUtilizationRates(void *card, utilization_t *rates) {
+    ENTER(card);
+    rates->gpu = 37;
+    rates->memory = 5;
+    return SUCCESS;
+}
+int nvmlDeviceGetTemperature(void *card, unsigned sensor, unsigned *degrees) {
+    (void)sensor;
+    ENTER(card);
+    *degrees = 61;
+    return SUCCESS;
+}

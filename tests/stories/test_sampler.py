@@ -1,0 +1,344 @@
+"""The host's helper process on the real binding and a driver of ours: cards that are lost, hang, or will not tell."""
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gpu_runtime.owner import name_of
+from gpu_runtime.sampling import Figures, Sampling
+from gpu_runtime.units import GIB
+
+PATIENCE = 20.0  # for what must happen at all; what must happen soon has a number of its own
+
+
+class Driver:
+    """The cards, as a file says; each change replaces it whole."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.state = directory, directory / "cards"
+        self.lines: dict[str, str] = {"count": "1"}
+        self.set()
+
+    def set(self, **lines: Any) -> None:
+        """`set(_0_free=5, all_hang=None)`: a line for each, None takes it away."""
+        for key, value in lines.items():
+            name = key.lstrip("_").replace("_", ".", 1)
+            self.lines.pop(name, None)
+            if value is not None:
+                self.lines[name] = str(value)
+        draft = self.state.with_suffix(".new")
+        draft.write_text("".join(f"{key} {value}\n" for key, value in self.lines.items()))
+        draft.replace(self.state)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"LD_LIBRARY_PATH": str(self.directory), "FAKE_NVML": str(self.state)}
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not shutil.which("gcc"):
+        pytest.skip("needs gcc, to build a driver of our own")
+    there = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
+    source = Path(__file__).parents[1] / "fake_nvml.c"
+    subprocess.run(["gcc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", there,
+                    source], check=True)
+    return there
+
+
+@pytest.fixture
+def driver(library: Path, tmp_path: Path) -> Driver:
+    (tmp_path / "driver").mkdir()
+    (tmp_path / "driver" / library.name).symlink_to(library)
+    return Driver(tmp_path / "driver")
+
+
+class Kernel:
+    """A process with a runtime on the driver's cards; it does what it is told, and tells what an expression is."""
+
+    def __init__(self, driver: Driver, ledger: str) -> None:
+        program = textwrap.dedent(f"""
+            import json, sys, time
+            from gpu_runtime import Runtime
+            rt = Runtime(devices="cuda", ledger={ledger!r}, eviction_grace_seconds=0)
+            print(json.dumps("ready"), flush=True)
+            for line in sys.stdin:
+                try:
+                    try:
+                        answer = eval(line, globals())
+                    except SyntaxError:
+                        answer = exec(line, globals())
+                except BaseException as error:
+                    answer = f"{{type(error).__name__}}: {{error}}"
+                print(json.dumps(answer, default=repr), flush=True)
+        """)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=True, env={**os.environ, **driver.environment})
+        assert self.hear() == "ready"
+
+    def hear(self) -> Any:
+        assert self.process.stdout
+        return json.loads(self.process.stdout.readline())
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def tell(self, line: str) -> Any:
+        self.say(line)
+        return self.hear()
+
+    @property
+    def degraded(self) -> str:
+        return self.tell("rt.status().degraded")
+
+    def slowest_status_seconds(self, times: int = 20) -> float:
+        self.tell("timed = lambda: [began := time.perf_counter(), rt.status(), time.perf_counter() - began][2]")
+        return self.tell(f"max(timed() for _ in range({times}))")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE)
+
+
+class Host:
+    """One ledger, its kernels and its helper."""
+
+    def __init__(self, driver: Driver, directory: Path) -> None:
+        self.driver, self.url, self.kernels = driver, f"sqlite://{directory}/ledger", list[Kernel]()
+        self.directory = directory / "ledger" / Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        self.sampling = Sampling(self.directory)
+
+    def kernel(self) -> Kernel:
+        self.kernels.append(Kernel(self.driver, self.url))
+        return self.kernels[-1]
+
+    def helpers(self) -> list[int]:
+        """Process numbers of this ledger's helpers."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if "gpu_runtime.sampler" in words and words[-1] == str(self.directory):
+                found.append(process.pid)
+        return found
+
+    def figures(self) -> Figures:
+        figures = self.sampling.figures()
+        assert figures is not None
+        return figures
+
+    def end(self) -> None:
+        for kernel in self.kernels:
+            kernel.end()
+        for pid in self.helpers():
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def host(driver: Driver, tmp_path: Path) -> Iterator[Host]:
+    made = Host(driver, tmp_path)
+    yield made
+    made.end()
+
+
+def until(told: Callable[[], Any], seconds: float = PATIENCE) -> float:
+    """Seconds until it is true; fails where it is not by then."""
+    began = time.monotonic()
+    while not told():
+        assert time.monotonic() - began < seconds, "it has not come true"
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def test_two_kernels_share_one_helper_and_its_figures(host, driver):
+    driver.set(_0_free=70 * GIB)
+    one, other = host.kernel(), host.kernel()
+    [helper] = host.helpers()
+    assert helper == host.figures().pid
+    view = "[(v.device.id, v.measured_bytes, v.sample.utilisation_percent, v.sample.temperature_celsius) " \
+           "for v in rt.status().devices][0]"
+    assert one.tell(view) == other.tell(view) == ["cuda:0", 10 * GIB, 37, 61]
+    driver.set(_0_free=60 * GIB)
+    until(lambda: one.tell(view)[1] == other.tell(view)[1] == 20 * GIB, 3.0)
+    assert host.helpers() == [helper]
+    assert os.getsid(helper) == helper, "the stop button signals a kernel's whole group"
+
+
+def test_eight_kernels_that_start_at_once_elect_one(host, driver):
+    driver.set(count=8)
+    programs = [subprocess.Popen(
+        [sys.executable, "-c", f"from gpu_runtime import Runtime; rt = Runtime(devices='cuda', ledger={host.url!r});"
+         "print([v.measured_bytes for v in rt.status().devices][:-1]); input()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **driver.environment})
+        for _ in range(8)]
+    try:
+        assert [program.stdout.readline() for program in programs] == [f"{[0] * 8}\n"] * 8
+        until(lambda: len(host.helpers()) == 1)  # those that came too late see the lock and go
+        assert host.helpers() == [host.figures().pid]
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait(PATIENCE)
+
+
+def test_a_killed_helper_is_replaced_within_two_seconds(host):
+    kernel = host.kernel()
+    assert kernel.tell("rt.register('m', backend='fake', size='1GiB') and None") is None  # with it the monitor starts
+    for _ in range(3):
+        before = host.figures().pid
+        os.kill(before, signal.SIGKILL)
+        assert until(lambda: host.figures().pid != before, 2.0) < 2.0  # noqa: B023
+    assert len(host.helpers()) == 1 and kernel.degraded == ""
+
+
+def test_a_helper_ends_when_all_its_kernels_have(host):
+    kernel, other = host.kernel(), host.kernel()
+    [helper] = host.helpers()
+    kernel.end()
+    other.end()
+    assert until(lambda: not psutil.pid_exists(helper) or psutil.Process(helper).status() == psutil.STATUS_ZOMBIE) < 12
+
+
+def test_a_helper_ends_when_its_directory_is_gone(host):
+    host.kernel()
+    [helper] = host.helpers()
+    shutil.rmtree(host.directory)
+    until(lambda: helper not in host.helpers(), 5.0)
+
+
+def test_a_hanging_driver_freezes_no_kernel_and_grants_nothing(host, driver):
+    """The helper hangs and is killed; the next one hangs too. All that the kernels see is that the figures age."""
+    kernel = host.kernel()
+    kernel.tell("rt.register('m', backend='fake', size='1GiB') and None")
+    [helper] = host.helpers()
+    driver.set(all_hang=1)
+    until(lambda: helper not in host.helpers())
+    assert kernel.slowest_status_seconds() < 0.2
+    until(lambda: "the driver may hang" in kernel.degraded)
+    told = kernel.tell("rt.preload('m', timeout=0.5)")
+    assert told.startswith("Busy") and "the last measurement of cuda:0 is" in told
+    until(lambda: len(host.helpers()) == 1)
+    driver.set(all_hang=None)
+    until(lambda: kernel.degraded == "", 5.0)
+    assert kernel.tell("rt.preload('m', timeout=5).done") is True
+
+
+def test_a_stopped_helper_is_replaced(host):
+    kernel = host.kernel()
+    kernel.tell("rt.register('m', backend='fake', size='1GiB') and None")
+    [helper] = host.helpers()
+    os.kill(helper, signal.SIGSTOP)
+    until(lambda: host.figures().pid != helper)
+    assert helper not in host.helpers() and kernel.slowest_status_seconds() < 0.2
+
+
+def test_one_card_that_hangs_blinds_nobody_to_the_others(host, driver):
+    driver.set(count=8)
+    kernel = host.kernel()
+    [helper] = host.helpers()
+    driver.set(_3_hang=1, all_free=50 * GIB)
+    until(lambda: "cuda:3 (Fake 80GB) was last measured" in kernel.degraded)
+    used = "[v.measured_bytes for v in rt.status().devices][:-1]"
+    assert kernel.tell(used) == [30 * GIB] * 3 + [0] + [30 * GIB] * 4
+    assert host.helpers() == [helper], "it serves the others, and a new one could do no more"
+    assert kernel.tell("rt.health().healthy") is False
+    driver.set(_3_hang=None)
+    until(lambda: kernel.tell(used)[3] == 30 * GIB and kernel.degraded == "", 5.0)
+
+
+def test_a_lost_card_is_named_and_not_granted_on(host, driver):
+    driver.set(count=2)
+    kernel = host.kernel()
+    driver.set(_0_error=15)
+    until(lambda: "cuda:0 (Fake 80GB) does not answer: GPU is lost" in kernel.degraded)
+    kernel.tell("rt.register('m', backend='fake', size='1GiB', devices=('cuda:0',)) and None")
+    kernel.tell("rt.register('n', backend='fake', size='1GiB', devices=('cuda:1',)) and None")
+    assert kernel.tell("rt.preload('n', timeout=5).where") == "cuda:1"
+    told = kernel.tell("rt.preload('m', timeout=0.2)")
+    assert told.startswith("Busy") and "the driver of cuda:0 does not say how much memory is free" in told
+    driver.set(_0_error=None)
+    until(lambda: kernel.degraded == "", 5.0)
+    assert kernel.tell("rt.preload('m', timeout=5).where") == "cuda:0"
+
+
+def test_memory_that_the_driver_will_not_tell_is_waited_for_with_the_reason(host, driver):
+    driver.set(_0_free="na")
+    kernel = host.kernel()
+    kernel.tell("rt.register('m', backend='fake', size='1GiB') and None")
+    assert "the driver of cuda:0 does not say how much memory is free" in kernel.tell("rt.preload('m', timeout=0.2)")
+    assert kernel.tell("[v.stranger_bytes for v in rt.status().devices][0]") is None
+    driver.set(_0_free=None)
+    assert kernel.tell("rt.preload('m', timeout=5).done") is True
+
+
+@pytest.mark.parametrize("error, says", [
+    (18, "ProbeFailed: .*version mismatch"), (9, "simulated"), (None, "simulated")])
+def test_a_driver_that_is_broken_is_told_and_one_that_is_missing_simulated(driver, tmp_path, error, says):
+    """With `auto`; where there is no library at all, too."""
+    driver.set(init=error)
+    environment = {**os.environ, **driver.environment}
+    if error is None:
+        (tmp_path / "driver" / "libnvidia-ml.so.1").unlink()
+    ran = subprocess.run(
+        [sys.executable, "-c", "from gpu_runtime import Runtime; rt = Runtime(ledger='memory:');"
+         "print(rt.status().devices[0].device.name)"], env=environment, capture_output=True, text=True, timeout=60)
+    assert re.search(says, ran.stdout + ran.stderr)
+
+
+def test_memory_of_strangers_is_measured_and_named(host, driver):
+    """Whoever never asks is shown by what the driver says; of a number that nobody knows here nothing is made up."""
+    driver.set(_0_free=50 * GIB, _0_processes=f"{os.getpid()}:{20 * GIB},4194000:{5 * GIB},4194001:na")
+    kernel = host.kernel()
+    kernel.tell("rt.register('m', backend='fake', size='50GiB') and None")
+    shown = kernel.tell("[[s.device, s.pid, s.bytes, s.user] for s in rt.status().strangers]")
+    assert shown == [["cuda:0", os.getpid(), 20 * GIB, name_of(os.geteuid())], ["cuda:0", 4194000, 5 * GIB, ""],
+                     ["cuda:0", 4194001, None, ""]]
+    assert kernel.tell("rt.status().strangers[0].command")
+    assert kernel.tell("[v.stranger_bytes for v in rt.status().devices][0]") == 30 * GIB
+    assert kernel.tell("rt.preload('m', timeout=5).done") is True, "50 GiB are really there"
+    driver.set(_0_free=0, _0_processes=f"{kernel.process.pid}:{51 * GIB},{os.getpid()}:{20 * GIB}")
+    until(lambda: kernel.tell("[v.residue_bytes for v in rt.status().devices][0]") == GIB)
+    assert kernel.tell("[v.stranger_bytes for v in rt.status().devices][0]") == 29 * GIB
+    assert kernel.tell("[s.pid for s in rt.status().strangers]") == [os.getpid()]
+
+
+def test_what_a_killed_kernel_held_is_granted_when_the_driver_shows_it_free(host, driver):
+    kernel, other = host.kernel(), host.kernel()
+    kernel.tell("rt.register('m', backend='fake', size='60GiB') and None")
+    assert kernel.tell("rt.preload('m', timeout=5).done") is True
+    held = {"_0_free": 20 * GIB, "_0_processes": f"{kernel.process.pid}:{60 * GIB}"}
+    driver.set(**held)
+    other.tell("rt.register('n', backend='fake', size='30GiB') and None")
+    kernel.end()
+    other.say("rt.preload('n', timeout=20).done")
+    until(lambda: any(ghost.pid == kernel.process.pid for ghost in _book(host).ghosts))
+    until(lambda: any("has yet to free what pid" in ticket.because for ticket in _book(host).tickets))
+    driver.set(_0_free=None, _0_processes=None)
+    began = time.monotonic()
+    assert other.hear() is True
+    assert time.monotonic() - began < 2.0 and _book(host).ghosts == ()
+
+
+def _book(host: Host) -> Any:
+    from gpu_runtime.ledgers import open_ledger
+
+    ledger = open_ledger(host.url)
+    try:
+        return ledger.read()
+    finally:
+        ledger.close()
