@@ -31,6 +31,7 @@ class Ground(NamedTuple):
     promised: frozenset[str]  # lease ids that they have asked for
     mine: int | None  # bytes left under this owner's own limit
     mine_later: int | None
+    silent: frozenset[str]  # lease ids that were asked to leave, could, and have not: their owners do not answer
     allowed: Mapping[str, int]  # bytes left under the operator's cap on this user; empty: there is none
     allowed_later: Mapping[str, int]
 
@@ -57,6 +58,7 @@ class Ground(NamedTuple):
         if limit is not None and request.lease.kind == "model":
             mine, mine_later = limit - on_cards(book, owner), limit - on_cards(book, owner, leaving=False)
         return cls(leases, now, later, leaving, blind, before, stands, promised, mine, mine_later,
+                   _silent(book.ticket(request.key), leases, world),
                    caps.left(book, world), caps.left(book, world, leaving=False))
 
     def free(self) -> dict[str, int]:
@@ -65,6 +67,13 @@ class Ground(NamedTuple):
         if self.allowed:
             free = {id: min(size, self.allowed.get(id, size)) for id, size in free.items()}
         return free if self.mine is None else {id: min(size, self.mine) for id, size in free.items()}
+
+
+def _silent(ticket: Ticket | None, leases: tuple[Lease, ...], world: World) -> frozenset[str]:
+    if ticket is None or not ticket.recalls or world.now - ticket.recalled_since < world.rules.answer_seconds:
+        return frozenset()
+    return frozenset(lease.id for lease in leases
+                     if lease.id in ticket.recalls and lease.phase is Phase.SETTLED and not lease.pins)
 
 
 class Way(NamedTuple):
@@ -79,6 +88,17 @@ def cheapest_way(book: Book, request: Request, world: World, rank: Policy, groun
                  candidates: tuple[Candidate, ...]) -> Way | None:
     """The card on which room can be made at the least cost; None where there is none.
 
+    Owners that do not answer are asked only where nobody else can make the room.
+    """
+    if ground.silent and (way := _cheapest(book, request, world, rank, ground, candidates, ground.silent)):
+        return way
+    return _cheapest(book, request, world, rank, ground, candidates, frozenset())
+
+
+def _cheapest(book: Book, request: Request, world: World, rank: Policy, ground: Ground,
+              candidates: tuple[Candidate, ...], spared: frozenset[str]) -> Way | None:
+    """The cheapest way that spares these leases.
+
     The least important are displaced first, whatever card they are on; then what costs the fewest seconds of
     reloading; then the fewest leases; then those that the policy ranks lowest.
     """
@@ -86,7 +106,7 @@ def cheapest_way(book: Book, request: Request, world: World, rank: Policy, groun
     idle = [lease for lease in ground.leases
             if not may_leave(lease, world, asker=wanted.owner, importance=wanted.importance)
             and lease.on_device and (lease.droppable or can_move(lease, world))
-            and not (ground.promised and lease.id in ground.promised)]
+            and not (ground.promised and lease.id in ground.promised) and not (spared and lease.id in spared)]
     idle = in_order(idle, world, rank)
     on: dict[str, list[Lease]] = {}
     for lease in idle:
@@ -196,15 +216,17 @@ def make_room(book: Book, request: Request, world: World, ground: Ground, way: W
             host_room -= lease.bytes
         if lease.owner != request.lease.owner:
             asked.append(lease.id)
-            told.append(f"{lease.name} ({show_bytes(lease.bytes)}, idle {idle}) of {_owner(book, lease)} "
-                        "is asked to step aside.")
+            who = f"{lease.name} ({show_bytes(lease.bytes)}, idle {idle}) of {_owner(book, lease)}"
+            told.append(f"{who} was asked to step aside, and its process does not answer."
+                        if lease.id in ground.silent else f"{who} is asked to step aside.")
         elif exit is None:
             told.append(f"{lease.name} follows once the host has room.")
         else:
             go(lease, exit)
             to = "host" if isinstance(exit, Move) else "disk"
             told.append(f"{lease.name} ({show_bytes(lease.bytes)}, idle {idle}) steps aside to {to}.")
-    return book, Wait(" ".join([head, *told]), tuple(steps), tuple(asked), considered=(_with_cost(way),))
+    return book, Wait(" ".join([head, *told]), tuple(steps), tuple(asked), considered=(_with_cost(way),),
+                      silent=tuple(id for id in asked if id in ground.silent))
 
 
 def _with_cost(way: Way) -> Candidate:

@@ -237,6 +237,7 @@ class Ticket(Value):
     need: Shares = ()  # the room it waits for, on the likeliest card
     places: tuple[str, ...] = ()  # cards that would do as well; empty: any
     recalls: tuple[str, ...] = ()  # lease ids asked to step aside for it
+    recalled_since: float = 0.0  # since when just these are asked
     held: tuple[str, ...] = ()  # lease ids that the asking thread itself pins
     blocked_since: float = 0.0  # since when only models in use stand in its way; 0: they do not
     because: str = ""
@@ -394,6 +395,7 @@ class Rules(Value):
     reserve_bytes: int = 0  # measured free memory that stays untouched
     stale_seconds: float = 5.0  # a sample older than this is no ground for a grant
     passing_seconds: float = 30.0  # how long a request blocked by a model in use may be passed
+    answer_seconds: float = 2.0  # an owner asked so long ago, and idle still, does not answer
     refresh_seconds: float = 2.0  # a ticket not refreshed for so long is skipped
     ageing_seconds: float = 30.0  # waiting so long is worth one class of importance
     limit_bytes: int | None = None  # INFERENCE_MEMORY_LIMIT_GB: a further limit on this owner's models
@@ -491,6 +493,7 @@ class Wait(Value, tag=True):
     because: str
     steps: tuple[Step, ...] = ()
     asked: tuple[str, ...] = ()  # lease ids of others that were asked to step aside
+    silent: tuple[str, ...] = ()  # those of them whose owner has not answered
     blockers: tuple[str, ...] = ()  # lease ids in use that stand in the way
     ahead: int = 0  # how many requests come first
     retry_at: float | None = None  # when time alone will have changed the answer

@@ -18,8 +18,26 @@ from .bookkeeping import note, perform
 from .clearing import Ground, cheapest_way, make_room
 from .deadlock import deadlocked
 from .facts import (
-    HOST, MOST_ENTRIES, Book, Candidate, Footprint, Grant, Lease, Load, Move, Phase, Plan, Policy, Refuse, Request,
-    Shares, Step, Ticket, Verdict, Wait, World,
+    HOST,
+    MOST_ENTRIES,
+    Book,
+    Candidate,
+    Footprint,
+    Grant,
+    Lease,
+    Load,
+    Move,
+    Phase,
+    Plan,
+    Policy,
+    Refuse,
+    Request,
+    Shares,
+    Step,
+    Ticket,
+    Verdict,
+    Wait,
+    World,
 )
 from .hopeless import hopeless, hopeless_cards
 from .leaving import leave, may_leave, undone, way_out
@@ -210,10 +228,11 @@ def _line_up(book: Book, request: Request, world: World, wait: Wait, need: Share
     old = book.ticket(request.key)
     blocked = bool(wait.blockers) and not wait.asked and not wait.steps
     since = (old.blocked_since if old and old.blocked_since else world.now) if blocked else 0.0
+    asked_since = old.recalled_since if old and old.recalls == wait.asked else world.now
     ticket = Ticket(
         key=request.key, owner=request.lease.owner, verb="use", name=request.lease.name, arrived=request.arrived,
         refreshed=world.now, importance=request.lease.importance, need=need, places=request.placement.devices,
-        recalls=wait.asked, held=request.held, blocked_since=since, because="" if wait.steps else wait.because)
+        recalls=wait.asked, recalled_since=asked_since if wait.asked else 0.0, held=request.held, blocked_since=since, because="" if wait.steps else wait.because)
     if ticket.because and not (old and old.because):  # while room is being made there is nothing to tell yet
         book = note(book, world, request.lease, "waiting", "request", wait.because, size=request.footprint.bytes)
     return book.with_ticket(ticket), wait

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .errors import (
+    Busy,
     Deadlock,
     DoesNotFit,
     GpuError,
@@ -17,7 +18,7 @@ from .errors import (
     OutOfMemory,
     StillInUse,
 )
-from .facts import Book, Fragmentation, Lease, Refuse, World
+from .facts import Book, Fragmentation, Lease, Refuse, Wait, World
 from .pressure import views
 from .units import MIB, show_bytes, show_seconds
 
@@ -54,6 +55,18 @@ def refusal(name: str, verdict: Refuse) -> GpuError:
     }.get(verdict.kind, f"Use a smaller or quantised model, or raise the budget:  GPU_MEMORY_MAX_PERCENT\n"
                         f"  Nothing was evicted. See:  %gpu plan {asked}")
     return DoesNotFit(f"{verdict.because}.\n  {hint}", **facts)
+
+
+def busy(book: Book, name: str, wait: Wait, waited_seconds: float) -> Busy:
+    """The error for a wait that ended with its time-out."""
+    silent = [owner for id in wait.silent if (owner := book.owner(id.partition("/")[0]))]
+    hint = "Watch:  %gpu status      or give it longer, with a larger timeout"
+    if silent:
+        pids = " ".join(str(pid) for pid in dict.fromkeys(owner.pid for owner in silent))
+        hint = f"Let it go on, if it was stopped:  kill -CONT {pids}      or end it:  kill {pids}\n" \
+               "  What it holds comes free when it answers, or ends."
+    return Busy(f"{name} found no room in {show_seconds(waited_seconds)}: {wait.because.rstrip('.')}.\n  {hint}",
+                name=name, waited_seconds=waited_seconds, because=wait.because)
 
 
 def still_here(book: Book, me: str, lease: Lease, why: str, world: World) -> GpuError:

@@ -1,4 +1,5 @@
-"""Real processes on one real SQLite ledger: what a killed, stopped or restarted kernel leaves behind, and who gets it."""
+"""Real processes on one real ledger, in SQLite and in Redis: what a killed, stopped or restarted kernel leaves behind,
+and who gets it."""
 from __future__ import annotations
 
 import os
@@ -14,6 +15,7 @@ import pytest
 from gpu_runtime import Busy, LedgerUnavailable, Runtime
 from gpu_runtime.units import GIB
 from tests.house.conftest import claims, fakes, where
+from tests.redis_server import RedisServer, redis_server
 
 DEVICES = "sim:24GiB,host:64GiB"
 
@@ -56,9 +58,18 @@ class Kernel:
         self.process.wait(20)
 
 
-@pytest.fixture
-def ledger(tmp_path: Path) -> str:
-    return f"sqlite://{tmp_path}/ledger"
+@pytest.fixture(scope="session")
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def ledger(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return request.getfixturevalue("redis").fresh() if request.param == "redis" else f"sqlite://{tmp_path}/ledger"
+
+
+in_a_file = pytest.mark.parametrize("ledger", ["sqlite"], indirect=True)
 
 
 @pytest.fixture
@@ -129,7 +140,8 @@ def test_a_stopped_kernel_is_not_dead(kernel, here):
     assert other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
     other.signal(signal.SIGSTOP)
     fakes(here, llama="14GiB")
-    with pytest.raises(Busy), here.use("llama", timeout=1.5):
+    with pytest.raises(Busy, match=f"(?s)does not answer.*kill -CONT {other.process.pid}"), \
+            here.use("llama", timeout=3):
         pass
     assert claims(here)["sim:0"] == 14 * GIB
     other.signal(signal.SIGCONT)
@@ -148,6 +160,7 @@ def test_a_kernel_killed_in_the_middle_of_a_load_gives_its_reservation_back(kern
         assert claims(here) == {"sim:0": 20 * GIB}
 
 
+@in_a_file
 def test_a_corrupt_ledger_is_set_aside_named_and_rebuilt_from_the_living(kernel, here, tmp_path, caplog):
     other = kernel()
     assert other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
@@ -162,6 +175,7 @@ def test_a_corrupt_ledger_is_set_aside_named_and_rebuilt_from_the_living(kernel,
     assert other.tell("rt.evict('qwen')") == "done"
 
 
+@in_a_file
 def test_a_ledger_of_a_newer_version_is_refused_with_its_path(ledger, tmp_path):
     import sqlite3
 
