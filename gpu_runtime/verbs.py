@@ -55,7 +55,7 @@ class Verb(NamedTuple):
             word = argument.flags[-1] if argument.is_option else argument.options["metavar"]
             if argument.is_option and argument.takes_value:
                 word += f" {argument.options.get('metavar', argument.flags[-1].lstrip('-').upper())}"
-            optional = argument.is_option or argument.options.get("nargs") == "?"
+            optional = (argument.is_option and not argument.options.get("required")) or argument.options.get("nargs") == "?"
             words.append(f"[{word}]" if optional else word)
         return " ".join([*words, "[options]"] if short else words)
 
@@ -128,6 +128,12 @@ def _config(rt: Any, args: argparse.Namespace) -> Any:
     return (rt.settings if rt is not None else settings.Settings.load()).sources()
 
 
+def _ledger(rt: Any, args: argparse.Namespace) -> Any:
+    from . import settings, sharing
+
+    return sharing.init(args.directory, args.group, settings.Settings.load().gpu_config_file)
+
+
 NAME = Argument(("name",), {"metavar": "NAME", "help": "a model; another process's as NAME@PID"}, "models")
 TIMEOUT = Argument(("--timeout",), {"metavar": "SECONDS", "type": seconds, "help": "how long to wait at most"})
 IMPORTANCES = Argument(("--importance",), {
@@ -171,6 +177,12 @@ VERBS: dict[str, Verb] = {verb.name: verb for verb in (
         Argument(("--preset",), {"metavar": "SIZE", "help": "the settings advised for a card: 24GB, 16GB, 8GB, 4GB"},
                  "presets"),
     ), needs_runtime=False),
+    Verb("ledger", "sets up a ledger that a group of users shares; for the operator, as root", _ledger, (
+        Argument(("action",), {"metavar": "init", "choices": ["init"], "help": "the one thing to do with it"}),
+        Argument(("--group",), {"metavar": "G", "required": True, "help": "the users' group, such as gpu"}),
+        Argument(("directory",), {"metavar": "DIR", "help": "where it shall lie, such as /var/lib/gpu-console/ledger"},
+                 "files"),
+    ), places=(CLI,), needs_runtime=False),
     Verb("help", "this help, or a verb's own", lambda rt, args: args.verb, (
         Argument(("verb",), {"metavar": "VERB", "nargs": "?", "help": "a verb"}, "verbs"),
     ), needs_runtime=False),
@@ -196,7 +208,8 @@ def find(name: str, place: str) -> Verb:
     if verb is not None and place in verb.places:
         return verb
     if verb is not None:
-        raise UnknownVerb(f"{name} works in a notebook only:  {verb.synopsis(MAGIC)}", verb=name, nearest="")
+        where, there = ("a notebook", MAGIC) if MAGIC in verb.places else ("a terminal", CLI)
+        raise UnknownVerb(f"{name} works in {where} only:  {verb.synopsis(there)}", verb=name, nearest="")
     close = difflib.get_close_matches(name.lower(), [verb.name for verb in verbs(place)], n=1, cutoff=0.5)
     nearest = close[0] if close else ""
     hint = f"Did you mean {nearest}? " if nearest else ""

@@ -43,7 +43,7 @@ SAYS = {
     ("unpin", "qwen"): "may leave", ("defrag",): "defrag:", ("config",): "GPU_LEDGER",
     ("config", "--preset", "4GB"): "export GPU_MEMORY_MAX_PERCENT=0.80",
     ("help",): "gpu evict NAME", ("help", "evict"): "a model; another process's as NAME@PID", ("-h",): "gpu [status]",
-    ("evict", "-h"): "gpu evict NAME",
+    ("evict", "-h"): "gpu evict NAME", ("ledger", "-h"): "gpu ledger init --group G DIR",
 }
 
 
@@ -56,6 +56,14 @@ def test_a_verb_answers_on_standard_output(gpu, words):
 def test_every_verb_of_the_table_is_tried_here():
     tried = {words[0] for words in SAYS if words}
     assert {verb.name for verb in verbs.verbs(verbs.CLI)} == tried - {"-h"}
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (("ledger", "init"), "--group, DIR"), (("ledger", "share", "--group", "g", "/x"), "invalid choice: 'share'"),
+])
+def test_setting_up_a_shared_ledger_takes_a_group_and_a_directory(gpu, words, told):
+    code, out, err = gpu(*words)
+    assert (code, out) == (2, "") and told in err and "Usage: gpu ledger init --group G DIR" in err
 
 
 def test_a_table_is_aligned_and_its_sizes_are_for_people(gpu):
