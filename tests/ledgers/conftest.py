@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import Book, Lease, Section, Share, Ticket
 from gpu_runtime.ledgers import Ledger, open_ledger
+from tests.redis_server import RedisServer, redis_server
 
 GIB = 2**30
 REPO = Path(__file__).resolve().parents[2]
@@ -120,10 +121,20 @@ def doors() -> Iterator[Callable[[str], Ledger]]:
         ledger.close()
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(scope="session")
+def redis() -> Iterator[RedisServer]:
+    """A Redis for all tests, each with a database of its own."""
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "sqlite", "redis"])
 def door(request: pytest.FixtureRequest, tmp_path: Path, doors: Callable[[str], Ledger]) -> Callable[[], Ledger]:
     """Opens another owner's door to one book, on each kind of ledger."""
-    url = {"memory": f"memory:{tmp_path.name}", "sqlite": f"sqlite://{tmp_path}/ledger"}[request.param]
+    if request.param == "redis":
+        url = request.getfixturevalue("redis").fresh()
+    else:
+        url = {"memory": f"memory:{tmp_path.name}", "sqlite": f"sqlite://{tmp_path}/ledger"}[request.param]
     return lambda: doors(url)
 
 
@@ -164,12 +175,12 @@ class Notebook:
 
 
 @pytest.fixture
-def notebook(tmp_path: Path) -> Iterator[Callable[[], Notebook]]:
-    """Starts other processes at the book in tmp_path/ledger, and ends them when the test is done."""
+def notebook(tmp_path: Path) -> Iterator[Callable[..., Notebook]]:
+    """Starts other processes at the book in tmp_path/ledger, or another, and ends them when the test is done."""
     started: list[Notebook] = []
 
-    def start() -> Notebook:
-        started.append(Notebook(f"sqlite://{tmp_path}/ledger"))
+    def start(url: str = f"sqlite://{tmp_path}/ledger") -> Notebook:
+        started.append(Notebook(url))
         return started[-1]
 
     yield start

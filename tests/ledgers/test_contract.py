@@ -317,7 +317,7 @@ def test_plain_memory_is_a_book_of_its_own():
     assert names(b) == []
 
 
-@pytest.mark.parametrize("url", ["", "redis://localhost", "sqlite:relative", "/var/tmp/x"])
+@pytest.mark.parametrize("url", ["", "http://localhost", "redis:6379", "sqlite:relative", "/var/tmp/x"])
 def test_another_url_names_the_known_ones(url):
     with pytest.raises(BadSetting, match="sqlite:///"):
         open_ledger(url)

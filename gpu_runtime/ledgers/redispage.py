@@ -1,0 +1,123 @@
+"""What lies in a Redis, and the two scripts that write it: a page for each host, and a marker that says it is ours.
+
+    gpu-console:ledger            the marker, with the schema
+    gpu-console:page:BOOT-ID      a hash: generation, rev, schema, body; nonce (of the last write), opens (when grants
+                                  begin), seen (when an owner last looked), name (of the machine that made it)
+    gpu-console:damaged:…         set aside; it goes after a week
+
+Nothing here decides, or knows what is right.
+"""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from ..facts import SCHEMA, Book, decode_book
+from .wire import Ask
+
+MOST_BYTES = 4 << 20  # of a page: more is no book of ours
+KEPT_SECONDS = 7 * 86400  # a page that no owner has looked at for so long goes; were any left, they would make it anew
+SEEN_SECONDS = 60.0  # how often a door tells that its host is there
+REGISTER_SECONDS = 2.0  # twice the tick of the monitors, in which owners that we cannot see put themselves back
+
+MARKER = "gpu-console:ledger"  # says that this database is ours
+PAGE = "gpu-console:page:"
+
+LOOK_OR_WRITE = f"""
+local page, now = KEYS[1], redis.call('TIME')
+local at = redis.call('HMGET', page, 'generation', 'rev', 'schema')
+if not at[1] then return {{'gone'}} end
+if ARGV[1] == 'look' then
+  if ARGV[4] == 'seen' then
+    redis.call('HSET', page, 'seen', now[1])
+    redis.call('EXPIRE', page, {KEPT_SECONDS})
+  end
+  if at[1] == ARGV[2] and at[2] == ARGV[3] then return {{'same'}} end
+  if redis.call('HSTRLEN', page, 'body') > {MOST_BYTES} then return {{'large'}} end
+  return {{'page', at[1], at[2], at[3], redis.call('HGET', page, 'body')}}
+end
+local generation, rev, after, nonce, grants, schema, body = unpack(ARGV, 2)
+if at[1] ~= generation then return {{'lost'}} end
+-- The answer to the first attempt was lost with its connection: it was written.
+if at[2] == after and redis.call('HGET', page, 'nonce') == nonce then return {{'written'}} end
+if at[2] ~= rev then return {{'lost'}} end
+if grants == 'yes' then
+  local left = (tonumber(redis.call('HGET', page, 'opens')) or 0) - (now[1] + now[2] / 1000000)
+  if left > 0 then return {{'closed', tostring(left)}} end
+end
+redis.call('HSET', page, 'rev', after, 'nonce', nonce, 'schema', schema, 'body', body)
+return {{'written'}}
+"""
+
+MAKE = f"""
+local page, marker, aside = KEYS[1], KEYS[2], KEYS[3]
+local found_generation, found_rev, generation, rev, schema, body, closed, name = unpack(ARGV)
+local at = redis.call('HMGET', page, 'generation', 'rev')
+if (at[1] or '') ~= found_generation or (at[2] or '') ~= found_rev then return 0 end
+if redis.call('EXISTS', page) == 1 then
+  redis.call('RENAME', page, aside)
+  redis.call('EXPIRE', aside, {KEPT_SECONDS})
+end
+local now = redis.call('TIME')
+redis.call('HSET', page, 'generation', generation, 'rev', rev, 'schema', schema, 'body', body, 'name', name,
+           'seen', now[1], 'opens', tostring(now[1] + now[2] / 1000000 + closed))
+redis.call('EXPIRE', page, {KEPT_SECONDS})
+redis.call('HSETNX', marker, 'schema', schema)
+return 1
+"""
+
+
+class Seen(NamedTuple):
+    """A page as it was found."""
+
+    generation: str
+    rev: int  # -1: it has none
+    schema: int
+    book: Book | None  # None: it cannot be read
+    words: tuple[bytes, bytes] = (b"", b"")  # generation and revision, as they stand there
+
+
+class HostPage(NamedTuple):
+    """What one host's page says, for those who look at all of them. Its stamps are that host's own clock."""
+
+    host: str  # its boot id: containers on one kernel are one host
+    name: str  # as the machine that made the page is called
+    seen_seconds: float  # since an owner there last showed itself; beyond two minutes nobody may be left
+    book: Book | None  # None: a newer version wrote it, or it cannot be read
+
+
+def look_at(ask: Ask, key: str) -> Seen | None:
+    """The page as it stands there; None where there is none."""
+    generation, rev, schema = ask("HMGET", key, "generation", "rev", "schema")
+    size = ask("HSTRLEN", key, "body")
+    if generation is None and rev is None and not size:
+        return None
+    words = generation or b"", rev or b""
+    try:
+        known = int(schema) <= SCHEMA and size <= MOST_BYTES
+        book = decode_book(ask("HGET", key, "body")) if known else None
+        return Seen(generation.decode(), int(rev), int(schema), book, words)
+    except (msgspec.MsgspecError, TypeError, ValueError, AttributeError):
+        return Seen("", -1, 0, None, words)
+
+
+def all_pages(ask: Ask) -> tuple[HostPage, ...]:
+    """The pages of all hosts."""
+    keys, cursor = set(), b"0"
+    while True:
+        cursor, found = ask("SCAN", cursor, "MATCH", f"{PAGE}*", "COUNT", 500)
+        keys.update(found)
+        if cursor == b"0":
+            break
+    now = int(ask("TIME")[0])
+    pages = []
+    for key in sorted(keys):
+        name, seen, schema, body = ask("HMGET", key, "name", "seen", "schema", "body")
+        try:
+            book = decode_book(body) if int(schema) <= SCHEMA else None
+        except (msgspec.MsgspecError, TypeError, ValueError):
+            book = None
+        pages.append(HostPage(key.decode().removeprefix(PAGE), (name or b"").decode(errors="replace"),
+                              max(0.0, float(now - int(seen or 0))), book))
+    return tuple(pages)
