@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test soak bench clean
+.PHONY: help run test soak bench clean redis-server
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,14 +31,19 @@ run: $(STAMP)
 	export PATH="$(abspath $(BIN)):$$PATH"; exec jupyter lab --ip=127.0.0.1 --port=$(PORT) --ServerApp.root_dir=notebooks \
 		$$([ "$$(id -u)" = 0 ] && echo --allow-root) $$([ -n "$${DISPLAY:-}$${WAYLAND_DISPLAY:-}" ] || echo --no-browser)
 
-test: $(STAMP)
+test: $(STAMP) redis-server
 	$(BIN)/python -m pytest -rs --doctest-modules tests gpu_runtime $(if $(NOTEBOOKS),$(NBVAL) $(NOTEBOOKS))
 
-soak: $(STAMP)
+soak: $(STAMP) redis-server
 	$(BIN)/python -m pytest -rs -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 tests
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench
+
+# For the tests of the ledger in Redis, which start one of their own. Where it cannot be had they are skipped, and say so.
+redis-server:
+	@if ! command -v redis-server >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y redis-server || true; fi
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .ruff_cache

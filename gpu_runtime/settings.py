@@ -65,7 +65,7 @@ class Settings(BaseSettings):
     development_cpu_only: bool = Field(
         False, description="Simulate the devices even where there is a GPU.")
     gpu_ledger: str | None = Field(
-        None, description="Where the book is kept: sqlite:///DIRECTORY or memory:. "
+        None, description="Where the book is kept: sqlite:///DIRECTORY, redis://HOST:PORT/DB or memory:. "
                           "Unset: the machine's shared ledger, else private to the user.")
 
     gpu_config_file: str = Field(
