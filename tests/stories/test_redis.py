@@ -1,0 +1,86 @@
+"""Kernels that share a Redis, and a Redis that fails them: what they hold they keep, and nothing is granted twice."""
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from gpu_runtime import Busy, LedgerUnavailable, Runtime
+from gpu_runtime.units import GIB
+from tests.house.conftest import claims, fakes, where
+from tests.redis_server import RedisServer, redis_server
+from tests.stories.test_processes import DEVICES, Kernel
+
+HOLD = "rt.register('qwen', backend='fake', size='14GiB'); u = rt.use('qwen'); u.__enter__()"
+LET_GO = "type(u).__exit__(u, None, None, None)"
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+def ledger(redis: RedisServer) -> str:
+    return redis.fresh()
+
+
+@pytest.fixture
+def other(ledger: str) -> Iterator[Kernel]:
+    kernel = Kernel(ledger)
+    yield kernel
+    kernel.end()
+
+
+@pytest.fixture
+def here(ledger: str) -> Iterator[Runtime]:
+    rt = Runtime(devices=DEVICES, ledger=ledger, eviction_grace_seconds=0)
+    yield rt
+    rt.close()
+
+
+def test_a_flushed_redis_does_not_free_a_card_in_use(redis, other, here):
+    assert other.tell(HOLD) == "done"
+    fakes(here, llama="14GiB")
+    redis.say("FLUSHALL")
+    with pytest.raises(Busy, match=f"qwen .* is in use by pid {other.process.pid}"), here.use("llama", timeout=1.5):
+        pass
+    assert claims(here)["sim:0"] == 14 * GIB
+    assert other.tell(LET_GO) == "done"
+    with here.use("llama", timeout=20):
+        assert where(here) == {"llama": "sim:0", "qwen": "host"}
+
+
+def test_what_ends_while_redis_is_away_is_known_when_it_is_back(redis, other, here):
+    """Nothing is granted meanwhile; cells go on, and their ends are told later."""
+    assert other.tell(HOLD) == "done"
+    fakes(here, llama="14GiB")
+    redis.kill()
+    with pytest.raises(LedgerUnavailable, match="does not answer"), here.use("llama", timeout=5):
+        pass
+    assert other.tell(LET_GO) == "done"
+    redis.start()
+    with here.use("llama", timeout=20):
+        assert where(here) == {"llama": "sim:0", "qwen": "host"}
+
+
+def test_a_kernel_killed_while_redis_is_away_leaves_nothing_behind(redis, other, here):
+    assert other.tell(HOLD) == "done"
+    fakes(here, llama="14GiB")
+    redis.kill()
+    other.end()
+    redis.start()
+    with here.use("llama", timeout=20):
+        assert claims(here) == {"sim:0": 14 * GIB}
+
+
+def test_a_recall_crosses_kernels_at_the_speed_of_the_bell(other, here):
+    """Not at that of a poll: the doorbells are local files, with Redis too."""
+    assert other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
+    fakes(here, llama="14GiB")
+    began = time.monotonic()
+    with here.use("llama", timeout=20):
+        assert time.monotonic() - began < 0.9
+        assert where(here) == {"llama": "sim:0", "qwen": "host"}
