@@ -7,6 +7,7 @@ The target: at most four times a bare one-row UPDATE in the same journal mode, w
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import sqlite3
 import statistics
 import tempfile
@@ -18,6 +19,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import Book, Lease, Section, Share, Ticket, encode
 from gpu_runtime.ledgers import Ledger, open_ledger
+from tests.redis_server import redis_server
 
 LEASES, OWNERS = 50, 5
 
@@ -89,10 +91,21 @@ def transaction_cost() -> dict[str, float]:
             "read after a write": read, "transact, memory": in_memory}
 
 
-def crowd_cost(processes: int, seconds: float = 2.0) -> dict[str, float]:
+def redis_cost() -> dict[str, float]:
+    """Medians in µs, as above, in a Redis on a socket of this machine that appends and syncs once a second."""
+    with redis_server() as server:
+        doors = fill(server.fresh())
+        alone, = microseconds(touch(doors[0]))
+        first, second, read = microseconds(touch(doors[0]), touch(doors[1]), doors[0].read)
+        for door in doors:
+            door.close()
+    return {"transact, alone": alone, "transact, in turn": (first + second) / 2, "read after a write": read}
+
+
+def crowd_cost(processes: int, seconds: float = 2.0, url: str = "") -> dict[str, float]:
     """So many processes writing without pause: transactions a second in all, and what one waited at worst, in ms."""
     with tempfile.TemporaryDirectory() as root:
-        url = f"sqlite://{root}/ledger"
+        url = url or f"sqlite://{root}/ledger"
         doors = fill(url)
         context = multiprocessing.get_context("spawn")
         gate, results = context.Barrier(processes), context.Queue()
@@ -146,6 +159,15 @@ def main() -> None:
     for processes in (1, 4, 16):
         figures = "  ".join(f"{name} {value:.2f}" for name, value in crowd_cost(processes).items())
         print(f"{processes:>10} processes  {figures}")
+    if not shutil.which("redis-server"):
+        return print("no redis-server here: its figures are left out")
+    for name, value in redis_cost().items():
+        print(f"{'redis: ' + name:>30}  {value:10.2f} µs")
+    for processes in (1, 4, 16):
+        with redis_server() as server:
+            cost = crowd_cost(processes, url=server.fresh())
+        figures = "  ".join(f"{name} {value:.2f}" for name, value in cost.items())
+        print(f"{'redis:':>10} {processes:>2} processes  {figures}")
 
 
 if __name__ == "__main__":
