@@ -27,10 +27,11 @@ def may_leave(lease: Lease, world: World, *, asker: str, importance: int) -> str
         return "kept"
     if lease.importance < importance:
         return "more important"
-    used = min(lease.last_used, world.now)  # a use may be stamped a moment after the world was looked at
-    if world.now < used + lease.keep_alive and importance >= lease.importance:
+    now = world.now
+    used = lease.last_used if lease.last_used < now else now  # a use may be stamped just after the world was looked at
+    if lease.keep_alive and now < used + lease.keep_alive and importance >= lease.importance:
         return "kept alive"
-    if world.now < used + world.rules.grace_seconds and lease.owner != asker:
+    if lease.owner != asker and now < used + world.rules.grace_seconds:
         return "just used"
     return ""
 

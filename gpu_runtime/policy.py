@@ -64,7 +64,7 @@ def first_enough(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lea
     chosen: list[tuple[Lease, dict[str, int]]] = []
     for lease in ordered:
         gain = _gain(lease, left, owners)
-        if not gain or not any([left[place] > 0 for place in gain]):
+        if not gain or (len(left) > 1 and not any([left[place] > 0 for place in gain])):
             continue
         chosen.append((lease, gain))
         for place, size in gain.items():
@@ -86,9 +86,10 @@ def _gain(lease: Lease, missing: Mapping[str, int], owners: frozenset[str]) -> d
     """What this lease would free of what is missing."""
     gain: dict[str, int] = {}
     for share in lease.shares:
-        if share.device in missing:
-            gain[share.device] = gain.get(share.device, 0) + share.bytes
-        if lease.owner in owners and share.device != HOST:
+        device = share.device
+        if device in missing:
+            gain[device] = gain.get(device, 0) + share.bytes
+        if owners and lease.owner in owners and device != HOST:
             mine = f"owner:{lease.owner}"
             gain[mine] = gain.get(mine, 0) + share.bytes
     return gain
