@@ -48,7 +48,7 @@ from .room import room
 from .units import show_bytes, show_seconds
 
 __all__ = ["admit", "aged", "deadlocked", "leave", "may_leave", "plan", "queue", "room", "way_out"]
-_leave = leave  # its name before it was public
+
 
 LOOK_SECONDS = 1.0  # how soon to look again where only a new measurement can tell
 
