@@ -77,6 +77,10 @@ class RedisBook(BookFile):
         """What of this book lies on a disk here."""
         return self.directory
 
+    def written(self) -> None:
+        """Nothing that could be relied on: no file here changes with the page, so it is asked for each time."""
+        return None
+
     def put(self, page: Page, new: Book) -> None:
         try:
             super().put(page, new)

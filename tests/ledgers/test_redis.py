@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -155,6 +156,24 @@ def test_a_grant_that_was_not_to_be_is_taken_back(here, redis, monkeypatch):
     assert len(runs) == 2 and names(other) == names(ledger) == names(here()) == ["qwen"]
 
 
+def test_what_two_find_gone_is_made_once(here, redis, monkeypatch):
+    """The second must not put what it has read before in the place of what the first has made, and written since."""
+    ledger, other, read = here(), here(), []
+    put(ledger, "qwen")
+    put(other, "llama")
+    redis.say("FLUSHDB", database=redis.databases)
+    living = ledger._book._living
+
+    def read_early():
+        read.append(living())
+        if len(read) == 1:
+            put(other, "llama", "third")
+        return read[-1]
+
+    monkeypatch.setattr(ledger._book, "_living", read_early)
+    assert names(ledger) == names(other) == ["llama", "qwen", "third"]
+
+
 def test_a_grant_in_an_abandoned_page_is_void(here, redis):
     """Another generation with the same revision is another page: the write is decided again."""
     ledger, runs = here(), []
@@ -221,10 +240,11 @@ def test_a_garbled_page_is_set_aside_and_made_anew(here, redis, how):
 def test_a_page_that_is_too_large_is_not_read(here, redis):
     ledger = here()
     put(ledger, "qwen")
-    redis.say("SETRANGE", "big", str(5 << 20), "x", database=redis.databases)
-    redis.say("EVAL", "redis.call('HSET', KEYS[1], 'rev', 9, 'body', redis.call('GET', 'big'))", "1", page_of(ledger),
+    redis.say("EVAL", "local body = redis.call('HGET', KEYS[1], 'body')"
+              "redis.call('HSET', KEYS[1], 'rev', 9, 'body', body .. string.rep(' ', 5000000))", "1", page_of(ledger),
               database=redis.databases)
     assert names(ledger) == ["qwen"]
+    assert redis.say("KEYS", "gpu-console:damaged:*", database=redis.databases)
 
 
 def test_a_deleted_directory_of_the_owners_is_made_anew(here, url, notebook):
@@ -488,8 +508,31 @@ def test_the_stop_button_leaves_the_connection_in_step(here):
     assert names(here()) == []
 
 
+def test_an_answer_that_was_not_waited_for_is_never_read(here, monkeypatch):
+    """The one instant of that storm which matters."""
+    ledger = here()
+    count(ledger)
+    with monkeypatch.context() as patch:
+        def stop(*_, **__):
+            raise KeyboardInterrupt
+        patch.setattr(ledger._book._wire._connection, "read_response", stop)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.read()
+    assert count(ledger) == 2
+    assert count(ledger) == 3
+
+
 def test_processes_lose_no_increment(url, notebook):
     others = [notebook(url) for _ in range(4)]
     for other in others:
         other.send("[count(ledger) for _ in range(200)][-1]")
     assert [other.answer() for other in others] == ["200"] * 4
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+    """It is an extra: most people need none."""
+    monkeypatch.setitem(sys.modules, "redis", None)
+    for name in ("wire", "redisbook", "redispage", "redis"):
+        monkeypatch.delitem(sys.modules, f"gpu_runtime.ledgers.{name}")
+    with pytest.raises(LedgerUnavailable, match=r"\n.*pip install 'gpu-console\[redis\]'"):
+        open_ledger("redis://localhost")
