@@ -22,7 +22,8 @@ def refusal(book: Book, request: Request, world: World) -> Refuse | None:
     because = forbidden(wanted.name, wanted.importance, wanted.keep, cap)
     if not because and (late := next(overstaying(book, world), None)):
         because = (f"{cap.user} may hold a block of code for at most {show_seconds(cap.longest_lease_seconds or 0)} "
-                   f"({cap.named('longest_lease')}); {_held_for(book, late, world)}, and until it ends nothing new is granted")
+                   f"({cap.named('longest_lease')}); {_held_for(book, late, world)}, and until it ends nothing new is "
+                   "granted")
     return Refuse(because, kind="cap", need_bytes=request.footprint.bytes) if because else None
 
 

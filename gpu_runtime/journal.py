@@ -6,6 +6,7 @@ cannot be written, that is logged once and the work goes on.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import sqlite3
 import threading
@@ -76,6 +77,8 @@ class Journal:
         if not self._path.exists():
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             access_to(self._path.parent).make_file(self._path)
+        if self._path.is_symlink():  # in a shared ledger it could lead to a database of ours elsewhere
+            raise OSError(errno.ELOOP, "it is a link", str(self._path))
         db = sqlite3.connect(self._path, timeout=0.5)
         db.execute("PRAGMA synchronous=OFF")
         db.execute("PRAGMA trusted_schema=OFF")

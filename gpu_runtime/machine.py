@@ -133,7 +133,8 @@ class _Page:
         for key in said:
             if key not in keys:
                 nearest = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]
-                raise self.wrong(f"{table}.{key}".lstrip("."), said[key], f"under a key that is known, such as {nearest}")
+                at = f"{table}.{key}".lstrip(".")
+                raise self.wrong(at, said[key], f"under a key that is known, such as {nearest}")
 
     def table(self, key: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):

@@ -314,7 +314,9 @@ class Post:
     def failed(self, error: BaseException) -> None:
         """Leaves word of why it ends, for who finds it gone."""
         try:
-            (self.directory / "sampler.err").write_text(f"{type(error).__name__}: {error}\n")
+            with open(self.directory / "sampler.err", "w", opener=_private) as file:
+                file.write(f"{type(error).__name__}: {error}\n")
+            self._access.open_file(self.directory / "sampler.err")
         except OSError:
             pass
 

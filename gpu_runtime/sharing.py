@@ -58,20 +58,28 @@ def init(directory: str, group: str, config_file: str) -> Outcome:
     try:
         place.mkdir(mode=0o700, exist_ok=True)
         access.make_file(place / MARK)
-        (place / MARK).chmod(0o640)
-        access.open_directory(place)
-        access.make_file(place / "journal.db")
+        access.open_directory(place, sticky=True)
         here = place / boot_id()
+        for made in (place / "journal", here, here / "owners"):
+            access.make_directory(made, sticky=made.name == "owners")
+            _take(made, gid, sticky=made.name == "owners")
         access.make(here)
-        for made in (here, here / "owners"):
-            os.chown(made, 0, gid)
-            access.open_directory(made, sticky=made.name == "owners")
         files.fill_ballast(here)
         _write_configuration(Path(config_file), url, known)
     except OSError as error:
         raise files.cannot_write(place, error) from error
     told = "is shared by" if new else "is shared already by"
     return Outcome("ledger", str(place), True, f"the ledger {place} {told} the group {group}; {config_file} names it")
+
+
+def _take(directory: Path, gid: int, *, sticky: bool) -> None:
+    """Makes a directory root's own that a member may have made."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fchown(fd, 0, gid)
+        os.fchmod(fd, 0o3770 if sticky else 0o2770)
+    finally:
+        os.close(fd)
 
 
 def _gid(group: str) -> int:

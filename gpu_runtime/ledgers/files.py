@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,11 +109,12 @@ def current(directory: Path) -> str:
 
 
 def inode_of(directory: Path, name: str) -> int:
-    """Which file bears the name; 0: none."""
+    """Which file bears the name; 0: none. A link is none: it could lead to a file of ours outside a shared ledger."""
     try:
-        return os.stat(directory / name).st_ino if name else 0
+        found = os.lstat(directory / name) if name else None
     except OSError:
         return 0
+    return found.st_ino if found and stat.S_ISREG(found.st_mode) else 0
 
 
 def point_current_at(directory: Path, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import grp
 import os
 import pwd
+import re
 import shutil
 import stat
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_runtime.errors import BadSetting, GpuError, NotAllowed
+from gpu_runtime.errors import BadSetting, GpuError, LedgerUnavailable, NotAllowed
 from gpu_runtime.ledgers import files
 from gpu_runtime.sharing import init
 
@@ -84,7 +85,7 @@ class Box:
         return self.ledger / "sim-1x8.0GiB-host32.0GiB"
 
     def boot(self) -> Path:
-        return next(path for path in self.world().iterdir() if path.is_dir())
+        return next(path for path in self.world().iterdir() if re.fullmatch("[0-9a-f-]{36}", path.name))
 
 
 @pytest.fixture
@@ -128,8 +129,8 @@ def test_who_comes_first_makes_it_for_all_whatever_the_umask(box):
         mode = stat.S_IMODE(is_.st_mode)
         if stat.S_ISLNK(is_.st_mode) or path.name == "ballast":
             continue
-        expected = (0o3770 if path.name == "owners" else 0o2770) if stat.S_ISDIR(is_.st_mode) else \
-            0o640 if path.parent.name == "owners" and path.suffix != ".bell" or path.name == ".shared" else 0o660
+        expected = (0o3770 if path.name in ("owners", "ledger", box.world().name) else 0o2770) if stat.S_ISDIR(is_.st_mode) else \
+            0o640 if path.parent.name == "owners" and path.suffix != ".bell" else 0o660
         assert (path, oct(mode), is_.st_gid) == (path, oct(expected), group)
 
 
@@ -161,6 +162,43 @@ def test_nobody_touches_another_users_proof_of_life(box):
     for attempt in (f"os.unlink({str(file)!r})", f"open({str(file)!r}, 'r+b')",
                     f"os.rename({str(file)!r}, '/tmp/away')", f"os.replace({str(box.config)!r}, {str(file)!r})"):
         assert bob.say(attempt).startswith("PermissionError"), attempt
+
+
+def test_nobody_is_led_elsewhere(box):
+    """A member puts links in the place of the ledger's files: nothing that they lead to is opened, closed or changed."""
+    ann, bob = box.kernel(ANN, writer="1GiB"), box.kernel(BOB)
+    precious = box.root / "precious"
+    precious.mkdir()
+    diary = precious / "diary.db"
+    diary.write_bytes(b"")
+    precious.chmod(0o711)
+    os.chown(diary, pwd.getpwnam(ANN).pw_uid, -1)
+    diary.chmod(0o600)
+    journal = box.world() / "journal" / "journal.db"
+    bob.say(f"os.path.lexists({str(journal)!r}) and os.unlink({str(journal)!r})")
+    assert bob.say(f"os.symlink({str(diary)!r}, {str(journal)!r})") == "None"
+    book = box.boot() / os.readlink(box.boot() / "CURRENT")
+    bob.say(f"os.unlink({str(book)!r})")
+    assert bob.say(f"os.symlink({str(diary)!r}, {str(book)!r})") == "None"
+    assert ann.say("rt.preload('writer').where") == "'sim:0'"
+    is_ = diary.stat()
+    assert (is_.st_size, oct(stat.S_IMODE(is_.st_mode)), is_.st_gid) == (0, oct(0o600), 0)
+    for taken in (box.boot(), box.world(), box.ledger / ".shared"):
+        assert bob.say(f"os.rename({str(taken)!r}, '{box.ledger}/away')").startswith("PermissionError") is (
+            taken.stat().st_uid != pwd.getpwnam(BOB).pw_uid), taken
+
+
+def test_init_follows_no_link_of_a_member(box):
+    """It runs as root: a member's link in the place of a directory must not hand anything over."""
+    box.kernel(ANN)
+    here = next(path for path in box.ledger.iterdir() if re.fullmatch("[0-9a-f-]{36}", path.name))
+    shutil.rmtree(here / "owners")
+    (here / "owners").symlink_to("/etc")
+    before = os.stat("/etc")
+    with pytest.raises(LedgerUnavailable, match="something else has taken its place"):
+        init(str(box.ledger), GROUP, str(box.config))
+    after = os.stat("/etc")
+    assert (after.st_mode, after.st_gid) == (before.st_mode, before.st_gid)
 
 
 def test_a_reader_does_not_keep_the_dead_alive(box):
@@ -206,7 +244,7 @@ def test_a_claimed_user_is_not_believed(box):
                    f"0.0, 0.0)), 'written'))") == "'written'"
     ann.say("rt.tick()")
     assert ann.say("[l.keep for l in rt.status().leases() if l.name == 'writer']") == "[False]"
-    assert ann.say("set(rt.leases()['user'])") in (repr({ANN, f"{ANN} (unproven)"}), repr({f"{ANN} (unproven)", ANN}))
+    assert ann.say("sorted(set(rt.leases()['user']))") == repr([ANN, f"{ANN} (unproven)"])
 
 
 def test_another_user_may_ask_to_step_aside_and_nothing_else(box):
