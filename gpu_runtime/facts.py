@@ -612,6 +612,8 @@ class Snapshot(Value):
     ledger: str = ""
     totals: dict[str, int] = {}  # evictions, offloads, unloads, restorations of this boot
     strangers: tuple[Stranger, ...] = ()  # processes on the cards that lease nothing, the largest first
+    host: str = ""  # whose book this is, where it is not the looker's own
+    seen_seconds: float = 0.0  # since anybody there last showed itself, for another host
 
     def leases(self) -> Iterator[Lease]:
         for section in self.sections.values():

@@ -57,7 +57,7 @@ from .facts import (
     World,
 )
 from .journal import Journal
-from .keeper import NEAR_SECONDS, POLL_SECONDS, Keeper, log
+from .keeper import DOZE_SECONDS, LOOKS_PER_SECOND, NEAR_SECONDS, POLL_SECONDS, Keeper, log
 from .ledgers import default_url, open_ledger
 from .ledgers.access import journal_in
 from .monitor import Breaker, Monitor
@@ -72,6 +72,8 @@ from .units import MIB, parse_bytes, parse_seconds, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+    from .ledgers.redispage import HostPage
 
 ASK_SECONDS = 30.0
 
@@ -109,7 +111,7 @@ class Runtime:
         self.probe.follow(getattr(ledger, "directory", None))
         self._breaker = Breaker()
         self._monitor: Monitor | None = None
-        self._woken = False
+        self._woken = self._dozing = False
         self._acting: set[str] = set()
         self._checked_at = self._clock()
         self._closed = False
@@ -247,6 +249,8 @@ class Runtime:
         def start(anchor: Callable[[], Anchor | None]) -> Any:
             if not resident.enter(anchor):
                 self._obtain(resident, anchor, importance, timeout, keep_alive, None)
+            if self._dozing:
+                self._wake()
             return resident.value
 
         return Held(start, self._finish)
@@ -435,6 +439,25 @@ class Runtime:
                         self._breaker.told() or self.probe.trouble(world.rules.stale_seconds), keeper.ledger.url,
                         books.totals(book), strangers(book, world, self.probe.people()))
 
+    def status_all(self) -> tuple[Snapshot, ...]:
+        """This host as `status` shows it, then every other host that shares the ledger (one in Redis), by name."""
+        read_all = getattr(self._keeper.ledger, "read_all", None)
+        others = [page for page in read_all() if page.host != self._keeper.owner.boot] if read_all else []
+        return self.status(), *(self._far(page) for page in sorted(others, key=lambda page: page.name))
+
+    def _far(self, page: HostPage) -> Snapshot:
+        """Another host's page. Its stamps are of its own clock, so its newest one stands for now."""
+        book, wall = page.book or Book(), self._wall()
+        stamps = [lease.last_used for lease in book.leases()] + [lease.settled_at for lease in book.leases()]
+        now = max([*stamps, *(ticket.refreshed for ticket in book.tickets),
+                   *(sample.taken_at for sample in book.samples.values())], default=0.0)
+        world = World(now, wall, book.devices, dict(book.limits), book.samples, self._keeper.rules)
+        return Snapshot(now, wall, self._keeper.owner, views(book, world) if book.limits else (), book.sections,
+                        queue(book, world), book.events, (), any(device.simulated for device in book.devices),
+                        degraded="" if page.book else "a newer version wrote this page, or it cannot be read",
+                        ledger=self._keeper.ledger.url, totals=books.totals(book), host=page.name,
+                        seen_seconds=page.seen_seconds)
+
     def _look(self) -> tuple[Book, World]:
         """The book, our own section as we know it, and the devices: the book's where others put them there."""
         keeper = self._keeper
@@ -588,10 +611,12 @@ class Runtime:
         keeper = self._keeper
         keeper.notebook = notebook_path() or keeper.notebook  # some front ends say it only after the kernel has started
         self.probe.look_after()
-        keeper.reap()
+        book = keeper.ledger.read()
+        keeper.reap_near(book)
         keeper.remeasure()
         keeper.tell_overstays()
-        for order in keeper.obey():
+        quiet = keeper.quiet(book)
+        for order in () if quiet else keeper.obey():
             if order.key not in self._acting:
                 self._acting.add(order.key)
                 threading.Thread(target=self._carry_out, args=(order,), name="gpu-order", daemon=True).start()
@@ -599,7 +624,24 @@ class Runtime:
         if now - self._checked_at >= self.settings.pressure_check_interval_seconds and self._breaker.allows(now):
             self._checked_at = now
             self._check(now)
+        if quiet and not keeper.in_use():
+            return self._doze(len(book.sections))
         return NEAR_SECONDS if keeper.watched() else POLL_SECONDS
+
+    def _doze(self, owners: int) -> float:
+        """Seconds to sleep while nobody wants anything: longer in a crowd, since any of them notices what happens to
+        others, and a use or a ring wakes this one."""
+        seconds = min(DOZE_SECONDS, max(POLL_SECONDS, owners / LOOKS_PER_SECOND))
+        self._dozing = seconds > POLL_SECONDS
+        # Looked at again after it was said: who comes meanwhile sees that, or is seen here.
+        if self._dozing and self._keeper.in_use():
+            self._dozing = False
+            return POLL_SECONDS
+        return seconds
+
+    def _wake(self) -> None:
+        self._dozing = False
+        self._keeper.ledger.ring([self._keeper.me])
 
     def _check(self, now: float) -> None:
         try:

@@ -141,7 +141,10 @@ IMPORTANCES = Argument(("--importance",), {
 SIZE = {"metavar": "SIZE", "help": "bytes, such as 8GiB"}
 
 VERBS: dict[str, Verb] = {verb.name: verb for verb in (
-    Verb("status", "how full the devices are, who holds what, who waits", lambda rt, args: rt.status()),
+    Verb("status", "how full the devices are, who holds what, who waits",
+         lambda rt, args: rt.status_all() if args.all else rt.status(), (
+        Argument(("--all",), {"action": "store_true", "help": "every host that shares the ledger"}),
+    )),
     Verb("models", "models: where they lie, how large, how long idle", lambda rt, args: rt.models()),
     Verb("leases", "who holds what on which device", lambda rt, args: rt.leases()),
     Verb("evictions", "what left its device, when, and why", _evictions, (

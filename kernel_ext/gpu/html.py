@@ -168,6 +168,11 @@ def status(snapshot: Snapshot) -> str:
     return page(head, alarms, _devices(snapshot), _queue(snapshot), _who(snapshot), _past(snapshot))
 
 
+def host(snapshot: Snapshot) -> str:
+    """The same for one host of several, under its name."""
+    return page(line(f"<b>{esc(words.host(snapshot))}</b>")) + status(snapshot)
+
+
 def _devices(snapshot: Snapshot) -> str:
     rows = []
     for seen, drawn in zip(snapshot.devices, view.bars(snapshot), strict=True):

@@ -65,6 +65,9 @@ def shown(verb: str, value: Any, *, subject: str = "", around: Snapshot | None =
     """
     if isinstance(value, Snapshot):
         return Shown(value, lambda: text.status(value, prompt), lambda: html.status(value))
+    if verb == "status" and isinstance(value, tuple):  # every host
+        return Shown(value, lambda: "\n\n".join(text.host(one, prompt) for one in value),
+                     lambda: "".join(html.host(one) for one in value))
     if isinstance(value, Plan) and around is not None:
         return Shown(value, lambda: text.plan(value, around, subject, prompt),
                      lambda: html.plan(value, around, subject))

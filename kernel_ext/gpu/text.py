@@ -25,6 +25,11 @@ def status(snapshot: Snapshot, prompt: str = "%gpu") -> str:
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
+def host(snapshot: Snapshot, prompt: str = "%gpu") -> str:
+    """The same for one host of several, under its name."""
+    return f"── {words.host(snapshot)} ──\n{status(snapshot, prompt)}"
+
+
 def _devices(snapshot: Snapshot) -> Iterable[str]:
     width = max((len(view_.device.id) for view_ in snapshot.devices), default=0)
     fills = max((len(view.fill(view_)) for view_ in snapshot.devices), default=0)

@@ -9,6 +9,8 @@ from gpu_runtime.units import show_bytes, show_seconds
 
 from .view import clean, holder, importance_name, lease_name
 
+QUIET_SECONDS = 10.0  # a host whose owners show nothing for longer is said to be quiet
+
 # -- the queue, the past ------------------------------------------------------------------------------------------
 
 def waiting(snapshot: Snapshot) -> list[str]:
@@ -143,3 +145,11 @@ def newest_first(events: Sequence[Event]) -> list[Event]:
     kept = {(event.model, event.owner, event.because) for event in events if event.action in ("loaded", "restored")}
     return [event for event in reversed(events)
             if event.action != "granted" or (event.model, event.owner, event.because) not in kept]
+
+
+def host(snapshot: Snapshot) -> str:
+    """Which machine a snapshot is of, and how long nobody there has shown itself."""
+    if not snapshot.host:
+        return f"{clean(snapshot.owner.host) or 'this host'} (this host)"
+    quiet = f", quiet for {show_seconds(snapshot.seen_seconds)}" if snapshot.seen_seconds > QUIET_SECONDS else ""
+    return f"{clean(snapshot.host)}{quiet}"

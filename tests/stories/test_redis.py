@@ -84,3 +84,27 @@ def test_a_recall_crosses_kernels_at_the_speed_of_the_bell(other, here):
     with here.use("llama", timeout=20):
         assert time.monotonic() - began < 0.9
         assert where(here) == {"llama": "sim:0", "qwen": "host"}
+
+
+def test_one_view_over_all_hosts(monkeypatch, ledger, here):
+    """A page for each host: this one first, the others by name, each with what is held there."""
+    from gpu.render import shown
+
+    fakes(here, llama="14GiB")
+    here.preload("llama")
+    with monkeypatch.context() as there:
+        there.setattr("gpu_runtime.ledgers.redis.boot_id", lambda: "00000000-0000-0000-0000-000000000000")
+        there.setattr("socket.gethostname", lambda: "far-away")
+        far = Runtime(devices="sim:2x40GiB,host:100GiB", ledger=ledger)
+    try:
+        fakes(far, qwen="30GiB")
+        far.preload("qwen")
+        mine, theirs = here.status_all()
+        assert [lease.name for lease in mine.leases()] == ["llama"]
+        assert [lease.name for lease in theirs.leases()] == ["qwen"] and theirs.host == "far-away"
+        assert [(view.device.id, view.claimed_bytes) for view in theirs.devices if view.claimed_bytes] == [
+            ("sim:0", 30 * GIB)]
+        told = repr(shown("status", here.status_all()))
+        assert "(this host)" in told and "far-away" in told and told.index("llama") < told.index("qwen")
+    finally:
+        far.close()
