@@ -91,6 +91,8 @@ def _segments(snapshot: Snapshot, view: DeviceView) -> Iterator[Segment]:
 
 def strangers_bytes(view: DeviceView) -> int:
     """Bytes in use that nobody claimed, as measured; 0 where the driver does not say."""
+    if view.stranger_bytes is not None:
+        return view.stranger_bytes
     return max(0, (view.measured_bytes or 0) - view.claimed_bytes)
 
 
@@ -172,11 +174,11 @@ def holdings(snapshot: Snapshot) -> list[Holding]:
 
 
 def _strangers(snapshot: Snapshot) -> Iterator[Holding]:
-    ours = {section.owner.pid for section in snapshot.sections.values()}
     for view in cards(snapshot):
-        others = {pid: size for pid, size in (view.sample.processes if view.sample else {}).items() if pid not in ours}
-        for pid, size in sorted(others.items()):
-            yield Holding(STRANGERS, size, view.device.id, f"pid {pid}", "not governed", "strangers")
+        others = [one for one in snapshot.strangers if one.device == view.device.id]
+        for one in others:
+            who = ", ".join(clean(part) for part in (one.command, one.user, f"pid {one.pid}") if part)
+            yield Holding(STRANGERS, one.bytes, one.device, who, "not governed", "strangers")
         if not others and strangers_bytes(view):
             yield Holding(STRANGERS, strangers_bytes(view), view.device.id, "unknown", "not governed", "strangers")
 

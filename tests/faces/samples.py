@@ -20,7 +20,7 @@ from gpu_runtime.facts import (
     Sample,
     Section,
     Share,
-    Snapshot,
+    Snapshot, Stranger,
     Ticket,
 )
 
@@ -52,8 +52,9 @@ def snapshot(*leases, cards=1, gib=24.0, host=64.0, simulated=True, strangers=0.
                                                processes or {} if id == ids[0] else {}, 37.0 if id != HOST else None)
         views.append(DeviceView(Device(id, total, "NVIDIA H100" if not simulated and id != HOST else "",
                                        simulated=simulated), limit, claimed, used, level, full, sample))
+    others = tuple(Stranger(ids[0], pid, size, "carol", "python3") for pid, size in (processes or {}).items())
     return Snapshot(NOW, WALL, ME, tuple(views), sections, tuple(tickets), tuple(events), tuple(specs), simulated,
-                    ledger="memory:", totals=totals or {}, **more)
+                    ledger="memory:", totals=totals or {}, strangers=others, **more)
 
 
 def event(seq, model, action, because, gib=0.0, device="sim:0", **more):

@@ -44,7 +44,7 @@ host    ················│···············   0 B 
 MODEL               SIZE  WHERE   HELD BY                         STATE
 qwen            14.0 GiB  cuda:0  this process                    idle 12 s
 llama            9.0 GiB  cuda:0  analysis.ipynb (pid 4121), bob  idle 12 s
-other programs   512 MiB  cuda:0  pid 999                         not governed"""
+other programs   512 MiB  cuda:0  python3, carol, pid 999         not governed"""
 
 
 def test_status_names_who_waits_for_what():
