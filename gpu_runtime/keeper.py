@@ -75,6 +75,8 @@ log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0  # where no ring comes
+LOOKS_PER_SECOND = 16  # by all idle kernels of a host together, at most; below that many, each looks every second
+DOZE_SECONDS = 5.0  # at most
 NEAR_SECONDS = 0.05  # how often we look whether a model of our own, that somebody waits for, has come free
 LOAD_ATTEMPTS = 3  # an out-of-memory error while loading is a verdict of the world: measured again, decided again
 
@@ -213,6 +215,10 @@ class Keeper:
         if book.tickets or book.ghosts or self.me not in book.sections:
             return False
         return books.publish(book, self.truth(), self.world()) is book
+
+    def in_use(self) -> bool:
+        """Whether anything of ours is pinned, or leased for code."""
+        return bool(self.blocks) or any(resident.pins for resident in list(self.residents.values()))
 
     def reap(self) -> int:
         """Removes from the book whoever is proven dead; how many that were."""

@@ -10,6 +10,7 @@ thread: the others' figures go on, and when none goes on, the readers end this p
 """
 from __future__ import annotations
 
+import fcntl
 import os
 import queue
 import select
@@ -22,10 +23,11 @@ from typing import Any
 import psutil
 
 from . import nvml
-from .facts import HOST, Sample
+from .facts import HOST, Sample, encode
+from .ledgers.access import access_to
 from .ledgers.files import owner_files
 from .owner import Life, life
-from .sampling import Figures, Person, Post, boot_seconds
+from .sampling import Figures, Person, boot_seconds
 
 BUSY_SECONDS, REST_SECONDS = 1.0, 2.0
 MOVING_SECONDS = 10.0  # figures that have not changed for so long rest
@@ -33,6 +35,65 @@ LEAST_SECONDS = 0.01  # between two rounds, however many ring
 ROUND_SECONDS = 0.2  # a card that takes longer is not waited for; its answer comes with a later round
 LINGER_SECONDS = 5.0  # after the last owner has gone: another may come
 FAILING_SECONDS = 10.0
+
+
+class Post:
+    """The helper's own side of the directory: its lock, its bell, and the figures that it publishes."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises OSError where the directory cannot be used."""
+        self.directory = directory
+        self._access = access_to(directory)
+        self._access.make_file(directory / "sampler.lock")
+        self._lock = os.open(directory / "sampler.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self.bell = -1
+
+    def take(self) -> bool:
+        """Whether this process is the helper now. Nothing may open and close the lock's file again in this process."""
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{boot_seconds():.3f}\n".encode(), 0)
+        bell = self.directory / "sampler.bell"
+        try:
+            os.mkfifo(bell, 0o600)
+            self._access.open_file(bell)
+        except FileExistsError:
+            pass
+        self.bell = os.open(bell, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        for name in ("sampler.starting", "sampler.err"):
+            (self.directory / name).unlink(missing_ok=True)
+        return self.kept()
+
+    def kept(self) -> bool:
+        """Whether others still find this very lock here."""
+        try:
+            return os.stat(self.directory / "sampler.lock").st_ino == os.fstat(self._lock).st_ino
+        except OSError:
+            return False
+
+    def publish(self, figures: Figures) -> None:
+        """Raises OSError."""
+        draft = self.directory / f".samples-{os.getpid()}"
+        with open(draft, "wb", opener=_private) as file:
+            file.write(encode(figures))
+        self._access.open_file(draft)
+        os.replace(draft, self.directory / "samples")
+
+    def failed(self, error: BaseException) -> None:
+        """Leaves word of why it ends, for who finds it gone."""
+        try:
+            with open(self.directory / "sampler.err", "w", opener=_private) as file:
+                file.write(f"{type(error).__name__}: {error}\n")
+            self._access.open_file(self.directory / "sampler.err")
+        except OSError:
+            pass
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 class Asker(threading.Thread):

@@ -28,7 +28,6 @@ from typing import NamedTuple
 import msgspec
 
 from .facts import Sample, Value
-from .ledgers.access import access_to
 from .units import show_seconds
 
 HANG_SECONDS = 5.0  # without any card's answer
@@ -264,62 +263,3 @@ class Sampling:
         if said and len(said) == len(cards):
             said[""] = "; ".join(said.values())
         return said
-
-
-class Post:
-    """The helper's own side of the directory: its lock, its bell, and the figures that it publishes."""
-
-    def __init__(self, directory: Path) -> None:
-        """Raises OSError where the directory cannot be used."""
-        self.directory = directory
-        self._access = access_to(directory)
-        self._access.make_file(directory / "sampler.lock")
-        self._lock = os.open(directory / "sampler.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        self.bell = -1
-
-    def take(self) -> bool:
-        """Whether this process is the helper now. Nothing may open and close the lock's file again in this process."""
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{boot_seconds():.3f}\n".encode(), 0)
-        bell = self.directory / "sampler.bell"
-        try:
-            os.mkfifo(bell, 0o600)
-            self._access.open_file(bell)
-        except FileExistsError:
-            pass
-        self.bell = os.open(bell, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-        for name in ("sampler.starting", "sampler.err"):
-            (self.directory / name).unlink(missing_ok=True)
-        return self.kept()
-
-    def kept(self) -> bool:
-        """Whether others still find this very lock here."""
-        try:
-            return os.stat(self.directory / "sampler.lock").st_ino == os.fstat(self._lock).st_ino
-        except OSError:
-            return False
-
-    def publish(self, figures: Figures) -> None:
-        """Raises OSError."""
-        draft = self.directory / f".samples-{os.getpid()}"
-        with open(draft, "wb", opener=_private) as file:
-            file.write(msgspec.json.encode(figures))
-        self._access.open_file(draft)
-        os.replace(draft, self.directory / "samples")
-
-    def failed(self, error: BaseException) -> None:
-        """Leaves word of why it ends, for who finds it gone."""
-        try:
-            with open(self.directory / "sampler.err", "w", opener=_private) as file:
-                file.write(f"{type(error).__name__}: {error}\n")
-            self._access.open_file(self.directory / "sampler.err")
-        except OSError:
-            pass
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -13,6 +13,7 @@ import errno
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +36,7 @@ from .mending import Damaged, mend, newest_roster_rev, part_of
 COPY = """INSERT OR REPLACE INTO temp.seen
     SELECT 1, rev, schema, CASE WHEN rev=? THEN NULL ELSE body END FROM main.book WHERE host=?"""
 FETCH = "SELECT rev, schema, body FROM temp.seen"
+SETTLED_NANOSECONDS = 50_000_000
 UPDATE = "UPDATE main.book SET rev=rev+1, schema=?, body=? WHERE host=? AND rev=?"
 
 
@@ -77,6 +79,21 @@ class BookFile:
     @property
     def path(self) -> Path:
         return self.directory / (self._page.name if self._page else files.current(self.directory))
+
+    def written(self) -> tuple[str, int, int] | None:
+        """The book in force, its inode and when it was written last; None where that cannot be relied on.
+
+        File systems tell time in steps of up to 10 ms: of a file written a moment ago it is not known whether it was
+        written once more.
+        """
+        name = files.current(self.directory)
+        try:
+            stat = os.stat(f"{self.directory}/{name}") if name else None
+        except OSError:
+            return None
+        if stat is None or time.time_ns() - stat.st_mtime_ns < SETTLED_NANOSECONDS:
+            return None
+        return name, stat.st_ino, stat.st_mtime_ns
 
     def look(self) -> Page:
         """The page as it stands. Raises Lost, Damaged, LedgerUnavailable."""

@@ -1,0 +1,127 @@
+"""A kernel that does nothing costs next to nothing, and misses nothing for it."""
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from gpu_runtime.facts import Ticket
+from gpu_runtime.ledgers import open_ledger
+from tests.house.conftest import claims, fakes
+
+
+@pytest.fixture
+def crowd(runtime, shared_book, clock):
+    """Sixty-four kernels with an idle model each; their monitors are ticked by hand."""
+    kernels = [runtime(ledger=shared_book, clock=clock, monitor=False, devices="sim:2x100GiB,host:400GiB")
+               for _ in range(64)]
+    for rt in kernels:
+        fakes(rt, m="1GiB")
+        rt.preload("m")
+    for rt in kernels:
+        rt.tick()
+    return kernels
+
+
+def counted(monkeypatch, rt):
+    """The transactions that this runtime makes from now on."""
+    ledger, made = rt._keeper.ledger, []
+    real = ledger.transact
+    monkeypatch.setattr(ledger, "transact", lambda decide: made.append(decide) or real(decide))
+    return made
+
+
+def test_an_idle_kernel_writes_nothing_and_looks_the_less_the_more_there_are(crowd, monkeypatch):
+    made = counted(monkeypatch, crowd[5])
+    assert [crowd[5].tick() for _ in range(5)] == [4.0] * 5
+    assert made == []
+
+
+def test_a_kernel_among_few_looks_every_second(runtime):
+    rt = runtime(monitor=False)
+    fakes(rt, m="1GiB")
+    rt.preload("m")
+    assert [rt.tick(), rt.tick()] == [1.0, 1.0]
+
+
+def test_a_use_wakes_a_monitor_that_sleeps_long(crowd):
+    """Its pin must be in the book within a second."""
+    rt = crowd[5]
+    ledger = rt._keeper.ledger
+    assert rt.tick() == 4.0
+    while ledger.wait(0):
+        pass
+    with rt.use("m"):
+        assert ledger.wait(0), "it rang its own bell"
+        assert rt.tick() == 1.0
+        assert ledger.read().lease(rt._keeper.me, "m").pins == 1
+        with rt.use("m"):
+            assert not ledger.wait(0), "once is enough"
+    assert [rt.tick(), rt.tick()] == [1.0, 4.0]
+    assert ledger.read().lease(rt._keeper.me, "m").pins == 0
+
+
+def test_nobody_sleeps_long_while_anybody_waits(crowd):
+    """A request may be answered by time alone, and every owner may be asked."""
+    ledger = crowd[0]._keeper.ledger
+    wish = Ticket("k", ledger.owner.id, "use", "big", 0.0, 0.0)
+    ledger.transact(lambda book: (book.with_ticket(wish), None))
+    assert crowd[5].tick() == 1.0
+    ledger.transact(lambda book: (book.without_ticket("k"), None))
+    assert crowd[5].tick() == 4.0
+
+
+@pytest.mark.parametrize("dead", [6, 40])
+def test_every_death_is_noticed_by_somebody(crowd, dead):
+    """By the one before it in the row at its next look, and by each of the others in turn."""
+    crowd[dead]._keeper.ledger.close()  # gone without a word
+    gone = crowd[dead]._keeper.me
+    book = crowd[0]._keeper.ledger.read()
+    row = sorted(book.sections)
+    before = next(rt for rt in crowd if rt._keeper.me == row[row.index(gone) - 1])
+    before.tick()
+    assert gone not in crowd[0]._keeper.ledger.read().sections
+
+
+def test_a_death_is_noticed_though_the_one_before_it_is_dead_too_or_stopped(crowd):
+    row = sorted(crowd[0]._keeper.ledger.read().sections)
+    by_id = {rt._keeper.me: rt for rt in crowd}
+    by_id[row[10]]._keeper.ledger.close()
+    looker = by_id[row[30]]  # all but one are stopped
+    for _ in range(len(row)):
+        looker.tick()
+    assert row[10] not in looker._keeper.ledger.read().sections
+    assert claims(looker)["sim:0"] == sum(
+        lease.bytes for lease in looker._keeper.ledger.read().leases() if lease.where == "sim:0")
+
+
+def test_a_book_that_nobody_wrote_is_not_read_again(tmp_path, monkeypatch):
+    """Two system calls tell; and whatever is written after that is seen at once."""
+    mine, other = open_ledger(f"sqlite://{tmp_path}/ledger"), open_ledger(f"sqlite://{tmp_path}/ledger")
+    try:
+        other.transact(lambda book: (_noted(book, 1), None))
+        _as_if_long_ago(mine)
+        first = mine.read()
+        looks = []
+        look = mine._file.look
+        monkeypatch.setattr(mine._file, "look", lambda: looks.append(1) or look())
+        assert mine.read() is first and mine.read() is first and looks == []
+        for count in range(2, 50):
+            other.transact(lambda book, count=count: (_noted(book, count), None))
+            assert mine.read().counts == {"loaded": count}
+        assert looks
+    finally:
+        mine.close()
+        other.close()
+
+
+def _noted(book, count):
+    from msgspec.structs import replace
+
+    return replace(book, counts={"loaded": count})
+
+
+def _as_if_long_ago(ledger):
+    """Written a second ago, for whom a moment ago is too lately to be relied on."""
+    stat = os.stat(ledger.path)
+    os.utime(ledger.path, ns=(stat.st_atime_ns, stat.st_mtime_ns - 10**9))
