@@ -15,9 +15,11 @@ second. A decision puts the figures that it used into the page, and there they a
 """
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
+import stat
 import struct
 import subprocess
 import sys
@@ -74,6 +76,8 @@ def boot_seconds() -> float:
 
 _FLOCK = struct.Struct("hhqqi4x")
 _decode = msgspec.json.Decoder(Figures).decode
+_LOOKING = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+_MOST_BYTES = 1 << 20  # of figures; 64 cards with a hundred processes each take 200 KiB
 _children: list[subprocess.Popen[bytes]] = []  # helpers that this process started; they outlive their objects' users
 
 
@@ -93,11 +97,11 @@ class Sampling:
         """The last figures; None where there are none. A system call where they have not changed, else 30 µs."""
         path = self.directory / "samples"
         try:
-            stat = os.stat(path)
-            stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            is_ = os.stat(path)
+            stamp = (is_.st_ino, is_.st_mtime_ns, is_.st_size)
             seen = self._seen
             if seen is None or seen[0] != stamp:
-                seen = self._seen = (stamp, _decode(path.read_bytes()))
+                seen = self._seen = (stamp, _decode(_words(path)))
             return seen[1]
         except (OSError, msgspec.MsgspecError):
             return None
@@ -172,7 +176,7 @@ class Sampling:
     def _holder(self) -> Holder | None:
         """Who is the helper. The lock is a POSIX one because the system names its holder: a file could lie."""
         try:
-            fd = os.open(self.directory / "sampler.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(self.directory / "sampler.lock", _LOOKING)
         except OSError:
             return None
         try:
@@ -216,7 +220,7 @@ class Sampling:
 
     def _last_words(self) -> str:
         try:
-            return f"the helper that measures them failed: {(self.directory / 'sampler.err').read_text()[:300].strip()}"
+            return f"the helper that measures them failed: {_words(self.directory / 'sampler.err').decode(errors='replace')[:300].strip()}"
         except OSError:
             return ""
 
@@ -263,3 +267,15 @@ class Sampling:
         if said and len(said) == len(cards):
             said[""] = "; ".join(said.values())
         return said
+
+
+def _words(path: Path) -> bytes:
+    """What stands in a file that another member of a shared ledger may have put there: no pipe that keeps a reader
+    waiting, and not without end. Raises OSError."""
+    fd = os.open(path, _LOOKING)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
+        return os.read(fd, _MOST_BYTES)
+    finally:
+        os.close(fd)

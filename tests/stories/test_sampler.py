@@ -221,6 +221,14 @@ def test_a_helper_ends_when_its_directory_is_gone(host):
     until(lambda: helper not in host.helpers(), 5.0)
 
 
+@pytest.mark.parametrize("name", ["samples", "sampler.lock", "sampler.err"])
+def test_a_pipe_in_the_place_of_a_file_keeps_no_reader_waiting(tmp_path, name):
+    """In a shared ledger a member could put one there."""
+    os.mkfifo(tmp_path / name)
+    sampling = Sampling(tmp_path)
+    assert (sampling.figures(), sampling._holder(), sampling._last_words()) == (None, None, "")
+
+
 def test_a_hanging_driver_freezes_no_kernel_and_grants_nothing(host, driver):
     """The helper hangs and is killed; the next one hangs too. All that the kernels see is that the figures age."""
     kernel = host.kernel()
