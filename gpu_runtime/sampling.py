@@ -220,7 +220,8 @@ class Sampling:
 
     def _last_words(self) -> str:
         try:
-            return f"the helper that measures them failed: {_words(self.directory / 'sampler.err').decode(errors='replace')[:300].strip()}"
+            words = _words(self.directory / "sampler.err").decode(errors="replace")[:300].strip()
+            return f"the helper that measures them failed: {words}"
         except OSError:
             return ""
 
