@@ -15,12 +15,12 @@ from typing import TypeVar
 
 import msgspec
 
-from ..errors import LedgerUnavailable
+from ..errors import LedgerRefused, LedgerUnavailable
 from ..facts import Book, Owner, Ticket, decode_book
 from ..owner import Life, OwnerFile, boot_id, describe_self, life, testimony
 from . import files, refuse_unlawful
 from .access import access_to
-from .bookfile import BookFile, Lost
+from .bookfile import BookFile, Lost, Page
 from .doorbell import Doorbell
 from .mending import Damaged
 from .pace import Pace, processor_seconds
@@ -98,7 +98,7 @@ class SqliteLedger:
                 page = self._file.look()
                 new, answer = decide(page.book)
                 if new is not page.book:
-                    refuse_unlawful(page.book, new, self.owner.id, self.dead, self.path)
+                    self._require_lawful(page, new)
                     self._file.put(page, new)
                 if paced:
                     self._pace.ended(processor_seconds() - began, time.monotonic())
@@ -111,6 +111,16 @@ class SqliteLedger:
             if now > deadline:
                 raise self._too_long()
             time.sleep(self._pace.lost(lost, now))
+
+    def _require_lawful(self, page: Page, new: Book) -> None:
+        """Raises LedgerRefused; but Lost where the page is no longer in force: somebody else may have reaped the same
+        dead meanwhile, and the next to open a door has swept away the file that proved it."""
+        try:
+            refuse_unlawful(page.book, new, self.owner.id, self.dead, self.path)
+        except LedgerRefused:
+            if self._file.look() is not page:
+                raise Lost from None
+            raise
 
     def dead(self, book: Book) -> frozenset[str]:
         def is_dead(id: str) -> bool:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpu_runtime.errors import LedgerNewer, LedgerRefused, LedgerUnavailable
 from gpu_runtime.ledgers import default_url, files
@@ -305,6 +306,23 @@ def test_a_half_written_roster_falls_back_to_the_one_before(here):
     os.pwrite(owner_file._fd, b"x" * 40, owner_file._turn % 2 * owner_file.SLOT_BYTES + 60)
     os.unlink(ledger.path)
     assert names(ledger) == ["qwen"]
+
+
+def test_who_reaps_what_another_has_just_reaped_decides_again(here, notebook):
+    """The file that proved the death is gone by then: whoever opens a door sweeps. That is no fault of the decision."""
+    ledger, other, dead, seen = here(), here(), notebook(), []
+    dead.say("put(ledger, 'qwen')")
+    dead.kill()
+
+    def reap(book):
+        seen.append([lease.name for lease in book.leases()])
+        if len(seen) == 1:
+            without(other, dead.id)
+            here()
+        return replace(book, sections={id: it for id, it in book.sections.items() if id != dead.id}), None
+
+    ledger.transact(reap)
+    assert seen == [["qwen"], []]
 
 
 # Places that cannot keep a book
