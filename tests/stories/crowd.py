@@ -1,0 +1,500 @@
+"""Many kernels on one book, some of them killed, stopped or restarted at random, and an auditor that knows the truth.
+
+    python -m tests.stories.crowd sqlite:///tmp/ledger --kernels 16 --seconds 20 --seed 1
+
+The truth comes by a channel of its own: each process writes the bytes it holds on each device into its slot of a
+shared file, *before* it takes them and *after* it has freed them, so what the slots say is never less than what is
+held. A process is forked from one that has imported everything, so that a restart costs milliseconds.
+"""
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import json
+import mmap
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from gpu_runtime import Busy, Deadlock, DoesNotFit, Runtime, StillInUse, UnknownModel
+from gpu_runtime.backends.fake import FakeBackend, FakeModel
+from gpu_runtime.errors import GpuError
+from gpu_runtime.facts import Shares
+from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.units import GIB
+
+DEVICES = "sim:2x24GiB,host:40GiB"
+LIMITS = {"sim:0": 24 * GIB, "sim:1": 24 * GIB, "host": 40 * GIB}
+IDS = tuple(LIMITS)
+HANG_SECONDS = 40.0  # what takes longer than this hangs: every time-out below is of a few seconds
+EXPECTED = (Busy, Deadlock, DoesNotFit, StillInUse, UnknownModel)
+
+
+# -- the side channel -------------------------------------------------------------------------------------------------
+
+_FIELDS = 3 + len(IDS)  # version, pid, times served, bytes on each device
+
+
+class Slots:
+    """A row of numbers for each process, in a file that all of them map. Slot 0 is the warden's: 1 there says stop."""
+
+    def __init__(self, path: Path, kernels: int) -> None:
+        size = (kernels + 1) * _FIELDS * 8
+        with open(path, "a+b") as file:
+            file.truncate(size)
+            self._map = mmap.mmap(file.fileno(), size)
+        self._cells = (ctypes.c_int64 * (size // 8)).from_buffer(self._map)  # stored whole, or not at all
+
+    def __getitem__(self, place: tuple[int, int]) -> int:
+        return self._cells[place[0] * _FIELDS + place[1]]
+
+    def __setitem__(self, place: tuple[int, int], value: int) -> None:
+        self._cells[place[0] * _FIELDS + place[1]] = value
+
+    @property
+    def stopping(self) -> bool:
+        return bool(self[0, 0])
+
+    def stop(self) -> None:
+        self[0, 0] = 1
+
+    def clear(self, slot: int) -> None:
+        """What a process held ends with it. Only to be called once it is dead."""
+        for field in range(1, _FIELDS):
+            if field != 2:
+                self[slot, field] = 0
+        self[slot, 0] += 2
+
+    def served(self) -> list[int]:
+        return [self[slot, 2] for slot in range(1, self.look().count)]
+
+    def look(self) -> Look:
+        """What all slots said at one instant: two copies in a row are the same, and versions never come back."""
+        before = self._map[:]
+        while (after := self._map[:]) != before:
+            before = after
+        return Look(after)
+
+
+class Look:
+    """What all slots said at one instant."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._cells = memoryview(raw).cast("q")
+        self.count = len(raw) // 8 // _FIELDS
+
+    def version(self, slot: int) -> int:
+        return self._cells[slot * _FIELDS]
+
+    def pid(self, slot: int) -> int:
+        return self._cells[slot * _FIELDS + 1]
+
+    def held(self, slot: int) -> dict[str, int]:
+        return {id: self._cells[slot * _FIELDS + 3 + n] for n, id in enumerate(IDS)}
+
+    def too_much(self, alive: Callable[[int], bool] = bool) -> str:
+        """Which device is over its limit, and who holds what; empty where none is."""
+        held = {slot: self.held(slot) for slot in range(1, self.count) if self.pid(slot) and alive(self.pid(slot))}
+        for id, limit in LIMITS.items():
+            total = sum(one[id] for one in held.values())
+            if total > limit:
+                who = {self.pid(slot): one[id] / GIB for slot, one in held.items() if one[id]}
+                return f"{total / GIB:.2f} of {limit / GIB:.0f} GiB are held on {id}: {who}"
+        return ""
+
+
+class Account:
+    """One process's slot, kept by that process. Looks at everybody's each time it has taken something."""
+
+    def __init__(self, slots: Slots, slot: int, tell: Callable[[str], None]) -> None:
+        self._slots, self._slot, self._tell = slots, slot, tell
+        self._lock = threading.Lock()
+        for field in range(3, _FIELDS):
+            slots[slot, field] = 0
+        slots[slot, 1] = os.getpid()
+
+    def add(self, shares: Shares, sign: int = 1) -> None:
+        with self._lock:
+            self._slots[self._slot, 0] += 1
+            for share in shares:
+                self._slots[self._slot, 3 + IDS.index(share.device)] += sign * share.bytes
+            self._slots[self._slot, 0] += 1
+        if sign > 0 and (why := overcommit(self._slots)):
+            self._tell(why)
+
+    def served(self) -> None:
+        self._slots[self._slot, 2] += 1
+
+    def holds(self) -> int:
+        return sum(self._slots[self._slot, field] for field in range(3, _FIELDS))
+
+
+def overcommit(slots: Slots) -> str:
+    """How a device is over its limit at this instant; empty where none is.
+
+    Who dies gives back what it held before its slot can be cleared. So what looks wrong is told once more,
+    a moment later, without those who are dead by then.
+    """
+    look = slots.look()
+    if not look.too_much():
+        return ""
+    time.sleep(0.1)  # a dying process has closed its files, its lock among them, a moment before it is seen to be dead
+    return look.too_much(is_alive)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+class AuditedBackend(FakeBackend):
+    """Fakes that are told to the account before they take and after they have freed."""
+
+    def __init__(self, account: Account, *args: Any) -> None:
+        super().__init__(*args)
+        self._account = account
+
+    def _settle(self, model: FakeModel, shares: Shares, arrive: Callable[[], Any]) -> None:
+        old = model.place[0]
+        self._account.add(shares)
+        try:
+            super()._settle(model, shares, arrive)
+        except BaseException:
+            self._account.add(shares, -1)
+            raise
+        self._account.add(old, -1)
+
+    def drop(self, model: FakeModel) -> None:
+        old = model.place[0]
+        super().drop(model)
+        self._account.add(old, -1)
+
+
+# -- what a kernel does -----------------------------------------------------------------------------------------------
+
+class Kernel:
+    """A runtime, a few fake models that do not fit beside everybody else's, and a dice."""
+
+    def __init__(self, url: str, slots: Slots, slot: int, seed: int, tell: Callable[[str], None]) -> None:
+        self.dice = random.Random(seed)
+        self.account = Account(slots, slot, tell)
+        self.rt = Runtime(devices=DEVICES, ledger=url, gpu_memory_max_percent=1.0, cpu_memory_max_percent=1.0,
+                          eviction_grace_seconds=self.dice.choice([0, 0, 0.1]), pressure_check_interval_seconds=1)
+        self.rt._backends["fake"] = AuditedBackend(self.account, self.rt.probe)
+        self.names = [f"{name}{slot}" for name in "abc"]
+        for name in self.names:
+            self.rt.register(name, self.on_the_way, backend="fake", size=f"{self.dice.randint(2, 11)}GiB",
+                             importance=self.dice.choice(["normal", "normal", "normal", "high", "batch"]))
+
+    def on_the_way(self, verb: str) -> None:
+        """Called while bytes travel: it takes its time, and sometimes fails."""
+        time.sleep(self.dice.choice([0, 0, 0.001, 0.01]))
+        if self.dice.random() < 0.03:
+            raise RuntimeError("it was told to fail")
+
+    def act(self) -> None:
+        dice, rt = self.dice, self.rt
+        deed: Callable[[], Any] = dice.choices(
+            [self.use, self.use_two, self.block, self.evict, self.ask_another, self.keep, rt.status,
+             lambda: rt.preload(dice.choice(self.names), timeout=1)], [50, 10, 12, 8, 6, 4, 4, 6])[0]
+        try:
+            deed()
+        except EXPECTED:
+            pass
+        except (GpuError, RuntimeError) as error:  # its own misfortune, or that of whom it asked
+            if not any(words in str(error) for words in ("told to fail", "is gone", "does not hold")):
+                raise
+
+    def timeout(self) -> float:
+        return self.dice.choice([0.1, 1.0, 3.0])
+
+    def stay_a_while(self) -> None:
+        time.sleep(self.dice.choice([0, 0.002, 0.01, 0.1]))
+
+    def use(self) -> None:
+        with self.rt.use(self.dice.choice(self.names), timeout=self.timeout()):
+            self.account.served()
+            self.stay_a_while()
+
+    def use_two(self) -> None:
+        one, two = self.dice.sample(self.names, 2)
+        with self.rt.use(one, timeout=self.timeout()), self.rt.use(two, timeout=self.timeout()):
+            self.account.served()
+            self.stay_a_while()
+
+    def block(self) -> None:
+        with self.rt.lease(f"{self.dice.randint(1, 6)}GiB", purpose="work", timeout=self.timeout()) as block:
+            self.account.add(block.lease.shares)
+            try:
+                self.account.served()
+                self.stay_a_while()
+            finally:
+                self.account.add(block.lease.shares, -1)
+
+    def evict(self) -> None:
+        self.rt.evict(self.dice.choice(self.names))
+
+    def ask_another(self) -> None:
+        book = self.rt._keeper.ledger.read()
+        others = [lease for lease in book.leases() if lease.owner != self.rt._keeper.me]
+        if others:
+            lease = self.dice.choice(others)
+            self.rt.evict(f"{lease.name}@{lease.owner.partition('.')[0]}", timeout=0.5)
+
+    def keep(self) -> None:
+        name = self.dice.choice(self.names)
+        self.rt.pin(name)
+        self.stay_a_while()
+        self.rt.unpin(name)
+
+
+def be_a_kernel(url: str, slots: Slots, slot: int, seed: int, tell: Callable[[str], None]) -> None:
+    kernel = Kernel(url, slots, slot, seed, tell)
+    while not slots.stopping:
+        faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+        kernel.act()
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    kernel.rt.close()
+    assert not kernel.account.holds(), f"{kernel.account.holds()} bytes are held still"
+
+
+# -- the auditor ------------------------------------------------------------------------------------------------------
+
+def be_the_auditor(url: str, slots: Slots, tell: Callable[[str], None], told: Path) -> None:
+    """Looks without pause: nobody holds more than there is, and nobody alive more than the book says."""
+    ledger = open_ledger(url)
+    looks = 0
+    while not slots.stopping:
+        if why := overcommit(slots):
+            tell(why)
+        for why in lost(slots, ledger.read):
+            tell(why)
+        looks += 1
+        told.write_text(str(looks))
+        time.sleep(0.002)
+    ledger.close()
+
+
+def lost(slots: Slots, read: Callable[[], Any]) -> Iterator[str]:
+    """What a living process holds and the book does not know of. Only where its slot stood still meanwhile."""
+    before, book, after = slots.look(), read(), slots.look()
+    for slot in range(1, after.count):
+        pid = after.pid(slot)
+        if not pid or pid != before.pid(slot) or after.version(slot) % 2 or before.version(slot) != after.version(slot):
+            continue
+        claimed: Counter[str] = Counter()
+        for section in book.sections.values():
+            if section.owner.pid == pid:
+                for lease in section.leases:
+                    claimed.update({share.device: share.bytes for share in lease.claims()})
+        less = {id: (size / GIB, claimed[id] / GIB) for id, size in after.held(slot).items() if size > claimed[id]}
+        if less:
+            time.sleep(0.1)
+            if is_alive(pid):
+                yield f"pid {pid} holds more than the book says (held, claimed): {less}"
+
+
+# -- the warden -------------------------------------------------------------------------------------------------------
+
+class Report(NamedTuple):
+    """What came of a crowd's run."""
+
+    seconds: float
+    kills: int
+    stops: int
+    served: int
+    looks: int
+    wrong: list[str]
+
+    def __str__(self) -> str:
+        return (f"{self.seconds:.0f} s, {self.kills} kills, {self.stops} stops, {self.served} blocks served, "
+                f"{self.looks} looks, {len(self.wrong)} wrong")
+
+
+class Warden:
+    """Starts the crowd, kills and stops at random, and sees that nothing is left at the end."""
+
+    def __init__(self, url: str, directory: Path, kernels: int, seed: int, calm: float) -> None:
+        self.url, self.directory, self.kernels, self.calm = url, directory, kernels, calm
+        self.dice = random.Random(seed)
+        self.slots = Slots(directory / "slots", kernels)
+        self.running: dict[int, int] = {}  # slot -> pid
+        self.stopped: dict[int, float] = {}  # slot -> when it goes on
+        self.wrong: list[str] = []
+        self.heard: dict[Path, int] = {}
+        self.kills = self.stops = 0
+
+    def run(self, seconds: float) -> Report:
+        began = time.monotonic()
+        auditor = self.fork("auditor", lambda: be_the_auditor(
+            self.url, self.slots, self.teller("auditor"), self.directory / "looks"))
+        for slot in range(1, self.kernels + 1):
+            self.start(slot)
+        while time.monotonic() - began < seconds and not self.wrong:
+            time.sleep(self.dice.uniform(0, 2 * self.calm))
+            self.disturb()
+            self.go_on()
+            self.look_for_crashes()
+        self.go_on(everybody=True)
+        self.slots.stop()
+        self.join([*self.running.values(), auditor])
+        self.hear()
+        looks = int((self.directory / "looks").read_text())
+        self.look_for_leftovers()
+        served = sum(self.slots.served())
+        return Report(time.monotonic() - began, self.kills, self.stops, served, looks, self.wrong)
+
+    def fork(self, name: str, act: Callable[[], None]) -> int:
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid:
+            return pid
+        status = 3
+        try:
+            log = os.open(self.directory / f"{name}.{os.getpid()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            act()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+
+    def teller(self, name: str) -> Callable[[str], None]:
+        def tell(why: str) -> None:
+            print(f"WRONG: {why}", file=sys.stderr, flush=True)
+        return tell
+
+    def start(self, slot: int) -> None:
+        seed = self.dice.getrandbits(32)
+        self.running[slot] = self.fork(f"kernel{slot}", lambda: be_a_kernel(
+            self.url, self.slots, slot, seed, self.teller(f"kernel{slot}")))
+
+    def disturb(self) -> None:
+        slot = self.dice.choice(list(self.running))
+        if self.dice.random() < 0.75 or slot in self.stopped:
+            self.kill(slot)
+            self.start(slot)
+        else:
+            os.kill(self.running[slot], signal.SIGSTOP)
+            self.stopped[slot] = time.monotonic() + self.dice.choice([0.01, 0.1, 0.5, 2.5])
+            self.stops += 1
+
+    def kill(self, slot: int) -> None:
+        pid = self.running.pop(slot)
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        if os.WIFEXITED(status):  # it ended by itself before
+            self.crashed(pid, status)
+        self.stopped.pop(slot, None)
+        self.slots.clear(slot)
+        self.kills += 1
+
+    def go_on(self, everybody: bool = False) -> None:
+        for slot, until in list(self.stopped.items()):
+            if everybody or time.monotonic() > until:
+                os.kill(self.running[slot], signal.SIGCONT)
+                del self.stopped[slot]
+
+    def look_for_crashes(self) -> None:
+        for pid in list(self.running.values()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self.crashed(pid, status)
+        self.hear()
+
+    def crashed(self, pid: int, status: int) -> None:
+        text = "\n".join(path.read_text()[-6000:] for path in self.directory.glob(f"*.{pid}.log"))
+        self.wrong.append(f"pid {pid} ended with {os.waitstatus_to_exitcode(status)}:\n{text}")
+        self.running = {slot: other for slot, other in self.running.items() if other != pid}
+
+    def hear(self) -> None:
+        """What the auditor and the kernels have to say."""
+        for log in self.directory.glob("*.log"):
+            text = log.read_text()
+            new = text[self.heard.get(log, 0):]
+            self.heard[log] = len(text)
+            self.wrong += [f"{log.name}: {line}" for line in new.splitlines() if "WRONG: " in line]
+
+    def join(self, pids: Iterable[int]) -> None:
+        """Waits for all of them to end; who hangs says so by itself."""
+        left = set(pids)
+        deadline = time.monotonic() + HANG_SECONDS + 20
+        while left:
+            for pid in sorted(left):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    left.discard(pid)
+                    if status:
+                        self.crashed(pid, status)
+            if left and time.monotonic() > deadline:
+                self.wrong.append(f"pids {sorted(left)} did not end")
+                for pid in left:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                return
+            time.sleep(0.01)
+
+    def look_for_leftovers(self) -> None:
+        """Nothing is in the book or beside it once everybody has gone and the dead are reaped."""
+        with Runtime(devices=DEVICES, ledger=self.url, monitor=False) as rt:
+            rt._keeper.reap()
+            book = rt._keeper.ledger.read()
+            if book.sections or book.tickets or book.ghosts:
+                self.wrong.append(f"left in the book: {msgspec.json.encode(book)!r}")
+            directory = getattr(rt._keeper.ledger, "directory", None)
+        open_ledger(self.url).close()  # whoever comes next sweeps
+        left = sorted(path.name for path in (directory / "owners").iterdir()) if directory else []
+        if left:
+            self.wrong.append(f"left beside the book: {left}")
+        if directory and (books := [path.name for path in directory.glob("*damaged*")]):
+            self.wrong.append(f"the book was damaged: {books}")
+
+
+@contextmanager
+def crowd(url: str, directory: Path, *, kernels: int, seed: int, calm: float = 0.1) -> Iterator[Warden]:
+    warden = Warden(url, directory, kernels, seed, calm)
+    try:
+        yield warden
+    finally:
+        for pid in warden.running.values():
+            try:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            except (ProcessLookupError, ChildProcessError):
+                pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("--kernels", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--calm", type=float, default=0.1, help="seconds between two disturbances, on average")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory, \
+            crowd(given.url, Path(directory), kernels=given.kernels, seed=given.seed, calm=given.calm) as warden:
+        report = warden.run(given.seconds)
+    print(json.dumps(report._asdict()))
+
+
+if __name__ == "__main__":
+    main()

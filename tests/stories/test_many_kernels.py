@@ -1,0 +1,36 @@
+"""Sixteen kernels on one book, while some are killed, stopped and restarted: nobody is ever granted what is not there,
+nobody alive loses anything, and nothing is left behind."""
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.stories.crowd import Report, crowd
+
+SOAK_SECONDS = float(os.environ.get("SOAK_SECONDS", 300))  # for each of its seeds
+
+
+def run(directory: Path, *, kernels: int, seconds: float, seed: int, calm: float) -> Report:
+    (directory / "slots").mkdir()
+    with crowd(f"sqlite://{directory}/ledger", directory / "slots", kernels=kernels, seed=seed, calm=calm) as warden:
+        report = warden.run(seconds)
+    print(report)
+    assert not report.wrong, "\n".join(report.wrong)
+    return report
+
+
+def test_many_kernels_share_and_die(tmp_path):
+    report = run(tmp_path, kernels=16, seconds=20, seed=1, calm=0.1)
+    assert report.kills > 20 and report.stops > 5 and report.served > 50 and report.looks > 100
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SOAK_SECONDS + 600)
+@pytest.mark.parametrize("seed", range(10, 14))
+def test_many_kernels_share_and_die_for_long(tmp_path, seed):
+    """The kinds of crowd differ: a few large, many small, calm and hectic."""
+    kernels, calm = [(16, 0.04), (8, 0.02), (32, 0.06), (16, 0.3)][seed % 4]
+    report = run(tmp_path, kernels=kernels, seconds=SOAK_SECONDS, seed=seed, calm=calm)
+    assert report.kills > SOAK_SECONDS
