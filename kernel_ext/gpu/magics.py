@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import keyword
+import re
 import shlex
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, output_can
 from IPython.core.magic_arguments import MagicArgumentParser
 
 import gpu_runtime
-from gpu_runtime import facts, verbs
+from gpu_runtime import GpuError, facts, verbs
 
 from .completion import matcher_for
 from .waiting import Waiting
@@ -171,14 +172,34 @@ GpuMagics.gpu.__doc__ = f"""The GPUs of this machine, shared: who holds what, wh
 
 # -- loading and unloading ----------------------------------------------------------------------------------------
 
+class Unopened:
+    """Stands in a notebook for the runtime until something needs it.
+
+    Opening takes a moment and fixes the devices and the ledger; so it waits for the first use, and `%env GPU_DEVICES=…`
+    may come after `%load_ext`. The runtime itself takes this one's place before the first cell that names it runs.
+    """
+
+    def __init__(self, opens: Callable[[], Any]) -> None:
+        self._opens = opens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opens(), name)
+
+    def __dir__(self) -> list[str]:
+        return dir(self._opens())
+
+    def __repr__(self) -> str:
+        return repr(self._opens())
+
+
 class _Loaded:
     """What one shell got from us, so that it can be taken back."""
 
     def __init__(self, shell: Any) -> None:
-        rt = gpu_runtime.runtime()  # first: if it cannot open, nothing is left half loaded
         self.shell = shell
-        self.magics = GpuMagics(shell, lambda: rt)
-        self.matcher = matcher_for(lambda: rt)
+        self.opened: Any = None
+        self.magics = GpuMagics(shell, self.open)
+        self.matcher = matcher_for(self.open)
         tables = shell.magics_manager.magics
         self.before = {(kind, name): tables[kind].get(name) for kind in ("line", "cell") for name in NAMES}
         shell.register_magics(self.magics)
@@ -188,11 +209,26 @@ class _Loaded:
         formatter = shell.display_formatter.mimebundle_formatter
         self.formats = {kind: formatter.type_printers.get(kind) for kind in _SHOWN}
         for kind in _SHOWN:  # so that rt.status() shows itself as %gpu does
-            formatter.for_type(kind, lambda value, include=None, exclude=None: _bundle(rt, value))
-        rt.tell_waits(Waiting(notebook=hasattr(shell, "kernel")))
-        self.rt = rt if "rt" not in shell.user_ns else None
+            formatter.for_type(kind, lambda value, include=None, exclude=None: _bundle(self.open, value))
+        self.rt: Any = Unopened(self.open) if "rt" not in shell.user_ns else None
         if self.rt is not None:
-            shell.user_ns["rt"] = rt
+            shell.user_ns["rt"] = self.rt
+        shell.events.register("pre_run_cell", self.before_cell)
+
+    def open(self) -> Any:
+        """The runtime of this process; from the first time on it is also the notebook's `rt`."""
+        rt = gpu_runtime.runtime()
+        if rt is not self.opened:
+            self.opened = rt
+            rt.tell_waits(Waiting(notebook=hasattr(self.shell, "kernel")))
+            if self.rt is not None and self.shell.user_ns.get("rt") is self.rt:
+                self.shell.user_ns["rt"] = self.rt = rt
+        return rt
+
+    def before_cell(self, info: Any) -> None:
+        if self.opened is None and self.rt is not None and re.search(r"\brt\b", info.raw_cell or ""):
+            with contextlib.suppress(GpuError):  # a hook's error would only be printed; the cell itself will raise it
+                self.open()
 
     def take_back(self) -> None:
         tables = self.shell.magics_manager.magics
@@ -208,6 +244,7 @@ class _Loaded:
             formatter.type_printers.pop(kind, None)
             if before is not None:
                 formatter.type_printers[kind] = before
+        self.shell.events.unregister("pre_run_cell", self.before_cell)
         if self.rt is not None and self.shell.user_ns.get("rt") is self.rt:
             del self.shell.user_ns["rt"]
 
@@ -216,10 +253,10 @@ _SHOWN = (facts.Snapshot, facts.Plan, facts.Outcome, facts.Health)
 _loaded: dict[int, _Loaded] = {}  # by the shell's identity
 
 
-def _bundle(rt: Any, value: Any) -> dict[str, Any]:
+def _bundle(opens: Callable[[], Any], value: Any) -> dict[str, Any]:
     from . import render
 
-    around = rt.status() if isinstance(value, facts.Plan) else None
+    around = opens().status() if isinstance(value, facts.Plan) else None
     return render.shown("", value, around=around)._repr_mimebundle_()
 
 

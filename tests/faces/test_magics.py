@@ -342,7 +342,7 @@ def test_tab_leaves_python_and_the_body_of_a_cell_alone(shell, models):
 def test_loading_prints_nothing_and_offers_the_runtime(fresh_shell, rt):
     with capture_output(display=False) as captured:
         fresh_shell.run_cell("%load_ext gpu")
-    assert captured.stdout == captured.stderr == "" and fresh_shell.user_ns["rt"] is rt
+    assert captured.stdout == captured.stderr == "" and fresh_shell.user_ns["rt"].probe is rt.probe
     fresh_shell.run_cell("%unload_ext gpu")
 
 
@@ -370,16 +370,28 @@ def test_unloading_takes_everything_back(fresh_shell, rt):
     assert state(fresh_shell) == before and fresh_shell.magics_manager.magics["line"].pop("gpu") is theirs
 
 
-def test_an_extension_that_cannot_open_its_runtime_leaves_nothing_half_loaded(fresh_shell, monkeypatch):
+def test_loading_opens_nothing_and_the_first_use_tells_what_is_wrong(fresh_shell, monkeypatch):
+    """A bad setting is said by the cell that needs the runtime, and may be mended without loading again."""
+    opened = []
 
     def fails():
+        opened.append(1)
         raise errors.BadSetting("GPU_DEVICES", "x", "something else")
 
     monkeypatch.setattr(gpu_runtime, "runtime", fails)
-    before = state(fresh_shell)
-    with pytest.raises(errors.BadSetting):
-        magics.load(fresh_shell)
-    assert state(fresh_shell) == before
+    magics.load(fresh_shell)
+    fresh_shell.run_cell("1 + 1")
+    assert opened == []
+    assert isinstance(fresh_shell.run_cell("rt.status()").error_in_exec, errors.BadSetting)
+    assert isinstance(fresh_shell.run_cell("%gpu health").error_in_exec, errors.BadSetting)
+    magics.unload(fresh_shell)
+    assert "rt" not in fresh_shell.user_ns
+
+
+def test_the_runtime_takes_its_place_before_the_first_cell_that_names_it(shell, rt):
+    assert shell.user_ns["rt"] is not rt
+    shell.run_cell("found = rt")
+    assert shell.user_ns["found"] is rt is shell.user_ns["rt"]
 
 
 def test_help_is_the_table_of_verbs(shell):
