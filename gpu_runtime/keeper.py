@@ -103,7 +103,7 @@ class Keeper:
         self.limits = {device.id: self._limit(device) for device in probe.devices}
         self.on_wait: Callable[[str, Wait | None], None] | None = None
         self._keys: set[weakref.ref[Key]] = set()
-        self._standing: list[Key] = []  # of asks that nobody waits for
+        self._standing: dict[Key, Ask] = {}  # asks that nobody waits for
         self._numbers = itertools.count(1)
         self._turn = 0
         self.machine = Machine() if machine is None else machine
@@ -139,9 +139,20 @@ class Keeper:
         return key
 
     def _uncut(self, key: Key, work: Callable[[], T]) -> T:
-        """Does the work where no interrupt reaches it; the key stays known until it is done, whoever waits for it."""
-        held = self._note(Key(key.text))
-        return uninterrupted(lambda: (work(), held)[0])
+        """Does the work where no interrupt reaches it; the key stays known until it is done, whoever waits for it.
+
+        Whoever was interrupted before it began has let go of the key: then it does not begin.
+        """
+        wanted = weakref.ref(key)
+
+        def act() -> T:
+            held = self._note(Key(key.text))  # before the look: from here on the key is known, or nothing happens
+            try:
+                return work() if wanted in self._keys else None  # type: ignore[return-value]
+            finally:
+                self.done_with(held)
+
+        return uninterrupted(act)
 
     def done_with(self, key: Key) -> None:
         self._keys.discard(weakref.ref(key))
@@ -273,7 +284,7 @@ class Keeper:
             for verdict in self._until_granted(
                     key, self.wanted(resident, importance, keep_alive), footprint,
                     PlacementRules(devices=self.places(resident), policy=self.settings.gpu_placement),
-                    timeout, here=lambda: anchor is not None and resident.enter(anchor)):
+                    timeout, here=lambda: resident.enter(anchor) if anchor else resident.place is Place.HERE):
                 step = verdict.steps[0]
                 attempts += 1
                 try:
@@ -287,8 +298,8 @@ class Keeper:
                         raise self._told_of_load(resident, step, error) from error.__cause__
                     self.probe.empty_cache()
         finally:
+            self.done_with(key)  # first: from now on the monitor would withdraw it, were we interrupted once more
             self._withdraw(key)
-            self.done_with(key)
 
     def wanted(self, resident: Resident, importance: int | None = None, keep_alive: float | None = None) -> Lease:
         """The lease to ask for, as the model was registered where nothing else is said."""
@@ -374,9 +385,10 @@ class Keeper:
                               reload_seconds=seconds, settled_at=self.clock())
             resident.install(handle, settled, anchor)
         except BaseException as error:
-            if handle is not None:
-                resident.backend.drop(handle)
-            self._abandon(resident.spec.name, key, error)
+            if handle is None or resident.handle is not handle:  # else the interrupt came too late: it is installed
+                if handle is not None:
+                    resident.backend.drop(handle)
+                self._abandon(resident.spec.name, key, error)
             raise
         resident.measured = sum(share.bytes for share in shares)
         self._settle(resident, step.because, reload_seconds=seconds)
@@ -549,8 +561,8 @@ class Keeper:
                 return lease
             return self.blocks[name][0]
         finally:
+            self.done_with(key)  # first: from now on the monitor would withdraw it, were we interrupted once more
             self._withdraw(key)
-            self.done_with(key)
 
     def end_block(self, name: str) -> None:
         self.blocks.pop(name, None)
@@ -670,12 +682,20 @@ class Keeper:
                 self._pause(verdict, None if timeout is None else began + timeout)
                 self.reap()
         finally:
-            if wait and not settled:
-                self._withdraw(key)
             if wait or settled:
                 self.done_with(key)
+                if not settled:
+                    self._withdraw(key)
             else:
-                self._standing.append(key)  # the ask stands until it is obeyed
+                self._standing[key] = asked  # until it is answered
+
+    def follow_up(self) -> None:
+        """Ends the asks that nobody waits for once they are answered; else they would be obeyed again and again."""
+        for key, asked in list(self._standing.items()):
+            verdict = self.decide(lambda book, world, asked=asked: ask(book, asked, world))
+            if not isinstance(verdict, Wait):
+                self._standing.pop(key, None)
+                self.done_with(key)
 
 
 def _split(answer: tuple[Book, tuple[Step, ...], tuple[Order, ...]]) -> tuple[Book, tuple[tuple[Step, ...], tuple[Order, ...]]]:

@@ -21,7 +21,7 @@ from .facts import HOST, Device, Fragmentation, Sample
 from .memory import Memory
 from .owner import name_of
 from .sampling import Figures, Sampling
-from .units import GIB, parse_bytes
+from .units import KIB, GIB, parse_bytes
 
 _EXPECTED = "auto, cuda, sim:24GiB, sim:2x24GiB or sim:2x24GiB,host:64GiB"
 _MOST_CARDS = 64
@@ -181,7 +181,8 @@ def _parsed(given: str, text: str) -> _Wish:
         wish = _Wish(count, parse_bytes(match[2]), parse_bytes(match[3]) if match[3] else None) if match else None
     except BadSize:
         wish = None
-    if wish is None or not 0 < count <= _MOST_CARDS or wish.card_bytes == 0 or wish.host_bytes == 0:
+    sizes = (wish.card_bytes, wish.host_bytes) if wish else ()
+    if wish is None or not 0 < count <= _MOST_CARDS or any(size is not None and size < KIB for size in sizes):
         raise BadSetting("GPU_DEVICES", given, _EXPECTED)
     return wish
 

@@ -28,6 +28,7 @@ from .errors import (
     BadSetting,
     BadSize,
     Busy,
+    CannotGovern,
     GpuError,
     NotAllowed,
     NotResident,
@@ -91,6 +92,10 @@ class Runtime:
         self.settings = Settings.load(gpu_devices=devices, gpu_ledger=ledger, gpu_policy=policy, **settings)
         check_policy(self.settings.gpu_placement)
         self.probe = probe or open_probe(self.settings.gpu_devices, cpu_only=self.settings.development_cpu_only)
+        index = self.settings.inference_gpu_index
+        indices = [device.index for device in self.probe.devices if not device.is_host]
+        if index is not None and index not in indices:
+            raise BadSetting("INFERENCE_GPU_INDEX", index, f"the index of a GPU here: {', '.join(map(str, indices))}")
         self._clock = clock or _boot_seconds
         self._wall = wall
         self._backends: dict[str, Backend] = {}
@@ -158,11 +163,18 @@ class Runtime:
         Its weights exist nowhere else, so they are moved, never dropped. Raises CannotGovern, AlreadyRegistered.
         """
         _check_name(name)
+        if not _is_module(module):
+            kind = type(module).__name__
+            raise CannotGovern(f"{name!r} cannot be governed: a {kind} is no torch.nn.Module.", name=name, why=kind)
         known = self._keeper.residents.get(name)
         if known is not None:
             if known.value is module:
                 return known.spec
             raise AlreadyRegistered(name)
+        for other in list(self._keeper.residents.values()):
+            if other.value is module:
+                raise CannotGovern(f"this module is in care already, as {other.spec.name!r}; its bytes would count "
+                                   f"twice.", name=name, why=f"it is {other.spec.name}")
         spec = ModelSpec(name, "torch", model_type=model_type or "other", importance=importance_of(importance),
                          keep=keep, keep_alive=parse_seconds(keep_alive))
         self._require_allowed(name, spec.importance, keep)
@@ -364,7 +376,8 @@ class Runtime:
         resident.spec = replace(resident.spec, keep=keep)
         resident.lease = replace(resident.lease, keep=keep)
         self._keeper.decide(lambda book, world: (book, None))
-        told = f"{bare} is kept on its device" if keep else f"{bare} may leave its device again"
+        away = "" if resident.place is Place.HERE else f" once it is there; it is {resident.place.value} now"
+        told = f"{bare} is kept on its device{away}" if keep else f"{bare} may leave its device again"
         return Outcome(verb, bare, True, told, 0, resident.lease.where if resident.handle is not None else "disk")
 
     def _require_allowed(self, name: str, importance: int, keep: bool) -> None:
@@ -615,6 +628,7 @@ class Runtime:
         keeper.reap_near(book)
         keeper.remeasure()
         keeper.tell_overstays()
+        keeper.follow_up()
         quiet = keeper.quiet(book)
         for order in () if quiet else keeper.obey():
             if order.key not in self._acting:

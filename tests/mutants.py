@@ -1,10 +1,10 @@
-"""Faults put into the mind on purpose, one line each; the tests must notice every one.
+"""Faults put into the mind, the ledger and the keeper on purpose, one line each; the tests must notice every one.
 
     python -m tests.mutants            all of them, a few minutes
     python -m tests.mutants grace      those whose name contains "grace"
 
-Not part of the ordinary run. Each fault is applied to a copy of the package in a temporary directory, the tests of the
-mind run against that copy with `-x -q`, and *caught* or *survived* is told. A survivor is a law that nobody tests; a
+Not part of the ordinary run. Each fault is applied to a copy of the package in a temporary directory, the tests
+that should notice run against that copy with `-x -q`, and *caught* or *survived* is told. A survivor is a law that nobody tests; a
 fault whose line is no longer there is *stale*, and is to be renewed. The exit status is the number of both.
 """
 from __future__ import annotations
@@ -18,7 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ["planner", "policy", "placement", "pressure", "asks", "bookkeeping", "deadlock", "laws", "machine"]
+MIND = [f"tests/core/test_{name}.py" for name in (
+    "planner", "policy", "placement", "pressure", "asks", "bookkeeping", "deadlock", "laws",
+    "machine")]
+LEDGER = ["tests/ledgers/test_contract.py", "tests/ledgers/test_sqlite.py"]
+HOUSE = ["tests/house/test_runtime.py", "tests/house/test_real_models.py"]
 
 
 class Fault(NamedTuple):
@@ -26,6 +30,7 @@ class Fault(NamedTuple):
     module: str
     line: str  # as it stands, once
     wrong: str
+    tests: list[str] = MIND
 
 
 FAULTS = [
@@ -128,13 +133,34 @@ FAULTS = [
           "        counts[action] = counts.get(action, 0) + times\n", "        pass\n"),
     Fault("later owners raise the limit", "bookkeeping", "{**world.limits, **book.limits}",
           "{**book.limits, **world.limits}"),
+    Fault("ignore the revision", "ledgers/bookfile", "WHERE host=? AND rev=?\"\n", "WHERE host=? AND (rev=? OR 1)\"\n", LEDGER),
+    Fault("no roster before the commit", "ledgers/bookfile",
+          "            self._write_roster(new, page.rev + 1)\n", "", LEDGER),
+    Fault("a grant in a book that was replaced", "ledgers/bookfile",
+          "        if not written or not self._in_force(page):", "        if not written:", LEDGER),
+    Fault("write another owner's section", "ledgers/__init__",
+          "        if id != writer:\n            return f\"the section of", "        if False:\n            return f\"the section of",
+          LEDGER),
+    Fault("reap the living", "owner", "Life.ALIVE if _held_elsewhere(fd) else Life.DEAD", "Life.DEAD", LEDGER),
+    Fault("a missing lock file is a death", "owner", "        return Life.UNKNOWN\n    try:", "        return Life.DEAD\n    try:",
+          LEDGER),
+    Fault("the ledger lets a device be overdrawn", "ledgers/__init__", "        or _overdraft_refusal(old, new)\n", "", LEDGER),
+    Fault("take another's ticket", "ledgers/__init__", "        if loser in new.sections:", "        if False:", LEDGER),
+    Fault("believe a stale pin", "pool", "            if self.pins or self.handle is None", "            if self.handle is None",
+          HOUSE),
+    Fault("lose a ticket on time-out", "keeper", "            if self.ledger.read().ticket(key.text):", "            if False:",
+          HOUSE),
+    Fault("drop without proof", "pool", "                if not self.backend.unchanged(self.handle):", "                if False:",
+          HOUSE),
+    Fault("a block keeps its lease", "keeper", "        self.blocks.pop(name, None)\n", "", HOUSE),
+    Fault("a failed load keeps its bytes", "keeper", "                resident.backend.drop(handle)\n", "                pass\n", HOUSE),
 ]
 
 
 def trial(fault: Fault) -> str:
     """Whether it was caught (and by which test), survived, or is stale."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as place:
-        for part in ("gpu_runtime", "tests"):
+        for part in ("gpu_runtime", "kernel_ext", "tests"):
             shutil.copytree(ROOT / part, Path(place) / part, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", place)
         source = Path(place) / "gpu_runtime" / f"{fault.module}.py"
@@ -144,7 +170,7 @@ def trial(fault: Fault) -> str:
         source.write_text(text.replace(fault.line, fault.wrong))
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider",
-             *(f"tests/core/test_{name}.py" for name in TESTS)],
+             *fault.tests],
             cwd=place, env={**os.environ, "PYTHONPATH": place, "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True, text=True)
     if run.returncode == 0:

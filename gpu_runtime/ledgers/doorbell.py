@@ -71,11 +71,12 @@ class Bell:
 class _Ear:
     """One waiting thread: the ring it last woke for, and the descriptor that wakes it."""
 
-    fd = -1
-
     def __init__(self) -> None:
         self.heard = 0
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Not __del__: while that closes the descriptor, weak references still answer, and a thread that rings just then
+        # would bring the ear back to life and write to a descriptor that may be another file's by now.
+        weakref.finalize(self, os.close, self.fd).atexit = False
 
     def wake(self) -> None:
         try:
@@ -88,10 +89,6 @@ class _Ear:
             os.eventfd_read(self.fd)
         except BlockingIOError:
             pass
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
 
 
 class Doorbell(Bell):

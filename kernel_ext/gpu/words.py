@@ -40,6 +40,8 @@ _DEEDS = {
     "unloaded": "was dropped from {device}, freeing {bytes}", "moved": "moved to {device}, {bytes}",
     "released": "was given back, {bytes} on {device}", "refused": "was refused {bytes}", "waiting": "had to wait",
     "failed": "failed", "reaped": "ended with its process, freeing {bytes}", "stays": "stays where it is",
+    "pin": "was pinned", "unpin": "was unpinned", "preload": "was loaded for another process",
+    "restore": "was brought back for another process", "defrag": "was asked to give its cache back",
 }
 
 
@@ -56,7 +58,7 @@ def deed(event: Event) -> str:
 def told(event: Event) -> str:
     """An event in a sentence: what, and why."""
     because = event.because.strip().rstrip(".")
-    asked = f", asked by {event.by}" if event.by else ""
+    asked = f", asked by {event.by}" if event.by and ":" not in event.by else ""  # a key tells people nothing
     return f"{deed(event)}{asked}{': ' + because if because else ''}."
 
 

@@ -51,8 +51,8 @@ def test_no_setting_is_documented_that_does_not_exist():
 
 def test_the_examples_work(tmp_path):
     """Typed as they stand, on a card that holds one of the two models: the first steps aside to RAM and says why."""
-    example, samples = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    settings = {"GPU_DEVICES": "sim:1MiB,host:8GiB", "GPU_LEDGER": f"sqlite://{tmp_path}/ledger"}
+    samples, example = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    settings = {"GPU_DEVICES": "sim:96MiB,host:8GiB", "GPU_LEDGER": f"sqlite://{tmp_path}/ledger"}
     shown = subprocess.run([sys.executable, "-c", samples + example], cwd=tmp_path, env=os.environ | settings,
                            capture_output=True, text=True, timeout=120, check=False)
     assert shown.returncode == 0, shown.stderr

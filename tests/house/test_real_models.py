@@ -148,6 +148,10 @@ def test_an_adopted_module_is_counted_moved_and_never_dropped(runtime):
     rt.adopt("mine", module)
     with pytest.raises(AlreadyRegistered):
         rt.adopt("mine", mlp())
+    with pytest.raises(CannotGovern, match="in care already, as 'mine'"):
+        rt.adopt("other", module)
+    with pytest.raises(CannotGovern, match="int is no torch.nn.Module"):
+        rt.adopt("other", 5)
     rt.forget("mine")
     assert torch.equal(module(x), before) and claims(rt) == {} and rt.specs() == ()
     assert type(module) is nn.Sequential

@@ -101,7 +101,7 @@ def test_a_hopeless_request_evicts_nothing(runtime):
 
 
 def test_a_model_in_use_is_waited_for_and_the_wait_times_out_with_its_name(runtime):
-    rt = runtime()
+    rt = runtime(monitor=False)
     fakes(rt, a="14GiB", b="14GiB")
     inside, done = threading.Event(), threading.Event()
 
@@ -115,7 +115,7 @@ def test_a_model_in_use_is_waited_for_and_the_wait_times_out_with_its_name(runti
     inside.wait(20)
     with pytest.raises(Busy, match=r"a \(14.0 GiB on sim:0\) is in use"), rt.use("b", timeout=0.1):
         pass
-    assert rt.status().tickets == ()
+    assert rt._keeper.ledger.read().tickets == ()
     done.set()
     holder.join()
     with rt.use("b", timeout=10):
@@ -231,6 +231,29 @@ def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holde
     rt.probe.place("sim:0").squeeze(0)
     with rt.use("b"):
         pass
+
+
+def test_a_load_that_fails_after_its_bytes_have_come_gives_them_back(runtime, monkeypatch):
+    rt = runtime()
+    fakes(rt, m="3GiB")
+
+    def fail(model):
+        raise RuntimeError("the source is gone")
+
+    monkeypatch.setattr(rt._mine("m").backend, "droppable", fail)
+    with pytest.raises(LoadFailed, match="the source is gone"), rt.use("m"):
+        pass
+    assert claims(rt) == {} and rt.probe.used()["sim:0"] == 0
+
+
+def test_a_pin_taken_after_the_decision_still_keeps_the_model(runtime):
+    """What was published may be a second old; whoever is to move a model looks at its pins again."""
+    rt = runtime(monitor=False)
+    fakes(rt, m="3GiB")
+    with rt.use("m"):
+        assert not rt._mine("m").begin_moving()
+    assert rt._mine("m").begin_moving()
+    rt._mine("m").stay()
 
 
 def test_a_failing_move_leaves_the_model_where_it_is(runtime):
@@ -397,7 +420,7 @@ def test_a_block_of_code_leases_room_and_gives_it_back_whatever_happens(runtime)
         assert claims(rt)["sim:0"] == 10 * GIB and where(rt)["a"] == "host"
         assert (block.bytes, block.device.id) == (10 * GIB, "sim:0")
         raise ZeroDivisionError
-    assert "sim:0" not in claims(rt)
+    assert "sim:0" not in claims(rt) and rt._keeper.blocks == {}
     with pytest.raises(DoesNotFit), rt.lease("30 GiB", purpose="training"):
         pass
 
@@ -431,6 +454,13 @@ def test_bad_input_is_named_and_nothing_is_registered(runtime):
         with pytest.raises(error, match=words):
             call()
     assert rt.specs() == ()
+
+
+def test_a_gpu_that_is_not_there_and_a_size_without_its_unit_are_told_at_once(runtime):
+    with pytest.raises(BadSetting, match="INFERENCE_GPU_INDEX=7.*0, 1"):
+        runtime(devices="sim:2x24GiB,host:64GiB", inference_gpu_index=7)
+    with pytest.raises(BadSetting, match="GPU_DEVICES"):
+        runtime(devices="sim:2x24")
 
 
 def test_the_same_registration_twice_is_one_and_another_under_its_name_is_refused(runtime):

@@ -321,3 +321,18 @@ def test_plain_memory_is_a_book_of_its_own():
 def test_another_url_names_the_known_ones(url):
     with pytest.raises(BadSetting, match="sqlite:///"):
         open_ledger(url)
+
+
+def test_an_ear_that_is_being_closed_cannot_be_heard_of_again(monkeypatch):
+    """Else a thread that rings just then writes to a descriptor that is closed, or another file's by now."""
+    import os
+    import weakref
+
+    from gpu_runtime.ledgers.doorbell import _Ear
+
+    alive_at_close, close = [], os.close
+    monkeypatch.setattr(os, "close", lambda fd: (alive_at_close.append(ref() is not None), close(fd)))
+    ear = _Ear()
+    ref = weakref.ref(ear)
+    del ear
+    assert alive_at_close == [False]
