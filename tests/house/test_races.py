@@ -1,0 +1,132 @@
+"""Two threads, or the stop button, at the worst moment: each was met by a storm or a crowd once."""
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from gpu_runtime import Runtime
+from gpu_runtime.units import GIB
+
+from .conftest import claims, fakes, where
+
+
+def in_threads(*acts) -> list[threading.Thread]:
+    threads = [threading.Thread(target=act, daemon=True) for act in acts]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def until(true, rt: Runtime) -> None:
+    """Waits for what the ledger will show, looking whenever somebody rings."""
+    for _ in range(100):
+        if true():
+            return
+        rt._keeper.ledger.wait(0.1)
+    raise AssertionError("it never came true")
+
+
+def test_a_preload_ends_where_another_thread_loads_the_model_first(runtime):
+    """It asked while the model was on its way, and was then told for ever that it is there."""
+    rt, begun, go = runtime(), threading.Event(), threading.Event()
+
+    def slow(verb):
+        begun.set()
+        go.wait(20)
+
+    rt.register("m", slow, backend="fake", size="3GiB")
+    outcomes = []
+    first = in_threads(lambda: outcomes.append(rt.preload("m", timeout=20)))
+    begun.wait(20)
+    second = in_threads(lambda: outcomes.append(rt.preload("m", timeout=20)))
+    until(lambda: rt.status().tickets, rt)
+    go.set()
+    for thread in first + second:
+        thread.join(20)
+    assert [outcome.where for outcome in outcomes] == ["sim:0", "sim:0"]
+
+
+def test_an_interrupt_right_after_a_load_leaves_the_model_whole(runtime, monkeypatch):
+    """It is installed by then: to drop it would leave an empty one, said to be on its device."""
+    rt = runtime(monitor=False)
+    fakes(rt, m="3GiB")
+    resident = rt._keeper.residents["m"]
+    install = resident.install
+
+    def install_and_stop(*args):
+        install(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(resident, "install", install_and_stop)
+    with pytest.raises(KeyboardInterrupt), rt.use("m"):
+        pass
+    rt.tick()
+    with rt.use("m") as model:
+        assert sum(share.bytes for share in model.place[0]) == 3 * GIB
+    rt.evict("m")
+    assert rt.probe.used() == {"sim:0": 0, "host": 3 * GIB}
+
+
+def test_an_interrupt_before_a_move_begins_leaves_nothing(runtime, monkeypatch):
+    """The thread that was to do it never started; its closure, kept for ever by the module that starts threads, knew
+    the key, and so the room stayed reserved."""
+    rt = runtime(monitor=False)
+    fakes(rt, m="3GiB")
+    rt.preload("m")
+    rt.evict("m")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as kept:
+        patch.setattr(threading, "_start_new_thread", stop)
+        rt.preload("m")
+    rt.tick()
+    assert claims(rt) == {"host": 3 * GIB}
+    assert kept.value.__traceback__, "a notebook keeps its last error, frames and all"
+    assert rt.preload("m").done
+
+
+def test_a_second_interrupt_while_tidying_up_leaves_nothing(runtime, monkeypatch):
+    """Who presses the stop button presses it twice. What could not be withdrawn at once is at the next tick."""
+    rt = runtime(monitor=False)
+    fakes(rt, m="14GiB", other="14GiB")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    inside, done = threading.Event(), threading.Event()
+
+    def hold():
+        with rt.use("other"):
+            inside.set()
+            done.wait(20)
+
+    holder = in_threads(hold)
+    inside.wait(20)
+    rt.tell_waits(stop)
+    monkeypatch.setattr(rt._keeper, "_withdraw", stop)
+    with pytest.raises(KeyboardInterrupt) as kept, rt.use("m"):
+        pass
+    rt.tick()
+    assert rt._keeper.ledger.read().tickets == ()
+    assert kept.value.__traceback__, "a notebook keeps its last error, frames and all"
+    monkeypatch.undo()
+    done.set()
+    holder[0].join(20)
+
+
+def test_an_eviction_that_nobody_waits_for_is_done_once(runtime, shared_book):
+    """The console's button: the model may come back, and stay."""
+    asker, owner = (runtime(ledger=shared_book, eviction_grace_seconds=0, monitor=False) for _ in range(2))
+    fakes(owner, m="3GiB")
+    owner.preload("m")
+    asker.evict("m", wait=False)
+    for rt in (owner, asker):
+        rt.tick()
+    assert where(owner) == {"m": "host"}
+    owner.preload("m")
+    for rt in (owner, asker):
+        rt.tick()
+    assert where(owner) == {"m": "sim:0"} and not owner._keeper.ledger.read().tickets
