@@ -1,0 +1,163 @@
+"""The stop button at random instructions of everything that a notebook does, on a real ledger: nothing is left behind.
+
+The storm runs in a process of its own, since a thread of another test could not be told from what it leaked.
+"""
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpu_runtime import Runtime, StillInUse
+from gpu_runtime.units import GIB
+
+REPO = Path(__file__).resolve().parents[2]
+HELD = {"here": 9, "there": 9, "small": 3}  # GiB; the first two do not fit beside each other
+
+
+def storm(url: str, wanted: int, seed: int) -> dict[str, int]:
+    """So many interrupts; how often each deed was done meanwhile. Raises AssertionError for whatever is left."""
+    dice = random.Random(seed)
+    rt = Runtime(devices="sim:16GiB,host:16GiB", ledger=url, gpu_memory_max_percent=1.0, cpu_memory_max_percent=1.0,
+                 eviction_grace_seconds=0)
+    for name, size in HELD.items():
+        rt.register(name, backend="fake", size=f"{size}GiB")
+    deeds: dict[str, Callable[[], object]] = {
+        "use": lambda: used(rt, dice.choice(list(HELD))),
+        "nested": lambda: nested(rt),
+        "lease": lambda: leased(rt),
+        "evict": lambda: rt.evict(dice.choice(list(HELD))),
+        "preload": lambda: rt.preload(dice.choice(list(HELD)), timeout=5),
+        "pin": lambda: (rt.pin("small"), rt.unpin("small")),
+        "status": rt.status,
+    }
+    done = dict.fromkeys([*deeds, "interrupts", "looks"], 0)
+    last: BaseException | None = None
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    while done["interrupts"] < wanted:
+        name = dice.choice(list(deeds))
+        try:
+            signal.setitimer(signal.ITIMER_REAL, dice.choice([0.0001, 0.0005, 0.002]) * dice.uniform(0.2, 2))
+            until = time.monotonic() + 0.05  # an interrupt may be lost: in a destructor the interpreter passes over it
+            while time.monotonic() < until:
+                deeds[name]()
+                done[name] += 1
+        except KeyboardInterrupt as error:
+            last = error  # noqa: F841 - kept, frames and all, as a notebook keeps its last error
+            done["interrupts"] += 1
+        except StillInUse:
+            assert name == "evict"  # met what an interrupted use had set going
+        finally:
+            calm(done)
+        if name == "pin":
+            rt.unpin("small")  # what the user did stays done
+        if done["interrupts"] % 250 == 0:
+            done["looks"] += 1
+            look_for_leaks(rt)
+    look_for_leaks(rt)
+    rt.close()
+    assert not rt.probe.used()["sim:0"] and not rt.probe.used()["host"]
+    with Runtime(devices="sim:16GiB,host:16GiB", ledger=url, monitor=False) as other:
+        assert not other._keeper.ledger.read().sections
+    return done
+
+
+def calm(done: dict[str, int]) -> None:
+    while True:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            return
+        except KeyboardInterrupt:
+            done["interrupts"] += 1
+
+
+def used(rt: Runtime, name: str) -> None:
+    with rt.use(name, timeout=5) as model:
+        held = {share.device: share.bytes for share in model.place[0]}
+        assert held == {"sim:0": HELD[name] * GIB}, f"{name} is used where it is not: {held}"
+
+
+def nested(rt: Runtime) -> None:
+    with rt.use("here", timeout=5), rt.use("small", timeout=5):
+        pass
+
+
+def leased(rt: Runtime) -> None:
+    with rt.lease("5GiB", purpose="work", timeout=5):
+        pass
+
+
+def look_for_leaks(rt: Runtime) -> None:
+    """Once moves that were under way have ended and the monitor has published: nothing pinned, leased or asked, and
+    the book says of each model what is so."""
+    keeper = rt._keeper
+    until = time.monotonic() + 20
+    while why := leaks(rt):
+        assert time.monotonic() < until, why
+        keeper.ledger.ring([keeper.me])
+        time.sleep(0.01)
+
+
+def leaks(rt: Runtime) -> str:
+    gc.collect()
+    keeper = rt._keeper
+    book = keeper.ledger.read()
+    pins = [resident.spec.name for resident in keeper.residents.values() if resident.pins]
+    truth = {resident.spec.name: resident.lease.shares for resident in keeper.residents.values() if resident.handle}
+    places = {name: keeper.residents[name].handle.place[0] for name in truth}
+    said = {lease.name: lease.shares for lease in book.leases()}
+    unsettled = [lease.name for lease in book.leases() if lease.target or lease.pins or lease.key and not lease.shares]
+    keys = [ref().text for ref in keeper._keys.copy() if ref()]
+    held: dict[str, int] = {"sim:0": 0, "host": 0}
+    for shares in places.values():
+        for share in shares:
+            held[share.device] += share.bytes
+    blocks = [name for name, (_, anchor) in list(keeper.blocks.items()) if anchor() is not None]
+    problems = {
+        "pinned": pins, "blocks": blocks, "unsettled": unsettled, "keys": keys,
+        "tickets": [ticket.key for ticket in book.tickets],
+        "the book says otherwise": said != truth and (said, truth),
+        "models are not where they are said to be": places != truth and (places, truth),
+        "bytes of nobody": rt.probe.used() != held and (rt.probe.used(), held),
+    }
+    return str({what: found for what, found in problems.items() if found} or "")
+
+
+def in_a_process_of_its_own(directory: Path, interrupts: int, seed: int) -> dict[str, int]:
+    ran = subprocess.run([sys.executable, "-m", "tests.stories.test_storms", f"sqlite://{directory}/ledger",
+                          str(interrupts), str(seed)], cwd=REPO, env=os.environ | {"PYTHONPATH": str(REPO)},
+                         capture_output=True, text=True, timeout=60 + interrupts / 10)
+    assert ran.returncode == 0, ran.stderr[-6000:]
+    print(ran.stdout)
+    return json.loads(ran.stdout)
+
+
+def test_a_storm_of_interrupts_leaves_nothing_behind(tmp_path):
+    done = in_a_process_of_its_own(tmp_path, 3000, seed=1)
+    assert all(done.values()), done
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(2, 6))
+def test_a_long_storm_of_interrupts_leaves_nothing_behind(tmp_path, seed):
+    done = in_a_process_of_its_own(tmp_path, 10_000, seed)
+    assert all(done.values()), done
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("interrupts", type=int)
+    parser.add_argument("seed", type=int)
+    given = parser.parse_args()
+    print(json.dumps(storm(given.url, given.interrupts, given.seed)))
