@@ -167,7 +167,7 @@ def test_threads_that_hold_what_each_other_needs_are_told_at_once(runtime):
 
 
 def test_many_threads_on_a_small_card_lose_nothing(runtime):
-    rt = runtime(devices="sim:20GiB,host:64GiB", gpu_memory_max_percent=1.0)
+    rt = runtime(devices="sim:20GiB,host:200GiB", gpu_memory_max_percent=1.0)  # RAM for all, also in passing
     fakes(rt, **{f"m{i}": "6GiB" for i in range(6)})
     failures = []
 
