@@ -10,6 +10,7 @@ import itertools
 import logging
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -385,6 +386,8 @@ class Keeper:
                               reload_seconds=seconds, settled_at=self.clock())
             resident.install(handle, settled, anchor)
         except BaseException as error:
+            if not isinstance(error, Exception):  # a notebook keeps the traceback, and its frames would keep the bytes
+                traceback.clear_frames(error.__traceback__)
             if handle is None or resident.handle is not handle:  # else the interrupt came too late: it is installed
                 if handle is not None:
                     resident.backend.drop(handle)
@@ -530,8 +533,6 @@ class Keeper:
 
     def make_room_after(self, error: BaseException) -> None:
         """After an out-of-memory error in a block: idle leases of ours and cached blocks go, tracebacks let go."""
-        import traceback
-
         traceback.clear_frames(error.__traceback__)  # frames that have ended would keep their tensors
         for resident in list(self.residents.values()):
             if resident.place is Place.HERE and not resident.pins and not resident.lease.keep:

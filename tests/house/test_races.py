@@ -68,6 +68,24 @@ def test_an_interrupt_right_after_a_load_leaves_the_model_whole(runtime, monkeyp
     assert rt.probe.used() == {"sim:0": 0, "host": 3 * GIB}
 
 
+def test_an_interrupt_at_the_end_of_a_load_gives_its_bytes_back_at_once(runtime, monkeypatch):
+    """Not when the notebook forgets the traceback: its frames hold what had been loaded."""
+    rt = runtime(monitor=False)
+    fakes(rt, m="3GiB")
+    backend = rt._keeper.residents["m"].backend
+    settle = backend._settle
+
+    def settle_and_stop(*args):
+        settle(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(backend, "_settle", settle_and_stop)
+    with pytest.raises(KeyboardInterrupt) as kept, rt.use("m"):
+        pass
+    assert rt.probe.used() == {"sim:0": 0, "host": 0}
+    assert kept.value.__traceback__
+
+
 def test_an_interrupt_before_a_move_begins_leaves_nothing(runtime, monkeypatch):
     """The thread that was to do it never started; its closure, kept for ever by the module that starts threads, knew
     the key, and so the room stayed reserved."""
