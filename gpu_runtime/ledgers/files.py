@@ -22,7 +22,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -34,6 +34,7 @@ BALLAST_BYTES = 1 << 20
 OLD_SECONDS = 86400.0
 _BOOT = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _BOOK = re.compile(r"book-(\d+)\.")
+_DRAFT = re.compile(r"\.(current-|ballast-|new-|\d+-)[0-9a-f]{8}")
 _OWNER = re.compile(r"\d+\.\d+\.\d+")
 _NETWORK = frozenset(
     "nfs nfs4 cifs smb smb2 smb3 smbfs lustre gpfs mmfs ceph 9p afs beegfs beegfs_nodev glusterfs davfs ocfs2 gfs2 "
@@ -220,15 +221,28 @@ def owner_files(directory: Path) -> Iterator[Path]:
             yield path
 
 
-def sweep_owners(directory: Path, in_book: set[str]) -> None:
+def sweep_owners(directory: Path, in_book: Callable[[], set[str]]) -> None:
     """Removes what the dead have left behind, except where the book still needs it to prove their death."""
-    for path in owner_files(directory):
-        if path.name not in in_book and life(path) is Life.DEAD:
+    dead = [path for path in owner_files(directory) if life(path) is Life.DEAD]
+    needed = in_book() if dead else set()  # looked up now: what they wrote just before they died is in it
+    for path in dead:
+        if path.name not in needed:
             try:
+                path.with_name(f"{path.name}.bell").unlink(missing_ok=True)  # first: it is found by its owner's name
                 path.unlink(missing_ok=True)
-                path.with_name(f"{path.name}.bell").unlink(missing_ok=True)
             except PermissionError:
                 continue  # in a shared ledger each user sweeps before their own door
+
+
+def sweep_drafts(directory: Path) -> None:
+    """Removes what processes were making when they were killed: drafts that nobody has touched for a day."""
+    for place in (directory, directory / "owners"):
+        for draft in filter(lambda path: _DRAFT.fullmatch(path.name), place.iterdir()):
+            try:
+                if time.time() - draft.lstat().st_mtime > OLD_SECONDS:
+                    draft.unlink(missing_ok=True)
+            except OSError:
+                continue
 
 
 def sweep_boots(directory: Path) -> None:

@@ -58,11 +58,12 @@ class RedisLedger(SqliteLedger):
         self._closed = False
         _doors.add(self)
         try:
-            book = self.read()
+            self.read()
         except BaseException:
             self._shut(remove=True)
             raise
-        files.sweep_owners(self.directory, _owner_ids(book))
+        files.sweep_owners(self.directory, lambda: _owner_ids(self.read()))
+        files.sweep_drafts(self.directory)
         files.sweep_boots(self.directory)
         files.fill_ballast(self.directory)
 

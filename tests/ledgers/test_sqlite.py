@@ -325,6 +325,21 @@ def test_who_reaps_what_another_has_just_reaped_decides_again(here, notebook):
     assert seen == [["qwen"], []]
 
 
+def test_who_dies_while_another_sweeps_can_be_proven_dead(here, notebook, monkeypatch):
+    """Its last word came after the sweeper had looked at the book; without its file its lease would stay for ever."""
+    ledger, dying, looked_at = here(), notebook(), files.life
+
+    def late(path, inode=0):
+        if path.name == dying.id and dying.process.poll() is None:
+            dying.say("put(ledger, 'qwen')")
+            dying.kill()
+        return looked_at(path, inode)
+
+    monkeypatch.setattr(files, "life", late)
+    here()
+    assert ledger.dead(ledger.read()) == {dying.id}
+
+
 # Places that cannot keep a book
 
 
