@@ -1,0 +1,168 @@
+"""A process killed before any one change that it makes to the ledger's files: nobody else is the worse for it.
+
+Every deed is done again and again by a new process, killed before its first change, its second, … until one comes
+through. The counting and killing is done by a library of ours in front of the C library (crash_points.c).
+"""
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpu_runtime import Runtime
+from gpu_runtime.ledgers import Ledger, files, open_ledger
+from tests.ledgers.conftest import names, put, without
+
+REPO = Path(__file__).resolve().parents[2]
+Say = Callable[[str], None]
+
+
+# -- what is done; each says what it has been told is done ------------------------------------------------------------
+
+def write(url: str, arm: Callable[[], None], say: Say) -> None:
+    """A second grant, in a door that stands open."""
+    door = open_ledger(url)
+    put(door, "qwen")
+    arm()
+    put(door, "qwen", *(f"llama-{n}" for n in range(30)))  # several pages of the file
+    say("llama-7")
+
+
+def live(url: str, arm: Callable[[], None], say: Say) -> None:
+    """A door's whole life."""
+    arm()
+    door = open_ledger(url)
+    put(door, "qwen")
+    say("qwen")
+    say("")  # from here on it may be there or not
+    without(door, door.owner.id)
+    door.close()
+
+
+def mend(url: str, arm: Callable[[], None], say: Say) -> None:
+    """The book is gone: whoever comes makes a new one."""
+    book = Path(url.removeprefix("sqlite://")).glob("*/book-*.db")
+    os.unlink(next(book))
+    live(url, arm, say)
+
+
+def work(url: str, arm: Callable[[], None], say: Say) -> None:
+    """A kernel's: it loads, uses and evicts a model, and ends."""
+    arm()
+    with Runtime(devices="sim:24GiB,host:64GiB", ledger=url, monitor=False) as rt:
+        rt.register("qwen", backend="fake", size="3GiB")
+        with rt.use("qwen"):
+            say("qwen")
+        rt.evict("qwen")
+        say("")
+        rt.forget("qwen")
+
+
+DEEDS = {deed.__name__: deed for deed in (write, live, mend, work)}
+
+
+# -- kill by kill -----------------------------------------------------------------------------------------------------
+
+def kill_everywhere(url: str, deed: str, every: int = 1) -> int:
+    """Before how many changes it was killed. Raises AssertionError where somebody else was the worse for it."""
+    library = ctypes.CDLL(None)
+    directory = url.removeprefix("sqlite://").encode()
+    neighbour = open_ledger(url)
+    put(neighbour, "mine")
+    at = 1
+    while True:
+        said, survived = done_by_another(DEEDS[deed], url, lambda at=at: library.crash_arm(directory, at))
+        judge(neighbour, said, f"{deed}, killed before change {at}", may_be_rebuilt=deed == "mend")
+        if survived:
+            break
+        at += every
+    look_for_leftovers(neighbour, url)
+    return at - 1
+
+
+def done_by_another(deed: Callable[..., None], url: str, arm: Callable[[], None]) -> tuple[str, bool]:
+    """The last thing that it said, and whether it came through."""
+    inbox, outbox = os.pipe()
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            deed(url, arm, lambda what: os.write(outbox, f"{what}\n".encode()))
+            status = 0
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(outbox)
+    with open(inbox) as file:
+        said = file.read().splitlines()
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, -signal.SIGKILL), f"it ended with {code}"
+    return (said or [""])[-1], code == 0
+
+
+def judge(neighbour: Ledger, said: str, when: str, *, may_be_rebuilt: bool) -> None:
+    """The book is whole, what was said to be done is done, the dead can be reaped, and the next grant works."""
+    book = neighbour.read()
+    assert "mine" in names(neighbour), f"{when}: a living neighbour lost its lease"
+    assert not said or said in names(neighbour), f"{when}: {said} was granted and is not in the book"
+    others = book.sections.keys() - {neighbour.owner.id}
+    assert others == neighbour.dead(book), f"{when}: {others} cannot be proven dead"
+    for id in others:
+        without(neighbour, id)
+    put(neighbour, "mine", "next")
+    assert names(neighbour) == ["mine", "next"], when
+    put(neighbour, "mine")
+    if not may_be_rebuilt:
+        assert not list(neighbour.directory.glob("*damaged*")), f"{when}: the book was damaged"
+
+
+def look_for_leftovers(neighbour: Ledger, url: str) -> None:
+    """Whoever opens a door sweeps what the dead left half made."""
+    for path in neighbour.directory.rglob("*"):
+        os.utime(path, (0, 0), follow_symlinks=False)
+    without(neighbour, neighbour.owner.id)
+    open_ledger(url).close()
+    neighbour.close()
+    kept = {"CURRENT", "owners", "ballast", "rebuild.lock", *files.other_books(neighbour.directory, "")}
+    left = {path.name for path in neighbour.directory.rglob("*")} - kept
+    assert not {name for name in left if "-journal" not in name and "damaged" not in name}, left
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not shutil.which("gcc"):
+        pytest.skip("needs gcc, to build the library that counts and kills")
+    there = tmp_path_factory.mktemp("library") / "crash_points.so"
+    subprocess.run(["gcc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", there,
+                    REPO / "tests" / "crash_points.c", "-ldl"], check=True)
+    return there
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_kill_before_any_change_of_a_file_harms_nobody_else(deed, library, tmp_path):
+    ran = subprocess.run([sys.executable, "-m", "tests.stories.test_crash_points", f"sqlite://{tmp_path}/ledger", deed],
+                         cwd=REPO, env=os.environ | {"PYTHONPATH": str(REPO), "LD_PRELOAD": str(library)},
+                         capture_output=True, text=True, timeout=150)
+    assert ran.returncode == 0, ran.stderr[-6000:]
+    print(ran.stdout)
+    assert json.loads(ran.stdout) > {"write": 8, "live": 40, "mend": 40, "work": 60}[deed]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("deed", choices=DEEDS)
+    given = parser.parse_args()
+    print(json.dumps(kill_everywhere(given.url, given.deed)))
