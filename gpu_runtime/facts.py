@@ -97,6 +97,10 @@ class Footprint(Value):
     """The bytes that a model needs on a device, part by part."""
 
     parts: tuple[Part, ...]
+    heads: int = 0  # attention heads, which a tensor-parallel degree must divide; 0: unknown, any degree
+    # Bytes of the indivisible consecutive pieces that the model may be cut between when it goes over several cards:
+    # embeddings, layer 0…n, head. They sum to `bytes`, overheads included. Empty: it may be cut at any byte.
+    pieces: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -417,11 +421,23 @@ class World(Value):
 
 
 class PlacementRules(Value):
-    """Where a footprint may go."""
+    """Where a footprint may go, and how it may be divided among several cards.
+
+    `layout` is `single` (one card), `balanced` (one card where one can hold it, else equal shares, as tensor
+    parallelism needs), `proportional` (the same, in proportion to the room on each card), `auto` (the same as
+    `proportional`) or `whole` (as few cards as do, each of them taken whole). Who cannot be split says `single`.
+    """
 
     devices: tuple[str, ...] = ()  # empty: any
-    layout: str = "auto"
-    policy: str = "best-fit"  # or "most-free"
+    layout: str = "single"
+    policy: str = "best-fit"  # or "most-free", "fewest-evictions"
+    least_cards: int = 1  # more: it is split although one card could hold it
+    most_cards: int = 0  # the largest degree of a split; 0: as many as there are
+    card_bytes: dict[str, int] = {}  # the most that it may take of each card; one not named takes nothing. Empty: no bound
+    margin_bytes: int = 512 * 2**20  # left free on each card of a proportional split, for the driver's own needs
+    overhead: float = 0.0  # what each card of a split takes beyond its part, as a fraction of that part
+    factor: float = 0.0  # a share is the weights times this, and a card that this nearly fills is taken whole; 0: the estimate
+    largest_fraction: float = 0.8  # of a card, that such a share may take
 
 
 class Candidate(Value):
