@@ -367,13 +367,15 @@ class Keeper:
             reaped = False
 
     def _pause(self, verdict: Wait, deadline: float | None) -> None:
-        """Until the bell rings, a model of our own that stands in the way comes free, or time may have changed things."""
+        """Until the bell rings, somebody dies, a model of our own that stands in the way comes free, or time may have changed
+        things."""
         now = self.clock()
         until = min(t for t in (now + POLL_SECONDS, verdict.retry_at, deadline) if t is not None)
         ours = [r for r in list(self.residents.values()) if r.lease.id in verdict.blockers and r.pins]
         step = NEAR_SECONDS if ours else POLL_SECONDS
+        others = [section.owner for id, section in self.ledger.read().sections.items() if id != self.me]
         while (left := until - self.clock()) > 0:
-            if self.ledger.wait(min(step, left)) or any(not resident.pins for resident in ours):
+            if self.ledger.wait(min(step, left), others) or any(not resident.pins for resident in ours):
                 return
 
     def _load(self, resident: Resident, lease: Lease, step: Load, anchor: Callable[[], Anchor | None] | None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import fcntl
+import io
 import itertools
 import os
 import pwd
@@ -74,6 +75,20 @@ class Life(enum.StrEnum):
     ALIVE = "alive"
     DEAD = "dead"
     UNKNOWN = "unknown"
+
+
+def end_of(owner: Owner) -> io.FileIO | None:
+    """A descriptor that polls as readable once the owner's process has ended; None where no such process is to be seen:
+    it has ended, or it is another container's, which counts its processes otherwise.
+
+    It wakes whoever waits, and proves nothing: `life` does.
+    """
+    try:
+        end = io.FileIO(os.pidfd_open(owner.pid))
+        started = start_ticks(Path(f"/proc/{owner.pid}/stat").read_text())
+    except OSError:
+        return None
+    return end if started == owner.started else None
 
 
 def life(path: Path, inode: int = 0) -> Life:

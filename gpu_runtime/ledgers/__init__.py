@@ -61,8 +61,9 @@ class Ledger(Protocol):
         """Tell these owners to read the book. Never blocks, never fails. One's own id wakes one's own threads."""
         ...
 
-    def wait(self, timeout: float) -> bool:
-        """True as soon as somebody rang, False after `timeout` seconds.
+    def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
+        """True as soon as somebody rang or the process of one of the owners in `ends` has ended, False after `timeout`
+        seconds. (Of one in another container the end cannot be seen: look for `dead` every second all the same.)
 
         Several threads may wait: a ring wakes them all, and one that came between a thread's last wait and this
         one counts. A ring may be false; it says "read the book", nothing else.

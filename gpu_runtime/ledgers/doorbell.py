@@ -5,6 +5,7 @@ datagram socket. A ring carries nothing, may be false, and is a hint only: whoev
 """
 from __future__ import annotations
 
+import io
 import os
 import select
 import socket
@@ -13,6 +14,9 @@ import time
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
+
+from ..facts import Owner
+from ..owner import end_of
 
 
 class Bell:
@@ -36,11 +40,13 @@ class Bell:
         for ear in ears:
             ear.wake()
 
-    def wait(self, timeout: float) -> bool:
-        """True as soon as it rings (or rang since this thread's last wait), False after `timeout` seconds."""
+    def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
+        """True as soon as it rings (or rang since this thread's last wait), or the process of one of these owners ends;
+        False after `timeout` seconds."""
         ear = self._ear()
         deadline = time.monotonic() + timeout
-        while ear.heard == self._rings and not self.closed:
+        ear.watch(ends)
+        while ear.heard == self._rings and not self.closed and not ear.bereaved():
             left = deadline - time.monotonic()
             if not self._sleep(ear, max(0.0, left)) and left <= 0:
                 return False
@@ -61,18 +67,21 @@ class Bell:
 
     def _sleep(self, ear: _Ear, seconds: float) -> bool:
         """True where something woke this thread."""
-        poll = select.poll()
-        poll.register(ear.fd, select.POLLIN)
-        woken = poll.poll(seconds * 1000)
-        ear.rest()
+        woken = ear.poll().poll(seconds * 1000)
+        ear.rest(woken)
         return bool(woken)
 
 
 class _Ear:
-    """One waiting thread: the ring it last woke for, and the descriptor that wakes it."""
+    """One waiting thread: the ring it last woke for, the descriptor that wakes it, and the processes it watches.
+
+    Nobody rings for the dead: who waits for a process that is killed would learn of it only by looking, a second later.
+    """
 
     def __init__(self) -> None:
         self.heard = 0
+        self._ends: dict[str, io.FileIO | None] = {}  # by owner; None: it has ended, or cannot be seen from here
+        self._mourned: set[str] = set()  # those among them for whom this thread has woken
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Not __del__: while that closes the descriptor, weak references still answer, and a thread that rings just then
         # would bring the ear back to life and write to a descriptor that may be another file's by now.
@@ -84,11 +93,34 @@ class _Ear:
         except BlockingIOError:
             pass  # it has been woken already, and sleeps deeply
 
-    def rest(self) -> None:
+    def watch(self, owners: Iterable[Owner]) -> None:
+        known = self._ends
+        self._ends = {owner.id: known[owner.id] if owner.id in known else end_of(owner) for owner in owners}
+        self._mourned &= self._ends.keys()
+
+    def bereaved(self) -> bool:
+        """Whether somebody watched has ended for whom this thread has not woken yet: each wakes it once."""
+        gone = {id for id, end in self._ends.items() if end is None} - self._mourned
+        self._mourned |= gone
+        return bool(gone)
+
+    def poll(self) -> select.poll:
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        for end in filter(None, self._ends.values()):
+            poll.register(end, select.POLLIN)
+        return poll
+
+    def rest(self, woken: Iterable[tuple[int, int]]) -> None:
+        """What woke it is over: the next sleep is to be a sleep."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
             pass
+        ended = {fd for fd, _ in woken}
+        for id, end in self._ends.items():
+            if end is not None and end.fileno() in ended:
+                self._ends[id] = None
 
 
 class Doorbell(Bell):
@@ -136,14 +168,13 @@ class Doorbell(Bell):
             os.close(directory)
 
     def _sleep(self, ear: _Ear, seconds: float) -> bool:
-        poll = select.poll()
-        poll.register(ear.fd, select.POLLIN)
+        poll = ear.poll()
         try:
             poll.register(self._socket, select.POLLIN)
         except ValueError:
             return True  # closed by another thread just now
         woken = poll.poll(seconds * 1000)
-        ear.rest()
+        ear.rest(woken)
         # Whoever comes first empties the socket, and tells the others: their poll may have missed it.
         if woken and self._emptied():
             self.ring()

@@ -77,8 +77,8 @@ class MemoryLedger:
             if bell:
                 bell.ring()
 
-    def wait(self, timeout: float) -> bool:
-        self._open_page()
+    def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
+        self._open_page()  # all owners are this process: none ends before it
         return self._bell.wait(timeout)
 
     def close(self) -> None:

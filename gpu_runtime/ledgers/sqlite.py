@@ -154,9 +154,9 @@ class SqliteLedger:
         if not self._closed and os.getpid() == self.owner.pid:
             self._bell.ring_others(owners)
 
-    def wait(self, timeout: float) -> bool:
+    def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
         self._require_open()
-        return self._bell.wait(timeout)
+        return self._bell.wait(timeout, ends)
 
     def close(self) -> None:
         if self._closed or os.getpid() != self.owner.pid:

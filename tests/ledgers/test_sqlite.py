@@ -20,8 +20,9 @@ from gpu_runtime.errors import LedgerNewer, LedgerRefused, LedgerUnavailable
 from gpu_runtime.ledgers import default_url, files
 from gpu_runtime.ledgers.mending import Damaged
 from gpu_runtime.ledgers.sqlite import SqliteLedger
+from gpu_runtime.owner import start_ticks
 
-from .conftest import REPO, count, lease, names, put, section, ticket, without
+from .conftest import REPO, Notebook, count, lease, names, put, section, ticket, without
 
 
 def until(true) -> None:
@@ -554,3 +555,28 @@ def test_processes_lose_no_increment(notebook):
     for other in others:
         other.send("[count(ledger) for _ in range(200)][-1]")
     assert [other.answer() for other in others] == ["200"] * 4
+
+
+def test_whoever_waits_is_woken_by_the_death_of_another(here, notebook):
+    """Nobody rings for the dead: without this a waiter would find their memory free only at its next look."""
+    a, other, bystander = here(), notebook(), notebook()
+    ends = [replace(a.owner, pid=one.process.pid, started=_started(one)) for one in (other, bystander)]
+    other.signal(signal.SIGSTOP)
+    assert not a.wait(0.05, ends), "who is stopped lives"
+    threading.Timer(0.05, other.kill).start()
+    began = time.monotonic()
+    assert a.wait(30, ends)
+    assert time.monotonic() - began < 15
+    assert not a.wait(0.05, ends), "once is enough"
+
+
+def test_a_process_that_cannot_be_seen_wakes_who_waits_once(here):
+    """It may have ended just before; or it is another container's, and then looking every second must do."""
+    a = here()
+    unseen = [replace(a.owner, pid=2**22 + 1), replace(a.owner, serial=99, started=1)]
+    assert a.wait(0, unseen)
+    assert not a.wait(0.05, unseen)
+
+
+def _started(other: Notebook) -> int:
+    return start_ticks(Path(f"/proc/{other.process.pid}/stat").read_text())

@@ -1,0 +1,359 @@
+"""Many kernels on one box: how long each waits for what the others do.
+
+    python -m tests.bench.bench_crowd [kill cycles loop hogs recall …]
+
+All are real processes with runtimes of their own, on one SQLite book and simulated devices.
+"""
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from gpu_runtime import Runtime
+from gpu_runtime.facts import Ticket
+from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.units import GIB
+
+from .bench_ledger import fill
+
+ANSWER_SECONDS = 120.0
+
+
+class Waits(NamedTuple):
+    """Seconds, of so many."""
+
+    count: int
+    median: float
+    p99: float
+    worst: float
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> Waits:
+        ordered = sorted(seconds)
+        return cls(len(ordered), statistics.median(ordered), ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)],
+                   ordered[-1])
+
+    def __str__(self) -> str:
+        return f"p50 {self.median * 1e3:.1f} ms, p99 {self.p99 * 1e3:.1f} ms, worst {self.worst * 1e3:.1f} ms ({self.count})"
+
+
+# -- processes that do as they are told -------------------------------------------------------------------------------
+
+class Child:
+    """A forked process: `act` answers what it is told, a line of JSON for a line of JSON."""
+
+    def __init__(self, act: Callable[[Iterator[Any], Callable[[Any], None]], None]) -> None:
+        told, tell = os.pipe()
+        hear, said = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            os.close(tell)
+            os.close(hear)
+            _be(act, told, said)
+        os.close(told)
+        os.close(said)
+        self._tell, self._hear = os.fdopen(tell, "w"), os.fdopen(hear)
+
+    def tell(self, what: Any = None) -> None:
+        self._tell.write(json.dumps(what) + "\n")
+        self._tell.flush()
+
+    def answer(self) -> Any:
+        line = self._hear.readline()
+        if not line:
+            raise RuntimeError(f"process {self.pid} ended without an answer")
+        return json.loads(line)
+
+    def end(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+        for pipe in (self._tell, self._hear):
+            with suppress(OSError):
+                pipe.close()
+
+
+def _be(act: Callable[[Iterator[Any], Callable[[Any], None]], None], told: int, said: int) -> None:
+    status = 1
+    try:
+        with os.fdopen(told) as lines, os.fdopen(said, "w") as out:
+            act(map(json.loads, lines), lambda what: print(json.dumps(what), file=out, flush=True))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+@contextmanager
+def book() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as root:
+        yield f"sqlite://{root}/ledger"
+
+
+@contextmanager
+def ended(children: list[Child]) -> Iterator[list[Child]]:
+    try:
+        yield children
+    finally:
+        for child in children:
+            child.end()
+
+
+def runtime(url: str, cards: str = "sim:64GiB,host:1GiB") -> Runtime:
+    return Runtime(devices=cards, ledger=url, gpu_memory_max_percent=1.0, cpu_memory_max_percent=1.0,
+                   eviction_grace_seconds=0)
+
+
+# -- a kernel is killed, and somebody waits for what it held ----------------------------------------------------------
+
+def grant_after_kill(holders: int = 64, kills: int = 100) -> Waits:
+    """From the kill of one of so many kernels, each with a model in use, to the grant of its memory to a waiter."""
+    def hold(told: Iterator[Any], say: Callable[[Any], None]) -> None:
+        rt = runtime(url)
+        rt.register("mine", backend="fake", size="1GiB")
+        with rt.use("mine"):
+            say("held")
+            signal.pause()
+
+    def wait(told: Iterator[Any], say: Callable[[Any], None]) -> None:
+        rt = runtime(url)
+        for _ in told:
+            rt.register("wanted", backend="fake", size="1GiB")
+            said: list[None] = []
+            rt.tell_waits(lambda name, verdict, said=said: said or said.append(say("waiting")))
+            with rt.use("wanted", timeout=30):
+                say(time.monotonic())
+            rt.forget("wanted")
+            say("gone")
+
+    with book() as url, ended([Child(hold) for _ in range(holders)]) as crowd:
+        for child in crowd:
+            child.answer()
+        waiter = Child(wait)
+        crowd.append(waiter)
+        taken = []
+        for turn in range(kills):
+            waiter.tell()
+            assert waiter.answer() == "waiting"
+            time.sleep(random.uniform(0.02, 0.3))
+            victim = crowd.pop(turn % holders)
+            began = time.monotonic()
+            os.kill(victim.pid, signal.SIGKILL)
+            taken.append(waiter.answer() - began)
+            victim.end()
+            assert waiter.answer() == "gone"
+            crowd.insert(0, Child(hold))
+            crowd[0].answer()
+    return Waits.of(taken)
+
+
+# -- everybody leases and releases ------------------------------------------------------------------------------------
+
+def cycles(processes: int = 64, a_second: float = 10.0, seconds: float = 8.0) -> Waits:
+    """A lease taken and given back, by so many kernels so often."""
+    def cycle(told: Iterator[Any], say: Callable[[Any], None]) -> None:
+        rt = runtime(url)
+        with rt.lease("1 MiB", purpose="warm"):
+            pass
+        say("ready")
+        next(told)
+        waits, due = [], time.monotonic() + random.uniform(0, 1 / a_second)
+        end = due + seconds
+        while due < end:
+            time.sleep(max(0.0, due - time.monotonic()))
+            began = time.perf_counter()
+            with rt.lease("1 MiB", purpose="work"):
+                pass
+            waits.append(time.perf_counter() - began)
+            due += 1 / a_second
+        say(waits)
+
+    with book() as url, ended([Child(cycle) for _ in range(processes)]) as crowd:
+        return Waits.of([wait for waits in _all_at_once(crowd) for wait in waits])
+
+
+class Loop(NamedTuple):
+    """Processes that write without pause."""
+
+    waits: Waits
+    a_second: float
+    fairness: float  # the least served against the most served
+
+
+def closed_loop(processes: int = 64, seconds: float = 5.0) -> Loop:
+    """Every process writes again as soon as it has written; 50 leases in the page."""
+    def hammer(told: Iterator[Any], say: Callable[[Any], None]) -> None:
+        door = open_ledger(url)
+        ticket = Ticket(key=door.owner.id, owner=door.owner.id, verb="use", name="qwen", arrived=0, refreshed=0)
+        door.transact(lambda book: (book.with_ticket(ticket), None))
+        say("ready")
+        next(told)
+        waits, end = [], time.monotonic() + seconds
+        while (began := time.monotonic()) < end:
+            ticket = replace(ticket, refreshed=began)
+            door.transact(lambda book, ticket=ticket: (book.with_ticket(ticket), None))
+            waits.append(time.monotonic() - began)
+        say(waits)
+
+    with book() as url:
+        doors = fill(url)
+        with ended([Child(hammer) for _ in range(processes)]) as crowd:
+            served = _all_at_once(crowd)
+        for door in doors:
+            door.close()
+    counts = [len(waits) for waits in served]
+    return Loop(Waits.of([wait for waits in served for wait in waits]), sum(counts) / seconds, min(counts) / max(counts))
+
+
+def _all_at_once(crowd: list[Child]) -> list[Any]:
+    for child in crowd:
+        assert child.answer() == "ready"
+    for child in crowd:
+        child.tell()
+    return [child.answer() for child in crowd]
+
+
+# -- somebody keeps Python to itself ----------------------------------------------------------------------------------
+
+def bystander(hogs: int = 2, hog_seconds: float = 0.2, seconds: float = 8.0) -> Waits:
+    """A kernel writes the book every 5 ms, while two others write it too and each keeps its own GIL for 200 ms at a time."""
+    def hog(told: Iterator[Any], say: Callable[[Any], None]) -> None:
+        door = open_ledger(url)
+        stay = ctypes.PyDLL(None).usleep  # PyDLL keeps the GIL during the call
+
+        def write() -> None:
+            ticket = Ticket(key=door.owner.id, owner=door.owner.id, verb="use", name="q", arrived=0, refreshed=0)
+            while True:
+                ticket = replace(ticket, refreshed=time.monotonic())
+                door.transact(lambda book: (book.with_ticket(ticket), None))
+                time.sleep(0.005)
+
+        threading.Thread(target=write, daemon=True).start()
+        say("ready")
+        while True:
+            stay(int(hog_seconds * 1e6))
+            time.sleep(0.001)
+
+    with book() as url:
+        doors = fill(url)
+        with ended([Child(hog) for _ in range(hogs)]) as crowd:
+            for child in crowd:
+                child.answer()
+            waits, end = [], time.monotonic() + seconds
+            ticket = Ticket(key="b", owner=doors[0].owner.id, verb="use", name="b", arrived=0, refreshed=0)
+            while (began := time.monotonic()) < end:
+                ticket = replace(ticket, refreshed=began)
+                doors[0].transact(lambda book, ticket=ticket: (book.with_ticket(ticket), None))
+                waits.append(time.monotonic() - began)
+                time.sleep(0.005)
+        for door in doors:
+            door.close()
+    return Waits.of(waits)
+
+
+# -- recall -----------------------------------------------------------------------------------------------------------
+
+class Recall(NamedTuple):
+    """From one kernel's request to its grant, while another's idle model of 1 GiB moves to its host memory."""
+
+    waits: Waits
+    copy: float  # median seconds of a plain preallocated copy of as many bytes, in the same process
+    tensors: int
+
+
+def recall(busy: bool, tensors: int = 8, rounds: int = 30) -> Recall:
+    """`busy`: the other kernel's main thread runs a pure-Python loop meanwhile."""
+    def idle(told: Iterator[Any], say: Callable[[Any], None]) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        rt = runtime(url, "sim:1536MiB,host:4GiB")
+        width = GIB // 4 // tensors
+        with rt.use(rt.register("big", lambda: _module(torch, tensors, width), size="1GiB").name):
+            pass
+        here, there = torch.ones(GIB, dtype=torch.uint8), torch.ones(GIB, dtype=torch.uint8)
+        copies = []
+        for _ in range(5):
+            began = time.perf_counter()
+            there.copy_(here)
+            copies.append(time.perf_counter() - began)
+        del here, there
+        say(statistics.median(copies[1:]))
+        if busy:
+            threading.Thread(target=_come_back, args=(rt, told, say), daemon=True).start()
+            n = 0
+            while True:
+                n += 1
+        _come_back(rt, told, say)
+
+    with book() as url, ended([Child(idle)]) as crowd:
+        other = crowd[0]
+        copy = other.answer()
+        rt = runtime(url, "sim:1536MiB,host:4GiB")
+        rt.register("wanted", backend="fake", size="1GiB")
+        taken = []
+        for _ in range(rounds + 1):  # the first is cold: the host's pages are touched for the first time
+            time.sleep(random.uniform(0.01, 0.1))
+            began = time.monotonic()
+            with rt.use("wanted", timeout=30):
+                taken.append(time.monotonic() - began)
+            rt.evict("wanted")
+            other.tell()
+            assert other.answer() == "back"
+        rt.close()
+    return Recall(Waits.of(taken[1:]), copy, tensors)
+
+
+def _module(torch: Any, tensors: int, width: int) -> Any:
+    module = torch.nn.Module()
+    for n in range(tensors):
+        module.register_parameter(f"w{n}", torch.nn.Parameter(torch.ones(width), requires_grad=False))
+    return module
+
+
+def _come_back(rt: Runtime, told: Iterator[Any], say: Callable[[Any], None]) -> None:
+    for _ in told:
+        with rt.use("big", timeout=30):
+            pass
+        say("back")
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or ["kill", "cycles", "loop", "hogs", "recall"]
+    if "kill" in wanted:
+        print(f"grant after a kill, 64 holders: {grant_after_kill()}", flush=True)
+    if "cycles" in wanted:
+        print(f"64 × 10 cycles a second: {cycles()}", flush=True)
+    if "loop" in wanted:
+        for processes in (4, 16, 64):
+            loop = closed_loop(processes)
+            print(f"closed loop, {processes}: {loop.waits}; {loop.a_second:.0f} a second, fairness {loop.fairness:.2f}",
+                  flush=True)
+    if "hogs" in wanted:
+        print(f"bystander, two hogs: {bystander()}", flush=True)
+    if "recall" in wanted:
+        for busy in (False, True):
+            for tensors in (8, 40):
+                figures = recall(busy, tensors)
+                print(f"recall of 1 GiB in {tensors} tensors, its kernel {'busy' if busy else 'idle'}: {figures.waits}; "
+                      f"a plain copy {figures.copy * 1e3:.0f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    main()
