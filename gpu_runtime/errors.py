@@ -10,9 +10,13 @@
     ├── OutOfMemory                the device ran out while a model was in use
     ├── UnknownModel, UnknownDevice, UnknownVerb, AmbiguousName, AlreadyRegistered
     ├── BadSize, BadSetting        also ValueError
+    ├── BadDocument                a file of models says what cannot be; also ValueError
+    ├── CatalogUnavailable         the model catalogue cannot be read or written
+    ├── ModelDisabled              its entry in the catalogue says `enabled: false`
     ├── LoadFailed                 the source could not be loaded
     │   └── NotAModel              … because it is no model
     ├── CannotGovern               a module that cannot be moved safely, refused by name
+    ├── NotLoaded                  in the catalogue, and loaded by no process that could be asked
     ├── NotResident                called while away, where it may not come back by itself
     ├── ProbeFailed                a device would not answer
     └── LedgerUnavailable          the book cannot be read or written
@@ -24,6 +28,9 @@ In a notebook each shows as its own sentence, never as a traceback of ours.
 from __future__ import annotations
 
 from typing import Any
+
+
+MOST_NAMES = 12  # in one sentence
 
 
 class GpuError(Exception):
@@ -79,17 +86,17 @@ class OutOfMemory(GpuError, MemoryError):
 class UnknownModel(GpuError, LookupError):
     """No model of that name. Attributes: name, known."""
 
-    def __init__(self, name: str, known: tuple[str, ...] = ()) -> None:
+    def __init__(self, name: str, known: tuple[str, ...] = (), *, none: str = "No model is registered yet.",
+                 advice: str = "") -> None:
         import difflib
 
         close = difflib.get_close_matches(name, known, n=1)
-        known_text = f"Known: {', '.join(sorted(known))}." if known else "No model is registered yet."
+        listed = ", ".join(sorted(known)[:MOST_NAMES]) + (f" and {len(known) - MOST_NAMES} more"
+                                                          if len(known) > MOST_NAMES else "")
         hint = f"Did you mean {close[0]}? " if close else ""
-        super().__init__(
-            f"no model is called {name!r}. {hint}{known_text}\n"
-            f"  Register it:  %gpu load {name} PATH      or  rt.register({name!r}, PATH)",
-            name=name, known=known,
-        )
+        advice = advice or f"Register it:  %gpu load {name} PATH      or  rt.register({name!r}, PATH)"
+        super().__init__(f"no model is called {name!r}. {hint}{f'Known: {listed}.' if known else none}\n  {advice}",
+                         name=name, known=known)
 
 
 class UnknownDevice(GpuError, LookupError):
@@ -136,6 +143,34 @@ class BadSetting(GpuError, ValueError):
                          setting=setting, value=value, expected=expected)
 
 
+class BadDocument(GpuError, ValueError):
+    """A file of models that says what cannot be. Attributes: file, line, field, problem; others: all further ones."""
+
+    def __init__(self, file: str, line: int, field: str, problem: str, others: tuple[BadDocument, ...] = ()) -> None:
+        place = file + (f", line {line}" if line else "") + (f", {field}" if field else "")
+        more = "".join(f"\n  {other}" for other in others[:9])
+        more += f"\n  and {len(others) - 9} more" if len(others) > 9 else ""
+        super().__init__(f"{place}: {problem}.{more}", file=file, line=line, field=field, problem=problem, others=others)
+
+    @classmethod
+    def of(cls, found: list[BadDocument]) -> BadDocument:
+        """All that is wrong with a file, as one error: the first, then the others."""
+        first, *others = found
+        return cls(first.file, first.line, first.field, first.problem, tuple(others)) if others else first
+
+
+class CatalogUnavailable(GpuError):
+    """The model catalogue cannot be read or written. Attributes: path, why."""
+
+
+class ModelDisabled(GpuError):
+    """Its entry in the catalogue says `enabled: false`. Attributes: name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} is disabled in the catalogue (enabled: false), so it is not loaded.\n"
+                         f"  Enable it:  gpu inspect {name} > FILE, write enabled: true, gpu apply -f FILE", name=name)
+
+
 class LoadFailed(GpuError):
     """A source could not be loaded. Attributes: name, source."""
 
@@ -146,6 +181,14 @@ class NotAModel(LoadFailed):
 
 class CannotGovern(GpuError, TypeError):
     """A module that cannot be moved safely. Attributes: name, why."""
+
+
+class NotLoaded(GpuError):
+    """It is in the catalogue, and no process has loaded it that could be asked. Attributes: name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} is in the catalogue, and no process has loaded it; a command cannot hold a model.\n"
+                         f"  In a notebook:  %gpu load {name}", name=name)
 
 
 class NotResident(GpuError):

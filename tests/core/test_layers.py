@@ -14,8 +14,8 @@ ROOMS = {
     "mind": {"planner", "caps", "telling", "asks", "bookkeeping", "clearing", "deadlock", "estimate", "hopeless",
              "leaving", "placement", "policy", "pressure", "strangers", "queueing", "room"},
     "hands": {"ledgers", "backends", "blocks", "probe", "pool", "journal", "machine", "owner", "memory", "segments",
-              "nvml", "sampler", "sampling"},
-    "house": {"__init__", "runtime", "keeper", "monitor", "frames", "samples", "catalog", "sharing"},
+              "nvml", "sampler", "sampling", "documents", "fields", "manifests"},
+    "house": {"__init__", "runtime", "keeper", "monitor", "frames", "samples", "catalog", "catalogued", "entries", "sharing"},
     "faces": {"cli", "verbs", "serving", "gpu", "gpu_panels"},
 }
 MAY_IMPORT = {
