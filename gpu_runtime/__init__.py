@@ -16,9 +16,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
-    AlreadyRegistered, AmbiguousName, BadSetting, BadSize, Busy, CannotGovern, Deadlock, DoesNotFit, GpuError,
-    LedgerUnavailable, LoadFailed, MemoryLimitExceeded, NotAllowed, NotAModel, NotResident, OutOfMemory, ProbeFailed,
-    StillInUse, UnknownDevice, UnknownModel,
+    AlreadyRegistered, AmbiguousName, BadDocument, BadSetting, BadSize, Busy, CannotGovern, CatalogUnavailable, Deadlock,
+    DoesNotFit, GpuError, LedgerNewer, LedgerUnavailable, LoadFailed, MemoryLimitExceeded, ModelDisabled, NotAllowed,
+    NotAModel, NotLoaded, NotResident, OutOfMemory, ProbeFailed, StillInUse, UnknownDevice, UnknownModel,
 )
 
 if TYPE_CHECKING:
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Runtime", "runtime",
-    "AlreadyRegistered", "AmbiguousName", "BadSetting", "BadSize", "Busy", "CannotGovern", "Deadlock", "DoesNotFit",
-    "GpuError", "LedgerUnavailable", "LoadFailed", "MemoryLimitExceeded", "NotAllowed", "NotAModel", "NotResident",
-    "OutOfMemory", "ProbeFailed", "StillInUse", "UnknownDevice", "UnknownModel",
+    "AlreadyRegistered", "AmbiguousName", "BadDocument", "BadSetting", "BadSize", "Busy", "CannotGovern",
+    "CatalogUnavailable", "Deadlock", "DoesNotFit", "GpuError", "LedgerNewer", "LedgerUnavailable", "LoadFailed",
+    "MemoryLimitExceeded", "ModelDisabled", "NotAllowed", "NotAModel", "NotLoaded", "NotResident", "OutOfMemory",
+    "ProbeFailed", "StillInUse", "UnknownDevice", "UnknownModel",
 ]
 
 _lock = threading.Lock()

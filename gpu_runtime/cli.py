@@ -85,6 +85,7 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
     import gpu_runtime
 
     rt = gpu_runtime.runtime()
+    rt.guest = True
     try:
         if not verb.loads:
             value = verb.act(rt, args)

@@ -126,7 +126,9 @@ class ModelSpec(Value):
     keep_alive: float = 0.0
     layout: str = "auto"
     devices: tuple[str, ...] = ()  # where it may go; empty: anywhere
-    options: dict[str, Any] = {}
+    placement: dict[str, Any] = {}  # fields of PlacementRules on which the model has its own word
+    enabled: bool = True  # False: it is known, and refuses to load
+    options: dict[str, Any] = {}  # what its backend and its estimate go by: context_length, gpu_layers, dtype, …
 
     @property
     def key(self) -> str:
@@ -589,6 +591,16 @@ class Outcome(Value):
     seconds: float = 0.0
 
 
+class Applied(Value):
+    """What became of a file of models, by their names."""
+
+    file: str
+    added: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    unchanged: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what is kept and has no effect here
+
+
 class Health(Value):
     """One line on the fullest device."""
 
@@ -609,6 +621,7 @@ class Plan(Value):
     asked: tuple[str, ...] = ()  # lease ids of other owners that would be asked to step aside
     footprint: Footprint | None = None
     name: str = ""
+    obstacle: str = ""  # why it would not be loaded whatever the room: it is disabled, or no backend here can
 
 
 class Snapshot(Value):

@@ -7,12 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .entries import state
 from .facts import Event, Fragmentation, Lease, ModelSpec, Owner, Section
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 MODELS = ["name", "backend", "where", "bytes", "idle_seconds", "uses", "importance", "keep", "owner"]
+CATALOG = ["name", "type", "backend", "bytes", "context_length", "importance", "keep", "state", "source"]
 LEASES = ["model", "device", "bytes", "measured_bytes", "owner", "user", "pid", "notebook", "importance", "pins",
           "idle_seconds"]
 EVENTS = ["time", "model", "action", "reason", "bytes", "device", "owner"]
@@ -21,8 +23,11 @@ FRAGMENTATION = ["device", "allocated_bytes", "reserved_bytes", "fragmentation_b
 
 
 def models(specs: Iterable[ModelSpec], sections: Mapping[str, Section], me: str, sizes: Mapping[str, int],
-           now: float) -> DataFrame:
-    """Every model registered here or held by anybody: columns `name backend where bytes idle_seconds …`."""
+           now: float, catalogued: Iterable[ModelSpec] = ()) -> DataFrame:
+    """Every model registered here, held by anybody or in the catalogue: columns `name backend where bytes …`.
+
+    A model of the catalogue that somebody holds is theirs, and has no row of its own.
+    """
     rows = []
     held = {(section.owner.id, lease.name): (section.owner, lease) for section in sections.values()
             for lease in section.leases if lease.kind == "model"}
@@ -34,7 +39,17 @@ def models(specs: Iterable[ModelSpec], sections: Mapping[str, Section], me: str,
             rows.append([spec.name, spec.backend, "disk", sizes.get(spec.name), None, 0, spec.importance, spec.keep,
                          "me"])
     rows += [_held(owner, lease, now, mine=owner.id == me) for owner, lease in held.values()]
+    names = {row[0] for row in rows}
+    rows += [[spec.name, spec.backend, "disk", sizes.get(spec.name, spec.size), None, 0, spec.importance, spec.keep,
+              "catalogue"] for spec in catalogued if spec.name not in names]
     return _frame(rows, MODELS, {"bytes": "Int64"})
+
+
+def catalog(specs: Iterable[ModelSpec]) -> DataFrame:
+    """The models of the catalogue, by name; `state` is `ready`, `disabled`, or what is missing."""
+    rows = [[spec.name, spec.model_type, spec.backend, spec.size, spec.options.get("context_length"), spec.importance,
+             spec.keep, state(spec), spec.source] for spec in specs]
+    return _frame(rows, CATALOG, {"bytes": "Int64", "context_length": "Int64"})
 
 
 def _held(owner: Owner, lease: Lease, now: float, mine: bool = True) -> list[Any]:

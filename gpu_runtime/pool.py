@@ -68,6 +68,7 @@ class Resident:
         self.backend = backend
         self.origin = origin  # the factory it was registered with
         self.adopted = False  # the user's own module: never emptied, only let go
+        self.catalogued: ModelSpec | None = None  # as the catalogue last said, where it was not registered here
         self.calling: Callable[[], Held]  # what a call on a kept reference runs under; the runtime's to give
         self.place = Place.GONE
         self.lease = Lease(owner, spec.name)  # as last settled; meaningful while the model is held

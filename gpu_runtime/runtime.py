@@ -20,8 +20,12 @@ from msgspec.structs import replace
 from . import bookkeeping as books
 from . import caps, machine, telling
 from .asks import Order, answer, foreign
-from .backends import Backend, Progress, backend_for, is_out_of_memory, open_backend
+from .backends import Backend, Progress, backend_for, backend_names, is_out_of_memory, open_backend
+from .backends.absent import AbsentBackend
 from .blocks import Block
+from .catalog import Catalog
+from .catalogued import Catalogued
+from .entries import obstacle, require_loadable
 from .errors import (
     AlreadyRegistered,
     AmbiguousName,
@@ -31,6 +35,7 @@ from .errors import (
     CannotGovern,
     GpuError,
     NotAllowed,
+    NotLoaded,
     NotResident,
     ProbeFailed,
     StillInUse,
@@ -38,6 +43,7 @@ from .errors import (
 )
 from .facts import (
     IMPORTANCE,
+    Applied,
     Book,
     Event,
     Footprint,
@@ -86,10 +92,14 @@ class Runtime:
     `Runtime(devices="sim:2x24GiB", ledger="memory:", gpu_memory_max_percent=0.9)`. Raises BadSetting.
     """
 
-    def __init__(self, *, devices: str | None = None, ledger: str | None = None, policy: str | None = None,
-                 clock: Callable[[], float] | None = None, wall: Callable[[], float] = time.time,
-                 probe: Probe | None = None, monitor: bool = True, **settings: Any) -> None:
-        self.settings = Settings.load(gpu_devices=devices, gpu_ledger=ledger, gpu_policy=policy, **settings)
+    guest = False  # True: a command's, which asks others and holds no model itself
+
+    def __init__(self, *, devices: str | None = None, ledger: str | None = None, catalog: str | None = None,
+                 policy: str | None = None, clock: Callable[[], float] | None = None,
+                 wall: Callable[[], float] = time.time, probe: Probe | None = None, monitor: bool = True,
+                 **settings: Any) -> None:
+        self.settings = Settings.load(gpu_devices=devices, gpu_ledger=ledger, gpu_catalog=catalog, gpu_policy=policy,
+                                      **settings)
         check_policy(self.settings.gpu_placement)
         self.probe = probe or open_probe(self.settings.gpu_devices, cpu_only=self.settings.development_cpu_only)
         index = self.settings.inference_gpu_index
@@ -98,6 +108,7 @@ class Runtime:
             raise BadSetting("INFERENCE_GPU_INDEX", index, f"the index of a GPU here: {', '.join(map(str, indices))}")
         self._clock = clock or _boot_seconds
         self._wall = wall
+        self._catalogue = Catalogued(Catalog(self.settings), self.probe.devices)
         self._backends: dict[str, Backend] = {}
         self._lock = threading.Lock()  # of the registry and of the monitor's start; never held while loading
         self._monitor_wanted = monitor
@@ -150,7 +161,9 @@ class Runtime:
         if known is not None:
             if known.spec == spec and _same_code(known.origin, origin):
                 return spec
-            raise AlreadyRegistered(name)
+            if known.catalogued is None or known.place is not Place.GONE:
+                raise AlreadyRegistered(name)
+            self._keeper.residents.pop(name, None)  # the catalogue's, not loaded: what is registered here wins
         resident = self._resident(spec, origin, restore_on_call)
         resident.footprint()  # what cannot be loaded is said now, not at the first use
         return self._add(resident)
@@ -193,13 +206,16 @@ class Runtime:
         return spec
 
     def _resident(self, spec: ModelSpec, origin: Any, restore_on_call: bool) -> Resident:
-        backend = self._backends.get(spec.backend)
-        if backend is None:
-            backend = self._backends.setdefault(spec.backend, open_backend(spec.backend, self.probe))
-        keeper = self._keeper
-        resident = Resident(spec, backend, keeper.me, self._clock, origin)
+        resident = Resident(spec, self._backend(spec.backend), self._keeper.me, self._clock, origin)
         resident.calling = lambda: self._calling(resident, restore_on_call)
         return resident
+
+    def _backend(self, name: str) -> Backend:
+        backend = self._backends.get(name)
+        if backend is None:
+            made = open_backend(name, self.probe) if name in backend_names() else AbsentBackend(name)
+            backend = self._backends.setdefault(name, made)
+        return backend
 
     def _add(self, resident: Resident) -> ModelSpec:
         with self._lock:
@@ -270,6 +286,7 @@ class Runtime:
     def _obtain(self, resident: Resident, anchor: Callable[[], Anchor | None] | None, importance: str | int | None,
                 timeout: str | float | None, keep_alive: str | float | None, progress: Progress | None) -> None:
         spec = resident.spec
+        require_loadable(spec)
         self._keeper.obtain(
             resident, anchor, progress=progress,
             importance=spec.importance if importance is None else importance_of(importance),
@@ -324,6 +341,8 @@ class Runtime:
 
     def preload(self, name: str, *, progress: Progress | None = None, timeout: str | float | None = None) -> Outcome:
         """Brings the model onto its device now, so that the next `use` finds it there. Raises as `use`."""
+        if not self.guest and self._by_key(name) is None and self._catalogue.spec(name):
+            name = self._mine(name).spec.name  # the catalogue's are ours as much as if they were registered here
         owner, bare = self._resolve(name, loadable=True)
         if owner != self._keeper.me:
             return self._asked("preload", owner, bare, timeout)
@@ -492,7 +511,45 @@ class Runtime:
                 sizes[resident.spec.name] = resident.footprint().bytes
             except GpuError:  # a source that has gone since it was registered: its size is unknown
                 continue
-        return frames.models(self.specs(), book.sections, self._keeper.me, sizes, world.now)
+        registered = [resident.spec for resident in list(self._keeper.residents.values()) if not resident.catalogued]
+        return frames.models(registered, book.sections, self._keeper.me, sizes, world.now, self._catalogue.specs())
+
+    # -- the catalogue
+
+    def apply(self, file: str | os.PathLike[str]) -> Applied:
+        """Puts the models of a file in the catalogue: all of them, or none. What is loaded stays as it was loaded.
+
+        Raises BadDocument, which names file, line and field, and CatalogUnavailable.
+        """
+        return self._catalogue.catalog.apply(file)
+
+    def catalog(self) -> DataFrame:
+        """The models of the catalogue. Raises CatalogUnavailable, BadDocument."""
+        from . import frames
+
+        return frames.catalog(self._catalogue.catalog.specs())
+
+    def catalog_names(self) -> tuple[str, ...]:
+        """The names of the catalogue's models; none where it cannot be read."""
+        return self._catalogue.names()
+
+    def inspect(self, name: str, format: str = "") -> Any:
+        """What the catalogue says of a model, as `apply` takes it again: a dict, or text in `yaml` or `json`.
+
+        Raises UnknownModel, CatalogUnavailable.
+        """
+        return self._catalogue.catalog.inspect(name, format)
+
+    def delete(self, name: str) -> Outcome:
+        """Takes a model out of the catalogue. Where it is loaded, it stays until it is evicted.
+
+        Raises UnknownModel, CatalogUnavailable.
+        """
+        entry = self._catalogue.catalog.delete(name)
+        holders = [section.owner.label for section in self._keeper.ledger.read().sections.values()
+                   if section.lease(entry.name)]
+        loaded = f"; it is still loaded by {', '.join(holders)}, and stays there until it leaves" if holders else ""
+        return Outcome("delete", entry.name, True, f"{entry.name} is no longer in the catalogue{loaded}")
 
     def leases(self) -> DataFrame:
         """Who holds what on which device, one row a share."""
@@ -537,7 +594,8 @@ class Runtime:
         keeper = self._keeper
         book, world = keeper.ledger.read(), keeper.world()
         book = books.publish(book, keeper.truth(), world)
-        resident = keeper.residents.get(str(name_or_size)) or self._by_key(str(name_or_size))
+        name = str(name_or_size)
+        resident = keeper.residents.get(name) or self._by_key(name) or self._from_catalogue(name)
         if resident is not None:
             wanted, footprint = keeper.wanted(resident), resident.footprint()
             places = keeper.places(resident)
@@ -545,19 +603,20 @@ class Runtime:
             try:
                 footprint = Footprint.of(parse_bytes(name_or_size))
             except BadSize:
-                raise UnknownModel(str(name_or_size), tuple(keeper.residents)) from None
+                raise UnknownModel(name, self._names()) from None
             wanted, places = Lease(keeper.me, f"a lease of {show_bytes(footprint.bytes)}", kind="block"), ()
         request = Request("plan", wanted, footprint, world.now,
                           PlacementRules(devices=places, policy=self.settings.gpu_placement), wait=False)
-        return plan(book, request, world, keeper.rank)
+        planned = plan(book, request, world, keeper.rank)
+        return replace(planned, obstacle=obstacle(resident.spec)) if resident is not None else planned
 
     def why(self, name: str) -> tuple[Event, ...]:
         """The last decisions on this model, the newest last. Raises UnknownModel where there never was one."""
         bare = name.partition("@")[0]
         resident = self._by_key(bare)
         events = self._keeper.journal.tail(20, resident.spec.name if resident else bare)
-        if not events and resident is None:
-            raise UnknownModel(bare, tuple(self._keeper.residents))
+        if not events and resident is None and self._catalogue.spec(bare) is None:
+            raise UnknownModel(bare, self._names())
         return events
 
     @property
@@ -567,10 +626,43 @@ class Runtime:
     # -- names
 
     def _mine(self, name: str) -> Resident:
+        """A model of ours, the catalogue's included. Raises UnknownModel, CatalogUnavailable."""
         resident = self._keeper.residents.get(name) or self._by_key(name)
-        if resident is None:
-            raise UnknownModel(name, tuple(self._keeper.residents))
+        if resident is not None and resident.catalogued and resident.place is Place.GONE:
+            self._refresh(resident)
+        elif resident is None and (made := self._from_catalogue(name)):
+            with self._lock:
+                resident = self._keeper.residents.setdefault(made.spec.name, made)
+            self._awake()
+        if resident is None or resident.spec.name not in self._keeper.residents:
+            raise UnknownModel(name, self._names())
         return resident
+
+    def _from_catalogue(self, name: str) -> Resident | None:
+        """The catalogue's model of that name, as one of ours that is not loaded; not yet among the residents."""
+        spec = self._catalogue.spec(name)
+        if spec is None:
+            return None
+        resident = self._resident(spec, None, restore_on_call=True)
+        resident.catalogued = spec
+        return resident
+
+    def _refresh(self, resident: Resident) -> None:
+        """What the catalogue says by now of a model that is not loaded; out with it where that is nothing any more."""
+        spec = self._catalogue.spec(resident.spec.name)
+        if spec == resident.catalogued or not resident.work.acquire(False):  # it is being loaded, as it was
+            return
+        try:
+            if spec is None:
+                self._keeper.residents.pop(resident.spec.name, None)
+            else:
+                resident.spec = resident.catalogued = spec
+                resident.backend = self._backend(spec.backend)
+        finally:
+            resident.work.release()
+
+    def _names(self) -> tuple[str, ...]:
+        return tuple({*self._keeper.residents, *self.catalog_names()})
 
     def _by_key(self, name: str) -> Resident | None:
         """A model of ours by its name, or by `type:name:quantization`."""
@@ -599,7 +691,12 @@ class Runtime:
             return found[0][0], bare
         if found:
             raise AmbiguousName(bare, tuple(f"{bare}@{pid}" for _, pid in found))
-        known = {*self._keeper.residents, *(f"{lease.name}@{section.owner.pid}" for section in sections.values()
+        if not pid and (spec := self._catalogue.spec(bare)):
+            if self.guest:
+                require_loadable(spec)
+                raise NotLoaded(spec.name)
+            return self._keeper.me, spec.name
+        known = {*self._names(), *(f"{lease.name}@{section.owner.pid}" for section in sections.values()
                                             for lease in section.leases if section.owner.id != self._keeper.me)}
         raise UnknownModel(name, tuple(known))
 

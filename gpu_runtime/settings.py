@@ -60,6 +60,11 @@ class Settings(BaseSettings):
     inference_gpu_index: Annotated[int | None, Number] = Field(
         None, ge=0, description="The only GPU to use, by its index. Unset: the planner chooses.")
 
+    inference_gpu_layers: Annotated[int | None, Number] = Field(
+        None, ge=-1, description="Layers on the GPU where a model of the catalogue does not say: -1 all, 0 CPU only.")
+    inference_backend: str | None = Field(
+        None, description="The backend where a model of the catalogue does not say. Unset: found from its source.")
+
     gpu_devices: str = Field(
         "auto", description="The devices: auto, cuda, or simulated ones such as sim:2x24GiB,host:64GiB.")
     development_cpu_only: bool = Field(
@@ -68,6 +73,8 @@ class Settings(BaseSettings):
         None, description="Where the book is kept: sqlite:///DIRECTORY, redis://HOST:PORT/DB or memory:. "
                           "Unset: the machine's shared ledger, else private to the user.")
 
+    gpu_catalog: str | None = Field(
+        None, description="Where the model catalogue lies: a directory or a file. Unset: private to the user.")
     gpu_config_file: str = Field(
         "/etc/gpu-console/config.toml", description="The machine-wide configuration: the shared ledger, and users' caps.")
 
@@ -223,5 +230,6 @@ _WORDS = {
     "gpu_relief": "auto, always or never",
     "inference_memory_limit_gb": "a number of GiB above 0, such as 16",
     "inference_gpu_index": "the index of a GPU, such as 0",
+    "inference_gpu_layers": "-1 (all), 0 (CPU only) or a number of layers",
     "pressure_check_interval_seconds": "seconds above 0, such as 15 or '1m'",
 }

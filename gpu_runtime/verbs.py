@@ -96,7 +96,7 @@ def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _load(rt: Any, args: argparse.Namespace) -> Any:
-    known = {spec.name for spec in rt.specs()}
+    known = {*(spec.name for spec in rt.specs()), *rt.catalog_names()}
     options = _given(args, "backend", "size", "importance", "keep")
     source = args.source
     if source is None and args.name not in known and "/" in args.name:
@@ -126,6 +126,24 @@ def _config(rt: Any, args: argparse.Namespace) -> Any:
     if args.preset:
         return settings.preset(args.preset)
     return (rt.settings if rt is not None else settings.Settings.load()).sources()
+
+
+def _catalog(rt: Any) -> Any:
+    """Whatever answers for the catalogue: the runtime, or, where none is open, the catalogue itself."""
+    from . import settings
+    from .catalog import Catalog
+
+    return rt if rt is not None else Catalog(settings.Settings.load())
+
+
+def _listed(rt: Any, args: argparse.Namespace) -> Any:
+    from . import frames
+
+    return rt.catalog() if rt is not None else frames.catalog(_catalog(None).specs())
+
+
+def _inspect(rt: Any, args: argparse.Namespace) -> Any:
+    return _catalog(rt).inspect(args.name, "" if args.json else args.format)
 
 
 def _ledger(rt: Any, args: argparse.Namespace) -> Any:
@@ -176,6 +194,19 @@ VERBS: dict[str, Verb] = {verb.name: verb for verb in (
     Verb("pin", "keeps a model on its device whatever comes", lambda rt, args: rt.pin(args.name), (NAME,)),
     Verb("unpin", "lets a pinned model step aside again", lambda rt, args: rt.unpin(args.name), (NAME,)),
     Verb("defrag", "gives cached, unused device memory back", lambda rt, args: rt.defrag()),
+    Verb("apply", "puts the models of a file in the catalogue: all of them, or none",
+         lambda rt, args: _catalog(rt).apply(args.file), (
+        Argument(("--file", "-f"), {"metavar": "FILE", "required": True, "help": "YAML or JSON; - for standard input"}, "files"),
+    ), needs_runtime=False),
+    Verb("catalog", "the models of the catalogue", _listed, needs_runtime=False),
+    Verb("inspect", "what the catalogue says of a model, as apply takes it again", _inspect, (
+        Argument(("name",), {"metavar": "NAME", "help": "a model of the catalogue"}, "catalog"),
+        Argument(("--format",), {"metavar": "F", "choices": ["yaml", "json"], "default": "yaml", "help": "yaml or json"},
+                 "formats"),
+    ), needs_runtime=False),
+    Verb("delete", "takes a model out of the catalogue; where it is loaded it stays", lambda rt, args: rt.delete(args.name), (
+        Argument(("name",), {"metavar": "NAME", "help": "a model of the catalogue"}, "catalog"),
+    )),
     Verb("config", "every setting, its value and where it came from", _config, (
         Argument(("--preset",), {"metavar": "SIZE", "help": "the settings advised for a card: 24GB, 16GB, 8GB, 4GB"},
                  "presets"),

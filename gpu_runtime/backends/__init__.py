@@ -75,6 +75,11 @@ _MODULES = {  # name -> module and class; imported when first opened
 }
 
 
+def backend_names() -> tuple[str, ...]:
+    """The backends that this version has."""
+    return tuple(sorted(_MODULES))
+
+
 def open_backend(name: str, probe: Probe) -> Backend:
     """The backend of that name, over these devices. Raises BadSetting for an unknown one."""
     if name not in _MODULES:

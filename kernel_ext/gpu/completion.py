@@ -74,18 +74,21 @@ def values(argument: verbs.Argument, runtime: Callable[[], Any]) -> Iterable[str
         return None
     if argument.completes == "models":
         return model_names(runtime())
+    if argument.completes == "catalog":
+        return runtime().catalog_names()
     return {
         "verbs": [verb.name for verb in verbs.verbs(verbs.MAGIC)],
         "importances": list(IMPORTANCE),
+        "formats": ["yaml", "json"],
         "presets": ["24GB", "16GB", "8GB", "4GB"],
         "backends": ["torch", "transformers", "fake"],
     }.get(argument.completes, [])
 
 
 def model_names(rt: Any) -> list[str]:
-    """Models of this process by their names, and those that only others hold as `name@pid`."""
+    """Models of this process and of the catalogue by their names, and those that others hold as `name@pid`."""
     snapshot = rt.status()
-    mine = {spec.name for spec in snapshot.specs}
+    mine = {*(spec.name for spec in snapshot.specs), *rt.catalog_names()}
     others = set()
     for section in snapshot.sections.values():
         for lease in section.leases:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_runtime.facts import Event, Health, Level, Outcome, Plan, Snapshot
+from gpu_runtime.facts import Applied, Event, Health, Level, Outcome, Plan, Snapshot
 from gpu_runtime.units import show_bytes
 
 from . import text, view, words
@@ -237,6 +237,12 @@ def health(found: Health) -> str:
 def outcome(done: Outcome) -> str:
     head, _, told = text.outcome(done).partition(": ")
     return page(line(f"<b>{'✓' if done.done else '✗'} {esc(head)}</b>", esc(told)))
+
+
+def applied(done: Applied) -> str:
+    head, _, told = text.applied_head(done).partition(": ")
+    notes = "".join(f"<li>{esc(note)}</li>" for note in done.notes)
+    return page(line(f"<b>✓ {esc(head)}</b>", esc(told)), f'<ul class="gpuc-list">{notes}</ul>' if notes else "")
 
 
 def plan(found: Plan, snapshot: Snapshot, subject: str = "") -> str:

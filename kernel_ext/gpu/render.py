@@ -8,13 +8,14 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from gpu_runtime.facts import Health, Outcome, Plan, Snapshot
+from gpu_runtime.facts import Applied, Health, Outcome, Plan, Snapshot
 
 from . import html, text
 from .plain import as_json as as_json  # a face needs this module only
 
 EMPTY = {
     "models": "No model is registered yet. Load one:  %gpu load NAME PATH",
+    "catalog": "The catalogue is empty. Add models:  {prompt} apply -f FILE",
     "leases": "Nobody holds memory on a device. Load a model:  %gpu load NAME PATH",
     "evictions": "Nothing has been evicted yet. What else happened:  {prompt} evictions --all",
     "fragmentation": "No allocator has been used in this process yet. How things stand:  {prompt} status",
@@ -75,6 +76,8 @@ def shown(verb: str, value: Any, *, subject: str = "", around: Snapshot | None =
         return Shown(value, lambda: text.health(value), lambda: html.health(value))
     if isinstance(value, Outcome):
         return Shown(value, lambda: text.outcome(value), lambda: html.outcome(value))
+    if isinstance(value, Applied):
+        return Shown(value, lambda: text.applied(value), lambda: html.applied(value))
     if verb == "why":
         return Shown(value, lambda: text.why(subject, value, prompt), lambda: html.why(subject, value))
     if verb == "config" and isinstance(value, dict):

@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gpu_runtime.facts import Event, Health, Outcome, Plan, Snapshot
+from gpu_runtime.facts import Applied, Event, Health, Outcome, Plan, Snapshot
 from gpu_runtime.units import show_bytes, show_seconds
 
 from . import view, words
@@ -186,6 +186,17 @@ def outcome(done: Outcome) -> str:
     told = ", ".join(filter(None, facts))
     head = f"{done.verb} {done.name}".strip() + ("" if done.done else ", not done")
     return clean(f"{head}: {said}" + (f" ({told})" if done.bytes and told else ""))
+
+
+def applied(done: Applied) -> str:
+    """What became of a file of models, and what has no effect here."""
+    return "\n".join([applied_head(done), *(f"  {clean(note)}" for note in done.notes)])
+
+
+def applied_head(done: Applied) -> str:
+    told = [f"{len(names)} {what} ({clean(', '.join(names))})"
+            for what, names in (("new", done.added), ("changed", done.changed), ("unchanged", done.unchanged)) if names]
+    return f"apply {clean(done.file)}: {', '.join(told)}"
 
 
 def block(block_: Any) -> str:

@@ -102,7 +102,9 @@ def verdict(plan: Plan) -> str:
 
 
 def how(plan: Plan, subject: str, prompt: str) -> str:
-    """How to do what was planned, where that can be typed."""
+    """How to do what was planned, where that can be typed; why it would not be done, where something forbids it."""
+    if plan.obstacle:
+        return f"It would not be loaded: {clean(plan.obstacle)}."
     if plan.name.startswith("a lease"):
         return f"Do it for a cell:  %{prompt} {subject}" if subject and prompt == "%gpu" else ""
     return f"Do it:  {prompt} preload {clean(plan.name)}" if plan.name else ""

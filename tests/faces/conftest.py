@@ -25,8 +25,9 @@ def utc(monkeypatch):
 
 
 @pytest.fixture
-def rt(monkeypatch):
+def rt(monkeypatch, tmp_path):
     """The runtime that every face of this test finds: one simulated card of 24 GiB, 21.6 of them usable."""
+    monkeypatch.setenv("GPU_CATALOG", str(tmp_path / "catalog"))
     runtime = gpu_runtime.Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:", monitor=False)
     monkeypatch.setattr(gpu_runtime, "runtime", lambda: runtime)
     yield runtime

@@ -17,13 +17,17 @@ GIB = 2**30
 
 
 @pytest.fixture
-def gpu(rt, monkeypatch, capsys):
+def gpu(rt, monkeypatch, capsys, tmp_path):
     """Runs the command in this process, where two models live; gives (exit code, output, errors)."""
     closed = []
     monkeypatch.setattr(rt, "close", lambda: closed.append(True))
     for name, size in (("llama", "9GiB"), ("qwen", "14GiB")):
         rt.register(name, backend="fake", size=size)
         rt.preload(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models.yaml").write_text("models: {phi:4b: {runtime: ollama, memory: 4GiB, colour: red}}")
+    (tmp_path / "bad.yaml").write_text("models:\n  phi:4b:\n    memroy: 4GiB\n")
+    rt.apply("models.yaml")
 
     def run(*words):
         code = cli.main(list(words))
@@ -42,6 +46,11 @@ SAYS = {
     ("restore", "llama"): "restore llama: llama is on sim:0", ("pin", "qwen"): "is kept",
     ("unpin", "qwen"): "may leave", ("defrag",): "defrag:", ("config",): "GPU_LEDGER",
     ("config", "--preset", "4GB"): "export GPU_MEMORY_MAX_PERCENT=0.80",
+    ("apply", "-f", "models.yaml"): "apply models.yaml: 1 unchanged (phi:4b)\n  phi:4b: unknown here, and kept: colour",
+    ("catalog",): "no backend ollama here", ("inspect", "phi:4b"): "metadata:\n  name: phi:4b\n",
+    ("inspect", "phi:4b", "--format", "json"): '"name": "phi:4b"', ("inspect", "phi:4b", "--json"): '"memory": "4GiB"',
+    ("plan", "phi:4b"): "It would not be loaded: its backend ollama is not part of this version",
+    ("delete", "phi:4b"): "phi:4b is no longer in the catalogue",
     ("help",): "gpu evict NAME", ("help", "evict"): "a model; another process's as NAME@PID", ("-h",): "gpu [status]",
     ("evict", "-h"): "gpu evict NAME", ("ledger", "-h"): "gpu ledger init --group G DIR",
 }
@@ -71,7 +80,7 @@ def test_a_table_is_aligned_and_its_sizes_are_for_people(gpu):
     header, *lines = out.splitlines()
     assert header.split() == ["NAME", "BACKEND", "WHERE", "BYTES", "IDLE", "USES", "IMPORTANCE", "OWNER"]
     where = {line.split()[0]: line[header.index("WHERE"):].split()[0] for line in lines}
-    assert where == {"llama": "host", "qwen": "sim:0"}
+    assert where == {"llama": "host", "qwen": "sim:0", "phi:4b": "disk"}
     assert "14.0 GiB" in out
 
 
@@ -88,6 +97,12 @@ def test_json_parses(gpu, words):
     (("evcit",), 2, "no verb is called 'evcit'. Did you mean evict?"),
     (("load", "x"), 2, "load works in a notebook only: %gpu load NAME"),
     (("evict",), 2, "required: NAME. Usage: gpu evict NAME"),
+    (("apply",), 2, "required: --file/-f. Usage: gpu apply -f FILE"),
+    (("apply", "-f", "bad.yaml"), 1, "bad.yaml, line 3, models.phi:4b.memroy: memroy is not a known field; did you mean "
+                                     "memory?"),
+    (("apply", "-f", "none.yaml"), 1, "none.yaml: it cannot be read (No such file or directory)."),
+    (("inspect", "nobody"), 1, "no model is called 'nobody'. Known: phi:4b. Add it to the catalogue: gpu apply -f FILE"),
+    (("preload", "phi:4b"), 1, "its backend ollama is not part of this version"),
     (("evict", "qwen", "--frobnicate"), 2, "unrecognized arguments: --frobnicate"),
     (("--frobnicate",), 2, "unrecognized arguments: --frobnicate"),
     (("evict", "qwen", "--timeout", "soon"), 2, "'soon' is not a duration"),

@@ -19,11 +19,14 @@ GIB = 2**30
 
 
 @pytest.fixture
-def models(rt):
+def models(rt, monkeypatch, tmp_path):
     """Two models of which one fits at a time; qwen is on the card, llama in RAM."""
     for name, size in (("llama", "9GiB"), ("qwen", "14GiB")):
         rt.register(name, backend="fake", size=size)
         rt.preload(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models.yaml").write_text("models: {phi:4b: {backend: fake, memory: 4GiB}, org/far: {runtime: ollama}}")
+    rt.apply("models.yaml")
     return rt
 
 
@@ -51,13 +54,16 @@ SHOWN = {
     "pin qwen": "pin qwen: qwen is kept", "unpin qwen": "unpin qwen: qwen may leave", "defrag": "defrag: ",
     "config": "SETTING", "config --preset 8GB": "export GPU_MEMORY_MAX_PERCENT=0.85", "help": "  %gpu [status]",
     "help evict": "%gpu evict NAME", "load qwen": "load qwen: qwen is on sim:0 already", "-h": "  %gpu [status]",
-    "evict --help": "%gpu evict NAME",
+    "evict --help": "%gpu evict NAME", "apply -f models.yaml": "2 unchanged (phi:4b, org/far)",
+    "inspect phi:4b": "metadata:\n  name: phi:4b", "inspect phi:4b --format json": '"memory": "4GiB"',
+    "delete phi:4b": "delete phi:4b: phi:4b is no longer in the catalogue", "load phi:4b": "load phi:4b: phi:4b is on sim:0",
 }
 FRAMES = {
     "models": "name backend where bytes idle_seconds uses importance keep owner",
     "leases": "model device bytes measured_bytes owner user pid notebook importance pins idle_seconds",
     "evictions": "time model action reason bytes device owner",
     "evictions --all --limit 2": "time model action reason bytes device owner",
+    "catalog": "name type backend bytes context_length importance keep state source",
     "fragmentation": "device allocated_bytes reserved_bytes fragmentation_bytes fragmentation_percent alloc_retries "
                      "ooms",
 }
@@ -110,8 +116,8 @@ def test_json_is_text_that_parses_and_a_tree(shell, models, words):
 def test_json_of_the_empty_and_the_unknown_is_null(shell, models):
     """NaN would be no JSON."""
     models.register("new", backend="fake", size="1GiB")
-    row = json.loads(run(shell, "%gpu models --json"))[-1]
-    assert row["name"] == "new" and row["where"] == "disk" and row["idle_seconds"] is None
+    row = next(row for row in json.loads(run(shell, "%gpu models --json")) if row["name"] == "new")
+    assert row["where"] == "disk" and row["idle_seconds"] is None
 
 
 @pytest.mark.parametrize("verb", render.EMPTY)
@@ -301,11 +307,12 @@ def test_a_stream_that_is_no_terminal_gets_no_progress(tmp_path):
 
 @pytest.mark.parametrize(("text", "offered"), [
     ("%gpu m", {"models"}), ("df = %gpu m", {"models"}), ("%gpuctl ev", {"evict", "evictions"}),
-    ("%gpu evict ", {"llama", "qwen"}), ("%gpu evict q", {"qwen"}), ("x = %gpu plan l", {"llama"}),
+    ("%gpu evict ", {"llama", "qwen", "phi:4b", "org/far"}), ("%gpu evict q", {"qwen"}), ("x = %gpu plan l", {"llama"}),
     ("%gpu evict qwen --t", {"--timeout"}), ("%gpu load new --importance h", {"high"}),
     ("%gpu config --preset 1", {"16GB"}), ("%gpu help pre", {"preload"}), ("%%gpu --model q", {"qwen"}),
     ("%%gpu 8GiB --i", {"--importance"}), ("%%gpu --importance u", {"urgent"}), ("%gpu status --j", {"--json"}),
-    ("%gpu load new --backend f", {"fake"}), ("%gpu xyz", set()),
+    ("%gpu load new --backend f", {"fake"}), ("%gpu xyz", set()), ("%gpu inspect ", {"phi:4b", "org/far"}),
+    ("%gpu load phi:", {"phi:4b"}), ("%gpu plan org/", {"org/far"}), ("%gpu inspect phi:4b --format y", {"yaml"}),
 ])
 def test_tab_offers_verbs_options_and_models(shell, models, text, offered):
     """In a line magic, a cell magic and an assignment; and nothing else beside them."""
@@ -321,6 +328,7 @@ def test_tab_offers_other_processes_models_with_their_pid(shell, models, monkeyp
 
     class Other:
         status = staticmethod(lambda: samples.busy)
+        catalog_names = staticmethod(lambda: ("llama",))
 
     assert model_names(Other()) == ["llama", "qwen", "reranker@4121"]
 

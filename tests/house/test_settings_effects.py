@@ -55,6 +55,17 @@ def test_the_only_gpu_to_use(runtime):
     assert where(rt) == {"a": "sim:1"}
 
 
+@proves("gpu_catalog")
+@proves("inference_gpu_layers")
+@proves("inference_backend")
+def test_the_catalogue_and_what_its_models_leave_unsaid(runtime, tmp_path):
+    (tmp_path / "models.yaml").write_text("models: {a: {path: /a, memory: 1GiB}}")
+    rt = runtime(catalog=str(tmp_path / "models.yaml"), inference_gpu_layers=7, inference_backend="llamacpp")
+    spec = rt.plan("a") and rt._catalogue.spec("a")
+    assert (spec.backend, spec.options) == ("llama_cpp", {"gpu_layers": 7})
+    assert rt.catalog_names() == ("a",) and runtime(catalog=str(tmp_path / "none")).catalog_names() == ()
+
+
 @proves("gpu_devices")
 def test_the_devices(runtime):
     views = runtime(devices="sim:3x8GiB,host:16GiB").status().devices

@@ -1,0 +1,280 @@
+"""The fields that a manifest may have: one table that checks them and that the README shows.
+
+Each is read into what the house uses: sizes into bytes, durations into seconds, others' words into ours. A field that is
+not in the table is kept, unless it looks like a slip of the pen.
+
+Sources: Helix, Multi-GPU Scheduling, appendix B; Kitchen Brigade, GPU Allocation Semantics, section 4; Model Boss,
+Backend Registry and Model Pinning; NDIF, GPU Fraction Deployment.
+"""
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from .facts import IMPORTANCE
+from .units import MIB, parse_bytes, parse_seconds
+
+TYPES = {  # as others call it -> as we do
+    "llm": "llm", "chat": "llm", "text": "llm", "completion": "llm", "embedding": "embedding", "embeddings": "embedding",
+    "embed": "embedding", "reranker": "reranker", "rerank": "reranker", "vision": "vision", "multimodal": "vision",
+    "diffusion": "diffusion", "image": "diffusion", "other": "other",
+}
+BACKENDS = {  # the same for backends; those that `backends` has not are kept by their names
+    "transformers": "transformers", "fake": "fake", "llama_cpp": "llama_cpp", "llamacpp": "llama_cpp",
+    "llama.cpp": "llama_cpp", "llama-cpp": "llama_cpp", "llama-server": "llama-server", "ollama": "ollama",
+    "vllm": "vllm", "diffusers": "diffusers",
+}
+DTYPES = {
+    "auto": "auto", "float32": "float32", "fp32": "float32", "float": "float32", "float16": "float16", "fp16": "float16",
+    "half": "float16", "bfloat16": "bfloat16", "bf16": "bfloat16",
+}
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, bool) or isinstance(value, float):
+        raise ValueError("it must be a whole number")
+    return value
+
+
+def _size(value: Any) -> int:
+    if value == 0:
+        raise ValueError("a size of nothing is no size; leave it out where it is not known")
+    return parse_bytes(value)
+
+
+def _mebibytes(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**43:
+        raise ValueError(f"{value!r} is not a number of MiB above 0")
+    return int(value * MIB)
+
+
+def _seconds(value: Any) -> float:
+    return parse_seconds(value)
+
+
+def _importance(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if value not in IMPORTANCE:
+        raise ValueError(f"{value!r} is none of {', '.join(IMPORTANCE)}, nor a number above 0")
+    return IMPORTANCE[value]
+
+
+def _of(known: Mapping[str, str], otherwise: Callable[[str], str] | None, what: str) -> Callable[[Any], str]:
+    """Reads a word that stands in the table; another is `otherwise`'s, unless it looks like a slip of the pen."""
+    def read(value: Any) -> str:
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError(f"{value!r} is not a {what}; it must be text")
+        word = value.strip().lower()
+        if word in known:
+            return known[word]
+        close = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+        if otherwise is None or close:
+            nearest = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"{value!r} is not a known {what}{nearest or ': it is one of ' + ', '.join(known)}")
+        return otherwise(value.strip())
+    return read
+
+
+def _gpus(value: Any) -> int | tuple[str, ...]:
+    """How many cards, or which."""
+    if isinstance(value, list):
+        if not value or not all(isinstance(card, (int, str)) and not isinstance(card, bool) for card in value):
+            raise ValueError("it must be how many GPUs, such as 2, or which, such as [0, 1] or [cuda:0]")
+        return tuple(str(card) for card in value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError("it must be how many GPUs, such as 2, or which, such as [0, 1] or [cuda:0]")
+    return value
+
+
+def _card_bytes(value: Any) -> int | dict[str, int]:
+    """The most of each card, or card by card."""
+    if isinstance(value, dict):
+        if not value:
+            raise ValueError("it names no card; write a size, or a size for each card, such as {0: 20GiB}")
+        return {str(card): _size(size) for card, size in value.items()}
+    return _size(value)
+
+
+def _arguments(value: Any) -> tuple[str, ...]:
+    """Command-line arguments: a list, or a mapping of flags to values."""
+    if isinstance(value, dict):
+        value = [word for flag, said in value.items() if said is not False and said is not None
+                 for word in ((_flag(flag),) if said is True else (_flag(flag), said))]
+    if not isinstance(value, list) or not all(isinstance(word, (str, int, float)) and not isinstance(word, bool)
+                                              for word in value):
+        raise ValueError("it must be a list of words, such as ['--max-model-len', '32768']")
+    return tuple(str(word) for word in value)
+
+
+def _flag(name: str) -> str:
+    return name if name.startswith("-") else f"--{name.replace('_', '-')}"
+
+
+Text = Annotated[str, Field(min_length=1)]
+Whole = Annotated[int, BeforeValidator(_whole)]
+Size = Annotated[int, BeforeValidator(_size)]
+ModelType = Annotated[str, BeforeValidator(_of(TYPES, lambda word: "other", "type of model"))]
+Backend = Annotated[str, BeforeValidator(_of(BACKENDS, str.lower, "backend"))]
+
+
+class Fields(BaseModel):
+    """What a manifest may say of its model. The README's table is made of these lines."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: Text | None = Field(None, description="What to show beside its name. In a list: its name.")
+    id: Text | None = Field(None, description="The hub id, or the engine's own name: the source where there is no path.")
+    description: str | None = Field(None, description="A sentence for people.")
+    path: Text | None = Field(None, description="A file or directory, relative to the file that says so.")
+    source: Text | None = Field(None, description="The same, or a hub id.")
+    runtime: Backend | None = Field(None, description="The backend: transformers, fake; ollama, vllm, … are kept, and "
+                                                      "refuse to load until they are part of this package.")
+    backend: Backend | None = Field(None, description="The same.")
+    type: ModelType | None = Field(None, description="chat or llm, embedding, reranker, vision, diffusion or image, other.")
+    model_type: ModelType | None = Field(None, description="The same.")
+    category: ModelType | None = Field(None, description="The same.")
+    quantization: Text | None = Field(None, description="Such as Q4_K_M or int8.")
+    memory: Size | None = Field(None, description="All that it needs: `10GB` decimal, `10GiB` or `10G` binary, or bytes.")
+    size: Size | None = Field(None, description="The same.")
+    vram_mb: Annotated[int, BeforeValidator(_mebibytes)] | None = Field(None, description="The same, in MiB.")
+    context_length: Annotated[Whole, Field(gt=0)] | None = Field(None, description="Tokens of context.")
+    gpu_layers: Annotated[Whole, Field(ge=-1)] | None = Field(None, description="-1: all on the GPU, 0: CPU only, else how "
+                                                                              "many.")
+    dtype: Annotated[str, BeforeValidator(_of(DTYPES, None, "dtype"))] | None = Field(
+        None, description="auto, bfloat16, float16 or float32.")
+    gpus: Annotated[int | tuple[str, ...], BeforeValidator(_gpus)] | None = Field(
+        None, description="How many GPUs (`2`), or which (`[0, 1]`).")
+    gpu_memory: Annotated[int | dict[str, int], BeforeValidator(_card_bytes)] | None = Field(
+        None, description="The most that it may take of each GPU (`20GiB`), or of which (`{0: 20GiB, 1: 10GiB}`).")
+    max_tensor_parallel: Annotated[Whole, Field(gt=0)] | None = Field(None, description="The most GPUs to split it over.")
+    layout: Literal["auto", "single", "balanced", "proportional", "whole"] | None = Field(
+        None, description="How it is split: auto, single, balanced, proportional or whole.")
+    gpu_fraction_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Room to take, as a multiple of its weights, in place of the estimate.")
+    fraction_largest_possible: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = Field(
+        None, description="The part of a GPU above which such a model takes the whole of it.")
+    importance: Annotated[int, BeforeValidator(_importance)] | None = Field(
+        None, description="urgent, high, normal, low, batch or a number.")
+    keep: bool | None = Field(None, description="Never evict it.")
+    pin: bool | None = Field(None, description="The same.")
+    keep_alive: Annotated[float, BeforeValidator(_seconds)] | None = Field(
+        None, description="How long after its use it yields only to something more important, such as `10m`.")
+    enabled: bool | None = Field(None, description="`false`: it is listed, and refuses to load.")
+    runtime_args: Annotated[tuple[str, ...], BeforeValidator(_arguments)] | None = Field(
+        None, description="Arguments of an engine's command line.")
+    trust_remote_code: bool | None = Field(None, description="Let it run its own code, where GPU_TRUST_REMOTE_CODE allows it.")
+    revision: Text | None = Field(None, description="Of a hub id.")
+    attn_implementation: Text | None = Field(None, description="As transformers takes it.")
+    task: Text | None = Field(None, description="As transformers takes it, where the type does not say.")
+
+
+SAME = (("path", "source"), ("runtime", "backend"), ("type", "model_type", "category"), ("memory", "size", "vram_mb"),
+        ("keep", "pin"))
+
+
+def slips(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Unknown fields that look like a known one, each with the one that was meant.
+
+    >>> slips({"memroy": 1, "colour": "red", "x-memroy": 2})
+    [('memroy', 'memory')]
+    """
+    found = []
+    for unknown in unknown_fields(spec):
+        word = unknown.lower().replace("-", "_")
+        close = difflib.get_close_matches(word, Fields.model_fields, n=1, cutoff=0.8)
+        if close and not word.startswith("x_"):
+            found.append((unknown, close[0]))
+    return found
+
+
+def unknown_fields(spec: Mapping[str, Any]) -> list[str]:
+    return [field for field in spec if field not in Fields.model_fields]
+
+
+_EXPECTED = {
+    "string_type": "it must be text; put it in quotes", "string_too_short": "it is empty",
+    "bool_type": "it must be true or false", "bool_parsing": "it must be true or false",
+    "int_type": "it must be a whole number", "int_parsing": "it must be a whole number",
+    "float_type": "it must be a number", "float_parsing": "it must be a number", "finite_number": "it must be a number",
+}
+
+
+def in_words(complaint: Any) -> str:
+    """One complaint of the table's, as a sentence of ours."""
+    kind, given = complaint["type"], complaint["input"]
+    if kind == "value_error":
+        return str(complaint["ctx"]["error"]).rstrip(".")
+    if kind in _EXPECTED:
+        return f"{given!r} cannot be used: {_EXPECTED[kind]}"
+    said = complaint["msg"].removeprefix("Input should be ")
+    return f"{given!r} cannot be used: it must be {said}"
+
+
+# -- an engine's arguments ----------------------------------------------------------------------------------------
+
+def _tokens(text: str) -> int:
+    """vLLM's way to write a length: 32768, 32k (thousands), 32K (1024 each)."""
+    match = re.fullmatch(r"(\d+)([kKmM]?)", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a number of tokens")
+    return int(match[1]) * {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 2**20}[match[2]]
+
+
+_ARGUMENTS: dict[str, tuple[str, Callable[[str], Any]]] = {  # flag -> the field it speaks of, and how it is read
+    "--max-model-len": ("context_length", _tokens), "--ctx-size": ("context_length", _tokens),
+    "-c": ("context_length", _tokens), "--dtype": ("dtype", _of(DTYPES, None, "dtype")),
+    "--quantization": ("quantization", str), "-q": ("quantization", str), "--revision": ("revision", str),
+    "--n-gpu-layers": ("gpu_layers", int), "--gpu-layers": ("gpu_layers", int), "-ngl": ("gpu_layers", int),
+    "--tensor-parallel-size": ("max_tensor_parallel", int), "-tp": ("max_tensor_parallel", int),
+}
+OURS = ("--gpu-memory-utilization", "--tensor-split", "--main-gpu", "--device", "--split-mode", "-ts", "-mg", "-sm")
+TRUST = "--trust-remote-code"
+
+
+def grouped(words: tuple[str, ...]) -> Iterator[tuple[str, str | None, tuple[str, ...]]]:
+    """Each flag, its value (None: it has none), and the words that said so.
+
+    >>> list(grouped(("--seed", "1", "-ngl", "-1", "--fast", "--top=5")))
+    [('--seed', '1', ('--seed', '1')), ('-ngl', '-1', ('-ngl', '-1')), ('--fast', None, ('--fast',)), ('--top', '5', ('--top=5',))]
+    """
+    index = 0
+    while index < len(words):
+        flag, equals, value = words[index].partition("=")
+        took = words[index:index + 1]
+        if not equals and flag.startswith("-") and words[index + 1:] and re.match(r"(?!-)|-\d", words[index + 1]):
+            took = words[index:index + 2]
+            equals, value = "=", took[1]
+        index += len(took)
+        yield flag, value if equals else None, took
+
+
+def read_arguments(words: tuple[str, ...]) -> Iterator[tuple[str, str, Any]]:
+    """Each flag, with the field that it speaks of (empty: none that is known) and the value.
+
+    >>> list(read_arguments(("--max-model-len", "32k", "--trust-remote-code", "--seed=1")))
+    [('--max-model-len', 'context_length', 32000), ('--trust-remote-code', '', None), ('--seed', '', '1')]
+
+    Raises ValueError.
+    """
+    for flag, value, _ in grouped(words):
+        field, read = _ARGUMENTS.get(flag, ("", str))
+        if field and value is None:
+            raise ValueError(f"{flag} takes a value")
+        try:
+            yield flag, field, None if value is None else read(value)
+        except ValueError as error:
+            raise ValueError(f"{flag} {value}: {error}") from None
+
+
+def is_trust(flag: str) -> bool:
+    """Whether the flag says --trust-remote-code, in whatever spelling an engine takes: underscores, or cut short.
+
+    >>> is_trust("--trust_remote_code"), is_trust("--trust"), is_trust("--seed")
+    (True, True, False)
+    """
+    return len(flag) > 2 and TRUST.startswith(flag.lower().replace("_", "-"))

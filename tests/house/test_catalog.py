@@ -1,0 +1,428 @@
+"""The catalogue: written once, used by name everywhere, and never half changed."""
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime import (
+    AlreadyRegistered,
+    BadDocument,
+    BadSetting,
+    CatalogUnavailable,
+    DoesNotFit,
+    LoadFailed,
+    ModelDisabled,
+    NotLoaded,
+    UnknownDevice,
+    UnknownModel,
+)
+from gpu_runtime import catalog as catalogs
+from gpu_runtime.catalog import Catalog
+from gpu_runtime.settings import Settings
+from gpu_runtime.units import GIB
+
+from .conftest import claims, fakes, where
+
+ROOT = Path(__file__).parents[2]
+DRILLS = """\
+models:
+  qwen3:8b: {backend: fake, memory: 14GiB}
+  org/llama: {backend: fake, memory: 10GiB, importance: high}
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    return tmp_path / "catalog"
+
+
+@pytest.fixture
+def catalog(place) -> Catalog:
+    return Catalog(Settings.load(gpu_catalog=str(place)))
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a file of models, and gives its path."""
+    def write(text: str, name: str = "models.yaml") -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+    return write
+
+
+# -- applying -----------------------------------------------------------------------------------------------------
+
+def test_what_is_applied_is_there_for_every_process_and_boot(catalog, place, file):
+    """A second catalogue object is what another process, or the next boot, would have."""
+    done = catalog.apply(file(DRILLS))
+    assert done.added == ("qwen3:8b", "org/llama") and not done.changed
+    other = Catalog(Settings.load(gpu_catalog=str(place)))
+    assert {spec.name: spec.size for spec in other.specs()} == {"qwen3:8b": 14 * GIB, "org/llama": 10 * GIB}
+
+
+def test_applying_again_changes_only_what_differs(catalog, file):
+    catalog.apply(file(DRILLS))
+    done = catalog.apply(file(DRILLS.replace("14GiB", "15GiB")))
+    assert (done.added, done.changed, done.unchanged) == ((), ("qwen3:8b",), ("org/llama",))
+    before = os.stat(catalog.file).st_mtime_ns
+    catalog.apply(file(DRILLS.replace("14GiB", "15GiB")))
+    assert os.stat(catalog.file).st_mtime_ns == before
+
+
+def test_a_bad_document_changes_nothing_at_all(catalog, file):
+    """Not the good ones before it, nor those after it."""
+    catalog.apply(file(DRILLS))
+    before = catalog.file.read_bytes()
+    with pytest.raises(BadDocument) as caught:
+        catalog.apply(file("models: {new: {memory: 1}}\n---\nmodels:\n  qwen3:8b:\n    memory: 3XB\n---\n" + DRILLS))
+    assert (caught.value.line, caught.value.field) == (5, "models.qwen3:8b.memory")
+    assert catalog.file.read_bytes() == before
+
+
+def test_paths_are_relative_to_the_file_that_says_them(catalog, file, tmp_path):
+    catalog.apply(file("models: {a: {path: sub/../a.gguf}, b: {path: /abs/b}, c: {source: ./c}, d: {source: org/d}}"))
+    assert {spec.name: spec.source for spec in catalog.specs()} == {
+        "a": f"{tmp_path}/a.gguf", "b": "/abs/b", "c": f"{tmp_path}/c", "d": "org/d"}
+
+
+def test_a_file_that_is_not_there_is_named(catalog, tmp_path):
+    with pytest.raises(BadDocument, match="cannot be read .No such file"):
+        catalog.apply(tmp_path / "nothing.yaml")
+
+
+words = st.text(alphabet="abcxyz/:.-_ é", min_size=1, max_size=12).map(str.strip).filter(bool)
+scalars = st.none() | st.booleans() | st.integers(-2**53, 2**53) | st.text(max_size=20) | st.floats(
+    allow_nan=False, allow_infinity=False)
+unknown = st.dictionaries(words.map("x-".__add__), st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3), max_leaves=6), max_size=3)
+written = st.fixed_dictionaries({}, optional={
+    "memory": st.sampled_from(["10GB", "10GiB", "10G", 12345]), "gpu_layers": st.integers(-1, 80),
+    "gpus": st.integers(1, 8) | st.just([0, 1]), "gpu_memory": st.sampled_from(["20GiB", {"0": "1GiB"}]),
+    "layout": st.sampled_from(["balanced", "single"]), "dtype": st.just("half"), "importance": st.sampled_from(["high", 3]),
+    "keep": st.booleans(), "keep_alive": st.sampled_from(["10m", 600, 0.5]), "type": st.just("chat"),
+    "enabled": st.booleans(), "description": st.text(max_size=30), "gpu_fraction_factor": st.floats(0.5, 4),
+    "runtime_args": st.lists(st.sampled_from(["--seed=1", "--trust-remote-code", "--flag"]), max_size=3),
+})
+
+
+@given(st.dictionaries(words, st.builds(dict.__or__, unknown, written), min_size=1, max_size=4), st.sampled_from(["yaml", "json"]))
+def test_a_round_trip_loses_nothing(tmp_path_factory, models, form):
+    """File, catalogue, inspect, apply elsewhere: every field as it was written, the unknown ones too."""
+    here = tmp_path_factory.mktemp("trip")
+    one, two = (Catalog(Settings.load(gpu_catalog=str(here / name))) for name in ("one", "two"))
+    (here / "first.json").write_text(json.dumps({"models": models}))
+    one.apply(here / "first.json")
+    for name in models:
+        (here / f"again.{form}").write_text(one.inspect(name, form))
+        two.apply(here / f"again.{form}")
+    assert {name: entry.body["spec"] for name, entry in two.entries().items()} == models
+    assert one.specs() == two.specs()
+
+
+# -- inspecting and deleting --------------------------------------------------------------------------------------
+
+def test_inspect_gives_a_document_that_is_the_callers_own(catalog, file):
+    catalog.apply(file(DRILLS))
+    body = catalog.inspect("org/llama")
+    assert body["spec"] == {"backend": "fake", "memory": "10GiB", "importance": "high"}
+    body["spec"].clear()
+    assert catalog.inspect("org/llama")["spec"]
+    assert json.loads(catalog.inspect("org/llama", "json")) == catalog.inspect("org/llama")
+    with pytest.raises(BadSetting, match="yaml or json"):
+        catalog.inspect("org/llama", "toml")
+
+
+def test_a_model_answers_to_its_id_too(catalog, file):
+    """As Helix's users call it; not where two have the same."""
+    catalog.apply(file("models: [{name: a, id: Org/A, memory: 1}, {name: b, id: Org/B}, {name: c, id: Org/B}]"))
+    assert catalog.spec("Org/A").name == "a" and catalog.spec("Org/B") is None
+
+
+def test_what_is_deleted_is_gone_and_a_name_that_is_not_there_is_said(catalog, file):
+    catalog.apply(file(DRILLS))
+    catalog.delete("qwen3:8b")
+    assert list(catalog.entries()) == ["org/llama"]
+    with pytest.raises(UnknownModel, match="Known: org/llama.\n  Add it to the catalogue:  gpu apply -f FILE"):
+        catalog.delete("qwen3:8b")
+
+
+# -- what lies on the disk ----------------------------------------------------------------------------------------
+
+def test_files_written_by_hand_in_its_directory_are_read_and_never_written(catalog, place, file):
+    place.mkdir()
+    (place / "team.yaml").write_text(DRILLS)
+    (place / "empty.yaml").write_text("# nothing yet\n")
+    catalog.apply(file("models: {mine: {memory: 1}}"))
+    assert list(catalog.entries()) == ["mine", "qwen3:8b", "org/llama"]
+    for act in (lambda: catalog.delete("qwen3:8b"), lambda: catalog.apply(file(DRILLS))):
+        with pytest.raises(CatalogUnavailable, match="team.yaml, which was written by hand"):
+            act()
+    assert (place / "team.yaml").read_text() == DRILLS
+    (place / "team.yaml").write_text(DRILLS.replace("qwen3", "qwen4"))
+    assert "qwen4:8b" in catalog.entries()
+
+
+def test_a_name_in_two_files_of_the_directory_is_an_error_that_names_both(catalog, place):
+    place.mkdir()
+    for name in ("a.yaml", "b.yaml"):
+        (place / name).write_text(DRILLS)
+    with pytest.raises(CatalogUnavailable, match="a.yaml and .*b.yaml"):
+        catalog.entries()
+
+
+def test_one_file_by_hand_is_read_and_one_that_is_not_there_is_ours(tmp_path, file):
+    by_hand = Catalog(Settings.load(gpu_catalog=file(DRILLS, "hand.yaml")))
+    assert by_hand.spec("qwen3:8b").size == 14 * GIB
+    with pytest.raises(CatalogUnavailable, match="written by hand, and is not overwritten"):
+        by_hand.apply(file("models: {x: {memory: 1}}"))
+    with pytest.raises(CatalogUnavailable, match="written by hand"):
+        by_hand.delete("qwen3:8b")
+    ours = Catalog(Settings.load(gpu_catalog=str(tmp_path / "ours.json")))
+    ours.apply(file(DRILLS))
+    ours.delete("qwen3:8b")
+    assert list(ours.entries()) == ["org/llama"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\x00" * 100, b'{"gpu_console_catalog": 1, "models": [3]}',
+                                    b'{"gpu_console_catalog": 1, "models": [{"metadata": {"name": "a"}, "spec": {"gpus": -1}}]}',
+                                    b'{"gpu_console_catalog": "x"}'])
+def test_a_damaged_catalogue_is_named_and_set_aside_by_the_next_apply(catalog, place, file, damage):
+    catalog.apply(file(DRILLS))
+    (place / "catalog.json").write_bytes(damage)
+    with pytest.raises(CatalogUnavailable, match="is damaged .*\n  Apply your files again"):
+        catalog.entries()
+    done = catalog.apply(file(DRILLS))
+    assert done.added == ("qwen3:8b", "org/llama") and "catalog.damaged-1" in done.notes[0]
+    assert (place / "catalog.damaged-1").read_bytes() == damage and len(catalog.entries()) == 2
+
+
+def test_a_newer_catalogue_is_neither_read_nor_overwritten(catalog, place, file):
+    place.mkdir()
+    (place / "catalog.json").write_text('{"gpu_console_catalog": 2, "models": []}')
+    for act in (catalog.entries, lambda: catalog.apply(file(DRILLS))):
+        with pytest.raises(CatalogUnavailable, match="a newer gpu-console wrote"):
+            act()
+    assert os.listdir(place) == ["catalog.json"] or "catalog.damaged-1" not in os.listdir(place)
+
+
+def test_a_write_that_fails_leaves_it_as_it_was(catalog, file, monkeypatch):
+    """A full disk, at the last moment."""
+    catalog.apply(file(DRILLS))
+    before = catalog.file.read_bytes()
+    monkeypatch.setattr(catalogs.os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(CatalogUnavailable, match="No space left on device.; it is as it was"):
+        catalog.apply(file("models: {x: {memory: 1}}"))
+    assert catalog.file.read_bytes() == before
+    assert [name for name in os.listdir(catalog.directory) if name.startswith(".catalog.json-")] == []
+
+
+def test_who_waits_too_long_for_the_lock_is_told(catalog, file, monkeypatch):
+    catalog.apply(file(DRILLS))
+    monkeypatch.setattr(catalogs, "PATIENCE_SECONDS", 0.05)
+    with FileLock(catalog.directory / "catalog.lock"), pytest.raises(CatalogUnavailable, match="fuser -v .*catalog.lock"):
+        catalog.apply(file(DRILLS))
+
+
+def test_it_is_private_unless_its_directory_is_shared(catalog, place, file):
+    catalog.apply(file(DRILLS))
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    catalog.file.chmod(0o664)
+    catalog.apply(file("models: {x: {memory: 1}}"))
+    assert stat.S_IMODE(catalog.file.stat().st_mode) == 0o664
+
+
+def test_by_default_it_lies_in_the_state_directory(environment, tmp_path):
+    environment.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert Catalog(Settings.load()).file == tmp_path / "gpu-console" / "catalog" / "catalog.json"
+
+
+APPLY = """
+import sys
+from gpu_runtime.catalog import Catalog
+from gpu_runtime.settings import Settings
+catalog = Catalog(Settings.load())
+for number in range(6):
+    name = f"{sys.argv[1]}-{number}"
+    open(f"{sys.argv[2]}/{name}.yaml", "w").write(f"models: {{{name}: {{memory: 1GiB}}}}")
+    catalog.apply(f"{sys.argv[2]}/{name}.yaml")
+    if number % 3 == 2:
+        catalog.delete(name)
+"""
+
+
+def test_applies_of_several_processes_at_once_lose_nothing(catalog, place, tmp_path):
+    environment = {**os.environ, "GPU_CATALOG": str(place), "PYTHONPATH": str(ROOT)}
+    racers = [subprocess.Popen([sys.executable, "-c", APPLY, who, str(tmp_path)], env=environment) for who in "abcd"]
+    assert [racer.wait(120) for racer in racers] == [0] * 4
+    assert set(catalog.entries()) == {f"{who}-{number}" for who in "abcd" for number in (0, 1, 3, 4)}
+
+
+# -- in a runtime -------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def shelf(runtime, place, file):
+    """Makes runtimes that share a catalogue with these models."""
+    def make(text: str = DRILLS, **settings):
+        rt = runtime(catalog=str(place), **settings)
+        if text:
+            rt.apply(file(text))
+        return rt
+    return make
+
+
+def test_a_catalogued_model_is_used_by_name_without_registering_it(shelf):
+    rt = shelf()
+    for name in ("qwen3:8b", "org/llama"):
+        with rt.use(name) as model:
+            assert repr(model) == f"<fake {name} on sim:0>"
+    assert where(rt) == {"qwen3:8b": "host", "org/llama": "sim:0"}
+    assert next(lease for lease in rt.status().leases() if lease.name == "org/llama").importance == 5
+
+
+def test_every_kernel_that_shares_the_catalogue_has_it(shelf, shared_book):
+    one, two = shelf(ledger=shared_book), shelf("", ledger=shared_book)
+    assert two.preload("qwen3:8b").where == "sim:0" and one.preload("org/llama").done
+
+
+def test_every_verb_knows_it_before_it_is_loaded(shelf):
+    rt = shelf()
+    assert rt.plan("qwen3:8b").footprint.bytes == 14 * GIB and rt.plan("qwen3:8b").granted
+    assert rt.why("qwen3:8b") == () and rt.evict("org/llama").because == "org/llama is on no device"
+    assert rt.pin("org/llama").done and rt.preload("org/llama").done
+    assert claims(rt) == {"sim:0": 10 * GIB}
+
+
+def test_looking_makes_nothing_a_model_of_this_process(shelf):
+    """plan, why and models leave no trace."""
+    rt = shelf()
+    rt.plan("qwen3:8b")
+    rt.models()
+    assert rt.specs() == () and rt.status().sections == {}
+
+
+def test_models_lists_the_catalogue_once_and_as_lying_on_disk(shelf, shared_book):
+    """What another process has loaded is shown as theirs, not twice."""
+    one, two = shelf(ledger=shared_book), shelf("", ledger=shared_book)
+    one.preload("org/llama")
+    two.register("own", backend="fake", size="1GiB")
+    frame = two.models()
+    assert [tuple(row) for row in frame[["name", "where"]].values] == [
+        ("own", "disk"), ("org/llama", "sim:0"), ("qwen3:8b", "disk")]
+    assert list(frame["owner"][[0, 2]]) == ["me", "catalogue"] and frame["bytes"][2] == 14 * GIB
+
+
+def test_a_change_counts_from_the_next_load_on(shelf, file):
+    """What is loaded stays as it was loaded."""
+    rt = shelf()
+    rt.preload("qwen3:8b")
+    rt.apply(file(DRILLS.replace("14GiB", "12GiB")))
+    rt.preload("qwen3:8b")
+    assert claims(rt) == {"sim:0": 14 * GIB}
+    rt.forget("qwen3:8b")
+    rt.preload("qwen3:8b")
+    assert claims(rt) == {"sim:0": 12 * GIB}
+
+
+def test_a_change_of_one_that_was_looked_up_and_not_loaded_counts_at_once(shelf, file):
+    rt = shelf()
+    rt.pin("org/llama")
+    rt.apply(file(DRILLS.replace("10GiB", "9GiB")))
+    rt.preload("org/llama")
+    assert claims(rt) == {"sim:0": 9 * GIB}
+
+
+def test_deleting_a_loaded_model_says_that_it_stays_until_it_leaves(shelf):
+    rt = shelf()
+    rt.preload("qwen3:8b")
+    told = rt.delete("qwen3:8b").because
+    assert "no longer in the catalogue" in told and "still loaded by pid" in told
+    with rt.use("qwen3:8b"):
+        pass
+    rt.forget("qwen3:8b")
+    with pytest.raises(UnknownModel), rt.use("qwen3:8b"):
+        pass
+
+
+def test_one_that_was_deleted_before_it_was_loaded_is_unknown(shelf):
+    rt = shelf()
+    rt.pin("qwen3:8b")
+    rt.delete("qwen3:8b")
+    with pytest.raises(UnknownModel, match="Known: org/llama"):
+        rt.preload("qwen3:8b")
+
+
+def test_what_is_registered_here_wins_over_the_catalogue(shelf):
+    rt = shelf()
+    fakes(rt, **{"qwen3:8b": "2GiB"})
+    rt.preload("qwen3:8b")
+    assert claims(rt) == {"sim:0": 2 * GIB}
+    rt.preload("org/llama")
+    with pytest.raises(AlreadyRegistered):
+        fakes(rt, **{"org/llama": "2GiB"})
+    rt.forget("org/llama")
+    fakes(rt, **{"org/llama": "3GiB"})
+
+
+def test_a_disabled_model_says_so_and_nobody_leaves_for_it(shelf):
+    rt = shelf(DRILLS + "  off: {backend: fake, memory: 20GiB, enabled: false}\n")
+    rt.preload("qwen3:8b")
+    with pytest.raises(ModelDisabled, match="off is disabled in the catalogue"):
+        rt.preload("off")
+    assert where(rt)["qwen3:8b"] == "sim:0"
+
+
+@pytest.mark.parametrize("backend", ["ollama", "vllm", "llama-server", "diffusers", "tgi"])
+def test_a_model_whose_backend_is_not_here_is_planned_and_refuses_to_load(shelf, backend):
+    """By its declared size; and nobody leaves for it."""
+    rt = shelf(DRILLS + f"  far: {{runtime: {backend}, memory: 20GiB}}\n")
+    rt.preload("qwen3:8b")
+    plan = rt.plan("far")
+    assert plan.footprint.bytes == 20 * GIB and f"its backend {backend} is not part of this version" in plan.obstacle
+    with pytest.raises(LoadFailed, match=f"its backend {backend} is not part of this version"), rt.use("far"):
+        pass
+    assert where(rt)["qwen3:8b"] == "sim:0" and rt.catalog().set_index("name")["state"]["far"] == f"no backend {backend} here"
+
+
+def test_a_model_too_large_for_the_card_does_not_fit(shelf):
+    with pytest.raises(DoesNotFit):
+        shelf("models: {big: {backend: fake, memory: 30GiB}}").preload("big")
+
+
+def test_its_cards_are_named_by_index_or_id_and_must_be_there(shelf):
+    rt = shelf("models: {a: {backend: fake, memory: 1GiB, gpus: [1]}, b: {backend: fake, memory: 1GiB, gpus: ['sim:1']}, "
+               "c: {backend: fake, memory: 1GiB, gpus: [7]}}", devices="sim:2x24GiB,host:64GiB")
+    for name in "ab":
+        assert rt.preload(name).where == "sim:1"
+    with pytest.raises(UnknownDevice, match="7"):
+        rt.preload("c")
+
+
+def test_a_catalogue_that_cannot_be_read_stops_only_what_needs_it(shelf, place, caplog):
+    rt = shelf()
+    fakes(rt, own="1GiB")
+    (place / "catalog.json").write_text("{")
+    with rt.use("own"):
+        pass
+    assert list(rt.models()["name"]) == ["own"] and "damaged" in caplog.text
+    with pytest.raises(CatalogUnavailable), rt.use("qwen3:8b"):
+        pass
+
+
+def test_a_command_does_not_load_what_would_end_with_it(shelf, shared_book):
+    """It asks whoever has it; where nobody has, it says what to type in a notebook."""
+    rt, command = shelf(ledger=shared_book), shelf("", ledger=shared_book)
+    command.guest = True
+    with pytest.raises(NotLoaded, match="%gpu load qwen3:8b"):
+        command.preload("qwen3:8b")
+    assert command.plan("qwen3:8b").granted
+    rt.preload("qwen3:8b")
+    assert "is on sim:0" in command.preload("qwen3:8b").because
