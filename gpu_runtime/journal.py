@@ -10,8 +10,9 @@ import errno
 import logging
 import sqlite3
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from .facts import Event
 from .ledgers.access import access_to
 
 KEPT = 10_000  # events in the file; the oldest go first
+EVERY_SECONDS = 1.0
 
 log = logging.getLogger("gpu_runtime")
 _encode = msgspec.json.Encoder().encode
@@ -27,11 +29,19 @@ _decode = msgspec.json.Decoder(Event).decode
 
 
 class Journal:
-    """Appends events and tells the latest. `path=None` keeps them in this process only."""
+    """Appends events and tells the latest. `path=None` keeps them in this process only.
 
-    def __init__(self, path: Path | None = None) -> None:
+    A file is opened for each write, so nothing is carried across a fork; and where much happens it is written once a
+    second, since opening it takes longer than granting a lease. Who is killed may so leave the last second untold here;
+    the page has it.
+    """
+
+    def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
+        self._clock = clock
         self._recent: deque[Event] = deque(maxlen=KEPT)
+        self._unwritten: deque[Event] = deque(maxlen=KEPT)
+        self._written_at = float("-inf")
         self._lock = threading.Lock()
         self._broken = False
 
@@ -44,21 +54,40 @@ class Journal:
             self._recent.extend(rows)
             if self._path is None or self._broken:
                 return
-            try:
-                with contextlib.closing(self._open()) as db:
-                    db.executemany("INSERT INTO events(wall, model, body) VALUES (?, ?, ?)",
-                                   [(e.wall, e.model, _encode(e)) for e in rows])
-                    if rows[-1].seq % 500 == 0:
-                        db.execute("DELETE FROM events WHERE id <= (SELECT max(id) FROM events) - ?", (KEPT,))
-                    db.commit()
-            except (sqlite3.Error, OSError) as error:
-                self._broken = True
-                log.warning("the journal %s cannot be written (%s); history is kept in memory only", self._path, error)
+            self._unwritten.extend(rows)
+            if self._clock() - self._written_at >= EVERY_SECONDS:
+                self._write()
+
+    def flush(self) -> None:
+        """Writes what has not been written yet."""
+        if self._unwritten:
+            with self._lock:
+                self._write()
+
+    def _write(self) -> None:
+        rows = list(self._unwritten)
+        if not rows or self._broken:
+            return
+        try:
+            with contextlib.closing(self._open()) as db:
+                db.executemany("INSERT INTO events(wall, model, body) VALUES (?, ?, ?)",
+                               [(e.wall, e.model, _encode(e)) for e in rows])
+                if any(e.seq % 500 == 0 for e in rows):
+                    db.execute("DELETE FROM events WHERE id <= (SELECT max(id) FROM events) - ?", (KEPT,))
+                db.commit()
+        except (sqlite3.Error, OSError) as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+                return  # many write at once: the next time
+            self._broken = True
+            log.warning("the journal %s cannot be written (%s); history is kept in memory only", self._path, error)
+        self._unwritten.clear()
+        self._written_at = self._clock()
 
     def tail(self, limit: int | None = None, model: str | None = None) -> tuple[Event, ...]:
         """The latest events, the newest last."""
         count = KEPT if limit is None else limit
         with self._lock:
+            self._write()
             if self._path is not None and not self._broken and self._path.exists():
                 try:
                     with contextlib.closing(self._open()) as db:

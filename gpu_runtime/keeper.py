@@ -339,6 +339,7 @@ class Keeper:
                  timeout: float | None, here: Callable[[], bool]) -> Iterator[Grant | Wait]:
         began = self.clock()
         reaped = False
+        asked_at: dict[str, float] = {}  # whom we have asked to publish its pins, and when
         while not here():
             request = Request(key.text, wanted, footprint, began, placement,
                               held_by(list(self.residents.values()), threading.get_ident()))
@@ -362,7 +363,10 @@ class Keeper:
                 raise telling.busy(self.ledger.read(), wanted.name, verdict, waited)
             yield verdict
             # Pins are published within a second; whoever is said to be in the way is asked to say so now.
-            self.ledger.ring({id.partition("/")[0] for id in verdict.blockers} - {self.me})
+            late = self.clock() - POLL_SECONDS
+            doubtful = {owner for id in verdict.blockers if asked_at.get(owner := id.partition("/")[0], late) <= late}
+            self.ledger.ring(doubtful - {self.me})
+            asked_at |= dict.fromkeys(doubtful, self.clock())
             self._pause(verdict, None if timeout is None else began + timeout)
             reaped = False
 
@@ -551,21 +555,22 @@ class Keeper:
         """Claims bytes for the caller's own code; they are given back when the anchor dies, or before."""
         key = self.new_key(f"lease {name}")
         wanted = Lease(self.me, name, kind="block", importance=importance, movable=False)
+        granted = False  # then our ticket is gone with the grant
         try:
             for verdict in self._until_granted(key, wanted, Footprint.of(size),
                                                PlacementRules(policy=self.settings.gpu_placement), timeout,
                                                here=lambda: name in self.blocks):
-                now = self.clock()
+                # Its bytes need no bringing, so nothing is settled: the monitor, or the block's end, publishes what it is.
                 lease = replace(verdict.lease, shares=verdict.lease.target, target=(), phase=Phase.SETTLED, key="",
-                                settled_at=now)
+                                settled_at=self.clock())
                 self.blocks[name] = (lease, anchor)
-                shares = lease.shares
-                self.decide(lambda book, world: (books.arrived(book, self.me, name, shares, world), None))
+                granted = True
                 return lease
             return self.blocks[name][0]
         finally:
             self.done_with(key)  # first: from now on the monitor would withdraw it, were we interrupted once more
-            self._withdraw(key)
+            if not granted:
+                self._withdraw(key)
 
     def end_block(self, name: str) -> None:
         self.blocks.pop(name, None)
@@ -657,12 +662,22 @@ class Keeper:
                 finally:
                     resident.work.release()
 
-    def watched(self) -> bool:
-        """Whether somebody waits for room where a model of ours is in use: then its end should be told at once."""
-        busy = {share.device for resident in list(self.residents.values()) if resident.pins
-                for share in resident.lease.shares}
-        return bool(busy) and any(ticket.verb == "use" and ticket.owner != self.me and busy & {s.device for s in ticket.need}
-                                  for ticket in self.ledger.read().tickets)
+    def rest(self, seconds: float) -> None:
+        """The monitor's sleep: until the bell rings, or a model of ours that somebody waits for comes free."""
+        watched = self._watched()
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if self.ledger.wait(min(NEAR_SECONDS, left) if watched else left):
+                return
+            if any(not resident.pins for resident in watched):
+                return
+
+    def _watched(self) -> list[Resident]:
+        """Models of ours in use where somebody waits for room: the end of that use should be told at once."""
+        used = [resident for resident in list(self.residents.values()) if resident.pins]
+        wanted = {share.device for ticket in (self.ledger.read().tickets if used else ())
+                  if ticket.verb == "use" and ticket.owner != self.me for share in ticket.need}
+        return [resident for resident in used if any(share.device in wanted for share in resident.lease.shares)]
 
     def ask(self, verb: str, target: str, *, timeout: float | None, wait: bool = True) -> Verdict:
         """Asks another owner to act; the last word heard within the time-out."""

@@ -283,7 +283,7 @@ def _quiet_seconds(lease: Lease, wanted: Lease, world: World) -> float:
 
 
 def _in_words(book: Book, lease: Lease, why: str, wanted: Lease, world: World, ground: Ground) -> str:
-    if lease.phase is Phase.ARRIVING:
+    if lease.phase is Phase.ARRIVING and lease.kind == "model":
         return "is being loaded" + _by(book, lease, wanted.owner, world)
     if why == "in use":
         return "is in use" + _by(book, lease, wanted.owner, world)

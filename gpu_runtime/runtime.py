@@ -64,7 +64,7 @@ from .facts import (
     World,
 )
 from .journal import Journal
-from .keeper import DOZE_SECONDS, LOOKS_PER_SECOND, NEAR_SECONDS, POLL_SECONDS, Keeper, log
+from .keeper import DOZE_SECONDS, LOOKS_PER_SECOND, POLL_SECONDS, Keeper, log
 from .ledgers import default_url, open_ledger
 from .ledgers.access import journal_in
 from .monitor import Breaker, Monitor
@@ -236,7 +236,7 @@ class Runtime:
                 return
             self._woken = True
             if self._monitor_wanted:
-                self._monitor = Monitor(self.tick, self._keeper.ledger.wait)
+                self._monitor = Monitor(self.tick, self._keeper.rest)
                 self._monitor.start()
         budget = sum(self._keeper.limits[d.id] for d in self.probe.devices if not d.is_host)
         log.info("GovernedModelManager initialized with memory governor (gpu_budget=%dMB)", budget // MIB)
@@ -726,6 +726,7 @@ class Runtime:
         keeper.remeasure()
         keeper.tell_overstays()
         keeper.follow_up()
+        keeper.journal.flush()
         quiet = keeper.quiet(book)
         for order in () if quiet else keeper.obey():
             if order.key not in self._acting:
@@ -737,7 +738,7 @@ class Runtime:
             self._check(now)
         if quiet and not keeper.in_use():
             return self._doze(len(book.sections))
-        return NEAR_SECONDS if keeper.watched() else POLL_SECONDS
+        return POLL_SECONDS
 
     def _doze(self, owners: int) -> float:
         """Seconds to sleep while nobody wants anything: longer in a crowd, since any of them notices what happens to
@@ -809,6 +810,7 @@ class Runtime:
                 keeper.decide(lambda book, world: (books.resign(book, keeper.me), None))
         except GpuError as error:  # whoever looks next will find us dead
             log.debug("left without a word: %s", error)
+        keeper.journal.flush()
         keeper.ledger.close()
 
     def __enter__(self) -> Runtime:

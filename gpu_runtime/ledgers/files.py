@@ -104,7 +104,7 @@ def cannot_write(path: Path, error: OSError) -> LedgerUnavailable:
 def current(directory: Path) -> str:
     """The name of the book in force, or nothing. One system call: every write asks."""
     try:
-        return os.readlink(directory / "CURRENT")
+        return os.readlink(f"{directory}/CURRENT")
     except OSError:
         return ""
 
@@ -112,7 +112,7 @@ def current(directory: Path) -> str:
 def inode_of(directory: Path, name: str) -> int:
     """Which file bears the name; 0: none. A link is none: it could lead to a file of ours outside a shared ledger."""
     try:
-        found = os.lstat(directory / name) if name else None
+        found = os.lstat(f"{directory}/{name}") if name else None
     except OSError:
         return 0
     return found.st_ino if found and stat.S_ISREG(found.st_mode) else 0
