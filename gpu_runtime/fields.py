@@ -143,6 +143,8 @@ class Fields(BaseModel):
     size: Size | None = Field(None, description="The same.")
     vram_mb: Annotated[int, BeforeValidator(_mebibytes)] | None = Field(None, description="The same, in MiB.")
     context_length: Annotated[Whole, Field(gt=0)] | None = Field(None, description="Tokens of context.")
+    sequences: Annotated[Whole, Field(gt=0)] | None = Field(None, description="How many such contexts at once.")
+    cache_dtype: Text | None = Field(None, description="Of the KV cache, such as float16, fp8 or q8_0.")
     gpu_layers: Annotated[Whole, Field(ge=-1)] | None = Field(None, description="-1: all on the GPU, 0: CPU only, else how "
                                                                               "many.")
     dtype: Annotated[str, BeforeValidator(_of(DTYPES, None, "dtype"))] | None = Field(
@@ -225,11 +227,18 @@ def _tokens(text: str) -> int:
     return int(match[1]) * {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 2**20}[match[2]]
 
 
+def _unless_auto(text: str) -> str | None:
+    return None if text == "auto" else text
+
+
+# Not --max-num-seqs, nor --parallel: those sequences share the context that is reserved, so they need no more of it.
 _ARGUMENTS: dict[str, tuple[str, Callable[[str], Any]]] = {  # flag -> the field it speaks of, and how it is read
     "--max-model-len": ("context_length", _tokens), "--ctx-size": ("context_length", _tokens),
     "-c": ("context_length", _tokens), "--dtype": ("dtype", _of(DTYPES, None, "dtype")),
     "--quantization": ("quantization", str), "-q": ("quantization", str), "--revision": ("revision", str),
     "--n-gpu-layers": ("gpu_layers", int), "--gpu-layers": ("gpu_layers", int), "-ngl": ("gpu_layers", int),
+    "--kv-cache-dtype": ("cache_dtype", _unless_auto), "--cache-type-k": ("cache_dtype", _unless_auto),
+    "-ctk": ("cache_dtype", _unless_auto),
     "--tensor-parallel-size": ("max_tensor_parallel", int), "-tp": ("max_tensor_parallel", int),
 }
 OURS = ("--gpu-memory-utilization", "--tensor-split", "--main-gpu", "--device", "--split-mode", "-ts", "-mg", "-sm")

@@ -283,9 +283,7 @@ class Keeper:
         footprint = resident.footprint()
         try:
             for verdict in self._until_granted(
-                    key, self.wanted(resident, importance, keep_alive), footprint,
-                    PlacementRules(devices=self.places(resident), policy=self.settings.gpu_placement),
-                    timeout, here=lambda: resident.enter(anchor) if anchor else resident.place is Place.HERE):
+                    key, self.wanted(resident, importance, keep_alive), footprint, self.placement(resident), timeout, here=lambda: resident.enter(anchor) if anchor else resident.place is Place.HERE):
                 step = verdict.steps[0]
                 attempts += 1
                 try:
@@ -309,6 +307,12 @@ class Keeper:
                      keep=spec.keep, keep_alive=spec.keep_alive if keep_alive is None else keep_alive,
                      movable=resident.backend.can_move, backend=spec.backend, model_type=spec.model_type,
                      quantization=spec.quantization)
+
+    def placement(self, resident: Resident) -> PlacementRules:
+        """Where it may go, and how it may be divided: by the settings, and by the model's own word where it has one."""
+        layout = resident.spec.layout if resident.backend.can_split else "single"
+        rules = PlacementRules(devices=self.places(resident), layout=layout, policy=self.settings.gpu_placement)
+        return replace(rules, **resident.spec.placement)
 
     def places(self, resident: Resident) -> tuple[str, ...]:
         """The cards it may go to: its own list, else the one that INFERENCE_GPU_INDEX names, else any."""

@@ -597,16 +597,15 @@ class Runtime:
         name = str(name_or_size)
         resident = keeper.residents.get(name) or self._by_key(name) or self._from_catalogue(name)
         if resident is not None:
-            wanted, footprint = keeper.wanted(resident), resident.footprint()
-            places = keeper.places(resident)
+            wanted, footprint, rules = keeper.wanted(resident), resident.footprint(), keeper.placement(resident)
         else:
             try:
                 footprint = Footprint.of(parse_bytes(name_or_size))
             except BadSize:
                 raise UnknownModel(name, self._names()) from None
-            wanted, places = Lease(keeper.me, f"a lease of {show_bytes(footprint.bytes)}", kind="block"), ()
-        request = Request("plan", wanted, footprint, world.now,
-                          PlacementRules(devices=places, policy=self.settings.gpu_placement), wait=False)
+            wanted = Lease(keeper.me, f"a lease of {show_bytes(footprint.bytes)}", kind="block")
+            rules = PlacementRules(policy=self.settings.gpu_placement)
+        request = Request("plan", wanted, footprint, world.now, rules, wait=False)
         planned = plan(book, request, world, keeper.rank)
         return replace(planned, obstacle=obstacle(resident.spec)) if resident is not None else planned
 

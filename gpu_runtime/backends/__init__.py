@@ -24,6 +24,7 @@ class Backend(Protocol):
 
     name: str
     can_move: bool  # False: a Move becomes Drop + Load
+    can_split: bool  # False: a model lies on one device, whatever its layout says
 
     def footprint(self, spec: ModelSpec, origin: Any = None) -> Footprint:
         """The bytes it will need, before loading it. A declared size wins, then what was measured before.

@@ -11,6 +11,7 @@ class AbsentBackend:
     """Knows a model's size where it was declared, or measured elsewhere. Nothing of it is ever loaded."""
 
     can_move = False
+    can_split = True
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -40,6 +40,7 @@ class FakeBackend:
 
     name = "fake"
     can_move = True
+    can_split = True
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe

@@ -47,6 +47,7 @@ class TorchBackend:
 
     name = "torch"
     can_move = True
+    can_split = False
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe

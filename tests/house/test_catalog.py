@@ -406,6 +406,16 @@ def test_its_cards_are_named_by_index_or_id_and_must_be_there(shelf):
         rt.preload("c")
 
 
+def test_what_it_says_of_its_placement_reaches_the_planner(shelf):
+    """Over the settings; a size for each card, and cards by their index, as this machine calls them."""
+    rt = shelf("models: {a: {backend: fake, memory: 1GiB, gpus: 2, layout: balanced, gpu_memory: 20GiB, "
+               "gpu_fraction_factor: 3}, b: {backend: fake, memory: 1GiB, gpu_memory: {1: 2GiB}}}",
+               devices="sim:2x24GiB,host:64GiB", gpu_placement="most-free")
+    one, other = (rt._keeper.placement(rt._mine(name)) for name in "ab")
+    assert (one.layout, one.policy, one.least_cards, one.most_cards, one.factor) == ("balanced", "most-free", 2, 2, 3.0)
+    assert one.card_bytes == {"sim:0": 20 * GIB, "sim:1": 20 * GIB} and other.card_bytes == {"sim:1": 2 * GIB}
+
+
 def test_a_catalogue_that_cannot_be_read_stops_only_what_needs_it(shelf, place, caplog):
     rt = shelf()
     fakes(rt, own="1GiB")
