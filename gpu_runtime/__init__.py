@@ -19,6 +19,7 @@ from .errors import (
     AlreadyRegistered, AmbiguousName, BadDocument, BadSetting, BadSize, Busy, CannotGovern, CatalogUnavailable, Deadlock,
     DoesNotFit, GpuError, LedgerNewer, LedgerUnavailable, LoadFailed, MemoryLimitExceeded, ModelDisabled, NotAllowed,
     NotAModel, NotLoaded, NotResident, OutOfMemory, ProbeFailed, StillInUse, UnknownDevice, UnknownModel,
+    UnknownSize,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ __all__ = [
     "AlreadyRegistered", "AmbiguousName", "BadDocument", "BadSetting", "BadSize", "Busy", "CannotGovern",
     "CatalogUnavailable", "Deadlock", "DoesNotFit", "GpuError", "LedgerNewer", "LedgerUnavailable", "LoadFailed",
     "MemoryLimitExceeded", "ModelDisabled", "NotAllowed", "NotAModel", "NotLoaded", "NotResident", "OutOfMemory",
-    "ProbeFailed", "StillInUse", "UnknownDevice", "UnknownModel",
+    "ProbeFailed", "StillInUse", "UnknownDevice", "UnknownModel", "UnknownSize",
 ]
 
 _lock = threading.Lock()

@@ -10,6 +10,7 @@
     ├── OutOfMemory                the device ran out while a model was in use
     ├── UnknownModel, UnknownDevice, UnknownVerb, AmbiguousName, AlreadyRegistered
     ├── BadSize, BadSetting        also ValueError
+    │   └── UnknownSize            … because nothing tells how large the model is
     ├── BadDocument                a file of models says what cannot be; also ValueError
     ├── CatalogUnavailable         the model catalogue cannot be read or written
     ├── ModelDisabled              its entry in the catalogue says `enabled: false`
@@ -133,6 +134,16 @@ class BadSize(GpuError, ValueError):
 
     def __init__(self, value: Any, what: str = "size", example: str = "'8 GiB', '10GB' or bytes as a number") -> None:
         super().__init__(f"{value!r} is not a {what}. Write it like {example}.", value=value, what=what)
+
+
+class UnknownSize(BadSize):
+    """Nothing tells how large a model is; somebody has to say it. Attributes: name, why."""
+
+    def __init__(self, name: str, why: str) -> None:
+        GpuError.__init__(
+            self, f"the size of {name} is unknown: {why}.\n"
+                  f"  Say it:  rt.register({name!r}, …, size='8 GiB')      or plan for a size:  %gpu plan 8GiB",
+            name=name, why=why)
 
 
 class BadSetting(GpuError, ValueError):

@@ -61,10 +61,12 @@ from .leaving import leave as mark_leaving
 from .leaving import may_leave, way_out
 from .ledgers import Ledger
 from .machine import Machine, groups_of
+from .measurements import Measurements
 from .planner import admit, room
 from .policy import policy
 from .pool import Anchor, Place, Resident, Stays, held_by, uninterrupted
 from .pressure import views
+from .sizing import Sizing
 from .units import MIB, show_bytes
 
 if TYPE_CHECKING:
@@ -95,10 +97,12 @@ class Keeper:
     """This process's residents, and their owner in the ledger."""
 
     def __init__(self, ledger: Ledger, probe: Probe, settings: Settings, journal: Journal, *,
-                 clock: Callable[[], float], wall: Callable[[], float], machine: Machine | None = None) -> None:
+                 clock: Callable[[], float], wall: Callable[[], float], machine: Machine | None = None,
+                 measurements: Measurements | None = None) -> None:
         self.ledger, self.probe, self.settings, self.journal = ledger, probe, settings, journal
         self.clock, self.wall = clock, wall
         self.rank = policy(settings.gpu_policy)
+        self.sizing = Sizing(measurements or Measurements(), probe, wall)
         self.residents: dict[str, Resident] = {}
         self.blocks: dict[str, tuple[Lease, weakref.ref[Anchor]]] = {}
         self.limits = {device.id: self._limit(device) for device in probe.devices}
@@ -403,7 +407,7 @@ class Keeper:
                     resident.backend.drop(handle)
                 self._abandon(resident.spec.name, key, error)
             raise
-        resident.measured = sum(share.bytes for share in shares)
+        self.sizing.learn(resident, shares)
         self._settle(resident, step.because, reload_seconds=seconds)
 
     def _restore(self, resident: Resident, lease: Lease, step: Move, anchor: Callable[[], Anchor | None] | None,

@@ -23,7 +23,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from .backends import Backend, Progress
-from .facts import Drop, Footprint, Lease, ModelSpec, Move, Shares
+from .facts import Drop, Footprint, Lease, Measurement, ModelSpec, Move, Shares
 
 
 class Place(enum.Enum):
@@ -70,6 +70,7 @@ class Resident:
         self.adopted = False  # the user's own module: never emptied, only let go
         self.catalogued: ModelSpec | None = None  # as the catalogue last said, where it was not registered here
         self.calling: Callable[[], Held]  # what a call on a kept reference runs under; the runtime's to give
+        self.footprint: Callable[[], Footprint]  # the bytes it needs; the runtime's to give
         self.place = Place.GONE
         self.lease = Lease(owner, spec.name)  # as last settled; meaningful while the model is held
         self.handle: Any = None  # the backend's, while the model is held
@@ -79,16 +80,10 @@ class Resident:
         self.pins: set[Pin] = set()
         self.last_used = self.pinned_since = 0.0
         self.uses = self.uses_counted = 0
-        self.measured: int | None = None  # resident bytes after an earlier load
+        self.measured: Measurement | None = None  # after an earlier load, where its source cannot be known again
         self._was_pinned = False
         self._shell: Callable[[], Any] = lambda: None  # the object of an earlier load, if somebody still holds it
         self._clock = clock
-
-    def footprint(self) -> Footprint:
-        """The bytes it needs: those it has, those it had, or what its backend can tell beforehand."""
-        if self.handle is not None:
-            return Footprint.of(self.lease.bytes, "measured")
-        return self.backend.footprint(replace(self.spec, measured=self.measured or self.spec.measured), self.origin)
 
     # -- using
 

@@ -116,6 +116,11 @@ class Probe:
             held[id] = memory.held_bytes() if card is None else max(_torch_reserved(card), self._charged(card))
         return held
 
+    def contexts(self) -> dict[str, int]:
+        """Bytes that this process's CUDA context takes on each real card, beside what torch's allocator holds there;
+        0 where it has none, or the driver does not tell."""
+        return {id: max(0, self._charged(card) - _torch_reserved(card)) for id, card in self._cards.items()}
+
     def _charged(self, card: nvml.Card) -> int:
         """Bytes that the driver charges to this process; 0 where it does not tell, or in a container knows it by
         another number."""

@@ -67,6 +67,7 @@ from .journal import Journal
 from .keeper import DOZE_SECONDS, LOOKS_PER_SECOND, POLL_SECONDS, Keeper, log
 from .ledgers import default_url, open_ledger
 from .ledgers.access import journal_in
+from .measurements import Measurements, measurements_in
 from .monitor import Breaker, Monitor
 from .placement import check_policy
 from .planner import plan, queue
@@ -123,7 +124,8 @@ class Runtime:
         directory = getattr(ledger, "directory", None)  # of this boot; the journal outlives it
         journal = Journal(journal_in(directory.parent) if directory else None)
         self._keeper = Keeper(ledger, self.probe, self.settings, journal, clock=self._clock, wall=self._wall,
-                              machine=known)
+                              machine=known,
+                              measurements=Measurements(measurements_in(directory.parent) if directory else None))
         self.probe.follow(getattr(ledger, "directory", None))
         self._breaker = Breaker()
         self._monitor: Monitor | None = None
@@ -208,6 +210,7 @@ class Runtime:
     def _resident(self, spec: ModelSpec, origin: Any, restore_on_call: bool) -> Resident:
         resident = Resident(spec, self._backend(spec.backend), self._keeper.me, self._clock, origin)
         resident.calling = lambda: self._calling(resident, restore_on_call)
+        resident.footprint = lambda: self._keeper.sizing.footprint(resident, self._keeper.places(resident))
         return resident
 
     def _backend(self, name: str) -> Backend:

@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from gpu_runtime import estimate
 from gpu_runtime.asks import obey
 from gpu_runtime.bookkeeping import left
 from gpu_runtime.facts import (
@@ -123,6 +124,12 @@ def ticket(name: str, *, by: int = 1, key: str = "", arrived: float = NOW - 10, 
         fields["importance"] = IMPORTANCE[fields["importance"]]
     return Ticket(key or f"{by}:{name}", owner(by).id, fields.pop("verb", "use"), name, arrived, refreshed, need=need,
                   **fields)
+
+
+def footprint(backend: Any, spec: Any, origin: Any = None, **known: Any) -> Footprint:
+    """What the estimate makes of a backend's evidence."""
+    evidence = backend.evidence(spec, origin)
+    return estimate.footprint(spec.name, evidence, declared=spec.size, options=spec.options, **known)
 
 
 # -- decisions made twice, and followed to their end --------------------------------------------------------------

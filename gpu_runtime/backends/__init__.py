@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..errors import BadSetting, NotAModel, OutOfMemory
-from ..facts import Footprint, ModelSpec, Shares
+from ..facts import Evidence, ModelSpec, Shares
 from ..probe import Probe
 
 Progress = Callable[[int, int], None]  # bytes so far, bytes in all
@@ -26,10 +26,10 @@ class Backend(Protocol):
     can_move: bool  # False: a Move becomes Drop + Load
     can_split: bool  # False: a model lies on one device, whatever its layout says
 
-    def footprint(self, spec: ModelSpec, origin: Any = None) -> Footprint:
-        """The bytes it will need, before loading it. A declared size wins, then what was measured before.
+    def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
+        """What its source tells of its size, nothing of it loaded; what is made of that is `estimate.py`'s to say.
 
-        Raises NotAModel, LoadFailed for a damaged source, or BadSize where only a declared size can tell.
+        Raises NotAModel, and LoadFailed for a damaged source.
         """
         ...
 

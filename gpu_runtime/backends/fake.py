@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..errors import BadSize, LoadFailed
-from ..facts import Footprint, ModelSpec, Shares, where
+from ..errors import LoadFailed
+from ..facts import Evidence, ModelSpec, Shares, where
 from ..memory import Block
 from ..probe import Probe
 from . import Progress
@@ -45,10 +45,8 @@ class FakeBackend:
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
 
-    def footprint(self, spec: ModelSpec, origin: Any = None) -> Footprint:
-        if spec.size is None:
-            raise BadSize(spec.size, what=f"size for the fake model {spec.name!r}", example="size='8 GiB'")
-        return Footprint.of(spec.size)
+    def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
+        return Evidence(why_unknown="a fake model is as large as it was declared to be")
 
     def load(self, spec: ModelSpec, shares: Shares, origin: Any = None, *,
              progress: Progress | None = None, into: Any = None) -> FakeModel:

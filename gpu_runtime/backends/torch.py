@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import BadSize, CannotGovern, LoadFailed
-from ..facts import HOST, Footprint, ModelSpec, Part, Share, Shares
+from ..errors import CannotGovern, LoadFailed
+from ..facts import HOST, Evidence, ModelSpec, Share, Shares
 from ..memory import Block, Memory
 from ..probe import Probe
 from . import Progress, refusals
@@ -52,21 +52,18 @@ class TorchBackend:
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
 
-    def footprint(self, spec: ModelSpec, origin: Any = None) -> Footprint:
-        """Declared, measured before, or the module's own; a factory is sized by building it without data, on meta."""
-        if spec.size is not None:
-            return Footprint.of(spec.size)
-        if spec.measured is not None:
-            return Footprint.of(spec.measured, "measured")
+    def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
+        """A module's own storages; a factory is sized by building its module without data, on meta."""
         if isinstance(origin, nn.Module):
-            return Footprint.of(st.nbytes(TorchModel(spec, origin).groups()), "measured")
+            return Evidence(st.nbytes(TorchModel(spec, origin).groups()), "module", config=_config(origin))
         try:
             with torch.device("meta"):
                 module = origin()
-            return Footprint((Part("weights", st.nbytes(st.grouped(st.slots(module))), "shapes"),))
-        except Exception as error:
-            raise BadSize(spec.size, what=f"size for {spec.name!r}, whose factory cannot be sized in advance",
-                          example="size='8 GiB'") from error
+            return Evidence(st.nbytes(st.grouped(st.slots(module))), "shapes", config=_config(module))
+        except Exception as error:  # whatever the user's code raises is for the user to read
+            why = str(error).strip().splitlines() or [""]
+            return Evidence(why_unknown=f"its factory failed on torch's meta device, which has shapes and no data "
+                                        f"({type(error).__name__}: {why[0][:300]})")
 
     def load(self, spec: ModelSpec, shares: Shares, origin: Any = None, *,
              progress: Progress | None = None, into: Any = None) -> TorchModel:
@@ -172,6 +169,12 @@ class TorchBackend:
             partial(setattr, model, "device", memory.device),
             partial(setattr, model, "own", frozenset(target.untyped_storage()._cdata for target in targets)),
             partial(setattr, model, "noted", None)])
+
+
+def _config(module: nn.Module) -> dict[str, Any]:
+    """What a module from transformers says of its shape."""
+    tell = getattr(getattr(module, "config", None), "to_dict", None)
+    return tell() if callable(tell) else {}
 
 
 def _give_back(device: str | None) -> None:

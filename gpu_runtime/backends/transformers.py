@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from ..errors import BadSetting, CannotGovern, GpuError, LoadFailed
-from ..facts import Footprint, ModelSpec, Part, Shares
-from . import Progress, checkpoints, is_out_of_memory, looks_like_hub_id
+from ..facts import Evidence, ModelSpec, Shares
+from ..probe import Probe
+from . import Progress, checkpoints, is_out_of_memory, sources
 from . import storages as st
 from .checkpoints import Checkpoint
 from .digests import digest
@@ -47,15 +48,17 @@ class TransformersBackend(TorchBackend):
 
     name = "transformers"
 
-    def footprint(self, spec: ModelSpec, origin: Any = None) -> Footprint:
-        """Declared, measured before, or from the safetensors headers: the weights as they will be in memory."""
-        if spec.size is not None:
-            return Footprint.of(spec.size)
-        if spec.measured is not None:
-            return Footprint.of(spec.measured, "measured")
+    def __init__(self, probe: Probe) -> None:
+        super().__init__(probe)
+        self._read: dict[str, Checkpoint] = {}  # by source, as long as its files are those that were read
+
+    def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
+        """The weights as they will be in memory, from the safetensors headers."""
         dtype = _dtype(spec)
-        weights = self._checkpoint(spec).weight_bytes(dtype.itemsize if dtype else None)
-        return Footprint((Part("weights", weights, "header"),))
+        checkpoint = self._read.get(spec.source)
+        if checkpoint is None or not checkpoint.unchanged():
+            checkpoint = self._read[spec.source] = self._checkpoint(spec)
+        return sources.of_checkpoint(checkpoint, dtype.itemsize if dtype else None)
 
     def load(self, spec: ModelSpec, shares: Shares, origin: Any = None, *,
              progress: Progress | None = None, into: Any = None) -> TransformersModel:
@@ -100,7 +103,7 @@ class TransformersBackend(TorchBackend):
         return model.reproducible
 
     def _checkpoint(self, spec: ModelSpec) -> Checkpoint:
-        return checkpoints.read(_directory(spec), spec.name)
+        return checkpoints.read(sources.directory(spec.source, spec.name, spec.options.get("revision")), spec.name)
 
 
 def _fingerprint(model: TransformersModel) -> dict[tuple[Any, ...], torch.Tensor]:
@@ -109,21 +112,6 @@ def _fingerprint(model: TransformersModel) -> dict[tuple[Any, ...], torch.Tensor
 
 def _quiet_progress(done: int, total: int) -> None:
     """A load goes by legs even when nobody watches, so that it can be interrupted."""
-
-
-def _directory(spec: ModelSpec) -> Path:
-    """Where the model lies: a directory, or the hub's local cache. Raises LoadFailed for an id that is not there."""
-    path = Path(spec.source).expanduser()
-    if path.exists() or not looks_like_hub_id(spec.source):
-        return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(spec.source, revision=spec.options.get("revision"), local_files_only=True))
-    except Exception as error:
-        raise LoadFailed(f"{spec.name}: {spec.source} is neither a directory nor in the local Hugging Face cache. "
-                         f"Download it first (hf download {spec.source}), or give a directory.",
-                         name=spec.name, source=spec.source) from error
 
 
 def _dtype(spec: ModelSpec) -> torch.dtype | None:

@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from gpu_runtime.backends import Backend, is_out_of_memory, open_backend
 from gpu_runtime.errors import CannotGovern
-from gpu_runtime.facts import ModelSpec, Share, Shares
+from gpu_runtime.facts import Measurement, ModelSpec, Share, Shares
 from gpu_runtime.probe import Probe
 from gpu_runtime.units import MIB
+from tests.worlds import footprint
 
 
 class Case(NamedTuple):
@@ -31,7 +33,7 @@ class Case(NamedTuple):
 
     @property
     def need(self) -> int:
-        return self.backend.footprint(self.spec, self.origin).bytes
+        return footprint(self.backend, self.spec, self.origin).bytes
 
     def load(self, device: str = "sim:0", **more: Any) -> Any:
         return self.backend.load(self.spec, self.on(device), self.origin, **more)
@@ -139,13 +141,13 @@ def test_what_was_measured_is_the_next_footprint(case):
     """Exactly: the header, the name or the shapes only served the first time."""
     model = case.load()
     measured = case.backend.measure(model)[0].bytes
-    spec = ModelSpec(case.spec.name, case.spec.backend, case.spec.source, size=case.spec.size, measured=measured)
-    assert case.backend.footprint(spec, case.origin).bytes == measured
+    found = footprint(case.backend, replace(case.spec, size=None), case.origin, measured=Measurement(measured))
+    assert found.bytes == measured and found.parts[0].source == "measured"
 
 
 def test_a_declared_size_wins(case):
-    spec = ModelSpec("declared", case.spec.backend, "/nowhere", size=5 * MIB, measured=7 * MIB)
-    assert case.backend.footprint(spec, case.origin).bytes == 5 * MIB
+    spec = replace(case.spec, size=5 * MIB)
+    assert footprint(case.backend, spec, case.origin, measured=Measurement(7 * MIB)).bytes == 5 * MIB
 
 
 FAILURES = [OSError("the disk went away"), KeyboardInterrupt(), MemoryError()]

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from gpu_runtime.backends import backend_for, open_backend
-from gpu_runtime.errors import BadSetting, BadSize, CannotGovern, LoadFailed, NotAModel
+from gpu_runtime.errors import BadSetting, CannotGovern, LoadFailed, NotAModel, UnknownSize
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import KIB
+from tests.worlds import footprint
 
 CARD, OTHER, HOST = (Share("sim:0", 0),), (Share("sim:1", 0),), (Share("host", 0),)
 SPEC = ModelSpec("net", "torch")
@@ -361,17 +362,18 @@ def test_the_wrappers_real_names_are_those_that_are_refused():
 def test_a_factory_is_sized_without_data(backend):
     """By shapes, tied weights once; no memory is taken and no random number drawn."""
     state = torch.random.get_rng_state()
-    footprint = backend.footprint(SPEC, lambda: nn.Linear(1000, 1000))
-    assert footprint.bytes == 1001 * 1000 * 4 and footprint.parts[0].source == "shapes"
+    found = footprint(backend, SPEC, lambda: nn.Linear(1000, 1000))
+    assert found.bytes == 1001 * 1000 * 4 and found.parts[0].source == "shapes"
     assert torch.equal(state, torch.random.get_rng_state())
 
 
 def test_a_factory_that_cannot_be_sized_asks_for_a_size(backend):
+    """And shows what the factory itself said."""
     def factory():
         raise RuntimeError("needs a card")
 
-    with pytest.raises(BadSize, match="size='8 GiB'"):
-        backend.footprint(SPEC, factory)
+    with pytest.raises(UnknownSize, match=r"\(RuntimeError: needs a card\)\.\n.*size='8 GiB'"):
+        footprint(backend, SPEC, factory)
 
 
 def test_a_factory_must_return_a_module(backend):

@@ -13,6 +13,7 @@ from gpu_runtime.backends import open_backend
 from gpu_runtime.errors import BadSetting, CannotGovern, LoadFailed, NotAModel
 from gpu_runtime.facts import ModelSpec, Share
 from tests import tiny_models
+from tests.worlds import footprint
 
 CARD, HOST = (Share("sim:0", 0),), (Share("host", 0),)
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -65,11 +66,11 @@ def test_the_header_tells_the_bytes(backend, tmp_path, tied, dtype, option, shar
     directory = tiny_models.causal_lm(tmp_path / "m", tied=tied, dtype=dtype, shard=shard)
     assert len(list(directory.glob("*.safetensors"))) > 1 or not shard
     given = spec(directory, **({"dtype": option} if option else {}))
-    footprint = backend.footprint(given)
-    assert footprint.parts[0].source == "header"
+    found = footprint(backend, given)
+    assert found.parts[0].source == "safetensors header"
     model = backend.load(given, CARD)
     measured = backend.measure(model)[0].bytes
-    assert abs(footprint.bytes - measured) <= 0.02 * measured
+    assert abs(found.bytes - measured) <= 0.02 * measured
     module = backend.value(model)
     assert module.dtype == getattr(torch, option or dtype)
     assert (module.lm_head.weight.data_ptr() == module.model.embed_tokens.weight.data_ptr()) == tied
@@ -80,12 +81,12 @@ def test_tied_weights_that_a_file_holds_twice_count_once(backend, tmp_path):
     from safetensors.torch import load_file, save_file
 
     directory = tiny_models.causal_lm(tmp_path / "m", tied=True)
-    before = backend.footprint(spec(directory)).bytes
+    before = footprint(backend, spec(directory)).bytes
     weights = load_file(directory / "model.safetensors")
     weights = {key: value.clone() for key, value in weights.items()}
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    assert backend.footprint(spec(directory)).bytes == before
+    assert footprint(backend, spec(directory)).bytes == before
 
 
 def test_the_architecture_chooses_the_class_and_task_or_type_overrule_it(backend, tmp_path, llama):
@@ -134,7 +135,7 @@ def test_options_are_passed_on_or_refused(backend, llama):
             backend.load(spec(llama, **{option: value}), CARD)
     for dtype in ("int8", "float99", "nn"):
         with pytest.raises(BadSetting, match="dtype"):
-            backend.footprint(spec(llama, dtype=dtype))
+            footprint(backend, spec(llama, dtype=dtype))
 
 
 def test_remote_code_is_not_trusted_by_itself(backend, copy):
@@ -302,7 +303,7 @@ DAMAGES = {
 def test_a_damaged_file_is_named_with_what_is_wrong(backend, probe, copy, damage, why):
     """Before it is mapped: a truncated mapping ends the process."""
     damage(copy / "model.safetensors")
-    for attempt in (lambda: backend.footprint(spec(copy)), lambda: backend.load(spec(copy), CARD)):
+    for attempt in (lambda: footprint(backend, spec(copy)), lambda: backend.load(spec(copy), CARD)):
         with pytest.raises(LoadFailed, match=why) as error:
             attempt()
         assert "model.safetensors" in str(error.value) and not isinstance(error.value, NotAModel)
@@ -315,19 +316,19 @@ def test_a_missing_or_escaping_shard_is_named(backend, tmp_path):
     shard = sorted(directory.glob("model-*.safetensors"))[1]
     shard.rename(tmp_path / "away")
     with pytest.raises(LoadFailed, match=f"{shard.name} cannot be loaded: the index names it, and it is not there"):
-        backend.footprint(spec(directory))
+        footprint(backend, spec(directory))
     index.write_text(index.read_text().replace(shard.name, "../away"))
     with pytest.raises(LoadFailed, match="not a file beside it"):
-        backend.footprint(spec(directory))
+        footprint(backend, spec(directory))
     index.write_text("{}")
     with pytest.raises(LoadFailed, match="no weight_map"):
-        backend.footprint(spec(directory))
+        footprint(backend, spec(directory))
 
 
 def test_a_config_that_cannot_be_read_is_named(backend, copy):
     (copy / "config.json").write_text("{")
     with pytest.raises(LoadFailed, match="config.json cannot be loaded: its JSON"):
-        backend.footprint(spec(copy))
+        footprint(backend, spec(copy))
 
 
 def test_an_unknown_architecture_fails_in_one_line(backend, copy, probe):
@@ -342,17 +343,17 @@ def test_an_unknown_architecture_fails_in_one_line(backend, copy, probe):
 
 def test_a_directory_that_is_no_model_says_what_was_looked_for(backend, tmp_path):
     with pytest.raises(NotAModel, match="looked for config.json beside .*found nothing"):
-        backend.footprint(spec(tmp_path))
+        footprint(backend, spec(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(NotAModel, match="looked for model.safetensors or .*found config.json"):
-        backend.footprint(spec(tmp_path))
+        footprint(backend, spec(tmp_path))
     with pytest.raises(NotAModel, match="no model"):
-        backend.footprint(spec("/no/such/place"))
+        footprint(backend, spec("/no/such/place"))
 
 
 def test_pickled_weights_are_refused_by_name(backend, tmp_path):
     with pytest.raises(LoadFailed, match="pytorch_model.bin.*can run any code"):
-        backend.footprint(spec(tiny_models.pickled(tmp_path / "m")))
+        footprint(backend, spec(tiny_models.pickled(tmp_path / "m")))
 
 
 def test_a_quantised_checkpoint_is_refused_by_name(backend, copy):
@@ -364,9 +365,9 @@ def test_a_quantised_checkpoint_is_refused_by_name(backend, copy):
 
 
 def test_a_hub_id_that_was_not_downloaded_says_so_in_one_line(backend):
-    said = r"org/absent is neither a directory nor .*hf download org/absent\), or give a directory"
+    said = r"org/absent is neither a directory \(there is no /.*/org/absent\) nor a hub id .*hf download org/absent"
     with pytest.raises(LoadFailed, match=said) as error:
-        backend.footprint(spec("org/absent"))
+        footprint(backend, spec("org/absent"))
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -376,4 +377,4 @@ def test_a_hub_id_that_was_downloaded_is_loaded_from_the_cache(backend, llama, t
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     tiny_models.hub_cache(tmp_path, "org/tiny", llama)
     model = backend.load(spec("org/tiny"), CARD)
-    assert backend.footprint(spec("org/tiny")).bytes > 0 and backend.unchanged(model)
+    assert footprint(backend, spec("org/tiny")).bytes > 0 and backend.unchanged(model)

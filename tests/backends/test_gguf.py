@@ -1,0 +1,196 @@
+"""GGUF headers: exact sizes for every type, no weight read, and one clear error for a file that lies."""
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as Type
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpu_runtime.backends import gguf as ours
+from gpu_runtime.backends import sources
+from gpu_runtime.errors import LoadFailed, NotAModel
+from gpu_runtime.estimate import footprint
+from gpu_runtime.working import cache_layers, kv_cache_bytes
+
+
+def write(path: Path, kinds: list[Type] = (Type.Q4_K, Type.F32), *, arch: str = "llama", vocabulary: int = 1000,
+          rows: int = 4, **numbers: object) -> Path:
+    """A file with one tensor of each kind, of `rows` × 512 weights, as the `gguf` package writes it."""
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(32)
+    writer.add_embedding_length(4096)
+    writer.add_head_count(32)
+    writer.add_head_count_kv(8)
+    writer.add_context_length(8192)
+    for key, value in numbers.items():
+        writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.UINT32) if isinstance(value, int) else \
+            writer.add_array(f"{arch}.{key}", value)
+    writer.add_token_list([f"token{n}" for n in range(vocabulary)])
+    writer.add_token_types([1] * vocabulary)
+    for number, kind in enumerate(kinds):
+        block, size = GGML_QUANT_SIZES[kind]
+        shape = (rows, 512 // block * size)
+        writer.add_tensor(f"blk.{number}.weight", np.zeros(shape, np.uint8), raw_shape=shape, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def real_bytes(path: Path) -> int:
+    """Of the tensors, as the `gguf` package finds them."""
+    return sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors)
+
+
+@pytest.mark.parametrize("kind", list(GGML_QUANT_SIZES), ids=lambda kind: kind.name)
+def test_every_type_is_exact(tmp_path, kind):
+    """All that the `gguf` package knows; a type that is missing here would be guessed from the file's size."""
+    path = write(tmp_path / "m.gguf", [kind])
+    assert ours.read(path, "m").weight_bytes == real_bytes(path)
+    assert ours.BLOCKS[int(kind)] == (kind.name, *GGML_QUANT_SIZES[kind])
+
+
+def test_a_file_of_many_types_is_exact(tmp_path):
+    """As quantised models are: norms in full precision, the head larger than the layers."""
+    path = write(tmp_path / "m.gguf", [Type.Q6_K, Type.F32, *[Type.Q4_K] * 20, *[Type.Q5_K] * 4, Type.BF16])
+    found = sources.evidence(str(path), "m")
+    assert (found.weight_bytes, found.source) == (real_bytes(path), "GGUF header")
+    assert footprint("m", found).bytes == real_bytes(path)
+
+
+@pytest.mark.parametrize(("arch", "numbers", "values"), [
+    ("llama", {}, 32 * 8192 * 8 * 128 * 2),
+    ("llama", {"attention.key_length": 64, "attention.value_length": 64}, 32 * 8192 * 8 * 64 * 2),
+    ("llama", {"attention.sliding_window": 4096}, 32 * 4096 * 8 * 128 * 2),
+    ("gemma2", {"attention.sliding_window": 4096}, 16 * (4096 + 8192) * 8 * 128 * 2),
+    ("gpt-oss", {"attention.sliding_window": 128}, 16 * (128 + 8192) * 8 * 128 * 2),
+    ("gemma3n", {"attention.sliding_window": 1024, "attention.sliding_window_pattern": [True] * 31 + [False]},
+     (31 * 1024 + 8192) * 8 * 128 * 2),
+    ("deepseek2", {"attention.kv_lora_rank": 512, "rope.dimension_count": 64}, 32 * 8192 * 576),
+    ("llama", {"rope.dimension_count": 128}, 32 * 8192 * 8 * 128 * 2),
+    ("bert", {}, 0),
+])
+def test_the_metadata_tells_the_cache(tmp_path, arch, numbers, values):
+    """The same reckoning as from a config.json."""
+    config = sources.evidence(str(write(tmp_path / "m.gguf", arch=arch, **numbers)), "m").config
+    assert kv_cache_bytes(cache_layers(config), tokens=8192) == 2 * values
+
+
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_only_the_header_is_read(tmp_path):
+    """Of 64 GiB: the pages of a sparse file that nobody read stay holes."""
+    path = write(tmp_path / "m.gguf", vocabulary=150_000)
+    os.truncate(path, 64 << 30)
+    before = bytes_read()
+    assert ours.read(path, "m").weight_bytes == 4 * 512 * 4 + 4 * 288
+    assert bytes_read() - before < 8 << 20
+
+
+def test_the_parts_of_a_split_model_are_one(tmp_path):
+    """Whichever of them is named, or the directory."""
+    parts = [write(tmp_path / f"m-0000{n}-of-00002.gguf", [Type.Q8_0] * n) for n in (1, 2)]
+    whole = sum(map(real_bytes, parts))
+    for path in (*parts, tmp_path):
+        assert sources.evidence(str(path), "m").weight_bytes == whole
+    parts[1].unlink()
+    with pytest.raises(LoadFailed, match=r"m-00002-of-00002.gguf cannot be loaded: m-00001-of-00002.gguf is a part of it"):
+        ours.read(parts[0], "m")
+
+
+def test_of_several_models_in_a_directory_one_must_be_named(tmp_path):
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.gguf")
+    with pytest.raises(NotAModel, match="holds 2 models; name the file: a.gguf, b.gguf"):
+        sources.evidence(str(tmp_path), "m")
+
+
+# -- files that lie -----------------------------------------------------------------------------------------------
+
+def test_a_type_that_came_after_this_reader_is_told_by_the_files_size(tmp_path):
+    """A guess, and it says so; the metadata still serves."""
+    path = write(tmp_path / "m.gguf", [Type.F32], vocabulary=1)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"blk.0.weight") + len("blk.0.weight") + 4 + 2 * 8
+    data[at:at + 4] = struct.pack("<I", 999)
+    path.write_bytes(data)
+    found = sources.evidence(str(path), "m")
+    assert (found.weight_bytes, found.file_bytes, found.file_format) == (None, len(data), "gguf")
+    assert [part.source for part in footprint("m", found).parts] == ["file size", "file size"]
+    assert cache_layers(found.config)
+
+
+def test_a_pointer_of_git_lfs_tells_the_size_of_what_it_stands_for(tmp_path):
+    """A clone made without LFS: the files are not there, their sizes are."""
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4000000000\n"
+    (tmp_path / "m.gguf").write_bytes(pointer)
+    assert footprint("m", sources.evidence(str(tmp_path / "m.gguf"), "m")).bytes == 4_400_000_000
+    (tmp_path / "m.gguf").rename(tmp_path / "m.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    for source in (tmp_path, tmp_path / "m.safetensors"):
+        assert footprint("m", sources.evidence(str(source), "m")).bytes == 5_200_000_000
+
+
+def refused(path: Path, data: bytes) -> str:
+    path.write_bytes(data)
+    with pytest.raises(LoadFailed) as error:
+        ours.read(path, "m")
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_file_cut_off_anywhere_is_one_clear_error(tmp_path):
+    whole = write(tmp_path / "whole.gguf", vocabulary=3).read_bytes()
+    for end in range(len(whole) - 1, 0, -7):
+        refused(tmp_path / "m.gguf", whole[:end])
+    assert "ends in the middle of its header" in refused(tmp_path / "m.gguf", whole[:40])
+    assert "it is truncated: blk.1.weight would end 96 bytes behind its end" in refused(
+        tmp_path / "m.gguf", whole[:-96])
+
+
+HEAD = b"GGUF" + struct.pack("<I", 3)
+KEY = struct.pack("<Q", 1) + b"k"
+BIG = struct.pack("<Q", 2**63)
+
+
+@pytest.mark.parametrize(("data", "said"), [
+    (b"GGML" + bytes(60), "does not begin as a GGUF file"),
+    (b"GGUF" + struct.pack(">I", 3) + bytes(60), "big-endian"),
+    (HEAD + BIG + bytes(60), "entries in"),
+    (HEAD + bytes(8) + struct.pack("<Q", 2**40) + bytes(60), "entries in"),
+    (HEAD + bytes(8) + struct.pack("<Q", 1) + BIG, "in the middle of its header"),
+    (HEAD + bytes(8) + struct.pack("<Q", 1) + KEY + struct.pack("<IIQ", 9, 8, 2**60) + bytes(60), "promises an array"),
+    (HEAD + bytes(8) + struct.pack("<Q", 1) + KEY + struct.pack("<IIQ", 9, 8, 40) + BIG * 9, "in the middle"),
+    (HEAD + struct.pack("<QQ", 1, 0) + KEY + struct.pack("<I", 2**31) + bytes(90), "2147483648 dimensions"),
+    (HEAD + struct.pack("<QQ", 1, 0) + KEY + struct.pack("<IQQIQ", 2, 2**63, 2**63, 0, 0) + bytes(90), "truncated"),
+    (HEAD + struct.pack("<QQ", 1, 0) + KEY + struct.pack("<IQIQ", 1, 33, 2, 0) + bytes(90), "no whole blocks of Q4_0"),
+    (HEAD + struct.pack("<QQ", 2, 0) + 2 * (KEY + struct.pack("<IQIQ", 1, 8, 0, 0)) + bytes(90), "overlap"),
+])
+def test_a_hostile_header_costs_one_error_and_no_memory(tmp_path, data, said):
+    """Sizes beyond the file, arrays beyond the world, names without end."""
+    assert said in refused(tmp_path / "m.gguf", data)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=6))
+def test_no_byte_that_changed_can_do_harm(tmp_path, changes):
+    """A header is believed as far as it is sound; else it is a damaged file, and nothing worse."""
+    path = tmp_path / "sound.gguf"
+    data = bytearray((path if path.exists() else write(path, vocabulary=3)).read_bytes())
+    for place, value in changes:
+        data[int(place * 700)] = value
+    (tmp_path / "changed.gguf").write_bytes(data)
+    try:
+        assert 0 <= (ours.read(tmp_path / "changed.gguf", "m").weight_bytes or 0) <= len(data)
+    except LoadFailed:
+        pass

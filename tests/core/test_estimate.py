@@ -1,0 +1,254 @@
+"""How many bytes a model needs, and where each number came from."""
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.errors import BadSetting, UnknownSize
+from gpu_runtime.estimate import CONTEXT_BYTES, QUANT_BITS, footprint, from_name
+from gpu_runtime.facts import Evidence, Footprint, Measurement, Part
+from gpu_runtime.units import GIB, MIB
+from gpu_runtime.working import (
+    Layer, Wish, activation_bytes, attention_heads, cache_layers, kv_cache_bytes, longest_context,
+)
+
+LLAMA_3_8B = dict(architectures=["LlamaForCausalLM"], model_type="llama", num_hidden_layers=32, hidden_size=4096,
+                  intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
+                  max_position_embeddings=8192, torch_dtype="bfloat16")
+HEADER = Evidence(16 * GIB, "safetensors header", config=LLAMA_3_8B)
+MEASURED = Measurement(15 * GIB, 19 * GIB, "2026-11-21", "NVIDIA H100")
+
+
+def parts(found: Footprint) -> list[tuple[str, int, str]]:
+    return [(part.name, part.bytes, part.source) for part in found.parts]
+
+
+# -- the chain ----------------------------------------------------------------------------------------------------
+
+FILES = Evidence(file_bytes=10 * GIB, file_format="gguf")
+CHAIN = [  # each with everything below it known too; the first that is known wins
+    (dict(declared=20 * GIB, measured=MEASURED), HEADER, [("all", 20 * GIB, "declared")]),
+    (dict(measured=MEASURED), HEADER, [("weights", 15 * GIB, "measured")]),
+    (dict(), HEADER, [("weights", 16 * GIB, "safetensors header")]),
+    (dict(), Evidence(5 * GIB, "shapes", file_bytes=9 * GIB), [("weights", 5 * GIB, "shapes")]),
+    (dict(), FILES, [("weights", 10 * GIB, "file size"), ("margin", GIB, "file size")]),
+    (dict(), Evidence(file_bytes=10 * GIB, file_format="safetensors"),
+     [("weights", 10 * GIB, "file size"), ("margin", 3 * GIB, "file size")]),
+    (dict(), Evidence(), [("weights", 4_235_000_000, "name"), ("margin", 423_500_000, "name")]),
+]
+
+
+@pytest.mark.parametrize(("known", "evidence", "expected"), CHAIN,
+                         ids=["declared", "measured", "header", "shapes", "gguf file", "safetensors file", "name"])
+def test_the_best_that_is_known_tells_the_weights(known, evidence, expected):
+    """Declared, measured, header, shapes, file size, name: in that order, and only guesses take a factor."""
+    assert parts(footprint("Llama-2-7B-Q4_K_M", evidence, **known)) == expected
+
+
+def test_what_nobody_knows_is_an_error_that_asks_for_a_size():
+    """Never zero: a model of no bytes would fit anywhere."""
+    with pytest.raises(UnknownSize, match=r"the size of writer is unknown: its factory failed.\n.*size='8 GiB'"):
+        footprint("writer", Evidence(why_unknown="its factory failed"))
+    with pytest.raises(ValueError, match="neither its source nor its name tells it"):
+        footprint("writer", Evidence())
+
+
+def test_a_declared_size_is_the_whole():
+    """Room for a context is within it: what the weights leave, so that it stays claimed once they are loaded."""
+    asked = footprint("m", HEADER, declared=20 * GIB, options=dict(context_length=8192))
+    assert parts(asked) == [("weights", 16 * GIB, "safetensors header"), ("room", 4 * GIB, "declared")]
+    assert (asked.bytes, asked.working_bytes) == (20 * GIB, 4 * GIB)
+    less = footprint("m", HEADER, declared=10 * GIB, options=dict(context_length=8192))
+    assert parts(less) == [("all", 10 * GIB, "declared")]
+    assert parts(footprint("m", Evidence(), declared=20 * GIB, context_bytes=CONTEXT_BYTES)) == [
+        ("all", 20 * GIB, "declared")]
+
+
+def test_a_factor_goes_as_soon_as_cache_and_activations_can_be_reckoned():
+    """It stood in for them; both together would count them twice."""
+    files = Evidence(file_bytes=10 * GIB, file_format="safetensors", config=LLAMA_3_8B)
+    assert [name for name, _, _ in parts(footprint("m", files))] == ["weights", "margin"]
+    assert [name for name, _, _ in parts(footprint("m", files, options=dict(context_length=100)))] == [
+        "weights", "kv_cache", "activations"]
+
+
+def test_a_context_asked_for_is_reserved():
+    found = footprint("m", HEADER, options=dict(context_length=8192, sequences=2))
+    assert parts(found)[:2] == [("weights", 16 * GIB, "safetensors header"), ("kv_cache", 2 * GIB, "config")]
+    assert found.parts[1].detail == "2 × 8,192 tokens, 32 layers, 16 bits"
+    assert found.working_bytes == found.bytes - 16 * GIB and found.heads == 32
+    assert not found.notes
+
+
+def test_a_context_that_nobody_asked_for_is_named_and_not_counted():
+    """It grows while the model writes, and what it takes is measured."""
+    found = footprint("m", HEADER)
+    assert found.bytes == 16 * GIB and found.working_bytes == 0
+    assert found.notes == ("Its KV cache grows by 128 KiB a token while it writes, and is not counted. "
+                           "Reserve for it:  context_length=TOKENS",)
+
+
+def test_the_peak_is_told_and_not_leased():
+    """One large batch would make the lease large for good; while torch keeps those bytes they are residue."""
+    found = footprint("m", HEADER, measured=MEASURED)
+    assert found.bytes == 15 * GIB
+    assert found.parts[0].detail == "after it was loaded on NVIDIA H100 on 2026-11-21"
+    assert found.notes[0] == "At its peak it took 19.0 GiB, measured on 2026-11-21."
+
+
+def test_the_cuda_context_is_a_part_of_its_own():
+    found = footprint("m", HEADER, context_bytes=CONTEXT_BYTES)
+    assert parts(found)[-1] == ("context", CONTEXT_BYTES, "typical") and found.working_bytes == 0
+    assert parts(footprint("m", HEADER, context_bytes=420 * MIB))[-1] == ("context", 420 * MIB, "measured")
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (dict(context_length=0), "context_length=0 cannot be used: it must be a whole number above 0"),
+    (dict(context_length="8k"), "context_length='8k'"), (dict(sequences=-1), "sequences=-1"),
+    (dict(sequences=True), "sequences=True"), (dict(context_length=8, cache_dtype="q9"), "cache_dtype='q9'"),
+])
+def test_an_option_that_cannot_be_is_named(options, said):
+    with pytest.raises(BadSetting) as error:
+        footprint("m", HEADER, options=options)
+    assert said in str(error.value)
+
+
+def test_a_context_cannot_be_reserved_where_the_config_tells_nothing():
+    with pytest.raises(UnknownSize, match="its config does not tell what its cache takes"):
+        footprint("m", Evidence(GIB, "GGUF header"), options=dict(context_length=8192))
+
+
+@given(weights=st.lists(st.integers(0, 10**12), max_size=90), extra=st.integers(0, 10**12))
+def test_the_pieces_sum_to_the_footprint(weights, extra):
+    """To the byte, whatever comes on top, and none shrinks below its weights: shares are cut between them."""
+    evidence = Evidence(sum(weights), "safetensors header", pieces=tuple(weights))
+    found = footprint("m", evidence, context_bytes=extra)
+    assert sum(found.pieces) == (found.bytes if any(weights) else 0)
+    assert all(piece >= weight for piece, weight in zip(found.pieces, weights))  # noqa: B905 - no pieces where all is zero
+
+
+# -- names --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("name", "size"), [
+    ("Llama-2-7b-hf", 14e9), ("Qwen/Qwen2.5-0.5B-Instruct", 1e9), ("gpt-neo-125M", 250e6), ("phi-2_7B-fp32", 28e9),
+    ("Llama-3.1-8B-Instruct-GPTQ-INT4", 4.5e9), ("llama3:70b", 140e9), ("codellama-7b.Q4_K_M.gguf", 4.235e9),
+    ("Llama-3.3-70B-Instruct-UD-Q4_K_XL", 42.35e9), ("m-13B-8bit", 13e9), ("m-13B-bnb-4bit", 7.3125e9),
+    ("Qwen3-30B-A3B", 60e9), ("Mixtral-8x7B-v0.1", 92.96e9), ("Mixtral-8x7B-Instruct-AWQ", 26.145e9),
+    ("DeepSeek-R1-Distill-Qwen-1.5B", 3e9), ("kimi-1T-fp8", 1e12),
+])
+def test_a_name_tells_weights_and_format(name, size):
+    assert from_name(name)[0] == pytest.approx(size, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["writer", "gemma-3n-E4B", "bert-base", "model-4bit", "v2", "phi-4-Q4_K_M", "a100b"])
+def test_a_name_that_tells_nothing_is_not_guessed_at(name):
+    """E4B is four billion at a time, of eight: such a number is none."""
+    assert from_name(name) is None
+
+
+def test_a_registered_quantization_counts_where_the_name_has_none():
+    assert from_name("Llama-7B", "Q8_0")[0] == 7e9 * 8.5 / 8
+
+
+@pytest.mark.parametrize("word", QUANT_BITS)
+def test_every_quantisation_is_read_as_itself(word):
+    """`Q4_K` is in `Q4_K_M`: the longer one is meant."""
+    assert from_name(f"m-8B-{word}.gguf")[1] == f"8B at {QUANT_BITS[word]:g} bits ({word})"
+
+
+# -- the KV cache -------------------------------------------------------------------------------------------------
+
+def cache_gib(config: dict, tokens: int, **more) -> float:
+    return kv_cache_bytes(cache_layers(config), tokens=tokens, **more) / GIB
+
+
+MISTRAL = dict(model_type="mistral", num_hidden_layers=32, hidden_size=4096, num_attention_heads=32,
+               num_key_value_heads=8, sliding_window=4096)
+GEMMA_3_27B = dict(model_type="gemma3", text_config=dict(
+    model_type="gemma3_text", num_hidden_layers=62, hidden_size=5376, num_attention_heads=32, num_key_value_heads=16,
+    head_dim=128, sliding_window=1024, sliding_window_pattern=6))
+DEEPSEEK_V3 = dict(model_type="deepseek_v3", num_hidden_layers=61, hidden_size=7168, num_attention_heads=128,
+                   num_key_value_heads=128, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128)
+
+
+@pytest.mark.parametrize(("config", "tokens", "gib"), [
+    (LLAMA_3_8B, 8192, 1.0),  # grouped queries: 8 of 32
+    ({**LLAMA_3_8B, "num_key_value_heads": 32}, 8192, 4.0),  # one key a head
+    (MISTRAL, 4096, 0.5), (MISTRAL, 32768, 0.5),  # nothing outside the window is kept
+    ({**MISTRAL, "sliding_window": None}, 32768, 4.0),
+    (GEMMA_3_27B, 131072, (10 * 131072 + 52 * 1024) * 16 * 128 * 2 * 2 / GIB),  # every sixth layer sees all
+    (DEEPSEEK_V3, 131072, 61 * 131072 * 576 * 2 / GIB),  # one latent vector for all heads
+    ({**MISTRAL, "model_type": "qwen2", "use_sliding_window": False}, 32768, 4.0),
+    ({**MISTRAL, "model_type": "qwen2"}, 32768, 4.0),  # Qwen's own default
+    ({**MISTRAL, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 16}, 32768, 2.25),
+    ({**MISTRAL, "layer_types": ["full_attention", "sliding_attention"] * 16}, 32768, 2.25),
+    ({**MISTRAL, "layer_types": ["full_attention"] + ["linear_attention"] * 31}, 32768, 0.125),
+    ({**LLAMA_3_8B, "num_kv_shared_layers": 16}, 8192, 0.5),
+    (dict(n_layer=48, n_head=25, n_embd=1600), 1024, 48 * 1024 * 3200 * 2 / GIB),  # GPT-2's names
+    ({**LLAMA_3_8B, "num_key_value_heads": [8] * 16 + [4] * 16}, 8192, 0.75),  # a number for each layer
+])
+def test_the_cache_follows_from_the_config(config, tokens, gib):
+    assert cache_gib(config, tokens) == pytest.approx(gib)
+
+
+@pytest.mark.parametrize(("dtype", "gib"), [("float32", 2.0), ("bfloat16", 1.0), ("fp8", 0.5), ("q8_0", 0.53125)])
+def test_the_cache_may_be_of_another_dtype(dtype, gib):
+    found = footprint("m", HEADER, options=dict(context_length=8192, cache_dtype=dtype))
+    assert found.parts[1].bytes == gib * GIB
+
+
+def test_with_sequences_alone_the_context_is_the_longest_that_the_model_knows():
+    assert longest_context(LLAMA_3_8B) == 8192
+    assert footprint("m", HEADER, options=dict(sequences=1)).parts[1].bytes == GIB
+    with pytest.raises(BadSetting, match="given with context_length"):
+        footprint("m", Evidence(GIB, "shapes"), options=dict(sequences=1))
+
+
+def test_a_model_that_does_not_write_keeps_no_cache():
+    """An embedder reads once."""
+    bert = dict(architectures=["BertModel"], num_hidden_layers=12, hidden_size=768, num_attention_heads=12)
+    assert cache_layers(bert) == () and attention_heads(bert) == 12
+    assert footprint("m", Evidence(MIB, "safetensors header", config=bert)).notes == ()
+
+
+@pytest.mark.parametrize("config", [
+    {}, dict(num_hidden_layers=10**9, num_attention_heads=8, hidden_size=64), dict(num_hidden_layers="many"),
+    dict(num_hidden_layers=-3, num_attention_heads=8, hidden_size=64), dict(num_hidden_layers=2),
+    dict(num_hidden_layers=True, num_attention_heads=1, hidden_size=1), dict(num_hidden_layers=2, num_attention_heads=4),
+])
+def test_a_config_that_tells_nothing_usable_is_unknown(config):
+    """Whatever somebody wrote into it: no crash, no zero, no tuple of a billion layers."""
+    assert cache_layers(config) is None
+
+
+@given(st.dictionaries(st.sampled_from([
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window",
+    "layer_types", "kv_lora_rank", "qk_rope_head_dim", "text_config", "sliding_window_pattern", "architectures",
+    "intermediate_size", "vocab_size", "max_window_layers", "num_experts_per_tok", "model_type"]),
+    st.none() | st.booleans() | st.integers(-2, 99) | st.floats() | st.text(max_size=5)
+    | st.lists(st.integers(-1, 9) | st.text(max_size=9), max_size=9)))
+def test_no_config_can_do_harm(config):
+    """It is a file that somebody downloaded."""
+    layers = cache_layers(config)
+    assert layers is None or kv_cache_bytes(layers, tokens=100) >= 0
+    active = activation_bytes(config, Wish(100, 1, 16.0, 2))
+    assert active is None or active > 0
+
+
+@given(st.lists(st.builds(Layer, st.integers(0, 4096), st.integers(0, 4096)), max_size=80), st.integers(1, 10**6),
+       st.integers(1, 64))
+def test_a_longer_context_never_takes_less_and_sequences_add_up(layers, tokens, sequences):
+    one = kv_cache_bytes(layers, tokens=tokens)
+    assert kv_cache_bytes(layers, tokens=2 * tokens) >= one
+    assert kv_cache_bytes(layers, tokens=tokens, sequences=sequences) == sequences * one
+
+
+def test_attention_written_out_holds_its_scores():
+    flash, eager = (activation_bytes(LLAMA_3_8B, Wish(8192, 1, 16.0, 2, eager)) for eager in (False, True))
+    assert eager > 32 * 8192**2 * 6 > 10 * flash
+
+
+def test_a_part_says_whether_it_is_room_for_use():
+    assert [Part(name, 1, "x").for_use for name in ("weights", "kv_cache", "activations", "room", "context", "all")] == [
+        False, True, True, True, False, False]

@@ -1,0 +1,183 @@
+"""What was measured is remembered beyond the boot, believed of the very same source alone, and never in the way."""
+from __future__ import annotations
+
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+
+import pytest
+from msgspec.structs import replace
+
+from gpu_runtime import measurements
+from gpu_runtime.facts import Evidence, Measurement, ModelSpec
+from gpu_runtime.measurements import Measurements
+from gpu_runtime.units import MIB
+from tests import tiny_models
+
+SPEC = ModelSpec("qwen", "transformers", "/models/qwen", options={"dtype": "bfloat16"})
+EVIDENCE = Evidence(100, "safetensors header", fingerprint="as it was")
+SEEN = Measurement(90, 120, "2026-11-21", "NVIDIA H100", "qwen")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger" / "measured.json"
+
+
+def test_it_is_remembered_by_the_next_process(path):
+    Measurements(path).remember(SPEC, EVIDENCE, SEEN)
+    Measurements(path).remember_context("NVIDIA H100", 420 * MIB)
+    fresh = Measurements(path)
+    assert fresh.of(SPEC, EVIDENCE) == SEEN and fresh.context_bytes("NVIDIA H100") == 420 * MIB
+    assert set(os.listdir(path.parent)) == {"measured.json", "measured.lock"}
+
+
+@pytest.mark.parametrize(("spec", "evidence"), [
+    (SPEC, replace(EVIDENCE, fingerprint="changed since")),
+    (replace(SPEC, options={"dtype": "float32"}), EVIDENCE), (replace(SPEC, source="/models/other"), EVIDENCE),
+    (replace(SPEC, backend="llama_cpp"), EVIDENCE), (replace(SPEC, model_type="reranker"), EVIDENCE),
+], ids=["file", "dtype", "source", "backend", "type"])
+def test_another_source_or_another_way_to_load_it_is_another_model(path, spec, evidence):
+    known = Measurements(path)
+    known.remember(SPEC, EVIDENCE, SEEN)
+    assert known.of(spec, evidence) is None
+
+
+@pytest.mark.parametrize("change", [
+    dict(name="other"), dict(importance=1), dict(keep=True), dict(options={"dtype": "bfloat16", "context_length": 8192})])
+def test_how_it_is_called_and_used_makes_no_difference(path, change):
+    known = Measurements(path)
+    known.remember(SPEC, EVIDENCE, SEEN)
+    assert known.of(replace(SPEC, **change), EVIDENCE) == SEEN
+
+
+def test_a_source_that_cannot_be_told_from_another_is_not_remembered(path):
+    known = Measurements(path)
+    known.remember(SPEC, replace(EVIDENCE, fingerprint=""), SEEN)
+    assert not path.exists() and known.of(SPEC, replace(EVIDENCE, fingerprint="")) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"models": {"a": {"resident_bytes": "many"}}}', b"\x00" * 99])
+def test_a_damaged_file_is_ignored_with_a_warning_and_mended(path, content, caplog):
+    path.parent.mkdir()
+    path.write_bytes(content)
+    known = Measurements(path)
+    assert known.of(SPEC, EVIDENCE) is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "is damaged" in caplog.text
+    known.remember(SPEC, EVIDENCE, SEEN)
+    assert Measurements(path).of(SPEC, EVIDENCE) == SEEN
+
+
+def test_a_file_too_large_to_be_ours_is_not_read(path, caplog):
+    path.parent.mkdir()
+    path.write_bytes(b" " * (measurements.LONGEST + 1))
+    assert Measurements(path).of(SPEC, EVIDENCE) is None and "too large" in caplog.text
+
+
+def test_where_it_cannot_be_written_it_is_remembered_in_this_process(tmp_path, caplog):
+    """A full disk or a file in the way costs a line in the log, once."""
+    (tmp_path / "file").write_text("")
+    known = Measurements(tmp_path / "file" / "measured.json")
+    for _ in range(2):
+        known.remember(SPEC, EVIDENCE, SEEN)
+    assert known.of(SPEC, EVIDENCE) == SEEN
+    assert caplog.text.count("is remembered in this process only") == 1
+
+
+def test_a_process_that_is_stopped_while_it_writes_holds_nobody_up(path, caplog):
+    Measurements(path).remember(SPEC, EVIDENCE, SEEN)
+    with path.with_suffix(".lock").open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        known = Measurements(path)
+        known.remember(SPEC, EVIDENCE, replace(SEEN, resident_bytes=91))
+        assert "cannot be written" in caplog.text
+    known.remember(SPEC, EVIDENCE, replace(SEEN, resident_bytes=92))
+    assert Measurements(path).of(SPEC, EVIDENCE).resident_bytes == 92
+
+
+def _many(path, who):
+    known = Measurements(path)
+    for number in range(10):
+        known.remember(replace(SPEC, source=f"/models/{who}/{number}"), EVIDENCE, SEEN)
+
+
+def test_processes_that_write_at_once_lose_nothing_of_each_other(path):
+    spawn = multiprocessing.get_context("spawn")
+    writers = [spawn.Process(target=_many, args=(path, who)) for who in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert len(json.loads(path.read_bytes())["models"]) == 30
+
+
+def test_the_file_does_not_grow_without_end(path, monkeypatch):
+    """Whoever was measured longest ago goes first."""
+    monkeypatch.setattr(measurements, "KEPT", 3)
+    known = Measurements(path)
+    for number in (1, 2, 3, 1, 4):
+        known.remember(replace(SPEC, source=f"/{number}"), EVIDENCE, SEEN)
+    assert [known.of(replace(SPEC, source=f"/{n}"), EVIDENCE) is None for n in (1, 2, 3, 4)] == [False, True, False, False]
+
+
+# -- from a load to the next estimate -----------------------------------------------------------------------------
+
+@pytest.fixture
+def box(runtime, tmp_path):
+    """A runtime on a ledger that outlives it; called again, the next kernel of that user."""
+    return lambda: runtime(devices="sim:64MiB,host:64MiB", ledger=f"sqlite://{tmp_path}/ledger",
+                           wall=lambda: 1_795_000_000.0)
+
+
+def weights(plan):
+    return plan.footprint.parts[0].source, plan.footprint.parts[0].detail
+
+
+def test_the_next_kernel_goes_by_what_the_first_one_measured(box, tmp_path):
+    """And says so, until the files change."""
+    directory = tiny_models.causal_lm(tmp_path / "writer")
+    with box() as rt:
+        rt.register("writer", directory)
+        assert weights(rt.plan("writer")) == ("safetensors header", "")
+        rt.preload("writer")
+        held = rt.leases()["bytes"].sum()
+    rt = box()
+    rt.register("scribe", directory)
+    plan = rt.plan("scribe")
+    assert weights(plan) == ("measured", "after it was loaded on 2026-11-18")
+    assert plan.footprint.bytes == held
+    tiny_models.causal_lm(directory, size="2 MiB")
+    plan = rt.plan("scribe")
+    assert weights(plan) == ("safetensors header", "") and plan.footprint.bytes > 2 * held
+
+
+def test_a_declared_size_wins_over_what_was_measured(box, tmp_path):
+    directory = tiny_models.causal_lm(tmp_path / "writer")
+    rt = box()
+    rt.register("writer", directory)
+    rt.preload("writer")
+    rt.register("scribe", directory, size="20MiB")
+    assert rt.plan("scribe").footprint.bytes == 20 * MIB
+
+
+def test_what_a_factory_made_is_known_again_by_its_own_registration_alone(box):
+    """Live Python has no fingerprint."""
+    import torch
+
+    rt = box()
+    rt.register("net", lambda: torch.nn.Linear(64, 64))
+    rt.register("twin", lambda: torch.nn.Linear(64, 64))
+    rt.preload("net")
+    assert weights(rt.plan("net"))[0] == "measured" and weights(rt.plan("twin"))[0] == "shapes"
+
+
+def test_a_model_whose_source_has_gone_is_as_large_as_it_is(box, tmp_path):
+    directory = tiny_models.causal_lm(tmp_path / "writer")
+    rt = box()
+    rt.register("writer", directory)
+    rt.preload("writer")
+    held = rt.plan("writer").footprint.bytes
+    shutil.rmtree(directory)
+    assert rt.plan("writer").footprint.bytes == held
