@@ -76,8 +76,8 @@ def footprint(name: str, evidence: Evidence, *, declared: int | None = None, mea
 
 def _weights(name: str, evidence: Evidence, measured: Measurement | None, quantization: str) -> Part | None:
     if measured is not None:
-        where = f" {measured.device}" if measured.device else ""
-        return Part("weights", measured.resident_bytes, "measured", f"after it was loaded on{where} {_day(measured)}")
+        where = f" on {measured.device}" if measured.device else ""
+        return Part("weights", measured.resident_bytes, "measured", f"after it was loaded{where} {_day(measured)}")
     if evidence.weight_bytes is not None:
         return Part("weights", evidence.weight_bytes, evidence.source)
     if evidence.file_bytes:
