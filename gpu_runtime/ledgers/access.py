@@ -16,6 +16,7 @@ import errno
 import os
 import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,10 @@ from ..owner import name_of
 
 MARK = ".shared"
 _LEVELS = 4  # LEDGER/WORLD/BOOT/owners
+
+
+def _empty_file(path: Path, mode: int) -> None:
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode))
 
 
 class Access(NamedTuple):
@@ -76,12 +81,12 @@ class Access(NamedTuple):
         if not stat.S_ISDIR(path.lstat().st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "something else has taken its place", str(path))
 
-    def make_file(self, path: Path) -> None:
-        """Makes an empty file, where it is not there yet."""
+    def make_file(self, path: Path, make: Callable[[Path, int], None] = _empty_file) -> None:
+        """Makes an empty file, or what else `make` makes, where it is not there yet."""
         if os.path.lexists(path):
             return
         draft = path.with_name(f".new-{secrets.token_hex(4)}")
-        os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        make(draft, 0o600)
         try:
             self.open_file(draft)
             os.link(draft, path, follow_symlinks=False)

@@ -26,6 +26,7 @@ from .pace import Pace
 from .redisbook import RedisBook
 from .redispage import HostPage
 from .sqlite import SqliteLedger, _doors, _owner_ids
+from .turnstile import turnstile_in
 from .wire import Wire
 
 
@@ -55,6 +56,7 @@ class RedisLedger(SqliteLedger):
             file.release(remove=True)
             raise files.cannot_write(self.directory, error) from error
         self._file = self._book = RedisBook(wire, self.directory, boot, file, moved=self._bell.move_to)
+        self._turnstile = turnstile_in(self.directory)
         self._closed = False
         _doors.add(self)
         try:

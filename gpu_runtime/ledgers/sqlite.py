@@ -24,6 +24,7 @@ from .bookfile import BookFile, Lost, Page
 from .doorbell import Doorbell
 from .mending import Damaged
 from .pace import Pace, processor_seconds
+from .turnstile import Turnstile, turnstile_in
 
 T = TypeVar("T")
 
@@ -52,6 +53,7 @@ class SqliteLedger:
             file.release(remove=True)
             raise files.cannot_write(self.directory, error) from error
         self._file = BookFile(self.directory, boot, file, moved=self._bell.move_to)
+        self._turnstile = turnstile_in(self.directory)
         self._closed = False
         _doors.add(self)
         try:
@@ -94,8 +96,9 @@ class SqliteLedger:
         lost = 0
         while True:
             self._require_open()
-            began = processor_seconds()
+            turnstile = self._at_our_turn() if paced else None
             try:
+                began = processor_seconds()
                 page = self._file.look()
                 new, answer = decide(page.book)
                 if new is not page.book:
@@ -108,10 +111,21 @@ class SqliteLedger:
                 pass
             except Damaged as damage:
                 self._file.mend(damage, self.patience_seconds)
+            finally:
+                if turnstile:
+                    turnstile.leave()
             lost, now = lost + 1, time.monotonic()
             if now > deadline:
                 raise self._too_long()
             time.sleep(self._pace.lost(lost, now))
+
+    def _at_our_turn(self) -> Turnstile | None:
+        """The turnstile, where others now wait for us to leave it; None where it was better not to wait for our turn."""
+        turnstile = self._turnstile
+        if turnstile is None or turnstile.try_enter():
+            return turnstile
+        self._pace.crowded(time.monotonic())
+        return turnstile if turnstile.enter() else None
 
     def _require_lawful(self, page: Page, new: Book) -> None:
         """Raises LedgerRefused; but Lost where the page is no longer in force: somebody else may have reaped the same
@@ -170,6 +184,7 @@ class SqliteLedger:
     def _shut(self, *, remove: bool) -> None:
         self._closed = True
         self._bell.close()
+        self._turnstile = None
         self._file.close(remove=remove)
 
     def _require_open(self) -> None:
@@ -190,6 +205,7 @@ class SqliteLedger:
     def _leave_to_parent(self) -> None:
         """In a forked child: the files are closed, the lock stands, the connection is never touched again."""
         self._bell.close_here()
+        self._turnstile = None
         self._file.leave_to_parent()
 
 
