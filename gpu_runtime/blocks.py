@@ -14,35 +14,36 @@ from .units import show_bytes
 class Block:
     """Yielded by `rt.lease`. `peak_bytes` and `delta_bytes` are known once the block has ended; None: unknown."""
 
-    def __init__(self, lease: Lease, device: Device) -> None:
-        self.lease, self.device = lease, device
+    def __init__(self, lease: Lease, device: Device, torch: str = "") -> None:
+        """`torch`: what torch calls the device in this process."""
+        self.lease, self.device, self._torch = lease, device, torch
         self.bytes = lease.bytes
         self.peak_bytes: int | None = None
         self.delta_bytes: int | None = None
         self._before = 0
-        self._cuda = _started_cuda(device)
+        self._cuda = _started_cuda(torch)
         if self._cuda:
-            self._before = self._cuda.memory_allocated(device.index)
-            self._cuda.reset_peak_memory_stats(device.index)
+            self._before = self._cuda.memory_allocated(self._torch)
+            self._cuda.reset_peak_memory_stats(self._torch)
             if self.bytes:  # a lease of nothing only measures
-                reserved = self._cuda.memory_reserved(device.index)
+                reserved = self._cuda.memory_reserved(self._torch)
                 fraction = (reserved + self.bytes) / device.total_bytes
-                self._cuda.set_per_process_memory_fraction(min(max(fraction, 0.01), 1.0), device.index)
+                self._cuda.set_per_process_memory_fraction(min(max(fraction, 0.01), 1.0), self._torch)
 
     def end(self) -> None:
         """Takes the last reading and lifts the cap."""
         if self._cuda:
-            self.peak_bytes = self._cuda.max_memory_allocated(self.device.index) - self._before
-            self.delta_bytes = self._cuda.memory_allocated(self.device.index) - self._before
-            self._cuda.set_per_process_memory_fraction(1.0, self.device.index)
+            self.peak_bytes = self._cuda.max_memory_allocated(self._torch) - self._before
+            self.delta_bytes = self._cuda.memory_allocated(self._torch) - self._before
+            self._cuda.set_per_process_memory_fraction(1.0, self._torch)
 
     def __repr__(self) -> str:
         peak = "unknown" if self.peak_bytes is None else show_bytes(self.peak_bytes)
         return f"<{show_bytes(self.bytes)} on {self.device.id}; peak {peak}>"
 
 
-def _started_cuda(device: Device) -> Any:
+def _started_cuda(name: str) -> Any:
     torch = sys.modules.get("torch")
-    if torch is None or device.simulated or not device.id.startswith("cuda") or not torch.cuda.is_available():
+    if torch is None or not name.startswith("cuda") or not torch.cuda.is_available():
         return None
     return torch.cuda

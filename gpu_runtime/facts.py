@@ -50,14 +50,17 @@ class Owner(Value):
 
 
 class Device(Value):
-    """One memory: a card (`cuda:0`), a simulated card (`sim:0`), or the machine's RAM (`host`)."""
+    """One memory: a card (`cuda:0`), an instance of a partitioned one (`cuda:0.1`), a simulated card (`sim:0`), or the
+    machine's RAM (`host`). The id names one physical card for everybody who shares the book; the UUID says which.
+    """
 
     id: str
     total_bytes: int
     name: str = ""
     uuid: str = ""
-    index: int = 0
+    index: int = 0  # the number in its id, of an instance its card's; what torch calls the card is each process's own
     simulated: bool = False
+    unified: bool = False  # its memory is the machine's: it and the host draw on one budget
 
     @property
     def is_host(self) -> bool:
@@ -73,6 +76,7 @@ class Sample(Value):
     processes: dict[int, int | None] = {}  # pid -> bytes; None where the driver says N/A
     utilisation_percent: float | None = None
     temperature_celsius: float | None = None
+    power_watts: float | None = None
 
 
 class Share(Value):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec.structs import replace
 
 from . import bookkeeping as books
-from . import caps, telling
+from . import caps, naming, telling
 from .asks import Ask, Order, ask, obey, relieve
 from .backends import Progress, is_out_of_memory
 from .bookkeeping import Truth
@@ -93,6 +93,14 @@ class Key:
         self.text = text
 
 
+class _Renamed(Exception):
+    """The book calls cards of ours otherwise: ours -> its."""
+
+    def __init__(self, names: dict[str, str]) -> None:
+        super().__init__(names)
+        self.names = names
+
+
 class Keeper:
     """This process's residents, and their owner in the ledger."""
 
@@ -114,6 +122,7 @@ class Keeper:
         self.machine = Machine() if machine is None else machine
         self.notebook = ""  # where its path became known after the door was opened
         self._known: dict[str, Asker] = {}
+        self._named: tuple[Device, ...] = ()  # the book's cards, where they are called as we call them
         self._overstayed: set[str] = set()
         user = ledger.owner.user
         self.rules = replace(settings.rules(), cap=self.machine.cap(user, groups_of(user)))
@@ -201,9 +210,15 @@ class Keeper:
 
         `fresh`: the devices are measured anew, because much hangs on it or something has just come or gone.
         """
-        world = self.world(fresh)
+        try:
+            return self._decide(decision, self.world(fresh))
+        except _Renamed as otherwise:
+            self._rename(otherwise.names)
+            return self._decide(decision, self.world(fresh))
 
+    def _decide(self, decision: Callable[[Book, World], tuple[Book, T]], world: World) -> T:
         def deciding(book: Book) -> tuple[Book, tuple[T, Book, Book]]:
+            self._require_its_names(book)
             base = books.measure(books.publish(book, self.truth(), world), world)
             after, answer = decision(base, world)
             return after, (answer, book, after)
@@ -212,6 +227,40 @@ class Keeper:
         if after is not before:
             self._tell(before, after)
         return answer
+
+    def _require_its_names(self, book: Book) -> None:
+        """Raises _Renamed where the book calls a card of ours otherwise than when this door was opened: two that see
+        different cards opened it at the same moment, or the book was begun anew by another."""
+        if book.devices is not self._named:
+            if other := naming.names(self.probe.devices, book):
+                raise _Renamed(other)
+            self._named = book.devices
+
+    def look(self) -> Book:
+        """The book, after our cards are called as it calls them, where nothing of ours lies on them yet."""
+        book = self.ledger.read()
+        try:
+            self._require_its_names(book)
+        except _Renamed as otherwise:
+            if not self._holds():
+                self._rename(otherwise.names)
+        return book
+
+    def _holds(self) -> bool:
+        return bool(self.blocks) or any(resident.handle is not None for resident in list(self.residents.values()))
+
+    def _rename(self, names: dict[str, str]) -> None:
+        """Calls our cards as the book does. Raises LedgerUnavailable where something lies on them under the old names."""
+        if self._holds():
+            cards = ", ".join(f"{mine} is {theirs}" for mine, theirs in names.items())
+            raise LedgerUnavailable(f"the book calls cards of this process otherwise by now: {cards}.\n"
+                                    f"  Open the runtime again:  rt.close(), then gpu_runtime.runtime()",
+                                    path=self.ledger.url)
+        self.probe.rename(names)
+        self.limits = {device.id: self._limit(device) for device in self.probe.devices}
+        for resident in list(self.residents.values()):
+            places = tuple(names.get(device, device) for device in resident.spec.devices)
+            resident.spec = replace(resident.spec, devices=places)
 
     def reap_near(self, book: Book) -> int:
         """Removes whoever is proven dead, where the next in the row of owners is, or one more in turn; how many.

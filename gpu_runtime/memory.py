@@ -61,8 +61,9 @@ class Memory:
     """
 
     def __init__(self, device: str, capacity_bytes: int | None, *,
-                 simulated: bool = True, pinned: bool = False) -> None:
+                 simulated: bool = True, pinned: bool = False, torch: str = "cpu") -> None:
         self.device, self.capacity_bytes, self.simulated, self.pinned = device, capacity_bytes, simulated, pinned
+        self.torch = torch  # what torch calls it in this process: its number is not everybody's
         self.squeezed_bytes = 0
         self.alloc_retries = self.ooms = 0
         self._state = segments.Segments()

@@ -1,21 +1,23 @@
 """The devices of this machine: which there are, how full they are, and what this process holds of them.
 
-Which cards there are NVML is asked once, with a time limit. How full they are is read from what the host's helper
-process measures (`follow`); only a runtime that shares its book with nobody asks for itself. Simulated cards keep their
-own account. Nothing here decides anything.
+Which cards there are their drivers are asked once, with a time limit. How full they are is read from what the host's
+helper process measures (`follow`); only a runtime that shares its book with nobody asks for itself. Simulated cards keep
+their own account. Nothing here decides anything.
 """
 from __future__ import annotations
 
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 from msgspec.structs import replace
 
-from . import nvml
+from . import cards
+from .cards import Card, Listing
 from .errors import BadSetting, BadSize, ProbeFailed, UnknownDevice
 from .facts import HOST, Device, Fragmentation, Sample
 from .memory import Memory
@@ -23,7 +25,8 @@ from .owner import name_of
 from .sampling import Figures, Sampling
 from .units import KIB, GIB, parse_bytes
 
-_EXPECTED = "auto, cuda, sim:24GiB, sim:2x24GiB or sim:2x24GiB,host:64GiB"
+_EXPECTED = "auto, cuda, cuda:0,2, rocm, metal, sim:24GiB, sim:2x24GiB or sim:2x24GiB,host:64GiB"
+KINDS = {"cuda": "CUDA card", "rocm": "ROCm card", "metal": "Apple GPU"}
 _MOST_CARDS = 64
 FIRST_SECONDS = 3.0  # for a helper to start and measure for the first time
 
@@ -31,12 +34,21 @@ FIRST_SECONDS = 3.0  # for a helper to start and measure for the first time
 class Probe:
     """The devices of this machine, host last, and this process's memory on each. Thread-safe."""
 
-    def __init__(self, devices: tuple[Device, ...], cards: tuple[nvml.Card, ...] = ()) -> None:
+    def __init__(self, devices: tuple[Device, ...], listing: Listing | None = None) -> None:
         self.devices = devices
+        self.listing = listing  # where its real cards come from
+        cards = listing.cards if listing else ()
         self.simulated = not cards
         self._cards = {card.device.id: card for card in cards}
         self._memories = {device.id: self._memory(device) for device in devices}
         self._sampling: Sampling | None = None
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Calls its cards what the book calls them (ours -> the book's). Before anything is held: places keep names."""
+        self.devices = tuple(_renamed(device, names) for device in self.devices)
+        self._cards = {names.get(id, id): card._replace(device=_renamed(card.device, names))
+                       for id, card in self._cards.items()}
+        self._memories = {device.id: self._memory(device) for device in self.devices}
 
     def follow(self, directory: Path | None) -> None:
         """From now on real cards are what the host's helper says of them, in that directory; None: asked from here.
@@ -49,7 +61,7 @@ class Probe:
 
     def _memory(self, device: Device) -> Memory:
         if device.id in self._cards:
-            return Memory(device.id, None, simulated=False)
+            return Memory(device.id, None, simulated=False, torch=self._cards[device.id].torch)
         return Memory(device.id, device.total_bytes, simulated=device.simulated, pinned=bool(self._cards))
 
     def place(self, device: str) -> Memory:
@@ -58,6 +70,15 @@ class Probe:
             return self._memories[device]
         except KeyError:
             raise UnknownDevice(device, tuple(self._memories)) from None
+
+    def named(self, torch: str) -> str:
+        """What everybody calls the card that torch calls so in this process; `cpu` is the host. Raises UnknownDevice."""
+        if torch == "cpu":
+            return HOST
+        for id, card in self._cards.items():
+            if card.torch == torch:
+                return id
+        raise UnknownDevice(torch, tuple(self._memories))
 
     def samples(self, now: float, fresh: bool = False) -> dict[str, Sample]:
         """What the drivers, and the machine for `host`, said last; `fresh`: say from now on, where they answer at once.
@@ -71,10 +92,14 @@ class Probe:
                 return {}
             said = {id: self._said(card, figures) for id, card in self._cards.items()}
             return {id: sample for id, sample in said.items() if sample} | {HOST: figures.host}
-        samples = {id: nvml.sample(card, now) for id, card in self._cards.items()}
+        samples = {id: self._ask(card, now) for id, card in self._cards.items()}
         if not self._memories[HOST].simulated:
             samples[HOST] = Sample(HOST, now, psutil.virtual_memory().available)
         return samples
+
+    def _ask(self, card: Card, now: float) -> Sample:
+        assert self.listing is not None
+        return cards.sample(card, self.listing.source, now)
 
     def look_after(self) -> None:
         """Sees to it that the host's helper lives and answers; never waits."""
@@ -82,8 +107,10 @@ class Probe:
             self._sampling.look_after()
 
     def trouble(self, stale_seconds: float) -> str:
-        """Which cards the host's helper cannot measure, and why; empty where it measures all."""
-        return "; ".join(dict.fromkeys(self._troubles(stale_seconds).values()))
+        """Which cards cannot be used or measured, and why; empty where all can."""
+        lost = [f"card {number} cannot be used: {why}" for number, why in self.listing.failed.items()] \
+            if self.listing else []
+        return "; ".join(dict.fromkeys([*self._troubles(stale_seconds).values(), *lost]))
 
     def check(self, now: float, stale_seconds: float) -> None:
         """Raises ProbeFailed where no card can be measured."""
@@ -93,15 +120,19 @@ class Probe:
             raise ProbeFailed(why, device=next(iter(self._cards)))
 
     def _troubles(self, stale_seconds: float) -> dict[str, str]:
-        cards = {card.device.uuid: f"{id} ({card.device.name})" for id, card in self._cards.items()}
-        return self._sampling.trouble(stale_seconds, cards) if self._sampling else {}
+        known = {card.device.uuid: f"{id} ({card.device.name})" for id, card in self._cards.items()}
+        return self._sampling.trouble(stale_seconds, known) if self._sampling else {}
 
     def people(self) -> dict[int, tuple[str, str]]:
         """User and command of the processes on the cards, as far as they can be seen from here."""
         figures = self._sampling.figures() if self._sampling else None
         return {pid: (name_of(one.uid), one.command) for pid, one in figures.people.items()} if figures else {}
 
-    def _said(self, card: nvml.Card, figures: Figures) -> Sample | None:
+    def helper(self) -> dict[str, str]:
+        """How the host's helper process does, for a report; empty where there is none to be had."""
+        return self._sampling.state() if self._sampling else {}
+
+    def _said(self, card: Card, figures: Figures) -> Sample | None:
         uuid, id = card.device.uuid, card.device.id
         if uuid in figures.failed or "" in figures.failed:
             return Sample(id, figures.began_at, None)  # from now on unknown, whatever it said before
@@ -121,11 +152,11 @@ class Probe:
         0 where it has none, or the driver does not tell."""
         return {id: max(0, self._charged(card) - _torch_reserved(card)) for id, card in self._cards.items()}
 
-    def _charged(self, card: nvml.Card) -> int:
+    def _charged(self, card: Card) -> int:
         """Bytes that the driver charges to this process; 0 where it does not tell, or in a container knows it by
         another number."""
         if self._sampling is None:
-            return nvml.process_bytes(card, os.getpid()) or 0
+            return self._ask(card, 0.0).processes.get(os.getpid()) or 0
         figures = self._sampling.figures()
         sample = figures.cards.get(card.device.uuid) if figures else None
         return (sample.processes.get(os.getpid()) if sample else None) or 0
@@ -147,28 +178,49 @@ class Probe:
         return released
 
 
-def open_probe(devices: str = "auto", *, cpu_only: bool = False) -> Probe:
+def _renamed(device: Device, names: Mapping[str, str]) -> Device:
+    id = names.get(device.id, device.id)
+    return device if id == device.id else replace(device, id=id, index=int(id.partition(":")[2].partition(".")[0]))
+
+
+def open_probe(devices: str = "auto", *, cpu_only: bool = False, environment: Mapping[str, str] = os.environ) -> Probe:
     """The probe of the devices that the text names.
 
-    `auto`: the CUDA cards of this process if there are any and `cpu_only` does not forbid it, else one simulated card
-    of half this machine's memory. `cuda`: those cards or an error. `sim:2x24GiB,host:64GiB`: two simulated cards and
-    a simulated host; without `host:` the host is this machine's memory.
+    `auto`: the cards that this process sees if there are any and `cpu_only` does not forbid it, else one simulated card
+    of half this machine's memory. `cuda`, `rocm`, `metal`: those cards or an error; `cuda:0,2` or `cuda:GPU-8a41`: these
+    among them. `sim:2x24GiB,host:64GiB`: two simulated cards and a simulated host; without `host:` the host is this
+    machine's memory.
 
     Raises BadSetting for anything else, and ProbeFailed where there is a driver and it fails.
     """
     text = devices.strip().lower()
     if text.startswith("sim:"):
         return Probe(_simulated(_parsed(devices, text)))
-    if text not in ("auto", "cuda"):
+    kind, _, wanted = text.partition(":")
+    if kind not in ("auto", *KINDS) or (kind == "auto" or text.endswith(":")) and kind != text:
         raise BadSetting("GPU_DEVICES", devices, _EXPECTED)
-    cards = () if cpu_only else nvml.cards()
-    if cards:
-        return Probe((*(card.device for card in cards), _host()), cards)
-    if text == "cuda":
-        why = "DEVELOPMENT_CPU_ONLY is set" if cpu_only else "no CUDA card is visible here"
-        raise BadSetting("GPU_DEVICES", devices, f"auto or sim:24GiB on this machine, since {why}")
+    listing = None if cpu_only else cards.seen(environment, "" if kind == "auto" else kind)
+    if wanted and listing:
+        listing = listing._replace(cards=_chosen(devices, wanted, listing.cards))
+    if listing and listing.cards:
+        return Probe((*(card.device for card in listing.cards), _host()), listing)
+    if kind != "auto":
+        raise BadSetting("GPU_DEVICES", devices, f"auto or sim:24GiB on this machine, since {_why_none(kind, cpu_only)}")
     half = max(GIB, psutil.virtual_memory().total // 2 // GIB * GIB)
     return Probe(_simulated(_Wish(1, half, None)))
+
+
+def _why_none(kind: str, cpu_only: bool) -> str:
+    return "DEVELOPMENT_CPU_ONLY or INFERENCE_GPU_LAYERS=0 forbids it" if cpu_only else f"no {KINDS[kind]} is visible here"
+
+
+def _chosen(given: str, wanted: str, visible: tuple[Card, ...]) -> tuple[Card, ...]:
+    found = cards.chosen(wanted, visible)
+    if isinstance(found, str):
+        here = ", ".join(f"{card.device.id} ({card.device.uuid})" for card in visible) or "none"
+        raise BadSetting("GPU_DEVICES", given, f"numbers or UUIDs of cards that this process sees, and {found!r} is none "
+                                               f"of them; it sees {here}")
+    return found
 
 
 class _Wish(NamedTuple):
@@ -211,17 +263,17 @@ def _started_cuda():
     return cuda if cuda is not None and cuda.is_available() and cuda.is_initialized() else None
 
 
-def _torch_reserved(card: nvml.Card) -> int:
+def _torch_reserved(card: Card) -> int:
     cuda = _started_cuda()
-    return cuda.memory_reserved(card.device.index) if cuda else 0
+    return cuda.memory_reserved(card.torch) if cuda and card.torch.startswith("cuda") else 0
 
 
-def _torch_fragmentation(card: nvml.Card) -> Fragmentation | None:
+def _torch_fragmentation(card: Card) -> Fragmentation | None:
     cuda = _started_cuda()
-    if cuda is None:
+    if cuda is None or not card.torch.startswith("cuda"):
         return None
-    stats = cuda.memory_stats(card.device.index)
-    free = [block["size"] for segment in cuda.memory_snapshot() if segment["device"] == card.device.index
+    stats, index = cuda.memory_stats(card.torch), int(card.torch.partition(":")[2])
+    free = [block["size"] for segment in cuda.memory_snapshot() if segment["device"] == index
             for block in segment["blocks"] if block["state"] == "inactive"]
     return Fragmentation(card.device.id, stats.get("allocated_bytes.all.current", 0),
                          stats.get("reserved_bytes.all.current", 0), max(free, default=0),

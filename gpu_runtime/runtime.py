@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from . import bookkeeping as books
-from . import caps, machine, telling
+from . import caps, machine, naming, telling
 from .asks import Order, answer, foreign
 from .backends import Backend, Progress, backend_for, backend_names, is_out_of_memory, open_backend
 from .backends.absent import AbsentBackend
@@ -103,10 +103,6 @@ class Runtime:
                                       **settings)
         check_policy(self.settings.gpu_placement)
         self.probe = probe or open_probe(self.settings.gpu_devices, cpu_only=self.settings.development_cpu_only)
-        index = self.settings.inference_gpu_index
-        indices = [device.index for device in self.probe.devices if not device.is_host]
-        if index is not None and index not in indices:
-            raise BadSetting("INFERENCE_GPU_INDEX", index, f"the index of a GPU here: {', '.join(map(str, indices))}")
         self._clock = clock or _boot_seconds
         self._wall = wall
         self._catalogue = Catalogued(Catalog(self.settings), self.probe.devices)
@@ -121,6 +117,12 @@ class Runtime:
         known, slug = machine.read(self.settings.gpu_config_file), _slug(self.probe)
         url = self.settings.gpu_ledger or shared_url(known.ledger, slug) or default_url(slug)
         ledger = open_ledger(url, notebook=notebook_path())
+        try:
+            self.probe.rename(naming.names(self.probe.devices, ledger.read()))
+            self._check_index()
+        except BaseException:
+            ledger.close()
+            raise
         directory = getattr(ledger, "directory", None)  # of this boot; the journal outlives it
         journal = Journal(journal_in(directory.parent) if directory else None)
         self._keeper = Keeper(ledger, self.probe, self.settings, journal, clock=self._clock, wall=self._wall,
@@ -133,6 +135,14 @@ class Runtime:
         self._acting: set[str] = set()
         self._checked_at = self._clock()
         self._closed = False
+
+    def _check_index(self) -> None:
+        """Raises BadSetting where INFERENCE_GPU_INDEX names no card that this process sees."""
+        index = self.settings.inference_gpu_index
+        cards = [device for device in self.probe.devices if not device.is_host]
+        if index is not None and index not in {card.index for card in cards}:
+            raise BadSetting("INFERENCE_GPU_INDEX", index, "the index of a GPU that this process sees: "
+                             + ", ".join(f"{card.index} ({card.id})" for card in cards))
 
     # -- models
 
@@ -329,7 +339,7 @@ class Runtime:
             self._awake()
             lease = self._keeper.lease_block(name, wanted, anchor, importance=rank, timeout=seconds)
             device = next(d for d in self.probe.devices if d.id == lease.shares[0].device)
-            running.append(Block(lease, device))
+            running.append(Block(lease, device, self.probe.place(device.id).torch))
             return running[0]
 
         def finish(error: BaseException | None) -> None:
@@ -496,7 +506,7 @@ class Runtime:
     def _look(self) -> tuple[Book, World]:
         """The book, our own section as we know it, and the devices: the book's where others put them there."""
         keeper = self._keeper
-        book, world = keeper.ledger.read(), keeper.world()
+        book, world = keeper.look(), keeper.world()
         if keeper.residents or keeper.blocks or keeper.me in book.sections:
             book = books.publish(book, keeper.truth(), world)
         elif book.sections and book.devices:
@@ -595,7 +605,7 @@ class Runtime:
     def plan(self, name_or_size: str | int) -> Plan:
         """What `use` of that model (or a lease of that size) would do now, and why; nothing is done."""
         keeper = self._keeper
-        book, world = keeper.ledger.read(), keeper.world()
+        book, world = keeper.look(), keeper.world()
         book = books.publish(book, keeper.truth(), world)
         name = str(name_or_size)
         resident = keeper.residents.get(name) or self._by_key(name) or self._from_catalogue(name)

@@ -22,7 +22,9 @@ from typing import Any
 
 import psutil
 
-from . import nvml
+from . import cards as drivers
+from .cards import Card, Listing, Silent
+from .errors import ProbeFailed
 from .facts import HOST, Sample, encode
 from .ledgers.access import access_to
 from .ledgers.files import owner_files
@@ -99,9 +101,9 @@ def _private(path: str, flags: int) -> int:
 class Asker(threading.Thread):
     """Asks one card, so that a card that hangs holds up no other."""
 
-    def __init__(self, nvml_: Any, card: nvml.Card, answers: queue.SimpleQueue[tuple[str, Sample | str]]) -> None:
+    def __init__(self, listing: Listing, card: Card, answers: queue.SimpleQueue[tuple[str, Sample | str]]) -> None:
         super().__init__(daemon=True, name=card.device.uuid)
-        self._nvml, self._card, self._answers = nvml_, card, answers
+        self._source, self._card, self._answers = listing.source, card, answers
         self._turns: queue.SimpleQueue[float] = queue.SimpleQueue()
         self.busy = False
         self.start()
@@ -114,8 +116,8 @@ class Asker(threading.Thread):
         while True:
             asked_at = self._turns.get()
             try:
-                answer: Sample | str = nvml.ask(self._nvml, self._card, asked_at)
-            except self._nvml.NVMLError as error:
+                answer: Sample | str = self._source.ask(self._card, asked_at)
+            except Silent as error:
                 answer = str(error)
             self.busy = False
             self._answers.put((self.name, answer))
@@ -125,8 +127,6 @@ class Rounds:
     """Asks all cards, again and again; keeps what each said last."""
 
     def __init__(self) -> None:
-        import pynvml
-
         self._answers: queue.SimpleQueue[tuple[str, Sample | str]] = queue.SimpleQueue()
         self._cards: dict[str, Sample] = {}
         self._failed: dict[str, str] = {}
@@ -134,12 +134,13 @@ class Rounds:
         self._people: dict[int, Person] = {}
         self._askers: list[Asker] = []
         try:
-            cards, self._lost = nvml.every(pynvml)
-            self._askers = [Asker(pynvml, card, self._answers) for card in cards]
-            if not cards and not self._lost:
-                self._lost = {"": "the driver lists no card"}
-        except pynvml.NVMLError as error:
-            self._lost = {"": str(error)}
+            for listing in drivers.listings():
+                self._lost |= listing.failed
+                self._askers += [Asker(listing, card, self._answers) for card in listing.cards]
+            if not self._askers and not self._lost:
+                self._lost = {"": "no driver lists a card"}
+        except ProbeFailed as error:
+            self._lost = {"": str(error).splitlines()[0]}
         psutil.cpu_percent()  # the first answer means nothing
 
     def next(self) -> Figures:

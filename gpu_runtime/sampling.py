@@ -164,6 +164,19 @@ class Sampling:
         else:
             self._why, self._killed = "", None
 
+    def state(self) -> dict[str, str]:
+        """How the helper does, for a report."""
+        holder, figures, now = self._holder(), self.figures(), boot_seconds()
+        if holder is None:
+            said = {"helper": self._why or self._last_words() or "none runs"}
+        else:
+            said = {"helper": f"pid {holder.pid or 'unknown'}, for {show_seconds(now - holder.started_at)}"
+                              + (f"; {self._why}" if self._why else "")}
+        if figures is not None:
+            said["figures"] = f"{len(figures.cards)} cards, {show_seconds(now - figures.began_at)} old"
+            said |= {f"card {key or 'of any kind'}": why for key, why in figures.failed.items()}
+        return said
+
     def _silent_seconds(self, holder: Holder, now: float) -> float:
         """For how much longer than anybody needs to wait for it the helper has not had one answer."""
         figures, silent = self.figures(), now - holder.started_at - START_SECONDS

@@ -58,7 +58,7 @@ class Settings(BaseSettings):
     inference_memory_limit_gb: Annotated[float | None, Number] = Field(
         None, gt=0, allow_inf_nan=False, description="A further limit on this process's models, in GiB. Unset: none.")
     inference_gpu_index: Annotated[int | None, Number] = Field(
-        None, ge=0, description="The only GPU to use, by its index. Unset: the planner chooses.")
+        None, ge=0, description="The only GPU to use, by its number in status. Unset: the planner chooses.")
 
     inference_gpu_layers: Annotated[int | None, Number] = Field(
         None, ge=-1, description="Layers on the GPU where a model of the catalogue does not say: -1 all, 0 CPU only.")
@@ -66,7 +66,8 @@ class Settings(BaseSettings):
         None, description="The backend where a model of the catalogue does not say. Unset: found from its source.")
 
     gpu_devices: str = Field(
-        "auto", description="The devices: auto, cuda, or simulated ones such as sim:2x24GiB,host:64GiB.")
+        "auto", description="The devices: auto, cuda, some of them as cuda:0,2 or cuda:UUID, rocm, metal, or simulated "
+                            "ones such as sim:2x24GiB,host:64GiB.")
     development_cpu_only: bool = Field(
         False, description="Simulate the devices even where there is a GPU.")
     gpu_ledger: str | None = Field(

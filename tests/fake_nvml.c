@@ -6,8 +6,12 @@
  *     init 9                   nvmlInit fails with that error
  *     0.error 15               every call on card 0 fails so
  *     0.hang 1                 every call on card 0 sleeps until this line is gone
- *     0.total, 0.free          bytes; free `na`: not supported
+ *     0.listed 15              card 0 cannot even be listed: its handle fails with that error
+ *     0.total, 0.free          bytes; `na`: the card does not tell of memory; `forbidden`: not to us
+ *     0.name, 0.uuid           instead of Fake 80GB and GPU-…0
+ *     0.ats 1                  its addressing mode is ATS
  *     0.processes 41:1024,42:na
+ *     0.mig 3                  card 0 is partitioned into three instances; `0.1.free` is the second one's
  * `all.` in place of the number speaks for cards that have no such line of their own.
  */
 #include <stdio.h>
@@ -15,9 +19,12 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7, NOT_LOADED = 9 };
+enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, FORBIDDEN = 4, NOT_FOUND = 6, TOO_SMALL = 7, NOT_LOADED = 9 };
 #define MOST 64
-static char cards[MOST];   /* a handle is the address of its card's place here */
+#define PARTS 8            /* a card and at most seven instances */
+static char cards[MOST * PARTS];   /* a handle is the address of its card's or instance's place here */
+#define INDEX(card) ((int)((char *)(card) - cards) / PARTS)
+#define PART(card) ((int)((char *)(card) - cards) % PARTS - 1)     /* -1: the whole card */
 static int started;
 
 typedef struct { unsigned long long total, free, used; } memory_t;
@@ -40,11 +47,18 @@ static int line(const char *key, char *value, size_t room) {
     return found;
 }
 
-static int of_card(void *card, const char *key, char *value, size_t room) {
+static int of_whole(void *card, const char *key, char *value, size_t room) {
     char name[64];
-    snprintf(name, sizeof name, "%d.%s", (int)((char *)card - cards), key);
+    snprintf(name, sizeof name, "%d.%s", INDEX(card), key);
     if (line(name, value, room)) return 1;
     snprintf(name, sizeof name, "all.%s", key);
+    return line(name, value, room);
+}
+
+static int of_card(void *card, const char *key, char *value, size_t room) {
+    char name[64];
+    if (PART(card) < 0) return of_whole(card, key, value, room);
+    snprintf(name, sizeof name, "%d.%d.%s", INDEX(card), PART(card), key);
     return line(name, value, room);
 }
 
@@ -52,9 +66,9 @@ static int enter(void *card) {
     char value[64];
     if (!started) return UNINITIALIZED;
     if (!card) return SUCCESS;
-    if ((char *)card < cards || (char *)card >= cards + MOST) return INVALID;
-    while (of_card(card, "hang", value, sizeof value)) usleep(5000);
-    return of_card(card, "error", value, sizeof value) ? atoi(value) : SUCCESS;
+    if ((char *)card < cards || (char *)card >= cards + MOST * PARTS) return INVALID;
+    while (of_whole(card, "hang", value, sizeof value)) usleep(5000);
+    return of_whole(card, "error", value, sizeof value) ? atoi(value) : SUCCESS;
 }
 #define ENTER(card) do { int failed = enter(card); if (failed) return failed; } while (0)
 
@@ -72,6 +86,8 @@ int nvmlShutdown(void) { started = 0; return SUCCESS; }
 const char *nvmlErrorString(int error) {
     switch (error) {
     case NOT_SUPPORTED: return "Not Supported";
+    case FORBIDDEN: return "Insufficient Permissions";
+    case NOT_FOUND: return "Not Found";
     case NOT_LOADED: return "Driver Not Loaded";
     case 15: return "GPU is lost";
     case 18: return "Driver/library version mismatch";
@@ -88,33 +104,64 @@ int nvmlDeviceGetCount_v2(unsigned *count) {
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **card) {
     ENTER(NULL);
     if (index >= MOST) return INVALID;
-    *card = cards + index;
-    return SUCCESS;
+    char value[64];
+    *card = cards + index * PARTS;
+    return of_whole(*card, "listed", value, sizeof value) ? atoi(value) : SUCCESS;
 }
 int nvmlDeviceGetName(void *card, char *name, unsigned room) {
+    char value[96];
     ENTER(card);
-    snprintf(name, room, "Fake 80GB");
+    snprintf(name, room, "%s%s", of_whole(card, "name", value, sizeof value) ? value : "Fake 80GB",
+             PART(card) < 0 ? "" : " MIG 1g.10gb");
     return SUCCESS;
 }
 int nvmlDeviceGetUUID(void *card, char *uuid, unsigned room) {
+    char value[96];
     ENTER(card);
-    snprintf(uuid, room, "GPU-00000000-0000-0000-0000-%012d", (int)((char *)card - cards));
+    if (of_card(card, "uuid", value, sizeof value)) snprintf(uuid, room, "%s", value);
+    else if (PART(card) < 0) snprintf(uuid, room, "GPU-00000000-0000-0000-0000-%012d", INDEX(card));
+    else snprintf(uuid, room, "MIG-00000000-0000-0000-%04d-%012d", PART(card), INDEX(card));
     return SUCCESS;
+}
+static int parts(void *card) {
+    char value[64];
+    return of_whole(card, "mig", value, sizeof value) ? atoi(value) : -1;
 }
 int nvmlDeviceGetMigMode(void *card, unsigned *now, unsigned *pending) {
     ENTER(card);
-    *now = *pending = 0;
+    *now = *pending = parts(card) >= 0;
     return SUCCESS;
 }
-int nvmlDeviceGetMemoryInfo(void *card, memory_t *memory) {
+int nvmlDeviceGetMaxMigDeviceCount(void *card, unsigned *count) {
+    ENTER(card);
+    *count = PARTS - 1;
+    return SUCCESS;
+}
+int nvmlDeviceGetMigDeviceHandleByIndex(void *card, unsigned place, void **part) {
+    ENTER(card);
+    if ((int)place >= parts(card)) return NOT_FOUND;
+    *part = (char *)card + 1 + place;
+    return SUCCESS;
+}
+typedef struct { unsigned version, value; } addressing_t;
+int nvmlDeviceGetAddressingMode(void *card, addressing_t *mode) {
     char value[64];
     ENTER(card);
-    memory->total = of_card(card, "total", value, sizeof value) ? strtoull(value, NULL, 0) : 80ULL << 30;
-    memory->free = memory->total;
-    if (of_card(card, "free", value, sizeof value)) {
-        if (!strcmp(value, "na")) return NOT_SUPPORTED;
-        memory->free = strtoull(value, NULL, 0);
-    }
+    mode->value = of_whole(card, "ats", value, sizeof value) ? 2 : 0;
+    return SUCCESS;
+}
+int nvmlSystemGetDriverVersion(char *version, unsigned room) { ENTER(NULL); snprintf(version, room, "580.65.06"); return SUCCESS; }
+int nvmlSystemGetNVMLVersion(char *version, unsigned room) { ENTER(NULL); snprintf(version, room, "13.580.65.06"); return SUCCESS; }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { ENTER(NULL); *version = 13000; return SUCCESS; }
+int nvmlDeviceGetMemoryInfo(void *card, memory_t *memory) {
+    char total[64] = "", free[64] = "";
+    ENTER(card);
+    of_card(card, "total", total, sizeof total);
+    of_card(card, "free", free, sizeof free);
+    if (!strcmp(total, "na") || !strcmp(free, "na")) return NOT_SUPPORTED;
+    if (!strcmp(total, "forbidden") || !strcmp(free, "forbidden")) return FORBIDDEN;
+    memory->total = *total ? strtoull(total, NULL, 0) : (PART(card) < 0 ? 80ULL : 10ULL) << 30;
+    memory->free = *free ? strtoull(free, NULL, 0) : memory->total;
     memory->used = memory->total - memory->free;
     return SUCCESS;
 }
@@ -140,8 +187,10 @@ int nvmlDeviceGetGraphicsRunningProcesses_v3(void *card, unsigned *count, proces
     *count = 0;
     return SUCCESS;
 }
+/* An instance has neither utilization nor a sensor of its own. */
 int nvmlDeviceGetUtilizationRates(void *card, utilization_t *rates) {
     ENTER(card);
+    if (PART(card) >= 0) return NOT_SUPPORTED;
     rates->gpu = 37;
     rates->memory = 5;
     return SUCCESS;
@@ -149,6 +198,13 @@ int nvmlDeviceGetUtilizationRates(void *card, utilization_t *rates) {
 int nvmlDeviceGetTemperature(void *card, unsigned sensor, unsigned *degrees) {
     (void)sensor;
     ENTER(card);
+    if (PART(card) >= 0) return INVALID;
     *degrees = 61;
+    return SUCCESS;
+}
+int nvmlDeviceGetPowerUsage(void *card, unsigned *milliwatts) {
+    ENTER(card);
+    if (PART(card) >= 0) return INVALID;
+    *milliwatts = 412000;
     return SUCCESS;
 }

@@ -183,13 +183,13 @@ def let_go(error: BaseException) -> None:
 
 def device_of(memory: Memory) -> torch.device:
     """Where torch puts what lies there: simulated cards and the host are CPU memory."""
-    return torch.device("cpu" if memory.counted else memory.device)
+    return torch.device(memory.torch)
 
 
 def _empty(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
     """Uninitialised [size] uint8 tensors on that device, each a storage of its own."""
     if not memory.counted:
-        return [torch.empty(size, dtype=torch.uint8, device=memory.device) for size in sizes]
+        return [torch.empty(size, dtype=torch.uint8, device=memory.torch) for size in sizes]
     blocks = iter(memory.allocate_row([size for size in sizes if size]))
     return [torch.frombuffer(next(blocks).buffer(), dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
             for size in sizes]

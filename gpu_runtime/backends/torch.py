@@ -39,7 +39,7 @@ class TorchModel:
             return False
         if any(slot.kind != "state" for slot in group.slots):
             return False
-        return (self.device or "").startswith("cuda") or all(slot.tensor.dim() == 0 for slot in group.slots)
+        return (self.device or "").startswith(("cuda", "rocm")) or all(slot.tensor.dim() == 0 for slot in group.slots)
 
 
 class TorchBackend:
@@ -91,9 +91,7 @@ class TorchBackend:
         if len(where) > 1:
             why = f"it lies on several devices ({', '.join(sorted(where))})"
             raise CannotGovern(f"{spec.name} cannot be governed: {why}.", name=spec.name, why=why)
-        device = HOST if where == {"cpu"} else where.pop()
-        self.probe.place(device)  # raises UnknownDevice for a card that we do not govern
-        model.device = device
+        model.device = self.probe.named(where.pop())  # raises UnknownDevice for a card that we do not govern
         self.measure(model)
         return model
 
@@ -105,7 +103,7 @@ class TorchBackend:
         left = model.device
         if memory.device != left:
             self._travel(model, memory)
-            _give_back(left)
+            self._give_back(left)
 
     def drop(self, model: TorchModel) -> None:
         """Frees its bytes; the module's tensors are empty from now on, and a call on it fails on their shapes."""
@@ -116,7 +114,7 @@ class TorchBackend:
         st.at_once([*st.emptying(found),
                     partial(setattr, model, "device", None), partial(setattr, model, "noted", None)])
         del found  # the tensors are empty, but torch gives memory back only when nobody looks at it
-        _give_back(left)
+        self._give_back(left)
 
     def measure(self, model: TorchModel) -> Shares:
         """Its bytes now: gradients and optimizer state that have come since are counted, and entered in the account."""
@@ -170,15 +168,15 @@ class TorchBackend:
             partial(setattr, model, "own", frozenset(target.untyped_storage()._cdata for target in targets)),
             partial(setattr, model, "noted", None)])
 
+    def _give_back(self, device: str | None) -> None:
+        """Freed memory of a card goes back to the driver at once: other processes wait for it, and believe the driver."""
+        card = self.probe.place(device).torch if device else ""
+        if card.startswith("cuda"):
+            with torch.cuda.device(card):
+                torch.cuda.empty_cache()
+
 
 def _config(module: nn.Module) -> dict[str, Any]:
     """What a module from transformers says of its shape."""
     tell = getattr(getattr(module, "config", None), "to_dict", None)
     return tell() if callable(tell) else {}
-
-
-def _give_back(device: str | None) -> None:
-    """Freed memory of a card goes back to the driver at once: other processes wait for it, and believe the driver."""
-    if device is not None and device.startswith("cuda"):
-        with torch.cuda.device(device):
-            torch.cuda.empty_cache()

@@ -9,7 +9,7 @@ import types
 import psutil
 import pytest
 
-from gpu_runtime import nvml
+from gpu_runtime import cards
 from gpu_runtime.errors import BadSetting, ProbeFailed, UnknownDevice
 from gpu_runtime.facts import Device, Sample
 from gpu_runtime.probe import open_probe
@@ -35,7 +35,7 @@ def test_without_a_host_in_the_text_the_host_is_this_machine():
 
 
 @pytest.mark.parametrize("text", [
-    "", "sim", "sim:", "sim:0x1GiB", "sim:65x1GiB", "sim:-1GiB", "sim:0", "sim:1GiB,", "cuda:0", "sim:1GiB,host:",
+    "", "sim", "sim:", "sim:0x1GiB", "sim:65x1GiB", "sim:-1GiB", "sim:0", "sim:1GiB,", "cuda:", "auto:0", "vulkan", "sim:1GiB,host:",
     "sim:1GiB,host:0", "sim:1GiB,cuda", "sim:1GiB,host:1GiB,host:1GiB"])
 def test_a_bad_text_is_refused_with_examples(text):
     with pytest.raises(BadSetting, match="sim:2x24GiB,host:64GiB") as error:
@@ -63,7 +63,7 @@ class Driver(types.ModuleType):
         super().__init__("pynvml")
         self.cards, self.broken = cards, broken
         for name in ("LibraryNotFound", "DriverNotLoaded", "NotSupported", "NoPermission", "FunctionNotFound",
-                     "GpuIsLost"):
+                     "NotFound", "GpuIsLost"):
             setattr(self, f"NVMLError_{name}", type(name, (self.NVMLError,), {}))
 
     def nvmlInit(self):
@@ -76,19 +76,17 @@ class Driver(types.ModuleType):
     def nvmlDeviceGetHandleByIndex(self, index):
         return self.cards[index]
 
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        for card in self.cards:
-            for instance in card.get("instances", ()):
-                if instance["uuid"] == uuid:
-                    return instance
-        raise self.NVMLError(uuid)
-
     def nvmlDeviceGetMigMode(self, card):
         if "instances" not in card:
             raise self.NVMLError_NotSupported()
         return (1, 1)
 
+    def nvmlDeviceGetMaxMigDeviceCount(self, card):
+        return 7
+
     def nvmlDeviceGetMigDeviceHandleByIndex(self, card, index):
+        if index >= len(card["instances"]):
+            raise self.NVMLError_NotFound()
         return card["instances"][index]
 
     def nvmlDeviceGetName(self, card):
@@ -121,6 +119,9 @@ class Driver(types.ModuleType):
     def nvmlDeviceGetTemperature(self, card, sensor):
         return 61
 
+    def nvmlDeviceGetPowerUsage(self, card):
+        return 412_000
+
 
 @pytest.fixture
 def driver(monkeypatch):
@@ -135,6 +136,10 @@ def driver(monkeypatch):
 
 def card(uuid, free=70 * GIB, **more):
     return {"uuid": uuid, "free": free, **more}
+
+
+def seen(environment):
+    return cards.seen(environment).cards
 
 
 FOUR = [card(f"GPU-{letter * 4}") for letter in "abcd"]
@@ -153,14 +158,15 @@ FOUR = [card(f"GPU-{letter * 4}") for letter in "abcd"]
 def test_cuda_visible_devices_is_read_as_cuda_reads_it(driver, visible, uuids):
     """The first wrong entry ends the list, an ambiguous beginning is wrong, and a card named twice leaves none."""
     driver(*FOUR)
-    found = nvml.cards({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    assert [(c.device.id, c.device.uuid) for c in found] == [(f"cuda:{i}", uuid) for i, uuid in enumerate(uuids)]
+    found = seen({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    assert [(c.torch, c.device.uuid) for c in found] == [(f"cuda:{i}", uuid) for i, uuid in enumerate(uuids)]
+    assert all(c.device.id == f"cuda:{'abcd'.index(c.device.uuid[-1])}" for c in found), "everybody's name is the driver's"
 
 
 def test_of_a_partitioned_card_its_first_instance_is_seen_or_the_one_that_is_named(driver):
     driver(card("GPU-aaaa", instances=[card("MIG-1"), card("MIG-2")]))
-    assert [c.device.uuid for c in nvml.cards({})] == ["MIG-1"]
-    assert [c.device.uuid for c in nvml.cards({"CUDA_VISIBLE_DEVICES": "MIG-2"})] == ["MIG-2"]
+    assert [(c.device.id, c.device.uuid) for c in seen({})] == [("cuda:0.0", "MIG-1")]
+    assert [(c.device.id, c.device.uuid) for c in seen({"CUDA_VISIBLE_DEVICES": "MIG-2"})] == [("cuda:0.1", "MIG-2")]
 
 
 def test_auto_takes_the_cards_where_there_are_any(driver):
@@ -168,7 +174,7 @@ def test_auto_takes_the_cards_where_there_are_any(driver):
     probe = open_probe("auto")
     assert not probe.simulated
     assert [device.id for device in probe.devices] == ["cuda:0", "host"]
-    assert probe.samples(7.0)["cuda:0"] == Sample("cuda:0", 7.0, 70 * GIB, {4121: 3 * GIB, 4122: None}, 37, 61)
+    assert probe.samples(7.0)["cuda:0"] == Sample("cuda:0", 7.0, 70 * GIB, {4121: 3 * GIB, 4122: None}, 37, 61, 412.0)
 
 
 def test_what_the_driver_charges_to_this_process_is_used(driver):
@@ -189,7 +195,7 @@ def test_without_a_driver_the_card_is_simulated(driver, why):
     driver(broken=why)
     probe = open_probe("auto")
     assert probe.simulated and probe.devices[0].total_bytes == max(GIB, psutil.virtual_memory().total // 2 // GIB * GIB)
-    with pytest.raises(BadSetting, match="no CUDA card is visible"):
+    with pytest.raises(BadSetting, match="no CUDA card is visible here"):
         open_probe("cuda")
 
 
@@ -210,8 +216,11 @@ def test_a_card_that_is_lost_later_is_named(driver):
 
 
 def test_memory_that_the_driver_will_not_tell_is_unknown_not_zero(driver):
-    driver({"uuid": "GPU-aaaa"})
-    assert open_probe("auto").samples(0.0)["cuda:0"].free_bytes is None
+    there = card("GPU-aaaa")
+    driver(there)
+    probe = open_probe("auto")
+    del there["free"]
+    assert probe.samples(0.0)["cuda:0"].free_bytes is None
 
 
 def test_a_hanging_driver_holds_nobody_up(driver, monkeypatch):
@@ -219,12 +228,12 @@ def test_a_hanging_driver_holds_nobody_up(driver, monkeypatch):
     there = card("GPU-aaaa")
     driver(there)
     probe = open_probe("auto")
-    monkeypatch.setattr(nvml, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(cards, "ANSWER_SECONDS", 0.05)
     there["hangs"] = threading.Event()
     with pytest.raises(ProbeFailed, match="did not answer within"):
         probe.samples(0.0)
     with pytest.raises(ProbeFailed):
         probe.samples(0.0)
     there["hangs"].set()
-    monkeypatch.setattr(nvml, "ANSWER_SECONDS", 5.0)
+    monkeypatch.setattr(cards, "ANSWER_SECONDS", 5.0)
     assert probe.samples(0.0)["cuda:0"].free_bytes == 70 * GIB

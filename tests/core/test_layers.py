@@ -11,11 +11,14 @@ ROOT = Path(__file__).parents[2]
 
 ROOMS = {
     "ground": {"facts", "units", "errors", "settings"},
-    "mind": {"planner", "caps", "telling", "asks", "bookkeeping", "clearing", "deadlock", "estimate", "hopeless",
+    "mind": {"drains", "naming",  # cards
+             "planner", "caps", "telling", "asks", "bookkeeping", "clearing", "deadlock", "estimate", "hopeless",
              "leaving", "placement", "working", "policy", "pressure", "strangers", "queueing", "room"},
-    "hands": {"ledgers", "backends", "blocks", "probe", "pool", "journal", "machine", "owner", "memory", "segments",
+    "hands": {"cards", "nvidia_smi", "amd", "apple",
+              "ledgers", "backends", "blocks", "probe", "pool", "journal", "machine", "owner", "memory", "segments",
               "nvml", "sampler", "sampling", "documents", "fields", "manifests", "measurements"},
-    "house": {"__init__", "runtime", "keeper", "monitor", "frames", "samples", "catalog", "catalogued", "entries", "sharing",
+    "house": {"doctor", "draining",
+              "__init__", "runtime", "keeper", "monitor", "frames", "samples", "catalog", "catalogued", "entries", "sharing",
               "sizing"},
     "faces": {"cli", "verbs", "serving", "gpu", "gpu_panels"},
 }

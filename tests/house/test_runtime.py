@@ -457,7 +457,7 @@ def test_bad_input_is_named_and_nothing_is_registered(runtime):
 
 
 def test_a_gpu_that_is_not_there_and_a_size_without_its_unit_are_told_at_once(runtime):
-    with pytest.raises(BadSetting, match="INFERENCE_GPU_INDEX=7.*0, 1"):
+    with pytest.raises(BadSetting, match=r"INFERENCE_GPU_INDEX=7.*0 \(sim:0\), 1 \(sim:1\)"):
         runtime(devices="sim:2x24GiB,host:64GiB", inference_gpu_index=7)
     with pytest.raises(BadSetting, match="GPU_DEVICES"):
         runtime(devices="sim:2x24")

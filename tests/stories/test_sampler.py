@@ -1,168 +1,22 @@
 """The host's helper process on the real binding and a driver of ours: cards that are lost, hang, or will not tell."""
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from gpu_runtime.owner import name_of
-from gpu_runtime.sampling import Figures, Sampling
+from gpu_runtime.sampling import Sampling
 from gpu_runtime.units import GIB
-
-PATIENCE = 20.0  # for what must happen at all; what must happen soon has a number of its own
-
-
-class Driver:
-    """The cards, as a file says; each change replaces it whole."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.state = directory, directory / "cards"
-        self.lines: dict[str, str] = {"count": "1"}
-        self.set()
-
-    def set(self, **lines: Any) -> None:
-        """`set(_0_free=5, all_hang=None)`: a line for each, None takes it away."""
-        for key, value in lines.items():
-            name = key.lstrip("_").replace("_", ".", 1)
-            self.lines.pop(name, None)
-            if value is not None:
-                self.lines[name] = str(value)
-        draft = self.state.with_suffix(".new")
-        draft.write_text("".join(f"{key} {value}\n" for key, value in self.lines.items()))
-        draft.replace(self.state)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {"LD_LIBRARY_PATH": str(self.directory), "FAKE_NVML": str(self.state)}
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not shutil.which("gcc"):
-        pytest.skip("needs gcc, to build a driver of our own")
-    there = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
-    source = Path(__file__).parents[1] / "fake_nvml.c"
-    subprocess.run(["gcc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", there,
-                    source], check=True)
-    return there
-
-
-@pytest.fixture
-def driver(library: Path, tmp_path: Path) -> Driver:
-    (tmp_path / "driver").mkdir()
-    (tmp_path / "driver" / library.name).symlink_to(library)
-    return Driver(tmp_path / "driver")
-
-
-class Kernel:
-    """A process with a runtime on the driver's cards; it does what it is told, and tells what an expression is."""
-
-    def __init__(self, driver: Driver, ledger: str) -> None:
-        program = textwrap.dedent(f"""
-            import json, sys, time
-            from gpu_runtime import Runtime
-            rt = Runtime(devices="cuda", ledger={ledger!r}, eviction_grace_seconds=0)
-            print(json.dumps("ready"), flush=True)
-            for line in sys.stdin:
-                try:
-                    try:
-                        answer = eval(line, globals())
-                    except SyntaxError:
-                        answer = exec(line, globals())
-                except BaseException as error:
-                    answer = f"{{type(error).__name__}}: {{error}}"
-                print(json.dumps(answer, default=repr), flush=True)
-        """)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            start_new_session=True, env={**os.environ, **driver.environment})
-        assert self.hear() == "ready"
-
-    def hear(self) -> Any:
-        assert self.process.stdout
-        return json.loads(self.process.stdout.readline())
-
-    def say(self, line: str) -> None:
-        assert self.process.stdin
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def tell(self, line: str) -> Any:
-        self.say(line)
-        return self.hear()
-
-    @property
-    def degraded(self) -> str:
-        return self.tell("rt.status().degraded")
-
-    def slowest_status_seconds(self, times: int = 20) -> float:
-        self.tell("timed = lambda: [began := time.perf_counter(), rt.status(), time.perf_counter() - began][2]")
-        return self.tell(f"max(timed() for _ in range({times}))")
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait(PATIENCE)
-
-
-class Host:
-    """One ledger, its kernels and its helper."""
-
-    def __init__(self, driver: Driver, directory: Path) -> None:
-        self.driver, self.url, self.kernels = driver, f"sqlite://{directory}/ledger", list[Kernel]()
-        self.directory = directory / "ledger" / Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        self.sampling = Sampling(self.directory)
-
-    def kernel(self) -> Kernel:
-        self.kernels.append(Kernel(self.driver, self.url))
-        return self.kernels[-1]
-
-    def helpers(self) -> list[int]:
-        """Process numbers of this ledger's helpers."""
-        found = []
-        for process in psutil.process_iter(["cmdline"]):
-            words = process.info["cmdline"] or []
-            if "gpu_runtime.sampler" in words and words[-1] == str(self.directory):
-                found.append(process.pid)
-        return found
-
-    def figures(self) -> Figures:
-        figures = self.sampling.figures()
-        assert figures is not None
-        return figures
-
-    def end(self) -> None:
-        for kernel in self.kernels:
-            kernel.end()
-        for pid in self.helpers():
-            os.kill(pid, signal.SIGKILL)
-
-
-@pytest.fixture
-def host(driver: Driver, tmp_path: Path) -> Iterator[Host]:
-    made = Host(driver, tmp_path)
-    yield made
-    made.end()
-
-
-def until(told: Callable[[], Any], seconds: float = PATIENCE) -> float:
-    """Seconds until it is true; fails where it is not by then."""
-    began = time.monotonic()
-    while not told():
-        assert time.monotonic() - began < seconds, "it has not come true"
-        time.sleep(0.01)
-    return time.monotonic() - began
+from tests.nvml_driver import PATIENCE, Host, until
 
 
 def test_two_kernels_share_one_helper_and_its_figures(host, driver):
@@ -285,9 +139,9 @@ def test_a_lost_card_is_named_and_not_granted_on(host, driver):
 
 
 def test_memory_that_the_driver_will_not_tell_is_waited_for_with_the_reason(host, driver):
-    driver.set(_0_free="na")
     kernel = host.kernel()
     kernel.tell("rt.register('m', backend='fake', size='1GiB') and None")
+    driver.set(_0_free="na")
     assert "the driver of cuda:0 does not say how much memory is free" in kernel.tell("rt.preload('m', timeout=0.2)")
     assert kernel.tell("[v.stranger_bytes for v in rt.status().devices][0]") is None
     driver.set(_0_free=None)
