@@ -66,6 +66,11 @@ class Device(Value):
     def is_host(self) -> bool:
         return self.id == HOST
 
+    @property
+    def key(self) -> str:
+        """What outlives its name: the UUID, where it has one."""
+        return self.uuid or self.id
+
 
 class Sample(Value):
     """What a device's driver (or the machine, for `host`) last said."""
@@ -304,6 +309,13 @@ class Ghost(Value):
                 and self.pid not in sample.processes)
 
 
+class Drain(Value):
+    """That a card takes no new leases, and what is idle there leaves."""
+
+    by: str  # the user who said so
+    wall: float  # since when, in epoch seconds
+
+
 class Event(Value):
     """Something that happened, and why."""
 
@@ -332,6 +344,7 @@ class Book(Value):
     seq: int = 0  # of the newest event
     counts: dict[str, int] = {}  # of owners that are gone, so that totals never fall
     ghosts: tuple[Ghost, ...] = ()  # what the dead held, as long as a driver may still hold it
+    drained: dict[str, Drain] = {}  # Device.key -> by whom; nobody's own, so it outlives who said so
 
     @property
     def entries(self) -> int:
@@ -561,7 +574,7 @@ class Refuse(Value, tag=True):
     """Never, as things stand; nothing was touched."""
 
     because: str
-    kind: str = "hopeless"  # or nested, kept, precious (what cannot leave), limit, cap, deadlock, full
+    kind: str = "hopeless"  # or nested, kept, precious (what cannot leave), limit, cap, deadlock, full, drained
     need_bytes: int = 0
     budget_bytes: int = 0
     device: str = ""
@@ -616,6 +629,7 @@ class DeviceView(Value):
     sample: Sample | None = None
     residue_bytes: int = 0
     stranger_bytes: int | None = None  # in use and leased by nobody; None: unknown, or simulated
+    drained: Drain | None = None
 
 
 class Outcome(Value):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec.structs import replace
 
 from . import bookkeeping as books
-from . import caps, naming, telling
+from . import caps, drains, naming, telling
 from .asks import Ask, Order, ask, obey, relieve
 from .backends import Progress, is_out_of_memory
 from .bookkeeping import Truth
@@ -60,6 +60,7 @@ from .facts import (
 from .leaving import leave as mark_leaving
 from .leaving import may_leave, way_out
 from .ledgers import Ledger
+from .ledgers.access import access_to
 from .machine import Machine, groups_of
 from .measurements import Measurements
 from .planner import admit, room
@@ -278,6 +279,8 @@ class Keeper:
     def quiet(self, book: Book) -> bool:
         """Whether the book says of us what is true, and asks nothing of anybody: then there is nothing to write."""
         if book.tickets or book.ghosts or self.me not in book.sections:
+            return False
+        if book.drained and drains.lies_on(book, self.me, self.world()):
             return False
         return books.publish(book, self.truth(), self.world()) is book
 
@@ -646,6 +649,34 @@ class Keeper:
             return orders
         finally:
             self.done_with(key)
+
+    def vacate(self) -> None:
+        """Moves what is idle off cards that are drained."""
+        book = self.ledger.read()
+        if not book.drained or not drains.lies_on(book, self.me, self.world()):
+            return
+        key = self.new_key("drain")
+        try:
+            for step in self.decide(lambda book, world: drains.vacate(book, self.me, world, key.text)):
+                self._step_aside(step, key)
+        finally:
+            self.done_with(key)
+
+    @property
+    def shared(self) -> bool:
+        """Whether an operator has set the ledger up for several users."""
+        directory = getattr(self.ledger, "directory", None)
+        return directory is not None and access_to(directory).group is not None
+
+    def may_drain(self, book: Book) -> str:
+        """Why this user may not drain a card of this book's; empty where they may: an operator, and whoever shares the
+        cards with nobody else."""
+        mine = self.owner.user
+        others = sorted({section.owner.user for section in book.sections.values()} - {mine})
+        if self.asker(mine).operator or not (self.shared or others):
+            return ""
+        with_whom = f"{', '.join(others)} use it too" if others else "others share it"
+        return f"{mine} may not drain a card: {with_whom}, so it is an operator's to say ({self.machine.file})"
 
     def _askers(self, book: Book) -> dict[str, Asker]:
         """By ticket key, who asks something of us; a ticket that its owner did not leave is missing."""

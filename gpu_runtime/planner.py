@@ -9,7 +9,7 @@ recorded by `bookkeeping`.
 """
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 
 from msgspec.structs import replace
 
@@ -17,6 +17,8 @@ from . import caps
 from .bookkeeping import note, perform
 from .clearing import Ground, cheapest_way, make_room
 from .deadlock import deadlocked
+from .drains import drained
+from .drains import refusals as drained_cards
 from .facts import (
     HOST,
     MOST_ENTRIES,
@@ -32,6 +34,7 @@ from .facts import (
     Policy,
     Refuse,
     Request,
+    Share,
     Shares,
     Step,
     Ticket,
@@ -89,13 +92,15 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
         request = replace(request, footprint=Footprint.of(lease.bytes, "measured"))
 
     # 3. hopeless, or beyond the operator's caps
-    never = {**caps.capped_cards(book, request, world), **hopeless_cards(book, request, world)}
+    out = drained(book, world)
+    never = {**drained_cards(request, world, out), **caps.capped_cards(book, request, world),
+             **hopeless_cards(book, request, world)}
     if refusal := caps.refusal(book, request, world) or hopeless(book, request, world, never):
         return _refuse(book, request, world, refusal)
 
     # 4. fits in what is free
     ground = Ground.of(book, request, world)
-    candidates = place(request.footprint, ground.free(), request.placement)
+    candidates = _placed(request, ground.free(), out)
     possible = _not_on(never, candidates)
     in_sight = _not_on(ground.blind, possible)
     if in_sight and in_sight[0].fits:
@@ -169,6 +174,15 @@ def _as_if_measured(book: Book, step: Step, world: World) -> World:
         if freed and sample and sample.free_bytes is not None:
             samples[device.id] = replace(sample, free_bytes=sample.free_bytes + freed)
     return replace(world, samples=samples)
+
+
+def _placed(request: Request, free: dict[str, int], out: Mapping[str, str]) -> tuple[Candidate, ...]:
+    """Where the request may go, the best first; drained cards stand last, and say so."""
+    found = place(request.footprint, {id: size for id, size in free.items() if id not in out} if out else free,
+                  request.placement)
+    allowed = request.placement.devices
+    return (*found, *(Candidate((Share(id, request.footprint.bytes),), False, because)
+                      for id, because in out.items() if not allowed or id in allowed))
 
 
 def _not_on(cards: Container[str], candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:

@@ -76,5 +76,5 @@ def views(book: Book, world: World) -> tuple[DeviceView, ...]:
         full = pressure(claims.get(device.id, 0), limit, used, device.total_bytes)
         residue = sum(section.residue.get(device.id, 0) for section in book.sections.values())
         rows.append(DeviceView(device, limit, claims.get(device.id, 0), used, level(full, world.rules), full, sample,
-                               residue))
+                               residue, drained=book.drained.get(device.key)))
     return tuple(rows)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from . import bookkeeping as books
-from . import caps, machine, naming, telling
+from . import caps, draining, machine, naming, telling
 from .asks import Order, answer, foreign
 from .backends import Backend, Progress, backend_for, backend_names, is_out_of_memory, open_backend
 from .backends.absent import AbsentBackend
@@ -429,6 +429,14 @@ class Runtime:
         told = f"{here}; {len(others)} other process{'es were' if len(others) > 1 else ' was'} asked too" if others else here
         return Outcome("defrag", "", True, told, freed)
 
+    def drain(self, device: str, *, undo: bool = False, timeout: str | float | None = 5.0) -> Outcome:
+        """Takes no new leases on that card from now on, whoever asks, and moves what is idle there away; `undo` ends that.
+
+        It holds for all processes of the ledger until it is undone or the machine restarts. Raises UnknownDevice, and
+        NotAllowed where others share the cards and this user is no operator.
+        """
+        return draining.drain(self._keeper, device, undo=undo, timeout=0.0 if timeout is None else parse_seconds(timeout))
+
     def _asked(self, verb: str, owner: str, name: str, timeout: str | float | None, wait: bool = True,
                must: bool = True) -> Outcome:
         """What came of asking another owner."""
@@ -739,6 +747,7 @@ class Runtime:
         keeper.tell_overstays()
         keeper.follow_up()
         keeper.journal.flush()
+        keeper.vacate()
         quiet = keeper.quiet(book)
         for order in () if quiet else keeper.obey():
             if order.key not in self._acting:

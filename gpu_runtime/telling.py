@@ -51,6 +51,7 @@ def refusal(name: str, verdict: Refuse) -> GpuError:
     hint = {
         "nested": f"Leave the block of {first} first: what does not fit together cannot be nested.",
         "kept": f"Let it go:  %gpu unpin {first}",
+        "drained": f"Let it take leases again:  gpu drain {verdict.device} --undo",
         "precious": f"Raise CPU_MEMORY_MAX_PERCENT so that RAM can take it, or give it up:  rt.forget({first!r})",
     }.get(verdict.kind, f"Use a smaller or quantised model, or raise the budget:  GPU_MEMORY_MAX_PERCENT\n"
                         f"  Nothing was evicted. See:  %gpu plan {asked}")

@@ -193,6 +193,12 @@ VERBS: dict[str, Verb] = {verb.name: verb for verb in (
     Verb("restore", "brings a model back from RAM", lambda rt, args: _as("restore", rt.restore(args.name)), (NAME,)),
     Verb("pin", "keeps a model on its device whatever comes", lambda rt, args: rt.pin(args.name), (NAME,)),
     Verb("unpin", "lets a pinned model step aside again", lambda rt, args: rt.unpin(args.name), (NAME,)),
+    Verb("drain", "takes no new leases on a card, and moves what is idle there away",
+         lambda rt, args: rt.drain(args.device, **_given(args, "undo", "timeout")), (
+        Argument(("device",), {"metavar": "DEVICE", "help": "a card, such as cuda:1"}, "devices"),
+        Argument(("--undo",), {"action": "store_true", "help": "let it take leases again"}),
+        TIMEOUT,
+    )),
     Verb("defrag", "gives cached, unused device memory back", lambda rt, args: rt.defrag()),
     Verb("apply", "puts the models of a file in the catalogue: all of them, or none",
          lambda rt, args: _catalog(rt).apply(args.file), (

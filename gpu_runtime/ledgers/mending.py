@@ -34,13 +34,14 @@ def part_of(book: Book, owner_id: str) -> Book:
     return Book(
         devices=book.devices,
         limits=book.limits,
+        drained=book.drained,
         sections={owner_id: section} if section else {},
         tickets=tuple(ticket for ticket in book.tickets if ticket.owner == owner_id),
     )
 
 
 def union(parts: list[Book]) -> Book:
-    """One book from its owners' parts."""
+    """One book from its owners' parts, the newest last: which cards are drained is its word."""
     devices: dict[str, Device] = {}
     limits: dict[str, int] = {}
     sections: dict[str, Section] = {}
@@ -50,7 +51,8 @@ def union(parts: list[Book]) -> Book:
         limits = part.limits | limits
         sections |= part.sections
         tickets += part.tickets
-    return Book(devices=tuple(devices.values()), limits=limits, sections=sections,
+    drained = next((part.drained for part in reversed(parts) if part.sections), {})
+    return Book(devices=tuple(devices.values()), limits=limits, sections=sections, drained=drained,
                 tickets=tuple(sorted(tickets, key=lambda ticket: ticket.arrived)))
 
 
@@ -84,7 +86,8 @@ def mend(directory: Path, boot: str, damage: Damaged, patience_seconds: float) -
         if any(roster.schema > SCHEMA for roster in rosters.values()):
             raise LedgerNewer(str(directory / name), max(roster.schema for roster in rosters.values()), SCHEMA)
         # Of each only its own part: in a shared ledger nobody speaks for another.
-        book = union([part_of(_decoded(roster), id) for id, roster in rosters.items()])
+        by_age = sorted(rosters.items(), key=lambda one: one[1].rev)
+        book = union([part_of(_decoded(roster), id) for id, roster in by_age])
         _make(directory, name, boot, book, rev=max((roster.rev for roster in rosters.values()), default=0) + 1)
         kept = [path for old in files.other_books(directory, name) if (path := files.set_aside(directory, old))]
     if damage.name or kept:

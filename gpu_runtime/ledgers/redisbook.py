@@ -290,7 +290,8 @@ def with_living(book: Book, parts: dict[str, Book]) -> Book:
     others = replace(book, sections={id: section for id, section in book.sections.items() if id not in parts},
                      tickets=tuple(ticket for ticket in book.tickets if ticket.owner not in parts))
     whole = union([others, *parts.values()])
-    return replace(others, devices=whole.devices, limits=whole.limits, sections=whole.sections, tickets=whole.tickets)
+    return replace(others, devices=whole.devices, limits=whole.limits, sections=whole.sections, tickets=whole.tickets,
+                   drained=book.drained or whole.drained)
 
 
 def _promises(part: Book) -> set[tuple[str, Any]]:

@@ -76,6 +76,8 @@ def values(argument: verbs.Argument, runtime: Callable[[], Any]) -> Iterable[str
         return model_names(runtime())
     if argument.completes == "catalog":
         return runtime().catalog_names()
+    if argument.completes == "devices":
+        return [view.device.id for view in runtime().status().devices if not view.device.is_host]
     return {
         "verbs": [verb.name for verb in verbs.verbs(verbs.MAGIC)],
         "importances": list(IMPORTANCE),

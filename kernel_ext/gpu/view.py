@@ -4,6 +4,7 @@ Pure. What stands where is decided here; sentences are in `words.py`, looks in `
 """
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -66,6 +67,10 @@ class Holding(NamedTuple):
 def clean(text: object) -> str:
     """The text with whatever could steer a terminal made visible."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
+
+
+def clock(wall: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(wall))
 
 
 # -- devices ------------------------------------------------------------------------------------------------------
@@ -144,6 +149,8 @@ def fill(view: DeviceView) -> str:
 def remarks(snapshot: Snapshot, view: DeviceView) -> list[str]:
     """What a person should know of this device besides its bar."""
     words = []
+    if view.drained is not None:
+        words.append(f"drained by {view.drained.by} since {clock(view.drained.wall)}")
     if view.claimed_bytes > view.limit_bytes:
         words.append(f"over its budget by {show_bytes(view.claimed_bytes - view.limit_bytes)}")
     if view.measured_bytes is None and not view.device.is_host:

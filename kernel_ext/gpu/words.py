@@ -1,13 +1,12 @@
 """The sentences of the faces: who waits, what happened and why, what a plan would do. Pure."""
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from gpu_runtime.facts import NORMAL, Event, Load, Plan, Snapshot, Step, Ticket
 from gpu_runtime.units import show_bytes, show_seconds
 
-from .view import clean, holder, importance_name, lease_name
+from .view import clean, clock, holder, importance_name, lease_name
 
 QUIET_SECONDS = 10.0  # a host whose owners show nothing for longer is said to be quiet
 
@@ -30,10 +29,6 @@ def _waits(snapshot: Snapshot, ticket: Ticket) -> str:
     return f"{ticket.name}{level}{', ' + need if need else ''}, for {who}, waiting {waited}{because}"
 
 
-def clock(wall: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(wall))
-
-
 _DEEDS = {
     "granted": "was promised {bytes} on {device}", "loaded": "was loaded, {bytes} on {device}",
     "offloaded": "stepped aside from {device}, freeing {bytes}", "restored": "came back, {bytes} on {device}",
@@ -41,6 +36,7 @@ _DEEDS = {
     "released": "was given back, {bytes} on {device}", "refused": "was refused {bytes}", "waiting": "had to wait",
     "failed": "failed", "reaped": "ended with its process, freeing {bytes}", "stays": "stays where it is",
     "pin": "was pinned", "unpin": "was unpinned", "preload": "was loaded for another process",
+    "drained": "was drained", "undrained": "takes leases again",
     "restore": "was brought back for another process", "defrag": "was asked to give its cache back",
 }
 

@@ -1,11 +1,14 @@
 """Snapshots to look at: a busy afternoon, an empty morning, and what goes wrong in between."""
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from gpu_runtime.facts import (
     HOST,
     Candidate,
     Device,
     DeviceView,
+    Drain,
     Event,
     Footprint,
     Lease,
@@ -95,6 +98,10 @@ eight = snapshot(
     Lease(BOB.id, "arriving-one", target=(Share("cuda:4", 30 * GIB),), phase=Phase.ARRIVING, pins=1),
     cards=8, gib=80, host=1024, simulated=False, strangers=11, processes={777: 11 * GIB}, events=EVENTS, totals=TOTALS)
 unmeasured = snapshot(lease("qwen", 14, "cuda:0"), simulated=False, measured=False)
+_two = snapshot(lease("qwen", 14, "cuda:0"), lease("llama", 9, "cuda:1", BOB, pins=1, pinned_since=NOW - 40), cards=2,
+                simulated=False)
+drained = replace(_two, devices=(_two.devices[0], replace(_two.devices[1], drained=Drain("ann", WALL - 600)),
+                                 *_two.devices[2:]))
 hostile = snapshot(lease("<img src=x onerror=alert(1)>\x1b[31m\n", 4), events=(
     event(1, "<b>evil</b>", "refused", "<script>alert(1)</script>", 4),))
 

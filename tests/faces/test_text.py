@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from gpu import plain, render, text, view
+from gpu import html, plain, render, text, view
 
 from gpu_runtime.facts import HOST, Health, Level, Outcome, Share
 from gpu_runtime.settings import Settings, preset
@@ -168,13 +168,23 @@ def test_the_bars_after_a_plan_conserve_bytes():
     assert sum(after.values()) == sum(before.values()) + 12 * GIB
 
 
+def test_a_drained_card_says_by_whom_and_since_when():
+    """In both, with the name as text."""
+    seen = samples.drained
+    line = next(line for line in text.status(seen).splitlines() if line.startswith("cuda:1"))
+    assert "drained by ann since " + view.clock(samples.WALL - 600) in line
+    assert "drained by ann since" in html.status(seen)
+    assert plain.status(seen)["devices"][1]["drained_by"] == "ann"
+
+
 def test_json_has_every_field_and_plain_values():
     """Also those that are empty; times are epoch seconds, idle times are counted from now."""
     status = plain.status(samples.busy)
     assert status["devices"][0] == {
         "id": "sim:0", "name": "", "uuid": "", "total_bytes": 24 * GIB, "limit_bytes": int(24 * GIB * .9),
         "claimed_bytes": 18 * GIB, "measured_bytes": 18 * GIB, "residue_bytes": 0, "pressure_percent": 83.3,
-        "level": "HIGH", "utilisation_percent": None, "simulated": True}
+        "level": "HIGH", "drained_by": None, "utilisation_percent": None, "temperature_celsius": None,
+        "power_watts": None, "simulated": True}
     assert [one["idle_seconds"] for one in status["leases"]] == [0.0, 200.0, 12.0]
     assert plain.plain(samples.fits)["steps"][1] == {
         "step": "load", "lease": f"{samples.ME.id}/gemma", "shares": [{"device": "sim:0", "bytes": 12 * GIB}],

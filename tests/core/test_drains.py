@@ -1,0 +1,112 @@
+"""A drained card takes no new leases; what is idle there leaves, what is in use leaves when it is idle."""
+from __future__ import annotations
+
+import pytest
+
+from gpu_runtime import drains
+from gpu_runtime.errors import DoesNotFit
+from gpu_runtime.facts import Device, Drop, Drain, Grant, Move, Refuse, Share, Wait
+from gpu_runtime.ledgers.mending import part_of, union
+from gpu_runtime.planner import plan
+from gpu_runtime.policy import lru
+from gpu_runtime.pressure import views
+from gpu_runtime.telling import refusal
+from gpu_runtime.units import GIB
+
+from tests.worlds import WALL, NOW, at, block, book, decide, lease, owner, replayed, request, world
+
+ANN = Drain("ann", WALL + NOW - 180)
+
+
+def test_a_new_lease_goes_to_another_card_though_the_drained_one_is_emptier():
+    page = book(drained={"sim:0": ANN})
+    _, verdict = decide(page, request("qwen", 4, policy="most-free"), world(sim0=20, sim1=8))
+    assert isinstance(verdict, Grant) and verdict.lease.target == (Share("sim:1", 4 * GIB),)
+
+
+def test_the_runners_up_say_that_a_card_is_drained():
+    page = book(drained={"sim:0": ANN})
+    considered = plan(page, request("qwen", 4), world(sim0=20, sim1=8), lru).considered
+    assert [(c.shares[0].device, c.fits) for c in considered] == [("sim:1", True), ("sim:0", False)]
+    assert considered[1].because == "sim:0 was drained by ann 3 min ago"
+
+
+def test_where_every_card_is_drained_the_request_is_refused_with_what_to_type():
+    """At once, evicting nobody: waiting would not help."""
+    page = book(lease("idle", sim0=4), drained={"sim:0": ANN})
+    after, verdict = decide(page, request("qwen", 4), world(sim0=20))
+    assert isinstance(verdict, Refuse) and verdict.kind == "drained"
+    assert after.sections == page.sections | {k: v for k, v in after.sections.items() if k == owner(1).id}
+    error = refusal("qwen", verdict)
+    assert isinstance(error, DoesNotFit)
+    assert "sim:0 was drained by ann 3 min ago, and takes no new leases" in str(error)
+    assert "gpu drain sim:0 --undo" in str(error)
+
+
+def test_a_request_waits_for_the_card_that_is_left_and_displaces_nobody_on_the_drained_one():
+    page = book(lease("old", sim0=8), lease("busy", sim1=8, pins=1), drained={"sim:0": ANN})
+    after, verdict = decide(page, request("qwen", 4), world(sim0=8, sim1=8))
+    assert isinstance(verdict, Wait) and verdict.blockers == (at(1, "busy"),)
+    assert after.find(at(1, "old")).shares == (Share("sim:0", 8 * GIB),)
+
+
+def test_a_model_that_came_off_a_drained_card_is_restored_to_another():
+    page = book(lease("qwen", host=4), drained={"sim:0": ANN})
+    _, verdict = decide(page, request("qwen", 4), world(sim0=20, sim1=8))
+    assert isinstance(verdict, Grant) and isinstance(verdict.steps[0], Move)
+    assert verdict.lease.target == (Share("sim:1", 4 * GIB),)
+
+
+def test_idle_leases_leave_also_those_just_used_kept_alive_or_important():
+    """A person's word: no grace. To the host while it has room, else to the disk; what exists nowhere else goes first."""
+    page = book(lease("a", sim0=2, last_used=NOW, importance="urgent", keep_alive=600.0), lease("b", sim0=2),
+                lease("only", sim0=2, droppable=False), lease("elsewhere", sim1=2), drained={"sim:0": ANN})
+    there = world(sim0=20, sim1=20, host=4)
+    _, steps = replayed(lambda book: drains.vacate(book, owner(1).id, there, "k"), page)
+    assert [(type(step), step.lease) for step in steps] == [
+        (Move, at(1, "only")), (Move, at(1, "a")), (Drop, at(1, "b"))]
+    assert {step.reason for step in steps} == {"drain"}
+    assert steps[0].because == "sim:0 was drained by ann 3 min ago."
+
+
+@pytest.mark.parametrize("stays, why", [
+    (lease("m", sim0=2, pins=1), "in use"), (lease("m", sim0=2, keep=True), "kept"), (block("m", sim0=2), "a block of code"),
+    (lease("m", sim0=2, droppable=False, movable=False), "exists nowhere else, and the host has no room for it")])
+def test_what_must_not_move_stays_and_is_told(stays, why):
+    page = book(stays, drained={"sim:0": ANN})
+    there = world(sim0=20)
+    assert drains.vacate(page, owner(1).id, there, "k") == (page, ())
+    assert [(lease.name, said) for lease, said in drains.staying(page, "sim:0", there)] == [("m", why)]
+
+
+def test_an_owner_moves_its_own_and_nobody_else_s():
+    page = book(lease("mine", sim0=2), lease("yours", by=2, sim0=2), drained={"sim:0": ANN})
+    _, steps = drains.vacate(page, owner(1).id, world(sim0=20), "k")
+    assert [step.lease for step in steps] == [at(1, "mine")]
+
+
+def test_a_drain_is_told_and_undone_and_both_are_in_the_history():
+    there = world(sim0=20, sim1=20)
+    page = drains.drain(book(), there.devices[0], "ann", there)
+    assert drains.drain(page, there.devices[0], "bob", there) is page, "it is ann's already"
+    assert [view.drained and view.drained.by for view in views(page, there)] == ["ann", None, None]
+    again = drains.undrain(page, there.devices[0], "bob", there)
+    assert again.drained == {} and drains.undrain(again, there.devices[0], "bob", there) is again
+    assert [(event.model, event.action) for event in again.events] == [("sim:0", "drained"), ("sim:0", "undrained")]
+
+
+def test_a_drain_goes_by_the_card_and_not_by_its_name():
+    """All owners left, and another that sees other cards came first: the drained card has another name now."""
+    card = Device("cuda:0", 80 * GIB, uuid="GPU-a")
+    there = world(cuda0=80)
+    page = drains.drain(book(), card, "ann", there)
+    renamed = [Device("cuda:1", 80 * GIB, uuid="GPU-a"), Device("cuda:0", 80 * GIB, uuid="GPU-b")]
+    from msgspec.structs import replace
+    assert list(drains.drained(page, replace(there, devices=tuple(renamed)))) == ["cuda:1"]
+
+
+def test_a_book_that_is_rebuilt_knows_what_its_newest_owner_knew():
+    """One undid it; another has not written since."""
+    old = book(owners=(1,), drained={"sim:0": ANN, "sim:1": ANN})
+    new = book(owners=(2,), drained={"sim:1": ANN})
+    assert union([part_of(old, owner(1).id), part_of(new, owner(2).id)]).drained == {"sim:1": ANN}
