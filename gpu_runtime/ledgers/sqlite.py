@@ -113,7 +113,7 @@ class SqliteLedger:
                 self._file.mend(damage, self.patience_seconds)
             finally:
                 if turnstile:
-                    turnstile.leave()
+                    turnstile.leave(wake=not self._pace.goes_on)
             lost, now = lost + 1, time.monotonic()
             if now > deadline:
                 raise self._too_long()

@@ -68,9 +68,12 @@ class Turnstile:
             patience = 8 * STALLED_SECONDS  # they do come out: whoever came first is woken first
         return False
 
-    def leave(self) -> None:
+    def leave(self, wake: bool = True) -> None:
+        """Lets the next one in; not `wake`: we are likely to be back before they are awake."""
         os.pwrite(self._lock, time.monotonic_ns().to_bytes(8, "little"), 0)
         fcntl.flock(self._lock, fcntl.LOCK_UN)
+        if not wake:
+            return
         with contextlib.suppress(BlockingIOError):  # full: nobody has waited for a long time
             os.write(self._pipe, b"!")
 
