@@ -5,6 +5,7 @@ A catalogue that cannot be read stops only what needs it: what is registered or 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
@@ -17,12 +18,16 @@ log = logging.getLogger("gpu_runtime")
 
 
 class Catalogued:
-    """Looks models up in a catalogue, for a machine with these devices."""
+    """Looks models up in a catalogue, for a machine with these devices, as they are called by now."""
 
-    def __init__(self, catalog: Catalog, devices: tuple[Device, ...]) -> None:
+    def __init__(self, catalog: Catalog, devices: Callable[[], tuple[Device, ...]]) -> None:
         self.catalog = catalog
-        self._cards = tuple(device for device in devices if not device.is_host)
+        self._devices = devices
         self._told = ""
+
+    @property
+    def _cards(self) -> tuple[Device, ...]:
+        return tuple(device for device in self._devices() if not device.is_host)
 
     def spec(self, name: str) -> ModelSpec | None:
         """The model of that name; None where there is none. Raises CatalogUnavailable, BadDocument, UnknownDevice."""

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (_NotUnderstood, UnknownVerb) as error:
         return _complain(error, NOT_UNDERSTOOD)
     except GpuError as error:
-        return _complain(error, FAILED)
+        return _complain(verbs.typed_in(CLI, " ".join(str(error).split())), FAILED)
     except KeyboardInterrupt:
         return _complain("interrupted", FAILED)
     except BrokenPipeError:  # `gpu models | head`: whoever read has read enough
@@ -76,6 +76,9 @@ def _run(words: list[str]) -> int:
 def _read(verb: Verb, words: list[str]) -> argparse.Namespace:
     parser = _Parser(prog=f"gpu {verb.name}", usage=verb.synopsis(CLI), add_help=False, allow_abbrev=False)
     verbs.fill(parser, verb.arguments).add_argument("--json", action="store_true")
+    if "-o" in words or "--output" in words:
+        raise _NotUnderstood(f"-o stores an answer under a Python name, which a terminal has not. "
+                             f"To a file:  {CLI} {verb.name} … --json > FILE")
     return parser.parse_args(words)
 
 
@@ -106,7 +109,7 @@ def _print(verb: Verb, args: argparse.Namespace, value: Any, around: Any) -> int
     if args.json:
         print(render.as_json(value))
     elif render.is_frame(value):
-        print(render.frame_text(value) if len(value) else render.nothing(verb.name, CLI))
+        print(render.frame_text(value) if len(value) else verbs.typed_in(CLI, render.nothing(verb.name, CLI)))
     else:
         print(render.shown(verb.name, value, subject=getattr(args, "name", ""), around=around, prompt=CLI))
     sys.stdout.flush()  # so that a reader that went away is noticed here, and not at exit

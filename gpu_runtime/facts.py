@@ -14,6 +14,8 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from .units import show_bytes
+
 HOST = "host"
 SCHEMA = 1
 MOST_ENTRIES = 256  # leases and tickets in one page
@@ -330,6 +332,9 @@ class Event(Value):
     owner: str = ""
     by: str = ""  # who asked, where that is somebody else
 
+    def __str__(self) -> str:
+        return f"{self.model} {self.action}: {self.because}"
+
 
 class Book(Value):
     """All leases and tickets of one host: the one page that every decision reads and writes."""
@@ -643,6 +648,9 @@ class Outcome(Value):
     where: str = ""  # where the model lies now
     seconds: float = 0.0
 
+    def __str__(self) -> str:
+        return f"{self.verb} {self.name}: {self.because}".replace(" :", ":")
+
 
 class Applied(Value):
     """What became of a file of models, by their names."""
@@ -662,6 +670,9 @@ class Health(Value):
     used_percent: float | None  # measured, all cards together; None: unknown
     message: str
 
+    def __str__(self) -> str:
+        return f"{self.pressure}: {self.message}"
+
 
 class Plan(Value):
     """What `use` would do now: every step, what would be displaced, and what else was considered."""
@@ -675,6 +686,9 @@ class Plan(Value):
     footprint: Footprint | None = None
     name: str = ""
     obstacle: str = ""  # why it would not be loaded whatever the room: it is disabled, or no backend here can
+
+    def __str__(self) -> str:
+        return self.because + (f" It would not be loaded: {self.obstacle}." if self.obstacle else "")
 
 
 class Snapshot(Value):
@@ -700,6 +714,14 @@ class Snapshot(Value):
     def leases(self) -> Iterator[Lease]:
         for section in self.sections.values():
             yield from section.leases
+
+    def __str__(self) -> str:
+        """A line a device and a lease, for `print`; the faces show it with bars and in colour."""
+        cards = [f"{view.device.id}: {show_bytes(view.claimed_bytes)} of {show_bytes(view.limit_bytes)} claimed, pressure "
+                 f"{view.level}" for view in self.devices]
+        held = [f"  {lease.name}: {show_bytes(lease.bytes)} on {lease.where}{', in use' if lease.pins else ''}"
+                for lease in self.leases()]
+        return "\n".join([*cards, *held])
 
 
 def encode(value: Value) -> bytes:

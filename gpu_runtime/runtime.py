@@ -34,6 +34,7 @@ from .errors import (
     Busy,
     CannotGovern,
     GpuError,
+    LedgerUnavailable,
     NotAllowed,
     NotLoaded,
     NotResident,
@@ -105,7 +106,7 @@ class Runtime:
         self.probe = probe or open_probe(self.settings.gpu_devices, cpu_only=self.settings.development_cpu_only)
         self._clock = clock or _boot_seconds
         self._wall = wall
-        self._catalogue = Catalogued(Catalog(self.settings), self.probe.devices)
+        self._catalogue = Catalogued(Catalog(self.settings), lambda: self.probe.devices)
         self._backends: dict[str, Backend] = {}
         self._lock = threading.Lock()  # of the registry and of the monitor's start; never held while loading
         self._monitor_wanted = monitor
@@ -125,9 +126,9 @@ class Runtime:
             raise
         directory = getattr(ledger, "directory", None)  # of this boot; the journal outlives it
         journal = Journal(journal_in(directory.parent) if directory else None)
-        self._keeper = Keeper(ledger, self.probe, self.settings, journal, clock=self._clock, wall=self._wall,
-                              machine=known,
-                              measurements=Measurements(measurements_in(directory.parent) if directory else None))
+        self._kept = Keeper(ledger, self.probe, self.settings, journal, clock=self._clock, wall=self._wall,
+                            machine=known,
+                            measurements=Measurements(measurements_in(directory.parent) if directory else None))
         self.probe.follow(getattr(ledger, "directory", None))
         self._breaker = Breaker()
         self._monitor: Monitor | None = None
@@ -143,6 +144,14 @@ class Runtime:
         if index is not None and index not in {card.index for card in cards}:
             raise BadSetting("INFERENCE_GPU_INDEX", index, "the index of a GPU that this process sees: "
                              + ", ".join(f"{card.index} ({card.id})" for card in cards))
+
+    @property
+    def _keeper(self) -> Keeper:
+        """Who carries things out. Raises LedgerUnavailable, in the same words whatever was asked, once this is closed."""
+        if self._closed:
+            raise LedgerUnavailable(f"this runtime was closed, and its ledger {self._kept.ledger.url} with it.\n"
+                                    "  Open another:  rt = gpu_runtime.runtime()", path=self._kept.ledger.url)
+        return self._kept
 
     # -- models
 
@@ -323,16 +332,17 @@ class Runtime:
         self._keeper.make_room_after(error)
         raise report from error
 
-    def lease(self, size: str | int, *, purpose: str, importance: str | int = "normal",
+    def lease(self, size: str | int, *, purpose: str = "", importance: str | int = "normal",
               timeout: str | float | None = None) -> Held:
         """`with rt.lease("8 GiB", purpose="training") as block:` — room for your own code.
 
-        Claimed in the ledger, capped in torch where there is a card, given back at the end whatever happens.
-        Raises BadSize, DoesNotFit, Busy.
+        Claimed in the ledger, capped in torch where there is a card, given back at the end whatever happens. Others
+        see the purpose; where none is said, the notebook's or the script's name. Raises BadSize, DoesNotFit, Busy.
         """
         wanted, rank = parse_bytes(size), importance_of(importance)
         seconds = None if timeout is None else parse_seconds(timeout)
-        name = f"{purpose}#{next(self._numbers)}"
+        said = purpose or os.path.basename(self._keeper.owner.notebook or sys.argv[0]) or "python"
+        name = f"{said}#{next(self._numbers)}"
         running: list[Block] = []
 
         def start(anchor: Callable[[], Anchor | None]) -> Block:
@@ -566,9 +576,9 @@ class Runtime:
 
         Raises UnknownModel, CatalogUnavailable.
         """
+        sections = self._keeper.ledger.read().sections.values()
         entry = self._catalogue.catalog.delete(name)
-        holders = [section.owner.label for section in self._keeper.ledger.read().sections.values()
-                   if section.lease(entry.name)]
+        holders = [section.owner.label for section in sections if section.lease(entry.name)]
         loaded = f"; it is still loaded by {', '.join(holders)}, and stays there until it leaves" if holders else ""
         return Outcome("delete", entry.name, True, f"{entry.name} is no longer in the catalogue{loaded}")
 
@@ -596,7 +606,7 @@ class Runtime:
         """What each device's allocator holds in this process."""
         from . import frames
 
-        return frames.fragmentation(self.probe.fragmentation())
+        return frames.fragmentation(self._keeper.probe.fragmentation())
 
     def health(self) -> Health:
         """One line on the fullest card."""
@@ -631,13 +641,13 @@ class Runtime:
         return replace(planned, obstacle=obstacle(resident.spec)) if resident is not None else planned
 
     def why(self, name: str) -> tuple[Event, ...]:
-        """The last decisions on this model, the newest last. Raises UnknownModel where there never was one."""
+        """The last decisions on this model, the newest first. Raises UnknownModel where there never was one."""
         bare = name.partition("@")[0]
         resident = self._by_key(bare)
         events = self._keeper.journal.tail(20, resident.spec.name if resident else bare)
         if not events and resident is None and self._catalogue.spec(bare) is None:
             raise UnknownModel(bare, self._names())
-        return events
+        return events[::-1]
 
     @property
     def simulated(self) -> bool:
@@ -818,7 +828,7 @@ class Runtime:
             if self._closed:
                 return
             self._closed = True
-        keeper = self._keeper
+        keeper = self._kept
         if self._monitor:
             self._monitor.stop(lambda: keeper.ledger.ring([keeper.me]))
         for resident in list(keeper.residents.values()):
@@ -842,7 +852,9 @@ class Runtime:
 
     def _forked(self) -> None:
         """In a forked child nothing is owned: another owner, an empty pool, and the parent's models as plain objects."""
-        for resident in self._keeper.residents.values():
+        if self._closed:
+            return
+        for resident in self._kept.residents.values():
             release_calls(resident.value)
         self._lock = threading.Lock()
         try:

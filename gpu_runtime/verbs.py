@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -254,6 +255,24 @@ def find(name: str, place: str) -> Verb:
     nearest = close[0] if close else ""
     hint = f"Did you mean {nearest}? " if nearest else ""
     raise UnknownVerb(f"no verb is called {name!r}. {hint}All of them:  {place} help", verb=name, nearest=nearest)
+
+
+def typed_in(place: str, words: str) -> str:
+    """The words of an error or a hint, with what they say to type as it is typed in that place.
+
+    >>> typed_in(CLI, "Watch:  %gpu status"), typed_in(CLI, "Load one:  %gpu load NAME")
+    ('Watch:  gpu status', 'Load one, in a notebook:  %gpu load NAME')
+    """
+    if place == MAGIC:
+        return words
+
+    def typed(found: re.Match[str]) -> str:
+        colon, name = found[1] or "", found[2]
+        if name in VERBS and CLI in VERBS[name].places:
+            return f"{colon}{CLI} {name}"
+        return f"{', in a notebook' if colon.startswith(':') else ''}{colon}{MAGIC} {name}"
+
+    return re.sub(r"((?<!notebook):\s+)?(?<!%)%gpu (\w+)", typed, words)
 
 
 def overview(place: str) -> str:

@@ -274,7 +274,7 @@ def why(name: str, events: Sequence[Event]) -> str:
         return page(line(with_code(text.why(name, events))))
     rows = ((td(words.clock(event.wall), "gpuc-nowrap gpuc-soft"),
              _left("td", f"<b>{esc(event.model)}</b> {esc(words.told(event))}"))
-            for event in words.newest_first(events))
+            for event in words.worth_a_line(events))
     return page(table(("when", f"why {name}"), rows))
 
 

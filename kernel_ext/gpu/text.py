@@ -232,7 +232,7 @@ def why(name: str, events: Sequence[Event], prompt: str = "%gpu") -> str:
     if not events:
         return f"Nothing was decided on {clean(name)} yet. What would happen:  {prompt} plan {clean(name)}"
     return "\n".join(f"{words.clock(event.wall)}  {clean(event.model)} {clean(words.told(event))}"
-                     for event in words.newest_first(events))
+                     for event in words.worth_a_line(events))
 
 
 def config(rows: Sequence[Any]) -> str:

@@ -140,10 +140,10 @@ def footprint_words(plan: Plan) -> str:
     return f"{show_bytes(plan.footprint.bytes)}: {listed}"
 
 
-def newest_first(events: Sequence[Event]) -> list[Event]:
+def worth_a_line(events: Sequence[Event]) -> list[Event]:
     """The events worth a line: a promise that was kept says nothing that its arrival does not."""
     kept = {(event.model, event.owner, event.because) for event in events if event.action in ("loaded", "restored")}
-    return [event for event in reversed(events)
+    return [event for event in events
             if event.action != "granted" or (event.model, event.owner, event.because) not in kept]
 
 

@@ -97,6 +97,8 @@ def test_json_parses(gpu, words):
     (("evcit",), 2, "no verb is called 'evcit'. Did you mean evict?"),
     (("load", "x"), 2, "load works in a notebook only: %gpu load NAME"),
     (("evict",), 2, "required: NAME. Usage: gpu evict NAME"),
+    (("status", "-o", "x"), 2, "a terminal has not. To a file: gpu status … --json > FILE"),
+    (("why", "nobody"), 1, "Register it, in a notebook: %gpu load nobody PATH"),
     (("apply",), 2, "required: --file/-f. Usage: gpu apply -f FILE"),
     (("apply", "-f", "bad.yaml"), 1, "bad.yaml, line 3, models.phi:4b.memroy: memroy is not a known field; did you mean "
                                      "memory?"),

@@ -17,6 +17,7 @@ from gpu_runtime import (
     Busy,
     Deadlock,
     DoesNotFit,
+    LedgerUnavailable,
     LoadFailed,
     MemoryLimitExceeded,
     NotAModel,
@@ -39,7 +40,7 @@ def test_two_models_that_do_not_fit_together_take_turns(runtime):
         with rt.use(name) as model:
             assert repr(model) == f"<fake {name} on sim:0>"
     assert where(rt) == {"qwen": "sim:0", "llama": "host"}
-    assert [e.action for e in rt.why("qwen")] == ["granted", "loaded", "offloaded", "granted", "restored"]
+    assert [e.action for e in rt.why("qwen")] == ["restored", "granted", "offloaded", "loaded", "granted"]
     assert all(event.because for event in rt.why("qwen"))
 
 
@@ -217,7 +218,7 @@ def test_a_load_that_fails_leaves_the_book_as_it_was(runtime, error, raised):
         pass
     assert rt.leases().drop(columns="idle_seconds").to_dict() == before
     assert rt.status().tickets == () and rt.probe.used().get("sim:0") == 5 * GIB
-    assert rt.why("m")[-1].action == "failed"
+    assert rt.why("m")[0].action == "failed"
 
 
 def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holders(runtime):
@@ -685,3 +686,38 @@ def test_a_forked_child_owns_nothing_and_the_parent_keeps_everything(runtime, tm
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert where(rt) == {"a": "sim:0"}
     assert rt.evict("a").done
+
+
+def test_what_a_verb_answers_can_be_printed(runtime):
+    """In a script too: sentences, not the value's insides."""
+    rt = runtime()
+    fakes(rt, qwen="14GiB")
+    done = rt.preload("qwen")
+    with rt.use("qwen"):
+        assert str(rt.status()) == ("sim:0: 14.0 GiB of 21.6 GiB claimed, pressure MODERATE\n"
+                                    "host: 0 B of 32.0 GiB claimed, pressure LOW\n  qwen: 14.0 GiB on sim:0, in use")
+    assert (str(done), str(rt.defrag())[:8]) == ("preload qwen: qwen is on sim:0", "defrag: ")
+    assert str(rt.health()).startswith("MODERATE: ") and str(rt.plan("2GiB")) == rt.plan("2GiB").because
+    assert str(rt.why("qwen")[0]).startswith("qwen loaded: ")
+
+
+def test_a_lease_without_a_purpose_bears_the_name_of_its_notebook(runtime, monkeypatch):
+    monkeypatch.setenv("JPY_SESSION_NAME", "/home/ann/train.ipynb")
+    rt = runtime()
+    with rt.lease("1GiB"), rt.lease("1GiB", purpose="cache"):
+        assert [lease.name for lease in rt.status().leases()] == ["train.ipynb#1", "cache#2"]
+
+
+@pytest.mark.parametrize("ask", [
+    lambda rt: rt.use("a").__enter__(), lambda rt: rt.preload("a"), lambda rt: rt.evict("a"), lambda rt: rt.pin("a"),
+    lambda rt: rt.lease("1GiB").__enter__(), lambda rt: rt.register("b", backend="fake", size="1GiB"),
+    lambda rt: rt.forget("a"), lambda rt: rt.plan("a"), lambda rt: rt.why("a"), lambda rt: rt.status(),
+    lambda rt: rt.models(), lambda rt: rt.leases(), lambda rt: rt.events(), lambda rt: rt.health(),
+    lambda rt: rt.fragmentation(), lambda rt: rt.specs(), lambda rt: rt.defrag(), lambda rt: rt.delete("a"),
+])
+def test_a_closed_runtime_says_so_whatever_is_asked_of_it(runtime, ask):
+    rt = runtime()
+    fakes(rt, a="1GiB")
+    rt.close()
+    with pytest.raises(LedgerUnavailable, match="this runtime was closed.*\n  Open another:  rt = gpu_runtime.runtime"):
+        ask(rt)
