@@ -136,7 +136,7 @@ def notes(entry: Entry, settings: Settings) -> list[str]:
     if because := cannot_load(spec):
         said.append(f"it can be planned, not loaded: {because}")
         if spec.size is None and not os.path.exists(spec.source):
-            said.append("its size is not known; write it as  memory: 10GiB")
+            said.append("no size is declared and its files are not here; write  memory: 10GiB")
     elif spec.source and not os.path.exists(spec.source) and not looks_like_hub_id(spec.source):
         said.append(f"{spec.source} is not there (yet)")
     return said
