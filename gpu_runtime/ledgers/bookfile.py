@@ -27,7 +27,7 @@ from ..facts import SCHEMA, Book, decode_book, encode
 from ..owner import Life, OwnerFile, life
 from . import files
 from .access import access_to
-from .mending import Damaged, mend, newest_roster_rev, part_of
+from .mending import Damaged, mend, newest_roster_rev, part_of, sealed, unsealed
 
 # A SELECT gives its row while it still holds its read lock, and Python must have the GIL before it can fetch on and let
 # go. Where another thread keeps the GIL for a second, nobody could write for a second (kept for 200 ms at a time:
@@ -115,7 +115,7 @@ class BookFile:
             with self._lock:
                 self._come_back()
         new = self._with_own_inode(new)
-        body = encode(new)
+        body = sealed(encode(new), page.rev + 1)
         with self._lock:
             if self._page is not page or self._db is None:
                 raise Lost  # to another thread of ours
@@ -182,8 +182,8 @@ class BookFile:
             return page
         self._least_rev = rev
         try:
-            return page._replace(rev=rev, book=decode_book(body))
-        except (msgspec.MsgspecError, TypeError, UnicodeDecodeError) as error:
+            return page._replace(rev=rev, book=decode_book(unsealed(body, rev)))
+        except (msgspec.MsgspecError, TypeError, ValueError) as error:
             raise Damaged(page.name, page.inode, f"its page cannot be read ({error})") from error
 
     def _commit(self, page: Page, new: Book, body: bytes) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+import zlib
 from pathlib import Path
 
 import msgspec
@@ -69,6 +70,19 @@ def newest_roster_rev(directory: Path) -> int:
         return 0
 
 
+def sealed(body: bytes, rev: int) -> bytes:
+    """A page as it stands in the file: one wrong digit in it would still be JSON, and grant memory that is not there."""
+    return zlib.crc32(body, rev & 0xFFFFFFFF).to_bytes(4, "big") + body
+
+
+def unsealed(stored: bytes, rev: int) -> bytes:
+    """The page's JSON. Raises ValueError where it is not what was written at that revision."""
+    body = stored[4:]
+    if sealed(body, rev) != stored:
+        raise ValueError("its check sum is wrong")
+    return body
+
+
 def mend(directory: Path, boot: str, damage: Damaged, patience_seconds: float) -> None:
     """Puts a new book in the damaged one's place, unless another process has done so.
 
@@ -116,7 +130,7 @@ def _make(directory: Path, name: str, boot: str, book: Book, rev: int) -> None:
         # One kernel, one page: the row is named by the boot, since two containers on it have different host names.
         db.execute("CREATE TABLE book (host TEXT PRIMARY KEY, rev INTEGER NOT NULL, schema INTEGER NOT NULL, "
                    "body BLOB NOT NULL)")
-        db.execute("INSERT INTO book VALUES (?, ?, ?, ?)", (boot, rev, SCHEMA, encode(book)))
+        db.execute("INSERT INTO book VALUES (?, ?, ?, ?)", (boot, rev, SCHEMA, sealed(encode(book), rev)))
     finally:
         db.close()
     access_to(directory).open_file(draft)

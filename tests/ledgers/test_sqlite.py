@@ -123,7 +123,17 @@ def garble_the_page(path: Path) -> None:
         db.execute("UPDATE book SET body='{', rev=rev+1")
 
 
+def change_one_digit(path: Path) -> None:
+    """What results is a page like any other, that says something else."""
+    with sqlite3.connect(path) as db:
+        (body,) = db.execute("SELECT body FROM book").fetchone()
+        at = body.index(b'"leases":[')
+        at += next(place for place, byte in enumerate(body[at:]) if chr(byte) in "1234567")
+        db.execute("UPDATE book SET body=?, rev=rev+1", (body[:at] + bytes([body[at] + 1]) + body[at + 1:],))
+
+
 DAMAGE = {
+    "one digit changed": change_one_digit,
     "corrupt": garble,
     "truncated": lambda path: os.truncate(path, 5000),
     "emptied": lambda path: os.truncate(path, 0),
