@@ -21,7 +21,7 @@ NBVAL := --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cf
 help:
 	@echo "make run     JupyterLab on the runbooks, at 127.0.0.1:$(PORT)"
 	@echo "make test    every test, doctest and notebook"
-	@echo "make soak    every property test with long counts, and the long stories"
+	@echo "make soak    every property test with long counts, and the long stories (tests/bench/SOAK.md)"
 	@echo "make bench   the figures"
 	@echo "make clean   removes .venv and what tests leave behind"
 
@@ -35,7 +35,7 @@ test: $(STAMP) redis-server
 	$(BIN)/python -m pytest -rs --doctest-modules tests gpu_runtime $(if $(NOTEBOOKS),$(NBVAL) $(NOTEBOOKS))
 
 soak: $(STAMP) redis-server
-	$(BIN)/python -m pytest -rs -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 tests
+	SOAK=1 $(BIN)/python -m pytest -rs -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 tests
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench

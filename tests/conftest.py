@@ -5,11 +5,13 @@ import atexit
 import os
 import shutil
 import tempfile
+import time
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from gpu_runtime.settings import Settings
+from tests import soak
 
 # Set as this file is imported, so that kernels and other processes started by any fixture inherit it.
 for name in Settings.model_fields:
@@ -45,6 +47,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason:
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if os.environ.get("SOAK"):
+        stats = terminalreporter.stats
+        soak.write(len(stats.get("passed", ())), len(stats.get("failed", ())) + len(stats.get("error", ())),
+                   time.time() - terminalreporter._sessionstarttime)
 
 
 def _why_no_gpu() -> str:

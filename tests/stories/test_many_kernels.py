@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import soak
 from tests.stories.crowd import Report, crowd
 
 SOAK_SECONDS = float(os.environ.get("SOAK_SECONDS", 300))  # for each of its seeds
@@ -33,4 +34,5 @@ def test_many_kernels_share_and_die_for_long(tmp_path, seed):
     """The kinds of crowd differ: a few large, many small, calm and hectic."""
     kernels, calm = [(16, 0.04), (8, 0.02), (32, 0.06), (16, 0.3)][seed % 4]
     report = run(tmp_path, kernels=kernels, seconds=SOAK_SECONDS, seed=seed, calm=calm)
+    soak.add(kills=report.kills, stops=report.stops, blocks_served=report.served, looks_of_the_auditor=report.looks)
     assert report.kills > SOAK_SECONDS
