@@ -80,10 +80,17 @@ class Resident:
         self.pins: set[Pin] = set()
         self.last_used = self.pinned_since = 0.0
         self.uses = self.uses_counted = 0
+        self._pieces: tuple[int, ...] | None = None  # None: not asked yet
         self.measured: Measurement | None = None  # after an earlier load, where its source cannot be known again
         self._was_pinned = False
         self._shell: Callable[[], Any] = lambda: None  # the object of an earlier load, if somebody still holds it
         self._clock = clock
+
+    def pieces(self) -> tuple[int, ...]:
+        """Sizes, in proportion, of what it may be cut between; one: it must stay whole; none: it may be cut anywhere."""
+        if self._pieces is None:
+            self._pieces = self.backend.pieces(self.spec, self.origin)
+        return self._pieces
 
     # -- using
 
@@ -134,9 +141,10 @@ class Resident:
     def install(self, handle: Any, lease: Lease, anchor: Callable[[], Anchor | None] | None) -> None:
         """Makes the loaded model the one that `use` yields, pinned by its loader."""
         value = self.backend.value(handle)
+        pieces = self.backend.pieces(self.spec, self.origin, handle)
         govern_calls(value, self)
         with self.gate:
-            self.handle, self.value, self.lease = handle, value, lease
+            self.handle, self.value, self.lease, self._pieces = handle, value, lease, pieces
             self.place = Place.HERE if lease.on_device else Place.AWAY
             self.last_used = self._clock()  # loaded ahead of its use, it has not been idle since the machine started
             if anchor is not None:
@@ -216,7 +224,7 @@ _residents: weakref.WeakKeyDictionary[Any, Resident] = weakref.WeakKeyDictionary
 
 
 def govern_calls(value: Any, resident: Resident) -> None:
-    """Makes `forward` (and `generate`) of a module pin it for the length of the call, and bring it back if away.
+    """Makes a call of a module, its `forward` and its `generate` pin it for the length of the call, and bring it back if away.
 
     The module's class becomes a subclass of itself. An attribute on the instance would be simpler, but a deep copy
     would carry it along and call the original's weights.
@@ -241,7 +249,8 @@ def release_calls(value: Any) -> None:
 def _governed_class(base: type) -> type:
     body: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
                             "_gpu_base": base, "__reduce_ex__": _reduce_as_base}
-    for name in ("forward", "generate"):
+    # A call as well as its `forward`: what brings inputs to a model's card asks first where that is now.
+    for name in ("__call__", "forward", "generate"):
         original = getattr(base, name, None)
         if callable(original):
             body[name] = _pinning(original)

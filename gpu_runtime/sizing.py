@@ -38,6 +38,7 @@ class Sizing:
             if resident.handle is None and spec.size is None:
                 raise
             evidence = Evidence(why_unknown=str(error))
+        evidence = replace(evidence, pieces=resident.pieces())
         if resident.handle is not None:
             held = sum(share.bytes for share in resident.backend.measure(resident.handle))
             measured, declared = Measurement(held), spec.size if asked else None

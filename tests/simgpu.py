@@ -86,7 +86,7 @@ class SimProbe(Probe):
         super().__init__((*cards, Device(HOST, host_bytes, "simulated RAM", simulated=True)))
 
     def _memory(self, device: Device) -> Memory:
-        return super()._memory(device) if device.is_host else Memory(device.id, None, simulated=False)
+        return super()._memory(device) if device.is_host else Memory(device.id, None, simulated=False, torch=device.id)
 
     def used(self) -> dict[str, int]:
         held = super().used()

@@ -33,6 +33,13 @@ class Backend(Protocol):
         """
         ...
 
+    def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
+        """Sizes, in proportion, of the consecutive parts between which the model may be cut to go over several cards.
+
+        One: it must stay whole. None: it may be cut at any byte. `model`, where it is loaded, tells more than its source.
+        """
+        ...
+
     def load(self, spec: ModelSpec, shares: Shares, origin: Any = None, *,
              progress: Progress | None = None, into: Any = None) -> Any:
         """The model, resident on its shares: a handle for the other verbs; `value` gives what users hold.
@@ -58,6 +65,10 @@ class Backend(Protocol):
 
     def measure(self, model: Any) -> Shares:
         """The bytes of its real storages, by device id; nothing for a dropped model."""
+        ...
+
+    def elsewhere(self, model: Any) -> tuple[str, ...]:
+        """Tensors that do not lie on the shares that it was loaded to, each as `NAME on DEVICE`; none, if all is well."""
         ...
 
     def droppable(self, model: Any) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ ITEM_BITS = {
     "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }
 FLOATING = {"F16", "BF16", "F32", "F64"}  # what a dtype override converts
+_LAYER = re.compile(r"([\w.]*?)\.(\d+)\.")
+_IN_FRONT = re.compile(r"embed|wte|wpe|patch|rotary|shared", re.IGNORECASE)
 _LONGEST_HEADER = 100 * MIB  # as the format itself limits it
 
 
@@ -69,6 +72,28 @@ class Checkpoint(NamedTuple):
             return False
         return any(other.endswith(("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight"))
                    and there.shape == entry.shape for other, there in self.tensors.items())
+
+    def pieces(self) -> tuple[int, ...]:
+        """Bytes of what lies before the layers, of each layer, and of what lies behind them; nothing where no single
+        list of layers holds most of the model, since names do not tell the order of several.
+
+        By the tensors' names alone: `model.layers.7.mlp.up_proj.weight` is of the list `model.layers`, in place 7.
+        """
+        layers: dict[str, dict[int, int]] = {}
+        for name, entry in self.tensors.items():
+            if found := _LAYER.match(name):
+                places = layers.setdefault(found[1], {})
+                places[int(found[2])] = places.get(int(found[2]), 0) + entry.bytes
+        total = self.weight_bytes()
+        trunk = max(layers, key=lambda prefix: sum(layers[prefix].values()), default="")
+        inside = layers.get(trunk, {})
+        if sum(inside.values()) * 2 < total or len(layers) > 1 and any(
+                sum(places.values()) * 20 > total for prefix, places in layers.items() if prefix != trunk):
+            return ()
+        front = sum(entry.bytes for name, entry in self.tensors.items()
+                    if not name.startswith(f"{trunk}.") and _IN_FRONT.search(name) and not self._tied(name, entry))
+        behind = total - front - sum(inside.values())
+        return tuple(size for size in (front, *(inside[place] for place in sorted(inside)), behind) if size)
 
     def unchanged(self) -> bool:
         """Whether the files are those that were read: same size, time of change and inode."""

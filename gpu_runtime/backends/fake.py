@@ -48,6 +48,9 @@ class FakeBackend:
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         return Evidence(why_unknown="a fake model is as large as it was declared to be")
 
+    def pieces(self, spec: ModelSpec, origin: Any = None, model: FakeModel | None = None) -> tuple[int, ...]:
+        return ()
+
     def load(self, spec: ModelSpec, shares: Shares, origin: Any = None, *,
              progress: Progress | None = None, into: Any = None) -> FakeModel:
         model = into if isinstance(into, FakeModel) else FakeModel(spec.name, origin if callable(origin) else None)
@@ -76,6 +79,9 @@ class FakeBackend:
 
     def measure(self, model: FakeModel) -> Shares:
         return model.place[0]
+
+    def elsewhere(self, model: FakeModel) -> tuple[str, ...]:
+        return ()
 
     def droppable(self, model: FakeModel) -> bool:
         return True

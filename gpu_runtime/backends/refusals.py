@@ -5,7 +5,7 @@ A module whose state hides outside its parameters, or whose addresses others hav
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,18 @@ _WRAPPERS = {
 }
 
 
-def check(name: str, module: nn.Module, found: list[Slot]) -> None:
-    """Raises CannotGovern, with the reason and what to do, for a module that cannot be moved safely."""
-    why = _of_modules(module) or _of_tensors(found) or _of_storages(grouped(found))
+def check(name: str, module: nn.Module, found: list[Slot], *, known: Collection[str] = ("cpu", "cuda"),
+          ours: Callable[[nn.Module], bool] = lambda part: False) -> None:
+    """Raises CannotGovern, with the reason and what to do, for a module that cannot be moved safely.
+
+    `known` are the types of torch devices that we govern; `ours` tells accelerate hooks that we put on ourselves.
+    """
+    why = _of_modules(module, ours) or _of_tensors(found, known) or _of_storages(grouped(found))
     if why:
         raise CannotGovern(f"{name} cannot be governed: {why}.", name=name, why=why)
 
 
-def _of_modules(module: nn.Module) -> str | None:
+def _of_modules(module: nn.Module, ours: Callable[[nn.Module], bool]) -> str | None:
     for path, part in module.named_modules():
         at = f" (at {path})" if path else ""
         kinds = {kind.__name__: kind for kind in type(part).__mro__}
@@ -41,7 +45,7 @@ def _of_modules(module: nn.Module) -> str | None:
             return _WRAPPERS[wrapper] + at
         if part.__dict__.get("_compiled_call_impl") is not None:
             return f"it was compiled by torch.compile, and compiled code holds on to its tensors{at}"
-        if hasattr(part, "_hf_hook"):
+        if hasattr(part, "_hf_hook") and not ours(part):
             return (f"accelerate hooks move it already{at}; load it without device_map, or first:\n"
                     f"  accelerate.hooks.remove_hook_from_module(module, recurse=True)")
         if "make_graphed_callables" in getattr(part.__dict__.get("forward"), "__qualname__", ""):
@@ -53,7 +57,7 @@ def _of_modules(module: nn.Module) -> str | None:
     return None
 
 
-def _of_tensors(found: Iterable[Slot]) -> str | None:
+def _of_tensors(found: Iterable[Slot], known: Collection[str]) -> str | None:
     for slot in found:
         tensor, kind = slot.tensor, type(slot.tensor)
         if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
@@ -66,8 +70,8 @@ def _of_tensors(found: Iterable[Slot]) -> str | None:
             return f"{slot.name} is on the meta device and has no data; load its weights first"
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
             return f"{slot.name} is not a plain strided tensor ({tensor.layout})"
-        if tensor.device.type not in ("cpu", "cuda"):
-            return f"{slot.name} lies on {tensor.device}; only CPU and CUDA are known here"
+        if tensor.device.type not in known:
+            return f"{slot.name} lies on {tensor.device}; only {' and '.join(sorted(known))} are known here"
         if tensor.device.type == "cpu" and tensor.is_shared():
             return f"{slot.name} lies in memory shared with other processes (share_memory_), who would not follow"
     return None

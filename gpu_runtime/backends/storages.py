@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import operator
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -100,9 +100,11 @@ def nbytes(groups: Iterable[Group]) -> int:
     return sum(group.nbytes for group in groups)
 
 
-def copied(groups: Sequence[Group], memory: Memory, host: Memory,
+def copied(groups: Sequence[Group], memories: Sequence[Memory], host: Memory,
            progress: Callable[[int, int], None] | None = None) -> list[Tensor]:
-    """Phase one: the storages' contents on that memory's device, each a [nbytes] uint8 tensor and a storage of its own.
+    """Phase one: each storage's content in its memory, as a [nbytes] uint8 tensor and a storage of its own.
+
+    Room is taken on every device before the first byte travels.
 
     Copies are few large calls: against a busy main thread 300 separate copies took 1,785 ms, one call 18. With
     `progress` it is called after every leg with bytes done and in all; what it raises ends the journey.
@@ -110,28 +112,33 @@ def copied(groups: Sequence[Group], memory: Memory, host: Memory,
     """
     total, done = nbytes(groups), 0
     targets: list[Tensor] = []
+    made: dict[int, Tensor] = {}
     try:
         sources = [group.bytes for group in groups]
-        targets += _empty([source.nbytes for source in sources], memory)
+        for part in _alike(memories):
+            made.update(zip(part, _empty([sources[i].nbytes for i in part], memories[part[0]]), strict=True))
+        targets += (made.pop(i) for i in range(len(sources)))
         _synchronise(sources, targets)
         if progress:
             progress(0, total)
-        for leg in _legs(sources) if progress else [range(len(sources))]:
-            _copy([targets[i] for i in leg], [sources[i] for i in leg], host)
-            if progress:
-                done += sum(sources[i].nbytes for i in leg)
-                progress(done, total)
+        for part in _alike(list(zip(memories, (source.device for source in sources), strict=True))):
+            for leg in _legs([sources[i] for i in part]) if progress else [range(len(part))]:
+                _copy([targets[part[i]] for i in leg], [sources[part[i]] for i in leg], host)
+                if progress:
+                    done += sum(sources[part[i]].nbytes for i in leg)
+                    progress(done, total)
         _synchronise(sources, targets)
         return targets
     except BaseException as error:
         targets.clear()
+        made.clear()
         let_go(error)
         raise
 
 
 def rebinding(groups: Sequence[Group], targets: Sequence[Tensor]) -> list[Callable[[], Any]]:
     """Phase two, prepared: calls into C that make every tensor a view of its new storage, for `at_once`."""
-    return [partial(_set_data, slot.tensor, _view(slot.tensor, target))
+    return [_becoming(slot.tensor, _view(slot.tensor, target))
             for group, target in zip(groups, targets, strict=True) for slot in group.slots]
 
 
@@ -142,7 +149,7 @@ def emptying(found: Iterable[Slot]) -> list[Callable[[], Any]]:
         if slot.kind == "parameter" and slot.tensor.grad is not None:
             calls.append(partial(_set_grad, slot.tensor, None))
         with torch.inference_mode(slot.tensor.is_inference()):
-            calls.append(partial(_set_data, slot.tensor, torch.empty(0, dtype=slot.tensor.dtype)))
+            calls.append(_becoming(slot.tensor, torch.empty(0, dtype=slot.tensor.dtype)))
     return calls
 
 
@@ -152,7 +159,18 @@ def refilling(held: nn.Module, fresh: nn.Module) -> list[Callable[[], Any]] | No
     new = {slot.name: slot for slot in slots(fresh)}
     if old.keys() != new.keys() or any(old[name].tensor.dtype != new[name].tensor.dtype for name in new):
         return None
-    return [partial(_set_data, old[name].tensor, new[name].tensor.data) for name in new]
+    return [_becoming(old[name].tensor, new[name].tensor.data) for name in new]
+
+
+def _becoming(tensor: Tensor, other: Tensor) -> Callable[[], Any]:
+    """A call into C that gives the tensor the other's bytes, and leaves the object what it is.
+
+    An accelerator that registered itself with torch has tensors of another make than the CPU's. There the two change
+    places, as `nn.Module.to` lets them for such; torch refuses that for tensors which an autograd graph still holds.
+    """
+    if torch._has_compatible_shallow_copy_type(tensor, other):
+        return partial(_set_data, tensor, other)
+    return partial(torch._C._swap_tensor_impl, tensor, other.requires_grad_(tensor.requires_grad))
 
 
 def at_once(calls: Iterable[Callable[[], Any]]) -> None:
@@ -179,11 +197,6 @@ def let_go(error: BaseException) -> None:
                     frame.clear()
                 except RuntimeError:  # still running: it will let go by itself
                     pass
-
-
-def device_of(memory: Memory) -> torch.device:
-    """Where torch puts what lies there: simulated cards and the host are CPU memory."""
-    return torch.device(memory.torch)
 
 
 def _empty(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
@@ -218,6 +231,14 @@ def _copy_through(host: Memory, targets: list[Tensor], sources: list[Tensor]) ->
 
 def _locked(host: Memory, tensors: Sequence[Tensor]) -> bool:
     return not host.pinned or all(host.contains(tensor.data_ptr()) for tensor in tensors if tensor.nbytes)
+
+
+def _alike(items: Sequence[Hashable]) -> list[list[int]]:
+    """The places of equal items."""
+    places: dict[Hashable, list[int]] = {}
+    for place, item in enumerate(items):
+        places.setdefault(item, []).append(place)
+    return list(places.values())
 
 
 def _legs(tensors: Sequence[Tensor]) -> Iterator[range]:

@@ -1,14 +1,16 @@
 """Modules from live Python: what a factory returns, and modules that exist already and are adopted.
 
-Storage-exact: tied weights, views, gradients and optimizer state travel once each, and the Python objects stay. On a
+Storage-exact: tied weights, views, gradients and optimizer state travel once each, and the Python objects stay. Over
+several cards a module is cut between its pieces (pieces.py) and runs by accelerate's hooks (dispatch.py). On a
 simulated card the tensors remain CPU tensors, in memory of which the card's account is kept. Nothing here can be
 dropped by itself: what was made in Python exists nowhere else.
 """
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +21,8 @@ from ..memory import Block, Memory
 from ..probe import Probe
 from . import Progress, refusals
 from . import storages as st
+from .dispatch import Dispatch
+from .pieces import cut, holder, pieces
 
 
 class TorchModel:
@@ -26,9 +30,11 @@ class TorchModel:
 
     def __init__(self, spec: ModelSpec, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.spec, self.module, self.optimizer = spec, module, optimizer
-        self.device: str | None = None  # None: nowhere of ours yet, or dropped
-        self.own: frozenset[int] = frozenset()  # storages that we made; torch made the others
-        self.noted: Block | None = None  # the account of the others
+        self.memories: tuple[Memory, ...] = ()  # none: nowhere of ours yet, or dropped
+        self.own: dict[int, Memory] = {}  # storages that we made, and where; torch made the others
+        self.noted: dict[Memory, Block] = {}  # the account of the others
+        self.layout: dict[str, Memory] = {}  # path of a module -> where it lies; empty on one device
+        self.dispatch: Dispatch | None = None  # its hooks, while it runs on several torch devices
 
     def groups(self) -> list[st.Group]:
         """The storages that travel. Step counters and the like, which optimizers keep on the CPU, stay there."""
@@ -39,11 +45,23 @@ class TorchModel:
             return False
         if any(slot.kind != "state" for slot in group.slots):
             return False
-        return (self.device or "").startswith(("cuda", "rocm")) or all(slot.tensor.dim() == 0 for slot in group.slots)
+        on_card = any(memory.torch != "cpu" for memory in self.memories)
+        return on_card or all(slot.tensor.dim() == 0 for slot in group.slots)
+
+    def hooked_by_us(self, part: nn.Module) -> bool:
+        return self.dispatch is not None and self.dispatch.owns(part)
+
+
+class _Goal(NamedTuple):
+    """Where a module is to lie."""
+
+    memories: tuple[Memory, ...]
+    places: list[Memory]  # of each of its storages
+    layout: dict[str, Memory]
 
 
 class TorchBackend:
-    """Factories and adopted modules, on one device each."""
+    """Factories and adopted modules."""
 
     name = "torch"
     can_move = True
@@ -51,6 +69,8 @@ class TorchBackend:
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
+        self._on_torch = {memory.torch: memory for device in probe.devices
+                          if (memory := probe.place(device.id)).torch != "cpu"}
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """A module's own storages; a factory is sized by building its module without data, on meta."""
@@ -67,21 +87,20 @@ class TorchBackend:
 
     def load(self, spec: ModelSpec, shares: Shares, origin: Any = None, *,
              progress: Progress | None = None, into: Any = None) -> TorchModel:
-        memory = self._memory(spec.name, shares)
         if isinstance(origin, nn.Module):
             model = self.adopt(spec, origin)
-            self._travel(model, memory, progress)
+            self._travel(model, shares, progress)
             return model
         module = origin()
         if not isinstance(module, nn.Module):
             raise LoadFailed(f"the factory of {spec.name} returned a {type(module).__name__}, not an nn.Module.",
                              name=spec.name, source=spec.source)
-        return self._settled(TorchModel(spec, module), memory, progress, into)
+        return self._settled(TorchModel(spec, module), shares, progress, into)
 
     def adopt(self, spec: ModelSpec, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TorchModel:
         """A handle for a module that exists already, where it lies now. Raises CannotGovern, with the reason."""
         model = TorchModel(spec, module, optimizer)
-        refusals.check(spec.name, module, list(st.slots(module, optimizer)))
+        self._check(model)
         if optimizer is None and module.training and any(p.requires_grad for p in module.parameters()):
             raise CannotGovern(
                 f"{spec.name} is in training, and its optimizer's state must travel with it.\n"
@@ -91,7 +110,9 @@ class TorchBackend:
         if len(where) > 1:
             why = f"it lies on several devices ({', '.join(sorted(where))})"
             raise CannotGovern(f"{spec.name} cannot be governed: {why}.", name=spec.name, why=why)
-        model.device = self.probe.named(where.pop())  # raises UnknownDevice for a card that we do not govern
+        device = where.pop()
+        # raises UnknownDevice for a card that we do not govern
+        model.memories = (self._on_torch.get(device) or self.probe.place(self.probe.named(device)),)
         self.measure(model)
         return model
 
@@ -99,33 +120,64 @@ class TorchBackend:
         return model.module
 
     def move(self, model: TorchModel, shares: Shares) -> None:
-        memory = self._memory(model.spec.name, shares)
-        left = model.device
-        if memory.device != left:
-            self._travel(model, memory)
-            self._give_back(left)
+        left = model.memories
+        try:
+            self._travel(model, shares)
+        except BaseException as error:
+            st.let_go(error)
+            raise
+        _give_back(left)
 
     def drop(self, model: TorchModel) -> None:
         """Frees its bytes; the module's tensors are empty from now on, and a call on it fails on their shapes."""
-        if model.device is None:
+        if not model.memories:
             return
+        if model.dispatch:
+            model.dispatch.remove()
         found = [slot for group in model.groups() for slot in group.slots]
-        left = model.device
-        st.at_once([*st.emptying(found),
-                    partial(setattr, model, "device", None), partial(setattr, model, "noted", None)])
+        left = model.memories
+        st.at_once([*st.emptying(found), *(partial(setattr, model, name, nothing) for name, nothing in (
+            ("memories", ()), ("own", {}), ("noted", {}), ("layout", {}), ("dispatch", None)))])
         del found  # the tensors are empty, but torch gives memory back only when nobody looks at it
-        self._give_back(left)
+        _give_back(left)
 
     def measure(self, model: TorchModel) -> Shares:
         """Its bytes now: gradients and optimizer state that have come since are counted, and entered in the account."""
-        if model.device is None:
-            return ()
-        groups, memory = model.groups(), self.probe.place(model.device)
-        strangers = sum(group.nbytes for group in groups if group.storage._cdata not in model.own)
-        if (model.noted.size if model.noted else 0) != strangers:
-            model.noted = None  # the old entry first: both together may be more than there is
-            model.noted = memory.allocate(strangers, force=True) if strangers else None
-        return (Share(model.device, st.nbytes(groups)),)
+        held: dict[Memory, int] = dict.fromkeys(model.memories, 0)
+        strangers: dict[Memory, int] = {}
+        for group in model.groups() if held else ():
+            memory = self._place(model, group)
+            held[memory] = held.get(memory, 0) + group.nbytes
+            if group.storage._cdata not in model.own:
+                strangers[memory] = strangers.get(memory, 0) + group.nbytes
+        for memory in {*held, *model.noted}:
+            size, known = strangers.get(memory, 0), model.noted.get(memory)
+            if size != (known.size if known else 0):
+                known = model.noted.pop(memory, None)
+                del known  # the old entry first: both together may be more than there is
+                if size:
+                    model.noted[memory] = memory.allocate(size, force=True)
+        return tuple(Share(memory.device, size) for memory, size in held.items() if size or len(held) == 1)
+
+    def pieces(self, spec: ModelSpec, origin: Any = None, model: TorchModel | None = None) -> tuple[int, ...]:
+        """The module's own, its factory's built without data, or one where that cannot be known in advance."""
+        module = model.module if model else origin
+        try:
+            if not isinstance(module, nn.Module):
+                with torch.device("meta"):
+                    module = origin()
+            groups = model.groups() if model else st.grouped(st.slots(module))
+            return tuple(piece.bytes for piece in pieces(module, groups))
+        except Exception:  # a factory may do anything; its own errors are for the load to tell
+            return (1,)
+
+    def elsewhere(self, model: TorchModel) -> tuple[str, ...]:
+        """Tensors of the module that do not lie where it was put, each with where it lies instead."""
+        wanted = {memory.torch for memory in model.memories}
+        return tuple(
+            f"{slot.name} on {slot.tensor.device}" for slot in st.slots(model.module)
+            if str(slot.tensor.device) != (holder(slot.name, model.layout).torch if model.layout else
+                                           next(iter(wanted))))
 
     def droppable(self, model: TorchModel) -> bool:
         return False
@@ -133,17 +185,46 @@ class TorchBackend:
     def unchanged(self, model: TorchModel) -> bool:
         return False
 
-    def _memory(self, name: str, shares: Shares) -> Memory:
-        devices = {share.device for share in shares}
-        if len(devices) != 1:
-            raise CannotGovern(f"{name} cannot be split over {len(devices)} devices by this backend; give it one.",
-                               name=name, why="several devices")
-        return self.probe.place(devices.pop())
+    def _check(self, model: TorchModel) -> None:
+        known = {"cpu", "cuda", *(torch.device(name).type for name in self._on_torch)}
+        refusals.check(model.spec.name, model.module, list(st.slots(model.module, model.optimizer)), known=known,
+                       ours=model.hooked_by_us)
 
-    def _settled(self, model: TorchModel, memory: Memory, progress: Progress | None, into: Any) -> TorchModel:
+    def _place(self, model: TorchModel, group: st.Group) -> Memory:
+        """Where a storage lies. What torch made on the CPU lies, by its account, where its module does."""
+        memory = model.own.get(group.storage._cdata) or self._on_torch.get(str(group.storage.device))
+        if memory is None:
+            memory = holder(group.slots[0].name, model.layout) if model.layout else model.memories[0]
+        return memory
+
+    def _goal(self, model: TorchModel, groups: Sequence[st.Group], shares: Shares) -> _Goal:
+        """Raises CannotGovern where the module cannot be cut so often, or would run in two kinds of memory."""
+        sizes: dict[str, int] = {}
+        for share in shares:
+            sizes[share.device] = sizes.get(share.device, 0) + share.bytes
+        memories = tuple(self.probe.place(device) for device in sizes)
+        if len(memories) == 1:
+            return _Goal(memories, [memories[0]] * len(groups), {})
+        name, found = model.spec.name, pieces(model.module, groups)
+        if HOST in sizes:
+            raise CannotGovern(f"{name} cannot lie partly in host memory: this backend runs it where it lies.",
+                               name=name, why="partly in host memory")
+        if len(found) < len(memories):
+            whole = "it must stay whole" if len(found) == 1 else f"it has {len(found)} pieces that must stay whole"
+            raise CannotGovern(f"{name} cannot be split over {len(memories)} devices: {whole}.\n"
+                               f"  Give it one:  rt.register({name!r}, …, layout='single')",
+                               name=name, why="several devices")
+        numbers = cut([piece.bytes for piece in found], list(sizes.values()))
+        places = {group.storage._cdata: memories[number]
+                  for number, piece in zip(numbers, found, strict=True) for group in piece.groups}
+        return _Goal(memories, [places[group.storage._cdata] for group in groups],
+                     {path: memories[number] for number, piece in zip(numbers, found, strict=True)
+                      for path in piece.modules})
+
+    def _settled(self, model: TorchModel, shares: Shares, progress: Progress | None, into: Any) -> TorchModel:
         """The new model on its device, in the object of an earlier load where that is given."""
         try:
-            self._travel(model, memory, progress)
+            self._travel(model, shares, progress)
             held = into.module if isinstance(into, TorchModel) else into
             if isinstance(held, nn.Module) and held is not model.module:
                 calls = st.refilling(held, model.module)
@@ -151,32 +232,79 @@ class TorchBackend:
                     raise LoadFailed(f"{model.spec.name} cannot be filled again: the object that is still held no "
                                      f"longer has the tensors of its source.\n  Let go of it, then load again.",
                                      name=model.spec.name, source=model.spec.source)
+                self._dispatch(model, {})
                 st.at_once([*calls, partial(setattr, model, "module", held)])
+                self._dispatch(model, model.layout)
         except BaseException as error:
             self.drop(model)
             st.let_go(error)
             raise
         return model
 
-    def _travel(self, model: TorchModel, memory: Memory, progress: Progress | None = None) -> None:
-        refusals.check(model.spec.name, model.module, list(st.slots(model.module, model.optimizer)))
+    def _travel(self, model: TorchModel, shares: Shares, progress: Progress | None = None) -> None:
+        """Carries what does not lie there already. All or nothing: the old bytes are let go of last."""
+        self._check(model)
         groups = model.groups()
-        targets: Sequence[torch.Tensor] = st.copied(groups, memory, self.probe.place(HOST), progress)
-        st.at_once([
-            *st.rebinding(groups, targets),
-            partial(setattr, model, "device", memory.device),
-            partial(setattr, model, "own", frozenset(target.untyped_storage()._cdata for target in targets)),
-            partial(setattr, model, "noted", None)])
+        goal = self._goal(model, groups, shares)
+        moving = [i for i, group in enumerate(groups)
+                  if not model.memories or self._place(model, group) is not goal.places[i]]
+        if not moving and goal.memories == model.memories and goal.layout == model.layout:
+            return
+        going = [groups[i] for i in moving]
+        with _context_on(goal.memories[0]):
+            targets = st.copied(going, [goal.places[i] for i in moving], self.probe.place(HOST), progress)
+        stays = [group for i, group in enumerate(groups) if i not in set(moving)]
+        own = {group.storage._cdata: model.own[group.storage._cdata] for group in stays
+               if group.storage._cdata in model.own}
+        own |= {target.untyped_storage()._cdata: goal.places[i] for i, target in zip(moving, targets, strict=True)}
+        before = {name: getattr(model, name) for name in ("memories", "own", "noted", "layout")}
+        calls = [*st.rebinding(going, targets),
+                 *(partial(setattr, model, name, value) for name, value in (
+                     ("memories", goal.memories), ("own", own), ("noted", {}), ("layout", goal.layout)))]
+        try:
+            st.at_once(calls)
+            self._dispatch(model, goal.layout)
+        except BaseException:
+            calls[:] = st.rebinding(going, [group.bytes for group in going])
+            while calls:
+                with contextlib.suppress(RuntimeError):  # a tensor that could not change is where it was
+                    calls.pop()()
+            targets.clear()  # a notebook keeps the traceback, and with it what is named here
+            st.at_once(partial(setattr, model, name, value) for name, value in before.items())
+            self._dispatch(model, model.layout)
+            raise
 
-    def _give_back(self, device: str | None) -> None:
-        """Freed memory of a card goes back to the driver at once: other processes wait for it, and believe the driver."""
-        card = self.probe.place(device).torch if device else ""
-        if card.startswith("cuda"):
-            with torch.cuda.device(card):
-                torch.cuda.empty_cache()
+    def _dispatch(self, model: TorchModel, layout: dict[str, Memory]) -> None:
+        """Takes the module's hooks off, and puts on those that this layout needs: none where torch sees one device."""
+        if model.dispatch:
+            model.dispatch.remove()
+            model.dispatch = None
+        if len({memory.torch for memory in layout.values()}) > 1:
+            model.dispatch = Dispatch(model.module, {path: memory.torch for path, memory in layout.items()})
 
 
 def _config(module: nn.Module) -> dict[str, Any]:
     """What a module from transformers says of its shape."""
     tell = getattr(getattr(module, "config", None), "to_dict", None)
     return tell() if callable(tell) else {}
+
+
+def _context_on(memory: Memory) -> contextlib.AbstractContextManager[Any]:
+    """The card that torch takes for the current one meanwhile; in a process that has used none yet, from now on.
+
+    A context is some 400 MB of a card; one that comes along by the way lands on the current card, which is 0 unless told.
+    """
+    device = torch.device(memory.torch)
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    if not torch.cuda.is_initialized():
+        torch.cuda.set_device(device)
+    return torch.cuda.device(device)
+
+
+def _give_back(memories: Sequence[Memory]) -> None:
+    """Freed memory of a card goes back to the driver at once: other processes wait for it, and believe the driver."""
+    for memory in memories:
+        if memory.torch.startswith("cuda"):
+            with torch.cuda.device(memory.torch):
+                torch.cuda.empty_cache()

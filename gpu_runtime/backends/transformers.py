@@ -44,7 +44,7 @@ class TransformersModel(TorchModel):
 
 
 class TransformersBackend(TorchBackend):
-    """Model directories, on one device each. Options: dtype, task, attn_implementation, revision, trust_remote_code."""
+    """Model directories. Options: dtype, task, attn_implementation, revision, trust_remote_code."""
 
     name = "transformers"
 
@@ -62,7 +62,7 @@ class TransformersBackend(TorchBackend):
 
     def load(self, spec: ModelSpec, shares: Shares, origin: Any = None, *,
              progress: Progress | None = None, into: Any = None) -> TransformersModel:
-        memory, checkpoint = self._memory(spec.name, shares), self._checkpoint(spec)
+        checkpoint = self._checkpoint(spec)
         for option in _NOT_OURS:
             if option in spec.options:
                 raise BadSetting(option, spec.options[option], "left out: where a model goes is decided here")
@@ -78,7 +78,7 @@ class TransformersBackend(TorchBackend):
         model = TransformersModel(spec, module)
         model.checkpoint, model.reproducible = checkpoint, complete
         del module
-        self._settled(model, memory, progress or _quiet_progress, into)
+        self._settled(model, shares, progress or _quiet_progress, into)
         try:
             model.given = _fingerprint(model)
         except BaseException as error:
@@ -87,9 +87,15 @@ class TransformersBackend(TorchBackend):
             raise
         return model
 
+    def pieces(self, spec: ModelSpec, origin: Any = None, model: TransformersModel | None = None) -> tuple[int, ...]:
+        """From the headers, where the names tell the order; else from the module, built without data."""
+        if model:
+            return super().pieces(spec, origin, model)
+        return self._checkpoint(spec).pieces() or super().pieces(spec, lambda: _without_data(spec, _directory(spec)))
+
     def droppable(self, model: TransformersModel) -> bool:
         """Same tensors as loaded, no gradients, source untouched; the bytes themselves are for `unchanged` to prove."""
-        if model.device is None or not model.reproducible or not model.checkpoint.unchanged():
+        if not model.memories or not model.reproducible or not model.checkpoint.unchanged():
             return False
         return {group.layout for group in st.grouped(st.slots(model.module))} == model.given.keys()
 
@@ -174,6 +180,17 @@ def _built(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[nn.Module, bool]:
         raise LoadFailed(f"{spec.name}: {checkpoint.directory} could not be loaded: {_first_line(error)}",
                          name=spec.name, source=spec.source) from error
     return module, not info["missing_keys"] and not info["mismatched_keys"]
+
+
+def _without_data(spec: ModelSpec, directory: Path) -> nn.Module:
+    """The module that such a load would give, its tensors on the meta device."""
+    import transformers
+
+    options = {key: spec.options[key] for key in ("trust_remote_code",) if key in spec.options}
+    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, **options)
+    kind = _model_class(spec, config.to_dict())
+    with torch.device("meta"):
+        return (kind.from_config if kind.__name__.startswith("Auto") else kind._from_config)(config)
 
 
 def _attach(module: nn.Module, directory: Path, options: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from torch import nn
 
 from gpu_runtime.backends import Backend, is_out_of_memory, open_backend
-from gpu_runtime.errors import CannotGovern
 from gpu_runtime.facts import Measurement, ModelSpec, Share, Shares
 from gpu_runtime.probe import Probe
 from gpu_runtime.units import MIB
@@ -229,16 +228,25 @@ def test_a_card_of_exactly_its_size_is_enough(case):
     assert is_out_of_memory(error.value)
 
 
-def test_several_devices_are_refused_with_words_or_held(case):
-    """Fakes hold what they are told; modules lie on one device for now."""
-    shares = (Share("sim:0", case.need // 2), Share("sim:1", case.need - case.need // 2))
-    if case.spec.backend == "fake":
-        model = case.backend.load(case.spec, shares, case.origin)
-        assert case.backend.measure(model) == shares
-        assert case.probe.used() == {"sim:0": case.need // 2, "sim:1": case.need - case.need // 2, "host": 0}
-    else:
-        with pytest.raises(CannotGovern, match="cannot be split over 2 devices"):
-            case.backend.load(case.spec, shares, case.origin)
+def test_over_several_devices_it_lies_where_the_shares_say_and_answers_the_same(case):
+    """Cut between its pieces, or anywhere where it has none; bit for bit, and every byte is given back."""
+    model = case.load()
+    before = answer(case, model)
+    pieces = case.backend.pieces(case.spec, case.origin, model)
+    assert not pieces or sum(pieces) == case.backend.measure(model)[0].bytes
+    first = pieces[0] if pieces else case.need // 3
+    shares = (Share("sim:1", first), Share("sim:0", case.need - first))
+    case.backend.move(model, shares)
+    assert case.backend.measure(model)[0] == shares[0]
+    assert {share.device: share.bytes for share in case.backend.measure(model)} | {"host": 0} == case.probe.used()
+    assert same(answer(case, model), before) and case.backend.elsewhere(model) == ()
+    case.backend.move(model, case.on("host"))
+    assert same(answer(case, model), before)
+    case.backend.drop(model)
+    assert case.probe.used() == NOTHING
+    again = case.backend.load(case.spec, shares, case.origin)
+    assert [share.device for share in case.backend.measure(again)] == ["sim:1", "sim:0"]
+    assert same(answer(case, again), before)
 
 
 def test_the_registry_imports_no_framework():
