@@ -366,7 +366,8 @@ class Keeper:
 
     def placement(self, resident: Resident) -> PlacementRules:
         """Where it may go, and how it may be divided: by the settings, and by the model's own word where it has one."""
-        layout = resident.spec.layout if resident.backend.can_split else "single"
+        splits = resident.backend.can_split and len(resident.pieces()) != 1
+        layout = resident.spec.layout if splits else "single"
         rules = PlacementRules(devices=self.places(resident), layout=layout, policy=self.settings.gpu_placement)
         return replace(rules, **resident.spec.placement)
 

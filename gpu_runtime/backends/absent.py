@@ -25,6 +25,9 @@ class AbsentBackend:
         return Evidence(name=spec.source, why_unknown=f"its backend {self.name} is not here to tell it, nor is its "
                                                       f"source ({spec.source or 'none was named'})")
 
+    def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
+        return ()
+
     def load(self, spec: ModelSpec, *_: Any, **__: Any) -> NoReturn:
         raise LoadFailed(f"{spec.name} cannot be loaded: its backend {self.name} is not part of this version.",
                          name=spec.name, source=spec.source)

@@ -65,7 +65,7 @@ class TorchBackend:
 
     name = "torch"
     can_move = True
-    can_split = False
+    can_split = True
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
@@ -160,7 +160,12 @@ class TorchBackend:
         return tuple(Share(memory.device, size) for memory, size in held.items() if size or len(held) == 1)
 
     def pieces(self, spec: ModelSpec, origin: Any = None, model: TorchModel | None = None) -> tuple[int, ...]:
-        """The module's own, its factory's built without data, or one where that cannot be known in advance."""
+        """The module's own, its factory's built without data, or one where that cannot be known in advance.
+
+        Nobody asks where there is one card only; nothing is built then.
+        """
+        if not model and sum(not device.is_host for device in self.probe.devices) < 2:
+            return ()
         module = model.module if model else origin
         try:
             if not isinstance(module, nn.Module):

@@ -55,10 +55,14 @@ class TransformersBackend(TorchBackend):
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """The weights as they will be in memory, from the safetensors headers."""
         dtype = _dtype(spec)
+        return sources.of_checkpoint(self._known(spec), dtype.itemsize if dtype else None)
+
+    def _known(self, spec: ModelSpec) -> Checkpoint:
+        """The source's headers, read again only where its files have changed."""
         checkpoint = self._read.get(spec.source)
         if checkpoint is None or not checkpoint.unchanged():
             checkpoint = self._read[spec.source] = self._checkpoint(spec)
-        return sources.of_checkpoint(checkpoint, dtype.itemsize if dtype else None)
+        return checkpoint
 
     def load(self, spec: ModelSpec, shares: Shares, origin: Any = None, *,
              progress: Progress | None = None, into: Any = None) -> TransformersModel:
@@ -91,7 +95,11 @@ class TransformersBackend(TorchBackend):
         """From the headers, where the names tell the order; else from the module, built without data."""
         if model:
             return super().pieces(spec, origin, model)
-        return self._checkpoint(spec).pieces() or super().pieces(spec, lambda: _without_data(spec, _directory(spec)))
+        try:
+            found = self._known(spec).pieces()
+        except GpuError:  # its size was declared, and it is not here yet
+            return ()
+        return found or super().pieces(spec, lambda: _without_data(spec, _directory(spec)))
 
     def droppable(self, model: TransformersModel) -> bool:
         """Same tensors as loaded, no gradients, source untouched; the bytes themselves are for `unchanged` to prove."""
