@@ -167,14 +167,14 @@ class TorchBackend:
         if not model and sum(not device.is_host for device in self.probe.devices) < 2:
             return ()
         module = model.module if model else origin
-        try:
-            if not isinstance(module, nn.Module):
+        if not isinstance(module, nn.Module):
+            try:
                 with torch.device("meta"):
                     module = origin()
-            groups = model.groups() if model else st.grouped(st.slots(module))
-            return tuple(piece.bytes for piece in pieces(module, groups))
-        except Exception:  # a factory may do anything; its own errors are for the load to tell
-            return (1,)
+            except Exception:  # a factory may do anything; what it raises is for the load to tell
+                return (1,)
+        groups = model.groups() if model else st.grouped(st.slots(module))
+        return tuple(piece.bytes for piece in pieces(module, groups))
 
     def elsewhere(self, model: TorchModel) -> tuple[str, ...]:
         """Tensors of the module that do not lie where it was put, each with where it lies instead."""

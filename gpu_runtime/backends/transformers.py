@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,10 @@ class TransformersBackend(TorchBackend):
         if model:
             return super().pieces(spec, origin, model)
         try:
-            found = self._known(spec).pieces()
+            checkpoint = self._known(spec)
         except GpuError:  # its size was declared, and it is not here yet
             return ()
-        return found or super().pieces(spec, lambda: _without_data(spec, _directory(spec)))
+        return checkpoint.pieces() or super().pieces(spec, partial(_without_data, spec, checkpoint))
 
     def droppable(self, model: TransformersModel) -> bool:
         """Same tensors as loaded, no gradients, source untouched; the bytes themselves are for `unchanged` to prove."""
@@ -190,13 +191,13 @@ def _built(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[nn.Module, bool]:
     return module, not info["missing_keys"] and not info["mismatched_keys"]
 
 
-def _without_data(spec: ModelSpec, directory: Path) -> nn.Module:
+def _without_data(spec: ModelSpec, checkpoint: Checkpoint) -> nn.Module:
     """The module that such a load would give, its tensors on the meta device."""
     import transformers
 
     options = {key: spec.options[key] for key in ("trust_remote_code",) if key in spec.options}
-    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, **options)
-    kind = _model_class(spec, config.to_dict())
+    config = transformers.AutoConfig.from_pretrained(checkpoint.directory, local_files_only=True, **options)
+    kind = _model_class(spec, checkpoint.config)
     with torch.device("meta"):
         return (kind.from_config if kind.__name__.startswith("Auto") else kind._from_config)(config)
 
