@@ -139,7 +139,7 @@ def _crowd(book: Book, lease: Lease, host_room: int, world: World) -> tuple[Leas
     """Whom the same owner's warm pool gives up, so that a lease which exists nowhere else finds room there."""
     if not (lease.movable and world.rules.offload):
         return ()
-    return warm_that_go(book, lease.bytes - host_room, world, lru, asker=lease.owner, importance=PERSON,
+    return warm_that_go(book, lease.own_bytes - host_room, world, lru, asker=lease.owner, importance=PERSON,
                         owner=lease.owner) or ()
 
 
@@ -169,7 +169,7 @@ def obey(book: Book, owner: str, world: World, rank: Policy, key: str,
         for lease in sorted(recalled, key=lambda lease: lease.droppable):  # what needs host memory goes first
             for step in _obeyed(book, lease, ticket, host_room, world, asker):
                 if isinstance(step, Move):
-                    host_room -= lease.bytes
+                    host_room -= lease.own_bytes
                 book = leave(book, step, key)
                 steps.append(step)
     return book, tuple(steps), tuple(orders)
@@ -246,7 +246,7 @@ def relieve(book: Book, owner: str, world: World, rank: Policy, key: str) -> tup
             if exit is None or (isinstance(exit, Drop) and not asks.may_drop):
                 continue
             if isinstance(exit, Move):
-                host_room -= lease.bytes
+                host_room -= lease.own_bytes
             freed += sum(share.bytes for share in lease.shares if share.device == card.id)
             book = leave(book, exit, key)
             steps.append(exit)

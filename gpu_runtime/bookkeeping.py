@@ -47,7 +47,8 @@ def note(book: Book, world: World, lease: Lease, action: str, reason: str, becau
          device: str = "", by: str = "") -> Book:
     """The book with one more event, and the owner's counter of that action moved on."""
     event = Event(book.seq + 1, world.wall, lease.name, action, reason, because, size,
-                  device or (lease.shares or lease.target or (_NOWHERE,))[0].device, lease.owner, by)
+                  device or (lease.shares or lease.target or (_NOWHERE,))[0].device, lease.owner, by,
+                  lease.shares if len(lease.shares) > 1 else ())
     book = replace(book, events=(*book.events[-MOST_EVENTS + 1:], event), seq=event.seq)
     section = book.sections.get(lease.owner)
     if section is None or action not in COUNTED:
@@ -66,14 +67,15 @@ _NOWHERE = _Nowhere()
 # -- what a step did ----------------------------------------------------------------------------------------------
 
 def arrived(book: Book, owner: str, name: str, shares: Shares, world: World, *, because: str = "",
-            reload_seconds: float = 0.0, restore_seconds: float = 0.0, droppable: bool = False) -> Book:
-    """The lease, settled on a device with the bytes that were measured there."""
+            reload_seconds: float = 0.0, restore_seconds: float = 0.0, droppable: bool = False,
+            filled: Shares = ()) -> Book:
+    """The lease, settled on a device with the bytes that were measured there; `filled`, where it claims more."""
     lease = book.lease(owner, name)
     if lease is None:
         return book
     action = "restored" if lease.on_host else "moved" if lease.on_device else "loaded"
     settled = replace(
-        lease, shares=shares, target=(), phase=Phase.SETTLED, settled_at=world.now, away_since=0.0,
+        lease, shares=shares, target=(), filled=filled, phase=Phase.SETTLED, settled_at=world.now, away_since=0.0,
         droppable=droppable, reload_seconds=reload_seconds or lease.reload_seconds,
         restore_seconds=restore_seconds or lease.restore_seconds)
     book = book.with_lease(settled)
@@ -99,7 +101,7 @@ def left(book: Book, step: Move | Drop, shares: Shares, world: World, by: str = 
         book = book.without_lease(owner, name)
         return note(book, world, lease, "unloaded", step.reason, step.because, size=freed, by=by)
     to_host = all(share.device == HOST for share in shares)
-    settled = replace(lease, shares=shares, target=(), phase=Phase.SETTLED, settled_at=world.now,
+    settled = replace(lease, shares=shares, target=(), filled=(), phase=Phase.SETTLED, settled_at=world.now,
                       away_since=world.now if to_host else 0.0)
     book = book.with_lease(settled)
     return note(book, world, lease, "offloaded" if to_host else "moved", step.reason, step.because, size=freed, by=by)
@@ -122,7 +124,9 @@ def abandon(book: Book, owner: str, name: str, key: str, world: World, because: 
         book = book.without_lease(owner, name)
     else:
         used = world.now if pins else lease.last_used
-        book = book.with_lease(replace(lease, target=(), phase=Phase.SETTLED, key="", pins=pins, last_used=used))
+        filled = lease.filled if lease.on_device else ()
+        book = book.with_lease(replace(lease, target=(), filled=filled, phase=Phase.SETTLED, key="", pins=pins,
+                                       last_used=used))
     return note(book, world, lease, "failed", "abandoned", because) if because else book
 
 

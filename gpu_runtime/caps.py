@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 from .facts import HOST, IMPORTANCE, Book, Cap, Lease, Phase, Refuse, Request, World
 from .leaving import never_leaves
+from .placement import claim
+from .room import limit_of
 from .units import show_bytes, show_seconds
 
 
@@ -42,23 +44,32 @@ def capped_cards(book: Book, request: Request, world: World) -> dict[str, Refuse
     cap = world.rules.cap
     if cap is None or cap.bytes_per_device is None:
         return {}
-    size, most = request.footprint.bytes, cap.bytes_per_device
-    stays: dict[str, int] = {}
+    most = cap.bytes_per_device
+    refusals = {}
+    for card, left in at_most(book, world).items():
+        size, held = claim(request.footprint, request.placement, limit_of(book, world, card)), most - left
+        if size <= left:
+            continue
+        cannot = f"; {show_bytes(held)} there cannot leave now" if held else ""
+        refusals[card] = Refuse(
+            f"{request.lease.name} needs {show_bytes(size)}; {cap.user} may hold at most {show_bytes(most)} on "
+            f"{card} ({cap.named('bytes_per_device')}){cannot}",
+            kind="cap", need_bytes=size, budget_bytes=left, device=card)
+    return refusals
+
+
+def at_most(book: Book, world: World) -> dict[str, int]:
+    """Bytes that the user may have on each card once all of theirs that can leave has left; nothing without a cap."""
+    cap = world.rules.cap
+    if cap is None or cap.bytes_per_device is None:
+        return {}
+    free = {device.id: cap.bytes_per_device for device in world.devices if not device.is_host}
     for lease in _theirs(book, cap):
         if lease.pins or lease.kind == "block" or lease.phase is Phase.ARRIVING or never_leaves(lease, world):
             for share in lease.claims():
-                stays[share.device] = stays.get(share.device, 0) + share.bytes
-    refusals = {}
-    for device in world.devices:
-        held = stays.get(device.id, 0)
-        if device.is_host or held + size <= most:
-            continue
-        cannot = f"; {show_bytes(held)} there cannot leave now" if held else ""
-        refusals[device.id] = Refuse(
-            f"{request.lease.name} needs {show_bytes(size)}; {cap.user} may hold at most {show_bytes(most)} on "
-            f"{device.id} ({cap.named('bytes_per_device')}){cannot}",
-            kind="cap", need_bytes=size, budget_bytes=most - held, device=device.id)
-    return refusals
+                if share.device in free:
+                    free[share.device] -= share.bytes
+    return free
 
 
 def left(book: Book, world: World, *, leaving: bool = True) -> dict[str, int]:

@@ -4,18 +4,23 @@ Pure. Nothing is free before it has left: whoever makes room waits, on a ticket 
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from . import caps
-from .facts import HOST, Book, Candidate, Drop, Lease, Move, Phase, Policy, Request, Step, Ticket, Wait, World
+from .drains import drained
+from .facts import HOST, Book, Candidate, Drop, Lease, Move, Phase, Policy, Request, Step, Ticket, Wait, World, where
 from .leaving import can_move, leave, may_leave, that_fit, warm, warm_that_go, way_out
-from .policy import first_enough, in_order
+from .policy import fewest_enough, first_enough, in_order
 from .queueing import elders, may_pass
-from .room import freed_since, on_cards, sight
+from .room import freed_since, limit_of, on_cards, sight
+from .several import ways as ways_over_several
+from .splitting import could_split
 from .units import show_bytes, show_seconds
 
 LOOK_AGAIN_SECONDS = 0.1  # how soon, where a driver is about to free what a dead process held
+
+Enough = Callable[[Mapping[str, int], Iterable[Lease]], tuple[Lease, ...] | None]
 
 
 class Ground(NamedTuple):
@@ -34,6 +39,7 @@ class Ground(NamedTuple):
     silent: frozenset[str]  # lease ids that were asked to leave, could, and have not: their owners do not answer
     allowed: Mapping[str, int]  # bytes left under the operator's cap on this user; empty: there is none
     allowed_later: Mapping[str, int]
+    ours: frozenset[str]  # ids of all processes that this cap counts together
 
     @classmethod
     def of(cls, book: Book, request: Request, world: World) -> Ground:
@@ -59,7 +65,8 @@ class Ground(NamedTuple):
             mine, mine_later = limit - on_cards(book, owner), limit - on_cards(book, owner, leaving=False)
         return cls(leases, now, later, leaving, blind, before, stands, promised, mine, mine_later,
                    _silent(book.ticket(request.key), leases, world),
-                   caps.left(book, world), caps.left(book, world, leaving=False))
+                   caps.left(book, world), caps.left(book, world, leaving=False),
+                   caps.owners_of(book, world.rules.cap.user) if world.rules.cap else frozenset())
 
     def free(self) -> dict[str, int]:
         """What the request may take now on each card without taking what an elder was promised."""
@@ -77,16 +84,22 @@ def _silent(ticket: Ticket | None, leases: tuple[Lease, ...], world: World) -> f
 
 
 class Way(NamedTuple):
-    """Room to be made on a card: who leaves it, and who leaves the warm pool first so that the host has room."""
+    """Room to be made: who leaves, and who leaves the warm pool first so that the host has room."""
 
     candidate: Candidate
     leaving: tuple[Lease, ...]
-    warm: tuple[Lease, ...]
+    warm: tuple[Lease, ...] = ()
+    others: tuple[Way, ...] = ()  # that were not taken, the cheapest first
+
+    @property
+    def seconds(self) -> float:
+        """Of loading those again who leave."""
+        return sum([lease.restore_seconds or lease.reload_seconds for lease in self.leaving])
 
 
 def cheapest_way(book: Book, request: Request, world: World, rank: Policy, ground: Ground,
                  candidates: tuple[Candidate, ...]) -> Way | None:
-    """The card on which room can be made at the least cost; None where there is none.
+    """Where room can be made at the least cost; None where it cannot. `candidates` are cards that may do alone.
 
     Owners that do not answer are asked only where nobody else can make the room.
     """
@@ -100,7 +113,8 @@ def _cheapest(book: Book, request: Request, world: World, rank: Policy, ground: 
     """The cheapest way that spares these leases.
 
     The least important are displaced first, whatever card they are on; then what costs the fewest seconds of
-    reloading; then the fewest leases; then those that the policy ranks lowest.
+    reloading, and the fewest cards; then the fewest leases (first of all, where `fewest-evictions` is asked for); then
+    those that the policy ranks lowest.
     """
     wanted, host_room = request.lease, ground.now.get(HOST, 0)
     idle = [lease for lease in ground.leases
@@ -115,55 +129,68 @@ def _cheapest(book: Book, request: Request, world: World, rank: Policy, ground: 
     host_later = host_room
     if not all([lease.droppable for lease in idle]):
         host_later += sum(lease.bytes for lease in warm(book, world, asker=wanted.owner, importance=wanted.importance))
-    best: tuple[tuple[float, ...], Way] | None = None
-    for order, candidate in enumerate(candidates):
-        need = {share.device: share.bytes - ground.later[share.device] for share in candidate.shares}
-        pool = idle
-        if ground.mine_later is not None:
-            need[f"owner:{wanted.owner}"] = request.footprint.bytes - ground.mine_later
-        elif len(candidate.shares) == 1:
-            pool = on.get(candidate.shares[0].device, [])
-        if ground.allowed_later:
-            chosen = _whom_under_cap(book, need, pool, host_later, ground, candidate, world)
-        else:
-            chosen = _whom(need, pool, host_later)
-        if chosen is None:
-            continue
+    fewest = request.placement.policy == "fewest-evictions"
+    enough = fewest_enough if fewest else first_enough
+    found: list[tuple[tuple[float, ...], Way]] = []
+    for order, way in enumerate(_ways(book, request, world, ground, candidates, idle, on, host_later, enough)):
+        chosen, cards = way.leaving, len(way.candidate.shares)
         # Victims come in order, so the last is the most precious of them.
         precious = (-chosen[-1].importance, rank(chosen[-1], world)) if chosen else (-10**9, 0.0)
-        cost = sum([lease.restore_seconds or lease.reload_seconds for lease in chosen])
-        score = (precious[0], cost, len(chosen), precious[1], order)
-        if best is None or score < best[0]:
-            best = score, Way(candidate, chosen, ())
-    if best is None:
+        cost = (len(chosen), way.seconds, cards) if fewest else (way.seconds, cards, len(chosen))
+        found.append(((precious[0], *cost, precious[1], order), way))
+    if not found:
         return None
-    candidate, chosen, _ = best[1]
-    crowd = warm_that_go(book, _precious_bytes(chosen) - host_room, world, rank, asker=wanted.owner,
+    found.sort()
+    best = found[0][1]
+    crowd = warm_that_go(book, _precious_bytes(best.leaving) - host_room, world, rank, asker=wanted.owner,
                          importance=wanted.importance)
-    return Way(candidate, chosen, crowd or ())
+    return Way(best.candidate, best.leaving, crowd or (), tuple([way for _, way in found[1:]]))
 
 
-def _whom(need: Mapping[str, int], idle: list[Lease], host_bytes: int) -> tuple[Lease, ...] | None:
+def _ways(book: Book, request: Request, world: World, ground: Ground, candidates: tuple[Candidate, ...],
+          idle: list[Lease], on: Mapping[str, list[Lease]], host_bytes: int, enough: Enough) -> Iterator[Way]:
+    """Every card on which room can be made, and every division over several where one is allowed."""
+    for candidate in candidates:
+        [share] = candidate.shares
+        need = {share.device: share.bytes - ground.later[share.device]}
+        pool = on.get(share.device, [])
+        if ground.mine_later is not None:
+            need[f"owner:{request.lease.owner}"] = share.bytes - ground.mine_later
+            pool = idle
+        if ground.allowed_later:
+            chosen = _whom_under_cap(need, pool, host_bytes, ground, candidate, enough)
+        else:
+            chosen = _whom(need, pool, host_bytes, enough)
+        if chosen is not None:
+            yield Way(candidate, chosen)
+    if could_split(request.placement):
+        out = drained(book, world)
+        limits = {device.id: limit_of(book, world, device.id) for device in world.devices
+                  if not device.is_host and device.id not in out}
+        for candidate, leaving in ways_over_several(request, ground, idle, host_bytes, limits):
+            yield Way(candidate, leaving)
+
+
+def _whom(need: Mapping[str, int], idle: list[Lease], host_bytes: int, enough: Enough) -> tuple[Lease, ...] | None:
     """The victims; where the host cannot take in all that exist nowhere else, such as it can."""
-    chosen = first_enough(need, idle)
+    chosen = enough(need, idle)
     if chosen is None or _precious_bytes(chosen) <= host_bytes:
         return chosen
     useful = [lease for lease in idle if not lease.droppable
               and (f"owner:{lease.owner}" in need or any(share.device in need for share in lease.shares))]
     fitting = that_fit(useful, host_bytes)
-    return first_enough(need, [lease for lease in idle if lease.droppable or lease in fitting])
+    return enough(need, [lease for lease in idle if lease.droppable or lease in fitting])
 
 
-def _whom_under_cap(book: Book, need: Mapping[str, int], idle: list[Lease], host_bytes: int, ground: Ground,
-                    candidate: Candidate, world: World) -> tuple[Lease, ...] | None:
+def _whom_under_cap(need: Mapping[str, int], idle: list[Lease], host_bytes: int, ground: Ground,
+                    candidate: Candidate, enough: Enough) -> tuple[Lease, ...] | None:
     """The victims, where the operator's cap may ask for the user's own to leave first, in whichever process they lie."""
-    assert world.rules.cap is not None
-    ours = caps.owners_of(book, world.rules.cap.user)
+    ours = ground.ours
     over = {share.device: share.bytes - ground.allowed_later.get(share.device, share.bytes)
             for share in candidate.shares}
-    first = _whom(over, [lease for lease in idle if lease.owner in ours], host_bytes)
+    first = _whom(over, [lease for lease in idle if lease.owner in ours], host_bytes, enough)
     if not first:
-        return None if first is None else _whom(need, idle, host_bytes)
+        return None if first is None else _whom(need, idle, host_bytes, enough)
     rest = dict(need)
     for lease in first:
         for share in lease.shares:
@@ -171,23 +198,26 @@ def _whom_under_cap(book: Book, need: Mapping[str, int], idle: list[Lease], host
                 rest[share.device] -= share.bytes
         if f"owner:{lease.owner}" in rest:
             rest[f"owner:{lease.owner}"] -= lease.bytes
-    others = _whom(rest, [lease for lease in idle if lease not in first], host_bytes - _precious_bytes(first))
+    others = _whom(rest, [lease for lease in idle if lease not in first], host_bytes - _precious_bytes(first), enough)
     return None if others is None else tuple(lease for lease in idle if lease in first or lease in others)
 
 
-def _precious_bytes(leases: tuple[Lease, ...]) -> int:
+def _precious_bytes(leases: Iterable[Lease]) -> int:
     """Bytes that exist nowhere else, and so need room in host memory."""
-    return sum([lease.bytes for lease in leases if not lease.droppable])
+    return sum([lease.own_bytes for lease in leases if not lease.droppable])
 
 
 def make_room(book: Book, request: Request, world: World, ground: Ground, way: Way) -> tuple[Book, Wait]:
     """Wait, while our own victims leave (as steps, now) and others' owners are asked on the ticket."""
-    name, size, card = request.lease.name, request.footprint.bytes, way.candidate.shares[0].device
-    head = f"{name} needs {show_bytes(size)}; {card} has {show_bytes(max(0, ground.now[card]))} free."
+    name, size = request.lease.name, request.footprint.bytes
+    cards = [share.device for share in way.candidate.shares]
+    at = where(way.candidate.shares)
+    free = sum(max(0, ground.now[card]) for card in cards)
+    head = f"{name} needs {show_bytes(size)}; {at} {'has' if len(cards) == 1 else 'have'} {show_bytes(free)} free."
     if not way.leaving:
-        if card in ground.leaving:
-            return book, Wait(f"{head} {ground.leaving[card]} is stepping aside.")
-        if ended := next((ghost for ghost in book.ghosts if ghost.device == card), None):
+        if going := next((ground.leaving[card] for card in cards if card in ground.leaving), None):
+            return book, Wait(f"{head} {going} is stepping aside.")
+        if ended := next((ghost for ghost in book.ghosts if ghost.device in cards), None):
             return book, Wait(f"{head} Its driver has yet to free what pid {ended.pid} held, which has ended.",
                               retry_at=world.now + LOOK_AGAIN_SECONDS)
         return book, Wait(f"{head} The next measurement will show what has just left.", retry_at=world.now + 1.0)
@@ -203,7 +233,7 @@ def make_room(book: Book, request: Request, world: World, ground: Ground, way: W
 
     for lease in way.warm:
         if lease.owner == request.lease.owner:
-            go(lease, Drop(lease.id, lease.shares, f"The warm pool is full; {name} is to come to {card}."))
+            go(lease, Drop(lease.id, lease.shares, f"The warm pool is full; {name} is to come to {at}."))
             told.append(f"{lease.name} leaves the warm pool for good.")
         else:
             asked.append(lease.id)
@@ -211,9 +241,9 @@ def make_room(book: Book, request: Request, world: World, ground: Ground, way: W
     for lease in sorted(way.leaving, key=lambda lease: lease.droppable):  # first those that need host memory
         idle = show_seconds(lease.idle_seconds(world.now))
         exit = way_out(lease, host_room, world,
-                       because=f"{name} needs {show_bytes(size)} on {card}; {lease.name} was idle for {idle}.")
+                       because=f"{name} needs {show_bytes(size)} on {at}; {lease.name} was idle for {idle}.")
         if isinstance(exit, Move):
-            host_room -= lease.bytes
+            host_room -= lease.own_bytes
         if lease.owner != request.lease.owner:
             asked.append(lease.id)
             who = f"{lease.name} ({show_bytes(lease.bytes)}, idle {idle}) of {_owner(book, lease)}"
@@ -225,14 +255,13 @@ def make_room(book: Book, request: Request, world: World, ground: Ground, way: W
             go(lease, exit)
             to = "host" if isinstance(exit, Move) else "disk"
             told.append(f"{lease.name} ({show_bytes(lease.bytes)}, idle {idle}) steps aside to {to}.")
-    return book, Wait(" ".join([head, *told]), tuple(steps), tuple(asked), considered=(_with_cost(way),),
+    return book, Wait(" ".join([head, *told]), tuple(steps), tuple(asked), considered=tuple([_with_cost(one) for one in (way, *way.others)]),
                       silent=tuple(id for id in asked if id in ground.silent))
 
 
 def _with_cost(way: Way) -> Candidate:
     c = way.candidate
-    return Candidate(c.shares, c.fits, c.because, tuple(lease.id for lease in way.leaving),
-                     sum(lease.restore_seconds or lease.reload_seconds for lease in way.leaving))
+    return Candidate(c.shares, c.fits, c.because, tuple([lease.id for lease in way.leaving]), way.seconds, c.filled)
 
 
 def _owner(book: Book, lease: Lease) -> str:

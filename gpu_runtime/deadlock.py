@@ -44,11 +44,20 @@ def _bytes_that_stay(book: Book, waiting: Iterable[Ticket]) -> dict[str, int]:
 
 
 def _fits(ticket: Ticket, limits: dict[str, int], stays: dict[str, int]) -> bool:
-    """Whether the need fits beside what stays: where the ticket says, or on any other card that would do."""
-    if len(ticket.need) == 1:
-        size = ticket.need[0].bytes
-        return any(size <= limits[card] - stays.get(card, 0) for card in _places(ticket, limits))
-    return all(share.bytes <= limits.get(share.device, 0) - stays.get(share.device, 0) for share in ticket.need)
+    """Whether the need fits beside what stays, on any cards that would do.
+
+    A ticket knows neither margin nor pieces, so of a divided need this may be a little too hopeful: then it waits.
+    """
+    size = sum(share.bytes for share in ticket.need)
+    left = [max(0, limits[card] - stays.get(card, 0)) for card in _places(ticket, limits)]
+    if len(ticket.need) < 2 or not left:
+        return size <= max(left, default=0)
+    if ticket.layout == "whole":
+        left = [limits[card] if not stays.get(card, 0) else 0 for card in _places(ticket, limits)]
+    if ticket.layout == "balanced":
+        left.sort(reverse=True)
+        return any(size <= count * most for count, most in enumerate(left, 1))
+    return size <= sum(left)
 
 
 def _places(ticket: Ticket, limits: Iterable[str]) -> list[str]:

@@ -70,7 +70,7 @@ def vacate(book: Book, owner: str, world: World, key: str) -> tuple[Book, tuple[
         if step is None:
             continue
         if isinstance(step, Move):
-            host_room -= lease.bytes
+            host_room -= lease.own_bytes
         book = leave(book, step, key)
         steps.append(step)
     return book, tuple(steps)

@@ -199,6 +199,7 @@ class Lease(Value):
     key: str = ""  # of the decision that set it moving: a decision made twice is recognised by it
     shares: Shares = ()
     target: Shares = ()
+    filled: Shares = ()  # where its own bytes lie, or will, if it claims more than them (whole cards); empty: all of it
     phase: Phase = Phase.SETTLED
     kind: str = "model"  # or "block": bytes for code, never moved, gone at the end of the block
     importance: int = NORMAL
@@ -226,6 +227,11 @@ class Lease(Value):
     @property
     def bytes(self) -> int:
         return sum(share.bytes for share in (self.shares or self.target))
+
+    @property
+    def own_bytes(self) -> int:
+        """What it is itself, where it claims more: the bytes that move when it moves."""
+        return sum(share.bytes for share in self.filled) if self.filled else self.bytes
 
     @property
     def on_host(self) -> bool:
@@ -288,6 +294,7 @@ class Ticket(Value):
     importance: int = NORMAL
     need: Shares = ()  # the room it waits for, on the likeliest card
     places: tuple[str, ...] = ()  # cards that would do as well; empty: any
+    layout: str = ""  # how the need may be divided otherwise among these places; empty: it is for one card
     recalls: tuple[str, ...] = ()  # lease ids asked to step aside for it
     recalled_since: float = 0.0  # since when just these are asked
     held: tuple[str, ...] = ()  # lease ids that the asking thread itself pins
@@ -331,6 +338,7 @@ class Event(Value):
     device: str = ""
     owner: str = ""
     by: str = ""  # who asked, where that is somebody else
+    shares: Shares = ()  # what lay where, if that was on several devices; `device` is the first of them
 
     def __str__(self) -> str:
         return f"{self.model} {self.action}: {self.because}"
@@ -507,6 +515,7 @@ class Candidate(Value):
     because: str
     victims: tuple[str, ...] = ()
     cost_seconds: float = 0.0  # of reloading whom it displaces
+    filled: Shares = ()  # where its own bytes would lie, if the shares are more than them
 
 
 class Request(Value):

@@ -42,11 +42,12 @@ def way_out(lease: Lease, host_room: int, world: World, *, drop: bool = False, b
 
     None where neither is possible: weights that exist nowhere else are never dropped.
     """
-    moves = can_move(lease, world) and lease.bytes <= host_room and not lease.on_host
+    size = lease.own_bytes
+    moves = can_move(lease, world) and size <= host_room and not lease.on_host
     if lease.droppable and (drop or not moves):
         return Drop(lease.id, lease.shares, because, reason)
     if moves:
-        return Move(lease.id, lease.shares, (Share(HOST, lease.bytes),), because, reason)
+        return Move(lease.id, lease.shares, (Share(HOST, size),), because, reason)
     return None
 
 
@@ -63,7 +64,7 @@ def never_leaves(lease: Lease, world: World, *, held: Sequence[str] = ()) -> str
         return ""  # it ends with its cell
     if lease.keep:
         return "is kept on the device (unpin it to let it go)"
-    if not lease.droppable and not (can_move(lease, world) and lease.bytes <= world.limits.get(HOST, 0)):
+    if not lease.droppable and not (can_move(lease, world) and lease.own_bytes <= world.limits.get(HOST, 0)):
         return "exists nowhere else, and the host has no room for it"
     return ""
 
@@ -104,13 +105,13 @@ def warm_that_go(book: Book, shortage: int, world: World, rank: Policy, *, asker
 
 def that_fit(leases: Iterable[Lease], host_bytes: int) -> tuple[Lease, ...]:
     """Those of them that together fill the host best without passing `host_bytes`."""
-    small = sorted((lease for lease in leases if lease.bytes <= host_bytes), key=lambda lease: -lease.bytes)
-    if sum(lease.bytes for lease in small) <= host_bytes:
+    small = sorted((lease for lease in leases if lease.own_bytes <= host_bytes), key=lambda lease: -lease.own_bytes)
+    if sum(lease.own_bytes for lease in small) <= host_bytes:
         return tuple(small)
     fillings: dict[int, tuple[Lease, ...]] = {0: ()}
     for place, lease in enumerate(small):
-        with_it = {size + lease.bytes: (*chosen, lease) for size, chosen in fillings.items()
-                   if size + lease.bytes <= host_bytes}
+        own = lease.own_bytes
+        with_it = {size + own: (*chosen, lease) for size, chosen in fillings.items() if size + own <= host_bytes}
         if place < MOST_TRIED:
             fillings = {**with_it, **fillings}
         elif max(with_it, default=0) > max(fillings):

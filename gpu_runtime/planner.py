@@ -41,13 +41,15 @@ from .facts import (
     Verdict,
     Wait,
     World,
+    where,
 )
-from .hopeless import hopeless, hopeless_cards
+from .hopeless import at_best, hopeless, hopeless_cards
 from .leaving import leave, may_leave, undone, way_out
 from .placement import place
 from .pressure import sample_of
 from .queueing import aged, queue
-from .room import room
+from .room import limit_of, room
+from .splitting import could_split, one_card_may_do, split
 from .units import show_bytes, show_seconds
 
 __all__ = ["admit", "aged", "deadlocked", "leave", "may_leave", "plan", "queue", "room", "way_out"]
@@ -89,30 +91,35 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
         return _line_up(book, request, world, Wait(f"{lease.name} is {going}"), ())
 
     if lease:  # it lies in host memory: what it needs was measured there
-        request = replace(request, footprint=Footprint.of(lease.bytes, "measured"))
+        measured = Footprint.of(lease.bytes, "measured")
+        request = replace(request, footprint=replace(request.footprint, parts=measured.parts))
 
     # 3. hopeless, or beyond the operator's caps
     out = drained(book, world)
     never = {**drained_cards(request, world, out), **caps.capped_cards(book, request, world),
              **hopeless_cards(book, request, world)}
+    request = _with_layout(request, world, never)
     if refusal := caps.refusal(book, request, world) or hopeless(book, request, world, never):
         return _refuse(book, request, world, refusal)
 
     # 4. fits in what is free
     ground = Ground.of(book, request, world)
-    candidates = _placed(request, ground.free(), out)
-    possible = _not_on(never, candidates)
+    candidates = _candidates(book, request, world, ground, out)
+    possible = tuple([c for c in candidates if len(c.shares) > 1 or c.shares[0].device not in never])
     in_sight = _not_on(ground.blind, possible)
     if in_sight and in_sight[0].fits:
         return _grant(book, request, world, in_sight[0], candidates)
 
     # 5. fits once idle leases have left (and nobody leaves for whom the page has no room to wait)
     if not _full(book, request) and not _twin(ground, request):
-        if way := cheapest_way(book, request, world, rank, ground, in_sight):
+        alone = tuple([candidate for candidate in in_sight if len(candidate.shares) == 1])
+        if way := cheapest_way(book, request, world, rank, ground, alone):
             emptier, wait = make_room(book, request, world, ground, way)
             return _line_up(emptier, request, world, wait, way.candidate.shares)
 
     # 6. deadlocked
+    if not possible:  # only several cards together can hold it
+        possible = candidates = (*_at_best(book, request, world), *candidates)
     wait = replace(_what_stands_in_the_way(book, request, world, ground, possible), considered=candidates)
     queued, verdict = _line_up(book, request, world, wait, () if _twin(ground, request) else possible[0].shares)
     if isinstance(verdict, Wait) and request.wait and (cycle := deadlocked(queued, world)):
@@ -159,7 +166,7 @@ def _obedience(book: Book, asked: Iterable[str], world: World) -> list[Step]:
     for lease in sorted(filter(None, map(book.find, asked)), key=lambda lease: lease.droppable):
         step = way_out(lease, host_room, world)
         if isinstance(step, Move):
-            host_room -= lease.bytes
+            host_room -= lease.own_bytes
         if step:
             steps.append(step)
     return steps
@@ -176,13 +183,44 @@ def _as_if_measured(book: Book, step: Step, world: World) -> World:
     return replace(world, samples=samples)
 
 
-def _placed(request: Request, free: dict[str, int], out: Mapping[str, str]) -> tuple[Candidate, ...]:
-    """Where the request may go, the best first; drained cards stand last, and say so."""
-    found = place(request.footprint, {id: size for id, size in free.items() if id not in out} if out else free,
-                  request.placement)
-    allowed = request.placement.devices
-    return (*found, *(Candidate((Share(id, request.footprint.bytes),), False, because)
-                      for id, because in out.items() if not allowed or id in allowed))
+def _with_layout(request: Request, world: World, never: Container[str]) -> Request:
+    """The request with `auto` decided: one card, where there is one that could ever hold it, else a division."""
+    rules = request.placement
+    if rules.layout != "auto":
+        return request
+    alone = one_card_may_do(rules) and any(card.id not in never for card in world.devices if not card.is_host
+                                           and (not rules.devices or card.id in rules.devices))
+    return replace(request, placement=replace(rules, layout="single" if alone else "proportional"))
+
+
+def _candidates(book: Book, request: Request, world: World, ground: Ground,
+                out: Mapping[str, str]) -> tuple[Candidate, ...]:
+    """Where it may go as things stand, the best first; drained cards stand last, and say so."""
+    rules, free = request.placement, ground.free()
+    if out:
+        free = {device: size for device, size in free.items() if device not in out}
+    drained_ = tuple([Candidate((Share(id, request.footprint.bytes),), False, because) for id, because in out.items()
+                      if not rules.devices or id in rules.devices])
+    if rules.layout == "single" and not rules.factor:  # a card alone, and no more of it than is needed
+        return place(request.footprint, free, rules) + drained_
+    limits = {device: limit_of(book, world, device) for device in free}
+    found = place(request.footprint, free, rules, limits)
+    if ground.blind or ground.mine is not None:  # a sum of what each card may give
+        alone = tuple([c for c in found if len(c.shares) == 1])
+        seen = {device: size for device, size in free.items() if device not in ground.blind}
+        several = () if alone and alone[0].fits or not could_split(rules) else tuple(
+            [c for c in split(request.footprint, seen, rules, limits)
+             if ground.mine is None or sum(share.bytes for share in c.shares) <= ground.mine])
+        found = several + alone
+    return found + drained_
+
+
+def _at_best(book: Book, request: Request, world: World) -> tuple[Candidate, ...]:
+    """The division that it waits for, where none can be had now."""
+    found = at_best(book, request, world)
+    if isinstance(found, Refuse):
+        return ()
+    return (replace(found, fits=False, because=f"{where(found.shares)} have too little free"),)
 
 
 def _not_on(cards: Container[str], candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
@@ -192,9 +230,10 @@ def _not_on(cards: Container[str], candidates: tuple[Candidate, ...]) -> tuple[C
 # -- the answers --------------------------------------------------------------------------------------------------
 
 def _arrival(lease: Lease, because: str = "granted before") -> Step:
+    going = lease.filled or lease.target  # a whole card is claimed, and what is loaded is the model
     if lease.shares:
-        return Move(lease.id, lease.shares, lease.target, because)
-    return Load(lease.id, lease.target, because)
+        return Move(lease.id, lease.shares, going, because)
+    return Load(lease.id, going, because)
 
 
 def _grant(book: Book, request: Request, world: World, chosen: Candidate,
@@ -203,7 +242,7 @@ def _grant(book: Book, request: Request, world: World, chosen: Candidate,
     old = book.lease(wanted.owner, wanted.name)
     if old is None and _full(book, request):
         return _refuse(book, request, world, _no_place(request))
-    lease = replace(old or wanted, key=request.key, target=chosen.shares, phase=Phase.ARRIVING, pins=1,
+    lease = replace(old or wanted, key=request.key, target=chosen.shares, filled=chosen.filled, phase=Phase.ARRIVING, pins=1,
                     pinned_since=world.now, last_used=world.now, importance=wanted.importance,
                     keep_alive=wanted.keep_alive)
     because = f"{lease.name} needs {show_bytes(request.footprint.bytes)}; {chosen.because}."
@@ -246,6 +285,7 @@ def _line_up(book: Book, request: Request, world: World, wait: Wait, need: Share
     ticket = Ticket(
         key=request.key, owner=request.lease.owner, verb="use", name=request.lease.name, arrived=request.arrived,
         refreshed=world.now, importance=request.lease.importance, need=need, places=request.placement.devices,
+        layout=request.placement.layout if len(need) > 1 else "",
         recalls=wait.asked, recalled_since=asked_since if wait.asked else 0.0, held=request.held, blocked_since=since, because="" if wait.steps else wait.because)
     if ticket.because and not (old and old.because):  # while room is being made there is nothing to tell yet
         book = note(book, world, request.lease, "waiting", "request", wait.because, size=request.footprint.bytes)
@@ -266,7 +306,8 @@ def _what_stands_in_the_way(book: Book, request: Request, world: World, ground: 
     ahead = len(ground.elders)
     if _twin(ground, request):
         return Wait(f"{request.lease.name} is waited for by another thread of this process already", ahead=ahead)
-    wanted, cards = request.lease, [candidate.shares[0].device for candidate in candidates]
+    wanted, cards = request.lease, [share.device for candidate in candidates for share in candidate.shares]
+    nearest = {share.device: share.bytes for share in candidates[0].shares}
     card = cards[0]
     over_own_limit = ground.mine is not None and ground.mine < request.footprint.bytes
     blockers, told, retry, leased = [], [], [], False  # leased: some lease of ours is what stands in the way
@@ -275,7 +316,7 @@ def _what_stands_in_the_way(book: Book, request: Request, world: World, ground: 
         why = may_leave(lease, world, asker=wanted.owner, importance=wanted.importance)
         if why in ("just used", "kept alive") and on.intersection(cards):
             retry.append(lease.last_used + _quiet_seconds(lease, wanted, world))
-        if card in on or (over_own_limit and lease.owner == wanted.owner and lease.on_device):
+        if on.intersection(nearest) or (over_own_limit and lease.owner == wanted.owner and lease.on_device):
             if why in ("in use", "a block of code") or lease.phase is Phase.ARRIVING:
                 blockers.append(lease.id)
             leased = leased or bool(why) or not lease.droppable
@@ -283,10 +324,10 @@ def _what_stands_in_the_way(book: Book, request: Request, world: World, ground: 
                         + _in_words(book, lease, why, wanted, world, ground))
     if not told and ahead:
         told.append(f"{ahead} request{'s come' if ahead > 1 else ' comes'} first")
-    if card in ground.blind:
-        told, retry = [ground.blind[card]], [*retry, world.now + LOOK_SECONDS]
+    if unseen := [ground.blind[card] for card in nearest if card in ground.blind]:
+        told, retry = unseen, [*retry, world.now + LOOK_SECONDS]
     elif not leased and not ahead:
-        told, retry = [*told, _strangers(card, ground, request)], [*retry, world.now + LOOK_SECONDS]
+        told, retry = [*told, _strangers(candidates[0].shares, ground)], [*retry, world.now + LOOK_SECONDS]
     return Wait("; ".join(told), blockers=tuple(blockers), ahead=ahead, retry_at=min(retry, default=None))
 
 
@@ -325,9 +366,11 @@ def _by(book: Book, lease: Lease, asker: str, world: World) -> str:
     return who + since
 
 
-def _strangers(card: str, ground: Ground, request: Request) -> str:
-    return (f"{card} has {show_bytes(max(0, ground.now.get(card, 0)))} free as measured, "
-            f"{show_bytes(request.footprint.bytes)} are needed; memory outside our leases is in the way")
+def _strangers(shares: Shares, ground: Ground) -> str:
+    has = "has" if len(shares) == 1 else "have"
+    free = sum(max(0, ground.now.get(share.device, 0)) for share in shares)
+    return (f"{where(shares)} {has} {show_bytes(free)} free as measured, "
+            f"{show_bytes(sum(share.bytes for share in shares))} are needed; memory outside our leases is in the way")
 
 
 def _names(ids: Iterable[str]) -> str:

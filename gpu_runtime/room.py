@@ -5,7 +5,7 @@ spend it first is `queueing.py`'s to say.
 """
 from __future__ import annotations
 
-from .facts import HOST, Book, Phase, World
+from .facts import HOST, Book, Phase, Share, World
 from .pressure import sample_of
 from .units import show_seconds
 
@@ -90,8 +90,10 @@ def freed_since(book: Book, world: World) -> dict[str, int]:
         if sample is None:
             continue
         sampled_wall = world.wall - (world.now - sample.taken_at)
-        freed[device.id] = sum(event.bytes for event in book.events if event.device == device.id
-                               and event.action in FREEING and event.wall >= sampled_wall)
+        freed[device.id] = sum(share.bytes for event in book.events
+                               if event.action in FREEING and event.wall >= sampled_wall
+                               for share in event.shares or (Share(event.device, event.bytes),)
+                               if share.device == device.id)
     for ghost in book.ghosts:
         freed[ghost.device] = freed.get(ghost.device, 0) + ghost.bytes
     return freed

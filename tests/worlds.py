@@ -106,14 +106,16 @@ def world(*, now: float = NOW, total: dict[str, str | float] | None = None,
 
 
 def request(name: str, gib: str | float = 1, *, by: int = 1, key: str = "", arrived: float = NOW,
-            devices: tuple[str, ...] = (), policy: str = "best-fit", held: tuple[str, ...] = (), wait: bool = True,
-            **fields: Any) -> Request:
-    """Somebody wants a model of that many GiB on a device."""
+            devices: tuple[str, ...] = (), policy: str = "best-fit", layout: str = "single",
+            rules: dict[str, Any] | None = None, heads: int = 0, pieces: tuple[int, ...] = (),
+            held: tuple[str, ...] = (), wait: bool = True, **fields: Any) -> Request:
+    """Somebody wants a model of that many GiB on a device; with another `layout`, on several."""
     if isinstance(fields.get("importance"), str):
         fields["importance"] = IMPORTANCE[fields["importance"]]
     wanted = Lease(owner(by).id, name, **fields)
-    return Request(key or f"{by}:{name}", wanted, Footprint.of(size(gib)), arrived,
-                   PlacementRules(devices, policy=policy), held, wait)
+    footprint = replace(Footprint.of(size(gib)), heads=heads, pieces=pieces)
+    return Request(key or f"{by}:{name}", wanted, footprint, arrived,
+                   PlacementRules(devices, layout, policy, **(rules or {})), held, wait)
 
 
 def ticket(name: str, *, by: int = 1, key: str = "", arrived: float = NOW - 10, refreshed: float = NOW,

@@ -14,15 +14,17 @@ from msgspec.structs import replace
 from gpu_runtime import bookkeeping as books
 from gpu_runtime.asks import obey, relieve
 from gpu_runtime.facts import (
-    HOST, IMPORTANCE, Book, Drop, Grant, Lease, Load, Move, Phase, Refuse, Request, Share, Wait, World, overdrafts,
+    HOST, IMPORTANCE, Book, Drop, Footprint, Grant, Lease, Load, Move, Phase, Refuse, Request, Share, Wait, World, overdrafts,
 )
 from gpu_runtime.ledgers import refuse_unlawful
+from gpu_runtime.placement import PLACEMENTS, place
 from gpu_runtime.planner import admit, plan, room
 from gpu_runtime.policy import cost_aware, lru
 from gpu_runtime.pressure import level, pressure
 from tests.worlds import NOW, book, lease, owner, replayed, request, ticket, world
 
-PLACES = ("sim0", "sim1", "host")
+PLACES = ("sim0", "sim1", "sim2", "host")
+CARDS = ("sim:0", "sim:1", "sim:2")
 B = 2**-30  # one byte, in the builders' GiB
 
 
@@ -34,11 +36,16 @@ def leases(draw: Any, quiet: bool = False) -> list[Lease]:
         phase = Phase.SETTLED if quiet else draw(st.sampled_from([Phase.SETTLED] * 4 + [Phase.ARRIVING, Phase.LEAVING]))
         place, size = draw(st.sampled_from(PLACES)), draw(st.integers(1, 9)) * B
         fields: dict[str, Any] = {place: size, "droppable": draw(st.booleans())}
+        if place != "host" and draw(st.sampled_from([False, False, True])):  # over two cards, or all three
+            fields |= {card: draw(st.integers(1, 5)) * B for card in draw(st.sampled_from([PLACES[:2], PLACES[1:3],
+                                                                                           PLACES[:3]]))}
         if phase is Phase.ARRIVING:
             fields = {"host": size} if draw(st.booleans()) else {}
-            fields |= dict(target=(Share("sim:0", round(size / B)),), pins=1, droppable=bool(fields))
+            to = draw(st.sampled_from([("sim:0",), ("sim:0",), ("sim:0", "sim:2")]))
+            fields |= dict(target=tuple(Share(card, round(size / B)) for card in to), pins=1, droppable=bool(fields))
         elif phase is Phase.LEAVING:
-            fields |= dict(target=(Share(HOST, round(size / B)),) if place != "host" and draw(st.booleans()) else ())
+            total = sum(round(fields[card] / B) for card in PLACES[:3] if card in fields)
+            fields |= dict(target=(Share(HOST, total),) if place != "host" and draw(st.booleans()) else ())
         elif not quiet:
             fields |= dict(pins=0 if place == "host" else draw(st.sampled_from([0, 0, 0, 1])),
                            keep=draw(st.sampled_from([False, False, True])),
@@ -55,14 +62,17 @@ def leases(draw: Any, quiet: bool = False) -> list[Lease]:
 def tickets(draw: Any) -> list[Any]:
     return [ticket(f"t{n}", by=draw(st.integers(2, 3)), arrived=NOW - draw(st.integers(0, 200)),
                    refreshed=NOW - draw(st.sampled_from([0, 1, 3])), importance=draw(st.sampled_from([5, 10, 20])),
-                   blocked_since=draw(st.sampled_from([0.0, NOW - 5, NOW - 50])), **{
-                       draw(st.sampled_from(["sim0", "sim1"])): draw(st.integers(1, 9)) * B})
+                   blocked_since=draw(st.sampled_from([0.0, NOW - 5, NOW - 50])),
+                   layout=draw(st.sampled_from(["balanced", "proportional"])), **{
+                       card: draw(st.integers(1, 9)) * B for card in draw(st.sampled_from([
+                           ("sim0",), ("sim1",), ("sim0", "sim2")]))})
             for n in range(draw(st.integers(0, 2)))]
 
 
 @st.composite
 def worlds(draw: Any) -> World:
     return world(sim0=draw(st.integers(4, 16)) * B, sim1=draw(st.integers(4, 16)) * B,
+                 sim2=draw(st.sampled_from([0, 4, 9, 12])) * B,
                  host=draw(st.integers(0, 20)) * B, offload=draw(st.sampled_from([True, True, False])),
                  limit_bytes=draw(st.sampled_from([None, None, 12])), relief=draw(st.sampled_from(["auto", "always"])))
 
@@ -71,9 +81,17 @@ def worlds(draw: Any) -> World:
 def requests(draw: Any, page: Book) -> Request:
     held = [lease.id for lease in page.leases() if lease.pins and lease.owner == owner(1).id and draw(st.booleans())]
     name = draw(st.sampled_from(["new", *(lease.name for lease in page.leases())]))
-    return request(name, draw(st.integers(1, 16)) * B, held=tuple(held), arrived=NOW - draw(st.integers(0, 100)),
-                   importance=draw(st.sampled_from([1, 5, 10, 20, 30])),
-                   devices=draw(st.sampled_from([(), (), ("sim:0",)])))
+    layout = draw(st.sampled_from(["single", "single", "auto", "balanced", "proportional", "whole"]))
+    size = draw(st.integers(1, 16 if layout == "single" else 36))
+    pieces = draw(st.sampled_from([(), (), (1,) * size, (3,) * (size // 3) + (size % 3,) * bool(size % 3)]))
+    rules = {"margin_bytes": draw(st.sampled_from([0, 0, 1])), "overhead": draw(st.sampled_from([0.0, 0.0, 0.1])),
+             "most_cards": draw(st.sampled_from([0, 0, 2])), "least_cards": draw(st.sampled_from([1, 1, 2])),
+             "factor": draw(st.sampled_from([0.0, 0.0, 3.0])),
+             "card_bytes": draw(st.sampled_from([{}, {}, {"sim:0": 7, "sim:1": 4, "sim:2": 9}]))}
+    return request(name, size * B, held=tuple(held), arrived=NOW - draw(st.integers(0, 100)),
+                   importance=draw(st.sampled_from([1, 5, 10, 20, 30])), layout=layout, pieces=pieces,
+                   heads=draw(st.sampled_from([0, 8, 12])), policy=draw(st.sampled_from(PLACEMENTS)),
+                   devices=draw(st.sampled_from([(), (), ("sim:0",), ("sim:0", "sim:2")])), rules=rules)
 
 
 @st.composite
@@ -123,7 +141,8 @@ def test_3_bytes_are_conserved(situation):
     steps = verdict.steps if isinstance(verdict, (Grant, Wait)) else ()
     again = any(step.because in ("granted before", "This was decided before.") for step in steps)
     for step in () if again else steps:
-        for share in getattr(step, "shares", ()):
+        claimed = verdict.lease.target if isinstance(verdict, Grant) else getattr(step, "shares", ())
+        for share in claimed:
             before[share.device] = before.get(share.device, 0) + share.bytes
     assert now == before
     for lease_ in list(after.leases()):
@@ -174,21 +193,27 @@ def test_7_a_refusal_evicts_nothing(situation):
 
 @given(situations(quiet=True))
 def test_7_what_is_refused_could_not_be_served_by_any_set_of_victims(situation):
-    """Exhaustively: on each card, every set of leases that the host can take in or that may be dropped."""
+    """Exhaustively: every set of leases that the host can take in or that may be dropped, and every layout allowed."""
     page, wanted, there = situation
     after, verdict = decide(situation)
     wanted_lease = page.lease(wanted.lease.owner, wanted.lease.name)
-    need = wanted_lease.bytes if wanted_lease else wanted.footprint.bytes
+    footprint = wanted.footprint
+    if wanted_lease:
+        footprint = replace(footprint, parts=Footprint.of(wanted_lease.bytes).parts)
+    layouts = ("single", "proportional") if wanted.placement.layout == "auto" else (wanted.placement.layout,)
     possible = False
     host_stays = sum(m.bytes for m in page.leases() if m.on_host and not m.droppable)
-    for card in wanted.placement.devices or ("sim:0", "sim:1"):
-        on = [m for m in page.leases() if m.where == card]
-        for count in range(len(on) + 1):
-            for gone in itertools.combinations(on, count):
-                must_move = sum(m.bytes for m in gone if not m.droppable)
-                fits = sum(m.bytes for m in on if m not in gone) + need <= there.limits[card]
-                movable = all(m.droppable or there.rules.offload for m in gone)
-                possible |= fits and movable and must_move + host_stays <= there.limits[HOST]
+    on = [m for m in page.leases() if m.on_device]
+    limits = {card: there.limits[card] for card in CARDS}
+    for count in range(len(on) + 1):
+        for gone in itertools.combinations(on, count):
+            must_move = sum(m.bytes for m in gone if not m.droppable)
+            if must_move and not there.rules.offload or must_move + host_stays > there.limits[HOST]:
+                continue
+            left = {card: limit - sum(s.bytes for m in on if m not in gone for s in m.shares if s.device == card)
+                    for card, limit in limits.items()}
+            possible |= any(c.fits for layout in layouts
+                            for c in place(footprint, left, replace(wanted.placement, layout=layout), limits))
     if isinstance(verdict, Refuse) and verdict.kind != "limit":
         assert not possible
     if not possible and not (wanted_lease and wanted_lease.on_device):
