@@ -12,7 +12,7 @@ from . import caps
 from .drains import drained
 from .facts import HOST, Book, Candidate, Device, Lease, Refuse, Request, Share, World, where
 from .leaving import never_leaves, that_fit
-from .placement import claim
+from .placement import claim, place
 from .room import limit_of
 from .splitting import could_split, one_card_may_do, split
 from .units import show_bytes
@@ -163,6 +163,22 @@ def _refusal(card: Device, limit: int, size: int, request: Request, all_stuck: S
                   holders=tuple(lease.id for lease, _ in stuck))
 
 
+def _beside_what_remains(book: Book, request: Request, world: World, left: int, mine: list[Lease]) -> bool:
+    """Whether it fits on the cards and into what is left of the own limit, whatever the host has no room for."""
+    stuck = _stuck(book, request, world)
+    choices = _what_may_remain(stuck)
+    if choices == [()]:
+        return True
+    limits = {card: limit_of(book, world, card) for card in _cards(request, world)}
+    for remain in choices:
+        room = {card: limit - _stuck_on(card, stuck, remain) for card, limit in limits.items()}
+        ours = sum(share.bytes for lease in remain if lease in mine for share in lease.shares if share.device != HOST)
+        if any(found.fits and sum(share.bytes for share in found.shares) <= left - ours
+               for found in place(request.footprint, room, request.placement, limits)):
+            return True
+    return False
+
+
 def _kind(stuck: list[Lease], request: Request) -> str:
     """What may be done about it goes by this: leave a block, unpin, or find the host more room."""
     if any(lease.id in request.held for lease in stuck):
@@ -191,10 +207,10 @@ def _past_own_limit(book: Book, request: Request, world: World, size: int) -> Re
     if limit is None or request.lease.kind != "model":
         return None
     section = book.sections.get(request.lease.owner)
-    stays = sum(share.bytes for lease in (section.leases if section else ())
-                if lease.kind == "model" and (lease.pins or lease.keep or never_leaves(lease, world))
+    mine = [lease for lease in (section.leases if section else ()) if lease.kind == "model"]
+    stays = sum(share.bytes for lease in mine if lease.pins or lease.keep or never_leaves(lease, world)
                 for share in lease.claims() if share.device != HOST)
-    if stays + size <= limit:
+    if stays + size <= limit and _beside_what_remains(book, request, world, limit - stays, mine):
         return None
     return Refuse(
         f"Loading '{request.lease.name}' ({size / GB:.1f}GB) would exceed memory limit "

@@ -200,7 +200,8 @@ def test_7_what_is_refused_could_not_be_served_by_any_set_of_victims(situation):
     footprint = wanted.footprint
     if wanted_lease:
         footprint = replace(footprint, parts=Footprint.of(wanted_lease.bytes).parts)
-    layouts = ("single", "proportional") if wanted.placement.layout == "auto" else (wanted.placement.layout,)
+    rules = wanted.placement
+    layouts = (rules.layout,) if rules.layout != "auto" else ("single", "proportional")[rules.least_cards > 1:]
     possible = False
     host_stays = sum(m.bytes for m in page.leases() if m.on_host and not m.droppable)
     on = [m for m in page.leases() if m.on_device]

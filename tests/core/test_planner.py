@@ -436,6 +436,14 @@ def test_past_the_own_limit_is_refused_in_the_kitchen_s_words():
                              kind="limit", need_bytes=6 * GIB, budget_bytes=4 * GIB)
 
 
+def test_the_own_limit_counts_what_the_host_has_no_room_for():
+    """It could go, were there room: the request would wait for ever."""
+    page = book(lease("adopted", sim0=9, droppable=False), lease("warm", host=2, droppable=False))
+    there = world(sim0=10, sim1=10, host=9, limit_bytes=size(12))
+    assert decide(page, request("qwen", 4), there)[1].kind == "limit"
+    assert isinstance(decide(page, request("qwen", 3), there)[1], Grant)
+
+
 def test_what_leaves_already_counts_for_the_own_limit():
     """Else a second model would leave for the room that the first one makes."""
     going = lease("going", sim0=6, phase=Phase.LEAVING, key="x")
