@@ -28,7 +28,7 @@ BLOCKS = {  # type -> its name, weights in a block, bytes of a block. Source: gg
     41: ("Q1_0", 128, 18),
 }
 _LONGEST_HEADER = 256 * MIB
-_CHUNK = MIB
+_CHUNK = 4 * MIB
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _LONGEST_LIST = 10_000  # of an array that is kept: a number for each layer; longer ones are stepped over
@@ -174,7 +174,7 @@ class _Bytes:
         if end > self._most:
             raise ValueError("it ends in the middle of its header" if self._most < _LONGEST_HEADER
                              else f"its header is longer than {_LONGEST_HEADER // MIB} MiB")
-        more = max(end - len(self._data), min(_CHUNK, self._most - len(self._data)), len(self._data) // 2)
+        more = max(end - len(self._data), _CHUNK, len(self._data))
         more = min(more, self._most - len(self._data))
         self._data += self._file.read(more)
         if end > len(self._data):
@@ -211,16 +211,17 @@ class _Bytes:
 
     def _step_over(self, count: int) -> None:
         """Passes that many strings. The loop runs half a million times, hence no call in it but the one."""
-        at, unpack = self.position, struct.Struct("<Q").unpack_from
-        for _ in range(count):
+        unpack, left = struct.Struct("<Q").unpack_from, count
+        while left:
+            data, at = self._data, self.position
             try:
-                at += 8 + unpack(self._data, at)[0]
+                for left in range(left, 0, -1):  # noqa: B020 - what is left when the data ends
+                    at += 8 + unpack(data, at)[0]
+                left = 0
             except (struct.error, OverflowError):
-                self.position = at
-                self._need(8)
-                at += 8 + unpack(self._data, at)[0]
-        self.position = at
-        self._need(0)
+                pass
+            self.position = at
+            self._need(8 if left else 0)
 
 
 def _damaged(name: str, path: Path, why: str) -> LoadFailed:
