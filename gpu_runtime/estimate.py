@@ -77,7 +77,8 @@ def footprint(name: str, evidence: Evidence, *, declared: int | None = None, mea
 def _weights(name: str, evidence: Evidence, measured: Measurement | None, quantization: str) -> Part | None:
     if measured is not None:
         where = f" on {measured.device}" if measured.device else ""
-        return Part("weights", measured.resident_bytes, "measured", f"after it was loaded{where} {_day(measured)}")
+        when = f"after it was loaded{where} on {measured.day}" if measured.day else "as it lies here now"
+        return Part("weights", measured.resident_bytes, "measured", when)
     if evidence.weight_bytes is not None:
         return Part("weights", evidence.weight_bytes, evidence.source)
     if evidence.file_bytes:
@@ -104,7 +105,8 @@ def _room(name: str, config: Mapping[str, Any], wanted: working.Wish | None) -> 
     if cache:
         parts.append(Part("kv_cache", cache, "config", _cache_in_words(layers, wanted)))
     if active := working.activation_bytes(config, wanted):
-        parts.append(Part("activations", active, "config", f"{wanted.tokens:,} tokens read in one pass"))
+        at_once = min(wanted.tokens, working.batch_tokens(config) or wanted.tokens)
+        parts.append(Part("activations", active, "config", f"{at_once:,} tokens read in one pass"))
     return tuple(parts)
 
 
@@ -114,22 +116,22 @@ def _margin(weights: Part, evidence: Evidence) -> tuple[Part, ...]:
         return ()
     format = evidence.file_format or ("gguf" if any(word in weights.detail for word in QUANT_BITS) else "safetensors")
     factor = FILE_FACTORS[format]
-    return (Part("margin", round(weights.bytes * (factor - 1)), weights.source, f"× {factor} for what is not known"),)
+    return (Part("margin", round(weights.bytes * (factor - 1)), weights.source, f"× {factor} for cache and activations, which it does not tell"),)
 
 
 def _cache_in_words(layers: tuple[working.Layer, ...], wanted: working.Wish) -> str:
     windows = sorted({layer.window for layer in layers if layer.window})
     count = sum(1 for layer in layers if layer.values)
     what = f"{wanted.sequences} × " if wanted.sequences > 1 else ""
-    what += f"{wanted.tokens:,} tokens, {count} layers, {wanted.cache_bits:g} bits"
+    what += f"{wanted.tokens:,} tokens, {count} layer{'s' if count > 1 else ''}, {wanted.cache_bits:g} bits"
     some = sum(1 for layer in layers if layer.window and layer.values)
     return what + (f", {some} of them within {windows[-1]:,} tokens" if windows else "")
 
 
 def _notes(evidence: Evidence, measured: Measurement | None, wanted: working.Wish | None) -> tuple[str, ...]:
     notes = []
-    if measured is not None and measured.peak_bytes is not None and measured.peak_bytes > measured.resident_bytes:
-        notes.append(f"At its peak it took {show_bytes(measured.peak_bytes)}, measured {_day(measured)}.")
+    if measured is not None and measured.day and (measured.peak_bytes or 0) > measured.resident_bytes:
+        notes.append(f"At its peak it took {show_bytes(measured.peak_bytes)}, measured on {measured.day}.")
     if wanted is None and (layers := working.cache_layers(evidence.config) if evidence.config else None):
         bits = 8.0 * working.item_bytes({}, evidence.config)
         one = working.kv_cache_bytes(layers, tokens=1, bits=bits)
@@ -137,10 +139,6 @@ def _notes(evidence: Evidence, measured: Measurement | None, wanted: working.Wis
             notes.append(f"Its KV cache grows by {show_bytes(one)} a token while it writes, and is not counted. "
                          f"Reserve for it:  context_length=TOKENS")
     return tuple(notes)
-
-
-def _day(measured: Measurement) -> str:
-    return f"on {measured.day}" if measured.day else "before"
 
 
 def _stretched(pieces: tuple[int, ...], total: int) -> tuple[int, ...]:

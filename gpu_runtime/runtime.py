@@ -18,19 +18,18 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from . import bookkeeping as books
-from . import caps, draining, machine, naming, telling
+from . import caps, draining, machine, naming, planning, telling
 from .asks import Order, answer, foreign
 from .backends import Backend, Progress, backend_for, backend_names, is_out_of_memory, open_backend
 from .backends.absent import AbsentBackend
 from .blocks import Block
 from .catalog import Catalog
 from .catalogued import Catalogued
-from .entries import obstacle, require_loadable
+from .entries import require_loadable
 from .errors import (
     AlreadyRegistered,
     AmbiguousName,
     BadSetting,
-    BadSize,
     Busy,
     CannotGovern,
     GpuError,
@@ -47,7 +46,6 @@ from .facts import (
     Applied,
     Book,
     Event,
-    Footprint,
     Grant,
     Health,
     Lease,
@@ -56,7 +54,6 @@ from .facts import (
     Move,
     Outcome,
     Owner,
-    PlacementRules,
     Plan,
     Refuse,
     Request,
@@ -77,7 +74,7 @@ from .pressure import views
 from .probe import Probe, open_probe
 from .settings import Settings
 from .strangers import stranger_bytes, strangers
-from .units import MIB, parse_bytes, parse_seconds, show_bytes, show_seconds
+from .units import MIB, parse_room, parse_seconds, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -173,7 +170,7 @@ class Runtime:
         text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
         if self.settings.gpu_trust_remote_code and chosen == "transformers":
             options.setdefault("trust_remote_code", True)
-        spec = ModelSpec(name, chosen, source=text, size=None if size is None else parse_bytes(size),
+        spec = ModelSpec(name, chosen, source=text, size=None if size is None else parse_room(size),
                          model_type=model_type or "other", quantization=quantization,
                          importance=importance_of(importance), keep=keep, keep_alive=parse_seconds(keep_alive),
                          layout=layout, devices=self._known_devices(devices), options=options)
@@ -332,14 +329,15 @@ class Runtime:
         self._keeper.make_room_after(error)
         raise report from error
 
-    def lease(self, size: str | int, *, purpose: str = "", importance: str | int = "normal",
+    def lease(self, size: str | int | None, *, purpose: str = "", importance: str | int = "normal",
               timeout: str | float | None = None) -> Held:
         """`with rt.lease("8 GiB", purpose="training") as block:` — room for your own code.
 
         Claimed in the ledger, capped in torch where there is a card, given back at the end whatever happens. Others
-        see the purpose; where none is said, the notebook's or the script's name. Raises BadSize, DoesNotFit, Busy.
+        see the purpose; where none is said, the notebook's or the script's name. `size=None` claims nothing, and only
+        measures. Raises BadSize, DoesNotFit, Busy.
         """
-        wanted, rank = parse_bytes(size), importance_of(importance)
+        wanted, rank = 0 if size is None else parse_room(size), importance_of(importance)
         seconds = None if timeout is None else parse_seconds(timeout)
         said = purpose or os.path.basename(self._keeper.owner.notebook or sys.argv[0]) or "python"
         name = f"{said}#{next(self._numbers)}"
@@ -620,25 +618,37 @@ class Runtime:
         return Health(level is not Level.CRITICAL and not snapshot.degraded, level, percent,
                       snapshot.degraded or _HEALTH[level])
 
-    def plan(self, name_or_size: str | int) -> Plan:
-        """What `use` of that model (or a lease of that size) would do now, and why; nothing is done."""
+    def plan(self, name_or_size: str | int, *, context_length: int | None = None, sequences: int | None = None,
+             dtype: str | None = None) -> Plan:
+        """What `use` of that model (or a lease of that size) would do now, and why; nothing is done.
+
+        Also for what nobody has registered: a path, a hub id, or a name that tells its size (`llama-7B-Q4_K_M`).
+        With `context_length` or `sequences` room for that use is reckoned too, with `dtype` the weights as converted.
+        Raises UnknownModel, UnknownSize, BadSize, BadSetting, and LoadFailed for a damaged file.
+        """
         keeper = self._keeper
+        options = {key: value for key, value in (("context_length", context_length), ("sequences", sequences),
+                                                 ("dtype", dtype)) if value is not None}
+        asked = self._subject(name_or_size, options)
         book, world = keeper.look(), keeper.world()
         book = books.publish(book, keeper.truth(), world)
-        name = str(name_or_size)
+        request = Request("plan", asked.wanted, asked.footprint, world.now, asked.rules, wait=False)
+        return replace(plan(book, request, world, keeper.rank), obstacle=asked.obstacle)
+
+    def _subject(self, words: str | int, options: dict[str, Any]) -> planning.Subject:
+        """What a plan is asked about: first what is ours, then a size, then another process's, then what lies there."""
+        name, keeper = str(words), self._keeper
         resident = keeper.residents.get(name) or self._by_key(name) or self._from_catalogue(name)
-        if resident is not None:
-            wanted, footprint, rules = keeper.wanted(resident), resident.footprint(), keeper.placement(resident)
-        else:
+        if resident is None:
+            if (size := planning.size_in(words)) is not None:
+                return planning.of_bytes(size, keeper)
             try:
-                footprint = Footprint.of(parse_bytes(name_or_size))
-            except BadSize:
-                raise UnknownModel(name, self._names()) from None
-            wanted = Lease(keeper.me, f"a lease of {show_bytes(footprint.bytes)}", kind="block")
-            rules = PlacementRules(policy=self.settings.gpu_placement)
-        request = Request("plan", wanted, footprint, world.now, rules, wait=False)
-        planned = plan(book, request, world, keeper.rank)
-        return replace(planned, obstacle=obstacle(resident.spec)) if resident is not None else planned
+                owner, bare = self._resolve(name, loadable=True)
+                section = keeper.ledger.read().sections[owner]
+                return planning.of_lease(section.lease(bare) or Lease(owner, bare), section.owner)
+            except (UnknownModel, KeyError):
+                return planning.of_nobody(planning.unregistered(name, self._names(), keeper, options), keeper)
+        return planning.of_resident(resident, keeper, options)
 
     def why(self, name: str) -> tuple[Event, ...]:
         """The last decisions on this model, the newest first. Raises UnknownModel where there never was one."""

@@ -10,10 +10,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from .backends import sources
 from .errors import GpuError
 from .estimate import CONTEXT_BYTES, footprint
-from .facts import HOST, Evidence, Footprint, Measurement, ModelSpec, Shares
+from .facts import HOST, Evidence, Footprint, Measurement, Shares
 from .measurements import Measurements
 from .pool import Resident
 from .probe import Probe
@@ -25,12 +24,14 @@ class Sizing:
     def __init__(self, measurements: Measurements, probe: Probe, wall: Callable[[], float] = time.time) -> None:
         self.measurements, self.probe, self.wall = measurements, probe, wall
 
-    def footprint(self, resident: Resident, places: tuple[str, ...] = ()) -> Footprint:
+    def footprint(self, resident: Resident, places: tuple[str, ...] = (),
+                  options: dict[str, Any] | None = None) -> Footprint:
         """The bytes that it needs on a device: those it has where it is loaded, else the best that is known.
 
-        `places` are the cards it may go to; empty: any. Raises UnknownSize, NotAModel, LoadFailed, BadSetting.
+        `places` are the cards it may go to; empty: any. `options` stand in the place of its own, for a plan.
+        Raises UnknownSize, NotAModel, LoadFailed, BadSetting.
         """
-        spec = resident.spec
+        spec = replace(resident.spec, options={**resident.spec.options, **options}) if options else resident.spec
         asked = any(spec.options.get(option) is not None for option in ("context_length", "sequences"))
         try:
             evidence = resident.backend.evidence(spec, resident.origin)
@@ -38,7 +39,7 @@ class Sizing:
             if resident.handle is None and spec.size is None:
                 raise
             evidence = Evidence(why_unknown=str(error))
-        evidence = replace(evidence, pieces=resident.pieces())
+        evidence = replace(evidence, pieces=resident.pieces() or evidence.pieces)
         if resident.handle is not None:
             held = sum(share.bytes for share in resident.backend.measure(resident.handle))
             measured, declared = Measurement(held), spec.size if asked else None
@@ -48,15 +49,6 @@ class Sizing:
         return footprint(spec.name, evidence, declared=declared, measured=measured, options=spec.options,
                          quantization=spec.quantization,
                          context_bytes=0 if resident.handle is not None else self._context(places))
-
-    def of_source(self, source: str, options: dict[str, Any] | None = None) -> Footprint:
-        """The footprint of a path or hub id that nobody has registered. Raises as `footprint`."""
-        evidence = sources.evidence(source, source, options)
-        spec = ModelSpec(source, "gguf" if evidence.source == "GGUF header" else "transformers", source,
-                         options=options or {})
-        name = source.rstrip("/").rsplit("/", 1)[-1]
-        return footprint(name, evidence, measured=self.measurements.of(spec, evidence), options=options,
-                         context_bytes=self._context(()))
 
     def learn(self, resident: Resident, shares: Shares, peak_bytes: int | None = None) -> None:
         """Remembers what a model takes, now that it is loaded."""

@@ -47,6 +47,18 @@ def parse_bytes(text: str | int | float) -> int:
     return size
 
 
+def parse_room(text: str | int | float) -> int:
+    """The bytes that a size names, where there must be some. Raises BadSize, also for zero.
+
+    >>> parse_room("8 GiB")
+    8589934592
+    """
+    size = parse_bytes(text)
+    if not size:
+        raise BadSize(text, what="size above zero")
+    return size
+
+
 def parse_seconds(text: str | int | float) -> float:
     """The seconds that a duration names.
 

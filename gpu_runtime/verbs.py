@@ -96,6 +96,19 @@ def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(args, name)) not in (None, False)}
 
 
+def count(text: str) -> int:
+    if not text.replace("_", "").isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
+def _plan(rt: Any, args: argparse.Namespace) -> Any:
+    given = _given(args, "sequences", "dtype")
+    if args.context:
+        given["context_length"] = args.context
+    return rt.plan(args.name, **given)
+
+
 def _load(rt: Any, args: argparse.Namespace) -> Any:
     known = {*(spec.name for spec in rt.specs()), *rt.catalog_names()}
     options = _given(args, "backend", "size", "importance", "keep")
@@ -172,8 +185,12 @@ VERBS: dict[str, Verb] = {verb.name: verb for verb in (
     )),
     Verb("fragmentation", "what the allocators hold and cannot use", lambda rt, args: rt.fragmentation()),
     Verb("health", "one line on the fullest device", lambda rt, args: rt.health()),
-    Verb("plan", "what using a model would do, doing nothing", lambda rt, args: rt.plan(args.name), (
-        Argument(("name",), {"metavar": "NAME|SIZE", "help": "a model, or a size such as 8GiB"}, "models"),
+    Verb("plan", "what a model needs, and what using it would do; doing nothing", _plan, (
+        Argument(("name",), {"metavar": "NAME|SIZE|PATH", "help": "a model, a size such as 8GiB, a directory, a .gguf "
+                                                                 "file, or a hub id"}, "models"),
+        Argument(("--context",), {"metavar": "TOKENS", "type": count, "help": "with room for so long a context"}),
+        Argument(("--sequences",), {"metavar": "N", "type": count, "help": "… and for so many at once"}),
+        Argument(("--dtype",), {"metavar": "D", "help": "as converted, such as bfloat16"}),
     )),
     Verb("why", "the last decisions on a model, in sentences", lambda rt, args: rt.why(args.name), (NAME,)),
     Verb("load", "registers a model and loads it", _load, (

@@ -79,6 +79,11 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
                    "max_sequence_length", "model_max_length")
 
 
+def batch_tokens(config: Mapping[str, Any]) -> int | None:
+    """Tokens that the engine reads at once, where it says; None: a whole context."""
+    return _number(config, "batch_tokens")
+
+
 def attention_heads(config: Mapping[str, Any]) -> int:
     """Attention heads of a layer; 0 where the config does not say."""
     return _number(_text(config), "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads") or 0
@@ -185,6 +190,8 @@ def activation_bytes(config: Mapping[str, Any], wanted: Wish) -> int | None:
     That is where the feed-forward layer multiplies its two halves: three vectors of its inner width and four of the
     model's, for each token; with experts, those for each expert that a token goes to. Then the last token's scores.
     Attention written out (`attn_implementation="eager"`) holds a matrix of scores for each head, twice.
+    An engine that reads in batches (llama.cpp: 512 tokens, in float32, and the scores of all of them) says so in its
+    config; it uses one buffer for one after the other.
     Checked against what a forward pass of transformers really keeps alive: `tests/backends/test_estimates.py`.
     """
     text = _text(config)
@@ -199,11 +206,14 @@ def activation_bytes(config: Mapping[str, Any], wanted: Wish) -> int | None:
         each = _number(text, "moe_intermediate_size", "expert_ffn_hidden_size") or inner
         values = max(values if _number(text, "first_k_dense_replace") else 0,
                      experts * (alive * each + 4 * width) + 4 * width)
+    vocabulary = _number(text, "vocab_size") or 0
+    if batch := batch_tokens(text):
+        return wanted.sequences * min(batch, wanted.tokens) * max(values, vocabulary) * 4
     size = wanted.tokens * values * wanted.item_bytes
     if wanted.eager:
         scores = attention_heads(text) * wanted.tokens ** 2 * (wanted.item_bytes + 4)
         size = max(size, scores + wanted.tokens * 11 * width * wanted.item_bytes)
-    last = (_number(text, "vocab_size") or 0) * (wanted.item_bytes + 4) if _generates(config) else 0
+    last = vocabulary * (wanted.item_bytes + 4) if _generates(config) else 0
     return wanted.sequences * (size + last)
 
 

@@ -1,4 +1,5 @@
-"""Stands in for a backend that this version does not have: its models can be planned, not loaded."""
+"""Stands in for a backend that this version does not have, or that a plan need not open: its models can be planned, not
+loaded. No torch here."""
 from __future__ import annotations
 
 import os
@@ -6,7 +7,7 @@ from typing import Any, NoReturn
 
 from ..errors import LoadFailed
 from ..facts import Evidence, ModelSpec
-from . import sources
+from . import looks_like_hub_id, sources
 
 
 class AbsentBackend:
@@ -20,10 +21,16 @@ class AbsentBackend:
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """What its files tell, where they lie here; else its name may."""
-        if os.path.exists(os.path.expanduser(spec.source)):
+        here = os.path.exists(os.path.expanduser(spec.source))
+        if not here and not looks_like_hub_id(spec.source):
+            lies = f"there is no {os.path.abspath(spec.source)}" if spec.source else "no source is named"
+            return Evidence(name=spec.source, why_unknown=lies)
+        try:
             return sources.evidence(spec.source, spec.name, spec.options)
-        return Evidence(name=spec.source, why_unknown=f"its backend {self.name} is not here to tell it, nor is its "
-                                                      f"source ({spec.source or 'none was named'})")
+        except LoadFailed as error:
+            if here:
+                raise
+            return Evidence(name=spec.source, why_unknown=str(error).removeprefix(f"{spec.name}: ").rstrip("."))
 
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
         return ()

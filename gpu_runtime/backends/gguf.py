@@ -122,6 +122,10 @@ def _parsed(data: _Bytes, size: int) -> Header:
     return Header(metadata, _weight_bytes(rows, size - start), size)
 
 
+class Strings(int):
+    """How many strings an array has; they themselves were stepped over."""
+
+
 class _Row(NamedTuple):
     name: str
     kind: int
@@ -192,7 +196,7 @@ class _Bytes:
         return self.take(self.number("<Q")).decode()
 
     def value(self, kind: int) -> Any:
-        """A scalar, a string, a short array of numbers; None for anything else, stepped over."""
+        """A scalar, a string, a short array of numbers, how many strings there are; None for longer arrays of numbers."""
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
@@ -203,7 +207,8 @@ class _Bytes:
         if count > self._most:
             raise ValueError(f"it promises an array of {count:,}")
         if inner == _STRING:
-            return self._step_over(count)
+            self._step_over(count)
+            return Strings(count)
         if inner not in _SCALARS:
             raise _Unknown
         raw = self.take(count * struct.calcsize(_SCALARS[inner]))
@@ -240,6 +245,7 @@ _KEYS = {  # Hugging Face's name -> GGUF's, behind the architecture
     "num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length",
     "first_k_dense_replace": "leading_dense_block_count",
 }
+BATCH_TOKENS = 512  # that llama.cpp computes at once, unless it is told otherwise (n_ubatch)
 _WRITERS_NOT = ("bert", "t5encoder", "clip")
 
 
@@ -247,8 +253,12 @@ def config(metadata: dict[str, Any]) -> dict[str, Any]:
     """The header's description of the model by Hugging Face's names, as far as a footprint goes by it."""
     kind = str(metadata.get("general.architecture", ""))
     found = {ours: metadata[key] for ours, theirs in _KEYS.items() if (key := f"{kind}.{theirs}") in metadata}
+    words = metadata.get("tokenizer.ggml.tokens")
+    if isinstance(words, Strings) and "vocab_size" not in found:
+        found["vocab_size"] = int(words)
     if "kv_lora_rank" not in found:
         found.pop("qk_rope_head_dim", None)  # then it says how much of a head is rotated, which is another thing
     found["model_type"] = kind.replace("-", "_")
+    found["batch_tokens"] = BATCH_TOKENS
     found["architectures"] = ["Encoder"] if any(word in kind for word in _WRITERS_NOT) else ["GGUFForCausalLM"]
     return found

@@ -52,7 +52,7 @@ def directory(source: str, name: str, revision: str | None = None) -> Path:
 def of_checkpoint(checkpoint: Checkpoint, item_bytes: int | None = None) -> Evidence:
     """What a checkpoint's headers tell: its weights once in memory, floating ones as `item_bytes` where given."""
     return Evidence(checkpoint.weight_bytes(item_bytes), "safetensors header", config=checkpoint.config,
-                    fingerprint=_fingerprint(checkpoint.stamps))
+                    pieces=checkpoint.pieces(), fingerprint=_fingerprint(checkpoint.stamps))
 
 
 def of_gguf(path: Path, name: str) -> Evidence:

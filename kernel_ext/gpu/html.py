@@ -250,8 +250,12 @@ def plan(found: Plan, snapshot: Snapshot, subject: str = "") -> str:
     mark = "✓" if found.granted else "✗"
     parts = [f'<div class="gpuc-head"><span class="gpuc-title">{mark} {esc(words.verdict(found))}</span> '
              f"{simulated(snapshot)}</div>", line(esc(found.because))]
-    if needs := words.footprint_words(found):
+    if needs := words.needs(found):
         parts.append(line(f"Needs {esc(needs)}", soft=True))
+    if rows := words.parts(found):
+        parts.append(table(("part", "size", "from"), (
+            (td(part, "gpuc-nowrap"), td(size, "gpuc-num"), td(source, "gpuc-soft")) for part, size, source in rows)))
+    parts += [line(with_code(note), soft=True) for note in words.notes(found)]
     if found.steps:
         steps = "".join(f"<li>{esc(words.step_sentence(snapshot, step))}</li>" for step in found.steps)
         parts.append(f'<ol class="gpuc-list">{steps}</ol>')

@@ -130,7 +130,7 @@ class GpuMagics(Magics):
         leased = args.size is not None or args.model is None
         # Entered by plain `with`, which alone lets go of a model at whatever instruction the stop button strikes.
         with (rt.use(args.model, **given) if args.model else contextlib.nullcontext()) as model, \
-                (rt.lease(args.size or 0, purpose="cell", **given) if leased else contextlib.nullcontext()) as lease:
+                (rt.lease(args.size, purpose="cell", **given) if leased else contextlib.nullcontext()) as lease:
             if args.model:
                 with self._named("model", model):
                     del model  # the cell may be the last to know it

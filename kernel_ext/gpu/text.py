@@ -211,8 +211,11 @@ def block(block_: Any) -> str:
 def plan(plan_: Plan, snapshot: Snapshot, subject: str = "", prompt: str = "%gpu") -> str:
     """The verdict, its reason, the steps in words, the bars after them."""
     lines = [f"{clean(words.verdict(plan_))}{' · simulated' if snapshot.simulated else ''}", clean(plan_.because)]
-    if needs := words.footprint_words(plan_):
-        lines.append(f"Needs {needs}")
+    if needs := words.needs(plan_):
+        lines.append(f"Needs {clean(needs)}")
+    lines += [f"  {line}" for line in table(words.parts(plan_), ("PART", "SIZE", "FROM"), right=(1,), longest=100)
+              if words.parts(plan_)]
+    lines += [f"  {clean(note)}" for note in words.notes(plan_)]
     lines += [f"  {n}. {clean(words.step_sentence(snapshot, step))}" for n, step in enumerate(plan_.steps, 1)]
     after = view.bars_after(snapshot, plan_.steps)
     names = max((len(bar.device.id) for bar in after), default=0)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpu_runtime.facts import NORMAL, Event, Load, Plan, Snapshot, Step, Ticket
+from gpu_runtime.facts import NORMAL, Event, Load, Part, Plan, Snapshot, Step, Ticket
 from gpu_runtime.units import show_bytes, show_seconds
 
 from .view import clean, clock, holder, importance_name, lease_name
@@ -103,6 +103,8 @@ def how(plan: Plan, subject: str, prompt: str) -> str:
         return f"It would not be loaded: {clean(plan.obstacle)}."
     if plan.name.startswith("a lease"):
         return f"Do it for a cell:  %{prompt} {subject}" if subject and prompt == "%gpu" else ""
+    if "/" in plan.name:  # a path or a hub id, which nobody has registered
+        return f"Do it{'' if prompt == '%gpu' else ', in a notebook'}:  %gpu load {clean(plan.name)}"
     return f"Do it:  {prompt} preload {clean(plan.name)}" if plan.name else ""
 
 
@@ -130,14 +132,32 @@ def others_considered(plan: Plan) -> list[tuple[str, str]]:
     return found
 
 
-def footprint_words(plan: Plan) -> str:
+_PARTS = {"all": "in all", "kv_cache": "KV cache", "room": "room for use", "context": "CUDA context"}
+
+
+def needs(plan: Plan) -> str:
+    """What it needs in all; where that is one number, also where it came from."""
     if plan.footprint is None:
         return ""
     parts = plan.footprint.parts
-    if len(parts) == 1:
-        return f"{show_bytes(parts[0].bytes)} ({parts[0].source})"
-    listed = " + ".join(f"{part.name.replace('_', ' ')} {show_bytes(part.bytes)} ({part.source})" for part in parts)
-    return f"{show_bytes(plan.footprint.bytes)}: {listed}"
+    total = show_bytes(plan.footprint.bytes)
+    return f"{total} ({_provenance(parts[0])})" if len(parts) == 1 else total
+
+
+def parts(plan: Plan) -> list[tuple[str, str, str]]:
+    """What it needs, part by part: the part, its size, and where that number came from; none where one says it all."""
+    found = plan.footprint.parts if plan.footprint else ()
+    return [(_PARTS.get(part.name, part.name.replace("_", " ")), show_bytes(part.bytes), _provenance(part))
+            for part in found] if len(found) > 1 else []
+
+
+def _provenance(part: Part) -> str:
+    return f"{part.source}: {part.detail}" if part.detail else part.source
+
+
+def notes(plan: Plan) -> tuple[str, ...]:
+    """What else there is to know of its size."""
+    return plan.footprint.notes if plan.footprint else ()
 
 
 def worth_a_line(events: Sequence[Event]) -> list[Event]:

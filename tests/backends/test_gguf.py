@@ -84,6 +84,15 @@ def test_the_metadata_tells_the_cache(tmp_path, arch, numbers, values):
     assert kv_cache_bytes(cache_layers(config), tokens=8192) == 2 * values
 
 
+def test_activations_are_those_of_a_batch(tmp_path):
+    """llama.cpp reads 512 tokens at once, and scores all of them: with a large vocabulary that is the most."""
+    found = footprint("m", sources.evidence(str(write(tmp_path / "m.gguf", vocabulary=30_000, feed_forward_length=11008)),
+                                            "m"), options=dict(context_length=8192))
+    active = found.parts[-1]
+    assert (active.name, active.detail) == ("activations", "512 tokens read in one pass")
+    assert active.bytes == 512 * 4 * max(30_000, 3 * 11008 + 4 * 4096)
+
+
 def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 

@@ -19,7 +19,7 @@ ROOMS = {
               "nvml", "sampler", "sampling", "documents", "fields", "manifests", "measurements"},
     "house": {"doctor", "draining",
               "__init__", "runtime", "keeper", "monitor", "frames", "samples", "catalog", "catalogued", "entries", "sharing",
-              "sizing"},
+              "sizing", "planning"},
     "faces": {"cli", "verbs", "serving", "gpu", "gpu_panels"},
 }
 MAY_IMPORT = {

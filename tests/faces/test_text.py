@@ -75,7 +75,10 @@ def test_a_plan_shows_its_verdict_its_steps_and_the_devices_after_them():
     assert text.plan(samples.fits, samples.busy, "gemma") == """\
 gemma fits once 1 other has stepped aside · simulated
 qwen was used least recently. gemma needs 12.0 GiB; sim:0 has 17.6 GiB free.
-Needs 12.0 GiB: weights 11.0 GiB (header) + activations 1.0 GiB (declared)
+Needs 12.0 GiB
+  PART             SIZE  FROM
+  weights      11.0 GiB  header
+  activations   1.0 GiB  declared
   1. move qwen (14.0 GiB) from sim:0 to host
   2. load gemma (12.0 GiB) on sim:0
 then  sim:0  █████▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓········│··  16.0 GiB

@@ -1,0 +1,158 @@
+"""What a plan can be asked about, and what it says of what nobody has registered."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gpu_runtime.errors import AmbiguousName, BadSetting, BadSize, LoadFailed, NotAModel, UnknownModel, UnknownSize
+from gpu_runtime.facts import Move
+from gpu_runtime.units import GIB, MIB
+from tests import tiny_models
+
+from .conftest import fakes
+
+
+def parts(plan):
+    return [(part.name, part.source) for part in plan.footprint.parts]
+
+
+@pytest.fixture
+def rt(runtime, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return runtime(devices="sim:24GiB,host:64GiB")
+
+
+def test_a_path_is_planned_without_registering_it(rt, tmp_path):
+    """The same answer as for the registered model, and nothing is known of it afterwards."""
+    tiny_models.causal_lm(tmp_path / "models" / "writer")
+    plan = rt.plan("models/writer")
+    assert plan.granted and parts(plan) == [("weights", "safetensors header")] and plan.name == "models/writer"
+    assert rt.specs() == () and not rt.plan("models/writer").obstacle
+    rt.register("writer", "models/writer")
+    assert rt.plan("writer").footprint == plan.footprint
+
+
+def test_a_plan_opens_no_torch(tmp_path):
+    """`gpu plan PATH` in a terminal would wait seconds for it."""
+    tiny_models.causal_lm(tmp_path / "m")
+    code = ("import sys, gpu_runtime; rt = gpu_runtime.Runtime(devices='sim:1GiB', ledger='memory:'); "
+            f"print(rt.plan({str(tmp_path / 'm')!r}).footprint.bytes, 'torch' in sys.modules)")
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert said.split()[1] == "False" and int(said.split()[0]) > MIB / 2
+
+
+def test_a_context_can_be_planned_for_before_anything_is_registered(rt, tmp_path):
+    directory = str(tiny_models.causal_lm(tmp_path / "m"))
+    plan = rt.plan(directory, context_length=200, sequences=4, dtype="bfloat16")
+    assert parts(plan) == [("weights", "safetensors header"), ("kv_cache", "config"), ("activations", "config")]
+    weights, cache, _ = plan.footprint.parts
+    assert weights.bytes == rt.plan(directory).footprint.bytes // 2
+    assert cache.bytes == 4 * 200 * 2 * (2 * 16 * 2) * 2
+    rt.register("m", directory)
+    assert rt.plan("m", context_length=200, sequences=4, dtype="bfloat16").footprint == plan.footprint
+    assert rt.plan("m").footprint.working_bytes == 0
+    with pytest.raises(BadSetting, match="context_length=0"):
+        rt.plan("m", context_length=0)
+
+
+@pytest.mark.parametrize(("name", "gib"), [("7B", 14e9 * 1.3 / GIB), ("llama-7B-Q4_K_M", 4.235e9 * 1.1 / GIB),
+                                           ("org/llama-7B-awq", 7e9 * 4.5 / 8 * 1.3 / GIB)])
+def test_a_name_that_tells_its_size_can_be_planned(rt, name, gib):
+    """As a guess that says so; and nobody is told to load what is not here."""
+    plan = rt.plan(name)
+    assert plan.footprint.bytes == pytest.approx(gib * GIB, rel=1e-6)
+    assert parts(plan) == [("weights", "name"), ("margin", "name")]
+    assert plan.obstacle == f"{name} is not here, and only its name tells its size"
+
+
+def test_a_slip_in_a_known_name_is_no_guess(rt):
+    """However well it tells a size."""
+    fakes(rt, **{"qwen-7B": "14GiB"})
+    with pytest.raises(UnknownModel, match="Did you mean qwen-7B"):
+        rt.plan("qwem-7B")
+
+
+def test_a_path_that_is_not_there_tells_both_readings(rt, tmp_path):
+    """With one slash it might be a hub id; with two it cannot."""
+    with pytest.raises(NotAModel) as error:
+        rt.plan("models/writter")
+    assert str(error.value) == (
+        f"models/writter is neither a directory (there is no {tmp_path}/models/writter) nor a hub id that was "
+        f"downloaded. Mend the path, or download it first:  hf download models/writter.")
+    for path in ("./models/writer", "a/b/c", "m.gguf", "/no/such/place"):
+        with pytest.raises(NotAModel, match=f"there is no {os.path.abspath(path)}"):
+            rt.plan(path)
+
+
+def test_a_directory_that_holds_no_model_says_what_it_holds(rt, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "todo.txt").write_text("")
+    with pytest.raises(NotAModel, match="looked for config.json .* and found todo.txt"):
+        rt.plan("notes")
+    with pytest.raises(LoadFailed, match="cannot be loaded: it does not begin as a GGUF file"):
+        (tmp_path / "m.gguf").write_text("GGML")
+        rt.plan("m.gguf")
+
+
+def test_a_gguf_file_can_be_planned_and_not_loaded_here(rt, tmp_path):
+    import gguf
+    import numpy
+
+    writer = gguf.GGUFWriter("m.gguf", "llama")
+    writer.add_tensor("t", numpy.zeros((64, 256), numpy.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    plan = rt.plan("m.gguf")
+    assert plan.granted and plan.footprint.bytes == 64 * 256 * 2 and "llama_cpp is not part of this version" in plan.obstacle
+
+
+@pytest.mark.parametrize("size", [0, "0", -1, "-3GiB", "0 GiB", "8GX", "1.5.2", None])
+def test_a_size_that_is_none_is_one_clear_error(rt, size):
+    with pytest.raises(BadSize) as error:
+        rt.plan(size)
+    assert repr(size) in str(error.value)
+
+
+@pytest.mark.parametrize("size", [0, "0GiB", -5])
+def test_nothing_is_leased_and_nothing_is_declared_to_be_of_no_bytes(rt, size):
+    with pytest.raises(BadSize, match=repr(size)):
+        rt.lease(size, purpose="drill")
+    with pytest.raises(BadSize, match=repr(size)):
+        rt.register("m", backend="fake", size=size)
+
+
+def test_a_model_of_another_process_is_found_in_the_book(runtime, shared_book):
+    """Where it lies, what bringing it back would do, and, known by name alone, who could tell."""
+    mine, other = runtime(ledger=shared_book), runtime(ledger=shared_book)
+    fakes(other, qwen="8GiB", llama="4GiB")
+    fakes(mine, gemma="1GiB")
+    other.preload("qwen")
+    plan = mine.plan("qwen")
+    assert plan.granted and plan.steps == () and plan.because == "qwen is on sim:0 already."
+    assert (plan.footprint.bytes, plan.footprint.parts[0].source) == (8 * GIB, "measured")
+    other.evict("qwen")
+    (step,) = mine.plan("qwen").steps
+    assert isinstance(step, Move) and step.lease.endswith("/qwen")
+    with pytest.raises(UnknownSize, match=r"llama is unknown: pid \d+ has registered it and not loaded it"):
+        other.tick()
+        mine.plan("llama")
+    with pytest.raises(UnknownModel):
+        mine.plan("mistral")
+    third = runtime(ledger=shared_book)
+    fakes(third, qwen="2GiB")
+    third.preload("qwen")
+    with pytest.raises(AmbiguousName):
+        mine.plan("qwen")
+
+
+def test_a_factory_that_cannot_be_sized_shows_its_own_error(rt):
+    def factory():
+        raise RuntimeError("needs a card")
+
+    with pytest.raises(UnknownSize, match=r"its factory failed .*\(RuntimeError: needs a card\)"):
+        rt.register("net", factory)
