@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from .errors import ProbeFailed
 from .facts import Device, Sample
 
-SOURCES = ("nvml",)  # of one kind the first that finds its driver speaks
+SOURCES = ("nvml", "nvidia_smi", "amd", "apple")  # of one kind the first that finds its driver speaks
 ANSWER_SECONDS = 5.0
 T = TypeVar("T")
 

@@ -100,7 +100,8 @@ class Runtime:
         self.settings = Settings.load(gpu_devices=devices, gpu_ledger=ledger, gpu_catalog=catalog, gpu_policy=policy,
                                       **settings)
         check_policy(self.settings.gpu_placement)
-        self.probe = probe or open_probe(self.settings.gpu_devices, cpu_only=self.settings.development_cpu_only)
+        cpu_only = self.settings.development_cpu_only or self.settings.inference_gpu_layers == 0
+        self.probe = probe or open_probe(self.settings.gpu_devices, cpu_only=cpu_only)
         self._clock = clock or _boot_seconds
         self._wall = wall
         self._catalogue = Catalogued(Catalog(self.settings), lambda: self.probe.devices)

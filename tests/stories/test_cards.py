@@ -4,10 +4,13 @@ On the real binding and a driver of ours, with eight cards, instances, and cards
 """
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import psutil
 import pytest
 
-from gpu_runtime.units import GIB
+from gpu_runtime.units import GIB, MIB
 from tests.nvml_driver import until
 
 WHERE = "[[lease.name, lease.where] for lease in sorted(rt.status().leases(), key=lambda lease: lease.name)]"
@@ -114,6 +117,35 @@ def test_an_explicit_choice_comes_before_the_visible_devices_and_within_them(hos
     assert kernel.tell(TORCH) == {"cuda:6": "cuda:1", "host": "cpu"}
     kernel = host.kernel(INFERENCE_GPU_INDEX="6", CUDA_VISIBLE_DEVICES="2,6")
     assert hold(kernel, "a", 1) == "cuda:6"
+
+
+def test_the_cpu_is_used_where_it_is_asked_for_and_never_because_memory_ran_out(host, driver):
+    """What does not fit on any card is refused, with the figures; so is what the card that is full cannot make room for."""
+    seen = "[d.id for d in rt.probe.devices]"
+    assert host.kernel(devices="auto", INFERENCE_GPU_LAYERS="0").tell(seen) == ["sim:0", "host"]
+    assert host.kernel(devices="auto", DEVELOPMENT_CPU_ONLY="true").tell(seen) == ["sim:0", "host"]
+    kernel = host.kernel(devices="auto", INFERENCE_GPU_LAYERS="-1")
+    assert kernel.tell(seen) == ["cuda:0", "host"]
+    assert "DoesNotFit: big needs 100" in hold(kernel, "big", 100)
+    assert hold(kernel, "a", 60) == "cuda:0"
+    kernel.tell("held = rt.use('a'); held.__enter__() and None")
+    assert "a (60.0 GiB) is held by the block that asks" in hold(kernel, "b", 60)
+    assert kernel.tell(WHERE) == [["a", "cuda:0"]]
+
+
+def test_where_there_is_no_nvml_the_tool_answers_for_the_helper_too(host, driver, tmp_path):
+    """nvidia-smi on the PATH, and no library: cards are listed and measured all the same."""
+    (tmp_path / "driver" / "libnvidia-ml.so.1").unlink()
+    recorded = Path(__file__).parents[1] / "backends" / "recorded" / "nvidia_smi_windows.xml"
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\ncat "{recorded}"\n')
+    tool.chmod(0o755)
+    kernel = host.kernel(PATH=f"{tool.parent}:{os.environ['PATH']}")
+    view = "[[v.device.id, v.device.total_bytes, v.measured_bytes, v.sample.power_watts] for v in rt.status().devices][0]"
+    until(lambda: kernel.tell(view) == ["cuda:0", 8192 * MIB, 1253 * MIB, 49.44])
+    assert kernel.tell("[[s.pid, s.bytes] for s in rt.status().strangers]") == [[2068, None]]
+    assert hold(kernel, "a", 6) == "cuda:0"
 
 
 def test_a_card_that_shows_no_memory_but_is_known_to_share_the_machines_is_unified(host, driver):

@@ -1,0 +1,88 @@
+"""Apple's GPU under Metal, as system_profiler tells of it.
+
+Apple silicon has one GPU, and its memory is the machine's. An Intel Mac's discrete card is used where there is one, with
+memory of its own; nobody tells how full that is. Tested against recorded answers of the tool: not run on hardware.
+"""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+
+from .cards import Card, Listing, Silent
+from .errors import BadSize
+from .facts import Device, Sample
+from .units import parse_bytes
+
+KIND, NAME = "metal", "system_profiler"
+SECONDS = 10.0  # it asks every display
+
+
+def every() -> Listing:
+    """The first discrete GPU that Metal can use, else the first. Raises Silent."""
+    here = sys.modules[__name__]
+    if sys.platform != "darwin":
+        return Listing(here, absent="this is no Mac")
+    try:
+        said = subprocess.run(["system_profiler", "SPDisplaysDataType", "-json"], capture_output=True, timeout=SECONDS,
+                              check=True, text=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Silent(str(error)) from error
+    return read(said)
+
+
+def read(said: str) -> Listing:
+    """What the tool's report says. Raises Silent."""
+    here = sys.modules[__name__]
+    try:
+        gpus = [gpu for gpu in json.loads(said)["SPDisplaysDataType"] if _has_metal(gpu)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise Silent(f"system_profiler said what is no report ({error})") from error
+    if not gpus:
+        return Listing(here, absent="no GPU here can do Metal")
+    gpu = next((gpu for gpu in gpus if not _unified(gpu)), gpus[0])
+    unified = _unified(gpu)
+    total = psutil.virtual_memory().total if unified else _memory(gpu)
+    if total is None:
+        return Listing(here, failed={"0": "it does not say how much memory it has"})
+    name = str(gpu.get("sppci_model") or gpu.get("_name") or "Apple GPU")
+    return Listing(here, (Card(Device(f"{KIND}:0", total, name, "METAL-0", 0, unified=unified), gpu, "METAL-0"),))
+
+
+def _has_metal(gpu: Mapping[str, Any]) -> bool:
+    said = str(gpu.get("spdisplays_mtlgpufamilysupport") or gpu.get("spdisplays_metalfamily")
+               or gpu.get("spdisplays_metal") or "")
+    return bool(said) and "unsupported" not in said.lower()
+
+
+def _unified(gpu: Mapping[str, Any]) -> bool:
+    """Apple's own, and what is built into Intel's processors, which tells of shared memory alone."""
+    return "spdisplays_vram" not in gpu
+
+
+def _memory(gpu: Mapping[str, Any]) -> int | None:
+    """Bytes; the tool says GB and means GiB."""
+    try:
+        return parse_bytes(str(gpu["spdisplays_vram"]).replace("GB", "GiB").replace("MB", "MiB"))
+    except BadSize:
+        return None
+
+
+def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
+    """All: there is one, and no variable hides it."""
+    return tuple(card._replace(torch="mps:0") for card in listing.cards)
+
+
+def ask(card: Card, now: float) -> Sample:
+    """How much memory is free, where it is the machine's; who uses it nobody tells."""
+    return Sample(card.device.id, now, psutil.virtual_memory().available if card.device.unified else None)
+
+
+def versions() -> dict[str, str]:
+    import platform
+
+    return {"macOS": platform.mac_ver()[0]}
