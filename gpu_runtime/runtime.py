@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from . import bookkeeping as books
-from . import caps, draining, machine, naming, planning, telling
+from . import caps, doctor, draining, machine, naming, planning, telling
 from .asks import Order, answer, foreign
 from .backends import Backend, Progress, backend_for, backend_names, is_out_of_memory, open_backend
 from .backends.absent import AbsentBackend
@@ -78,6 +78,8 @@ from .units import MIB, parse_room, parse_seconds, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+    from .doctor import Report
 
     from .ledgers.redispage import HostPage
 
@@ -659,6 +661,10 @@ class Runtime:
         if not events and resident is None and self._catalogue.spec(bare) is None:
             raise UnknownModel(bare, self._names())
         return events[::-1]
+
+    def doctor(self) -> Report:
+        """One report to paste: versions, drivers, devices, ledger, settings, last refusals. No secrets."""
+        return doctor.report(self)
 
     @property
     def simulated(self) -> bool:

@@ -134,6 +134,12 @@ def _evictions(rt: Any, args: argparse.Namespace) -> Any:
     return (rt.events if args.all else rt.evictions)(**_given(args, "limit"))
 
 
+def _doctor(rt: Any, args: argparse.Namespace) -> Any:
+    from . import doctor
+
+    return rt.doctor() if rt is not None else doctor.examine()
+
+
 def _config(rt: Any, args: argparse.Namespace) -> Any:
     from . import settings
 
@@ -231,6 +237,8 @@ VERBS: dict[str, Verb] = {verb.name: verb for verb in (
     Verb("delete", "takes a model out of the catalogue; where it is loaded it stays", lambda rt, args: rt.delete(args.name), (
         Argument(("name",), {"metavar": "NAME", "help": "a model of the catalogue"}, "catalog"),
     )),
+    Verb("doctor", "one report to paste: versions, drivers, devices, ledger, settings, last refusals", _doctor,
+         needs_runtime=False),
     Verb("config", "every setting, its value and where it came from", _config, (
         Argument(("--preset",), {"metavar": "SIZE", "help": "the settings advised for a card: 24GB, 16GB, 8GB, 4GB"},
                  "presets"),

@@ -98,7 +98,7 @@ class GpuMagics(Magics):
         from . import render
         from .progress import NotebookProgress, TerminalProgress
 
-        rt = self._runtime()
+        rt = self._opened(verb)
         progress: Any = contextlib.nullcontext()
         if verb.loads:
             terminal = getattr(self.shell, "kernel", None) is None
@@ -113,6 +113,15 @@ class GpuMagics(Magics):
             return value
         around = rt.status() if isinstance(value, facts.Plan) else None
         return render.shown(verb.name, value, subject=getattr(args, "name", ""), around=around)
+
+    def _opened(self, verb: verbs.Verb) -> Any:
+        """The runtime; None where it does not open and the verb can do without."""
+        try:
+            return self._runtime()
+        except GpuError:
+            if verb.needs_runtime:
+                raise
+            return None
 
     # -- %%gpu ----------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from gpu_runtime.doctor import Report
 from gpu_runtime.facts import Applied, Health, Outcome, Plan, Snapshot
 
 from . import html, text
@@ -84,6 +85,8 @@ def shown(verb: str, value: Any, *, subject: str = "", around: Snapshot | None =
         return Shown(value, lambda: text.preset(value), lambda: html.preset(value))
     if verb == "config":
         return Shown(value, lambda: text.config(value), lambda: html.config(value))
+    if isinstance(value, Report):
+        return Shown(value, lambda: value.text, lambda: html.page(html.pre(value.text)))
     if isinstance(value, str):
         return note(value)
     return value

@@ -54,7 +54,7 @@ SHOWN = {
     "pin qwen": "pin qwen: qwen is kept", "unpin qwen": "unpin qwen: qwen may leave", "defrag": "defrag: ",
     "drain sim:0": "drain sim:0: sim:0 is drained: it takes no new leases",
     "drain sim:0 --undo": "sim:0 was not drained",
-    "config": "SETTING", "config --preset 8GB": "export GPU_MEMORY_MAX_PERCENT=0.85", "help": "  %gpu [status]",
+    "doctor": "last refusals", "config": "SETTING", "config --preset 8GB": "export GPU_MEMORY_MAX_PERCENT=0.85", "help": "  %gpu [status]",
     "help evict": "%gpu evict NAME", "load qwen": "load qwen: qwen is on sim:0 already", "-h": "  %gpu [status]",
     "evict --help": "%gpu evict NAME", "apply -f models.yaml": "2 unchanged (phi:4b, org/far)",
     "inspect phi:4b": "metadata:\n  name: phi:4b", "inspect phi:4b --format json": '"memory": "4GiB"',
