@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
 from gpu_runtime.facts import Ticket
 from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.monitor import promptly
 from tests.house.conftest import claims, fakes
 
 
@@ -125,3 +127,23 @@ def _as_if_long_ago(ledger):
     """Written a second ago, for whom a moment ago is too lately to be relied on."""
     stat = os.stat(ledger.path)
     os.utime(ledger.path, ns=(stat.st_atime_ns, stat.st_mtime_ns - 10**9))
+
+
+def test_the_monitor_gets_the_interpreter_promptly_and_gives_it_back():
+    """Each of the sixty calls of a recall would else wait 5 ms for a main thread in a pure-Python loop."""
+    usual = sys.getswitchinterval()
+    with promptly:
+        with promptly:
+            assert sys.getswitchinterval() == pytest.approx(promptly.SECONDS)
+        assert sys.getswitchinterval() == pytest.approx(promptly.SECONDS), "another runtime's monitor is at work still"
+    assert sys.getswitchinterval() == usual
+
+
+def test_a_switch_interval_that_the_user_has_set_meanwhile_stays():
+    usual = sys.getswitchinterval()
+    try:
+        with promptly:
+            sys.setswitchinterval(0.123)
+        assert sys.getswitchinterval() == pytest.approx(0.123)
+    finally:
+        sys.setswitchinterval(usual)

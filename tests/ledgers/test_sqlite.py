@@ -261,6 +261,31 @@ def test_a_grant_that_was_not_to_be_is_not_rebuilt(here):
     assert len(runs) == 2 and names(ledger) == []
 
 
+@pytest.mark.parametrize("others", ["another's grant", "nobody's"])
+def test_a_grant_that_lost_its_race_just_before_the_book_was_damaged_is_taken_back(here, monkeypatch, others):
+    """Whoever rebuilds finds it in the roster, and cannot know that somebody else has that memory by now."""
+    ledger, other, seen = here(), here(), []
+    put(ledger, "mine")
+
+    def decide(book):
+        seen.append([lease.name for lease in book.sections[ledger.owner.id].leases])
+        if len(seen) == 1:
+            put(other, "theirs") if others == "another's grant" else count(other)
+            return book.with_section(section(ledger, "mine", "ghost")), None
+        return book, None
+
+    def damaged_meanwhile(times, now):
+        os.unlink(ledger.path)
+        other.read()
+        assert "ghost" in names(other), "it is what the roster says"
+        return 0.0
+
+    monkeypatch.setattr(ledger._pace, "lost", damaged_meanwhile)
+    ledger.transact(decide)
+    assert seen == [["mine"], ["mine"]]
+    assert "ghost" not in names(other) and "mine" in names(other)
+
+
 def test_a_deleted_directory_is_made_anew(here, notebook):
     """`rm -rf` of the ledger loses no lease of a process that comes back to it; and it can be proven alive again."""
     ledger = here()
