@@ -188,7 +188,11 @@ class Catalog:
             changed = tuple(entry.name for entry in new if entry.name in ours and ours[entry.name].body != entry.body)
             if added or changed:
                 self._write({**ours, **{entry.name: entry for entry in new}}.values())
-        said = [f"{entry.name}: {note}" for entry in new for note in notes(entry, self.settings)]
+        of: dict[str, list[str]] = {}  # who a note is about: many models have the same one
+        for entry in new:
+            for note in notes(entry, self.settings):
+                of.setdefault(note, []).append(entry.name)
+        said = [f"{', '.join(names)}: {note}" for note, names in of.items()]
         if set_aside:
             said.insert(0, f"the catalogue was damaged; what it held lies in {set_aside}")
         same = tuple(entry.name for entry in new if entry.name not in (*added, *changed))

@@ -132,9 +132,9 @@ def notes(entry: Entry, settings: Settings) -> list[str]:
     if others := [flag for flag, field in flags if not field and flag not in OURS and not is_trust(flag)]:
         said.append(f"kept for an engine's command line: {', '.join(others)}")
     if _asks_for_trust(fields) and not settings.gpu_trust_remote_code:
-        said.append(f"{TRUST} is kept, and not passed on: the process's owner has not set GPU_TRUST_REMOTE_CODE=1")
-    if because := cannot_load(spec):
-        said.append(f"it can be planned, not loaded: {because}")
+        said.append(f"{TRUST} is kept, and not passed on where GPU_TRUST_REMOTE_CODE is off, as it is here")
+    if cannot_load(spec):
+        said.append(f"planned, and not loaded here: this version has no backend {spec.backend}")
         if spec.size is None and not os.path.exists(spec.source):
             said.append("no size is declared and its files are not here; write  memory: 10GiB")
     elif spec.source and not os.path.exists(spec.source) and not looks_like_hub_id(spec.source):

@@ -142,7 +142,8 @@ class UnknownSize(BadSize):
     def __init__(self, name: str, why: str) -> None:
         GpuError.__init__(
             self, f"the size of {name} is unknown: {why}.\n"
-                  f"  Say it:  rt.register({name!r}, …, size='8 GiB')      or plan for a size:  %gpu plan 8GiB",
+                  f"  Say it:  rt.register({name!r}, …, size='8 GiB'), or  memory: 8GiB  in the catalogue\n"
+                  f"  Or plan for a size:  %gpu plan 8GiB",
             name=name, why=why)
 
 

@@ -59,13 +59,12 @@ def footprint(name: str, evidence: Evidence, *, declared: int | None = None, mea
     """
     wanted = working.wish(options or {}, evidence.config)
     weights = _weights(name, evidence, measured, quantization)
-    room = _room(name, evidence.config, wanted if declared is None else None)
     if declared is not None:
         parts = _declared(declared, weights, wanted is not None)
     elif weights is None:
         raise UnknownSize(name, evidence.why_unknown or "neither its source nor its name tells it")
     else:
-        parts = (weights, *(room or _margin(weights, evidence)))
+        parts = (weights, *(_room(name, evidence.config, wanted) or _margin(weights, evidence)))
     if context_bytes and declared is None:
         parts = (*parts, Part("context", context_bytes, "measured" if context_bytes != CONTEXT_BYTES else "typical",
                               "of CUDA, once for this process on that card"))

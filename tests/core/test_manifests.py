@@ -302,7 +302,7 @@ def test_arguments_that_no_backend_here_reads_are_kept_and_said():
     said = " | ".join(notes(entry, Settings.load()))
     assert "unknown here, and kept: colour" in said and "engine's command line: --seed" in said
     assert "decided by the placement, and kept: --gpu-memory-utilization" in said
-    assert "its backend vllm is not part of this version" in said
+    assert "this version has no backend vllm" in said
     assert spec_of(entry, Settings.load()).options["runtime_args"] == ["--seed", "1", "--gpu-memory-utilization", "0.9"]
 
 

@@ -17,6 +17,7 @@ from gpu_runtime import (
     AlreadyRegistered,
     BadDocument,
     BadSetting,
+    BadSize,
     CatalogUnavailable,
     DoesNotFit,
     LoadFailed,
@@ -86,6 +87,12 @@ def test_a_bad_document_changes_nothing_at_all(catalog, file):
         catalog.apply(file("models: {new: {memory: 1}}\n---\nmodels:\n  qwen3:8b:\n    memory: 3XB\n---\n" + DRILLS))
     assert (caught.value.line, caught.value.field) == (5, "models.qwen3:8b.memory")
     assert catalog.file.read_bytes() == before
+
+
+def test_what_is_to_be_said_of_several_models_is_said_once(catalog, file):
+    done = catalog.apply(file("models: {a: {runtime: vllm, memory: 1}, b: {runtime: vllm, memory: 1, colour: red}}"))
+    assert done.notes == ("a, b: planned, and not loaded here: this version has no backend vllm",
+                          "b: unknown here, and kept: colour")
 
 
 def test_paths_are_relative_to_the_file_that_says_them(catalog, file, tmp_path):
@@ -390,6 +397,12 @@ def test_a_model_whose_backend_is_not_here_is_planned_and_refuses_to_load(shelf,
     with pytest.raises(LoadFailed, match=f"its backend {backend} is not part of this version"), rt.use("far"):
         pass
     assert where(rt)["qwen3:8b"] == "sim:0" and rt.catalog().set_index("name")["state"]["far"] == f"no backend {backend} here"
+
+
+def test_a_model_whose_size_nothing_tells_asks_for_it(shelf):
+    """What is missing first: its file, not the cache that its header would tell of."""
+    with pytest.raises(BadSize, match="nor is its source .*\n.*memory: 8GiB  in the catalogue"):
+        shelf("models: {phi: {path: phi.gguf, context_length: 16384}}").plan("phi")
 
 
 def test_a_model_too_large_for_the_card_does_not_fit(shelf):
