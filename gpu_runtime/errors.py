@@ -123,10 +123,10 @@ class AmbiguousName(GpuError, LookupError):
 class AlreadyRegistered(GpuError, ValueError):
     """Two registrations under one name. Attributes: name."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(
+    def __init__(self, name: str, told: str = "") -> None:
+        super().__init__(told or (
             f"{name!r} is registered already, from another source or with other options.\n"
-            f"  Forget the old one first:  rt.forget({name!r})      or choose another name.", name=name)
+            f"  Forget the old one first:  rt.forget({name!r})      or choose another name."), name=name)
 
 
 class BadSize(GpuError, ValueError):

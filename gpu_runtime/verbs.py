@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from .errors import LoadFailed, UnknownVerb
+from .errors import AlreadyRegistered, LoadFailed, UnknownVerb
 from .facts import IMPORTANCE, Outcome
 from .units import parse_seconds
 
@@ -113,6 +113,9 @@ def _load(rt: Any, args: argparse.Namespace) -> Any:
     known = {*(spec.name for spec in rt.specs()), *rt.catalog_names()}
     options = _given(args, "backend", "size", "importance", "keep")
     source = args.source
+    if source is None and options and args.name in rt.catalog_names():
+        raise AlreadyRegistered(args.name, f"{args.name} stands in the catalogue, with a word of its own on that.\n"
+                                           f"  Change it there:  %gpu apply -f FILE      or give its SOURCE here too")
     if source is None and args.name not in known and "/" in args.name:
         source = args.name  # a path or a hub id is its own name
     if source is not None or options:

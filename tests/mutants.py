@@ -22,6 +22,7 @@ MIND = [f"tests/core/test_{name}.py" for name in (
     "planner", "policy", "placement", "pressure", "asks", "bookkeeping", "deadlock", "laws",
     "machine")]
 LEDGER = ["tests/ledgers/test_contract.py", "tests/ledgers/test_sqlite.py"]
+CATALOGUE = ["tests/core/test_documents.py", "tests/core/test_manifests.py", "tests/house/test_catalog.py"]
 HOUSE = ["tests/house/test_runtime.py", "tests/house/test_real_models.py"]
 
 
@@ -154,6 +155,24 @@ FAULTS = [
           HOUSE),
     Fault("a block keeps its lease", "keeper", "        self.blocks.pop(name, None)\n", "", HOUSE),
     Fault("a failed load keeps its bytes", "keeper", "                resident.backend.drop(handle)\n", "                pass\n", HOUSE),
+    Fault("catalogue: trust whatever a file says", "entries", "if settings.gpu_trust_remote_code or not is_trust(flag))",
+          "if True)", CATALOGUE),
+    Fault("catalogue: code runs on a file's word", "entries",
+          "    if settings.gpu_trust_remote_code and _asks_for_trust(fields):", "    if _asks_for_trust(fields):", CATALOGUE),
+    Fault("catalogue: others leave for what cannot be loaded", "runtime", "        require_loadable(spec)\n        self._keeper",
+          "        self._keeper", CATALOGUE),
+    Fault("catalogue: two writers, no lock", "catalog",
+          "            return FileLock(", "            return open(os.devnull) or FileLock(", CATALOGUE),
+    Fault("catalogue: replaced in place", "catalog", "                os.replace(draft, self.file)\n",
+          "                self.file.write_bytes(b'{}')\n                os.replace(draft, self.file)\n", CATALOGUE),
+    Fault("catalogue: a hand-written file is overwritten", "catalog", "            self._require_ours(new, known)\n", "",
+          CATALOGUE),
+    Fault("catalogue: a loaded model changes under its users", "runtime",
+          "        if resident is not None and resident.catalogued and resident.place is Place.GONE:",
+          "        if resident is not None and resident.catalogued:", CATALOGUE),
+    Fault("catalogue: a field that stands twice", "documents", "            if key.value in seen:", "            if False:",
+          CATALOGUE),
+    Fault("catalogue: a slip of the pen is kept", "fields", "        if close and not", "        if False and not", CATALOGUE),
 ]
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import gpu_runtime
+from gpu_runtime.fields import Fields
 from gpu_runtime.settings import Settings
 from gpu_runtime.verbs import VERBS
 
@@ -47,6 +48,12 @@ def test_no_setting_is_documented_that_does_not_exist():
     """A setting that was removed leaves the README too."""
     documented = set(re.findall(r"^\| `([A-Z][A-Z_]+)` \|", README, flags=re.MULTILINE))
     assert documented == {row.name for row in Settings.load().sources()}
+
+
+def test_every_field_of_the_catalogue_is_in_the_readme_with_its_meaning_and_no_other():
+    """In the order and words of the table that checks them."""
+    rows = re.findall(r"^\| `([a-z_]+)` \| (.*) \|$", README, flags=re.MULTILINE)
+    assert rows == [(name, field.description) for name, field in Fields.model_fields.items()]
 
 
 def test_the_examples_work(tmp_path):

@@ -1,20 +1,14 @@
 """Files of models: the three documents' shapes as their authors wrote them, and every field's limits."""
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
 from gpu_runtime.documents import read
 from gpu_runtime.entries import Entry, notes, spec_of
 from gpu_runtime.errors import BadDocument
-from gpu_runtime.fields import Fields
 from gpu_runtime.manifests import API_VERSION, manifests
 from gpu_runtime.settings import Settings
 from gpu_runtime.units import GIB, MIB
-
-README = (Path(__file__).parents[2] / "README.md").read_text()
 
 # As in Helix's Multi-GPU Scheduling, appendix B.
 HELIX = """\
@@ -304,8 +298,3 @@ def test_arguments_that_no_backend_here_reads_are_kept_and_said():
     assert "decided by the placement, and kept: --gpu-memory-utilization" in said
     assert "this version has no backend vllm" in said
     assert spec_of(entry, Settings.load()).options["runtime_args"] == ["--seed", "1", "--gpu-memory-utilization", "0.9"]
-
-
-def test_the_readme_names_every_field_and_no_other():
-    rows = re.findall(r"^\| `([a-z_]+)` \| (.*) \|$", README, flags=re.MULTILINE)
-    assert rows == [(name, field.description) for name, field in Fields.model_fields.items()]

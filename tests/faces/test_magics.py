@@ -169,6 +169,8 @@ def test_a_typo_suggests_the_nearest_verb(shell, typed, nearest):
 
 @pytest.mark.parametrize(("line", "kind"), [
     ("evict nobody", errors.UnknownModel), ("plan nobody", errors.UnknownModel), ("why nobody", errors.UnknownModel),
+    ("load phi:4b --importance high", errors.AlreadyRegistered), ("load org/far", errors.LoadFailed),
+    ("inspect nobody", errors.UnknownModel), ("apply -f none.yaml", errors.BadDocument),
     ("config --preset 3GB", errors.BadSetting), ("load big --backend fake --size lots", errors.BadSize),
     ("load big --backend fake --size 100GiB", errors.DoesNotFit), ("load qwen --backend fake --size 1GiB",
                                                                    errors.AlreadyRegistered),

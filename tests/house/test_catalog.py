@@ -232,6 +232,20 @@ def test_a_write_that_fails_leaves_it_as_it_was(catalog, file, monkeypatch):
     assert [name for name in os.listdir(catalog.directory) if name.startswith(".catalog.json-")] == []
 
 
+def test_whoever_reads_finds_the_old_one_or_the_new_one(catalog, place, file, monkeypatch):
+    """At the very moment before the new file takes the old one's place, the old one is whole."""
+    catalog.apply(file(DRILLS))
+    seen = []
+
+    def look_then_replace(draft, path, replace=os.replace):
+        seen.append(list(Catalog(Settings.load(gpu_catalog=str(place))).entries()))
+        replace(draft, path)
+
+    monkeypatch.setattr(catalogs.os, "replace", look_then_replace)
+    catalog.apply(file("models: {x: {memory: 1}}"))
+    assert seen == [["org/llama", "qwen3:8b"]] and "x" in catalog.entries()
+
+
 def test_who_waits_too_long_for_the_lock_is_told(catalog, file, monkeypatch):
     catalog.apply(file(DRILLS))
     monkeypatch.setattr(catalogs, "PATIENCE_SECONDS", 0.05)
