@@ -415,7 +415,7 @@ def test_a_model_whose_backend_is_not_here_is_planned_and_refuses_to_load(shelf,
 
 def test_a_model_whose_size_nothing_tells_asks_for_it(shelf):
     """What is missing first: its file, not the cache that its header would tell of."""
-    with pytest.raises(BadSize, match="nor is its source .*\n.*memory: 8GiB  in the catalogue"):
+    with pytest.raises(BadSize, match="there is no .*phi.gguf.*\n.*memory: 8GiB  in the catalogue"):
         shelf("models: {phi: {path: phi.gguf, context_length: 16384}}").plan("phi")
 
 
