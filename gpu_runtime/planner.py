@@ -55,6 +55,7 @@ from .units import show_bytes, show_seconds
 __all__ = ["admit", "aged", "deadlocked", "leave", "may_leave", "plan", "queue", "room", "way_out"]
 
 
+MOST_TOLD = 4  # leases in the way, by name
 LOOK_SECONDS = 1.0  # how soon to look again where only a new measurement can tell
 
 
@@ -328,7 +329,13 @@ def _what_stands_in_the_way(book: Book, request: Request, world: World, ground: 
         told, retry = unseen, [*retry, world.now + LOOK_SECONDS]
     elif not leased and not ahead:
         told, retry = [*told, _strangers(candidates[0].shares, ground)], [*retry, world.now + LOOK_SECONDS]
-    return Wait("; ".join(told), blockers=tuple(blockers), ahead=ahead, retry_at=min(retry, default=None))
+    return Wait(_few(told), blockers=tuple(blockers), ahead=ahead, retry_at=min(retry, default=None))
+
+
+def _few(told: list[str]) -> str:
+    """What stands in the way, as far as one reads it: on a crowded card sixty leases may."""
+    more = len(told) - MOST_TOLD
+    return "; ".join(told if more < 2 else [*told[:MOST_TOLD], f"and {more} more"])
 
 
 def _quiet_seconds(lease: Lease, wanted: Lease, world: World) -> float:

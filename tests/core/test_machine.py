@@ -497,7 +497,7 @@ class House(RuleBasedStateMachine):
 
 TestHouse = House.TestCase
 TestHouse.settings = settings(
-    settings.default, max_examples=max(400, settings.default.max_examples), stateful_step_count=max(
+    settings.default, max_examples=max(1000, settings.default.max_examples), stateful_step_count=max(
         40, settings.default.stateful_step_count), suppress_health_check=list(HealthCheck))
 
 

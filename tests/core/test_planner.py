@@ -577,3 +577,11 @@ def test_decisions_are_events():
 def test_the_footprint_of_a_request_is_the_sum_of_its_parts():
     wanted = replace(request("qwen"), footprint=Footprint.of(size(3)))
     assert decide(book(), wanted, world(sim0=20))[1].lease.target == whole("sim:0", 3)
+
+
+def test_of_many_in_the_way_a_few_are_named():
+    """Sixty-four models in use on one card made a message of 5,000 letters."""
+    crowd = [lease(f"m{n}", sim0=1, pins=1) for n in range(64)]
+    _, verdict = admit(book(*crowd), request("qwen", gib=1), world(sim0=64), lru)
+    assert verdict.because.endswith("; and 60 more") and verdict.because.count(" is in use") == 4
+    assert len(verdict.blockers) == 64
