@@ -39,7 +39,7 @@ from .queueing import awake
 from .room import room
 from .units import show_bytes, show_seconds
 
-ASKS = ("evict", "restore", "preload", "pin", "unpin", "defrag")
+ASKS = ("evict", "restore", "preload", "move", "pin", "unpin", "defrag")
 PERSON = -1  # the importance of what a person asks: above every model's
 
 
@@ -52,16 +52,18 @@ class Ask(Value):
     target: str  # a lease id; for preload, `owner id/model name`
     arrived: float
     by: str = ""
+    places: tuple[str, ...] = ()  # where to, for a move
 
 
 class Order(Value):
-    """What the owner's monitor is to do besides steps: preload or restore a model, pin it, defragment."""
+    """What the owner's monitor is to do besides steps: preload, restore or move a model, pin it, defragment."""
 
     key: str
     verb: str
     name: str
     by: str = ""  # the user who asked, where the ledger vouches for one
     refused: str = ""  # why it is not done
+    places: tuple[str, ...] = ()  # where to, for a move
 
 
 def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
@@ -86,7 +88,7 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
         if book.entries >= MOST_ENTRIES:
             return book, Refuse(f"the book is full: {MOST_ENTRIES} leases and requests", kind="full")
         ticket = Ticket(asked.key, asked.owner, asked.verb, asked.target, asked.arrived, world.now,
-                        recalls=(asked.target,) if asked.verb == "evict" else (), because=asked.by)
+                        places=asked.places, recalls=(asked.target,) if asked.verb == "evict" else (), because=asked.by)
     book = book.with_ticket(replace(ticket, refreshed=world.now))
     return book, Wait(f"{section.owner.label} was asked to {asked.verb} {name}", asked=(asked.target,))
 
@@ -115,6 +117,8 @@ def _how_it_stands(book: Book, asked: Ask, lease: Lease | None, name: str, names
         if lease.keep == (asked.verb == "pin"):
             return Grant(lease, (), f"{name} is {'kept' if lease.keep else 'free to leave'}")
         return None
+    if asked.verb == "move" and {share.device for share in lease.shares} == set(asked.places):
+        return Grant(lease, (), f"{name} is on {lease.where}")
     why = may_leave(lease, world, asker=owner.id, importance=PERSON)
     size = f"{name} ({show_bytes(lease.bytes)} on {lease.where})"
     if why == "in use":
@@ -162,7 +166,8 @@ def obey(book: Book, owner: str, world: World, rank: Policy, key: str,
             continue
         if ticket.verb in ASKS and target_owner == owner and ticket.verb != "evict":
             orders.append(Order(ticket.key, ticket.verb, name, asker.user, "" if asker.commands else
-                                foreign(asker.user, ticket.verb, name, book.sections[owner].owner)))
+                                foreign(asker.user, ticket.verb, name, book.sections[owner].owner),
+                                ticket.places))
         if ticket.verb == "use" and not awake(ticket, world):
             continue  # a stopped process: nobody would take the room
         recalled = [lease for id in ticket.recalls if (lease := book.find(id)) and lease.owner == owner]

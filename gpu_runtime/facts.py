@@ -287,13 +287,13 @@ class Ticket(Value):
 
     key: str
     owner: str
-    verb: str  # "use", or what is asked of the target's owner: evict, restore, preload, pin, unpin, defrag
+    verb: str  # "use", or what is asked of the target's owner: evict, restore, preload, move, pin, unpin, defrag
     name: str  # the model wanted (use), or the lease id asked about
     arrived: float
     refreshed: float
     importance: int = NORMAL
     need: Shares = ()  # the room it waits for, on the likeliest card
-    places: tuple[str, ...] = ()  # cards that would do as well; empty: any
+    places: tuple[str, ...] = ()  # cards that would do as well, or where to move it; empty: any
     layout: str = ""  # how the need may be divided otherwise among these places; empty: it is for one card
     recalls: tuple[str, ...] = ()  # lease ids asked to step aside for it
     recalled_since: float = 0.0  # since when just these are asked

@@ -553,11 +553,15 @@ class Keeper:
                 return False
             raise
         if not isinstance(step, Drop):
-            resident.settle_at(replace(resident.lease, shares=shares, target=(), phase=Phase.SETTLED,
-                                       settled_at=self.clock(), away_since=self.clock()))
+            settled = replace(resident.lease, shares=shares, target=(), phase=Phase.SETTLED, settled_at=self.clock())
+            resident.settle_at(replace(settled, away_since=0.0 if settled.on_device else self.clock()))
         self.probe.empty_cache()
         self.decide(lambda book, world: (books.left(book, step, shares, world, by), None), fresh=True)
         return True
+
+    def carry(self, step: Move | Drop, key: Key, by: str = "") -> bool:
+        """Performs a step of our own where no interrupt cuts it in half; False where it was not to be, and nothing moved."""
+        return self._uncut(key, lambda: self._step_aside(step, key, by))
 
     def evict(self, resident: Resident, because: str, *, drop: bool = False) -> Move | Drop | None:
         """Makes a model of our own step aside now; the step taken, None where it lies on no device already."""
@@ -583,7 +587,7 @@ class Keeper:
             step = self.decide(leave)
             if isinstance(step, GpuError):
                 raise step
-            if not self._uncut(key, lambda: self._step_aside(step, key)):
+            if not self.carry(step, key):
                 return self.evict(resident, because)  # a user came in between, or it may not be dropped: decide again
             return step
         finally:
@@ -768,11 +772,12 @@ class Keeper:
                   if ticket.verb == "use" and ticket.owner != self.me for share in ticket.need}
         return [resident for resident in used if any(share.device in wanted for share in resident.lease.shares)]
 
-    def ask(self, verb: str, target: str, *, timeout: float | None, wait: bool = True) -> Verdict:
+    def ask(self, verb: str, target: str, *, timeout: float | None, wait: bool = True,
+            places: tuple[str, ...] = ()) -> Verdict:
         """Asks another owner to act; the last word heard within the time-out."""
         key = self.new_key(f"{verb} {target}")
         began = self.clock()
-        asked = Ask(key.text, self.me, verb, target, began, by=self.ledger.owner.user)
+        asked = Ask(key.text, self.me, verb, target, began, by=self.ledger.owner.user, places=places)
         settled = False
         looks = 0
         try:

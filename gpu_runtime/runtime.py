@@ -12,13 +12,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from . import bookkeeping as books
-from . import caps, doctor, draining, machine, naming, planning, telling
+from . import caps, doctor, draining, machine, moving, naming, planning, telling
 from .asks import Order, answer, foreign
 from .backends import Backend, Progress, backend_for, backend_names, is_out_of_memory, open_backend
 from .backends.absent import AbsentBackend
@@ -401,6 +401,18 @@ class Runtime:
         return Outcome("evict", bare, True, f"{bare} stepped aside to {where}; {show_bytes(freed)} came free", freed,
                        where, self._clock() - began)
 
+    def move(self, name: str, device: str | Iterable[str], *, timeout: str | float | None = ASK_SECONDS) -> Outcome:
+        """Carries an idle model from its card to others: `rt.move("qwen", "cuda:1")`, or `"cuda:0,1"` for both.
+
+        Only free memory is spent: its room there is reserved first, and nobody steps aside. Another process's model is
+        named `qwen@4121`; its owner is asked. Raises UnknownDevice, DoesNotFit, StillInUse, NotResident, Busy.
+        """
+        owner, bare = self._resolve(name)
+        cards = moving.cards(self._keeper, bare, device)
+        if owner != self._keeper.me:
+            return self._asked("move", owner, bare, timeout, places=cards)
+        return moving.move(self._keeper, self._mine(bare), cards)
+
     def pin(self, name: str) -> Outcome:
         """Keeps the model on its device: nothing but `unpin` or its owner lets it go."""
         return self._keep(name, "pin")
@@ -449,7 +461,7 @@ class Runtime:
         return draining.drain(self._keeper, device, undo=undo, timeout=0.0 if timeout is None else parse_seconds(timeout))
 
     def _asked(self, verb: str, owner: str, name: str, timeout: str | float | None, wait: bool = True,
-               must: bool = True) -> Outcome:
+               must: bool = True, places: tuple[str, ...] = ()) -> Outcome:
         """What came of asking another owner."""
         book = self._keeper.ledger.read()
         if because := self._foreign(verb, book.owner(owner), name):
@@ -457,15 +469,16 @@ class Runtime:
         self._awake()
         before = book.lease(owner, name)
         seconds = None if timeout is None else parse_seconds(timeout)
-        verdict = self._keeper.ask(verb, f"{owner}/{name}", timeout=seconds, wait=wait)
+        verdict = self._keeper.ask(verb, f"{owner}/{name}", timeout=seconds, wait=wait, places=places)
         if isinstance(verdict, Grant):
             return Outcome(verb, name, True, verdict.because, before.bytes if before and verb == "evict" else 0,
                            verdict.lease.where if verdict.lease.shares else "")
         if isinstance(verdict, Refuse):
             if not must:
                 return Outcome(verb, name, False, verdict.because)
-            raise StillInUse(f"{verdict.because}.", name=name, lease=f"{owner}/{name}", owner=owner) \
-                if verdict.kind in ("in use", "kept") else GpuError(f"{verdict.because}.", name=name)
+            because = verdict.because.rstrip(".") + "."
+            raise StillInUse(because, name=name, lease=f"{owner}/{name}", owner=owner) \
+                if verdict.kind in ("in use", "kept") else GpuError(because, name=name)
         if wait and must:
             raise Busy(f"{verdict.because}, and has not answered for {show_seconds(seconds or 0)}.\n"
                        f"  It answers once its kernel runs again. Watch:  %gpu status", name=name,
@@ -822,6 +835,8 @@ class Runtime:
                 raise UnknownModel(order.name, tuple(keeper.residents))  # a name chooses among ours, and does nothing else
             if order.verb in ("preload", "restore"):
                 outcome = self.preload(order.name, timeout=ASK_SECONDS)
+            elif order.verb == "move":
+                outcome = moving.move(keeper, keeper.residents[order.name], order.places, by=order.by)
             elif order.verb == "defrag":
                 outcome = Outcome("defrag", "", True, "done", self.probe.empty_cache())
             else:

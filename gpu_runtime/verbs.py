@@ -218,6 +218,12 @@ VERBS: dict[str, Verb] = {verb.name: verb for verb in (
     Verb("evict", "moves an idle model off its device, to RAM where there is room",
          lambda rt, args: rt.evict(args.name, **_given(args, "timeout")), (NAME, TIMEOUT)),
     Verb("restore", "brings a model back from RAM", lambda rt, args: _as("restore", rt.restore(args.name)), (NAME,)),
+    Verb("move", "carries an idle model to another card, or over several, while it lives",
+         lambda rt, args: rt.move(args.name, args.device, **_given(args, "timeout")), (
+        NAME,
+        Argument(("device",), {"metavar": "DEVICE", "help": "where to, such as cuda:1, or cuda:0,1 for both"}, "devices"),
+        TIMEOUT,
+    )),
     Verb("pin", "keeps a model on its device whatever comes", lambda rt, args: rt.pin(args.name), (NAME,)),
     Verb("unpin", "lets a pinned model step aside again", lambda rt, args: rt.unpin(args.name), (NAME,)),
     Verb("drain", "takes no new leases on a card, and moves what is idle there away",

@@ -11,13 +11,13 @@ ROOT = Path(__file__).parents[2]
 
 ROOMS = {
     "ground": {"facts", "units", "errors", "settings"},
-    "mind": {"drains", "naming", "splitting", "several",
+    "mind": {"drains", "moves", "naming", "splitting", "several",
              "planner", "caps", "telling", "asks", "bookkeeping", "clearing", "deadlock", "estimate", "hopeless",
              "leaving", "placement", "working", "policy", "pressure", "strangers", "queueing", "room"},
     "hands": {"cards", "nvidia_smi", "amd", "apple",
               "ledgers", "backends", "blocks", "probe", "pool", "journal", "machine", "owner", "memory", "segments",
               "nvml", "sampler", "sampling", "documents", "fields", "manifests", "measurements"},
-    "house": {"doctor", "draining",
+    "house": {"doctor", "draining", "moving",
               "__init__", "runtime", "keeper", "monitor", "frames", "samples", "catalog", "catalogued", "entries", "sharing",
               "sizing", "planning"},
     "faces": {"cli", "verbs", "serving", "gpu", "gpu_panels"},

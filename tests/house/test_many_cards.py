@@ -1,0 +1,143 @@
+"""Models over several cards and from card to card, through the runtime that users hold."""
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from gpu_runtime.errors import BadSetting, DoesNotFit, GpuError, NotResident, StillInUse, UnknownDevice
+from gpu_runtime.units import GIB
+from tests.house.conftest import claims, fakes, where
+
+FOUR = "sim:4x10GiB,host:64GiB"
+
+
+def test_move_switches_a_models_card_and_says_why(runtime):
+    rt = runtime(devices=FOUR)
+    fakes(rt, qwen="6GiB")
+    rt.preload("qwen")
+    outcome = rt.move("qwen", "sim:2")
+    assert (outcome.done, outcome.where, outcome.bytes) == (True, "sim:2", 6 * GIB)
+    assert outcome.because == "qwen went from sim:0 to sim:2"
+    assert where(rt) == {"qwen": "sim:2"} and claims(rt) == {"sim:2": 6 * GIB}
+    [event] = [event for event in rt.status().events if event.action == "moved"]
+    assert event.because == "qwen went from sim:0 to sim:2, by hand." and event.reason == "move"
+    assert rt.move("qwen", "sim:2").because == "qwen is on sim:2 already"
+    assert rt.evictions().empty, "a move is no eviction"
+
+
+def test_a_move_may_go_over_several_cards_and_come_back(runtime):
+    """Its bytes lie where the shares say, also in the allocators: the account of each card is exact."""
+    rt = runtime(devices=FOUR)
+    fakes(rt, qwen="6GiB")
+    rt.preload("qwen")
+    assert rt.move("qwen", "sim:1,3").where == "sim:1,3"
+    assert claims(rt) == {"sim:1": 3 * GIB, "sim:3": 3 * GIB}
+    assert {d: size for d, size in rt.probe.used().items() if size} == claims(rt)
+    assert rt.move("qwen", ["sim:0"]).where == "sim:0"
+    assert claims(rt) == {"sim:0": 6 * GIB}
+    rt.evict("qwen")
+    assert where(rt) == {"qwen": "host"}
+
+
+def test_where_it_has_no_room_it_stays_and_the_sentence_says_what_to_type(runtime):
+    rt = runtime(devices="sim:2x10GiB,host:64GiB", gpu_memory_max_percent=1.0)
+    fakes(rt, qwen="6GiB", idle="7GiB")
+    rt.preload("qwen")
+    rt.preload("idle")
+    before = claims(rt)
+    with pytest.raises(DoesNotFit, match=r"(?s)qwen needs 6.0 GiB; sim:1 has 3.0 GiB free.*%gpu evict idle"):
+        rt.move("qwen", "sim:1")
+    assert claims(rt) == before and where(rt)["qwen"] == "sim:0"
+
+
+def test_what_cannot_be_moved_is_refused_in_one_sentence(runtime):
+    rt = runtime(devices=FOUR)
+    fakes(rt, qwen="6GiB", away="1GiB")
+    rt.preload("qwen")
+    for device in ("sim:9", "cuda:0", ""):
+        with pytest.raises(UnknownDevice, match="This machine has sim:0, sim:1"):
+            rt.move("qwen", device)
+    with pytest.raises(BadSetting, match="%gpu evict qwen"):
+        rt.move("qwen", "host")
+    with pytest.raises(NotResident, match="%gpu preload away"):
+        rt.move("away", "sim:1")
+    with rt.use("qwen"), pytest.raises(StillInUse, match="in use by this notebook"):
+        rt.move("qwen", "sim:1")
+    rt.pin("qwen")
+    with pytest.raises(StillInUse, match="%gpu unpin qwen"):
+        rt.move("qwen", "sim:1")
+    rt.unpin("qwen")
+    rt.register("bound", backend="fake", size="1GiB", devices=("sim:3",))
+    rt.preload("bound")
+    with pytest.raises(DoesNotFit, match="may not go to sim:1: it was registered for sim:3"):
+        rt.move("bound", "sim:1")
+    rt.register("whole", backend="fake", size="1GiB", layout="single")
+    rt.preload("whole")
+    with pytest.raises(DoesNotFit, match="lies on one card"):
+        rt.move("whole", "sim:1,2")
+    assert where(rt)["qwen"] == "sim:0"
+
+
+def test_a_move_that_fails_half_way_leaves_the_model_and_the_book_as_they_were(runtime):
+    rt = runtime(devices=FOUR)
+    rt.register("qwen", _fails_to_move, backend="fake", size="6GiB")
+    rt.preload("qwen")
+    with pytest.raises(RuntimeError, match="the bus went away"):
+        rt.move("qwen", "sim:1")
+    assert where(rt) == {"qwen": "sim:0"} and claims(rt) == {"sim:0": 6 * GIB}
+    assert {d: size for d, size in rt.probe.used().items() if size} == claims(rt)
+    with rt.use("qwen"):
+        pass
+
+
+def _fails_to_move(what: str) -> None:
+    if what == "move":
+        raise RuntimeError("the bus went away")
+
+
+def test_another_processes_model_is_asked_for_and_the_asker_is_told(runtime, shared_book):
+    one, other = (runtime(devices=FOUR, ledger=shared_book) for _ in range(2))
+    fakes(one, qwen="6GiB")
+    one.preload("qwen")
+    outcome = other.move("qwen", "sim:1", timeout=20)
+    assert outcome.done and outcome.where == "sim:1"
+    assert where(one) == {"qwen": "sim:1"}
+    with one.use("qwen"), pytest.raises(GpuError, match="is in use by"):
+        other.move("qwen", "sim:2", timeout=20)
+    other.register("there", backend="fake", size="8GiB", devices=("sim:0",))
+    other.preload("there")
+    with pytest.raises(GpuError, match="qwen needs 6.0 GiB; sim:0 has .* free"):
+        other.move("qwen", "sim:0", timeout=20)
+    assert where(one)["qwen"] == "sim:1"
+
+
+def test_a_call_meanwhile_waits_and_never_runs_half_moved(runtime):
+    """A user who comes while the bytes travel is let in when they have arrived."""
+    rt = runtime(devices=FOUR)
+    travelling, go_on, seen = threading.Event(), threading.Event(), []
+
+    def slow(what: str) -> None:
+        if what == "move":
+            travelling.set()
+            go_on.wait(20)
+
+    rt.register("qwen", slow, backend="fake", size="6GiB")
+    rt.preload("qwen")
+    mover = threading.Thread(target=rt.move, args=("qwen", "sim:1"))
+    mover.start()
+    assert travelling.wait(20)
+    assert claims(rt) == {"sim:0": 6 * GIB, "sim:1": 6 * GIB}, "both count until it is done"
+
+    def use() -> None:
+        with rt.use("qwen") as model:
+            seen.append(repr(model))
+
+    user = threading.Thread(target=use)
+    user.start()
+    user.join(0.2)
+    assert not seen
+    go_on.set()
+    mover.join(20)
+    user.join(20)
+    assert seen == ["<fake qwen on sim:1>"]
