@@ -433,14 +433,21 @@ def test_its_cards_are_named_by_index_or_id_and_must_be_there(shelf):
         rt.preload("c")
 
 
-def test_what_it_says_of_its_placement_reaches_the_planner(shelf):
-    """Over the settings; a size for each card, and cards by their index, as this machine calls them."""
-    rt = shelf("models: {a: {backend: fake, memory: 1GiB, gpus: 2, layout: balanced, gpu_memory: 20GiB, "
-               "gpu_fraction_factor: 3}, b: {backend: fake, memory: 1GiB, gpu_memory: {1: 2GiB}}}",
-               devices="sim:2x24GiB,host:64GiB", gpu_placement="most-free")
-    one, other = (rt._keeper.placement(rt._mine(name)) for name in "ab")
-    assert (one.layout, one.policy, one.least_cards, one.most_cards, one.factor) == ("balanced", "most-free", 2, 2, 3.0)
-    assert one.card_bytes == {"sim:0": 20 * GIB, "sim:1": 20 * GIB} and other.card_bytes == {"sim:1": 2 * GIB}
+@pytest.mark.parametrize(("fields", "shares"), [
+    ("memory: 3GiB", {"sim:0": 3}), ("memory: 3GiB, gpus: [2]", {"sim:2": 3}),
+    ("memory: 40GiB", {"sim:0": 20, "sim:1": 20}), ("memory: 30GiB, max_tensor_parallel: 1", {}),
+    ("memory: 10GiB, gpus: 2, layout: balanced", {"sim:0": 5, "sim:1": 5}),
+    ("memory: 10GiB, gpu_memory: 6GiB", {"sim:0": 5, "sim:1": 5}),
+    ("memory: 9GiB, layout: balanced, gpu_memory: {1: 6GiB, 2: 6GiB}", {"sim:1": 4.5, "sim:2": 4.5}),
+    ("memory: 3GiB, gpu_fraction_factor: 3", {"sim:0": 9}),
+    ("memory: 3GiB, gpu_fraction_factor: 3, fraction_largest_possible: 0.3", {"sim:0": 21.6}),
+    ("memory: 3GiB, layout: whole", {"sim:0": 21.6}),
+])
+def test_what_it_says_of_its_placement_decides_where_it_would_go(shelf, fields, shares):
+    """Each override, on three cards of 21.6 GiB; no shares: it is refused."""
+    rt = shelf(f"models: {{m: {{backend: fake, {fields}}}}}", devices="sim:3x24GiB,host:64GiB")
+    planned = {share.device: share.bytes / GIB for share in rt.plan("m").shares}
+    assert planned == pytest.approx(shares, abs=0.01)
 
 
 def test_a_catalogue_that_cannot_be_read_stops_only_what_needs_it(shelf, place, caplog):
