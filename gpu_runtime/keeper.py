@@ -263,6 +263,15 @@ class Keeper:
             places = tuple(names.get(device, device) for device in resident.spec.devices)
             resident.spec = replace(resident.spec, devices=places)
 
+    def announce(self) -> None:
+        """Publishes what we are and have; where the book cannot be written now, the monitor does it later."""
+        if not self.settings.enable_memory_governor:
+            return
+        try:
+            self.decide(lambda book, world: (book, None))
+        except LedgerUnavailable as error:
+            log.debug("announced later: %s", error)
+
     def reap_near(self, book: Book) -> int:
         """Removes whoever is proven dead, where the next in the row of owners is, or one more in turn; how many.
 

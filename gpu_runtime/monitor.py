@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+from . import threads
 from .errors import GpuError, ProbeFailed
 
 log = logging.getLogger("gpu_runtime")
@@ -89,17 +90,17 @@ class Monitor:
     def __init__(self, tick: Callable[[], float], wait: Callable[[float], bool]) -> None:
         self._tick, self._wait = tick, wait
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gpu-monitor", daemon=True)
+        self._running: threads.Running | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        self._running = threads.start(self._run)
 
     def stop(self, ring: Callable[[], None]) -> None:
         """Ends the thread; `ring` wakes it."""
         self._stopping.set()
         ring()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=5.0)
+        if self._running and self._running.ident != threading.get_ident():
+            self._running.wait(5.0)
 
     def _run(self) -> None:
         while not self._stopping.is_set():

@@ -22,6 +22,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from . import threads
 from .backends import Backend, Progress
 from .facts import Drop, Footprint, Lease, Measurement, ModelSpec, Move, Shares
 
@@ -280,6 +281,17 @@ def _reduce_as_base(self: Any, protocol: int) -> Any:
 
 # -- work that the stop button must not cut in half -----------------------------------------------------------------
 
+MOST_SECONDS = 60.0
+_moving: set[object] = set()
+
+
+def finish() -> None:
+    """Waits for work that goes on though nobody waits for it any more: an interpreter that ends would cut it in half."""
+    until = time.monotonic() + MOST_SECONDS
+    while _moving and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 def uninterrupted(work: Callable[[], Any]) -> Any:
     """Runs `work` in a thread of its own, where no KeyboardInterrupt is delivered, and waits for it.
 
@@ -288,14 +300,15 @@ def uninterrupted(work: Callable[[], Any]) -> Any:
     outcome: list[Any] = []
 
     def run() -> None:
+        _moving.add(mark := object())
         try:
             outcome.append((work(), None))
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             outcome.append((None, error))
+        finally:
+            _moving.discard(mark)
 
-    thread = threading.Thread(target=run, name="gpu-move", daemon=False)
-    thread.start()
-    thread.join()
+    threads.start(run).wait()
     result, error = outcome[0]
     if error is not None:
         raise error

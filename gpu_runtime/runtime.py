@@ -13,12 +13,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from . import bookkeeping as books
-from . import caps, doctor, draining, machine, moving, naming, planning, telling
+from . import caps, doctor, draining, machine, moving, naming, planning, telling, threads
 from .asks import Order, answer, foreign
 from .backends import Backend, Progress, backend_for, backend_names, is_out_of_memory, open_backend
 from .backends.absent import AbsentBackend
@@ -69,7 +70,7 @@ from .measurements import Measurements, measurements_in
 from .monitor import Breaker, Monitor
 from .placement import check_policy
 from .planner import plan, queue
-from .pool import Anchor, Held, Place, Resident, release_calls
+from .pool import Anchor, Held, Place, Resident, finish, release_calls
 from .pressure import views
 from .probe import Probe, open_probe
 from .settings import Settings
@@ -247,6 +248,7 @@ class Runtime:
             self._keeper.residents[resident.spec.name] = resident
         if first:
             self._awake()
+        self._keeper.announce()  # from now on others can ask for it by its name
         return resident.spec
 
     def _awake(self) -> None:
@@ -792,7 +794,7 @@ class Runtime:
         for order in () if quiet else keeper.obey():
             if order.key not in self._acting:
                 self._acting.add(order.key)
-                threading.Thread(target=self._carry_out, args=(order,), name="gpu-order", daemon=True).start()
+                threads.start(partial(self._carry_out, order))
         now = self._clock()
         if now - self._checked_at >= self.settings.pressure_check_interval_seconds and self._breaker.allows(now):
             self._checked_at = now
@@ -912,6 +914,7 @@ def _in_child() -> None:
 
 
 def _at_exit() -> None:
+    finish()
     for runtime in list(_runtimes):
         runtime.close()
 

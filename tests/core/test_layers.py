@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 ROOMS = {
-    "ground": {"facts", "units", "errors", "settings"},
+    "ground": {"threads", "facts", "units", "errors", "settings"},
     "mind": {"drains", "moves", "naming", "splitting", "several",
              "planner", "caps", "telling", "asks", "bookkeeping", "clearing", "deadlock", "estimate", "hopeless",
              "leaving", "placement", "working", "policy", "pressure", "strangers", "queueing", "room"},

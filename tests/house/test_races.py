@@ -87,7 +87,7 @@ def test_an_interrupt_at_the_end_of_a_load_gives_its_bytes_back_at_once(runtime,
 
 
 def test_an_interrupt_before_a_move_begins_leaves_nothing(runtime, monkeypatch):
-    """The thread that was to do it never started; its closure, kept for ever by the module that starts threads, knew
+    """The thread that was to do it never started; its closure, kept by whoever keeps the error, knew
     the key, and so the room stayed reserved."""
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
@@ -98,7 +98,7 @@ def test_an_interrupt_before_a_move_begins_leaves_nothing(runtime, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as kept:
-        patch.setattr(threading, "_start_new_thread", stop)
+        patch.setattr("_thread.start_new_thread", stop)
         rt.preload("m")
     rt.tick()
     assert claims(rt) == {"host": 3 * GIB}

@@ -75,9 +75,9 @@ def test_the_devices(runtime):
 
 @proves("development_cpu_only")
 def test_simulated_even_where_there_is_a_gpu(runtime, monkeypatch):
-    from gpu_runtime import nvml
+    from gpu_runtime import cards
 
-    monkeypatch.setattr(nvml, "cards", lambda *a, **k: pytest.fail("asked the driver"))
+    monkeypatch.setattr(cards, "seen", lambda *a, **k: pytest.fail("asked the driver"))
     assert runtime(devices="auto", development_cpu_only=True).simulated
 
 
