@@ -7,7 +7,7 @@ as JSON, so any process can read the book that another wrote. Times are seconds 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -753,6 +753,13 @@ _decode_book = msgspec.json.Decoder(Book).decode
 _decode_section = msgspec.json.Decoder(Section).decode
 
 
+def one_memory(devices: Iterable[Device]) -> frozenset[str]:
+    """The host and the cards whose memory it is: whatever lies on any of them, it takes of the same bytes. Empty where
+    every card has memory of its own."""
+    cards = frozenset(device.id for device in devices if device.unified)
+    return cards | {HOST} if cards else cards
+
+
 def overdrafts(old: Book, new: Book) -> dict[str, int]:
     """Devices that this write would grant beyond max(limit, old sum), and by how much: laws 1 and 2.
 
@@ -766,6 +773,11 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
     after = new.claims()
     over = {device: after[device] - max(new.limits.get(device, after[device]), before.get(device, 0))
             for device in more}
+    shared = one_memory(new.devices)
+    if shared & more:  # they have one budget, the largest of theirs
+        limit = max(new.limits.get(device, 0) for device in shared)
+        over["+".join(sorted(shared))] = sum(after.get(device, 0) for device in shared) - max(
+            limit, sum(before.get(device, 0) for device in shared))
     return {device: excess for device, excess in over.items() if excess > 0}
 
 

@@ -52,8 +52,16 @@ def way_out(lease: Lease, host_room: int, world: World, *, drop: bool = False, b
 
 
 def can_move(lease: Lease, world: World) -> bool:
-    """Whether it can lie in host memory at all, were there room."""
-    return lease.movable and world.rules.offload
+    """Whether it can lie in host memory at all, were there room; not from a card that has no other memory than that."""
+    return lease.movable and world.rules.offload and not _lies_in_host_memory(lease, world)
+
+
+def _lies_in_host_memory(lease: Lease, world: World) -> bool:
+    """Whether it lies on a card whose memory is the host's: moved there it would free nothing."""
+    for device in world.devices:
+        if device.unified:  # a plain loop: every decision asks this of every lease
+            return any(share.device == device.id for share in lease.shares)
+    return False
 
 
 def never_leaves(lease: Lease, world: World, *, held: Sequence[str] = ()) -> str:
@@ -65,6 +73,8 @@ def never_leaves(lease: Lease, world: World, *, held: Sequence[str] = ()) -> str
     if lease.keep:
         return "is kept on the device (unpin it to let it go)"
     if not lease.droppable and not (can_move(lease, world) and lease.own_bytes <= world.limits.get(HOST, 0)):
+        if _lies_in_host_memory(lease, world):
+            return "exists nowhere else, and lies in the host's memory already"
         return "exists nowhere else, and the host has no room for it"
     return ""
 

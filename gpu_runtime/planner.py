@@ -41,6 +41,7 @@ from .facts import (
     Verdict,
     Wait,
     World,
+    one_memory,
     where,
 )
 from .hopeless import at_best, hopeless, hopeless_cards
@@ -176,8 +177,10 @@ def _obedience(book: Book, asked: Iterable[str], world: World) -> list[Step]:
 def _as_if_measured(book: Book, step: Step, world: World) -> World:
     """The world with samples that show what the step freed."""
     samples = dict(world.samples)
+    shared = one_memory(world.devices)
     for device in world.devices:
-        freed = sum(s.bytes for s in getattr(step, "source", ()) if s.device == device.id)
+        same = shared if device.id in shared else (device.id,)
+        freed = sum(s.bytes for s in getattr(step, "source", ()) if s.device in same)
         sample = None if device.simulated else sample_of(device, book, world)
         if freed and sample and sample.free_bytes is not None:
             samples[device.id] = replace(sample, free_bytes=sample.free_bytes + freed)

@@ -5,7 +5,9 @@ spend it first is `queueing.py`'s to say.
 """
 from __future__ import annotations
 
-from .facts import HOST, Book, Phase, Share, World
+from collections.abc import Mapping
+
+from .facts import HOST, Book, Phase, Sample, Share, World, one_memory
 from .pressure import sample_of
 from .units import show_seconds
 
@@ -48,7 +50,21 @@ def sight(book: Book, world: World) -> tuple[dict[str, int], dict[str, str]]:
             blind[id] = f"the last measurement of {id} is {show_seconds(now - sample.taken_at)} old"
         else:
             free[id] = min(free[id], sample.free_bytes - rules.reserve_bytes - unseen.get(id, 0))
+    if shared := one_memory(world.devices):
+        left = _left_of_one_memory(book, world, shared, samples, claims, unseen)
+        free |= {id: min(free[id], left) for id in shared if id in free}
     return free, blind
+
+
+def _left_of_one_memory(book: Book, world: World, shared: frozenset[str], samples: Mapping[str, Sample | None],
+                        claims: Mapping[str, int], unseen: Mapping[str, int]) -> int:
+    """Bytes left of a memory that the host and cards have together: the largest of their budgets less all that is
+    claimed of any, and no more than was measured."""
+    left = max(limit_of(book, world, id) for id in shared) - sum(claims.get(id, 0) for id in shared)
+    measured = [sample.free_bytes for id in shared if (sample := samples.get(id)) and sample.free_bytes is not None]
+    if measured:
+        left = min(left, min(measured) - world.rules.reserve_bytes - sum(unseen.get(id, 0) for id in shared))
+    return left
 
 
 def _sums(book: Book, taken_at: dict[str, float]) -> tuple[dict[str, int], dict[str, int]]:

@@ -20,7 +20,7 @@ def stranger_bytes(book: Book, world: World) -> dict[str, int | None]:
     beyond: dict[str, int | None] = {}
     freed = freed_since(book, world)
     for device in world.devices:
-        if device.simulated or device.is_host:
+        if device.simulated or device.is_host or device.unified:  # of the machine's own memory the rest is nobody's to tell
             continue
         sample = sample_of(device, book, world)
         if sample is None or sample.free_bytes is None:

@@ -1,0 +1,86 @@
+"""A card that shares the machine's memory: it and the host draw on one budget, and offloading frees nothing."""
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from gpu_runtime.facts import HOST, Drop, Grant, Phase, Refuse, Share, Wait, overdrafts
+from gpu_runtime.leaving import way_out
+from gpu_runtime.planner import plan, room
+from gpu_runtime.policy import lru
+from gpu_runtime.units import GIB
+
+from tests.worlds import ask_until, at, book, decide, lease, owner, request, size, world
+
+
+def unified(card=90, host=50, total=100, free=100.0, **words):
+    """A machine of 100 GiB whose GPU may take 90 of them, and models that wait in RAM 50."""
+    there = world(cuda0=card, host=host, total={"cuda:0": total, HOST: total}, free={"cuda:0": free}, **words)
+    devices = tuple(replace(d, unified=not d.is_host, total_bytes=size(total), simulated=False) for d in there.devices)
+    sample = there.samples["cuda:0"]
+    return replace(there, devices=devices, samples={"cuda:0": sample, HOST: replace(sample, device=HOST)})
+
+
+def test_what_lies_in_host_memory_is_taken_of_the_card_s_too():
+    """50 of 90 GiB are gone to the host: 40 are left, on either; the host's own budget is full."""
+    page = book(lease("warm", host=50, movable=True))
+    assert room(page, unified(free=50.0)) == {"cuda:0": 40 * GIB, HOST: 0}
+    _, verdict = decide(page, request("big", 41, importance="batch"), unified(free=50.0))
+    assert not isinstance(verdict, Grant)
+
+
+def test_the_smaller_of_the_budget_and_what_is_measured_is_believed_over_both():
+    """The machine's other programs take 70 GiB."""
+    assert room(book(), unified(free=30.0)) == {"cuda:0": 30 * GIB, HOST: 30 * GIB}
+
+
+def test_what_is_on_its_way_to_one_is_not_free_on_the_other():
+    """Its bytes may come at any moment, and no sample has seen them."""
+    page = book(lease("coming", target=(Share("cuda:0", 20 * GIB),), phase=Phase.ARRIVING, pins=1))
+    assert room(page, unified(free=30.0)) == {"cuda:0": 10 * GIB, HOST: 10 * GIB}
+
+
+def test_an_idle_model_is_dropped_and_not_moved_where_that_frees_nothing():
+    page, there = book(lease("old", cuda0=60)), unified(free=40.0)
+    assert way_out(page.find(at(1, "old")), 50 * GIB, there) == Drop(at(1, "old"), (Share("cuda:0", 60 * GIB),))
+    _, verdict = decide(page, request("new", 50), there)
+    assert isinstance(verdict, Wait) and [type(step) for step in verdict.steps] == [Drop]
+    assert plan(page, request("new", 50), there, lru).granted
+
+
+def test_weights_that_exist_nowhere_else_stay_and_the_reason_is_true():
+    page, there = book(lease("mine", cuda0=60, droppable=False)), unified(free=40.0)
+    _, verdict = decide(page, request("new", 50), there)
+    assert isinstance(verdict, Refuse)
+    assert "mine (60.0 GiB) exists nowhere else, and lies in the host's memory already" in verdict.because
+
+
+def test_the_ledger_refuses_a_write_that_takes_their_one_budget_over():
+    """Each alone would fit: 60 of 90 and 40 of 50."""
+    there = unified()
+    before = book(lease("a", cuda0=60), devices=there.devices, limits=dict(there.limits))
+    after = before.with_lease(replace(lease("b"), target=(Share(HOST, 40 * GIB),), phase=Phase.ARRIVING, pins=1))
+    assert overdrafts(before, after) == {"cuda:0+host": 10 * GIB}
+    apart = replace(after, devices=tuple(replace(d, unified=False) for d in there.devices))
+    assert overdrafts(before, apart) == {}
+
+
+def test_a_card_with_memory_of_its_own_is_as_before():
+    page, there = book(lease("old", cuda0=60)), world(cuda0=90, host=50, free={"cuda:0": 30})
+    assert room(page, there) == {"cuda:0": 30 * GIB, HOST: 50 * GIB}
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=6), st.integers(0, 50))
+def test_no_series_of_grants_takes_the_one_memory_over_its_budget(wanted, warm):
+    """Law 1, over the sum of card and host; what was not measured is bounded by the book."""
+    there = unified(free=100.0)
+    page = book(lease("warm", host=warm), devices=there.devices, limits=dict(there.limits))
+    for number, (gib, droppable) in enumerate(wanted):
+        page, heard = ask_until(page, request(f"m{number}", gib), there, rounds=6)
+        if isinstance(heard[-1], Grant):
+            arrived = page.lease(owner(1).id, f"m{number}")
+            page = page.with_lease(replace(arrived, shares=arrived.target or arrived.shares, target=(), phase=Phase.SETTLED, key="",
+                                           pins=0, droppable=droppable, settled_at=there.now - 10, last_used=0.0))
+        claims = page.claims()
+        assert sum(claims.values()) <= 90 * GIB
