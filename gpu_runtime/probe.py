@@ -162,10 +162,10 @@ class Probe:
         return (sample.processes.get(os.getpid()) if sample else None) or 0
 
     def fragmentation(self) -> tuple[Fragmentation, ...]:
-        """What each card's allocator says of itself in this process; one that torch has not touched says nothing."""
+        """What each card's allocator says of itself in this process; one that nothing has used says nothing."""
         said = (_torch_fragmentation(self._cards[d.id]) if d.id in self._cards else self._memories[d.id].fragmentation()
                 for d in self.devices if not d.is_host)
-        return tuple(figures for figures in said if figures)
+        return tuple(one for one in said if one and (one.reserved_bytes or one.alloc_retries or one.ooms))
 
     def empty_cache(self) -> int:
         """Gives memory that waits to be used again back, on cards and host; returns its bytes."""

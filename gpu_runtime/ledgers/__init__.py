@@ -84,7 +84,7 @@ def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
     `redis://…`, `rediss://…` and `unix://…` name a Redis, which keeps a page for each host.
     Raises BadSetting for another URL, LedgerUnavailable where the place cannot keep a book.
     """
-    scheme, _, rest = url.partition(":")
+    scheme, colon, rest = url.partition(":")
     if scheme == "memory":
         from .memory import MemoryLedger
 
@@ -92,10 +92,7 @@ def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
     if scheme == "sqlite" and rest.startswith("///"):
         from .sqlite import SqliteLedger
 
-        directory = Path(rest[2:])
-        if directory.suffix == ".db":
-            directory = directory.with_suffix("")
-        return SqliteLedger(directory, notebook=notebook, user=user)
+        return SqliteLedger(_directory(url, rest), notebook=notebook, user=user)
     if scheme in ("redis", "rediss", "unix") and rest.startswith("//"):
         try:
             from .redis import RedisLedger
@@ -105,8 +102,25 @@ def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
         return RedisLedger(url, notebook=notebook, user=user)
     from ..settings import masked
 
+    path = rest.lstrip("/") if scheme == "sqlite" else "" if colon else url
+    here = f"; here it would be sqlite://{Path(path).expanduser().absolute()}" if path else ""
     raise BadSetting("GPU_LEDGER", masked(url),
-                     "memory:, memory:NAME, sqlite:///ABSOLUTE/DIRECTORY or redis://HOST:PORT/DB")
+                     f"memory:, memory:NAME, sqlite:///ABSOLUTE/DIRECTORY or redis://HOST:PORT/DB{here}")
+
+
+def _directory(url: str, rest: str) -> Path:
+    """The directory that `sqlite:///…` names; four slashes, as other tools write it, mean the same. Raises BadSetting
+    where a relative path was meant."""
+    directory = Path("/" + rest.lstrip("/"))
+    if directory.suffix == ".db":
+        directory = directory.with_suffix("")
+    meant = Path(*directory.parts[1:])
+    if meant.parts and meant.parts[0] in ("~", ".", ".."):
+        raise BadSetting("GPU_LEDGER", url, f"an absolute path, such as sqlite://{os.path.abspath(meant.expanduser())}")
+    if len(meant.parts) < 2 and not directory.exists():
+        raise BadSetting("GPU_LEDGER", url, f"a directory that is not in the root of the file system; relative to here it is "
+                                            f"sqlite://{meant.absolute()}")
+    return directory
 
 
 def default_url(devices_slug: str = "") -> str:
