@@ -48,9 +48,10 @@ def drained(book: Book, world: World) -> dict[str, str]:
 def refusals(request: Request, world: World, sentences: Mapping[str, str]) -> dict[str, Refuse]:
     """Cards on which nothing new is granted because they are drained."""
     size = request.footprint.bytes
-    return {card: Refuse(f"{request.lease.name} needs {show_bytes(size)}; {because}, and takes no new leases",
-                         kind="drained", need_bytes=size, budget_bytes=world.limits.get(card, 0), device=card)
-            for card, because in sentences.items()}
+    because = f"{request.lease.name} needs {show_bytes(size)}; {', '.join(sentences.values())}, and " \
+              f"take{'s' if len(sentences) == 1 else ''} no new leases"
+    return {card: Refuse(because, kind="drained", need_bytes=size, budget_bytes=world.limits.get(card, 0), device=card)
+            for card in sentences}
 
 
 def vacate(book: Book, owner: str, world: World, key: str) -> tuple[Book, tuple[Step, ...]]:

@@ -39,8 +39,14 @@ def test_where_every_card_is_drained_the_request_is_refused_with_what_to_type():
     assert after.sections == page.sections | {k: v for k, v in after.sections.items() if k == owner(1).id}
     error = refusal("qwen", verdict)
     assert isinstance(error, DoesNotFit)
-    assert "sim:0 was drained by ann 3 min ago, and takes no new leases" in str(error)
+    assert "qwen needs 4.0 GiB; sim:0 was drained by ann 3 min ago, and takes no new leases" in str(error)
     assert "gpu drain sim:0 --undo" in str(error)
+
+
+def test_the_refusal_names_every_drained_card():
+    page = book(drained={"sim:0": ANN, "sim:1": Drain("bob", WALL + NOW - 60)})
+    _, verdict = decide(page, request("qwen", 4), world(sim0=20, sim1=20))
+    assert "sim:0 was drained by ann 3 min ago, sim:1 was drained by bob 60 s ago" in verdict.because
 
 
 def test_a_request_waits_for_the_card_that_is_left_and_displaces_nobody_on_the_drained_one():
