@@ -331,7 +331,7 @@ class Event(Value):
     seq: int
     wall: float  # epoch seconds, for display
     model: str
-    action: str  # granted, loaded, offloaded, restored, unloaded, moved, released, refused, waiting, failed, reaped
+    action: str  # granted, loaded, offloaded, restored, unloaded, moved, misplaced, released, refused, …
     reason: str  # one word: request, memory_pressure, evict, owner, death, …
     because: str
     bytes: int = 0

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec.structs import replace
 
 from . import bookkeeping as books
-from . import caps, drains, naming, telling
+from . import bounds, caps, drains, naming, telling
 from .asks import Ask, Order, ask, obey, relieve
 from .backends import Progress, is_out_of_memory
 from .bookkeeping import Truth
@@ -113,6 +113,7 @@ class Keeper:
         self.rank = policy(settings.gpu_policy)
         self.sizing = Sizing(measurements or Measurements(), probe, wall)
         self.residents: dict[str, Resident] = {}
+        self._bounds: dict[str, float] = {}  # card -> the part of it that torch may take here, where it was told
         self.blocks: dict[str, tuple[Lease, weakref.ref[Anchor]]] = {}
         self.limits = {device.id: self._limit(device) for device in probe.devices}
         self.on_wait: Callable[[str, Wait | None], None] | None = None
@@ -227,6 +228,7 @@ class Keeper:
         answer, before, after = self.ledger.transact(deciding)
         if after is not before:
             self._tell(before, after)
+            self.bound(after, world)
         return answer
 
     def _require_its_names(self, book: Book) -> None:
@@ -271,6 +273,17 @@ class Keeper:
             self.decide(lambda book, world: (book, None))
         except LedgerUnavailable as error:
             log.debug("announced later: %s", error)
+
+    def bound(self, book: Book, world: World) -> None:
+        """Keeps torch, on real cards, from what others have leased there; see bounds.py."""
+        if self.probe.simulated or not (self._bounds or self.residents):
+            return
+        busy = {share.device for lease, _ in list(self.blocks.values()) for share in lease.shares}
+        wanted = bounds.bounds(book, self.me, world, self.probe.contexts(), busy)
+        for card in (self._bounds.keys() | wanted.keys()) - busy:
+            fraction = wanted.get(card, bounds.ALL)
+            if abs(self._bounds.get(card, bounds.ALL) - fraction) >= 0.001 and self.probe.bound(card, fraction):
+                self._bounds[card] = fraction
 
     def reap_near(self, book: Book) -> int:
         """Removes whoever is proven dead, where the next in the row of owners is, or one more in turn; how many.
@@ -471,6 +484,10 @@ class Keeper:
             raise
         self.sizing.learn(resident, shares)
         self._settle(resident, step.because, reload_seconds=seconds)
+        if elsewhere := resident.backend.elsewhere(handle):
+            because = telling.elsewhere(resident.spec.name, resident.lease.where, elsewhere)
+            log.warning("%s", because)
+            self.decide(lambda book, world: (books.note(book, world, resident.lease, "misplaced", "load", because), None))
 
     def _restore(self, resident: Resident, lease: Lease, step: Move, anchor: Callable[[], Anchor | None] | None,
                  key: Key) -> None:
@@ -647,7 +664,9 @@ class Keeper:
                 self._withdraw(key)
 
     def end_block(self, name: str) -> None:
-        self.blocks.pop(name, None)
+        lease, _ = self.blocks.pop(name, (None, None))
+        for share in lease.shares if lease else ():
+            self._bounds.pop(share.device, None)  # the block has lifted it
         self.decide(lambda book, world: (book, None))  # publishing says it all
 
     # -- for others, and for the monitor

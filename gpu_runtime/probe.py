@@ -161,6 +161,14 @@ class Probe:
         sample = figures.cards.get(card.device.uuid) if figures else None
         return (sample.processes.get(os.getpid()) if sample else None) or 0
 
+    def bound(self, device: str, fraction: float) -> bool:
+        """Lets torch take at most that part of a card in this process; whether it uses CUDA yet, and so was told."""
+        card, cuda = self._cards.get(device), _started_cuda()
+        if card is None or cuda is None or not card.torch.startswith("cuda"):
+            return False
+        cuda.set_per_process_memory_fraction(fraction, card.torch)
+        return True
+
     def fragmentation(self) -> tuple[Fragmentation, ...]:
         """What each card's allocator says of itself in this process; one that nothing has used says nothing."""
         said = (_torch_fragmentation(self._cards[d.id]) if d.id in self._cards else self._memories[d.id].fragmentation()

@@ -785,6 +785,7 @@ class Runtime:
         self.probe.look_after()
         book = keeper.ledger.read()
         keeper.reap_near(book)
+        keeper.bound(book, keeper.world())  # others come and go
         keeper.remeasure()
         keeper.tell_overstays()
         keeper.follow_up()

@@ -4,7 +4,7 @@ Pure: facts in, an error with its sentence out.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .errors import (
@@ -84,6 +84,12 @@ def still_here(book: Book, me: str, lease: Lease, why: str, world: World) -> Gpu
         return StillInUse(f"{lease.name} is pinned to its device.\n  Unpin it first:  %gpu unpin {lease.name}",
                           name=lease.name, lease=lease.id, owner=label)
     return StillInUse(f"{lease.name} is {why} just now; try again.", name=lease.name, lease=lease.id, owner=label)
+
+
+def elsewhere(name: str, where: str, tensors: Sequence[str]) -> str:
+    """What is said of a model parts of which do not lie where it was loaded to."""
+    more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+    return f"{name} was loaded to {where}, but these lie elsewhere: {', '.join(tensors[:3])}{more}."
 
 
 def out_of_memory(error: BaseException, book: Book, world: World, me: str, fragmentation: Iterable[Fragmentation], *,

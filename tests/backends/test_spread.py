@@ -203,6 +203,18 @@ def test_what_lies_there_already_does_not_travel(accelerator):
     backend.drop(model)
 
 
+def test_a_tensor_that_lies_elsewhere_is_named(accelerator):
+    """Whatever put it there: the load reports it."""
+    backend = open_backend("torch", accelerator.probe)
+    model = backend.load(ModelSpec("net", "torch"), accelerator.shares(0, 1), stack)
+    module = backend.value(model)
+    module[3].linear.weight = nn.Parameter(torch.ones(32, 32))
+    module[0].norm.to("simgpu:2")
+    assert set(backend.elsewhere(model)) == {
+        "3.linear.weight on cpu", "0.norm.weight on simgpu:2", "0.norm.bias on simgpu:2"}
+    backend.drop(model)
+
+
 # -- when it goes wrong -----------------------------------------------------------------------------------------------
 
 def test_out_of_memory_half_way_leaves_everything_as_it_was(accelerator, llama):

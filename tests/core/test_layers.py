@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 ROOMS = {
     "ground": {"threads", "facts", "units", "errors", "settings"},
-    "mind": {"drains", "moves", "naming", "splitting", "several",
+    "mind": {"bounds", "drains", "moves", "naming", "splitting", "several",
              "planner", "caps", "telling", "asks", "bookkeeping", "clearing", "deadlock", "estimate", "hopeless",
              "leaving", "placement", "working", "policy", "pressure", "strangers", "queueing", "room"},
     "hands": {"cards", "nvidia_smi", "amd", "apple",

@@ -141,3 +141,87 @@ def test_a_call_meanwhile_waits_and_never_runs_half_moved(runtime):
     mover.join(20)
     user.join(20)
     assert seen == ["<fake qwen on sim:1>"]
+
+
+# -- real modules, on the simulated accelerator -----------------------------------------------------------------------
+
+@pytest.fixture
+def llama(tmp_path):
+    from tests import tiny_models
+
+    return tiny_models.causal_lm(tmp_path / "llama")
+
+
+@pytest.fixture
+def accelerated(runtime):
+    """A runtime whose four cards torch knows as four devices."""
+    from tests import simgpu
+
+    return runtime(devices="sim:4x64MiB,host:256MiB", probe=simgpu.SimProbe(), gpu_memory_max_percent=1.0)
+
+
+def test_a_model_goes_over_two_cards_by_itself_and_its_pins_hold_there(accelerated, llama):
+    """No card has room for it whole. A call on a kept reference brings it back first, wherever that is by then."""
+    import torch
+
+    from tests import simgpu
+
+    rt, ids = accelerated, torch.tensor([[5, 6, 7]])
+    rt.register("llama", llama, layout="balanced")
+    size = rt.plan("llama").footprint.bytes
+    fill = [f"fill{card}" for card in range(4)]
+    for card, name in enumerate(fill):
+        rt.register(name, backend="fake", size=simgpu.CARD_BYTES - int(size * 0.75), devices=(f"simgpu:{card}",), keep=True)
+        rt.preload(name)
+    with torch.no_grad(), rt.use("llama") as model:
+        expected = model(ids).logits
+        assert where(rt)["llama"] == "simgpu:0,1"
+        with pytest.raises(StillInUse):
+            rt.move("llama", "simgpu:2,3")
+    assert rt.move("llama", "simgpu:2,3").where == "simgpu:2,3"
+    inside = []
+    model.model.layers[1].register_forward_pre_hook(
+        lambda module, args: inside.append(max(lease.pins for lease in rt.status().leases() if lease.name == "llama")))
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected)
+        rt.evict("llama")
+        assert where(rt)["llama"] == "host"
+        assert torch.equal(model(ids).logits, expected), "called while away, it came back, to whichever cards have room"
+        rt.evict("llama")
+        assert torch.equal(model.forward(ids).logits.cpu(), expected)
+    assert min(inside) >= 1 and len(where(rt)["llama"].split(",")) == 2
+    rt.forget("llama")
+    assert not any(simgpu.used_bytes(card) > 2**20 for card in range(4))
+
+
+def test_what_lies_elsewhere_after_a_load_is_told_by_name(runtime, monkeypatch, caplog):
+    rt = runtime(devices=FOUR)
+    fakes(rt, m="1GiB")
+    monkeypatch.setattr(rt._mine("m").backend, "elsewhere", lambda model: tuple(f"layer{i} on cpu" for i in range(5)))
+    rt.preload("m")
+    [event] = [event for event in rt.status().events if event.action == "misplaced"]
+    assert event.because == ("m was loaded to sim:0, but these lie elsewhere: layer0 on cpu, layer1 on cpu, layer2 on cpu "
+                             "and 2 more.")
+    assert event.because in caplog.text
+
+
+# -- torch's own bound ------------------------------------------------------------------------------------------------
+
+def test_torchs_bound_is_told_once_and_lifted_when_the_last_model_leaves(runtime, monkeypatch):
+    from gpu_runtime import keeper as house
+
+    rt, told, wanted = runtime(devices=FOUR, monitor=False), [], {}
+    keeper = rt._keeper
+    monkeypatch.setattr(keeper.probe, "simulated", False)
+    monkeypatch.setattr(house.bounds, "bounds", lambda *_: wanted)
+    monkeypatch.setattr(keeper.probe, "bound", lambda card, part: told.append((card, part)) or True)
+    fakes(rt, m="1GiB")
+    wanted = {"sim:0": 0.5}
+    rt.preload("m")
+    assert told == [("sim:0", 0.5)]
+    rt.tick()
+    wanted = {"sim:0": 0.4}
+    rt.tick()
+    wanted = {}
+    rt.evict("m")
+    assert told == [("sim:0", 0.5), ("sim:0", 0.4), ("sim:0", 1.0)]

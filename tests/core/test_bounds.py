@@ -1,0 +1,56 @@
+"""What torch may take of a card in one process: what nobody else has leased."""
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from gpu_runtime.bounds import bounds
+from gpu_runtime.facts import Phase, Share
+from gpu_runtime.units import GIB
+from tests.worlds import block, book, lease, owner, size, world
+
+REAL = world(cuda0=10, cuda1=10)
+
+
+def bound(*leases, context=0, open_cards=(), **fields):
+    page = book(*leases, owners=(1, 2), **fields)
+    return {card: round(fraction, 6) for card, fraction in
+            bounds(page, owner(1).id, REAL, {"cuda:0": context}, open_cards).items()}
+
+
+def test_what_others_have_leased_is_out_of_reach_and_what_nobody_has_is_not():
+    """Activations may take what is free; a neighbour's weights they may not."""
+    total = REAL.device("cuda:0").total_bytes
+    mine, theirs = lease("mine", cuda0=3), lease("theirs", by=2, cuda0=2)
+    assert bound(mine, theirs) == {"cuda:0": round((total - size(2)) / total, 6)}
+    assert bound(mine, theirs, context=GIB) == {"cuda:0": round((total - size(3)) / total, 6)}
+
+
+def test_it_is_clamped_and_ends_with_the_last_lease():
+    assert bound(lease("mine", cuda0=3)) == {"cuda:0": 0.99}
+    assert bound(lease("mine", cuda0="1 KiB"), lease("theirs", by=2, cuda0=10)) == {"cuda:0": 0.01}
+    assert bound(lease("mine", host=3)) == bound(lease("theirs", by=2, cuda0=3)) == {}
+
+
+def test_a_model_over_several_cards_leaves_both_unbounded():
+    """Each is its, as far as it goes."""
+    assert bound(lease("wide", cuda0=3, cuda1=3), lease("mine", cuda0=1)) == {}
+
+
+def test_while_a_block_of_code_bounds_its_card_nobody_else_does():
+    assert bound(lease("mine", cuda0=3), block(cuda0=1), open_cards=("cuda:0",)) == {}
+
+
+def test_a_model_on_its_way_counts_where_it_comes_from_and_where_it_goes():
+    moving = replace(lease("mine", cuda0=3), target=(Share("cuda:1", size(3)),), phase=Phase.LEAVING)
+    assert bound(moving) == {"cuda:0": 0.99, "cuda:1": 0.99}
+
+
+@given(st.integers(1, 10), st.integers(0, 12), st.integers(0, 3))
+def test_our_own_leases_always_fit_and_no_simulated_card_is_bounded(mine, theirs, context):
+    leases = [lease("mine", cuda0=mine), lease("theirs", by=2, cuda0=theirs)]
+    [fraction] = bound(*leases, context=context * GIB).values()
+    assert 0.01 <= fraction <= 0.99
+    assert fraction >= min(0.99, size(mine) / REAL.device("cuda:0").total_bytes) - 1e-6
+    assert bounds(book(lease("s", sim0=1)), owner(1).id, world(sim0=10), {}) == {}
