@@ -44,7 +44,7 @@ SAYS = {
     ("fragmentation",): "ALLOCATED BYTES", ("health",): "healthy", ("plan", "llama"): "llama fits once 1 other",
     ("why", "qwen"): "was loaded", ("preload", "llama"): "llama is on sim:0", ("evict", "qwen"): "14.0 GiB came free",
     ("restore", "llama"): "restore llama: llama is on sim:0", ("pin", "qwen"): "is kept",
-    ("unpin", "qwen"): "may leave", ("drain", "sim:0"): "sim:0 is drained", ("defrag",): "defrag:", ("doctor",): "last refusals", ("config",): "GPU_LEDGER",
+    ("unpin", "qwen"): "may leave", ("move", "qwen", "sim:0"): "move qwen: qwen is on sim:0 already", ("drain", "sim:0"): "sim:0 is drained", ("defrag",): "defrag:", ("doctor",): "last refusals", ("config",): "GPU_LEDGER",
     ("config", "--preset", "4GB"): "export GPU_MEMORY_MAX_PERCENT=0.80",
     ("apply", "-f", "models.yaml"): "apply models.yaml: 1 unchanged (phi:4b)\n  phi:4b: unknown here, and kept: colour",
     ("catalog",): "no backend ollama here", ("inspect", "phi:4b"): "metadata:\n  name: phi:4b\n",

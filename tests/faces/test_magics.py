@@ -52,6 +52,7 @@ SHOWN = {
     "why qwen": "was loaded, 14.0 GiB", "evict qwen": "evict qwen: qwen stepped aside to host; 14.0 GiB came free",
     "preload llama": "preload llama: llama is on sim:0", "restore llama": "restore llama: llama is on sim:0",
     "pin qwen": "pin qwen: qwen is kept", "unpin qwen": "unpin qwen: qwen may leave", "defrag": "defrag: ",
+    "move qwen sim:0": "move qwen: qwen is on sim:0 already",
     "drain sim:0": "drain sim:0: sim:0 is drained: it takes no new leases",
     "drain sim:0 --undo": "sim:0 was not drained",
     "doctor": "last refusals", "config": "SETTING", "config --preset 8GB": "export GPU_MEMORY_MAX_PERCENT=0.85", "help": "  %gpu [status]",
@@ -310,7 +311,7 @@ def test_a_stream_that_is_no_terminal_gets_no_progress(tmp_path):
 # -- completion ---------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("text", "offered"), [
-    ("%gpu m", {"models"}), ("df = %gpu m", {"models"}), ("%gpuctl ev", {"evict", "evictions"}),
+    ("%gpu m", {"models", "move"}), ("df = %gpu mod", {"models"}), ("%gpuctl ev", {"evict", "evictions"}),
     ("%gpu evict ", {"llama", "qwen", "phi:4b", "org/far"}), ("%gpu evict q", {"qwen"}), ("x = %gpu plan l", {"llama"}),
     ("%gpu evict qwen --t", {"--timeout"}), ("%gpu load new --importance h", {"high"}),
     ("%gpu config --preset 1", {"16GB"}), ("%gpu help pre", {"preload"}), ("%%gpu --model q", {"qwen"}),
