@@ -84,17 +84,17 @@ def _told(book: Book, me: str, resident: Resident, refusal: Refuse, world: World
         return telling.still_here(book, me, lease, refusal.because, world)
     if refusal.kind == "away":
         return StillInUse(f"{lease.name} is on its way; try again.", name=lease.name)
-    return DoesNotFit(f"{refusal.because}.{_whom_to_evict(book, refusal)}", name=lease.name,
+    return DoesNotFit(f"{refusal.because}.{_whom_to_evict(book, me, refusal)}", name=lease.name,
                       need_bytes=refusal.need_bytes, device=refusal.device, holders=refusal.holders)
 
 
-def _whom_to_evict(book: Book, refusal: Refuse) -> str:
+def _whom_to_evict(book: Book, me: str, refusal: Refuse) -> str:
     """A line for the largest idle lease there."""
     idle = [lease for id in refusal.holders if (lease := book.find(id)) and _may_go(lease)]
     if not idle:
         return ""
     owner = book.owner(idle[0].owner)
-    at = f"@{owner.pid}" if owner else ""
+    at = f"@{owner.pid}" if owner and owner.id != me else ""
     return f"\n  Make room first:  %gpu evict {idle[0].name}{at}      ({show_bytes(idle[0].bytes)}, idle)"
 
 

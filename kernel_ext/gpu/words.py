@@ -32,7 +32,7 @@ def _waits(snapshot: Snapshot, ticket: Ticket) -> str:
 _DEEDS = {
     "granted": "was promised {bytes} on {device}", "loaded": "was loaded, {bytes} on {device}",
     "offloaded": "stepped aside from {device}, freeing {bytes}", "restored": "came back, {bytes} on {device}",
-    "unloaded": "was dropped from {device}, freeing {bytes}", "moved": "moved to {device}, {bytes}",
+    "unloaded": "was dropped from {device}, freeing {bytes}", "moved": "left {device} for another card, {bytes}",
     "released": "was given back, {bytes} on {device}", "refused": "was refused {bytes}", "waiting": "had to wait",
     "failed": "failed", "reaped": "ended with its process, freeing {bytes}", "stays": "stays where it is",
     "pin": "was pinned", "unpin": "was unpinned", "preload": "was loaded for another process",

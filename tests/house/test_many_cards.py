@@ -46,7 +46,7 @@ def test_where_it_has_no_room_it_stays_and_the_sentence_says_what_to_type(runtim
     rt.preload("qwen")
     rt.preload("idle")
     before = claims(rt)
-    with pytest.raises(DoesNotFit, match=r"(?s)qwen needs 6.0 GiB; sim:1 has 3.0 GiB free.*%gpu evict idle"):
+    with pytest.raises(DoesNotFit, match=r"(?s)qwen needs 6.0 GiB; sim:1 has 3.0 GiB free.*%gpu evict idle  "):
         rt.move("qwen", "sim:1")
     assert claims(rt) == before and where(rt)["qwen"] == "sim:0"
 
