@@ -27,6 +27,8 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 
+_began = time.monotonic()
+
 settings.register_profile("ordinary", deadline=None)
 settings.register_profile(
     "soak", deadline=None, max_examples=10_000, stateful_step_count=100, suppress_health_check=[HealthCheck.too_slow])
@@ -53,7 +55,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if os.environ.get("SOAK"):
         stats = terminalreporter.stats
         soak.write(len(stats.get("passed", ())), len(stats.get("failed", ())) + len(stats.get("error", ())),
-                   time.time() - terminalreporter._sessionstarttime)
+                   time.monotonic() - _began)
 
 
 def _why_no_gpu() -> str:
