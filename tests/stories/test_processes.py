@@ -23,11 +23,11 @@ DEVICES = "sim:24GiB,host:64GiB"
 class Kernel:
     """Another process with a runtime of its own; it does what it is told, a line at a time."""
 
-    def __init__(self, ledger: str) -> None:
+    def __init__(self, ledger: str, devices: str = DEVICES) -> None:
         program = textwrap.dedent(f"""
             import sys
             from gpu_runtime import Runtime
-            rt = Runtime(devices={DEVICES!r}, ledger={ledger!r}, eviction_grace_seconds=0)
+            rt = Runtime(devices={devices!r}, ledger={ledger!r}, eviction_grace_seconds=0)
             print("ready", flush=True)
             for line in sys.stdin:
                 try:

@@ -1,0 +1,90 @@
+"""What only real cards show of several of them: whose memory grows, and what torch lets a process take."""
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from gpu_runtime import Runtime
+from gpu_runtime.backends import open_backend
+from gpu_runtime.facts import ModelSpec, Share
+from gpu_runtime.probe import open_probe
+from gpu_runtime.units import GIB, MIB
+from tests import tiny_models
+
+pytestmark = pytest.mark.gpu
+torch = pytest.importorskip("torch")
+two_cards = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two CUDA cards here")
+
+IDS = torch.tensor([[5, 6, 7, 8]])
+
+
+def logits(module):
+    with torch.no_grad():
+        return module(IDS).logits
+
+
+@two_cards
+def test_a_model_over_two_cards_answers_as_on_one_and_each_card_holds_its_share(tmp_path):
+    """Logits bit-equal; to the host, to the cards the other way round, and every byte given back."""
+    probe = open_probe("cuda")
+    one, two = [device.id for device in probe.devices if not device.is_host][:2]
+    backend = open_backend("transformers", probe)
+    spec = ModelSpec("llama", "transformers", source=str(tiny_models.causal_lm(tmp_path / "m", size="256 MiB")))
+    names = {id: probe.place(id).torch for id in (one, two)}
+    model = backend.load(spec, (Share(one, 1),))
+    module, size = backend.value(model), backend.measure(model)[0].bytes
+    with torch.no_grad():
+        expected = module(IDS.to(names[one])).logits.cpu()
+    for first, second in ((one, two), (two, one)):
+        backend.move(model, (Share("host", size),))
+        before = {id: torch.cuda.memory_allocated(names[id]) for id in names}
+        backend.move(model, (Share(first, size // 2), Share(second, size - size // 2)))
+        measured = {share.device: share.bytes for share in backend.measure(model)}
+        assert {id: torch.cuda.memory_allocated(names[id]) - before[id] for id in names} == pytest.approx(
+            measured, abs=2 * MIB)
+        assert torch.equal(logits(module), expected) and backend.elsewhere(model) == ()
+    backend.drop(model)
+
+
+def test_the_first_context_lands_on_the_models_card(tmp_path):
+    """In a fresh process the card in use is the current one afterwards, and no other has a context of ours."""
+    last = torch.cuda.device_count() - 1
+    program = f"""
+import torch
+from gpu_runtime.backends import open_backend
+from gpu_runtime.facts import ModelSpec, Share
+from gpu_runtime.probe import open_probe
+probe = open_probe("cuda")
+card = [device.id for device in probe.devices if not device.is_host][{last}]
+assert not torch.cuda.is_initialized()
+backend = open_backend("torch", probe)
+backend.load(ModelSpec("net", "torch"), (Share(card, 0),), lambda: torch.nn.Linear(8, 8).eval())
+print(torch.cuda.current_device(), [torch._C._cuda_hasPrimaryContext(i) for i in range({last + 1})])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split(maxsplit=1) == [str(last), f"{[False] * last + [True]}\n"], done.stderr
+
+
+def test_torch_may_take_what_nobody_else_has_leased_and_all_of_it_once_the_model_has_left(tmp_path):
+    """The bound is torch's own; a neighbour's lease narrows it, and it ends with the last model."""
+    url = f"sqlite://{tmp_path}/ledger"
+    rt, neighbour = (Runtime(devices="cuda", ledger=url) for _ in range(2))
+    card = rt.probe.devices[0]
+    name = rt.probe.place(card.id).torch
+    try:
+        rt.register("mine", lambda: torch.nn.Linear(1024, 1024).eval(), size="64 MiB", devices=(card.id,))
+        rt.preload("mine")
+        alone = torch.cuda.get_per_process_memory_fraction(name)
+        neighbour.register("theirs", backend="fake", size="4 GiB", devices=(card.id,))
+        neighbour.preload("theirs")
+        rt.tick()
+        beside = torch.cuda.get_per_process_memory_fraction(name)
+        assert 0.01 <= beside < alone <= 0.99
+        assert alone - beside == pytest.approx(4 * GIB / card.total_bytes, abs=0.02)
+        rt.evict("mine")
+        assert torch.cuda.get_per_process_memory_fraction(name) == 1.0
+    finally:
+        rt.close()
+        neighbour.close()

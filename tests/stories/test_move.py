@@ -1,0 +1,63 @@
+"""Two real processes and one book: a model of the one goes to another card at the word of the other, while it is wanted."""
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpu_runtime import GpuError, Runtime
+from gpu_runtime.units import GIB
+from tests.house.conftest import claims
+from tests.stories.test_processes import Kernel
+
+DEVICES = "sim:3x24GiB,host:64GiB"
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> str:
+    return f"sqlite://{tmp_path}/ledger"
+
+
+@pytest.fixture
+def other(ledger: str) -> Iterator[Kernel]:
+    kernel = Kernel(ledger, DEVICES)
+    assert kernel.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
+    yield kernel
+    kernel.end()
+
+
+@pytest.fixture
+def here(ledger: str, other: Kernel) -> Iterator[Runtime]:
+    rt = Runtime(devices=DEVICES, ledger=ledger, eviction_grace_seconds=0)
+    yield rt
+    rt.close()
+
+
+def test_another_kernels_model_makes_room_by_moving_over(other, here):
+    """Its card is wanted whole, and the others are free: it stays loaded, and nobody is evicted."""
+    here.register("llama", backend="fake", size="20GiB", devices=("sim:0",))
+    moved = here.move(f"qwen@{other.process.pid}", "sim:1,2", timeout=20)
+    assert moved.done and moved.where == "sim:1,2"
+    assert claims(here) == {"sim:1": 7 * GIB, "sim:2": 7 * GIB}
+    with here.use("llama", timeout=20):
+        assert claims(here) == {"sim:0": 20 * GIB, "sim:1": 7 * GIB, "sim:2": 7 * GIB}
+        assert other.tell("u = rt.use('qwen'); assert repr(u.__enter__()) == '<fake qwen on sim:1,2>'") == "done"
+        with pytest.raises(GpuError, match="in use by"):
+            here.move("qwen", "sim:2", timeout=20)
+        assert other.tell("del u; rt.tick()") == "done"
+        with pytest.raises(GpuError, match="qwen needs 14.0 GiB; sim:0 has 1.6 GiB free"):
+            here.move("qwen", "sim:0", timeout=20)
+    assert here.evictions().empty
+    assert [event.action for event in here.why("qwen")].count("moved") == 1
+
+
+def test_a_stopped_kernel_cannot_move_anything_and_the_asker_is_told(other, here):
+    """Only the owner moves tensors; its ticket ends with the time-out, and nothing is left behind."""
+    other.signal(signal.SIGSTOP)
+    with pytest.raises(GpuError, match="was asked to move qwen, and has not answered"):
+        here.move("qwen", "sim:1", timeout=1)
+    assert here.status().tickets == ()
+    other.signal(signal.SIGCONT)
+    assert claims(here) == {"sim:0": 14 * GIB}
