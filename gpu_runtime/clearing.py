@@ -136,7 +136,8 @@ def _cheapest(book: Book, request: Request, world: World, rank: Policy, ground: 
         chosen, cards = way.leaving, len(way.candidate.shares)
         # Victims come in order, so the last is the most precious of them.
         precious = (-chosen[-1].importance, rank(chosen[-1], world)) if chosen else (-10**9, 0.0)
-        cost = (len(chosen), way.seconds, cards) if fewest else (way.seconds, cards, len(chosen))
+        seconds = round(way.seconds, 1)  # what is measured anew each time differs by less from one time to the next
+        cost = (len(chosen), seconds, cards) if fewest else (seconds, cards, len(chosen))
         found.append(((precious[0], *cost, precious[1], order), way))
     if not found:
         return None

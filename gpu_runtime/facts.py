@@ -233,6 +233,20 @@ class Lease(Value):
         """What it is itself, where it claims more: the bytes that move when it moves."""
         return sum(share.bytes for share in self.filled) if self.filled else self.bytes
 
+    def holding(self, measured: Shares) -> Lease:
+        """This lease, settled with what was measured; where it claims more than it fills, it goes on claiming that.
+
+        >>> Lease("1", "a", target=(Share("sim:0", 9),), filled=(Share("sim:0", 4),)).holding((Share("sim:0", 5),)).shares
+        (Share(device='sim:0', bytes=9),)
+        """
+        if not self.filled or all(share.device == HOST for share in measured):
+            return replace(self, shares=measured, target=(), filled=(), phase=Phase.SETTLED)
+        claims = {share.device: share.bytes for share in self.target or self.shares}
+        for share in measured:
+            claims[share.device] = max(share.bytes, claims.get(share.device, 0))
+        return replace(self, shares=tuple(Share(id, size) for id, size in claims.items()), target=(), filled=measured,
+                       phase=Phase.SETTLED)
+
     @property
     def on_host(self) -> bool:
         return bool(self.shares) and all(share.device == HOST for share in self.shares)
@@ -690,10 +704,11 @@ class Plan(Value):
     steps: tuple[Step, ...]
     shares: Shares
     because: str
-    considered: tuple[Candidate, ...] = ()
+    considered: tuple[Candidate, ...] = ()  # the others with the reason they lost
     asked: tuple[str, ...] = ()  # lease ids of other owners that would be asked to step aside
     footprint: Footprint | None = None
     name: str = ""
+    cards: str = ""  # GPU: 0, or GPUs: 0,1,2 (TP:3)
     obstacle: str = ""  # why it would not be loaded whatever the room: it is disabled, or no backend here can
 
     def __str__(self) -> str:

@@ -390,7 +390,7 @@ class Keeper:
         """Where it may go, and how it may be divided: by the settings, and by the model's own word where it has one."""
         splits = resident.backend.can_split and len(resident.pieces()) != 1
         layout = resident.spec.layout if splits else "single"
-        rules = PlacementRules(devices=self.places(resident), layout=layout, policy=self.settings.gpu_placement)
+        rules = replace(self.settings.placement(), devices=self.places(resident), layout=layout)
         return replace(rules, **resident.spec.placement)
 
     def places(self, resident: Resident) -> tuple[str, ...]:
@@ -471,8 +471,8 @@ class Keeper:
         try:
             handle, shares, seconds = resident.load(step.shares, progress)
             droppable = resident.backend.droppable(handle)
-            settled = replace(lease, shares=shares, target=(), phase=Phase.SETTLED, pins=0, droppable=droppable,
-                              reload_seconds=seconds, settled_at=self.clock())
+            settled = replace(lease.holding(shares), pins=0, droppable=droppable, reload_seconds=seconds,
+                              settled_at=self.clock())
             resident.install(handle, settled, anchor)
         except BaseException as error:
             if not isinstance(error, Exception):  # a notebook keeps the traceback, and its frames would keep the bytes
@@ -505,9 +505,9 @@ class Keeper:
             self._abandon(resident.spec.name, key, error)
             raise
         seconds = time.perf_counter() - began
-        settled = replace(resident.lease, shares=shares, target=(), phase=Phase.SETTLED, restore_seconds=seconds,
-                          settled_at=self.clock(), away_since=0.0, importance=lease.importance,
-                          keep_alive=lease.keep_alive)
+        going = replace(resident.lease, target=lease.target, filled=lease.filled)
+        settled = replace(going.holding(shares), restore_seconds=seconds, settled_at=self.clock(), away_since=0.0,
+                          importance=lease.importance, keep_alive=lease.keep_alive)
         resident.settle_at(settled, anchor)
         self._settle(resident, step.because, restore_seconds=seconds)
 
@@ -517,7 +517,7 @@ class Keeper:
 
         def settle(book: Book, world: World) -> tuple[Book, None]:
             book = books.arrived(book, self.me, lease.name, lease.shares, world, because=because,
-                                 droppable=lease.droppable, **seconds)
+                                 droppable=lease.droppable, filled=lease.filled, **seconds)
             return books.publish(book, self.truth(), world), None
 
         self.decide(settle, fresh=True)
@@ -579,7 +579,8 @@ class Keeper:
                 return False
             raise
         if not isinstance(step, Drop):
-            settled = replace(resident.lease, shares=shares, target=(), phase=Phase.SETTLED, settled_at=self.clock())
+            settled = replace(resident.lease, shares=shares, target=(), filled=(), phase=Phase.SETTLED,
+                              settled_at=self.clock())
             resident.settle_at(replace(settled, away_since=0.0 if settled.on_device else self.clock()))
         self.probe.empty_cache()
         self.decide(lambda book, world: (books.left(book, step, shares, world, by), None), fresh=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from math import ceil
 
 from .errors import BadSetting
-from .facts import Candidate, Footprint, PlacementRules, Share
+from .facts import Candidate, Footprint, PlacementRules, Share, Shares
 from .splitting import could_split, one_card_may_do, split
 from .units import show_bytes, show_seconds
 
@@ -64,7 +64,9 @@ def _claiming_more(footprint: Footprint, allowed: Iterable[str], room: Mapping[s
         size = claim(footprint, rules, limits.get(device, 0))
         own = (Share(device, footprint.bytes),) if size != footprint.bytes else ()
         most = min(room[device], rules.card_bytes.get(device, 0)) if rules.card_bytes else room[device]
-        found.append(Candidate((Share(device, size),), most >= size, _because(device, size, most, rules), filled=own))
+        because = f"{device} is free and would be taken whole" if most >= size == limits.get(device) and own else \
+            _because(device, size, most, rules)
+        found.append(Candidate((Share(device, size),), most >= size, because, filled=own))
     sign = -1 if rules.policy == "most-free" else 1
     return tuple(sorted(found, key=lambda c: (not c.fits, (sign if c.fits else -1) * room[c.shares[0].device])))
 
@@ -100,29 +102,45 @@ def _because(device: str, size: int, free: int, rules: PlacementRules) -> str:
 
 # -- why the others lost ------------------------------------------------------------------------------------------
 
-def runners_up(considered: Iterable[Candidate], chosen: Candidate, names: Mapping[str, str],
-               rules: PlacementRules) -> tuple[Candidate, ...]:
-    """The chosen one first, then the others, each with the reason it lost. `names` are the leases' by their ids."""
-    others = [Candidate(c.shares, c.fits, _why_not(c, chosen, names, rules), c.victims, c.cost_seconds, c.filled)
-              for c in considered if c.shares != chosen.shares]
+def runners_up(considered: Iterable[Candidate], taken: Shares, rules: PlacementRules) -> tuple[Candidate, ...]:
+    """What was considered, the chosen way first, each of the others with the reason it lost."""
+    listed = list(considered)
+    chosen = next((c for c in listed if _cards(c.shares) == _cards(taken)), None)
+    if chosen is None:
+        return tuple(listed)
+    others = [Candidate(c.shares, c.fits, _why_not(c, chosen, rules), c.victims, c.cost_seconds, c.filled)
+              for c in listed if c is not chosen]
     return chosen, *others
 
 
-def _why_not(other: Candidate, chosen: Candidate, names: Mapping[str, str], rules: PlacementRules) -> str:
+def _cards(shares: Shares) -> tuple[str, ...]:
+    return tuple(share.device for share in shares)
+
+
+def _why_not(other: Candidate, chosen: Candidate, rules: PlacementRules) -> str:
     if other.victims:
-        who = ", ".join(names.get(id, id) for id in other.victims)
+        who = ", ".join(id.partition("/")[2] for id in other.victims)
         if not chosen.victims:
             return f"{who} would have to step aside"
-        cost = f"{show_seconds(other.cost_seconds)} of loading again, not {show_seconds(chosen.cost_seconds)}"
-        if other.cost_seconds > chosen.cost_seconds:
-            return f"{who} would have to step aside: {cost}"
+        theirs, ours = show_seconds(other.cost_seconds), show_seconds(chosen.cost_seconds)
+        if other.cost_seconds > chosen.cost_seconds + 0.1 and theirs != ours:
+            return f"{who} would have to step aside, and take {theirs} to load again, not {ours}"
         if len(other.victims) > len(chosen.victims):
             return f"{len(other.victims)} would have to step aside, not {len(chosen.victims)}: {who}"
-        return f"{who} would have to step aside, and {'are' if len(other.victims) > 1 else 'is'} worth more"
+        if len(other.shares) > len(chosen.shares):
+            return f"{who} would have to step aside, and it would take {_count(other)}, not {len(chosen.shares)}"
+        return f"{who} would have to step aside, and should stay longer"
     if not other.fits:
         return other.because
     if len(other.shares) > len(chosen.shares):
-        return f"it would take {len(other.shares)} cards, not {len(chosen.shares)}"
+        return f"it would take {_count(other)}, not {len(chosen.shares)}"
     if len(other.shares) > 1:
         return "another set of cards comes first"
-    return f"{other.because}; {'less' if rules.policy == 'most-free' else 'more'} than {chosen.shares[0].device}"
+    told = other.because.removeprefix(f"{other.shares[0].device} ")
+    if rules.policy == "most-free":
+        return f"{told.removeprefix('has the most free: ')} free, less than {chosen.shares[0].device}"
+    return f"{told}, more than {chosen.shares[0].device}"
+
+
+def _count(candidate: Candidate) -> str:
+    return f"{len(candidate.shares)} card{'s' if len(candidate.shares) > 1 else ''}"

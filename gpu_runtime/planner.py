@@ -46,11 +46,11 @@ from .facts import (
 )
 from .hopeless import at_best, hopeless, hopeless_cards
 from .leaving import leave, may_leave, undone, way_out
-from .placement import place
+from .placement import place, runners_up
 from .pressure import sample_of
 from .queueing import aged, queue
 from .room import limit_of, room
-from .splitting import could_split, one_card_may_do, split
+from .splitting import could_split, display, one_card_may_do, split
 from .units import show_bytes, show_seconds
 
 __all__ = ["admit", "aged", "deadlocked", "leave", "may_leave", "plan", "queue", "room", "way_out"]
@@ -146,9 +146,10 @@ def plan(book: Book, request: Request, world: World, rank: Policy) -> Plan:
         considered = considered or verdict.considered
         reasons.append(verdict.because)
         if isinstance(verdict, Grant):
-            shares = verdict.lease.target or verdict.lease.shares
-            return Plan(True, steps + verdict.steps, shares, " ".join(_sentences(reasons)), considered, asked,
-                        request.footprint, request.lease.name)
+            shares, rules = verdict.lease.target or verdict.lease.shares, request.placement
+            return Plan(True, steps + verdict.steps, shares, " ".join(_sentences(reasons)),
+                        runners_up(considered, shares, rules), asked, request.footprint, request.lease.name,
+                        display(shares, rules.layout))
         if isinstance(verdict, Refuse):
             break
         round_steps = [*verdict.steps, *_obedience(book, verdict.asked, world)]
@@ -188,12 +189,14 @@ def _as_if_measured(book: Book, step: Step, world: World) -> World:
 
 
 def _with_layout(request: Request, world: World, never: Container[str]) -> Request:
-    """The request with `auto` decided: one card, where there is one that could ever hold it, else a division."""
+    """The request with `auto` decided, and `whole`: one card, where one could ever hold it, else several."""
     rules = request.placement
-    if rules.layout != "auto":
+    if rules.layout not in ("auto", "whole"):
         return request
     alone = one_card_may_do(rules) and any(card.id not in never for card in world.devices if not card.is_host
                                            and (not rules.devices or card.id in rules.devices))
+    if rules.layout == "whole":
+        return replace(request, placement=replace(rules, most_cards=1)) if alone else request
     return replace(request, placement=replace(rules, layout="single" if alone else "proportional"))
 
 

@@ -186,9 +186,9 @@ class Resident:
 
     def remeasure(self) -> bool:
         """Whether its bytes have changed since it settled: gradients, optimizer state, new layers."""
-        if self.handle is None or self.lease.shares == (shares := self.backend.measure(self.handle)):
+        if self.handle is None or (self.lease.filled or self.lease.shares) == (shares := self.backend.measure(self.handle)):
             return False
-        self.lease = replace(self.lease, shares=shares)
+        self.lease = self.lease.holding(shares)
         return True
 
     def forget(self) -> None:

@@ -68,7 +68,7 @@ from .ledgers import default_url, open_ledger
 from .ledgers.access import journal_in
 from .measurements import Measurements, measurements_in
 from .monitor import Breaker, Monitor
-from .placement import check_policy
+from .placement import check_layout, check_policy
 from .planner import plan, queue
 from .pool import Anchor, Held, Place, Resident, finish, release_calls
 from .pressure import views
@@ -177,7 +177,7 @@ class Runtime:
         spec = ModelSpec(name, chosen, source=text, size=None if size is None else parse_room(size),
                          model_type=model_type or "other", quantization=quantization,
                          importance=importance_of(importance), keep=keep, keep_alive=parse_seconds(keep_alive),
-                         layout=layout, devices=self._known_devices(devices), options=options)
+                         layout=check_layout(layout), devices=self._known_devices(devices), options=options)
         origin = source if callable(source) and not text else None
         known = self._keeper.residents.get(name)
         if known is not None:

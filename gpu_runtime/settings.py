@@ -14,8 +14,8 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from .errors import BadSetting
-from .facts import Rules
-from .units import GIB, parse_seconds
+from .facts import PlacementRules, Rules
+from .units import GIB, MIB, parse_seconds
 
 
 def _no_bool(value: Any) -> Any:
@@ -85,8 +85,17 @@ class Settings(BaseSettings):
         True, description="On: what leaves the GPU moves to RAM. Off: it is dropped, where its source has it.")
     gpu_policy: Literal["lru", "cost_aware"] = Field(
         "lru", description="Who leaves first: lru or cost_aware.")
-    gpu_placement: Literal["best-fit", "most-free"] = Field(
-        "best-fit", description="Which GPU a model goes to: best-fit or most-free.")
+    gpu_placement: Literal["best-fit", "most-free", "fewest-evictions"] = Field(
+        "best-fit", description="Which GPU a model goes to: best-fit, most-free or fewest-evictions.")
+    gpu_split_margin_mb: Annotated[int, Number] = Field(
+        512, ge=0, description="MiB of each GPU that a model split in proportion to the free memory leaves free.")
+    gpu_split_overhead: Fraction = Field(
+        0.0, description="What each GPU of a split model takes beyond its share, as a part of it; Helix: 0.1.")
+    gpu_fraction_factor: Annotated[float | None, Number] = Field(
+        None, gt=0, allow_inf_nan=False, description="Claim a model's weights times this, as NDIF does with 3, in the "
+                                                     "place of the estimate. Unset: the estimate.")
+    fraction_largest_possible: Fraction = Field(
+        0.8, description="With that factor: what would claim this part of a GPU or more claims it whole.")
     gpu_relief: Literal["auto", "always", "never"] = Field(
         "auto", description="When pressure evicts idle models: auto (while that helps someone), always or never.")
     eviction_grace_seconds: Seconds = Field(
@@ -137,6 +146,16 @@ class Settings(BaseSettings):
             relief=self.gpu_relief,
             offload=self.enable_cpu_offload,
             limit_bytes=None if limit_gb is None else int(limit_gb * GIB),
+        )
+
+    def placement(self) -> PlacementRules:
+        """What goes for every model; where it may go and how it may be divided is its own to say."""
+        return PlacementRules(
+            policy=self.gpu_placement,
+            margin_bytes=self.gpu_split_margin_mb * MIB,
+            overhead=self.gpu_split_overhead,
+            factor=self.gpu_fraction_factor or 0.0,
+            largest_fraction=self.fraction_largest_possible,
         )
 
     def sources(self) -> tuple[SettingRow, ...]:
@@ -218,7 +237,7 @@ def _expected(field: str) -> str:
     default = Settings.model_fields[field].default
     if isinstance(default, bool):
         return "true or false"
-    if field.endswith("_percent"):
+    if field.endswith("_percent") or field in ("gpu_split_overhead", "fraction_largest_possible"):
         return f"a number from 0 to 1, such as {default:g}"
     if field.endswith("_seconds"):
         return f"seconds, such as {default:g} or '2m'"
@@ -227,7 +246,9 @@ def _expected(field: str) -> str:
 
 _WORDS = {
     "gpu_policy": "lru or cost_aware",
-    "gpu_placement": "best-fit or most-free",
+    "gpu_placement": "best-fit, most-free or fewest-evictions",
+    "gpu_split_margin_mb": "a whole number of MiB, such as 512",
+    "gpu_fraction_factor": "a number above 0, such as 3",
     "gpu_relief": "auto, always or never",
     "inference_memory_limit_gb": "a number of GiB above 0, such as 16",
     "inference_gpu_index": "the index of a GPU, such as 0",

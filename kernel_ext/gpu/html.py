@@ -251,7 +251,7 @@ def plan(found: Plan, snapshot: Snapshot, subject: str = "") -> str:
     parts = [f'<div class="gpuc-head"><span class="gpuc-title">{mark} {esc(words.verdict(found))}</span> '
              f"{simulated(snapshot)}</div>", line(esc(found.because))]
     if needs := words.needs(found):
-        parts.append(line(f"Needs {esc(needs)}", soft=True))
+        parts.append(line(f"Needs {esc(needs)}{esc(words.on_cards(found))}", soft=True))
     if rows := words.parts(found):
         parts.append(table(("part", "size", "from"), (
             (td(part, "gpuc-nowrap"), td(size, "gpuc-num"), td(source, "gpuc-soft")) for part, size, source in rows)))

@@ -212,7 +212,7 @@ def plan(plan_: Plan, snapshot: Snapshot, subject: str = "", prompt: str = "%gpu
     """The verdict, its reason, the steps in words, the bars after them."""
     lines = [f"{clean(words.verdict(plan_))}{' · simulated' if snapshot.simulated else ''}", clean(plan_.because)]
     if needs := words.needs(plan_):
-        lines.append(f"Needs {clean(needs)}")
+        lines.append(f"Needs {clean(needs)}{words.on_cards(plan_)}")
     lines += [f"  {line}" for line in table(words.parts(plan_), ("PART", "SIZE", "FROM"), right=(1,), longest=100)
               if words.parts(plan_)]
     lines += [f"  {clean(note)}" for note in words.notes(plan_)]

@@ -122,14 +122,22 @@ def step_sentence(snapshot: Snapshot, step: Step) -> str:
     return f"move {name} ({size}){whose} from {at} to {to}" if there else f"drop {name} ({size}){whose} from {at}"
 
 
+MOST_CONSIDERED = 8  # places that a plan lists
+
+
 def others_considered(plan: Plan) -> list[tuple[str, str]]:
-    """The places that were not taken, each with what speaks against it."""
+    """The places that were not taken, each with what speaks against it; the best of them."""
     found = []
-    for option in plan.considered:
-        if option.shares and option.shares != plan.shares:
+    for option in plan.considered[:MOST_CONSIDERED + 1]:
+        if option.shares and [s.device for s in option.shares] != [s.device for s in plan.shares]:
             place = " + ".join(share.device for share in option.shares)
             found.append((place, option.because.removeprefix(f"{place} ")))
     return found
+
+
+def on_cards(plan: Plan) -> str:
+    """On which cards, where it is divided over several."""
+    return f" · {plan.cards}" if len(plan.shares) > 1 else ""
 
 
 _PARTS = {"all": "in all", "kv_cache": "KV cache", "room": "room for use", "context": "CUDA context"}

@@ -12,7 +12,7 @@ from gpu_runtime.owner import name_of
 from gpu_runtime.settings import Settings
 from gpu_runtime.units import GIB
 
-from .conftest import fakes, where
+from .conftest import claims, fakes, where
 
 PROVEN: set[str] = set()
 
@@ -123,11 +123,66 @@ def test_who_leaves_first(runtime, clock):
 
 @proves("gpu_placement")
 def test_which_card_a_model_goes_to(runtime):
-    for placement, card in (("best-fit", "sim:0"), ("most-free", "sim:1")):
+    for placement, card in (("best-fit", "sim:0"), ("most-free", "sim:1"), ("fewest-evictions", "sim:0")):
         rt = runtime(devices="sim:2x24GiB,host:64GiB", gpu_placement=placement)
         rt.register("first", backend="fake", size="5GiB", devices=("sim:0",))
         rt.preload("first")
         assert rt.plan("8GiB").shares[0].device == card
+
+
+@proves("gpu_placement")
+def test_whose_eviction_is_the_fewest(runtime, clock):
+    """The two oldest would do, and so would one that was used since."""
+    for placement, leave in (("best-fit", ["old", "older"]), ("fewest-evictions", ["large"])):
+        rt = runtime(gpu_placement=placement, clock=clock, monitor=False)
+        fakes(rt, older="5GiB", old="5GiB", large="11GiB", new="10GiB")
+        for name in ("older", "old", "large"):
+            rt.preload(name)
+            clock.advance(10)
+        assert sorted(step.lease.partition("/")[2] for step in rt.plan("new").steps[:-1]) == leave
+
+
+@proves("gpu_split_margin_mb")
+def test_what_a_proportional_split_leaves_free_of_each_card(runtime):
+    """20 GiB are to be had of each card: 19.5 less the margin, or nearly all of it."""
+    for margin, granted in ((512, False), (0, True)):
+        rt = runtime(devices="sim:2x20GiB,host:64GiB", gpu_memory_max_percent=1.0, gpu_split_margin_mb=margin)
+        rt.register("big", backend="fake", size="39.5GiB")
+        assert rt.plan("big").granted is granted
+
+
+@proves("gpu_split_overhead")
+def test_what_each_card_of_a_split_takes_beyond_its_part(runtime):
+    """Helix's ten percent: 15 GiB on each of two cards claim 16.5, and go on claiming it."""
+    rt = runtime(devices="sim:2x20GiB,host:64GiB", gpu_split_overhead=0.1)
+    rt.register("big", backend="fake", size="30GiB", layout="balanced")
+    rt.preload("big")
+    assert [size / GIB for size in claims(rt).values()] == pytest.approx([16.5, 16.5])
+    rt.evict("big")
+    assert claims(rt) == {"host": 30 * GIB}
+
+
+@proves("gpu_fraction_factor")
+def test_ndif_s_factor_in_the_place_of_the_estimate(runtime):
+    """2 GiB claim 6 where that is a small part of the card; 8 GiB would claim 24, and take the card whole."""
+    rt = runtime(devices="sim:2x20GiB,host:64GiB", gpu_memory_max_percent=1.0, gpu_fraction_factor=3)
+    fakes(rt, small="2GiB", big="8GiB", other="2GiB")
+    rt.preload("small")
+    rt.preload("big")
+    assert claims(rt) == {"sim:0": 6 * GIB, "sim:1": 20 * GIB}
+    assert rt.plan("other").shares[0].device == "sim:0"
+    rt.evict("big")
+    assert claims(rt) == {"sim:0": 6 * GIB, "host": 8 * GIB}
+
+
+@proves("fraction_largest_possible")
+def test_from_which_part_of_a_card_on_it_is_taken_whole(runtime):
+    for largest, claimed in ((0.8, 15), (0.7, 20)):
+        rt = runtime(devices="sim:20GiB,host:64GiB", gpu_memory_max_percent=1.0, gpu_fraction_factor=3,
+                     fraction_largest_possible=largest)
+        fakes(rt, a="5GiB")
+        rt.preload("a")
+        assert claims(rt) == {"sim:0": claimed * GIB}
 
 
 @proves("gpu_relief")

@@ -1,0 +1,84 @@
+"""A model over several cards, from the plan to the bytes on each; with fakes, which hold what their shares say."""
+from __future__ import annotations
+
+import pytest
+
+from gpu_runtime import BadSetting, DoesNotFit
+from gpu_runtime.units import GIB
+
+from .conftest import claims, fakes, where
+
+FOUR = dict(devices="sim:4x80GiB,host:800GiB", gpu_memory_max_percent=1.0, monitor=False)
+
+
+def test_one_that_no_card_holds_is_divided_and_gives_back_to_each_what_it_took(runtime):
+    rt = runtime(**FOUR)
+    fakes(rt, a="60GiB", big="140GiB")
+    rt.preload("a")
+    rt.preload("big")
+    assert where(rt) == {"a": "sim:0", "big": "sim:1,2"}
+    assert claims(rt) == {"sim:0": 60 * GIB, "sim:1": 70 * GIB, "sim:2": 70 * GIB}
+    rt.evict("big")
+    assert claims(rt) == {"sim:0": 60 * GIB, "host": 140 * GIB}
+
+
+def test_what_one_card_holds_is_not_divided_unless_it_says_so(runtime):
+    rt = runtime(**FOUR)
+    rt.register("one", backend="fake", size="60GiB")
+    rt.register("own", backend="fake", size="140GiB", layout="single")
+    assert len(rt.plan("one").shares) == 1
+    with pytest.raises(DoesNotFit, match="on one device"):
+        rt.preload("own")
+
+
+def test_a_restore_chooses_other_cards_where_the_old_ones_are_taken(runtime):
+    """What was on 0 and 1 goes back to 2 and 3, with equal shares again."""
+    rt = runtime(**FOUR)
+    rt.register("big", backend="fake", size="140GiB", layout="balanced")
+    rt.register("pinned", backend="fake", size="80GiB", devices=("sim:0",), keep=True)
+    rt.preload("big")
+    assert where(rt)["big"] == "sim:0,1"
+    rt.evict("big")
+    rt.preload("pinned")
+    rt.register("other", backend="fake", size="80GiB", devices=("sim:1",), keep=True)
+    rt.preload("other")
+    rt.preload("big")
+    assert claims(rt) == {"sim:0": 80 * GIB, "sim:1": 80 * GIB, "sim:2": 70 * GIB, "sim:3": 70 * GIB}
+
+
+def test_a_whole_card_stays_whole_and_only_its_model_moves(runtime):
+    """Though 40 of its 80 GiB lie idle nobody else is let in; on its way to the host it takes 40."""
+    rt = runtime(devices="sim:80GiB,host:100GiB", gpu_memory_max_percent=1.0, monitor=False)
+    rt.register("alone", backend="fake", size="40GiB", layout="whole", keep=True)
+    fakes(rt, small="10GiB")
+    rt.preload("alone")
+    rt.tick()
+    assert claims(rt) == {"sim:0": 80 * GIB}
+    with pytest.raises(DoesNotFit, match="alone"):
+        rt.preload("small")
+    rt.unpin("alone")
+    rt.preload("small")
+    assert claims(rt) == {"sim:0": 10 * GIB, "host": 40 * GIB}
+
+
+def test_a_plan_shows_the_cards_and_why_the_others_lost(runtime):
+    rt = runtime(**FOUR)
+    for card, size in enumerate((60, 50, 70, 40)):
+        rt.register(f"m{card}", backend="fake", size=f"{size}GiB", devices=(f"sim:{card}",))
+        rt.preload(f"m{card}")
+    rt.register("big", backend="fake", size="140GiB", layout="balanced")
+    told = rt.plan("big")
+    assert told.cards.endswith("(TP:2)") and len(told.shares) == 2
+    chosen, *others = told.considered
+    assert chosen.shares == told.shares and len(others) == 10
+    assert all("would have to step aside" in option.because for option in others)
+    [small] = [rt.plan("5GiB")]
+    assert [option.because for option in small.considered[1:]] == [
+        "has 20.0 GiB free and would keep 15.0 GiB, more than sim:2",
+        "has 30.0 GiB free and would keep 25.0 GiB, more than sim:2",
+        "has 40.0 GiB free and would keep 35.0 GiB, more than sim:2"]
+
+
+def test_a_layout_of_no_such_name_is_a_bad_setting(runtime):
+    with pytest.raises(BadSetting, match="auto, single, balanced, proportional, whole"):
+        runtime(**FOUR).register("a", backend="fake", size="1GiB", layout="split")
