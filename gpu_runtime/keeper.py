@@ -192,9 +192,10 @@ class Keeper:
         for lease in (*held, *(lease for lease, _ in list(self.blocks.values()))):
             for share in lease.shares:
                 ours[share.device] = ours.get(share.device, 0) + share.bytes
-        used = self.probe.used()
-        return {device: size - ours.get(device, 0) for device, size in used.items()
-                if device != HOST and size > ours.get(device, 0)}
+        contexts = self.probe.contexts()  # none of a lease's room for use is ever filled by them
+        beyond = {device: max(size - ours.get(device, 0), contexts.get(device, 0))
+                  for device, size in self.probe.used().items() if device != HOST}
+        return {device: size for device, size in beyond.items() if size > 0}
 
     def world(self, fresh: bool = False) -> World:
         """The devices as they were measured last, or from now on. A driver that does not answer leaves its device
@@ -469,6 +470,7 @@ class Keeper:
               key: Key, progress: Progress | None) -> None:
         handle = None
         try:
+            self.probe.watch_peaks()
             handle, shares, seconds = resident.load(step.shares, progress)
             droppable = resident.backend.droppable(handle)
             settled = replace(lease.holding(shares), pins=0, droppable=droppable, reload_seconds=seconds,
@@ -509,6 +511,7 @@ class Keeper:
         settled = replace(going.holding(shares), restore_seconds=seconds, settled_at=self.clock(), away_since=0.0,
                           importance=lease.importance, keep_alive=lease.keep_alive)
         resident.settle_at(settled, anchor)
+        self.probe.watch_peaks()
         self._settle(resident, step.because, restore_seconds=seconds)
 
     def _settle(self, resident: Resident, because: str, **seconds: float) -> None:
@@ -583,6 +586,7 @@ class Keeper:
                               settled_at=self.clock())
             resident.settle_at(replace(settled, away_since=0.0 if settled.on_device else self.clock()))
         self.probe.empty_cache()
+        self.probe.watch_peaks()  # what has left is no peak of what stays
         self.decide(lambda book, world: (books.left(book, step, shares, world, by), None), fresh=True)
         return True
 
@@ -776,13 +780,17 @@ class Keeper:
 
     def remeasure(self) -> None:
         """Counts again what was used since the last look: training makes gradients and optimizer state."""
-        for resident in list(self.residents.values()):
-            if resident.uses != resident.uses_counted and resident.place is Place.HERE and resident.work.acquire(False):
+        used = [resident for resident in list(self.residents.values())
+                if resident.uses != resident.uses_counted and resident.place is Place.HERE]
+        for resident in used:
+            if resident.work.acquire(False):
                 try:
                     resident.uses_counted = resident.uses
                     resident.remeasure()
+                    self.sizing.saw(resident, alone=len(used) == 1)
                 finally:
                     resident.work.release()
+        self.sizing.saw_contexts()
 
     def rest(self, seconds: float) -> None:
         """The monitor's sleep: until the bell rings, or a model of ours that somebody waits for comes free."""

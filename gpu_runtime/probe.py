@@ -152,6 +152,19 @@ class Probe:
         0 where it has none, or the driver does not tell."""
         return {id: max(0, self._charged(card) - _torch_reserved(card)) for id, card in self._cards.items()}
 
+    def watch_peaks(self) -> None:
+        """From now on `beyond_now` tells the most that torch has held on a card, beyond what it holds at this moment."""
+        cuda = _started_cuda() if self._cards else None
+        for card in self._cards.values() if cuda else ():
+            cuda.reset_peak_memory_stats(card.device.index)
+
+    def beyond_now(self, device: str) -> int | None:
+        """How much more torch held on a card at its peak than it holds now; None: nothing tells."""
+        cuda, card = _started_cuda(), self._cards.get(device)
+        if cuda is None or card is None:
+            return None
+        return cuda.max_memory_allocated(card.device.index) - cuda.memory_allocated(card.device.index)
+
     def _charged(self, card: Card) -> int:
         """Bytes that the driver charges to this process; 0 where it does not tell, or in a container knows it by
         another number."""

@@ -18,11 +18,15 @@ from .pool import Resident
 from .probe import Probe
 
 
+_WORTH_TELLING = 0.01  # a peak that is higher by less is not written down again
+
+
 class Sizing:
     """Footprints of this process's models, and what is learnt from loading them."""
 
     def __init__(self, measurements: Measurements, probe: Probe, wall: Callable[[], float] = time.time) -> None:
         self.measurements, self.probe, self.wall = measurements, probe, wall
+        self._contexts: dict[str, int] = {}  # at the last look
 
     def footprint(self, resident: Resident, places: tuple[str, ...] = (),
                   options: dict[str, Any] | None = None) -> Footprint:
@@ -50,9 +54,10 @@ class Sizing:
                          quantization=spec.quantization,
                          context_bytes=0 if resident.handle is not None else self._context(places))
 
-    def learn(self, resident: Resident, shares: Shares, peak_bytes: int | None = None) -> None:
-        """Remembers what a model takes, now that it is loaded."""
+    def learn(self, resident: Resident, shares: Shares) -> None:
+        """Remembers what a model takes, now that it is loaded, and what it took on the way."""
         size = sum(share.bytes for share in shares)
+        peak_bytes = self._peak(shares)
         device = next((d.name for d in self.probe.devices if shares and d.id == shares[0].device and not d.simulated), "")
         day = time.strftime("%Y-%m-%d", time.gmtime(self.wall()))
         evidence = self._evidence(resident)
@@ -64,10 +69,34 @@ class Sizing:
             resident.measured = measured
         elif known is None or replace(known, day=day) != measured:
             self.measurements.remember(resident.spec, evidence, measured)
-        for card, size in self.probe.contexts().items():
-            name = next(device.name for device in self.probe.devices if device.id == card)
-            if size and self.measurements.context_bytes(name) is None:
-                self.measurements.remember_context(name, size)
+
+    def saw(self, resident: Resident, *, alone: bool) -> None:
+        """Remembers a new peak of a model that was used; torch's own counts where no other was used meanwhile."""
+        shares = resident.backend.measure(resident.handle) if resident.handle is not None else ()
+        size = sum(share.bytes for share in shares)
+        peak = max(size, (self._peak(shares) or 0) if alone else 0)
+        evidence = self._evidence(resident)
+        known = resident.measured or self.measurements.of(resident.spec, evidence)
+        if known is None or peak <= max(known.peak_bytes or 0, known.resident_bytes) * (1 + _WORTH_TELLING):
+            return
+        if resident.measured:
+            resident.measured = replace(known, peak_bytes=peak)
+        else:
+            self.measurements.remember(resident.spec, evidence, replace(known, peak_bytes=peak))
+
+    def saw_contexts(self) -> None:
+        """Remembers what a CUDA context takes, once two looks in a row agree: the driver's figures are a little late."""
+        contexts = self.probe.contexts()
+        for device in self.probe.devices:
+            size = contexts.get(device.id, 0)
+            if size and size == self._contexts.get(device.id) and size != self.measurements.context_bytes(device.name):
+                self.measurements.remember_context(device.name, size)
+        self._contexts = contexts
+
+    def _peak(self, shares: Shares) -> int | None:
+        """Its bytes and the most that torch held beyond what it holds now, on its cards; None: nothing tells."""
+        beyond = [self.probe.beyond_now(share.device) for share in shares]
+        return None if not beyond or None in beyond else sum(share.bytes for share in shares) + sum(beyond)
 
     def _evidence(self, resident: Resident) -> Evidence:
         try:
@@ -83,6 +112,7 @@ class Sizing:
         """
         cards = {device.id: device.name for device in self.probe.devices
                  if not device.simulated and device.id != HOST and (not places or device.id in places)}
-        if not cards or any(self.probe.contexts().get(card) for card in cards):
+        used = self.probe.used() if cards else {}
+        if not cards or any(used.get(card) for card in cards):
             return 0
         return max(self.measurements.context_bytes(name) or CONTEXT_BYTES for name in cards.values())
