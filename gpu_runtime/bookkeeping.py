@@ -101,8 +101,7 @@ def left(book: Book, step: Move | Drop, shares: Shares, world: World, by: str = 
         book = book.without_lease(owner, name)
         return note(book, world, lease, "unloaded", step.reason, step.because, size=freed, by=by)
     to_host = all(share.device == HOST for share in shares)
-    settled = replace(lease, shares=shares, target=(), filled=(), phase=Phase.SETTLED, settled_at=world.now,
-                      away_since=world.now if to_host else 0.0)
+    settled = replace(lease.holding(shares), settled_at=world.now, away_since=world.now if to_host else 0.0)
     book = book.with_lease(settled)
     return note(book, world, lease, "offloaded" if to_host else "moved", step.reason, step.because, size=freed, by=by)
 

@@ -199,7 +199,8 @@ class Lease(Value):
     key: str = ""  # of the decision that set it moving: a decision made twice is recognised by it
     shares: Shares = ()
     target: Shares = ()
-    filled: Shares = ()  # where its own bytes lie, or will, if it claims more than them (whole cards); empty: all of it
+    filled: Shares = ()  # where its own bytes lie, or will, if it claims more than them; empty: all of it
+    working_bytes: int = 0  # room for its use, cache and activations, that it claims on a device beside its own bytes
     phase: Phase = Phase.SETTLED
     kind: str = "model"  # or "block": bytes for code, never moved, gone at the end of the block
     importance: int = NORMAL
@@ -236,16 +237,22 @@ class Lease(Value):
     def holding(self, measured: Shares) -> Lease:
         """This lease, settled with what was measured; where it claims more than it fills, it goes on claiming that.
 
+        A whole card stays whole. Room for use stays as large as it was asked for, whatever the weights turn out to be;
+        in host memory there is none of it.
+
         >>> Lease("1", "a", target=(Share("sim:0", 9),), filled=(Share("sim:0", 4),)).holding((Share("sim:0", 5),)).shares
         (Share(device='sim:0', bytes=9),)
         """
-        if not self.filled or all(share.device == HOST for share in measured):
-            return replace(self, shares=measured, target=(), filled=(), phase=Phase.SETTLED)
-        claims = {share.device: share.bytes for share in self.target or self.shares}
-        for share in measured:
+        settled = replace(self, shares=measured, target=(), filled=(), phase=Phase.SETTLED)
+        if all(share.device == HOST for share in measured):
+            return settled
+        claimed, with_room = self.target or self.shares, beside(measured, self.working_bytes)
+        whole = self.filled and claimed != beside(self.filled, self.working_bytes)
+        claims = {share.device: share.bytes for share in claimed} if whole else {}
+        for share in with_room:
             claims[share.device] = max(share.bytes, claims.get(share.device, 0))
-        return replace(self, shares=tuple(Share(id, size) for id, size in claims.items()), target=(), filled=measured,
-                       phase=Phase.SETTLED)
+        shares = tuple(Share(id, size) for id, size in claims.items())
+        return replace(settled, shares=shares, filled=measured) if shares != measured else settled
 
     @property
     def on_host(self) -> bool:
@@ -269,6 +276,22 @@ class Lease(Value):
     def claims(self) -> Iterator[Share]:
         yield from self.shares
         yield from self.target
+
+
+def beside(shares: Shares, size: int) -> Shares:
+    """The shares with that many bytes more, spread over them in proportion.
+
+    >>> beside((Share("sim:0", 2), Share("sim:1", 1)), 4)
+    (Share(device='sim:0', bytes=4), Share(device='sim:1', bytes=3))
+    """
+    total, given, done = sum(share.bytes for share in shares), 0, 0
+    grown = []
+    for share in shares:
+        done += share.bytes
+        end = size * done // total if total else 0
+        grown.append(Share(share.device, share.bytes + end - given))
+        given = end
+    return tuple(grown)
 
 
 def where(shares: Shares) -> str:

@@ -63,8 +63,10 @@ def leases(sections: Mapping[str, Section], now: float) -> DataFrame:
     for section in sections.values():
         owner = section.owner
         for lease in section.leases:
+            own = {share.device: share.bytes for share in lease.filled}
             for share in lease.claims():
-                rows.append([lease.name, share.device, share.bytes, lease.measured_bytes or share.bytes,
+                measured = lease.measured_bytes or own.get(share.device, share.bytes)
+                rows.append([lease.name, share.device, share.bytes, measured,
                              f"{lease.name}@{owner.pid}", owner.user, owner.pid, owner.notebook, lease.importance,
                              lease.pins, round(lease.idle_seconds(now), 3)])
     return _frame(rows, LEASES, {"bytes": "int64", "pid": "int64", "pins": "int64"})

@@ -507,7 +507,7 @@ class Keeper:
             self._abandon(resident.spec.name, key, error)
             raise
         seconds = time.perf_counter() - began
-        going = replace(resident.lease, target=lease.target, filled=lease.filled)
+        going = replace(resident.lease, target=lease.target, filled=lease.filled, working_bytes=lease.working_bytes)
         settled = replace(going.holding(shares), restore_seconds=seconds, settled_at=self.clock(), away_since=0.0,
                           importance=lease.importance, keep_alive=lease.keep_alive)
         resident.settle_at(settled, anchor)

@@ -29,6 +29,7 @@ from .facts import (
     Lease,
     Load,
     Move,
+    Part,
     Phase,
     Plan,
     Policy,
@@ -93,8 +94,9 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
         return _line_up(book, request, world, Wait(f"{lease.name} is {going}"), ())
 
     if lease:  # it lies in host memory: what it needs was measured there
-        measured = Footprint.of(lease.bytes, "measured")
-        request = replace(request, footprint=replace(request.footprint, parts=measured.parts))
+        room_for_use = (part for part in request.footprint.parts if part.for_use)
+        measured = (Part("weights", lease.bytes, "measured"), *room_for_use)
+        request = replace(request, footprint=replace(request.footprint, parts=measured))
 
     # 3. hopeless, or beyond the operator's caps
     out = drained(book, world)
@@ -249,7 +251,8 @@ def _grant(book: Book, request: Request, world: World, chosen: Candidate,
     old = book.lease(wanted.owner, wanted.name)
     if old is None and _full(book, request):
         return _refuse(book, request, world, _no_place(request))
-    lease = replace(old or wanted, key=request.key, target=chosen.shares, filled=chosen.filled, phase=Phase.ARRIVING, pins=1,
+    lease = replace(old or wanted, key=request.key, target=chosen.shares, filled=chosen.filled, phase=Phase.ARRIVING,
+                    working_bytes=request.footprint.working_bytes, pins=1,
                     pinned_since=world.now, last_used=world.now, importance=wanted.importance,
                     keep_alive=wanted.keep_alive)
     because = f"{lease.name} needs {show_bytes(request.footprint.bytes)}; {chosen.because}."
