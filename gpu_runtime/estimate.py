@@ -105,7 +105,7 @@ def _room(name: str, config: Mapping[str, Any], wanted: working.Wish | None) -> 
         parts.append(Part("kv_cache", cache, "config", _cache_in_words(layers, wanted)))
     if active := working.activation_bytes(config, wanted):
         at_once = min(wanted.tokens, working.batch_tokens(config) or wanted.tokens)
-        parts.append(Part("activations", active, "config", f"{at_once:,} tokens read in one pass"))
+        parts.append(Part("activations", active, "config", f"{_times(wanted)}{at_once:,} tokens read in one pass"))
     return tuple(parts)
 
 
@@ -121,10 +121,13 @@ def _margin(weights: Part, evidence: Evidence) -> tuple[Part, ...]:
 def _cache_in_words(layers: tuple[working.Layer, ...], wanted: working.Wish) -> str:
     windows = sorted({layer.window for layer in layers if layer.window})
     count = sum(1 for layer in layers if layer.values)
-    what = f"{wanted.sequences} × " if wanted.sequences > 1 else ""
-    what += f"{wanted.tokens:,} tokens, {count} layer{'s' if count > 1 else ''}, {wanted.cache_bits:g} bits"
+    what = f"{_times(wanted)}{wanted.tokens:,} tokens, {count} layer{'s' if count > 1 else ''}, {wanted.cache_bits:g} bits"
     some = sum(1 for layer in layers if layer.window and layer.values)
     return what + (f", {some} of them within {windows[-1]:,} tokens" if windows else "")
+
+
+def _times(wanted: working.Wish) -> str:
+    return f"{wanted.sequences} × " if wanted.sequences > 1 else ""
 
 
 def _notes(evidence: Evidence, measured: Measurement | None, wanted: working.Wish | None) -> tuple[str, ...]:

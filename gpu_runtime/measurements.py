@@ -152,8 +152,9 @@ def key(spec: ModelSpec, evidence: Evidence) -> str:
     """What was loaded and how, in a few letters; empty where the source could not be told from another."""
     if not evidence.fingerprint:
         return ""
+    source = os.path.realpath(spec.source) if os.path.exists(spec.source) else spec.source
     options = sorted((name, str(value)) for name, value in spec.options.items() if name not in OF_USE)
-    told = (spec.backend, spec.source, evidence.fingerprint, spec.quantization, spec.model_type, options)
+    told = (spec.backend, source, evidence.fingerprint, spec.quantization, spec.model_type, options)
     return hashlib.sha256(repr(told).encode()).hexdigest()[:32]
 
 

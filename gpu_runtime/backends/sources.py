@@ -5,6 +5,7 @@ For `plan`, which answers for models that nobody has registered, and for the bac
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -107,4 +108,5 @@ def _only(found: list[Path], name: str) -> Path:
 
 def _fingerprint(stamps: Iterable[Stamp]) -> str:
     """What tells these files from others, and from themselves once they are changed."""
-    return hashlib.sha256(repr([tuple(stamp) for stamp in stamps]).encode()).hexdigest()[:32]
+    told = [(os.path.realpath(os.path.dirname(stamp.path)), os.path.basename(stamp.path), *stamp[1:]) for stamp in stamps]
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:32]

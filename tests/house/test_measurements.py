@@ -153,6 +153,15 @@ def test_the_next_kernel_goes_by_what_the_first_one_measured(box, tmp_path):
     assert weights(plan) == ("safetensors header", "") and plan.footprint.bytes > 2 * held
 
 
+def test_however_its_path_is_written_it_is_the_same_model(box, tmp_path, monkeypatch):
+    directory = tiny_models.causal_lm(tmp_path / "models" / "writer")
+    rt = box()
+    rt.register("writer", directory)
+    rt.preload("writer")
+    monkeypatch.chdir(tmp_path)
+    assert weights(rt.plan("models/writer"))[0] == "measured"
+
+
 def test_a_declared_size_wins_over_what_was_measured(box, tmp_path):
     directory = tiny_models.causal_lm(tmp_path / "writer")
     rt = box()
