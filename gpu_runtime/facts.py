@@ -246,10 +246,10 @@ class Lease(Value):
         settled = replace(self, shares=measured, target=(), filled=(), phase=Phase.SETTLED)
         if all(share.device == HOST for share in measured):
             return settled
-        claimed, with_room = self.target or self.shares, beside(measured, self.working_bytes)
-        whole = self.filled and claimed != beside(self.filled, self.working_bytes)
-        claims = {share.device: share.bytes for share in claimed} if whole else {}
-        for share in with_room:
+        claimed = self.target or self.shares
+        more = sum(share.bytes for share in claimed) > self.own_bytes + self.working_bytes
+        claims = {share.device: share.bytes for share in claimed} if self.filled and more else {}
+        for share in beside(measured, self.working_bytes):
             claims[share.device] = max(share.bytes, claims.get(share.device, 0))
         shares = tuple(Share(id, size) for id, size in claims.items())
         return replace(settled, shares=shares, filled=measured) if shares != measured else settled

@@ -582,8 +582,8 @@ class Keeper:
                 return False
             raise
         if not isinstance(step, Drop):
-            settled = replace(resident.lease, shares=shares, target=(), filled=(), phase=Phase.SETTLED,
-                              settled_at=self.clock())
+            going = replace(resident.lease, target=step.shares)
+            settled = replace(going.holding(shares), settled_at=self.clock())
             resident.settle_at(replace(settled, away_since=0.0 if settled.on_device else self.clock()))
         self.probe.empty_cache()
         self.probe.watch_peaks()  # what has left is no peak of what stays
@@ -785,7 +785,8 @@ class Keeper:
         for resident in used:
             if resident.work.acquire(False):
                 try:
-                    resident.uses_counted = resident.uses
+                    if not resident.pins:  # else it may grow until its use ends, and is looked at again
+                        resident.uses_counted = resident.uses
                     resident.remeasure()
                     self.sizing.saw(resident, alone=len(used) == 1)
                 finally:

@@ -56,12 +56,27 @@ def test_in_host_memory_there_is_none_of_it_and_it_is_asked_for_again_on_the_way
     weights, room = sizes(rt)
     assert rt.evict("writer").bytes == weights + room
     assert claims(rt) == {HOST: weights}
+    (lease,) = rt.status().leases()
+    assert (lease.own_bytes, lease.filled, lease.working_bytes) == (weights, (), room)
     assert rt.plan("writer").shares == (Share("sim:0", weights + room),)
     with rt.use("writer") as model:
         model(torch.tensor([[5, 6]]))
     assert claims(rt) == {"sim:0": weights + room}
     rt.tick()
     assert claims(rt) == {"sim:0": weights + room}
+
+
+def test_it_goes_to_another_card_with_its_room(runtime, tmp_path):
+    """And leaves none behind."""
+    rt = runtime(devices="sim:2x64MiB,host:64MiB")
+    rt.register("writer", tiny_models.causal_lm(tmp_path / "writer"), **ASKED)
+    rt.preload("writer")
+    before = claims(rt)
+    rt.move("writer", "sim:1")
+    assert claims(rt) == {"sim:1": before["sim:0"]}
+    rt.tick()
+    assert claims(rt) == {"sim:1": before["sim:0"]}
+    assert rt.plan("writer").footprint.working_bytes == before["sim:0"] - rt.probe.used()["sim:1"]
 
 
 def test_nobody_else_is_given_the_room(runtime, shared_book, tmp_path):
