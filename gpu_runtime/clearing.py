@@ -89,12 +89,8 @@ class Way(NamedTuple):
     candidate: Candidate
     leaving: tuple[Lease, ...]
     warm: tuple[Lease, ...] = ()
+    seconds: float = 0.0  # of loading those again who leave
     others: tuple[Way, ...] = ()  # that were not taken, the cheapest first
-
-    @property
-    def seconds(self) -> float:
-        """Of loading those again who leave."""
-        return sum([lease.restore_seconds or lease.reload_seconds for lease in self.leaving])
 
 
 def cheapest_way(book: Book, request: Request, world: World, rank: Policy, ground: Ground,
@@ -131,26 +127,29 @@ def _cheapest(book: Book, request: Request, world: World, rank: Policy, ground: 
         host_later += sum(lease.bytes for lease in warm(book, world, asker=wanted.owner, importance=wanted.importance))
     fewest = request.placement.policy == "fewest-evictions"
     enough = fewest_enough if fewest else first_enough
-    found: list[tuple[tuple[float, ...], Way]] = []
-    for order, way in enumerate(_ways(book, request, world, ground, candidates, idle, on, host_later, enough)):
-        chosen, cards = way.leaving, len(way.candidate.shares)
+    found: list[tuple[tuple[float, ...], Candidate, tuple[Lease, ...], float]] = []
+    ways = _ways(book, request, world, ground, candidates, idle, on, host_later, enough)
+    for order, (candidate, chosen) in enumerate(ways):
+        cards = len(candidate.shares)
         # Victims come in order, so the last is the most precious of them.
         precious = (-chosen[-1].importance, rank(chosen[-1], world)) if chosen else (-10**9, 0.0)
-        seconds = round(way.seconds, 1)  # what is measured anew each time differs by less from one time to the next
+        spent = sum([lease.restore_seconds or lease.reload_seconds for lease in chosen])
+        seconds = round(spent, 1)  # what is measured anew each time differs by less from one time to the next
         cost = (len(chosen), seconds, cards) if fewest else (seconds, cards, len(chosen))
-        found.append(((precious[0], *cost, precious[1], order), way))
+        found.append(((precious[0], *cost, precious[1], order), candidate, chosen, spent))
     if not found:
         return None
-    found.sort()
-    best = found[0][1]
-    crowd = warm_that_go(book, _precious_bytes(best.leaving) - host_room, world, rank, asker=wanted.owner,
+    _, candidate, chosen, spent = min(found)
+    crowd = warm_that_go(book, _precious_bytes(chosen) - host_room, world, rank, asker=wanted.owner,
                          importance=wanted.importance)
-    return Way(best.candidate, best.leaving, crowd or (), tuple([way for _, way in found[1:]]))
+    others = () if request.wait else tuple([Way(*one[1:3], (), one[3]) for one in sorted(found)[1:]])  # for a plan
+    return Way(candidate, chosen, crowd or (), spent, others)
 
 
 def _ways(book: Book, request: Request, world: World, ground: Ground, candidates: tuple[Candidate, ...],
-          idle: list[Lease], on: Mapping[str, list[Lease]], host_bytes: int, enough: Enough) -> Iterator[Way]:
-    """Every card on which room can be made, and every division over several where one is allowed."""
+          idle: list[Lease], on: Mapping[str, list[Lease]], host_bytes: int,
+          enough: Enough) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
+    """Every card on which room can be made, and every division over several where one is allowed; and who leaves."""
     for candidate in candidates:
         [share] = candidate.shares
         need = {share.device: share.bytes - ground.later[share.device]}
@@ -163,13 +162,12 @@ def _ways(book: Book, request: Request, world: World, ground: Ground, candidates
         else:
             chosen = _whom(need, pool, host_bytes, enough)
         if chosen is not None:
-            yield Way(candidate, chosen)
+            yield candidate, chosen
     if could_split(request.placement):
         out = drained(book, world)
         limits = {device.id: limit_of(book, world, device.id) for device in world.devices
                   if not device.is_host and device.id not in out}
-        for candidate, leaving in ways_over_several(request, ground, idle, host_bytes, limits):
-            yield Way(candidate, leaving)
+        yield from ways_over_several(request, ground, idle, host_bytes, limits)
 
 
 def _whom(need: Mapping[str, int], idle: list[Lease], host_bytes: int, enough: Enough) -> tuple[Lease, ...] | None:

@@ -12,7 +12,7 @@ from . import caps
 from .drains import drained
 from .facts import HOST, Book, Candidate, Device, Lease, Refuse, Request, Share, World, where
 from .leaving import never_leaves, that_fit
-from .placement import claim, place
+from .placement import claim, claims_no_more, place
 from .room import limit_of
 from .splitting import could_split, one_card_may_do, split
 from .units import show_bytes
@@ -37,6 +37,8 @@ def hopeless(book: Book, request: Request, world: World, never: dict[str, Refuse
         where_ = f"only go to {', '.join(rules.devices)}" if rules.devices else "not lie in host memory alone"
         return Refuse(f"{name} may {where_}, and this machine has no such device", need_bytes=footprint.bytes)
     alone = [card for card in cards if card not in never] if one_card_may_do(rules) else []
+    if alone and world.rules.limit_bytes is None:
+        return None
     if alone:
         return _past_own_limit(book, request, world,
                                min(claim(footprint, rules, limit_of(book, world, card)) for card in alone))
@@ -55,14 +57,14 @@ def hopeless_cards(book: Book, request: Request, world: World) -> dict[str, Refu
     What cannot go: what is kept, what this thread itself pins, and what neither its source can reproduce nor the host
     can take in. Of several such leases, the host may have room for some but not for all.
     """
-    stuck = _stuck(book, request, world)
+    stuck, rules, own = _stuck(book, request, world), request.placement, request.footprint.bytes
     refusals: dict[str, Refuse] = {}
+    plain, most = claims_no_more(rules), rules.card_bytes
     for card in world.devices:
         if card.is_host:
             continue
         limit = limit_of(book, world, card.id)
-        size = claim(request.footprint, request.placement, limit)
-        most = request.placement.card_bytes
+        size = own if plain else claim(request.footprint, rules, limit)
         if most and size > most.get(card.id, 0):
             refusals[card.id] = Refuse(
                 f"{request.lease.name} needs {show_bytes(size)}, and may take {show_bytes(most.get(card.id, 0))} of "

@@ -49,7 +49,7 @@ def on_one_card(footprint: Footprint, room: Mapping[str, int], rules: PlacementR
     """One candidate a device; in order as those of `place`."""
     size = footprint.bytes
     allowed = [device for device in room if not rules.devices or device in rules.devices]
-    if rules.layout == "whole" or rules.factor or rules.card_bytes:
+    if rules.card_bytes or not claims_no_more(rules):
         return _claiming_more(footprint, allowed, room, rules, limits)
     sign = -1 if rules.policy == "most-free" else 1
     order = sorted(allowed, key=lambda d: (room[d] < size, sign * room[d] if room[d] >= size else -room[d]))
@@ -71,6 +71,11 @@ def _claiming_more(footprint: Footprint, allowed: Iterable[str], room: Mapping[s
     return tuple(sorted(found, key=lambda c: (not c.fits, (sign if c.fits else -1) * room[c.shares[0].device])))
 
 
+def claims_no_more(rules: PlacementRules) -> bool:
+    """Whether a single card is never asked for more than the footprint itself."""
+    return rules.layout != "whole" and not rules.factor
+
+
 def claim(footprint: Footprint, rules: PlacementRules, limit: int) -> int:
     """The bytes that the footprint claims of a single card with this budget; more than the budget: it does not fit.
 
@@ -82,10 +87,10 @@ def claim(footprint: Footprint, rules: PlacementRules, limit: int) -> int:
     [30, 63, 80, 90]
     """
     size = footprint.bytes
+    if claims_no_more(rules):
+        return size
     if rules.layout == "whole":
         return max(size, limit)
-    if not rules.factor:
-        return size
     weights = sum(part.bytes for part in footprint.parts if part.name == "weights") or size
     wanted = max(size, ceil(weights * rules.factor))
     return wanted if wanted < rules.largest_fraction * limit else max(size, limit)

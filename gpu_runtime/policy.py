@@ -88,8 +88,12 @@ def first_enough(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lea
 
 def _spared(chosen: Sequence[tuple[Lease, Mapping[str, int]]], surplus: dict[str, int]) -> set[int]:
     """Places of those that need not leave, together worth the most; of equals the most precious, who come last."""
-    able = [place for place in range(len(chosen) - 1, -1, -1)
-            if all([size <= surplus[on] for on, size in chosen[place][1].items()])]
+    if len(surplus) == 1:  # nearly always
+        [(on, most)] = surplus.items()
+        able = [place for place in range(len(chosen) - 1, -1, -1) if chosen[place][1][on] <= most]
+    else:
+        able = [place for place in range(len(chosen) - 1, -1, -1)
+                if all([size <= surplus[on] for on, size in chosen[place][1].items()])]
     if len(able) > MOST_TRIED or len(able) < 2:  # too many to try every set, or nothing to choose
         return _spare_in_turn(chosen, surplus, able)
     best: tuple[tuple[float, int], tuple[int, ...]] = ((0.0, 0), ())

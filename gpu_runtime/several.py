@@ -86,8 +86,12 @@ class _Room:
 
     def gains(self, lease: Lease, total: int) -> bool:
         """Whether anything is gained if this lease leaves."""
-        short = self.mine is not None and self.mine < total and lease.owner == self.owner
-        return short or any([share.device in self.free for share in lease.shares])
+        if self.mine is not None and self.mine < total and lease.owner == self.owner:
+            return True
+        for share in lease.shares:  # a plain loop, as each set of cards asks this of every lease
+            if share.device in self.free:
+                return True
+        return False
 
     def let_go(self, lease: Lease, times: int = 1) -> None:
         """Counts the lease as gone; with -1, as back."""
@@ -116,25 +120,25 @@ def _who_leaves(pool: Sequence[Lease], room: _Room, enough: Callable[[], bool], 
                 fewest: bool) -> tuple[Lease, ...] | None:
     """Those of the pool who leave so that there is enough; none of them can be spared. None where all are too few."""
     order = sorted(pool, key=lambda lease: (-lease.importance, -_on(lease, room))) if fewest else pool
-    chosen: list[Lease] = []
+    gone = 0
     while not enough():
-        if len(chosen) == len(order):
-            room.take_back(chosen)
+        if gone == len(order):
+            room.take_back(order)
             return None
-        room.let_go(order[len(chosen)])
-        chosen.append(order[len(chosen)])
-    for lease in reversed(tuple(chosen)):
+        room.let_go(order[gone])
+        gone += 1
+    chosen: tuple[Lease, ...] = ()
+    for lease in order[gone - 1::-1] if gone else ():
         room.let_go(lease, -1)
-        if enough():
-            chosen.remove(lease)
-        else:
+        if not enough():
             room.let_go(lease)
+            chosen = (lease, *chosen)
     room.take_back(chosen)
-    if fewest and chosen:
-        least = chosen[-1].importance
-        chosen = list(_fewer([lease for lease in order if lease.importance >= least], room, enough, len(chosen))
-                      or chosen)
-    return tuple(lease for lease in pool if lease in chosen)
+    if not fewest or not chosen:
+        return chosen
+    least = chosen[-1].importance
+    few = _fewer([lease for lease in order if lease.importance >= least], room, enough, len(chosen)) or chosen
+    return tuple([lease for lease in pool if lease in few])
 
 
 def _fewer(pool: Sequence[Lease], room: _Room, enough: Callable[[], bool], than: int) -> tuple[Lease, ...] | None:

@@ -6,7 +6,7 @@ for it is `clearing.py`'s to say.
 """
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, combinations
 from math import ceil, comb
@@ -75,10 +75,14 @@ def fitting(footprint: Footprint, cards: Sequence[str], rules: PlacementRules,
         # Each card must be able to take the largest part, whichever it gets.
         part = _with_overhead(max(_equal(footprint, len(cards)) or (size,)), rules)
         return lambda room: all([_held_to(room[card], card, rules) >= part for card in cards])
-    if footprint.pieces:
-        sums = _sums(footprint)
-        return lambda room: _packed(sums, [_to_spend(room[card], card, rules) for card in cards]) is not None
-    return lambda room: sum([max(0, _to_spend(room[card], card, rules)) for card in cards]) >= size
+    sums = _sums(footprint) if footprint.pieces else []
+
+    def holds(room: Room) -> bool:
+        spend = [_to_spend(room[card], card, rules) for card in cards]
+        enough = sum([part for part in spend if part > 0]) >= size
+        return enough and (not sums or _packed(sums, spend) is not None)
+
+    return holds
 
 
 def claimed(footprint: Footprint, cards: Sequence[str], rules: PlacementRules, limits: Room) -> int:
@@ -103,12 +107,12 @@ def one_card_may_do(rules: PlacementRules) -> bool:
 def _sets(footprint: Footprint, cards: Sequence[str], count: int, room: Room, rules: PlacementRules,
           limits: Room) -> Iterator[tuple[str, ...]]:
     """Sets of so many cards, in the order in which they are tried."""
-    free = {card: _weight(footprint, card, count, room, rules, limits) for card in cards}
+    free = _to_give(footprint, cards, count, room, rules, limits)
     able = [card for card in cards if free[card] > 0]
     if len(able) < count:
         return
     largest = sorted(able, key=lambda card: -free[card])[:count]
-    if rules.layout not in ("balanced",) and sum(free[card] for card in largest) < footprint.bytes:
+    if rules.layout != "balanced" and sum(free[card] for card in largest) < footprint.bytes:
         return
     with_most = tuple(card for card in able if card in largest)
     in_order = _first_in_order(able, free, count, 0 if rules.layout == "balanced" else footprint.bytes)
@@ -117,14 +121,17 @@ def _sets(footprint: Footprint, cards: Sequence[str], count: int, room: Room, ru
         yield from combinations(able, count)
 
 
-def _weight(footprint: Footprint, card: str, count: int, room: Room, rules: PlacementRules, limits: Room) -> int:
-    """What the card can give to a split over so many; 0 where it cannot take its part."""
+def _to_give(footprint: Footprint, cards: Sequence[str], count: int, room: Room, rules: PlacementRules,
+             limits: Room) -> dict[str, int]:
+    """What each card can give to a split over so many; 0 where it cannot take its part."""
     if rules.layout == "whole":
-        return limits[card] if room[card] >= limits[card] else 0
+        return {card: limits[card] if room[card] >= limits[card] else 0 for card in cards}
     if rules.layout == "balanced":
+        if footprint.heads and footprint.heads % count:
+            return dict.fromkeys(cards, 0)
         part = _with_overhead(max(_equal(footprint, count) or (footprint.bytes,)), rules)
-        return room[card] if _held_to(room[card], card, rules) >= part else 0
-    return _to_spend(room[card], card, rules)
+        return {card: room[card] if _held_to(room[card], card, rules) >= part else 0 for card in cards}
+    return {card: _to_spend(room[card], card, rules) for card in cards}
 
 
 def _first_in_order(cards: Sequence[str], free: Room, count: int, size: int) -> tuple[str, ...]:
@@ -149,7 +156,9 @@ def _held_to(free: int, card: str, rules: PlacementRules) -> int:
 
 def _to_spend(free: int, card: str, rules: PlacementRules) -> int:
     """The model's own bytes that a card can take in proportion: less the margin, and room for the overhead."""
-    spend = _held_to(free - rules.margin_bytes, card, rules)
+    spend = free - rules.margin_bytes
+    if rules.card_bytes:
+        spend = _held_to(spend, card, rules)
     return int(spend / (1 + rules.overhead)) if rules.overhead else spend
 
 
@@ -185,6 +194,9 @@ def _in_proportion(footprint: Footprint, free: Sequence[int]) -> tuple[int, ...]
         more = min(over, most - parts[place])
         parts[place] += more
         over -= more
+    while 0 in parts and max(parts) > 1:  # no card without a byte, however few they are
+        parts[parts.index(max(parts))] -= 1
+        parts[parts.index(0)] += 1
     return tuple(parts)
 
 
@@ -216,7 +228,7 @@ def _cut(sums: Sequence[int], ideal: Sequence[float], most: Sequence[int]) -> tu
     must, left = [pieces] * count, pieces
     for place in range(count - 1, 0, -1):
         total = sums[left - 1] if left else 0
-        left = next((end for end in range(left + 1) if total - (sums[end - 1] if end else 0) <= most[place]), left)
+        left = min(left, bisect_left(sums, total - most[place]) + 1) if total > most[place] else 0
         must[place - 1] = left
     parts, start = [], 0
     for place in range(count):
@@ -225,10 +237,16 @@ def _cut(sums: Sequence[int], ideal: Sequence[float], most: Sequence[int]) -> tu
         high = min(bisect_right(sums, taken + most[place]), pieces - (count - 1 - place))
         if low > high:
             return None
-        end = min(range(low, high + 1), key=lambda end: abs(sums[end - 1] - ideal[place]))
+        end = _nearest(sums, ideal[place], low, high)
         parts.append(sums[end - 1] - taken)
         start = end
     return tuple(parts) if start == pieces else None
+
+
+def _nearest(sums: Sequence[int], ideal: float, low: int, high: int) -> int:
+    """Of the boundaries from `low` to `high` the one that is nearest to the ideal, the lower of two."""
+    end = min(max(bisect_left(sums, ideal) + 1, low), high)  # the first that reaches it
+    return end - 1 if end > low and ideal - sums[end - 2] <= sums[end - 1] - ideal else end
 
 
 def display(shares: Shares, layout: str = "balanced") -> str:

@@ -126,3 +126,17 @@ def test_against_every_subset(idle, need):
     """There is a set of victims exactly where exhaustive search finds one."""
     subsets = itertools.chain.from_iterable(itertools.combinations(idle, n) for n in range(len(idle) + 1))
     assert (victims(need, idle, THERE, lru) is not None) == any(enough(subset, need) for subset in subsets)
+
+
+def test_of_those_that_would_do_as_much_as_possible_is_spared():
+    """21 would leave if the newest that can be spared were spared first; 20 do."""
+    sizes = (("a", 6), ("b", 5), ("c", 4), ("d", 10))
+    idle = [lease(name, sim0=gib_, last_used=used) for used, (name, gib_) in enumerate(sizes)]
+    assert [gone.name for gone in victims(gib(sim0=20), idle, THERE, lru)] == ["a", "c", "d"]
+
+
+def test_seconds_of_loading_again_count_for_more_than_bytes_when_one_is_spared():
+    slow = lease("slow", sim0=4, reload_seconds=60, last_used=1)
+    quick = lease("quick", sim0=5, reload_seconds=1, last_used=2)
+    last = lease("last", sim0=10, last_used=3)
+    assert victims(gib(sim0=14), [slow, quick, last], THERE, lru) == (quick, last)

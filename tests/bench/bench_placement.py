@@ -1,0 +1,184 @@
+"""How long a plan over many cards takes, and how close it comes to the best: `python -m tests.bench.bench_placement`.
+
+*A 70B model over eight cards* that 200 idle leases fill: beside it, in the same run, `accelerate.infer_auto_device_map` on
+the same model, a Llama built without data. *Random worlds*: small enough that every set of leases on every card can be
+tried; the bytes that our plans free, against the fewest that could have been freed.
+"""
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+from msgspec.structs import replace
+
+from gpu_runtime.facts import Book, Footprint, Lease, PlacementRules, Request, Wait, World
+from gpu_runtime.placement import PLACEMENTS
+from gpu_runtime.planner import admit, plan, room
+from gpu_runtime.policy import lru
+from tests.worlds import GIB, NOW, at, book, lease, request, world
+
+LAYERS, LAYER_BYTES, END_BYTES = 80, 1_711_292_416, 2_101_346_304  # of Llama 3 70B in bfloat16
+HEADS = 64
+
+
+def seventy_billion(layout: str = "balanced") -> Request:
+    pieces = (END_BYTES, *[LAYER_BYTES] * LAYERS, END_BYTES)
+    footprint = replace(Footprint.of(sum(pieces)), heads=HEADS, pieces=pieces)
+    return replace(request("llama-70b"), footprint=footprint, placement=PlacementRules(layout=layout))
+
+
+def eight_full_cards(leases: int = 200, seed: int = 0) -> tuple[Book, World]:
+    """Cards of 80 GB under idle models of one to five GB, of four owners; one in ten lies over two cards."""
+    random = Random(seed)
+    models = []
+    for n in range(leases):
+        cards = random.sample(range(8), 2 if n % 10 == 0 else 1)
+        models.append(lease(f"m{n}", by=1 + n % 4, last_used=NOW - 10 - random.randrange(900),
+                            reload_seconds=random.uniform(1, 9), importance=random.choice([10, 20]),
+                            **{f"sim{card}": random.uniform(1, 4.5) / len(cards) for card in cards}))
+    return book(*models), world(**{f"sim{n}": 80 for n in range(8)}, host=900)
+
+
+def plan_seconds(layout: str, rounds: int = 30) -> float:
+    """Processor seconds of one whole plan, the median."""
+    page, there = eight_full_cards()
+    wanted, taken = seventy_billion(layout), []
+    for _ in range(rounds):
+        began = time.thread_time()
+        told = plan(page, wanted, there, lru)
+        taken.append(time.thread_time() - began)
+        assert told.granted and len(told.shares) > 1 and len(told.steps) > 1
+    return statistics.median(taken)
+
+
+def accelerate_seconds(rounds: int = 5) -> float:
+    """The same of accelerate's map of the same model over the same cards, empty."""
+    import torch
+    from accelerate import infer_auto_device_map, init_empty_weights
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+                         num_key_value_heads=8, vocab_size=128256, torch_dtype=torch.bfloat16)
+    with init_empty_weights():
+        model = LlamaForCausalLM(config)
+    taken = []
+    for _ in range(rounds):
+        began = time.thread_time()
+        infer_auto_device_map(model, max_memory={n: 80 * GIB for n in range(8)}, dtype=torch.bfloat16,
+                              no_split_module_classes=["LlamaDecoderLayer"])
+        taken.append(time.thread_time() - began)
+    return statistics.median(taken)
+
+
+# -- against an exact optimum -------------------------------------------------------------------------------------
+
+def small_worlds(count: int, seed: int = 0) -> Iterator[tuple[Book, Request, World]]:
+    """One to three cards, up to eight idle leases on each; one in five lies over two. Loading again takes a second a GiB."""
+    random = Random(seed)
+    while count:
+        cards = random.randint(1, 3)
+        capacity = [random.randint(20, 40) for _ in range(cards)]
+        left, models = list(capacity), []
+        for n in range(random.randint(2, 8)):
+            on = random.sample(range(cards), 2 if cards > 1 and random.random() < 0.2 else 1)
+            sizes = {card: random.randint(1, 12) for card in on}
+            if all(left[card] >= size for card, size in sizes.items()):
+                for card, size in sizes.items():
+                    left[card] -= size
+                models.append(lease(f"m{n}", last_used=NOW - 10 - random.randrange(900), reload_seconds=sum(sizes.values()),
+                                    **{f"sim{card}": size for card, size in sizes.items()}))
+        wanted = request("new", random.randint(4, min(capacity)))
+        there = world(**{f"sim{n}": size for n, size in enumerate(capacity)}, host=500)
+        page = book(*models)
+        if models and isinstance(admit(page, wanted, there, lru)[1], Wait):
+            yield page, wanted, there
+            count -= 1
+
+
+def ways_out(page: Book, wanted: Request, there: World) -> Iterator[tuple[Lease, ...]]:
+    """Every set of leases whose leaving makes the room on some card."""
+    models, free = list(page.leases()), room(page, there)
+    for count in range(1, len(models) + 1):
+        for gone in itertools.combinations(models, count):
+            for device in there.devices:
+                freed = sum(share.bytes for lease in gone for share in lease.shares if share.device == device.id)
+                if not device.is_host and freed and free[device.id] + freed >= wanted.footprint.bytes:
+                    yield gone
+                    break
+
+
+def freed_bytes(gone: tuple[Lease, ...]) -> int:
+    return sum(lease.bytes for lease in gone)
+
+
+def lawful(page: Book, wanted: Request, there: World) -> Iterator[tuple[Lease, ...]]:
+    """Of those, where room is made on one card: none that displaces somebody while those unused for longer would do."""
+    models, free = list(page.leases()), room(page, there)
+    for device in there.devices:
+        on = sorted((m for m in models if any(s.device == device.id for s in m.shares)), key=lambda m: m.last_used)
+        need, prefix = wanted.footprint.bytes - free[device.id], 0
+        freed = [sum(s.bytes for s in m.shares if s.device == device.id) for m in on]
+        while prefix < len(on) and sum(freed[:prefix]) < need:
+            prefix += 1
+        if device.is_host or sum(freed[:prefix]) < need:
+            continue
+        for chosen in itertools.product((False, True), repeat=prefix):
+            if sum(size for size, taken in zip(freed, chosen) if taken) >= need:
+                yield tuple(m for m, taken in zip(on, chosen) if taken)
+
+
+def excess(policy: str, worlds: int, seed: int = 0) -> dict[str, float]:
+    """Bytes that we free in all these worlds, as a multiple of an exact optimum; and how many leave, likewise.
+
+    The optimum of `fewest-evictions` is the fewest bytes of all sets that have the fewest members. That of the others
+    is the fewest bytes within their law, that whoever was used last stays while others would do; `unbound` is that of
+    every set there is, in other words what keeping to the order of last use costs.
+    """
+    ours = best = unbound = count = fewest = 0
+    for page, wanted, there in small_worlds(worlds, seed):
+        wanted = replace(wanted, placement=PlacementRules(policy=policy))
+        _, verdict = admit(page, wanted, there, lru)
+        gone = tuple(page.find(id) for id in verdict.considered[0].victims)
+        every = list(ways_out(page, wanted, there))
+        least = min(len(way) for way in every)
+        ours, count, fewest = ours + freed_bytes(gone), count + len(gone), fewest + least
+        unbound += min(map(freed_bytes, every))
+        best += min(freed_bytes(way) for way in (every if policy == "fewest-evictions" else lawful(page, wanted, there))
+                    if policy != "fewest-evictions" or len(way) == least)
+    return {"bytes": ours / best, "leases": count / fewest, "unbound": ours / unbound}
+
+
+def timed(found: Callable[[], Any]) -> float:
+    began = time.thread_time()
+    found()
+    return time.thread_time() - began
+
+
+def figures(rounds: int = 30, worlds: int = 1000) -> dict[str, float]:
+    """Seconds of a plan by each layout, and of accelerate's map; and the excess by each policy."""
+    found = {layout: plan_seconds(layout, rounds) for layout in ("balanced", "proportional")}
+    found["accelerate"] = accelerate_seconds()
+    for policy in PLACEMENTS:
+        for what, ratio in excess(policy, worlds).items():
+            found[f"{policy} {what}"] = ratio
+    return found
+
+
+def main() -> None:
+    found = figures()
+    for layout in ("balanced", "proportional"):
+        print(f"plan of a 70B model over 8 cards with 200 leases, {layout:<13} {found[layout] * 1e3:8.2f} ms   ≤ 5 ms; "
+              f"{found[layout] / found['accelerate']:.3f} × accelerate's map (≤ 1 ×)")
+    print(f"{'accelerate.infer_auto_device_map, the same model':<60} {found['accelerate'] * 1e3:8.2f} ms")
+    for policy in PLACEMENTS:
+        print(f"{policy:<17} bytes freed {found[f'{policy} bytes']:.3f} × the optimum (≤ 1.05 ×), leases "
+              f"{found[f'{policy} leases']:.3f} × the fewest; {found[f'{policy} unbound']:.3f} × the fewest bytes of "
+              "any set at all")
+
+
+if __name__ == "__main__":
+    main()

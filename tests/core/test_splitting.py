@@ -1,0 +1,201 @@
+"""How a model is divided among several cards."""
+from __future__ import annotations
+
+import itertools
+from itertools import accumulate
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from gpu_runtime.facts import Footprint, PlacementRules
+from gpu_runtime.placement import place
+from gpu_runtime.splitting import display, divide, split
+from tests.worlds import GIB
+
+
+def shares(found: Any) -> dict[str, int]:
+    return {share.device: share.bytes for share in found.shares}
+
+
+def footprint(size: int, *, heads: int = 0, pieces: tuple[int, ...] = ()) -> Footprint:
+    return replace(Footprint.of(size), heads=heads, pieces=pieces)
+
+
+def rules(layout: str, **fields: Any) -> PlacementRules:
+    return PlacementRules(layout=layout, **{"margin_bytes": 0, **fields})
+
+
+# -- balanced -------------------------------------------------------------------------------------------------------
+
+def test_equal_shares_on_as_few_cards_as_do():
+    room = {"a": 80, "b": 80, "c": 80}
+    found = split(footprint(140), room, rules("balanced"), room)
+    assert [shares(one) for one in found] == [{"a": 70, "b": 70}, {"a": 47, "b": 47, "c": 46}]
+
+
+def test_the_number_of_cards_divides_the_attention_heads():
+    """Three cards cannot share 32 heads; four can."""
+    room = dict.fromkeys("abcd", 50)
+    found = split(footprint(140, heads=32), room, rules("balanced"), room)
+    assert [len(one.shares) for one in found] == [4]
+    assert [len(one.shares) for one in split(footprint(140, heads=12), room, rules("balanced"), room)] == [3, 4]
+
+
+def test_cards_are_claimed_in_order_and_one_that_cannot_take_its_part_is_skipped():
+    room = {"a": 80, "b": 10, "c": 80, "d": 80}
+    assert shares(split(footprint(140), room, rules("balanced"), room)[0]) == {"a": 70, "c": 70}
+
+
+def test_most_free_takes_those_with_the_most_room():
+    room = {"a": 70, "b": 80, "c": 90}
+    assert shares(split(footprint(140), room, rules("balanced", policy="most-free"), room)[0]) == {"b": 70, "c": 70}
+    assert shares(split(footprint(140), room, rules("balanced"), room)[0]) == {"a": 70, "b": 70}
+
+
+def test_balanced_over_pieces_is_as_near_to_equal_as_they_allow():
+    """Between layers, never through one."""
+    pieces = (5, 10, 10, 10, 10, 15)
+    found = divide(footprint(60, pieces=pieces), {"a": 99, "b": 99}, rules("balanced"), {})
+    assert shares(found) == {"a": 25, "b": 35}
+
+
+# -- proportional ---------------------------------------------------------------------------------------------------
+
+def test_shares_are_in_proportion_to_what_is_free_beyond_the_margin():
+    """24,000 and 12,000 free, 512 left on each: 23,488 to 11,488."""
+    found = divide(footprint(30_000), {"a": 24_000, "b": 12_000}, rules("proportional", margin_bytes=512), {})
+    assert shares(found) == {"a": 20_146, "b": 9_854}
+    assert divide(footprint(35_000), {"a": 24_000, "b": 12_000}, rules("proportional", margin_bytes=512), {}) is None
+
+
+def test_an_exact_fit_fits():
+    room = {"a": 10, "b": 7}
+    assert shares(divide(footprint(17), room, rules("proportional"), {})) == room
+    assert divide(footprint(18), room, rules("proportional"), {}) is None
+
+
+def test_the_fewest_cards_come_first_and_only_those_that_add_something():
+    room = {"a": 40, "b": 0, "c": 30, "d": 30}
+    found = split(footprint(60), room, rules("proportional"), room)
+    assert [tuple(shares(one)) for one in found] == [("a", "c"), ("a", "c", "d")]
+    assert split(footprint(75), room, rules("proportional", most_cards=2), room) == ()
+
+
+def test_a_model_is_cut_between_its_pieces_where_the_bytes_alone_would_do():
+    """Three pieces of 10 need 20 on one of two cards: 16 + 16 hold the bytes, and not the pieces."""
+    pieces = (10, 10, 10)
+    assert divide(footprint(30, pieces=pieces), {"a": 16, "b": 16}, rules("proportional"), {}) is None
+    assert shares(divide(footprint(30, pieces=pieces), {"a": 19, "b": 21}, rules("proportional"), {})) == {"a": 10, "b": 20}
+
+
+def test_pieces_that_were_measured_at_another_size_keep_their_proportions():
+    """On its way back it has its measured size; its pieces were estimated."""
+    found = divide(footprint(40, pieces=(10, 10)), {"a": 30, "b": 30}, rules("proportional"), {})
+    assert shares(found) == {"a": 20, "b": 20}
+
+
+# -- whole cards, overheads, bounds ---------------------------------------------------------------------------------
+
+def test_whole_cards_are_claimed_whole_and_filled_in_proportion():
+    limits = {"a": 80, "b": 80, "c": 80}
+    found = split(footprint(100), {**limits, "a": 79}, rules("whole"), limits)[0]
+    assert shares(found) == {"b": 80, "c": 80}
+    assert {share.device: share.bytes for share in found.filled} == {"b": 50, "c": 50}
+
+
+def test_each_card_of_a_split_takes_an_overhead_where_one_is_set():
+    """Helix's ten percent."""
+    room = {"a": 77, "b": 77}
+    found = divide(footprint(140), room, rules("balanced", overhead=0.1), {})
+    assert shares(found) == {"a": 77, "b": 77} and [share.bytes for share in found.filled] == [70, 70]
+    assert divide(footprint(140), {"a": 77, "b": 76}, rules("balanced", overhead=0.1), {}) is None
+
+
+def test_no_more_of_a_card_than_was_allowed():
+    """`{0: 20GiB, 1: 10GiB}`: what is not named gives nothing."""
+    room = {"a": 80, "b": 80, "c": 80}
+    found = split(footprint(30), room, rules("proportional", card_bytes={"a": 20, "b": 10}), room)
+    assert [shares(one) for one in found] == [{"a": 20, "b": 10}]
+
+
+def test_one_card_first_and_several_only_where_none_has_the_room():
+    room = {"a": 50, "b": 80}
+    assert [len(c.shares) for c in place(footprint(70), room, rules("balanced"))] == [1, 1]
+    assert [len(c.shares) for c in place(footprint(90), room, rules("balanced"))] == [2, 1, 1]
+    assert [len(c.shares) for c in place(footprint(70), room, rules("balanced", least_cards=2))] == [2]
+
+
+def test_as_helix_shows_it():
+    first = split(footprint(90), {"cuda:0": 50, "cuda:1": 50}, rules("balanced"), {})[0]
+    assert display(first.shares) == "GPUs: 0,1 (TP:2)" and display(first.shares, "proportional") == "GPUs: 0,1"
+    assert display(first.shares[:1]) == "GPU: 0" and display(()) == ""
+
+
+# -- whatever the numbers -------------------------------------------------------------------------------------------
+
+LAYOUTS = st.sampled_from(["balanced", "proportional", "whole"])
+ROOMS = st.lists(st.integers(-3, 30), min_size=1, max_size=5)
+PIECES = st.lists(st.integers(1, 9), min_size=1, max_size=9)
+
+
+@given(LAYOUTS, ROOMS, PIECES, st.booleans(), st.sampled_from([0, 0, 2]), st.sampled_from([0.0, 0.0, 0.1]),
+       st.sampled_from([0, 8, 12]), st.sampled_from([0, 2, 3]))
+@example("proportional", [3, 3], [2, 2, 2], False, 0, 0.0, 0, 0)
+def test_a_division_gives_every_byte_a_place_and_no_card_too_many(layout, free, pieces, cut, margin, overhead, heads,
+                                                                  most):
+    room = {f"sim:{n}": size for n, size in enumerate(free)}
+    limits = {card: max(size, 0) + (n % 2) for n, (card, size) in enumerate(room.items())}
+    size = sum(pieces)
+    asked = rules(layout, margin_bytes=margin, overhead=overhead, most_cards=most)
+    for found in split(footprint(size, heads=heads, pieces=tuple(pieces) if cut else ()), room, asked, limits):
+        claimed, own = shares(found), {share.device: share.bytes for share in found.filled or found.shares}
+        assert list(claimed) == sorted(claimed), "in the order of the cards"
+        assert 2 <= len(claimed) <= (most or len(room))
+        assert sum(own.values()) == size and min(own.values()) > 0
+        assert all(own[card] <= claimed[card] <= room[card] for card in claimed)
+        if cut:
+            assert set(accumulate(own.values())) <= set(accumulate(pieces))
+        if layout == "balanced":
+            assert not heads or heads % len(claimed) == 0
+            assert cut or max(own.values()) - min(own.values()) <= 1
+        if layout == "proportional":
+            assert all(claimed[card] <= room[card] - margin + 1 for card in claimed)
+        if layout == "whole":
+            assert all(claimed[card] == limits[card] for card in claimed)
+
+
+def could_be_cut(pieces: tuple[int, ...], room: list[int]) -> bool:
+    """By trying every way: consecutive pieces to consecutive cards, none without a piece."""
+    ends = range(1, len(pieces))
+    return any(all(sum(pieces[start:end]) <= most for start, end, most in
+                   zip((0, *cut), (*cut, len(pieces)), room, strict=True))
+               for cut in itertools.combinations(ends, len(room) - 1))
+
+
+@given(ROOMS, PIECES, st.booleans())
+def test_what_could_be_divided_is(free, pieces, cut):
+    """Exhaustively over every set of cards and every cut."""
+    room = {f"sim:{n}": size for n, size in enumerate(free)}
+    size, cut_ = sum(pieces), tuple(pieces) if cut else ()
+    sets = [chosen for count in range(2, len(room) + 1) for chosen in itertools.combinations(room, count)
+            if all(room[card] > 0 for card in chosen)]
+    if cut:
+        possible = any(could_be_cut(cut_, [room[card] for card in chosen]) for chosen in sets)
+    else:  # each card at least a byte
+        possible = any(sum(room[card] for card in chosen) >= size >= len(chosen) for chosen in sets)
+    found = split(footprint(size, pieces=cut_), room, rules("proportional"), {})
+    assert bool(found) == possible
+
+
+@pytest.mark.parametrize("layout", ["balanced", "proportional"])
+def test_seventy_billion_on_eight_cards(layout):
+    """80 layers with embeddings and head, cut between layers, on the fewest cards that do."""
+    layer, ends = 1711 * 2**20, 2100 * 2**20
+    model = footprint(80 * layer + 2 * ends, heads=64, pieces=(ends, *[layer] * 80, ends))
+    room = {f"cuda:{n}": 72 * GIB for n in range(8)}
+    found = split(model, room, PlacementRules(layout=layout), room)[0]
+    assert len(found.shares) == 2 and sum(share.bytes for share in found.shares) == model.bytes
+    assert max(share.bytes for share in found.shares) - min(share.bytes for share in found.shares) <= layer
