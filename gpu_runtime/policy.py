@@ -71,7 +71,7 @@ def first_enough(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lea
     chosen: list[tuple[Lease, dict[str, int]]] = []
     for lease in ordered:
         gain = _gain(lease, left, owners)
-        if not gain or (len(left) > 1 and not any([left[place] > 0 for place in gain])):
+        if not any(gain.values()) or (len(left) > 1 and not any([left[place] > 0 for place in gain])):
             continue
         chosen.append((lease, gain))
         for place, size in gain.items():
@@ -144,7 +144,8 @@ def fewest_enough(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Le
         if lease.importance != importance and max(missing.values()) <= 0:
             break
         importance = lease.importance
-        if gain := _gain(lease, left, owners):
+        gain = _gain(lease, left, owners)
+        if any(gain.values()):
             able.append((lease, gain))
             for place, size in gain.items():
                 missing[place] -= size
