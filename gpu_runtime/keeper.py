@@ -357,12 +357,13 @@ class Keeper:
         """
         if not self.settings.enable_memory_governor:
             return self._load_ungoverned(resident, anchor, progress)
-        key = self.new_key(f"use {resident.spec.name}")
         attempts = 0
-        footprint = resident.footprint()
+        wanted, footprint = self.wanted(resident, importance, keep_alive), resident.footprint()
+        key = self.new_key(f"use {resident.spec.name}")  # last: what is interrupted before the `try` lets go of nothing
         try:
             for verdict in self._until_granted(
-                    key, self.wanted(resident, importance, keep_alive), footprint, self.placement(resident), timeout, here=lambda: resident.enter(anchor) if anchor else resident.place is Place.HERE):
+                    key, wanted, footprint, self.placement(resident), timeout,
+                    here=lambda: resident.enter(anchor) if anchor else resident.place is Place.HERE):
                 step = verdict.steps[0]
                 attempts += 1
                 try:
@@ -649,9 +650,9 @@ class Keeper:
     def lease_block(self, name: str, size: int, anchor: Callable[[], Anchor | None], *, importance: int,
                     timeout: float | None) -> Lease:
         """Claims bytes for the caller's own code; they are given back when the anchor dies, or before."""
-        key = self.new_key(f"lease {name}")
         wanted = Lease(self.me, name, kind="block", importance=importance, movable=False)
         granted = False  # then our ticket is gone with the grant
+        key = self.new_key(f"lease {name}")
         try:
             for verdict in self._until_granted(key, wanted, Footprint.of(size),
                                                PlacementRules(policy=self.settings.gpu_placement), timeout,
@@ -813,8 +814,8 @@ class Keeper:
     def ask(self, verb: str, target: str, *, timeout: float | None, wait: bool = True,
             places: tuple[str, ...] = ()) -> Verdict:
         """Asks another owner to act; the last word heard within the time-out."""
-        key = self.new_key(f"{verb} {target}")
         began = self.clock()
+        key = self.new_key(f"{verb} {target}")
         asked = Ask(key.text, self.me, verb, target, began, by=self.ledger.owner.user, places=places)
         settled = False
         looks = 0
