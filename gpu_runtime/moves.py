@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from .asks import PERSON
 from .clearing import Ground
 from .drains import drained
-from .facts import HOST, Book, Footprint, Lease, Move, PlacementRules, Refuse, Request, Share, World, where
+from .facts import Book, Footprint, Lease, Move, PlacementRules, Refuse, Request, Share, World, where
 from .leaving import leave, may_leave
 from .placement import place
 from .units import show_bytes

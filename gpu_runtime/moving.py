@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from . import moves, telling
 from .errors import BadSetting, DoesNotFit, GpuError, NotResident, StillInUse, UnknownDevice
-from .facts import HOST, Book, Footprint, Lease, Move, Outcome, PlacementRules, Refuse, World, where
+from .facts import HOST, Book, Lease, Move, Outcome, PlacementRules, Refuse, World, where
 from .keeper import Keeper
 from .pool import Place, Resident
 from .units import show_bytes

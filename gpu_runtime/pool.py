@@ -259,10 +259,14 @@ def _governed_class(base: type) -> type:
 
 
 def _pinning(original: Callable[..., Any]) -> Callable[..., Any]:
+    inner = original.__name__ == "forward"
+
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         resident = _residents.get(self)
         if resident is None:  # a copy of a governed module is nobody's
+            return original(self, *args, **kwargs)
+        if inner and resident.pinned_by(threading.get_ident()):  # by the call that has led here: it is one use
             return original(self, *args, **kwargs)
         with resident.calling():
             return original(self, *args, **kwargs)

@@ -20,7 +20,6 @@ from gpu_runtime.errors import CannotGovern
 from gpu_runtime.facts import HOST, ModelSpec, Share, Shares
 from gpu_runtime.probe import Probe, open_probe
 from tests import simgpu, tiny_models
-from tests.simgpu import MIB
 
 IDS = torch.tensor([[5, 6, 7, 8]])
 

@@ -194,6 +194,20 @@ def test_a_model_goes_over_two_cards_by_itself_and_its_pins_hold_there(accelerat
     assert not any(simgpu.used_bytes(card) > 2**20 for card in range(4))
 
 
+def test_a_call_is_one_use_though_it_leads_through_forward(runtime):
+    """Both pin it, since either may be called alone."""
+    import torch
+
+    rt = runtime()
+    module = torch.nn.Linear(4, 4).eval()
+    rt.adopt("net", module)
+    uses = []
+    for call in (module, module.forward):
+        call(torch.ones(1, 4))
+        uses.append(next(rt.status().leases()).uses)
+    assert uses == [1, 2]
+
+
 def test_what_lies_elsewhere_after_a_load_is_told_by_name(runtime, monkeypatch, caplog):
     rt = runtime(devices=FOUR)
     fakes(rt, m="1GiB")
