@@ -38,6 +38,8 @@ some = st.integers(0, 11)  # one of however many there are
 mostly = st.sampled_from([True, True, True, False])
 importances = st.sampled_from([1, 5, 10, 10, 10, 10, 20, 30])
 cards = st.sampled_from([(), (), (), ("sim:0",), ("sim:1", "cuda:0")])
+LAYOUTS = ["single", "single", "auto", "balanced", "proportional", "whole"]
+layouts = st.sampled_from(LAYOUTS)
 DEVICES = tuple(Device(id, limit if id != "cuda:0" else CARD_TOTAL, simulated=id != "cuda:0")
                 for id, limit in LIMITS.items())
 
@@ -149,16 +151,18 @@ class House(RuleBasedStateMachine):
         return list(self.processes.values())[which % len(self.processes)]
 
     @rule(which=some, name=st.sampled_from(MODELS), size=st.integers(1, 13), importance=importances, nested=mostly,
-          heard=mostly, cards=cards, keep_alive=st.sampled_from([0.0, 0.0, 60.0]))
+          heard=mostly, cards=cards, layout=layouts, more=st.sampled_from([0, 0, 6]),
+          keep_alive=st.sampled_from([0.0, 0.0, 60.0]))
     def request(self, which: int, name: str, size: int, importance: int, nested: bool, heard: bool,
-                cards: tuple[str, ...], keep_alive: float) -> None:
+                cards: tuple[str, ...], layout: str, more: int, keep_alive: float) -> None:
         process = self.pick(which)
         if len(process.asking) > 2:
             return
         key = self.key(process, f"use {name}")
         held = tuple(sorted(model.id for model in process.models.values() if model.pins)) if nested else ()
         wanted = Lease(process.id, name, importance=importance, keep_alive=keep_alive)
-        process.asking[key] = Request(key, wanted, Footprint.of(size), self.now, PlacementRules(cards), held)
+        process.asking[key] = Request(key, wanted, Footprint.of(size + more), self.now,
+                                      PlacementRules(cards, layout, margin_bytes=0), held)
         self.send(process, key, heard)
 
     @rule(which=some, name=st.sampled_from(MODELS), size=st.integers(1, 6), importance=importances, droppable=mostly)
@@ -274,13 +278,15 @@ class House(RuleBasedStateMachine):
             assert (now is None) if old is None else (now.shares == old.shares and not now.target), "law 9"
             return  # and the thread asks again, or gives up
         assert isinstance(step, Load) == (old is None)
-        size = step.shares[0].bytes if isinstance(step, Move) else max(1, step.shares[0].bytes - less)
-        shares = (Share(step.shares[0].device, size),)
+        first, *others = step.shares
+        size = first.bytes if isinstance(step, Move) else max(1, first.bytes - less)
         droppable = old.droppable if old else droppable
-        process.models[name] = replace(grant.lease, shares=shares, target=(), phase=Phase.SETTLED, pins=1,
-                                       droppable=droppable, settled_at=self.now, last_used=self.now, away_since=0.0)
+        settled = grant.lease.holding((Share(first.device, size), *others))
+        process.models[name] = replace(settled, pins=1, droppable=droppable, settled_at=self.now, last_used=self.now,
+                                       away_since=0.0)
         self.write(process, lambda book, world: (books.arrived(
-            book, process.id, name, shares, world, because=step.because, droppable=droppable), None))
+            book, process.id, name, settled.shares, world, because=step.because, droppable=droppable,
+            filled=settled.filled), None))
         self.done["restored" if old else "loaded"] += 1
         self.close(process, key)
 
@@ -301,7 +307,8 @@ class House(RuleBasedStateMachine):
             self.write(process, lambda book, world: (books.left(book, step, (), world), None))
             self.done["unloaded"] += 1
         else:
-            process.models[name] = replace(model, shares=step.shares, settled_at=self.now, away_since=self.now)
+            process.models[name] = replace(model, shares=step.shares, filled=(), settled_at=self.now,
+                                           away_since=self.now)
             self.write(process, lambda book, world: (books.left(book, step, step.shares, world), None))
             self.done["offloaded"] += 1
         if key not in process.asking and not any(k == key for k, _ in process.departing):
@@ -538,6 +545,7 @@ def walk(seed: int, steps: int = 60) -> House:
         "request": lambda: dict(which=some_(), name=random.choice(MODELS), size=random.randint(1, 13),
                                 importance=importance(), nested=random.random() < 0.5, heard=mostly_(),
                                 cards=random.choice([(), (), ("sim:0",), ("sim:1", "cuda:0")]),
+                                layout=random.choice(LAYOUTS), more=random.choice([0, 0, 6]),
                                 keep_alive=random.choice([0.0, 0.0, 60.0])),
         "cell": lambda: dict(which=some_(), name=random.choice(MODELS), size=random.randint(1, 6),
                              importance=importance(), droppable=mostly_()),
