@@ -328,12 +328,13 @@ def test_relief_brings_the_level_down_and_no_further(situation):
     assume(there.rules.relief == "auto")
     after, steps = relieve(page, owner(1).id, there, lru, "k")
     going = {card: sum(s.bytes for m in page.leases() if m.phase is Phase.LEAVING for s in m.shares if s.device == card)
-             for card in ("sim:0", "sim:1")}
+             for card in CARDS}
     for step in steps:
-        [share] = step.source
-        claimed = page.claims()[share.device] - going[share.device]
-        assert level(pressure(claimed, there.limits[share.device], None, 1), there.rules) != "LOW"
-        going[share.device] += share.bytes
+        full = [pressure(page.claims()[share.device] - going[share.device], there.limits[share.device], None, 1)
+                for share in step.source]
+        assert any(level(pressure_, there.rules) != "LOW" for pressure_ in full), "on one of its cards"
+        for share in step.source:
+            going[share.device] += share.bytes
 
 
 # -- progress -----------------------------------------------------------------------------------------------------
