@@ -83,7 +83,7 @@ def report(rt: Runtime | None, error: GpuError | None = None) -> Report:
             ("", line.strip()) for line in str(error).splitlines())))
     if rt is not None:
         chapters += [_chapter("devices", lambda: _devices(rt)), _chapter("measured by", lambda: _helper(rt)),
-                     _chapter("ledger", lambda: _ledger(rt)), _chapter("last refusals", lambda: _refusals(rt))]
+                     _chapter("ledger", lambda: _ledger(rt)), _chapter("last refusals, failures and drains", lambda: _refusals(rt))]
     chapters += [_chapter("settings", lambda: _settings(settings())), _chapter("machine", lambda: _machine(settings()))]
     return Report(tuple(_without_secrets(chapter) for chapter in chapters))
 
