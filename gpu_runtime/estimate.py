@@ -115,13 +115,15 @@ def _margin(weights: Part, evidence: Evidence) -> tuple[Part, ...]:
         return ()
     format = evidence.file_format or ("gguf" if any(word in weights.detail for word in QUANT_BITS) else "safetensors")
     factor = FILE_FACTORS[format]
-    return (Part("margin", round(weights.bytes * (factor - 1)), weights.source, f"× {factor} for cache and activations, which it does not tell"),)
+    return (Part("margin", round(weights.bytes * (factor - 1)), weights.source,
+                 f"× {factor} for cache and activations, which it does not tell"),)
 
 
 def _cache_in_words(layers: tuple[working.Layer, ...], wanted: working.Wish) -> str:
     windows = sorted({layer.window for layer in layers if layer.window})
     count = sum(1 for layer in layers if layer.values)
-    what = f"{_times(wanted)}{wanted.tokens:,} tokens, {count} layer{'s' if count > 1 else ''}, {wanted.cache_bits:g} bits"
+    several = "s" if count > 1 else ""
+    what = f"{_times(wanted)}{wanted.tokens:,} tokens, {count} layer{several}, {wanted.cache_bits:g} bits"
     some = sum(1 for layer in layers if layer.window and layer.values)
     return what + (f", {some} of them within {windows[-1]:,} tokens" if windows else "")
 

@@ -71,9 +71,10 @@ def of_nobody(resident: Resident, keeper: Keeper) -> Subject:
 
 
 def of_lease(lease: Lease, owner: Owner) -> Subject:
-    """A model that another process holds, as large as it measured it. Raises UnknownSize where it only registered it."""
+    """A model of another process, as large as it measured it. Raises UnknownSize where it only registered it."""
     if not lease.bytes:
-        raise UnknownSize(lease.name, f"{owner.label} has registered it and not loaded it, so that process alone can tell")
+        raise UnknownSize(lease.name, f"{owner.label} has registered it and not loaded it, so that process alone "
+                                      f"can tell")
     footprint = Footprint((Part("all", lease.bytes, "measured", f"by {owner.label}"),))
     return Subject(lease, footprint, PlacementRules())
 

@@ -17,7 +17,6 @@ from .measurements import Measurements
 from .pool import Resident
 from .probe import Probe
 
-
 _WORTH_TELLING = 0.01  # a peak that is higher by less is not written down again
 
 
@@ -58,7 +57,8 @@ class Sizing:
         """Remembers what a model takes, now that it is loaded, and what it took on the way."""
         size = sum(share.bytes for share in shares)
         peak_bytes = self._peak(shares)
-        device = next((d.name for d in self.probe.devices if shares and d.id == shares[0].device and not d.simulated), "")
+        names = {device.id: device.name for device in self.probe.devices if not device.simulated}
+        device = names.get(shares[0].device, "") if shares else ""
         day = time.strftime("%Y-%m-%d", time.gmtime(self.wall()))
         evidence = self._evidence(resident)
         known = self.measurements.of(resident.spec, evidence)
@@ -85,7 +85,7 @@ class Sizing:
             self.measurements.remember(resident.spec, evidence, replace(known, peak_bytes=peak))
 
     def saw_contexts(self) -> None:
-        """Remembers what a CUDA context takes, once two looks in a row agree: the driver's figures are a little late."""
+        """Remembers what a CUDA context takes, once two looks in a row agree: the driver is a little late."""
         contexts = self.probe.contexts()
         for device in self.probe.devices:
             size = contexts.get(device.id, 0)

@@ -86,7 +86,8 @@ def batch_tokens(config: Mapping[str, Any]) -> int | None:
 
 def attention_heads(config: Mapping[str, Any]) -> int:
     """Attention heads of a layer; 0 where the config does not say."""
-    return _number(_text(config), "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads") or 0
+    names = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+    return _number(_text(config), *names) or 0
 
 
 # -- the KV cache -------------------------------------------------------------------------------------------------

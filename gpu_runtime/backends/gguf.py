@@ -78,8 +78,8 @@ def read(path: Path, name: str) -> Header:
     for part in files(path, name):
         header = _read_one(part, name)
         known = whole.weight_bytes is not None and header.weight_bytes is not None
-        whole = Header({**header.metadata, **whole.metadata}, whole.weight_bytes + header.weight_bytes if known else None,
-                       whole.file_bytes + header.file_bytes)
+        weights = whole.weight_bytes + header.weight_bytes if known else None
+        whole = Header({**header.metadata, **whole.metadata}, weights, whole.file_bytes + header.file_bytes)
     return whole
 
 
@@ -157,7 +157,8 @@ def _weight_bytes(rows: list[_Row], room: int) -> int | None:
             raise ValueError(f"{row.name} has {row.weights:,} weights, which are no whole blocks of {kind}")
         taken = row.weights // weights * size
         if row.offset + taken > room:
-            raise ValueError(f"it is truncated: {row.name} would end {row.offset + taken - room:,} bytes behind its end")
+            beyond = row.offset + taken - room
+            raise ValueError(f"it is truncated: {row.name} would end {beyond:,} bytes behind its end")
         total += taken
     if total > room or len({row.name for row in rows}) < len(rows):
         raise ValueError("its tensors overlap")
@@ -196,7 +197,7 @@ class _Bytes:
         return self.take(self.number("<Q")).decode()
 
     def value(self, kind: int) -> Any:
-        """A scalar, a string, a short array of numbers, how many strings there are; None for longer arrays of numbers."""
+        """A scalar, a string, a short array of numbers, how many strings an array has; None for a longer one."""
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
@@ -220,7 +221,7 @@ class _Bytes:
         while left:
             data, at = self._data, self.position
             try:
-                for left in range(left, 0, -1):  # noqa: B020 - what is left when the data ends
+                for left in range(left, 0, -1):  # noqa: B007, B020 - what is left when the data ends
                     at += 8 + unpack(data, at)[0]
                 left = 0
             except (struct.error, OverflowError):

@@ -35,7 +35,7 @@ def evidence(source: str, name: str, options: dict[str, Any] | None = None) -> E
 
 
 def directory(source: str, name: str, revision: str | None = None) -> Path:
-    """Where the model lies: the path itself, or the hub's local cache. Raises LoadFailed for an id that is not there."""
+    """Where the model lies: the path itself, or the hub's local cache. Raises LoadFailed where it is in neither."""
     path = Path(source).expanduser()
     if path.exists() or not looks_like_hub_id(source):
         return path
@@ -45,8 +45,8 @@ def directory(source: str, name: str, revision: str | None = None) -> Path:
         return Path(snapshot_download(source, revision=revision, local_files_only=True))
     except Exception as error:
         raise LoadFailed(
-            f"{name}: {source} is neither a directory (there is no {path.absolute()}) nor a hub id that was downloaded. "
-            f"Mend the path, or download it first:  hf download {source}",
+            f"{name}: {source} is neither a directory (there is no {path.absolute()}) nor a hub id that was "
+            f"downloaded. Mend the path, or download it first:  hf download {source}",
             name=name, source=source) from error
 
 
@@ -108,5 +108,6 @@ def _only(found: list[Path], name: str) -> Path:
 
 def _fingerprint(stamps: Iterable[Stamp]) -> str:
     """What tells these files from others, and from themselves once they are changed."""
-    told = [(os.path.realpath(os.path.dirname(stamp.path)), os.path.basename(stamp.path), *stamp[1:]) for stamp in stamps]
+    told = [(os.path.realpath(os.path.dirname(stamp.path)), os.path.basename(stamp.path), *stamp[1:])
+            for stamp in stamps]
     return hashlib.sha256(repr(told).encode()).hexdigest()[:32]

@@ -10,7 +10,13 @@ from gpu_runtime.estimate import CONTEXT_BYTES, QUANT_BITS, footprint, from_name
 from gpu_runtime.facts import Evidence, Footprint, Measurement, Part
 from gpu_runtime.units import GIB, MIB
 from gpu_runtime.working import (
-    Layer, Wish, activation_bytes, attention_heads, cache_layers, kv_cache_bytes, longest_context,
+    Layer,
+    Wish,
+    activation_bytes,
+    attention_heads,
+    cache_layers,
+    kv_cache_bytes,
+    longest_context,
 )
 
 LLAMA_3_8B = dict(architectures=["LlamaForCausalLM"], model_type="llama", num_hidden_layers=32, hidden_size=4096,
