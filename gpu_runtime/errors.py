@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 MOST_NAMES = 12  # in one sentence
 
 

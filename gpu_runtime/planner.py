@@ -24,7 +24,6 @@ from .facts import (
     MOST_ENTRIES,
     Book,
     Candidate,
-    Footprint,
     Grant,
     Lease,
     Load,

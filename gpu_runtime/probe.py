@@ -23,7 +23,7 @@ from .facts import HOST, Device, Fragmentation, Sample
 from .memory import Memory
 from .owner import name_of
 from .sampling import Figures, Sampling
-from .units import KIB, GIB, parse_bytes
+from .units import GIB, KIB, parse_bytes
 
 _EXPECTED = "auto, cuda, cuda:0,2, rocm, metal, sim:24GiB, sim:2x24GiB or sim:2x24GiB,host:64GiB"
 KINDS = {"cuda": "CUDA card", "rocm": "ROCm card", "metal": "Apple GPU"}

@@ -81,7 +81,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from .doctor import Report
-
     from .ledgers.redispage import HostPage
 
 ASK_SECONDS = 30.0

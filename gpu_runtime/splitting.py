@@ -185,7 +185,7 @@ def _in_proportion(footprint: Footprint, free: Sequence[int]) -> tuple[int, ...]
         return _cut(_sums(footprint), [size * until / total for until in accumulate(free)], free)
     ends = [size * until // total for until in accumulate(free)]
     # A difference of two roundings may be a byte too large; the next card then has a byte to spare.
-    parts = [end - start for start, end in zip([0, *ends], ends)]
+    parts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     over = 0
     for place, most in enumerate(free):
         over += max(0, parts[place] - most)

@@ -15,8 +15,26 @@ from gpu_runtime import estimate
 from gpu_runtime.asks import obey
 from gpu_runtime.bookkeeping import left
 from gpu_runtime.facts import (
-    HOST, IMPORTANCE, Book, Device, Footprint, Grant, Lease, Owner, PlacementRules, Refuse, Request, Rules, Sample,
-    Section, Share, Ticket, Wait, World, decode_book, encode,
+    HOST,
+    IMPORTANCE,
+    Book,
+    Device,
+    Footprint,
+    Grant,
+    Lease,
+    Owner,
+    PlacementRules,
+    Refuse,
+    Request,
+    Rules,
+    Sample,
+    Section,
+    Share,
+    Ticket,
+    Wait,
+    World,
+    decode_book,
+    encode,
 )
 from gpu_runtime.planner import admit
 from gpu_runtime.policy import lru

@@ -12,7 +12,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from . import bench_admit, bench_crowd, bench_estimate, bench_idle, bench_imports, bench_ledger, bench_placement, bench_restore, bench_use
+from . import (
+    bench_admit,
+    bench_crowd,
+    bench_estimate,
+    bench_idle,
+    bench_imports,
+    bench_ledger,
+    bench_placement,
+    bench_restore,
+    bench_use,
+)
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 START, END = "<!-- figures -->", "<!-- end of figures -->"

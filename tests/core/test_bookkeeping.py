@@ -9,7 +9,19 @@ from msgspec.structs import replace
 from gpu_runtime import bookkeeping as books
 from gpu_runtime.bookkeeping import Truth, publish
 from gpu_runtime.facts import (
-    HOST, MOST_EVENTS, Book, Device, Drop, Move, Phase, Sample, Section, Share, decode_book, encode, overdrafts,
+    HOST,
+    MOST_EVENTS,
+    Book,
+    Device,
+    Drop,
+    Move,
+    Phase,
+    Sample,
+    Section,
+    Share,
+    decode_book,
+    encode,
+    overdrafts,
 )
 from tests.worlds import NOW, at, block, book, decide, lease, owner, request, size, ticket, world
 

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import pytest
-
 from gpu.view import remarks
+
 from gpu_runtime.facts import HOST, Grant, Load, Phase, Refuse, Share, Snapshot, Wait
 from gpu_runtime.planner import admit, plan, room
 from gpu_runtime.policy import lru

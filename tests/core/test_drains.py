@@ -5,15 +5,14 @@ import pytest
 
 from gpu_runtime import drains
 from gpu_runtime.errors import DoesNotFit
-from gpu_runtime.facts import Device, Drop, Drain, Grant, Move, Refuse, Share, Wait
+from gpu_runtime.facts import Device, Drain, Drop, Grant, Move, Refuse, Share, Wait
 from gpu_runtime.ledgers.mending import part_of, union
 from gpu_runtime.planner import plan
 from gpu_runtime.policy import lru
 from gpu_runtime.pressure import views
 from gpu_runtime.telling import refusal
 from gpu_runtime.units import GIB
-
-from tests.worlds import WALL, NOW, at, block, book, decide, lease, owner, replayed, request, world
+from tests.worlds import NOW, WALL, at, block, book, decide, lease, owner, replayed, request, world
 
 ANN = Drain("ann", WALL + NOW - 180)
 

@@ -14,7 +14,22 @@ from msgspec.structs import replace
 from gpu_runtime import bookkeeping as books
 from gpu_runtime.asks import obey, relieve
 from gpu_runtime.facts import (
-    HOST, IMPORTANCE, Book, Drop, Footprint, Grant, Lease, Load, Move, Phase, Refuse, Request, Share, Wait, World, overdrafts,
+    HOST,
+    IMPORTANCE,
+    Book,
+    Drop,
+    Footprint,
+    Grant,
+    Lease,
+    Load,
+    Move,
+    Phase,
+    Refuse,
+    Request,
+    Share,
+    Wait,
+    World,
+    overdrafts,
 )
 from gpu_runtime.ledgers import refuse_unlawful
 from gpu_runtime.placement import PLACEMENTS, place

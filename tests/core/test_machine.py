@@ -22,8 +22,24 @@ from gpu_runtime import bookkeeping as books
 from gpu_runtime.asks import Ask, ask, obey, relieve
 from gpu_runtime.bookkeeping import Truth
 from gpu_runtime.facts import (
-    HOST, Book, Device, Drop, Footprint, Grant, Lease, Load, Move, Phase, PlacementRules, Refuse, Request, Rules,
-    Sample, Share, Wait, World,
+    HOST,
+    Book,
+    Device,
+    Drop,
+    Footprint,
+    Grant,
+    Lease,
+    Load,
+    Move,
+    Phase,
+    PlacementRules,
+    Refuse,
+    Request,
+    Rules,
+    Sample,
+    Share,
+    Wait,
+    World,
 )
 from gpu_runtime.ledgers import refuse_unlawful
 from gpu_runtime.planner import admit

@@ -5,12 +5,35 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime.facts import (
-    HOST, MOST_ENTRIES, Candidate, Drop, Footprint, Grant, Load, Move, Phase, Refuse, Share, Wait,
+    HOST,
+    MOST_ENTRIES,
+    Candidate,
+    Drop,
+    Footprint,
+    Grant,
+    Load,
+    Move,
+    Phase,
+    Refuse,
+    Share,
+    Wait,
 )
 from gpu_runtime.planner import admit, plan, room
 from gpu_runtime.policy import lru
 from tests.worlds import (
-    GIB, NOW, WALL, ask_until, at, block, book, decide, lease, request, size, ticket, world,
+    GIB,
+    NOW,
+    WALL,
+    ask_until,
+    at,
+    block,
+    book,
+    decide,
+    lease,
+    request,
+    size,
+    ticket,
+    world,
 )
 
 

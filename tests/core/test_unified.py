@@ -10,7 +10,6 @@ from gpu_runtime.leaving import way_out
 from gpu_runtime.planner import plan, room
 from gpu_runtime.policy import lru
 from gpu_runtime.units import GIB
-
 from tests.worlds import ask_until, at, book, decide, lease, owner, request, size, world
 
 

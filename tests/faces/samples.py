@@ -23,7 +23,8 @@ from gpu_runtime.facts import (
     Sample,
     Section,
     Share,
-    Snapshot, Stranger,
+    Snapshot,
+    Stranger,
     Ticket,
 )
 
