@@ -115,7 +115,7 @@ class BookFile:
             with self._lock:
                 self._come_back()
         new = self._with_own_inode(new)
-        body = sealed(encode(new), page.rev + 1)
+        body = encode(new)
         with self._lock:
             if self._page is not page or self._db is None:
                 raise Lost  # to another thread of ours
@@ -194,7 +194,8 @@ class BookFile:
             self._roster_doubtful = True
             self._write_roster(new, page.rev + 1)
         try:
-            written = self._db.execute(UPDATE, (SCHEMA, body, self.boot, page.rev)).rowcount
+            stored = sealed(body, page.rev + 1)
+            written = self._db.execute(UPDATE, (SCHEMA, stored, self.boot, page.rev)).rowcount
         except sqlite3.Error as error:
             raise self._failure(page, error) from error
         # Where a new book was made from the rosters while we wrote into the old, nobody saw what we wrote.

@@ -518,10 +518,13 @@ def test_the_stop_button_leaves_the_ledger_usable(here, notebook):
             try:
                 # Once for each time it is armed: a second one could meet the line that catches the first.
                 signal.setitimer(signal.ITIMER_REAL, dice.uniform(0.0001, 0.001))
-                while True:
+                until = time.monotonic() + 0.02  # it may be lost: in a destructor the interpreter passes over it
+                while time.monotonic() < until:
                     count(ledger)
                     counted += 1
                     ledger.wait(0)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                time.sleep(0)  # what has struck by now strikes here
             except KeyboardInterrupt as interrupt:
                 caught.append(interrupt)  # kept with its traceback, as IPython keeps the last one
     finally:
