@@ -190,7 +190,7 @@ def _ledger(rt: Runtime) -> Rows:
 
 
 def _refusals(rt: Runtime) -> Rows:
-    events = [event for event in rt._keeper.journal.tail() if event.action in TELLING][-REFUSALS:]
+    events = [event for event in rt._keeper.history() if event.action in TELLING][-REFUSALS:]
     return [(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.wall)),
              f"{event.model} {event.action} ({event.reason}): {event.because}") for event in events] or [("", "none")]
 

@@ -82,6 +82,7 @@ POLL_SECONDS = 1.0  # where no ring comes
 LOOKS_PER_SECOND = 16  # by all idle kernels of a host together, at most; below that many, each looks every second
 DOZE_SECONDS = 5.0  # at most
 NEAR_SECONDS = 0.05  # how often we look whether a model of our own, that somebody waits for, has come free
+IN_TORCH = ("torch", "transformers")  # backends whose bytes torch's allocator holds
 LOAD_ATTEMPTS = 3  # an out-of-memory error while loading is a verdict of the world: measured again, decided again
 
 
@@ -189,10 +190,12 @@ class Keeper:
         if self.probe.simulated:
             return {}
         ours: dict[str, int] = {}
+        contexts = self.probe.contexts()  # none of a lease's room for use is ever filled by them
         for lease in (*held, *(lease for lease, _ in list(self.blocks.values()))):
             for share in lease.shares:
                 ours[share.device] = ours.get(share.device, 0) + share.bytes
-        contexts = self.probe.contexts()  # none of a lease's room for use is ever filled by them
+                if lease.kind == "model" and lease.backend not in IN_TORCH and share.device in contexts:
+                    contexts[share.device] -= share.bytes
         beyond = {device: max(size - ours.get(device, 0), contexts.get(device, 0))
                   for device, size in self.probe.used().items() if device != HOST}
         return {device: size for device, size in beyond.items() if size > 0}
@@ -285,6 +288,18 @@ class Keeper:
             fraction = wanted.get(card, bounds.ALL)
             if abs(self._bounds.get(card, bounds.ALL) - fraction) >= 0.001 and self.probe.bound(card, fraction):
                 self._bounds[card] = fraction
+
+    def history(self, limit: int | None = None, model: str | None = None) -> tuple[Event, ...]:
+        """What happened, the newest last: the journal, and what others have so far told in the page only."""
+        told = self.journal.tail(limit, model)
+        try:
+            page = self.ledger.read().events
+        except LedgerUnavailable:
+            return told
+        known = set(told)
+        fresh = [event for event in page if event not in known and (model is None or event.model == model)]
+        merged = sorted([*told, *fresh], key=lambda event: (event.wall, event.seq))
+        return tuple(merged[-limit:] if limit else merged)
 
     def reap_near(self, book: Book) -> int:
         """Removes whoever is proven dead, where the next in the row of owners is, or one more in turn; how many.

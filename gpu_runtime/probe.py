@@ -149,7 +149,9 @@ class Probe:
 
     def contexts(self) -> dict[str, int]:
         """Bytes that this process's CUDA context takes on each real card, beside what torch's allocator holds there;
-        0 where it has none, or the driver does not tell."""
+        0 where it has none, or the driver does not tell. (What other engines hold there is in it too.)"""
+        if _started_cuda() is None:
+            return dict.fromkeys(self._cards, 0)
         return {id: max(0, self._charged(card) - _torch_reserved(card)) for id, card in self._cards.items()}
 
     def watch_peaks(self) -> None:

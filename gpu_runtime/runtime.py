@@ -608,13 +608,13 @@ class Runtime:
         """What happened and why, the newest last."""
         from . import frames
 
-        return frames.events(self._keeper.journal.tail(limit))
+        return frames.events(self._keeper.history(limit))
 
     def evictions(self, limit: int | None = None) -> DataFrame:
         """The events in which a model left its device or the warm pool."""
         from . import frames
 
-        rows = [event for event in self._keeper.journal.tail() if event.action in books.EVICTIONS]
+        rows = [event for event in self._keeper.history() if event.action in books.EVICTIONS]
         return frames.events(rows[-limit:] if limit else rows)
 
     def fragmentation(self) -> DataFrame:
@@ -671,7 +671,7 @@ class Runtime:
         """The last decisions on this model, the newest first. Raises UnknownModel where there never was one."""
         bare = name.partition("@")[0]
         resident = self._by_key(bare)
-        events = self._keeper.journal.tail(20, resident.spec.name if resident else bare)
+        events = self._keeper.history(20, resident.spec.name if resident else bare)
         if not events and resident is None and self._catalogue.spec(bare) is None:
             raise UnknownModel(bare, self._names())
         return events[::-1]

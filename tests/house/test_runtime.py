@@ -721,3 +721,13 @@ def test_a_closed_runtime_says_so_whatever_is_asked_of_it(runtime, ask):
     rt.close()
     with pytest.raises(LedgerUnavailable, match="this runtime was closed.*\n  Open another:  rt = gpu_runtime.runtime"):
         ask(rt)
+
+
+def test_what_another_process_has_just_told_is_in_the_history(runtime, shared_book, monkeypatch):
+    """It writes its journal once a second where much happens; the page has it at once."""
+    a, b = (runtime(ledger=shared_book) for _ in "ab")
+    fakes(a, qwen="3GiB")
+    a.preload("qwen")
+    a.evict("qwen")
+    assert [event.action for event in b.why("qwen")] == [event.action for event in a.why("qwen")]
+    assert list(b.evictions().model) == ["qwen"]
