@@ -40,8 +40,9 @@ def divide(footprint: Footprint, room: Room, rules: PlacementRules, limits: Room
     """It, divided over all of these cards; None where they cannot hold it so.
 
     >>> gib = 2**30
-    >>> divide(Footprint.of(140 * gib), {"a": 80 * gib, "b": 80 * gib}, PlacementRules(layout="balanced"), {}).because
-    'a + b take 70.0 GiB + 70.0 GiB, of 160.0 GiB free'
+    >>> divide(Footprint.of(140 * gib), {"cuda:0": 80 * gib, "cuda:1": 80 * gib},
+    ...        PlacementRules(layout="balanced"), {}).because
+    'cuda:0,1 take 70.0 GiB + 70.0 GiB, of 160 GiB free'
     """
     cards = tuple(room)
     if not fitting(footprint, cards, rules, limits)(room):
