@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from .errors import ProbeFailed
 from .facts import Device, Sample
@@ -54,7 +54,7 @@ class Listing(NamedTuple):
         return self.source.KIND
 
 
-class Source:
+class Source(Protocol):
     """What a vendor's module defines. Written down here for whoever adds one; modules are not instances."""
 
     KIND: str  # how its cards are called: `cuda` for cuda:0
@@ -64,22 +64,22 @@ class Source:
     def every() -> Listing:
         """All cards of the machine, of a partitioned one its instances. May hang. Raises Silent where there is a driver
         and it fails as a whole."""
-        raise NotImplementedError
+        ...
 
     @staticmethod
     def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
         """Those that this process sees, in torch's order and with torch's names."""
-        raise NotImplementedError
+        ...
 
     @staticmethod
     def ask(card: Card, now: float) -> Sample:
         """What the driver says of the card now. May hang. Raises Silent."""
-        raise NotImplementedError
+        ...
 
     @staticmethod
     def versions() -> dict[str, str]:
         """Of driver and library, for a report. May hang. Raises Silent."""
-        raise NotImplementedError
+        ...
 
 
 def source(name: str) -> ModuleType:

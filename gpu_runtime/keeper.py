@@ -275,7 +275,7 @@ class Keeper:
             return
         try:
             self.decide(lambda book, world: (book, None))
-        except LedgerUnavailable as error:
+        except GpuError as error:  # a ledger or a driver that does not answer now is no reason not to register
             log.debug("announced later: %s", error)
 
     def bound(self, book: Book, world: World) -> None:

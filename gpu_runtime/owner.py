@@ -85,10 +85,16 @@ def end_of(owner: Owner) -> io.FileIO | None:
     """
     try:
         end = io.FileIO(os.pidfd_open(owner.pid))
-        started = start_ticks(Path(f"/proc/{owner.pid}/stat").read_text())
     except OSError:
         return None
-    return end if started == owner.started else None
+    try:
+        started = start_ticks(Path(f"/proc/{owner.pid}/stat").read_text())
+    except OSError:  # it ended just now
+        started = None
+    if started == owner.started:
+        return end
+    end.close()
+    return None
 
 
 def life(path: Path, inode: int = 0) -> Life:

@@ -97,6 +97,9 @@ class _Ear:
         known = self._ends
         self._ends = {owner.id: known[owner.id] if owner.id in known else end_of(owner) for owner in owners}
         self._mourned &= self._ends.keys()
+        for id in known.keys() - self._ends.keys():
+            if (end := known[id]) is not None:
+                end.close()
 
     def bereaved(self) -> bool:
         """Whether somebody watched has ended for whom this thread has not woken yet: each wakes it once."""
@@ -120,6 +123,7 @@ class _Ear:
         ended = {fd for fd, _ in woken}
         for id, end in self._ends.items():
             if end is not None and end.fileno() in ended:
+                end.close()
                 self._ends[id] = None
 
 
