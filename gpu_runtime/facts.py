@@ -658,6 +658,57 @@ class Fragmentation(Value):
     ooms: int = 0
 
 
+class BlockState(enum.StrEnum):
+    """What becomes of a stretch of a segment."""
+
+    ALLOCATED = "allocated"
+    PENDING = "pending"  # freed, and not yet to be used again: another stream may still read it
+    INACTIVE = "inactive"  # reserved, and held by nobody
+    RELEASED = "released"  # given back to the driver, inside a segment whose other parts are in use
+    MIXED = "mixed"  # several small ones of more than one state, told as one
+
+
+class Block(Value, array_like=True):
+    """A stretch of a segment."""
+
+    bytes: int
+    state: BlockState
+    count: int = 1  # neighbours of one state are told as one
+    inactive_bytes: int = 0  # of a mixed one
+
+
+class SegmentMap(Value):
+    """Memory that an allocator took from its device in one piece, and how it is cut."""
+
+    address: int  # a simulated one's are counted from the first
+    bytes: int
+    kind: str  # small, large, expandable, or private: a pool of its own, such as a CUDA graph's
+    blocks: tuple[Block, ...]  # in the order of their addresses; together they are `bytes`
+
+    @property
+    def in_use(self) -> bool:
+        """Whether something in it is allocated, so that it cannot be given back."""
+        return any(block.state not in (BlockState.INACTIVE, BlockState.RELEASED) for block in self.blocks)
+
+
+class AllocatorMap(Value):
+    """How one process's allocator has cut what it took of one card. None: unknown, which is not 0."""
+
+    owner: str  # the id of the owner in the book
+    device: str
+    wall: float  # when it was drawn
+    allocated_bytes: int
+    reserved_bytes: int
+    inactive_bytes: int | None = None  # reserved, and held by nobody
+    releasable_bytes: int | None = None  # of these, in segments that nobody uses: defragmenting gives them back
+    largest_free_bytes: int | None = None  # the largest inactive block: the largest request that needs no new memory
+    alloc_retries: int = 0
+    ooms: int = 0
+    segments: tuple[SegmentMap, ...] = ()  # the largest ones, where there are too many to tell
+    left_out: int = 0  # segments that are not told
+    left_out_bytes: int = 0
+
+
 class Stranger(Value):
     """A process on a real card that is no owner in the book."""
 
