@@ -30,6 +30,7 @@ from .facts import (
 )
 
 EVICTIONS = ("offloaded", "unloaded")
+DECISIONS = ("granted", "waiting", "refused")
 COUNTED = ("loaded", "offloaded", "restored", "unloaded", "refused")
 
 

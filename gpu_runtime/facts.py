@@ -314,6 +314,8 @@ class Section(Value):
     residue: dict[str, int] = {}  # device -> bytes this process holds beyond its leases (context, cache, own tensors)
     names: tuple[str, ...] = ()  # models that it can load when asked
     counts: dict[str, int] = {}  # loaded, offloaded, restored, unloaded, refused
+    busy_since: float = 0.0  # since when its kernel runs a cell; 0: it runs none, or is no kernel
+    idle_since: float = 0.0  # when its last cell ended; 0: unknown, or it runs one
 
     def lease(self, name: str) -> Lease | None:
         return next((lease for lease in self.leases if lease.name == name), None)
@@ -337,6 +339,7 @@ class Ticket(Value):
     held: tuple[str, ...] = ()  # lease ids that the asking thread itself pins
     blocked_since: float = 0.0  # since when only models in use stand in its way; 0: they do not
     because: str = ""
+    said_by: str = ""  # the person for whom it was asked, as the asker's process claims: for display, and proof of nothing
 
 
 class Ghost(Value):
@@ -374,8 +377,11 @@ class Event(Value):
     bytes: int = 0
     device: str = ""
     owner: str = ""
-    by: str = ""  # who asked, where that is somebody else
+    by: str = ""  # who asked, where that is somebody else: a person, as far as one was named, and their process
     shares: Shares = ()  # what lay where, if that was on several devices; `device` is the first of them
+    answers: str = ""  # the key of the ticket that this answers
+    # What else was considered, and why it lost, in sentences. In the journal only: the page must stay small.
+    runners_up: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.model} {self.action}: {self.because}"
@@ -787,6 +793,50 @@ class Plan(Value):
 
     def __str__(self) -> str:
         return self.because + (f" It would not be loaded: {self.obstacle}." if self.obstacle else "")
+
+
+class Moment(Value):
+    """One device at one time of its history."""
+
+    wall: float  # epoch seconds
+    device: str
+    total_bytes: int
+    limit_bytes: int  # its budget
+    measured_bytes: int | None  # in use; None: the driver would not say. What no lease claims is the rest
+    level: Level
+    utilisation_percent: float | None = None
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+    claims: dict[str, int] = {}  # `model@pid` -> bytes leased there
+
+    @property
+    def claimed_bytes(self) -> int:
+        return sum(self.claims.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """What a summary of several moments keeps the highest of: what is in use, or claimed, whichever is more."""
+        return max(self.claimed_bytes, self.measured_bytes or 0)
+
+
+class History(Value):
+    """How the devices of a host were used, and what happened meanwhile."""
+
+    moments: tuple[Moment, ...]  # of all devices, the newest last
+    events: tuple[Event, ...]  # the newest last
+    seconds: float  # how far it was asked to look back
+
+    def of(self, device: str) -> tuple[Moment, ...]:
+        """The moments of one device."""
+        return tuple(moment for moment in self.moments if moment.device == device)
+
+
+class Unanswered(Value):
+    """Somebody asks something of a process, and it does not answer."""
+
+    owner: Owner  # who does not answer
+    ticket: Ticket  # what is asked
+    since: float  # since when, by the clock of the snapshot's `now`
 
 
 class Snapshot(Value):

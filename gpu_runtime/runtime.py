@@ -13,13 +13,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from . import bookkeeping as books
-from . import caps, doctor, draining, machine, moving, naming, planning, telling, threads
+from . import caps, doctor, draining, machine, moving, naming, persons, planning, telling, threads
 from .asks import Order, answer, foreign
 from .backends import Backend, Progress, backend_for, backend_names, is_out_of_memory, open_backend
 from .backends.absent import AbsentBackend
@@ -49,6 +50,7 @@ from .facts import (
     Event,
     Grant,
     Health,
+    History,
     Lease,
     Level,
     ModelSpec,
@@ -67,6 +69,7 @@ from .keeper import DOZE_SECONDS, LOOKS_PER_SECOND, POLL_SECONDS, Keeper, log
 from .ledgers import default_url, open_ledger
 from .ledgers.access import journal_in
 from .measurements import Measurements, measurements_in
+from .moments import moments_of
 from .monitor import Breaker, Monitor
 from .placement import check_layout, check_policy
 from .planner import plan, queue
@@ -364,6 +367,13 @@ class Runtime:
 
     # -- acting
 
+    def on_behalf_of(self, name: str) -> AbstractContextManager[None]:
+        """`with rt.on_behalf_of("ann, console"):` — what this thread does meanwhile is told as done for that person.
+
+        A name for display: what may be done goes by this process's user, as ever.
+        """
+        return persons.on_behalf_of(name)
+
     def preload(self, name: str, *, progress: Progress | None = None, timeout: str | float | None = None) -> Outcome:
         """Brings the model onto its device now, so that the next `use` finds it there. Raises as `use`."""
         if not self.guest and self._by_key(name) is None and self._catalogue.spec(name):
@@ -616,6 +626,20 @@ class Runtime:
 
         rows = [event for event in self._keeper.history() if event.action in books.EVICTIONS]
         return frames.events(rows[-limit:] if limit else rows)
+
+    def history(self, seconds: str | float = 900.0, points: int = 600) -> History:
+        """How every device was used in the last `seconds`, in at most `points` moments each, and what happened meanwhile.
+
+        Of moments that lie too close together the fullest one is kept. The newest is of now.
+        """
+        seen, since = self.status(), self._wall() - parse_seconds(seconds)
+        return History(moments_of(seen.devices, seen.sections.values(), seen.wall),
+                       tuple(event for event in self._keeper.history() if event.wall >= since), parse_seconds(seconds))
+
+    def decisions(self, limit: int | None = 100) -> tuple[Event, ...]:
+        """Grants, waits and refusals, the newest first; each says why, and most what else was considered."""
+        told = [event for event in self._keeper.history() if event.action in books.DECISIONS]
+        return tuple(told[::-1][:limit])
 
     def fragmentation(self) -> DataFrame:
         """What each device's allocator holds in this process."""

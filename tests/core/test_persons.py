@@ -1,0 +1,30 @@
+"""For whom a thread acts."""
+from __future__ import annotations
+
+import threading
+
+from gpu_runtime.persons import MOST_LETTERS, on_behalf_of, person, printable, speaking_for
+
+
+def test_it_holds_for_the_thread_that_said_so_and_ends_with_its_block():
+    """A console acts for several people at once, each in a thread."""
+    heard = []
+    with on_behalf_of("ann"):
+        with on_behalf_of("ben"):
+            assert speaking_for() == "ben"
+        other = threading.Thread(target=lambda: heard.append(speaking_for()))
+        other.start()
+        other.join()
+        assert (speaking_for(), heard) == ("ann", [""])
+    assert speaking_for() == ""
+
+
+def test_a_name_is_one_line_of_bounded_length():
+    """It is written into a page and a log that others read."""
+    assert printable("ann\r\n2026-01-01 ERROR\x1b[31m") == "ann 2026-01-01 ERROR [31m"
+    assert len(printable("a" * 10_000)) == MOST_LETTERS
+
+
+def test_the_process_is_named_beside_the_person_that_it_claims():
+    assert person("ann", "ops, pid 7") == "ann (ops, pid 7)"
+    assert person("", "ops, pid 7") == "ops, pid 7" and person("ann", "") == "ann"
