@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "kernel_ext"))  # this checkout's `gpu`, installed or not
-FOUND_BY_CHILDREN = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH"))))
+OURS = [str(ROOT / folder) for folder in ("kernel_ext", "panels")]
+sys.path[:0] = OURS  # this checkout's `gpu` and `gpu_panels`, installed or not
+FOUND_BY_CHILDREN = os.pathsep.join(filter(None, (str(ROOT), *OURS, os.environ.get("PYTHONPATH"))))
 
 import gpu_runtime  # noqa: E402
 

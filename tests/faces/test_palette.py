@@ -1,0 +1,112 @@
+"""The console's colours: told apart by everybody, in the dark and in the light, and kept."""
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from gpu_panels.palette import (
+    COLOURS,
+    EDGE,
+    KEPT,
+    LEVELS,
+    SLOTS,
+    Palette,
+    choose,
+    label,
+    level_word,
+    look_of,
+    preferred,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.facts import Lease, Level
+
+from .sight import SIGHT, ciede2000, contrast, distance
+
+PAGES = {"light": "#ffffff", "dark": "#121212"}
+LABELS = st.lists(st.from_regex(r"[a-e]{1,3}@[1-9]", fullmatch=True), max_size=30)
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+def test_any_two_colours_are_told_apart(sight):
+    """Ten times what can just be told apart side by side, whatever the eyes."""
+    nearest = min(distance(one, other, sight) for one, other in itertools.combinations(COLOURS, 2))
+    assert nearest >= 10
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_edge_of_every_stretch_stands_out_from_the_page(page):
+    """The fill alone would not: yellow on white has 1.3."""
+    assert contrast(EDGE, PAGES[page]) >= 3
+
+
+def test_words_upon_a_colour_can_be_read():
+    """Names in the bars, and the words of the levels."""
+    looks = [look_of(slot) for slot in range(SLOTS)]
+    assert min(contrast(look.colour, look.ink) for look in (*looks, *LEVELS.values())) >= 4.5
+
+
+def test_levels_differ_without_colour():
+    """By mark and word; and the bands behind a chart by their hatch, or by how strongly they are laid on."""
+    assert len({look.mark for look in LEVELS.values()}) == len(LEVELS) == len(Level)
+    assert len({(look.alpha, look.hatch) for look in LEVELS.values()}) == len(Level)
+    assert level_word(Level.HIGH) == "◕ HIGH"
+
+
+def test_a_model_has_the_colour_that_it_has_in_a_notebook():
+    """As long as nobody else beside it has that one."""
+    from gpu.html import look
+
+    for name in ("qwen", "llama", "BAAI/bge-m3", "a"):
+        assert look_of(preferred(f"{name}@4121")).colour == look(name).colour
+
+
+def test_a_lease_is_named_by_model_and_process():
+    """Two notebooks may hold the same model."""
+    assert label(Lease("4121.10.0", "qwen")) == "qwen@4121"
+
+
+def test_a_lease_keeps_its_look_whoever_comes_and_goes():
+    """Over time, and in every tab that asks the same palette."""
+    palette = Palette()
+    before = palette.looks(["qwen@1", "llama@2"])
+    palette.looks([f"model-{n}@3" for n in range(40)])
+    assert palette.looks(["llama@2", "new@9", "qwen@1"]) | before == palette.looks(["llama@2", "new@9", "qwen@1"])
+
+
+@given(LABELS)
+def test_as_many_as_there_are_looks_all_differ(labels):
+    """No two leases of one bar look alike, and no two of the first seven are of one colour."""
+    chosen = choose({}, labels)
+    few = dict(list(chosen.items())[:SLOTS])
+    assert len(set(few.values())) == len(few)
+    colours = [slot % len(COLOURS) for slot in list(chosen.values())[:len(COLOURS)]]
+    assert len(set(colours)) == len(colours)
+
+
+@given(LABELS, LABELS)
+def test_what_was_chosen_stays_and_new_ones_keep_clear_of_the_last_seen(first, then):
+    kept = choose({}, first)
+    again = choose(kept, then)
+    assert {one: again[one] for one in again if one in kept} == {one: kept[one] for one in again if one in kept}
+    new = [one for one in again if one not in kept]
+    if len(set(first) | set(then)) <= SLOTS:
+        assert not {again[one] for one in new} & set(kept.values())
+
+
+def test_memory_is_bounded():
+    """A month of kernels is many labels."""
+    palette = Palette()
+    for pid in range(KEPT + 200):
+        palette.looks([f"qwen@{pid}"])
+    assert len(palette._kept) == KEPT
+
+
+@pytest.mark.parametrize(("one", "other", "expected"), [
+    ((50, 2.6772, -79.7751), (50, 0, -82.7485), 2.0425), ((50, 2.5, 0), (73, 25, -18), 27.1492),
+    ((2.0776, 0.0795, -1.1350), (0.9033, -0.0636, -0.5514), 0.9082)])
+def test_the_measure_of_distance_is_the_published_one(one, other, expected):
+    """Pairs of the paper's own table: Sharma, Wu & Dalal 2005."""
+    assert ciede2000(np.array(one), np.array(other)) == pytest.approx(expected, abs=1e-4)
