@@ -738,6 +738,8 @@ class DeviceView(Value):
     residue_bytes: int = 0
     stranger_bytes: int | None = None  # in use and leased by nobody; None: unknown, or simulated
     drained: Drain | None = None
+    room_bytes: int | None = None  # what a grant may spend now, negative in an overdraft; None: not known
+    blind: str = ""  # why nothing can be granted: the device cannot be seen well enough
 
 
 class Outcome(Value):
@@ -858,6 +860,7 @@ class Snapshot(Value):
     strangers: tuple[Stranger, ...] = ()  # processes on the cards that lease nothing, the largest first
     host: str = ""  # whose book this is, where it is not the looker's own
     seen_seconds: float = 0.0  # since anybody there last showed itself, for another host
+    rules: Rules = Rules()  # the looker's: thresholds of the levels, reserve, grace
 
     def leases(self) -> Iterator[Lease]:
         for section in self.sections.values():

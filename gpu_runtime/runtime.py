@@ -76,6 +76,7 @@ from .planner import plan, queue
 from .pool import Anchor, Held, Place, Resident, finish, release_calls
 from .pressure import views
 from .probe import Probe, open_probe
+from .room import sight
 from .settings import Settings
 from .strangers import stranger_bytes, strangers
 from .units import MIB, parse_room, parse_seconds, show_bytes, show_seconds
@@ -519,13 +520,15 @@ class Runtime:
         if not governed:
             seen = tuple(replace(view, level=Level.UNKNOWN) for view in seen)
         beyond = stranger_bytes(book, world)
-        seen = tuple(replace(view, stranger_bytes=beyond.get(view.device.id)) for view in seen)
+        free, blind = sight(book, world)
+        seen = tuple(replace(view, stranger_bytes=beyond.get(view.device.id), blind=blind.get(view.device.id, ""),
+                             room_bytes=None if view.device.id in blind else free.get(view.device.id)) for view in seen)
         waiting = queue(book, world)
         tickets = (*waiting, *(ticket for ticket in book.tickets if ticket not in waiting))
         return Snapshot(world.now, world.wall, keeper.owner, seen, book.sections, tickets, book.events,
                         self.specs(), all(view.device.simulated or view.device.is_host for view in seen), governed,
                         self._breaker.told() or self.probe.trouble(world.rules.stale_seconds), keeper.ledger.url,
-                        books.totals(book), strangers(book, world, self.probe.people()))
+                        books.totals(book), strangers(book, world, self.probe.people()), rules=world.rules)
 
     def status_all(self) -> tuple[Snapshot, ...]:
         """This host as `status` shows it, then every other host that shares the ledger (one in Redis), by name."""
