@@ -1,0 +1,129 @@
+"""Who is let in, and as what: decided from what a request brings along, and from nothing else."""
+from __future__ import annotations
+
+import doctest
+import secrets
+
+import pytest
+from gpu_panels import guard
+from gpu_panels.guard import OPERATOR, VIEWER, Guesses, Terms, Visitor, check, role_of, same_origin
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.errors import NotAllowed
+
+OPERATORS, VIEWERS = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+TERMS = Terms("ann", operator_token=OPERATORS, viewer_token=VIEWERS)
+PLACES = ("authorization", "cookie", "query")
+
+
+def brought(place: str, token: str) -> dict[str, str]:
+    return {place: f"Bearer {token}" if place == "authorization" else token}
+
+
+def test_the_examples_hold():
+    assert doctest.testmod(guard).failed == 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_token_gives_its_role_wherever_it_is_brought(place):
+    """Header for programs, cookie for browsers, query for the first click."""
+    assert check(TERMS, **brought(place, OPERATORS)) == OPERATOR
+    assert check(TERMS, **brought(place, VIEWERS)) == VIEWER
+
+
+@pytest.mark.parametrize("first", PLACES)
+@pytest.mark.parametrize("second", PLACES)
+def test_of_two_tokens_the_higher_counts(first, second):
+    """An operator who once followed a viewer's link is an operator again by following their own."""
+    if first != second:
+        assert check(TERMS, **brought(first, OPERATORS), **brought(second, VIEWERS)) == OPERATOR
+
+
+NEARLY = [OPERATORS[:-1], OPERATORS + "a", OPERATORS.swapcase(), "\ud800"]
+
+
+@given(st.one_of(st.text(max_size=60), st.sampled_from(NEARLY)), st.sampled_from(PLACES))
+def test_nothing_else_gives_a_role(text, place):
+    """Not the empty text, though no viewer's token may be set; not a beginning, nor what is not text."""
+    for terms in (TERMS, Terms("ann", operator_token=OPERATORS)):
+        assert check(terms, **brought(place, text)) is None
+    assert check(Terms("ann", operator_token=""), **brought(place, text)) is None
+
+
+def test_tokens_are_compared_in_constant_time_and_none_is_skipped(monkeypatch):
+    """Each that was brought with each that there is, whether or not one fitted already."""
+    compared = []
+    monkeypatch.setattr(guard.hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b)
+    check(TERMS, authorization=f"Bearer {OPERATORS}", query="x")
+    assert compared == [(32, 32)] * 6
+
+
+def test_tokens_are_in_no_repr():
+    """A traceback shows the values of a frame."""
+    assert OPERATORS not in repr(TERMS) and VIEWERS not in repr(TERMS)
+
+
+def test_a_role_says_who_may_act_and_under_which_name():
+    """The token's holder acts in the name of whoever started the server, and a login's in their own."""
+    assert TERMS.visitor(OPERATOR) == Visitor("ann", may_act=True)
+    assert TERMS.visitor(OPERATOR, "bob") == Visitor("bob", may_act=True)
+    assert TERMS.visitor(VIEWER) == Visitor("viewer", may_act=False)
+    read_only = Terms("ann", OPERATORS, read_only=True)
+    assert read_only.visitor(OPERATOR) == Visitor("ann", may_act=False)
+
+
+def test_a_login_gives_no_role_by_itself():
+    """Whoever has an account at the provider can log in; only those who are named are let in. A guest is nobody."""
+    named = Terms("ann", "", operators=frozenset({"bob", "guest"}), viewers=frozenset({"eve"}))
+    assert [role_of(name, named) for name in ("bob", "eve")] == [OPERATOR, VIEWER]
+    assert [role_of(name, named) for name in ("mallory", "guest", "")] == [None] * 3
+
+
+@pytest.mark.parametrize("origin", [
+    "http://evil.example", "http://box:9999", "https://box.evil.example:8211", "null", "", "http://", "file://box:8211",
+    "http://box:8211@evil.example", "http://[box:8211", "//box:8211"])
+@pytest.mark.parametrize("also", [(), ("*",), ("*:8211",), ("good.example",)])
+def test_a_foreign_origin_is_foreign_whatever_wildcard_was_given(origin, also):
+    """`--allow-websocket-origin=*` is typed to be rid of an error, not to let every page in."""
+    assert not same_origin(origin, "box:8211", also)
+
+
+def test_an_origin_that_was_named_is_not_foreign():
+    assert same_origin("https://good.example", "box:8211", ["good.example"])
+    assert same_origin("http://BOX:8211", "box:8211")
+
+
+def test_guesses_are_slowed_and_a_flood_is_not_looked_at():
+    """Five at once are free; then one a second, with ten waiting at most; a minute later all is forgotten."""
+    now = 100.0
+    guesses = Guesses(lambda: now)
+    waits = []
+    while (wait := guesses.wait_seconds()) is not None:
+        waits.append(wait)
+        guesses.count()
+    assert waits == [0.0] * 6 + [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
+    now += 1.0
+    assert guesses.wait_seconds() == 9.0
+    now += 60.0
+    assert guesses.wait_seconds() == 0.0
+
+
+@given(st.lists(st.floats(0, 5), max_size=200))
+def test_however_guesses_are_timed_they_are_looked_at_once_a_second(gaps):
+    """Beyond a head start: what waits and what was free."""
+    now, looked_at = 0.0, 0
+    guesses = Guesses(lambda: now)
+    for gap in gaps:
+        now += gap
+        if guesses.wait_seconds() is not None:
+            guesses.count()
+            looked_at += 1
+    assert looked_at <= 16 + now
+
+
+def test_without_a_page_in_the_making_there_is_no_visitor():
+    """Fail closed: what the gate did not let in is nobody, whoever asks."""
+    pytest.importorskip("panel")
+    with pytest.raises(NotAllowed, match="token"):
+        guard.visitor()
