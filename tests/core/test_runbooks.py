@@ -1,0 +1,64 @@
+"""The runbooks keep in step with what they speak of: their titles, links and tables are read here, and run by nbval."""
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from gpu_runtime.facts import Level, Rules
+from gpu_runtime.pressure import level, relief
+
+ROOT = Path(__file__).parents[2]
+RUNBOOKS = {path.name: json.loads(path.read_text()) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+
+
+def prose(name: str) -> str:
+    """The markdown of a runbook."""
+    return "\n\n".join("".join(cell["source"]) for cell in RUNBOOKS[name]["cells"] if cell["cell_type"] == "markdown")
+
+
+def rows(text: str, heading: str) -> list[list[str]]:
+    """The cells of the table that begins with that heading."""
+    table = text[text.index(f"| {heading} |"):].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table]
+
+
+def test_the_readme_lists_every_runbook_by_its_title():
+    """One line each, in order; whoever adds a runbook adds its line."""
+    lines = [f"- [{prose(name).partition(chr(10))[0].removeprefix('# ')}](notebooks/{name})" for name in RUNBOOKS]
+    readme = (ROOT / "README.md").read_text().splitlines()
+    assert [line for line in readme if re.match(r"- \[\d\d · ", line)] == lines
+
+
+@pytest.mark.parametrize("name", RUNBOOKS)
+def test_a_runbook_says_when_to_use_it_and_its_links_lead_somewhere(name):
+    """A reader in trouble decides by the first lines whether this is the page."""
+    text = prose(name)
+    assert re.match(r"# \d\d · .+\n\n\*\*When to use this:\*\* ", text)
+    links = re.findall(r"\]\(([^)\s#]+)[^)]*\)", text)
+    assert [link for link in links if "://" not in link and not (ROOT / "notebooks" / link).exists()] == []
+
+
+@pytest.mark.parametrize("name", RUNBOOKS)
+def test_a_runbook_is_kept_as_it_was_executed(name):
+    """Its outputs are read on the web, and are what nbval compares with; errors stand only where they are the lesson."""
+    code = [cell for cell in RUNBOOKS[name]["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    failed = [cell["id"] for cell in code if any(output["output_type"] == "error" for output in cell["outputs"])]
+    assert failed == [cell["id"] for cell in code if "raises-exception" in cell["metadata"].get("tags", ())]
+
+
+def test_the_drill_of_pressure_states_the_levels_as_they_are():
+    """Its table is the code's: the level at each boundary, and how long a model must be idle to leave."""
+    shown = rows(prose("06_pressure.ipynb"), "level")
+    assert [row[0] for row in shown] == [word for word in Level if word is not Level.UNKNOWN]
+    floors = [0.0, *(float(re.match(r"\d+", row[1])[0]) / 100 for row in shown[1:])]
+    assert [level(floor, Rules()) for floor in floors] == [row[0] for row in shown]
+    assert [level(floor - 0.001, Rules()) for floor in floors[1:]] == [row[0] for row in shown[:-1]]
+    asked = [relief(Level(row[0]), Rules()) for row in shown]
+    seconds = [re.search(r"(\d+) s", row[2]) for row in shown]
+    assert [ask and ask.idle_seconds for ask in asked] == [
+        None, float(seconds[1][1]), float(seconds[2][1]), 0.0 if shown[3][2] == "all, at once" else -1.0]
+    assert [bool(ask and ask.drop) for ask in asked] == ["disk" in row[3] and "RAM" not in row[3] for row in shown]
