@@ -1,0 +1,139 @@
+"""What a session may do: ask first, look again, do it through the runtime, and say what came of it.
+
+A click calls `propose`, which opens the dialog; nothing happens before it is confirmed. What is confirmed runs in a
+thread of its own, so that an owner that does not answer holds up nobody; its outcome is shown by the next `update`.
+"""
+from __future__ import annotations
+
+import html
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import panel as pn
+import panel_material_ui as pmui
+from gpu.view import clean, clock
+
+from gpu_runtime import threads
+from gpu_runtime.errors import GpuError
+from gpu_runtime.facts import Outcome, Snapshot
+
+from .proposals import VERBS, Proposal, changed, propose, question
+from .watch import Watch
+
+log = logging.getLogger("gpu_runtime")
+
+MOST_TOLD = 5  # outcomes that stay on the page
+ANSWER_SECONDS = 30.0  # how long an owner is waited for
+
+
+class Told(NamedTuple):
+    """A line on what was asked for: under way, done, or not done."""
+
+    wall: float
+    what: str
+    state: str  # waiting, done, failed
+    words: str = ""
+
+
+class Actions:
+    """The dialog of one session, and what came of what was confirmed in it.
+
+    `visitor` says who it is and, each time anew, whether they may act.
+    """
+
+    def __init__(self, watch: Watch, visitor: Any, *, wall: Callable[[], float] = time.time,
+                 start: Callable[[Callable[[], None]], Any] = threads.start) -> None:
+        self.watch, self.visitor = watch, visitor
+        self._wall, self._start = wall, start
+        self._asked: Proposal | None = None
+        self._told: deque[Told] = deque(maxlen=MOST_TOLD)
+        self._words = pn.pane.HTML("", sizing_mode="stretch_width")
+        self._cancel = pmui.Button(label="Cancel", variant="outlined", on_click=self.cancel)
+        self._confirm = pmui.Button(label="Do it", color="error", on_click=self.confirm)
+        self.dialog = pmui.Dialog(self._words, pmui.Row(self._cancel, self._confirm, align="end"), close_on_click=True,
+                                  title_variant="h6", width_option="sm")
+        self.outcomes = pn.pane.HTML("", visible=False, sizing_mode="stretch_width")
+        self.panel = pn.Column(self.outcomes, self.dialog, sizing_mode="stretch_width")
+
+    @property
+    def may_act(self) -> bool:
+        return bool(self.visitor.may_act)
+
+    def button(self, verb: str, target: Callable[[], str], **look: Any) -> pmui.Button | None:
+        """A button that proposes the verb for what `target` names when it is clicked; None for a viewer."""
+        if not self.may_act:
+            return None
+        label = look.pop("label", VERBS[verb])
+        return pmui.Button(label=label, on_click=lambda _: self.propose(verb, target()), **look)
+
+    def propose(self, verb: str, target: str) -> None:
+        """Asks whether to do this to the lease of that id (`owner id/name`; for defrag `owner id/`)."""
+        snapshot = self.watch.look.snapshot
+        if not self.may_act or snapshot is None:
+            return
+        self._asked = propose(verb, target, snapshot)
+        if why := changed(self._asked, snapshot):
+            self._tell(Told(self._wall(), _what(self._asked), "failed", why))
+            return
+        asks = question(self._asked, snapshot)
+        self._words.object = "".join(f"<p>{html.escape(line)}</p>" for line in asks.lines if line)
+        self._confirm.label, self.dialog.title = asks.confirm, asks.title
+        self.dialog.open = True
+
+    def cancel(self, _: Any = None) -> None:
+        self._asked, self.dialog.open = None, False
+
+    def confirm(self, _: Any = None) -> None:
+        """Does what was asked, once, if this visitor may and things are as they were."""
+        asked, self._asked, opened = self._asked, None, self.dialog.open
+        self.dialog.open = False
+        if asked is None or not opened or not self.may_act:
+            return
+        said = Told(self._wall(), _what(asked), "waiting", "asked")
+        self._tell(said)
+        self._start(lambda: self._do(asked, said))
+
+    def _do(self, asked: Proposal, said: Told) -> None:
+        """In a thread: looks again, acts, and notes what came of it. Touches nothing of the page."""
+        try:
+            rt = self.watch.rt
+            why = changed(asked, rt.status())
+            done = Outcome(asked.verb, asked.name, False, why) if why else perform(rt, asked, self.visitor.name)
+            said_now = said._replace(state="done" if done.done else "failed", words=done.because)
+        except GpuError as error:
+            said_now = said._replace(state="failed", words=str(error))
+        except Exception as error:
+            log.exception("%s", said.what)
+            said_now = said._replace(state="failed", words=f"{type(error).__name__}: {error}")
+        self._told = deque((said_now if one is said else one for one in self._told), MOST_TOLD)
+        self.watch.nudge()
+
+    def _tell(self, told: Told) -> None:
+        self._told.append(told)
+        self.update(None)
+
+    def update(self, snapshot: Snapshot | None) -> None:
+        """Shows what came of what was asked."""
+        words = "".join(f"<div>{clock(one.wall)} <b>{html.escape(clean(one.what))}</b>: {one.state}, "
+                        f"{html.escape(one.words)}</div>" for one in reversed(self._told))
+        if words != self.outcomes.object:
+            self.outcomes.param.update(object=words, visible=bool(words))
+
+
+def perform(rt: Any, asked: Proposal, name: str) -> Outcome:
+    """What came of it, done in the name of that person. Raises as the runtime does."""
+    acting = getattr(rt, "on_behalf_of", None)
+    with acting(name) if acting else nullcontext():
+        if asked.verb == "defrag":
+            return rt.defrag()
+        if asked.verb in ("pin", "unpin"):
+            return getattr(rt, asked.verb)(asked.address)
+        return getattr(rt, asked.verb)(asked.address, timeout=ANSWER_SECONDS)
+
+
+def _what(asked: Proposal) -> str:
+    return f"{asked.verb} {asked.name}".strip()
