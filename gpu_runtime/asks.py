@@ -75,11 +75,12 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
     section = book.sections.get(owner)
     lease = book.lease(owner, name)
     if section is None:
-        return _done(book, asked), Refuse(f"the process that held {name} is gone", kind="gone")
+        return _done(book, asked), Refuse(f"the process that held {name} is gone" if name else "that process is gone",
+                                          kind="gone")
     for event in book.events:
         if event.by == asked.key and event.owner == owner:  # the owner's answer
             answer = Refuse(event.because, kind="failed") if event.action == "failed" else \
-                Grant(lease or Lease(owner, name), (), event.because)
+                Grant(lease or Lease(owner, name), (), event.because, bytes=event.bytes)
             return _done(book, asked), answer
     if verdict := _how_it_stands(book, asked, lease, name, section.names, world, section.owner):
         return _done(book, asked), verdict
@@ -90,7 +91,7 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
         ticket = Ticket(asked.key, asked.owner, asked.verb, asked.target, asked.arrived, world.now,
                         places=asked.places, recalls=(asked.target,) if asked.verb == "evict" else (), because=asked.by)
     book = book.with_ticket(replace(ticket, refreshed=world.now))
-    return book, Wait(f"{section.owner.label} was asked to {asked.verb} {name}", asked=(asked.target,))
+    return book, Wait(f"{section.owner.label} was asked to {asked.verb} {name}".rstrip(), asked=(asked.target,))
 
 
 def _done(book: Book, asked: Ask) -> Book:

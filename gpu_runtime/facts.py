@@ -612,6 +612,7 @@ class Grant(Value, tag=True):
     steps: tuple[Step, ...]
     because: str
     considered: tuple[Candidate, ...] = ()
+    bytes: int = 0  # that came free, where that was asked
 
 
 class Wait(Value, tag=True):
@@ -651,17 +652,6 @@ class Level(enum.StrEnum):
     HIGH = "HIGH"
     CRITICAL = "CRITICAL"
     UNKNOWN = "UNKNOWN"
-
-
-class Fragmentation(Value):
-    """What a device's allocator says of itself, in this process."""
-
-    device: str
-    allocated_bytes: int
-    reserved_bytes: int
-    largest_free_bytes: int | None = None  # the largest block that needs no new memory
-    alloc_retries: int = 0
-    ooms: int = 0
 
 
 class BlockState(enum.StrEnum):
@@ -713,6 +703,19 @@ class AllocatorMap(Value):
     segments: tuple[SegmentMap, ...] = ()  # the largest ones, where there are too many to tell
     left_out: int = 0  # segments that are not told
     left_out_bytes: int = 0
+
+    def largest_request_bytes(self, view: DeviceView) -> int | None:
+        """The most that this process could now allocate there in one piece, within the card's budget; None: unknown.
+
+        torch takes it of its largest free block, or of new memory, once whatever is releasable has been released. A
+        simulated card's account is of what is allocated, and its allocator gives free blocks back where room is short.
+        """
+        if view.device.simulated:
+            return max(0, view.limit_bytes - view.claimed_bytes)
+        if view.measured_bytes is None or self.largest_free_bytes is None:
+            return None
+        room = max(0, view.limit_bytes - max(view.claimed_bytes, view.measured_bytes))
+        return max(self.largest_free_bytes, room + (self.releasable_bytes or 0))
 
 
 class Stranger(Value):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .entries import state
-from .facts import Event, Fragmentation, Lease, ModelSpec, Owner, Section
+from .facts import AllocatorMap, DeviceView, Event, Lease, ModelSpec, Owner, Section
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -19,7 +19,8 @@ LEASES = ["model", "device", "bytes", "measured_bytes", "owner", "user", "pid", 
           "idle_seconds"]
 EVENTS = ["time", "model", "action", "reason", "bytes", "device", "owner"]
 FRAGMENTATION = ["device", "allocated_bytes", "reserved_bytes", "fragmentation_bytes", "fragmentation_percent",
-                 "alloc_retries", "ooms"]
+                 "alloc_retries", "ooms", "inactive_bytes", "releasable_bytes", "largest_free_bytes",
+                 "largest_request_bytes", "owner", "user", "pid", "notebook"]
 
 
 def models(specs: Iterable[ModelSpec], sections: Mapping[str, Section], me: str, sizes: Mapping[str, int],
@@ -82,15 +83,37 @@ def events(rows: Iterable[Event]) -> DataFrame:
     return frame
 
 
-def fragmentation(rows: Iterable[Fragmentation]) -> DataFrame:
-    """What each device's allocator holds in this process; a device that does not tell has no row."""
+def fragmentation(maps: Iterable[AllocatorMap], sections: Mapping[str, Section],
+                  views: Iterable[DeviceView]) -> DataFrame:
+    """What each process's allocator holds on each card, and cannot use; one that does not tell has a row of unknowns.
+
+    `fragmentation_bytes` are reserved and not allocated. Of these `inactive_bytes` are free for this process to use
+    again, `releasable_bytes` also for others once they are given back (`defrag`), `largest_free_bytes` in one piece.
+    """
+    by_card = {view.device.id: view for view in views if not view.device.is_host}
+    told = {(one.owner, one.device): one for one in maps}
+    silent = {(id, share.device): None for id, section in sections.items() for lease in section.leases
+              for share in lease.shares if share.device in by_card}
     listed = []
-    for part in rows:
-        idle = part.reserved_bytes - part.allocated_bytes
-        percent = 100 * idle / part.reserved_bytes if part.reserved_bytes else 0.0
-        listed.append([part.device, part.allocated_bytes, part.reserved_bytes, idle, round(percent, 1),
-                       part.alloc_retries, part.ooms])
-    return _frame(listed, FRAGMENTATION, {})
+    for (id, device), one in (silent | told).items():
+        section = sections.get(id)
+        if section is None or device not in by_card:
+            continue
+        owner = section.owner
+        listed.append([device, *_cut(one, by_card[device]), owner.label, owner.user, owner.pid, owner.notebook])
+    listed.sort(key=lambda row: (row[0], row[FRAGMENTATION.index("pid")]))
+    counts = {name: "Int64" for name in FRAGMENTATION if name.endswith("_bytes") or name in ("alloc_retries", "ooms")}
+    return _frame(listed, FRAGMENTATION, counts | {"fragmentation_percent": "Float64", "pid": "int64"})
+
+
+def _cut(one: AllocatorMap | None, view: DeviceView) -> list[Any]:
+    """A row's figures, from allocated_bytes to largest_request_bytes."""
+    if one is None:
+        return [None] * 10
+    idle = one.reserved_bytes - one.allocated_bytes
+    percent = round(100 * idle / one.reserved_bytes, 1) if one.reserved_bytes else 0.0
+    return [one.allocated_bytes, one.reserved_bytes, idle, percent, one.alloc_retries, one.ooms, one.inactive_bytes,
+            one.releasable_bytes, one.largest_free_bytes, one.largest_request_bytes(view)]
 
 
 def _frame(rows: list[list[Any]], columns: list[str], types: Mapping[str, str]) -> DataFrame:

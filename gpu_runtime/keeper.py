@@ -646,7 +646,7 @@ class Keeper:
         """The readable report of an out-of-memory error, as things stand now."""
         world = self.world()
         book = books.publish(self.ledger.read(), self.truth(), world)
-        return telling.out_of_memory(error, book, world, self.me, self.probe.fragmentation(), loading=loading,
+        return telling.out_of_memory(error, book, world, self.me, self.probe.maps(), loading=loading,
                                      device=device)
 
     def make_room_after(self, error: BaseException) -> None:

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from . import segments
+from . import allocators, segments
 from .errors import OutOfMemory
-from .facts import Fragmentation
+from .facts import AllocatorMap
 from .units import MIB, show_bytes
 
 _keys = itertools.count(1)
@@ -115,14 +115,16 @@ class Memory:
                 for run in segment.runs if run.key == segments.FREE)
             return state.requested + waiting
 
-    def fragmentation(self) -> Fragmentation | None:
-        """What the allocator says of itself; None on a real card, where torch is to be asked."""
-        if not self.counted:
-            return None
+    def map(self) -> AllocatorMap:
+        """How the allocator has cut what it holds. Not on a real card, where torch is to be asked."""
         with self._lock:
             state = self._swept()
-            return Fragmentation(self.device, state.allocated, state.reserved, state.largest_free,
-                                 self.alloc_retries, self.ooms)
+        return allocators.of_segments(self.device, state, alloc_retries=self.alloc_retries, ooms=self.ooms)
+
+    def pulse(self) -> tuple[object, ...]:
+        """Equal for as long as the map is. The same state is the same object, so that is told at once."""
+        with self._lock:
+            return self._swept(), self.alloc_retries, self.ooms
 
     def empty_cache(self) -> int:
         """Gives segments that nobody uses back; returns their bytes."""

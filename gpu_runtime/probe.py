@@ -6,20 +6,21 @@ their own account. Nothing here decides anything.
 """
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 from msgspec.structs import replace
 
-from . import cards
+from . import allocators, cards
 from .cards import Card, Listing
 from .errors import BadSetting, BadSize, ProbeFailed, UnknownDevice
-from .facts import HOST, Device, Fragmentation, Sample
+from .facts import HOST, AllocatorMap, Device, Sample
 from .memory import Memory
 from .owner import name_of
 from .sampling import Figures, Sampling
@@ -184,11 +185,29 @@ class Probe:
         cuda.set_per_process_memory_fraction(fraction, card.torch)
         return True
 
-    def fragmentation(self) -> tuple[Fragmentation, ...]:
-        """What each card's allocator says of itself in this process; one that nothing has used says nothing."""
-        said = (_torch_fragmentation(self._cards[d.id]) if d.id in self._cards else self._memories[d.id].fragmentation()
-                for d in self.devices if not d.is_host)
-        return tuple(one for one in said if one and (one.reserved_bytes or one.alloc_retries or one.ooms))
+    def maps(self) -> tuple[AllocatorMap, ...]:
+        """How each card's allocator in this process has cut what it holds; one that nothing has used says nothing, and
+        one that is not torch's for CUDA or ROCm cannot."""
+        cuda = _started_cuda() if self._cards else None
+        if cuda is None:
+            said = [self._memories[device.id].map() for device in self.devices if device.simulated and not device.is_host]
+        else:
+            cut = cuda.memory_snapshot(**_without_traces(cuda.memory_snapshot))
+            said = [allocators.of_torch(id, number, cut, cuda.memory_stats(number)) for id, number in self._numbered()]
+        return tuple(one for one in said if one.reserved_bytes or one.alloc_retries or one.ooms)
+
+    def pulse(self) -> tuple[object, ...]:
+        """Equal for as long as the maps are; far cheaper to ask for."""
+        cuda = _started_cuda() if self._cards else None
+        if cuda is None:
+            return tuple(self._memories[device.id].pulse() for device in self.devices
+                         if device.simulated and not device.is_host)
+        counters = (cuda.memory_stats(number) for _, number in self._numbered())
+        return tuple(tuple(stats.get(name, 0) for name in _PULSE) for stats in counters)
+
+    def _numbered(self) -> list[tuple[str, int]]:
+        """The cards that torch's allocator for CUDA serves, and what torch calls them in this process."""
+        return [(id, int(card.torch.partition(":")[2])) for id, card in self._cards.items() if card.torch.startswith("cuda")]
 
     def empty_cache(self) -> int:
         """Gives memory that waits to be used again back, on cards and host; returns its bytes."""
@@ -291,13 +310,11 @@ def _torch_reserved(card: Card) -> int:
     return cuda.memory_reserved(card.torch) if cuda and card.torch.startswith("cuda") else 0
 
 
-def _torch_fragmentation(card: Card) -> Fragmentation | None:
-    cuda = _started_cuda()
-    if cuda is None or not card.torch.startswith("cuda"):
-        return None
-    stats, index = cuda.memory_stats(card.torch), int(card.torch.partition(":")[2])
-    free = [block["size"] for segment in cuda.memory_snapshot() if segment["device"] == index
-            for block in segment["blocks"] if block["state"] == "inactive"]
-    return Fragmentation(card.device.id, stats.get("allocated_bytes.all.current", 0),
-                         stats.get("reserved_bytes.all.current", 0), max(free, default=0),
-                         stats.get("num_alloc_retries", 0), stats.get("num_ooms", 0))
+# Whatever an allocator does counts here.
+_PULSE = ("allocation.all.allocated", "allocation.all.freed", "segment.all.allocated", "segment.all.freed",
+          "active_bytes.all.current", "reserved_bytes.all.current", "num_alloc_retries", "num_ooms")
+
+
+def _without_traces(snapshot: Callable[..., Any]) -> dict[str, bool]:
+    """The arguments that spare us the traces of allocations, which somebody may record; older torch has no such choice."""
+    return {"include_traces": False} if "include_traces" in inspect.signature(snapshot).parameters else {}

@@ -20,7 +20,19 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from . import bookkeeping as books
-from . import caps, doctor, draining, machine, moving, naming, persons, planning, telling, threads
+from . import (
+    caps,
+    defragmenting,
+    doctor,
+    draining,
+    machine,
+    moving,
+    naming,
+    persons,
+    planning,
+    telling,
+    threads,
+)
 from .asks import Order, answer, foreign
 from .backends import Backend, Progress, backend_for, backend_names, is_out_of_memory, open_backend
 from .backends.absent import AbsentBackend
@@ -45,6 +57,7 @@ from .errors import (
 )
 from .facts import (
     IMPORTANCE,
+    AllocatorMap,
     Applied,
     Book,
     Event,
@@ -60,6 +73,7 @@ from .facts import (
     Plan,
     Refuse,
     Request,
+    Section,
     Snapshot,
     Wait,
     World,
@@ -68,6 +82,7 @@ from .journal import Journal
 from .keeper import DOZE_SECONDS, LOOKS_PER_SECOND, POLL_SECONDS, Keeper, log
 from .ledgers import default_url, open_ledger
 from .ledgers.access import journal_in
+from .maps import Maps
 from .measurements import Measurements, measurements_in
 from .moments import moments_of
 from .monitor import Breaker, Monitor
@@ -134,6 +149,7 @@ class Runtime:
                             machine=known,
                             measurements=Measurements(measurements_in(directory.parent) if directory else None))
         self.probe.follow(getattr(ledger, "directory", None))
+        self._maps = Maps(ledger, self.probe, clock=self._clock, wall=self._wall)
         self._breaker = Breaker()
         self._monitor: Monitor | None = None
         self._woken = self._dozing = False
@@ -453,16 +469,19 @@ class Runtime:
             raise NotAllowed(f"{because}.\n  The operator can change it.", name=name, because=because,
                              user=self._keeper.owner.user)
 
-    def defrag(self, *, timeout: str | float | None = 5.0) -> Outcome:
-        """Gives memory back that allocators hold without using it, here and in the other processes of the ledger."""
+    def defrag(self, process: str = "", *, timeout: str | float | None = 5.0) -> Outcome:
+        """Gives memory back that allocators hold and nobody uses: of every process that this user may ask, or of one.
+
+        `process` is its number (`4121`), or a model that it has (`qwen@4121`). What stays is cut up between blocks in
+        use. Raises UnknownModel, AmbiguousName; NotAllowed, GpuError and Busy where the one that was named does not.
+        """
+        return defragmenting.defrag(self, process, timeout)
+
+    def _empty_cache(self) -> int:
+        """Gives this process's cache back, and says so in its maps; the bytes."""
         freed = self.probe.empty_cache()
-        others = [id for id, section in self._keeper.ledger.read().sections.items()
-                  if id != self._keeper.me and section.names and not self._foreign("defrag", section.owner, "")]
-        for owner in others:
-            self._asked("defrag", owner, "", timeout, must=False)
-        here = f"{show_bytes(freed)} came free here"
-        told = f"{here}; {len(others)} other process{'es were' if len(others) > 1 else ' was'} asked too" if others else here
-        return Outcome("defrag", "", True, told, freed)
+        self._maps.publish(at_once=True)
+        return freed
 
     def drain(self, device: str, *, undo: bool = False, timeout: str | float | None = 5.0) -> Outcome:
         """Takes no new leases on that card from now on, whoever asks, and moves what is idle there away; `undo` ends that.
@@ -483,7 +502,7 @@ class Runtime:
         seconds = None if timeout is None else parse_seconds(timeout)
         verdict = self._keeper.ask(verb, f"{owner}/{name}", timeout=seconds, wait=wait, places=places)
         if isinstance(verdict, Grant):
-            return Outcome(verb, name, True, verdict.because, before.bytes if before and verb == "evict" else 0,
+            return Outcome(verb, name, True, verdict.because, before.bytes if before and verb == "evict" else verdict.bytes,
                            verdict.lease.where if verdict.lease.shares else "")
         if isinstance(verdict, Refuse):
             if not must:
@@ -645,10 +664,19 @@ class Runtime:
         return tuple(told[::-1][:limit])
 
     def fragmentation(self) -> DataFrame:
-        """What each device's allocator holds in this process."""
+        """What each process's allocator holds on each card, in use or not; one that does not tell has a row of unknowns."""
         from . import frames
 
-        return frames.fragmentation(self._keeper.probe.fragmentation())
+        book, world = self._look()
+        sections = {self._keeper.me: Section(self._keeper.owner)} | self._keeper.as_known(book)
+        return frames.fragmentation(self._maps.all(book), sections, views(book, world))
+
+    def allocator_maps(self) -> tuple[AllocatorMap, ...]:
+        """How the allocators of all processes of the ledger have cut what they hold: segments, and blocks in them.
+
+        This process's as it is now, the others' as they published it last: within 2 s of a change, as a rule.
+        """
+        return self._maps.all(self._keeper.look())
 
     def health(self) -> Health:
         """One line on the fullest card."""
@@ -817,6 +845,7 @@ class Runtime:
         keeper.follow_up()
         keeper.journal.flush()
         keeper.vacate()
+        self._maps.publish()
         quiet = keeper.quiet(book)
         for order in () if quiet else keeper.obey():
             if order.key not in self._acting:
@@ -867,7 +896,8 @@ class Runtime:
             elif order.verb == "move":
                 outcome = moving.move(keeper, keeper.residents[order.name], order.places, by=order.by)
             elif order.verb == "defrag":
-                outcome = Outcome("defrag", "", True, "done", self.probe.empty_cache())
+                freed = self._empty_cache()
+                outcome = Outcome("defrag", "", True, f"{show_bytes(freed)} came free", freed)
             else:
                 outcome = self._keep(order.name, order.verb)
             asked = f", as {order.by} asked" if order.by else ""

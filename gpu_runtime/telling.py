@@ -18,7 +18,7 @@ from .errors import (
     OutOfMemory,
     StillInUse,
 )
-from .facts import Book, Fragmentation, Lease, Refuse, Wait, World
+from .facts import AllocatorMap, Book, Lease, Refuse, Wait, World
 from .pressure import views
 from .units import MIB, show_bytes, show_seconds
 
@@ -92,7 +92,7 @@ def elsewhere(name: str, where: str, tensors: Sequence[str]) -> str:
     return f"{name} was loaded to {where}, but these lie elsewhere: {', '.join(tensors[:3])}{more}."
 
 
-def out_of_memory(error: BaseException, book: Book, world: World, me: str, fragmentation: Iterable[Fragmentation], *,
+def out_of_memory(error: BaseException, book: Book, world: World, me: str, maps: Iterable[AllocatorMap], *,
                   loading: str = "", device: str = "") -> OutOfMemory:
     """The readable report of an out-of-memory error: what was asked, who holds what, fragmentation, what to type."""
     lines = [f"{device or 'the device'} ran out of memory while loading {loading}." if loading else
@@ -107,7 +107,7 @@ def out_of_memory(error: BaseException, book: Book, world: World, me: str, fragm
         strangers = (view.measured_bytes or 0) - view.claimed_bytes
         if not view.device.is_host and strangers > 64 * MIB:
             lines.append(f"  {show_bytes(strangers):>9}  {view.device.id:<8} not leased by anybody")
-    for part in fragmentation:
+    for part in maps:
         cached = part.reserved_bytes - part.allocated_bytes
         if cached > 0:
             lines.append(f"  {show_bytes(cached):>9}  {part.device:<8} reserved by torch but unused (%gpu defrag)")

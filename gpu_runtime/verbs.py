@@ -232,7 +232,12 @@ VERBS: dict[str, Verb] = {verb.name: verb for verb in (
         Argument(("--undo",), {"action": "store_true", "help": "let it take leases again"}),
         TIMEOUT,
     )),
-    Verb("defrag", "gives cached, unused device memory back", lambda rt, args: rt.defrag()),
+    Verb("defrag", "gives cached, unused device memory back: everybody's, or one process's",
+         lambda rt, args: rt.defrag(args.process or "", **_given(args, "timeout")), (
+        Argument(("process",), {"metavar": "PROCESS", "nargs": "?", "help": "only this one: its number, or NAME@PID, a "
+                                                                           "model that it has"}, "models"),
+        TIMEOUT,
+    )),
     Verb("apply", "puts the models of a file in the catalogue: all of them, or none",
          lambda rt, args: _catalog(rt).apply(args.file), (
         Argument(("--file", "-f"), {"metavar": "FILE", "required": True, "help": "YAML or JSON; - for standard input"}, "files"),

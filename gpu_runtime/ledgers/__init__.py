@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ..errors import BadSetting, LedgerRefused, LedgerUnavailable
-from ..facts import MOST_ENTRIES, MOST_EVENTS, SCHEMA, Book, Owner, Ticket, overdrafts
+from ..facts import MOST_ENTRIES, MOST_EVENTS, SCHEMA, AllocatorMap, Book, Owner, Ticket, overdrafts
 from ..units import show_bytes
 
 T = TypeVar("T")
@@ -68,6 +68,14 @@ class Ledger(Protocol):
         Several threads may wait: a ring wakes them all, and one that came between a thread's last wait and this
         one counts. A ring may be false; it says "read the book", nothing else.
         """
+        ...
+
+    def publish_maps(self, maps: tuple[AllocatorMap, ...]) -> None:
+        """Puts this owner's maps beside the book, in the place of its last; they go with it. Raises OSError."""
+        ...
+
+    def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
+        """By owner id, the maps that the living put beside the book, as far as they can be seen from here."""
         ...
 
     def close(self) -> None:

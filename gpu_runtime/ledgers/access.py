@@ -3,7 +3,7 @@
                           private    shared (of group G, whatever the umask)
     LEDGER, owners/       0700       3770  sticky: nobody removes or replaces what is another's
     other directories     0700       2770  what is made in them is of G too
-    owners/ID             0600       0640  its user's: others read it, and only its user writes it
+    owners/ID, ID.map     0600       0640  its user's: others read it, and only its user writes it
     owners/ID.bell        0600       0660  members ring
     all else              0600       0660  SQLite gives its journal the mode of its database
 

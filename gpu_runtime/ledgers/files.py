@@ -6,6 +6,7 @@
         book-2.damaged        set aside
         owners/ID             each owner's lock and roster (owner.py)
         owners/ID.bell        its doorbell (doorbell.py)
+        owners/ID.map         how its allocators have cut what they hold (maps.py)
         rebuild.lock          held by whoever makes a new book
         ballast               room to let go of when the disk is full
 
@@ -228,7 +229,8 @@ def sweep_owners(directory: Path, in_book: Callable[[], set[str]]) -> None:
     for path in dead:
         if path.name not in needed:
             try:
-                path.with_name(f"{path.name}.bell").unlink(missing_ok=True)  # first: it is found by its owner's name
+                for beside in ("bell", "map"):  # first: they are found by their owner's name
+                    path.with_name(f"{path.name}.{beside}").unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
             except PermissionError:
                 continue  # in a shared ledger each user sweeps before their own door

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from ..errors import LedgerUnavailable
-from ..facts import Book, Owner, Ticket
+from ..facts import AllocatorMap, Book, Owner, Ticket
 from ..owner import describe_self
 from . import refuse_unlawful
 from .doorbell import Bell
@@ -27,6 +27,7 @@ class _Page:
         self.book = Book()
         self.writing = threading.Lock()
         self.bells: dict[str, Bell] = {}
+        self.maps: dict[str, tuple[AllocatorMap, ...]] = {}
 
 
 _named: weakref.WeakValueDictionary[str, _Page] = weakref.WeakValueDictionary()
@@ -81,9 +82,16 @@ class MemoryLedger:
         self._open_page()  # all owners are this process: none ends before it
         return self._bell.wait(timeout)
 
+    def publish_maps(self, maps: tuple[AllocatorMap, ...]) -> None:
+        self._open_page().maps[self.owner.id] = maps
+
+    def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
+        return dict(self._open_page().maps)
+
     def close(self) -> None:
         page, self._page = self._page, None
         if page:
+            page.maps.pop(self.owner.id, None)
             page.bells.pop(self.owner.id, None)
             self._bell.close()
 

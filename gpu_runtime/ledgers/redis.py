@@ -22,6 +22,7 @@ from ..owner import OwnerFile, boot_id, describe_self
 from . import default_url, files
 from .access import access_to
 from .doorbell import Doorbell
+from .maps import MapFiles
 from .pace import Pace
 from .redisbook import RedisBook
 from .redispage import HostPage
@@ -31,7 +32,7 @@ from .wire import Wire
 
 
 class RedisLedger(SqliteLedger):
-    """A door as SqliteLedger's; only the page lies elsewhere. Owners and doorbells are local files here too."""
+    """A door as SqliteLedger's; only the page lies elsewhere. Owners, doorbells and maps are local files here too."""
 
     def __init__(self, url: str, *, notebook: str = "", user: str = "", patience_seconds: float = 10.0) -> None:
         address, owners = _split(url)
@@ -57,6 +58,7 @@ class RedisLedger(SqliteLedger):
             raise files.cannot_write(self.directory, error) from error
         self._file = self._book = RedisBook(wire, self.directory, boot, file, moved=self._bell.move_to)
         self._turnstile = turnstile_in(self.directory)
+        self._maps = MapFiles(self.directory / "owners", group)
         self._closed = False
         _doors.add(self)
         try:

@@ -17,12 +17,13 @@ import msgspec
 from msgspec.structs import replace
 
 from ..errors import LedgerRefused, LedgerUnavailable
-from ..facts import Book, Owner, Ticket, decode_book
+from ..facts import AllocatorMap, Book, Owner, Ticket, decode_book
 from ..owner import Life, OwnerFile, boot_id, describe_self, life, testimony
 from . import files, refuse_unlawful
 from .access import access_to
 from .bookfile import BookFile, Lost, Page
 from .doorbell import Doorbell
+from .maps import MapFiles
 from .mending import Damaged
 from .pace import Pace, processor_seconds
 from .turnstile import Turnstile, turnstile_in
@@ -55,6 +56,7 @@ class SqliteLedger:
             raise files.cannot_write(self.directory, error) from error
         self._file = BookFile(self.directory, boot, file, moved=self._bell.move_to)
         self._turnstile = turnstile_in(self.directory)
+        self._maps = MapFiles(self.directory / "owners", group)
         self._closed = False
         _doors.add(self)
         try:
@@ -191,6 +193,14 @@ class SqliteLedger:
         self._require_open()
         return self._bell.wait(timeout, ends)
 
+    def publish_maps(self, maps: tuple[AllocatorMap, ...]) -> None:
+        self._require_open()
+        self._maps.publish(self.owner.id, maps)
+
+    def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
+        self._require_open()
+        return self._maps.read()
+
     def close(self) -> None:
         if self._closed or os.getpid() != self.owner.pid:
             return
@@ -202,6 +212,7 @@ class SqliteLedger:
 
     def _shut(self, *, remove: bool) -> None:
         self._closed = True
+        self._maps.withdraw(self.owner.id)
         self._bell.close()
         self._turnstile = None
         self._file.close(remove=remove)

@@ -19,7 +19,7 @@ EMPTY = {
     "catalog": "The catalogue is empty. Add models:  {prompt} apply -f FILE",
     "leases": "Nobody holds memory on a device. Load a model:  %gpu load NAME PATH",
     "evictions": "Nothing has been evicted yet. What else happened:  {prompt} evictions --all",
-    "fragmentation": "No allocator has been used in this process; each notebook that holds models tells of its own.",
+    "fragmentation": "No process holds memory on a card yet. Load a model:  %gpu load NAME PATH",
 }
 
 

@@ -421,4 +421,4 @@ def test_the_account_survives_many_small_models(backend, probe):
     for model in models:
         backend.drop(model)
     assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0}
-    assert probe.fragmentation()[0].reserved_bytes <= 2048 * KIB
+    assert probe.maps()[0].reserved_bytes <= 2048 * KIB

@@ -46,9 +46,9 @@ class Allocator(RuleBasedStateMachine):
 
     @rule()
     def empty_cache(self):
-        before = self.memory.fragmentation().reserved_bytes
+        before = self.memory.map().reserved_bytes
         released = self.memory.empty_cache()
-        assert self.memory.fragmentation().reserved_bytes == before - released
+        assert self.memory.map().reserved_bytes == before - released
 
     @rule(size=st.integers(0, CAPACITY))
     def squeeze(self, size):
@@ -61,7 +61,7 @@ class Allocator(RuleBasedStateMachine):
 
     @invariant()
     def allocated_is_at_most_reserved_is_at_most_what_there_is(self):
-        figures = self.memory.fragmentation()
+        figures = self.memory.map()
         rounding = 512 * len(self.held)
         assert sum(self.held.values()) <= figures.allocated_bytes <= sum(self.held.values()) + rounding
         assert figures.allocated_bytes <= figures.reserved_bytes <= CAPACITY + rounding
@@ -92,7 +92,7 @@ def test_an_exact_fit_fits_however_the_memory_was_used_before():
         block.free()
     rest = memory.allocate(17 * MIB)
     assert memory.held_bytes() == 32 * MIB
-    assert memory.fragmentation().reserved_bytes == 32 * MIB
+    assert memory.map().reserved_bytes == 32 * MIB
     assert memory.alloc_retries > 0
     rest.free()
 
@@ -103,7 +103,7 @@ def test_segments_have_torchs_sizes():
     reserved = []
     for size in (512 * KIB, 5 * MIB, 21 * MIB + 1):
         block = memory.allocate(size)
-        reserved.append(memory.fragmentation().reserved_bytes // MIB)
+        reserved.append(memory.map().reserved_bytes // MIB)
         block.free()
         memory.empty_cache()
     assert reserved == [2, 20, 22]
@@ -113,7 +113,7 @@ def test_freed_memory_stays_reserved_and_is_used_again():
     memory = Memory("sim:0", 100 * MIB)
     memory.allocate(30 * MIB).free()
     kept = memory.allocate(29 * MIB)
-    figures = memory.fragmentation()
+    figures = memory.map()
     assert (figures.allocated_bytes, figures.reserved_bytes, figures.largest_free_bytes) == (29 * MIB, 30 * MIB, MIB)
     kept.free()
     assert memory.empty_cache() == 30 * MIB

@@ -67,11 +67,11 @@ def test_every_verb_of_the_table_is_tried_here():
     assert {verb.name for verb in verbs.verbs(verbs.CLI)} == tried - {"-h"}
 
 
-def test_a_terminal_holds_no_models_and_says_whose_fragmentation_to_ask_for(rt, monkeypatch, capsys):
-    """Not its own empty allocator, as if that were the card's."""
+def test_a_terminal_holds_no_models_and_tells_of_everybodys_allocators(rt, monkeypatch, capsys):
+    """Not of its own empty one, as if that were the card's."""
     monkeypatch.setattr(rt, "close", lambda: None)
     assert cli.main(["fragmentation"]) == 0
-    assert "each notebook that holds models tells of its own" in capsys.readouterr().out
+    assert "No process holds memory on a card yet" in capsys.readouterr().out
     monkeypatch.undo()
 
 

@@ -68,7 +68,8 @@ FRAMES = {
     "evictions --all --limit 2": "time model action reason bytes device owner",
     "catalog": "name type backend bytes context_length importance keep state source",
     "fragmentation": "device allocated_bytes reserved_bytes fragmentation_bytes fragmentation_percent alloc_retries "
-                     "ooms",
+                     "ooms inactive_bytes releasable_bytes largest_free_bytes largest_request_bytes owner user pid "
+                     "notebook",
 }
 
 

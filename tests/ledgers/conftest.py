@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from gpu_runtime.facts import AllocatorMap as AllocatorMap  # for what other processes are told to do
 from gpu_runtime.facts import Book, Lease, Section, Share, Ticket
 from gpu_runtime.ledgers import Ledger, open_ledger
 from tests.redis_server import RedisServer, redis_server

@@ -8,7 +8,19 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime.errors import BadSetting, LedgerRefused, LedgerUnavailable
-from gpu_runtime.facts import MOST_ENTRIES, MOST_EVENTS, Book, Device, Event, Sample, Share
+from gpu_runtime.facts import (
+    MOST_ENTRIES,
+    MOST_EVENTS,
+    AllocatorMap,
+    Block,
+    BlockState,
+    Book,
+    Device,
+    Event,
+    Sample,
+    SegmentMap,
+    Share,
+)
 from gpu_runtime.ledgers import open_ledger
 
 from .conftest import GIB, count, lease, names, put, section, ticket, without
@@ -336,3 +348,52 @@ def test_an_ear_that_is_being_closed_cannot_be_heard_of_again(monkeypatch):
     ref = weakref.ref(ear)
     del ear
     assert alive_at_close == [False]
+
+
+def drawn(ledger, *segments: SegmentMap, wall: float = 1.0) -> AllocatorMap:
+    """A map of a ledger's owner."""
+    reserved = sum(segment.bytes for segment in segments)
+    return AllocatorMap(ledger.owner.id, "sim:0", wall, reserved, reserved, 0, 0, 0, segments=segments)
+
+
+def test_an_owners_maps_are_seen_by_all_and_replaced_whole(door):
+    """What an owner publishes is its last word: nothing of what it said before is left."""
+    a, b = door(), door()
+    assert b.maps() == {}
+    cut = SegmentMap(0, 20 * 2**20, "large", (Block(2**20, BlockState.ALLOCATED, 2), Block(19 * 2**20, BlockState.INACTIVE)))
+    a.publish_maps((drawn(a, cut), drawn(a)))
+    assert b.maps() == a.maps() == {a.owner.id: (drawn(a, cut), drawn(a))}
+    a.publish_maps((drawn(a, wall=2.0),))
+    b.publish_maps(())
+    assert b.maps() == {a.owner.id: (drawn(a, wall=2.0),), b.owner.id: ()}
+
+
+def test_an_owners_maps_go_with_it(door):
+    a, b = door(), door()
+    a.publish_maps((drawn(a),))
+    assert a.owner.id in b.maps()
+    a.close()
+    assert b.maps() == {}
+
+
+def test_a_map_writes_nothing_in_the_book(door):
+    """Nobody decides by it, so nobody's decision is lost for it."""
+    a, b = door(), door()
+    put(a, "qwen")
+    runs = []
+
+    def decide(book: Book) -> tuple[Book, None]:
+        runs.append(1)
+        b.publish_maps((drawn(b),))
+        return book.with_section(section(a)), None
+
+    a.transact(decide)
+    assert len(runs) == 1
+
+
+def test_a_closed_door_publishes_and_shows_no_maps(door):
+    a = door()
+    a.close()
+    for act in (a.maps, lambda: a.publish_maps(())):
+        with pytest.raises(LedgerUnavailable):
+            act()

@@ -262,6 +262,22 @@ def test_another_user_may_ask_to_step_aside_and_nothing_else(box):
     assert bob.say("rt.evict('writer')").startswith("StillInUse: writer is kept")
 
 
+def test_members_see_each_others_maps_and_nobody_forges_one(box):
+    """Under everybody's umask of 077 the group reads them. Bob may put a file in Ann's name: it is not hers."""
+    ann, bob = box.kernel(ANN, writer="5GiB"), box.kernel(BOB)
+    ann.say("rt.preload('writer')")
+    ann.say("rt.tick()")
+    me = ann.say("rt._keeper.me").strip("'")
+    seen = "[(m.owner, m.allocated_bytes >> 30) for m in rt.allocator_maps()]"
+    assert bob.say(seen) == f"[('{me}', 5)]"
+    file = box.boot() / "owners" / f"{me}.map"
+    assert (stat.S_IMODE(file.stat().st_mode), grp.getgrgid(file.stat().st_gid).gr_name) == (0o640, GROUP)
+    assert bob.say(f"os.replace({str(file)!r}, '/tmp/x')").startswith("PermissionError")
+    ann.say("rt._maps._ledger._maps.withdraw(rt._keeper.me)")
+    assert bob.say(f"Path({str(file)!r}).write_bytes(b'[]')") == "2"
+    assert bob.say(seen) == "[]"
+
+
 def test_the_owner_refuses_whoever_did_not_refuse_himself(box):
     """Bob's process has had its own check taken out; Ann's has not."""
     ann, bob = box.kernel(ANN, writer="5GiB"), box.kernel(BOB)

@@ -1,0 +1,157 @@
+"""The maps of allocators in the house: published calmly, told per process and card, and cured by the one path."""
+from __future__ import annotations
+
+import os
+
+import pandas
+import pytest
+
+from gpu_runtime import GpuError, maps
+from gpu_runtime.units import GIB, MIB
+
+from .conftest import fakes
+
+
+def holes(rt, count: int = 6) -> None:
+    """Leaves every second of these small models on its card: pieces of segments that nobody else can use."""
+    fakes(rt, **{f"adapter{index}": "3MiB" for index in range(count)})
+    for index in range(count):
+        rt.preload(f"adapter{index}")
+    for index in range(0, count, 2):
+        rt.evict(f"adapter{index}")
+
+
+def by_pid(frame) -> list[tuple]:
+    columns = ["device", "allocated_bytes", "reserved_bytes", "inactive_bytes"]
+    return [tuple(None if pandas.isna(value) else value for value in row) for row in frame[columns].values.tolist()]
+
+
+def test_everybodys_maps_are_told_by_owner(runtime, shared_book):
+    """Each process draws its own, and all see all."""
+    a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
+    holes(a)
+    fakes(b, qwen="4GiB")
+    b.preload("qwen")
+    a.tick(), b.tick()
+    seen = {one.owner: (one.allocated_bytes, one.inactive_bytes) for one in a.allocator_maps()}
+    assert seen == {a._keeper.me: (9 * MIB, 11 * MIB), b._keeper.me: (4 * GIB, 0)}
+    assert {one.owner: one.segments for one in b.allocator_maps()} == {one.owner: one.segments for one in a.allocator_maps()}
+    b.close()
+    assert {one.owner for one in a.allocator_maps()} == {a._keeper.me}
+
+
+def test_unknown_is_not_zero(runtime, shared_book):
+    """A process that holds memory and has published no map has a row, and nothing in it is a figure."""
+    a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
+    fakes(b, qwen="4GiB")
+    b.preload("qwen")
+    assert by_pid(a.fragmentation()) == [("sim:0", None, None, None)]
+    b.tick()
+    assert by_pid(a.fragmentation()) == [("sim:0", 4 * GIB, 4 * GIB, 0)]
+
+
+def test_the_frame_tells_what_defragmenting_would_give(runtime):
+    """The largest free block stands beside the largest request that would fit."""
+    rt = runtime(monitor=False)
+    holes(rt, 12)  # two segments of 20 MiB
+    row = rt.fragmentation().iloc[0]
+    held = 6 * 3 * MIB
+    assert (row["allocated_bytes"], row["reserved_bytes"], row["inactive_bytes"]) == (held, 40 * MIB, 40 * MIB - held)
+    assert (row["fragmentation_bytes"], row["fragmentation_percent"]) == (22 * MIB, 55.0)
+    assert (row["releasable_bytes"], row["largest_free_bytes"]) == (0, 3 * MIB)
+    limit = int(24 * GIB * rt.settings.gpu_memory_max_percent)
+    assert row["largest_request_bytes"] == limit - held
+    assert (row["pid"], row["owner"]) == (os.getpid(), f"pid {os.getpid()}")
+
+
+def test_a_map_is_published_at_a_calm_pace(runtime, shared_book, clock):
+    """The first change is told at once, those that follow together, and no change not at all."""
+    rt = runtime(ledger=shared_book, monitor=False, clock=clock)
+    fakes(rt, a="1GiB", b="1GiB")
+    assert not rt._maps.publish()
+    rt.preload("a")
+    assert rt._maps.publish()
+    rt.preload("b")
+    assert not rt._maps.publish()
+    clock.advance(maps.PACE_SECONDS)
+    assert rt._maps.publish()
+    clock.advance(1000)
+    assert not rt._maps.publish()
+
+
+def test_what_takes_long_to_draw_is_drawn_seldom(runtime, clock, monkeypatch):
+    """A training loop allocates all the time: drawing takes at most a hundredth of its own."""
+    rt = runtime(monitor=False, clock=clock)
+    fakes(rt, a="1GiB", b="1GiB")
+    times = iter([0.0, 0.5, 1.0, 1.5])
+    monkeypatch.setattr(maps.time, "thread_time", lambda: next(times))
+    rt.preload("a")
+    assert rt._maps.publish()
+    rt.preload("b")
+    clock.advance(49.9)
+    assert not rt._maps.publish()
+    clock.advance(0.2)
+    assert rt._maps.publish()
+
+
+def test_a_full_disk_hides_the_map_and_harms_nothing_else(runtime, monkeypatch, clock):
+    rt = runtime(monitor=False, clock=clock)
+    fakes(rt, a="1GiB")
+    rt.preload("a")
+
+    def full(drawn):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rt._keeper.ledger, "publish_maps", full)
+    assert not rt._maps.publish()
+    monkeypatch.undo()
+    clock.advance(10)
+    assert rt._maps.publish()
+
+
+def kept_cache(rt, size: str) -> None:
+    """Leaves memory that was used and freed in the allocator's cache."""
+    rt.probe.place("sim:0").allocate(int(size.removesuffix("MiB")) * MIB).free()
+
+
+def test_another_process_is_defragmented_by_asking_it(runtime, shared_book):
+    """By its number or by a model of its: the one path, and its answer says what came free."""
+    a, b = (runtime(ledger=shared_book) for _ in "ab")
+    fakes(a, qwen="1GiB")
+    a.preload("qwen")
+    for name in (f"qwen@{os.getpid()}", "qwen"):
+        kept_cache(a, "64MiB")
+        done = b.defrag(name, timeout=20)
+        assert (done.done, done.bytes) == (True, 64 * MIB)
+        assert done.because.startswith(f"pid {os.getpid()}: 64.0 MiB came free")
+        assert [one.inactive_bytes for one in b.allocator_maps()] == [0]  # told before it answered
+
+
+def test_all_processes_are_asked_where_none_is_named(runtime, shared_book):
+    a, b = (runtime(ledger=shared_book) for _ in "ab")
+    fakes(a, qwen="1GiB")
+    a.preload("qwen")
+    kept_cache(a, "64MiB")
+    kept_cache(b, "32MiB")
+    done = b.defrag(timeout=20)
+    assert (done.done, done.bytes) == (True, 96 * MIB)
+    assert done.because.startswith("32.0 MiB came free here; pid ")
+
+
+def test_who_is_silent_is_told_and_does_not_hold_up_the_others(runtime, shared_book):
+    """One time-out for all of them; the ask stands, and is obeyed when that process comes to itself."""
+    a, b, c = (runtime(ledger=shared_book, monitor=False) for _ in "abc")
+    for rt, name in ((a, "qwen"), (b, "llama")):
+        fakes(rt, **{name: "1GiB"})
+        rt.preload(name)
+    told = c.defrag(timeout=0)
+    assert told.done and told.because.count("and has yet to answer") == 2
+    assert [ticket.verb for ticket in c.status().tickets] == ["defrag", "defrag"]
+
+
+def test_an_unknown_process_is_refused_with_the_known_ones(runtime, shared_book):
+    rt = runtime(ledger=shared_book, monitor=False)
+    fakes(rt, qwen="1GiB")
+    with pytest.raises(GpuError, match=rf"no process 999999999 .*Those that do: pid {os.getpid()}"):
+        rt.defrag("999999999")
+    assert rt.defrag(str(os.getpid())).done
