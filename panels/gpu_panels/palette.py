@@ -9,12 +9,11 @@ Source: Okabe & Ito 2008, Color Universal Design.
 from __future__ import annotations
 
 import threading
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from gpu.html import COLOURS
+from gpu.html import COLOURS, look
 
 from gpu_runtime.facts import Lease, Level
 
@@ -50,12 +49,12 @@ def look_of(slot: int) -> Look:
 
 
 def preferred(label: str) -> int:
-    """The slot that this label has when nobody else wants it: by the model's name, as in `%gpu`."""
-    return (zlib.crc32(label.rpartition("@")[0].encode() or label.encode()) >> 8) % SLOTS
+    """The slot that this label has when nobody else wants it: the colour that the model has in `%gpu`, plain."""
+    return COLOURS.index(look(label.rpartition("@")[0] or label).colour)
 
 
 def choose(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, int]:
-    """A slot for each label: the one it had; else its preferred one, or where that looks like another's, a free one.
+    """A slot for each label: the one it had; else its preferred one, or where that is taken, a free one.
 
     `kept` is in order of last sight, the newest last. Those shown together with it, and the last ones seen, are whom a
     new label must not be taken for; once all looks are given away, the one that fewest of them have is shared.
@@ -71,7 +70,7 @@ def choose(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, int]:
             continue
         mine = preferred(one)
         slot = min(range(SLOTS), key=lambda slot: (
-            slots[slot], colours[slot % len(COLOURS)], slot != mine, slot % len(COLOURS) != mine % len(COLOURS), slot))
+            slots[slot], colours[slot % len(COLOURS)], slot % len(COLOURS) != mine, slot))  # plain first: it reads best
         chosen[one] = slot
         slots[slot] += 1
         colours[slot % len(COLOURS)] += 1

@@ -1,0 +1,127 @@
+"""A device's bar, drawn: a Bokeh figure made once, whose sources are brought up to date.
+
+What stands in a bar is decided in `bars.py`. Names in it are cut to the room that they have by the browser, which alone
+knows it.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+from bokeh.core.properties import value
+from bokeh.models import (
+    ColumnDataSource,
+    CustomJS,
+    FixedTicker,
+    HoverTool,
+    LinearAxis,
+    PrintfTickFormatter,
+    Range1d,
+    SingleIntervalTicker,
+)
+from bokeh.plotting import figure
+
+from .bars import COLUMNS, GROUND, LINES, Bar, columns, ground, lines, unit_of
+from .palette import EDGE, LEVELS, Palette
+from .sources import bring
+
+HEIGHT = 76
+
+# Whoever points at a stretch is told what it is. Bokeh escapes what it puts in.
+TOOLTIP = """<div style="max-width:340px;font-size:12px;line-height:1.45"><b>@title</b>
+<div style="white-space:pre-line">@told</div></div>"""
+LINE_TOOLTIP = """<div style="max-width:340px;font-size:12px;line-height:1.45">@told</div>"""
+
+_FIT = """
+const pen = document.createElement("canvas").getContext("2d");
+pen.font = "12px sans-serif";
+const {left, right, title, who, text} = source.data;
+const scale = figure.inner_width / (figure.x_range.end - figure.x_range.start);
+let changed = false;
+const cut = (words, room) => {
+  if (pen.measureText(words).width <= room) return words;
+  for (let n = words.length - 1; n > 2; n--) {
+    const shorter = words.slice(0, n) + "…";
+    if (pen.measureText(shorter).width <= room) return shorter;
+  }
+  return "";
+};
+for (let n = 0; n < left.length; n++) {
+  const room = (right[n] - left[n]) * scale - 10;
+  const both = who[n] ? title[n] + " · " + who[n] : title[n];
+  const fits = pen.measureText(title[n]).width <= room;
+  const said = fits ? (pen.measureText(both).width <= room ? both : cut(both, room)) : cut(title[n], room);
+  if (text[n] !== said) { text[n] = said; changed = true; }
+}
+if (changed) source.change.emit();
+"""
+
+
+class BarChart:
+    """One device's bar: `show` brings it up to date, `figure` is what is looked at."""
+
+    def __init__(self, palette: Palette) -> None:
+        self._palette = palette
+        self.source = ColumnDataSource({name: [] for name in COLUMNS})
+        self.marks = ColumnDataSource({name: [] for name in LINES})
+        self.ground = ColumnDataSource({name: [] for name in GROUND})
+        self.range = Range1d(0, 1)
+        self._thresholds = FixedTicker(ticks=[])
+        self._above = LinearAxis(ticker=self._thresholds, major_label_standoff=2, major_tick_out=0)
+        self._interval = SingleIntervalTicker(interval=1, num_minor_ticks=0)
+        self._format = PrintfTickFormatter(format="%d GiB")
+        self.figure = self._figure()
+
+    def _figure(self) -> Any:
+        plot = figure(height=HEIGHT, sizing_mode="stretch_width", x_range=self.range, y_range=Range1d(0, 1), tools="",
+                      toolbar_location=None, min_border=0, min_border_right=26, min_border_left=6)
+        plot.outline_line_color = None
+        plot.background_fill_alpha = plot.border_fill_alpha = 0
+        plot.yaxis.visible = False
+        plot.grid.visible = False
+        below = plot.xaxis[0]
+        below.ticker, below.formatter, below.major_label_overrides = self._interval, self._format, {0: "0"}
+        below.major_label_standoff, below.major_tick_out, below.minor_tick_out = 3, 0, 0
+        plot.add_layout(self._above, "above")
+        lies = plot.quad(left="left", right="right", bottom=0, top=1, source=self.ground, fill_color=EDGE,
+                         fill_alpha="alpha", line_color=None, hatch_pattern="hatch", hatch_color=EDGE, hatch_scale=6)
+        drawn = plot.quad(left="left", right="right", bottom=0.04, top=0.96, source=self.source, fill_color="colour",
+                          fill_alpha="alpha", line_color=EDGE, line_width=1, hatch_pattern="hatch",
+                          hatch_color=EDGE, hatch_alpha=0.5, hatch_weight=1, hatch_scale=9,
+                          hover_line_color=EDGE, hover_line_width=2)
+        plot.text(x="left", y=0.5, text="text", source=self.source, text_color="ink", text_baseline="middle",
+                  x_offset=5, text_font_size="12px", text_font=value("sans-serif"))
+        ruled = plot.segment(x0="x", x1="x", y0=0, y1=1, source=self.marks, line_color=EDGE, line_dash="dash",
+                             line_width="width")
+        plot.add_tools(HoverTool(renderers=[drawn], tooltips=TOOLTIP, point_policy="follow_mouse"),
+                       HoverTool(renderers=[ruled], tooltips=LINE_TOOLTIP, line_policy="interp"),
+                       HoverTool(renderers=[lies], tooltips=LINE_TOOLTIP, point_policy="follow_mouse"))
+        fit = CustomJS(args={"source": self.source, "figure": plot}, code=_FIT)
+        for model, event in ((plot, "inner_width"), (self.source, "data"), (self.source, "patching"),
+                             (self.range, "end")):
+            model.js_on_change(event, fit)
+        return plot
+
+    def show(self, bar: Bar, dark: bool = False) -> bool:
+        """Brings the bar up to date; whether anything differed."""
+        unit, name = unit_of(bar.device)
+        self.range.update(end=bar.scale_bytes / unit)
+        self._interval.update(interval=_interval(bar.scale_bytes / unit))
+        self._format.update(format=f"%d {name}")
+        ticks = {mark.bytes / unit: _SIGNS[mark.kind] for mark in bar.marks if mark.kind in _SIGNS}
+        if self._thresholds.ticks != list(ticks):
+            self._above.major_label_overrides = ticks
+            self._thresholds.ticks = list(ticks)
+        looks = self._palette.looks(one.label for one in bar.stretches if one.label)
+        changed = bring(self.ground, ground(bar)) | bring(self.marks, lines(bar))
+        return bring(self.source, columns(bar, looks, dark), keep=("text",)) or changed
+
+
+_SIGNS = {level.lower(): look.mark for level, look in LEVELS.items()} | {"budget": "budget"}
+
+
+def _interval(length: float) -> float:
+    """A step that gives four to eight marks on an axis of that length, in powers of two as memory comes."""
+    step = 1.0
+    while length / step > 8:
+        step *= 2
+    return step

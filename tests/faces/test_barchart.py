@@ -1,0 +1,62 @@
+"""A drawn bar: what its figure holds, and that only what differs is sent."""
+from __future__ import annotations
+
+import pytest
+from bokeh.models import ColumnDataSource
+from gpu_panels import bars
+from gpu_panels.barchart import BarChart
+from gpu_panels.palette import Palette
+from gpu_panels.sources import bring
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from . import samples
+
+
+def shown(snapshot, device=0, dark=False):
+    chart = BarChart(Palette())
+    chart.show(bars.bars(snapshot)[device], dark)
+    return chart
+
+
+def test_the_figure_shows_every_stretch_and_mark():
+    chart = shown(samples.busy)
+    assert chart.source.data["title"] == ["qwen", "reranker"]
+    assert (chart.source.data["left"], chart.source.data["right"]) == ([0, 14], [14, 18])
+    assert chart.range.end == 24 and chart.figure.below[0].formatter.format == "%d GiB"
+    assert [pytest.approx(21.6)] == [x for x, kind in zip(chart.marks.data["x"], chart.marks.data["kind"], strict=True)
+                                     if kind == "budget"]
+
+
+def test_nothing_new_sends_nothing_and_a_second_older_sends_a_cell(monkeypatch):
+    """Twenty sessions look each second."""
+    chart = shown(samples.busy)
+    sent = []
+    chart.source.on_change("data", lambda attr, old, new: sent.append(new))
+    assert not chart.show(bars.bars(samples.busy)[0])
+    older = replace(samples.busy, now=samples.busy.now + 1)
+    patched = []
+    monkeypatch.setattr(ColumnDataSource, "patch", lambda source, cells: patched.append(cells))
+    assert chart.show(bars.bars(older)[0])
+    assert sent == [] and list(patched[0]) == ["told"]
+
+
+def test_words_on_what_the_page_shines_through_take_the_pages_ink():
+    """On a hatched stretch; on a lease's own colour the ink goes by the colour, in both themes."""
+    light, dark = shown(samples.waiting), shown(samples.waiting, dark=True)
+    assert light.source.data["ink"][1] == "#000000" and dark.source.data["ink"][1] == "#ffffff"
+    assert light.source.data["ink"][0] == dark.source.data["ink"][0]
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from("abc")), max_size=6)
+
+
+@given(ROWS, ROWS)
+def test_a_source_that_is_brought_up_to_date_holds_the_new_columns(before, after):
+    """Whether by patches or anew; and it says whether anything differed."""
+    columns = [{"n": [n for n, _ in rows], "s": [s for _, s in rows]} for rows in (before, after)]
+    source = ColumnDataSource(columns[0])
+    assert bring(source, columns[1]) == (columns[0] != columns[1])
+    assert dict(source.data) == columns[1]
+    assert not bring(source, columns[1])
