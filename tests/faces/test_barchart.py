@@ -1,6 +1,8 @@
 """A drawn bar: what its figure holds, and that only what differs is sent."""
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 from bokeh.models import ColumnDataSource
 from gpu_panels import bars
@@ -54,9 +56,10 @@ ROWS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from("abc")), max_size=6
 
 @given(ROWS, ROWS)
 def test_a_source_that_is_brought_up_to_date_holds_the_new_columns(before, after):
-    """Whether by patches or anew; and it says whether anything differed."""
-    columns = [{"n": [n for n, _ in rows], "s": [s for _, s in rows]} for rows in (before, after)]
-    source = ColumnDataSource(columns[0])
-    assert bring(source, columns[1]) == (columns[0] != columns[1])
-    assert dict(source.data) == columns[1]
-    assert not bring(source, columns[1])
+    """Whether by patches or anew; it says whether anything differed; and what it was given, others may hold."""
+    first, second = ({"n": [n for n, _ in rows], "s": [s for _, s in rows]} for rows in (before, after))
+    given, source = deepcopy(first), ColumnDataSource({"n": [], "s": []})
+    assert bring(source, first) == bool(before)
+    assert bring(source, second) == (first != second)
+    assert dict(source.data) == second and first == given
+    assert not bring(source, second)
