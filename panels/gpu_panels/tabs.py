@@ -8,9 +8,9 @@ from .tab import Tab
 
 TABS = {  # title -> module:class
     "Now": "now:Now",
-    "Models": "models:Models",
-    "Leases": "leases:Leases",
-    "Queue": "queue:Queue",
+    "Models": "tables:Models",
+    "Leases": "tables:Leases",
+    "Queue": "tables:Queue",
     "Decisions": "decisions:Decisions",
     "Evictions": "evictions:Evictions",
     "Fragmentation": "fragmentation:FragmentationTab",

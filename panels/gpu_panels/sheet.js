@@ -1,0 +1,134 @@
+// Draws the rows of sheet.py, and changes the cells that differ. What stands in a cell is text, never HTML.
+const [TEXT, VALUE, HINT, KIND, COLOUR, TEXTURE] = [0, 1, 2, 3, 4, 5]
+
+function made(tag, kind, parent) {
+  const node = document.createElement(tag)
+  if (kind) node.className = kind
+  if (parent) parent.append(node)
+  return node
+}
+
+function compare(one, other, numeric) {
+  const [a, b] = [one[VALUE], other[VALUE]]
+  if (a !== null && b !== null) return a - b
+  if (a !== null || b !== null) return a === null ? 1 : -1  // what is unknown stands last
+  return one[TEXT].localeCompare(other[TEXT], undefined, {numeric: true})
+}
+
+function fill(td, cell, numeric) {
+  td.className = [numeric ? "num" : "", cell[KIND]].filter(Boolean).join(" ")
+  td.title = cell[HINT]
+  td.replaceChildren()
+  if (cell[COLOUR]) {
+    const swatch = made("span", `swatch ${{".": "dots", "-": "stripes"}[cell[TEXTURE]] || ""}`, td)
+    swatch.style.backgroundColor = cell[COLOUR]
+  }
+  td.append(cell[TEXT])
+}
+
+export function render({model}) {
+  const root = made("div", "sheet")
+  const tools = made("div", "tools", root)
+  const filter = made("input", "", tools)
+  filter.type = "search"
+  filter.placeholder = "Filter: words that a row must contain"
+  filter.setAttribute("aria-label", "Filter the rows")
+  const count = made("span", "count", tools)
+  const frame = made("div", "frame", root)
+  const table = made("table", "", frame)
+  const head = made("tr", "", made("thead", "", table))
+  const body = made("tbody", "", table)
+  const note = made("div", "empty", root)
+  const shown = new Map()  // id -> {tr, cells, row}
+  let sorted = {column: -1, down: false}
+
+  function headers() {
+    head.replaceChildren()
+    model.columns.forEach(([title, numeric, hint], n) => {
+      const th = made("th", numeric ? "num" : "", head)
+      const button = made("button", "", th)
+      button.textContent = title
+      button.title = hint || `Sort by ${title.toLowerCase()}`
+      button.onclick = () => {
+        if (sorted.column !== n) sorted = {column: n, down: Boolean(numeric)}  // of figures the largest first
+        else if (sorted.down === Boolean(numeric)) sorted = {column: n, down: !sorted.down}
+        else sorted = {column: -1, down: false}  // the third click: the order of the house
+        draw()
+      }
+    })
+    made("th", "buttons", head)
+  }
+
+  function press(id, verb) {
+    model.send_msg({id, verb})
+  }
+
+  function drawn(row) {
+    const [id, cells, buttons] = row
+    let seen = shown.get(id)
+    if (!seen) {
+      const tr = made("tr")
+      seen = {tr, row: null, cells: cells.map(() => made("td", "", tr)), last: made("td", "buttons", tr)}
+      shown.set(id, seen)
+    }
+    cells.forEach((cell, n) => {
+      if (!seen.row || JSON.stringify(seen.row[1][n]) !== JSON.stringify(cell)) {
+        fill(seen.cells[n], cell, model.columns[n][1])
+      }
+    })
+    if (!seen.row || JSON.stringify(seen.row[2]) !== JSON.stringify(buttons)) {
+      const focused = seen.last.getRootNode().activeElement?.dataset?.verb
+      seen.last.replaceChildren()
+      for (const [verb, label, why_not] of buttons) {
+        const button = made("button", "act", seen.last)
+        button.textContent = label
+        button.dataset.verb = verb
+        button.title = why_not || `${label} ${cells[0][TEXT]}`
+        button.disabled = Boolean(why_not)
+        button.onclick = () => press(id, verb)
+        if (verb === focused && seen.tr.contains(document.activeElement)) button.focus()
+      }
+    }
+    seen.row = row
+    return seen.tr
+  }
+
+  function draw() {
+    const rows = JSON.parse(model.rows)
+    const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean)
+    const kept = rows.filter(([, cells]) => {
+      const said = cells.map((cell) => `${cell[TEXT]} ${cell[HINT]}`).join(" ").toLowerCase()
+      return words.every((word) => said.includes(word))
+    })
+    if (sorted.column >= 0) {
+      const n = sorted.column
+      kept.sort((one, other) => compare(one[1][n], other[1][n]) * (sorted.down ? -1 : 1))
+    }
+    [...head.children].forEach((th, n) => {
+      const here = n === sorted.column
+      th.setAttribute("aria-sort", here ? (sorted.down ? "descending" : "ascending") : "none")
+    })
+    const there = new Set(rows.map(([id]) => id))
+    for (const [id, seen] of shown) {
+      if (!there.has(id)) { seen.tr.remove(); shown.delete(id) }
+    }
+    const order = kept.map(drawn)
+    const wanted = new Set(order)
+    for (const tr of [...body.children]) if (!wanted.has(tr)) tr.remove()
+    order.forEach((tr, n) => { if (body.children[n] !== tr) body.insertBefore(tr, body.children[n] || null) })
+    root.classList.toggle("acts", rows.some(([, , buttons]) => buttons.length))
+    table.hidden = !kept.length
+    tools.hidden = !model.filters || !rows.length
+    count.textContent = words.length ? `${kept.length} of ${rows.length}` : `${rows.length}`
+    note.textContent = rows.length ? (kept.length ? "" : "No row contains all these words.") : model.empty
+    note.hidden = !note.textContent
+  }
+
+  filter.oninput = draw
+  headers()
+  draw()
+  model.on("rows", draw)
+  model.on("empty", draw)
+  model.on("columns", () => { shown.clear(); body.replaceChildren(); headers(); draw() })
+  return root
+}
