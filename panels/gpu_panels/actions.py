@@ -10,7 +10,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import panel as pn
@@ -26,7 +25,9 @@ from .watch import Watch
 
 log = logging.getLogger("gpu_runtime")
 
-MOST_TOLD = 5  # outcomes that stay on the page
+MOST_TOLD = 4  # outcomes that stay on the page
+DONE_SECONDS = 20.0  # how long one that went well stays there; one that failed stays until others push it out
+FOCUS_MILLISECONDS = 150  # until the dialog stands there, and its button can take the focus
 ANSWER_SECONDS = 30.0  # how long an owner is waited for
 
 
@@ -54,9 +55,11 @@ class Actions:
         self._words = pn.pane.HTML("", sizing_mode="stretch_width")
         self._cancel = pmui.Button(label="Cancel", variant="outlined", on_click=self.cancel)
         self._confirm = pmui.Button(label="Do it", color="error", on_click=self.confirm)
+        # A click beside it, or Escape, closes it: that is a no.
         self.dialog = pmui.Dialog(self._words, pmui.Row(self._cancel, self._confirm, align="end"), close_on_click=True,
                                   title_variant="h6", width_option="sm")
-        self.outcomes = pn.pane.HTML("", visible=False, sizing_mode="stretch_width")
+        self.outcomes = pn.pane.HTML("", visible=False, sizing_mode="stretch_width", stylesheets=[OUTCOMES],
+                                     margin=(12, 0, 0, 0))
         self.panel = pn.Column(self.outcomes, self.dialog, sizing_mode="stretch_width")
 
     @property
@@ -83,6 +86,7 @@ class Actions:
         self._words.object = "".join(f"<p>{html.escape(line)}</p>" for line in asks.lines if line)
         self._confirm.label, self.dialog.title = asks.confirm, asks.title
         self.dialog.open = True
+        pn.state.add_periodic_callback(self._cancel.focus, FOCUS_MILLISECONDS, count=2)
 
     def cancel(self, _: Any = None) -> None:
         self._asked, self.dialog.open = None, False
@@ -118,21 +122,36 @@ class Actions:
 
     def update(self, snapshot: Snapshot | None) -> None:
         """Shows what came of what was asked."""
-        words = "".join(f"<div>{clock(one.wall)} <b>{html.escape(clean(one.what))}</b>: {one.state}, "
-                        f"{html.escape(one.words)}</div>" for one in reversed(self._told))
+        now = self._wall()
+        kept = (one for one in self._told if one.state != "done" or now - one.wall < DONE_SECONDS)
+        self._told = deque(kept, MOST_TOLD)
+        words = "".join(_line(one) for one in reversed(self._told))
         if words != self.outcomes.object:
             self.outcomes.param.update(object=words, visible=bool(words))
 
 
 def perform(rt: Any, asked: Proposal, name: str) -> Outcome:
     """What came of it, done in the name of that person. Raises as the runtime does."""
-    acting = getattr(rt, "on_behalf_of", None)
-    with acting(name) if acting else nullcontext():
+    with rt.on_behalf_of(f"{name}, console"):
         if asked.verb == "defrag":
             return rt.defrag()
         if asked.verb in ("pin", "unpin"):
             return getattr(rt, asked.verb)(asked.address)
         return getattr(rt, asked.verb)(asked.address, timeout=ANSWER_SECONDS)
+
+
+MARKS = {"waiting": "…", "done": "✓", "failed": "✗"}
+OUTCOMES = """
+div.told { border-left: 4px solid #808080; background: rgba(128, 128, 128, .12); padding: 4px 12px; margin: 0 0 4px;
+  font-size: 13px; white-space: pre-line; }
+div.done { border-color: #009e73; } div.failed { border-color: #d55e00; } div.waiting { border-color: #56b4e9; }
+span { opacity: .75; font-variant-numeric: tabular-nums; }
+"""
+
+
+def _line(one: Told) -> str:
+    return (f'<div class="told {one.state}" role="status"><span>{clock(one.wall)}</span> {MARKS[one.state]} '
+            f"<b>{html.escape(clean(one.what))}</b>: {html.escape(one.words)}</div>")
 
 
 def _what(asked: Proposal) -> str:

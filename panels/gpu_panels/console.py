@@ -1,20 +1,19 @@
-"""The console's page: a header that says how things stand, and the tabs. The same when served and in a notebook.
+"""The console's page: a strip that says how things stand, and the tabs. The same when served and in a notebook.
 
 One `Console` is one session. It asks nobody anything: it shows what its Watch was told.
 """
 from __future__ import annotations
 
-import html
 import logging
 from typing import Any
 
 import panel as pn
 import panel_material_ui as pmui
-from gpu.view import clean, clock, worst_level
+from gpu.view import clock
 
 from gpu_runtime.facts import Snapshot
 
-from . import tabs
+from . import header, tabs
 from .actions import Actions
 from .tab import Tab
 from .watch import Look, Watch
@@ -22,6 +21,11 @@ from .watch import Look, Watch
 log = logging.getLogger("gpu_runtime")
 
 TICK_MILLISECONDS = 250  # how often a session looks whether its Watch knows anything new
+FIRST_SECONDS = 0.5  # how long a new page waits for the first figures, at most
+MARGIN = (0, 20)  # between the page's edge and what stands on it
+BUTTONS = {"typography": {"button": {"textTransform": "none"}}}
+THEME = {"light": {"palette": {"primary": {"main": "#0b5c8a"}}, **BUTTONS},
+         "dark": {"palette": {"primary": {"main": "#7cc0ea"}}, **BUTTONS}}
 
 
 class Console:
@@ -33,57 +37,66 @@ class Console:
         self._shown: int | None = None
         self._titles = tabs.titles()
         self._made: dict[str, Tab] = {}
-        self._holders = {title: pn.Column(sizing_mode="stretch_width") for title in self._titles}
-        self._status = pn.pane.HTML("", sizing_mode="stretch_width")
-        self._banner = pmui.Alert(severity="error", visible=False, sizing_mode="stretch_width")
+        self._holders = {title: pn.Column(sizing_mode="stretch_width", margin=(10, 0)) for title in self._titles}
+        self._strip = header.Strip(sizing_mode="stretch_width")
+        self._banner = pmui.Alert(severity="error", visible=False, sizing_mode="stretch_width", margin=(12, 0, 0, 0))
         self._tabs = pmui.Tabs(*self._holders.items(), sizing_mode="stretch_width")
         self._tabs.param.watch(self._turned, "active")
-        self.page = pmui.Page(title="GPU console", header=[self._status],
-                              main=[self._banner, self.actions.panel, self._tabs])
+        body = pn.Column(self._banner, self.actions.panel, self._tabs, sizing_mode="stretch_width", margin=MARGIN)
+        # The title stands in the strip: the page's own would link to the root of the server, behind a proxy another's.
+        self.page = pmui.Page(meta_title="GPU console", header=[self._strip], main=[body], theme_config=THEME,
+                              busy_indicator=None)
         self.page.param.watch(self._toggled, "dark_theme")
         watch.join(self)
-        watch.first(0.5)
+        watch.first(FIRST_SECONDS)
         self.tick()
 
     def close(self) -> None:
+        """Ends the session: nothing is asked for it any more."""
         self.watch.leave(self)
 
     def tick(self) -> None:
         """Shows what is new since the last time; costs next to nothing where nothing is."""
         look = self.watch.look
-        if look.revision == self._shown:
-            return
-        self._shown = look.revision
-        self._show(look)
+        if look.revision != self._shown:
+            self._shown = look.revision
+            self._show(look)
 
     def _show(self, look: Look) -> None:
-        self._banner.param.update(visible=bool(look.error), object=_trouble(look))
-        if look.snapshot is None:
+        trouble = f"Since {clock(look.since)} nothing newer is known: {look.error}" if look.error else ""
+        if trouble != (self._banner.object or ""):
+            self._banner.param.update(visible=bool(trouble), object=trouble)
+        snapshot = look.snapshot
+        if snapshot is None:
             return
-        words = _header(look.snapshot, self.visitor)
-        if words != self._status.object:
-            self._status.object = words
-        self.actions.update(look.snapshot)
-        self._update(look.snapshot)
+        said = {"as_of": clock(snapshot.wall), "words": header.words(snapshot, self.visitor)}
+        if not look.error:
+            said["beat"] = look.revision
+        self._strip.param.update(**said)
+        self.actions.update(snapshot)
+        self._update(snapshot)
 
     def _update(self, snapshot: Snapshot) -> None:
         """The tab in front, made when it is first looked at. What fails there is told there."""
         if not self._titles:
             return
         title = self._titles[self._tabs.active]
+        holder = self._holders[title]
         try:
             tab = self._made.get(title)
             if tab is None:
-                tab = self._made[title] = tabs.kind(title)(self.watch, self.actions)
+                tab = tabs.kind(title)(self.watch, self.actions)
                 tab.dark(self.page.dark_theme)
                 tab.update(snapshot)
-                self._holders[title].objects = [tab.panel]
+                holder.objects = [tab.panel]
+                self._made[title] = tab
             else:
                 tab.update(snapshot)
         except Exception as failed:  # one tab that fails takes no other with it
             log.exception("the tab %s failed", title)
             self._made.pop(title, None)
-            self._holders[title].objects = [pmui.Alert(f"This tab could not be drawn: {failed}", severity="error")]
+            said = f"{title} could not be drawn: {type(failed).__name__}: {failed}"
+            holder.objects = [pmui.Alert(said, severity="error", sizing_mode="stretch_width")]
 
     def _turned(self, _: Any) -> None:
         if snapshot := self.watch.look.snapshot:
@@ -105,15 +118,3 @@ def page(visitor: Any, watch: Watch) -> pmui.Page:
 
     pn.state.on_session_destroyed(ended)
     return console.page
-
-
-def _trouble(look: Look) -> str:
-    return f"Since {clock(look.since)} nothing newer is known: {look.error}" if look.error else ""
-
-
-def _header(snapshot: Snapshot, visitor: Any) -> str:
-    level = worst_level(snapshot)
-    kind = "simulated" if snapshot.simulated else "real"
-    role = "operator" if visitor.may_act else "viewer"
-    said = (level, kind, snapshot.ledger, snapshot.owner.host, visitor.name, role, f"as of {clock(snapshot.wall)}")
-    return " · ".join(html.escape(clean(one)) for one in said)

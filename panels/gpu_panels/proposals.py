@@ -95,7 +95,7 @@ def _fate(lease: Lease | None, snapshot: Snapshot) -> str:
     if lease is None:
         return ""
     seconds = lease.restore_seconds or lease.reload_seconds
-    slow = f", in about {show_seconds(seconds)}" if seconds else ""
+    slow = f", in about {show_seconds(seconds)}" if seconds >= 0.1 else ""
     if lease.movable:
         return f"It steps aside to host memory where there is room, and {back}{slow}."
     return f"It is dropped and {back}, from its source{slow}."

@@ -69,15 +69,15 @@ def models(snapshot: Snapshot, catalogue: Sequence[ModelSpec] = (), looks: Mappi
 
 
 def _model(lease: Lease, owner: Owner, snapshot: Snapshot, looks: Mapping[str, palette.Look]) -> Row:
-    look = looks.get(palette.label(lease))
     idle = lease.idle_seconds(snapshot.now)
+    kept = Cell("pinned", 1, "It does not step aside", "strong") if lease.keep else Cell("", 0)
     cells = (
-        Cell(clean(lease.name), None, _kind(lease), "strong", look.colour if look else "", look.texture if look else ""),
+        _named(lease, _kind(lease), looks),
         Cell(place(lease.shares or lease.target), None, lease.where),
         Cell(show_bytes(lease.bytes), lease.bytes), state(lease, snapshot.now),
         NOTHING if lease.pins or not lease.last_used else Cell(lasting(idle), _stepped(idle)),
         Cell(str(lease.uses), lease.uses), _importance(lease.importance),
-        Cell("pinned", 1, "It does not step aside", "strong") if lease.keep else Cell("", 0), owner_cell(owner, snapshot))
+        kept, owner_cell(owner, snapshot))
     return Row(lease.id, cells, _buttons(lease, owner))
 
 
@@ -122,8 +122,8 @@ def leases(snapshot: Snapshot, looks: Mapping[str, palette.Look] | None = None) 
     for section in sorted(snapshot.sections.values(), key=_by_size):
         for lease in sorted(section.leases, key=lambda lease: (-lease.bytes, lease.name)):
             rows += _shares(lease, section, snapshot, looks or {})
-        rows += [_row(section, snapshot, f"{section.owner.id}//{device}", Cell(RESIDUE, kind="soft"), device, None, size)
-                 for device, size in section.residue.items() if size]
+        rows += [_row(section, snapshot, f"{section.owner.id}//{device}", Cell(RESIDUE, kind="soft"), device, None,
+                      size) for device, size in section.residue.items() if size]
     return (*rows, *(_stranger(one) for one in snapshot.strangers), *_unknown_strangers(snapshot))
 
 
@@ -132,9 +132,7 @@ def _by_size(section: Section) -> tuple[int, str]:
 
 
 def _shares(lease: Lease, section: Section, snapshot: Snapshot, looks: Mapping[str, palette.Look]) -> Iterator[Row]:
-    look = looks.get(palette.label(lease))
-    name = Cell(clean(lease.name), None, "memory for running code" if lease.kind == "block" else _kind(lease), "strong",
-                look.colour if look else "", look.texture if look else "")
+    name = _named(lease, "memory for running code" if lease.kind == "block" else _kind(lease), looks)
     own = {share.device: share.bytes for share in lease.filled}
     for share in lease.shares:
         measured = lease.measured_bytes if lease.kind == "block" else own.get(share.device, share.bytes)
@@ -149,8 +147,8 @@ def _row(section: Section, snapshot: Snapshot, id: str, holds: Cell, device: str
          measured: int | None, used: Cell = NOTHING) -> Row:
     owner = section.owner
     return Row(id, (
-        notebook(owner, snapshot), Cell(clean(owner.user)), Cell(str(owner.pid), owner.pid), kernel(section, snapshot.now),
-        holds, Cell(device), _bytes(leased, NOTHING), _bytes(measured, UNKNOWN), used))
+        notebook(owner, snapshot), Cell(clean(owner.user)), Cell(str(owner.pid), owner.pid),
+        kernel(section, snapshot.now), holds, Cell(device), _bytes(leased, NOTHING), _bytes(measured, UNKNOWN), used))
 
 
 def _stranger(one: Stranger) -> Row:
@@ -167,8 +165,8 @@ def _unknown_strangers(snapshot: Snapshot) -> Iterator[Row]:
         size = 0 if view.device.is_host or view.device.id in known else strangers_bytes(view)
         if size:
             yield Row(f"stranger/{view.device.id}", (
-                Cell("other programs", hint="The driver does not say whose it is", kind="alarm"), UNKNOWN, UNKNOWN, NOTHING,
-                Cell("no lease", kind="soft"), Cell(view.device.id), NOTHING, _bytes(size, UNKNOWN), NOTHING))
+                Cell("other programs", hint="The driver does not say whose it is", kind="alarm"), UNKNOWN, UNKNOWN,
+                NOTHING, Cell("no lease", kind="soft"), Cell(view.device.id), NOTHING, _bytes(size, UNKNOWN), NOTHING))
 
 
 def kernel(section: Section, now: float) -> Cell:
@@ -280,6 +278,13 @@ def _holder(owner_id: str, snapshot: Snapshot) -> Cell:
         return owner_cell(section.owner, snapshot)
     pid = owner_id.partition(".")[0]
     return Cell("this process" if owner_id == snapshot.owner.id else f"pid {pid}")
+
+
+def _named(lease: Lease, hint: str, looks: Mapping[str, palette.Look]) -> Cell:
+    """Its name, with the swatch that it has in every chart."""
+    look = looks.get(palette.label(lease))
+    colour, texture = (look.colour, look.texture) if look else ("", "")
+    return Cell(clean(lease.name), None, hint, "strong", colour, texture)
 
 
 def _importance(number: int) -> Cell:

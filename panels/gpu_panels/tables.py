@@ -69,7 +69,6 @@ class Queue(_Table):
 
 def _catalogue(rt: Any) -> tuple[ModelSpec, ...]:
     """The catalogue's models, as far as a table shows them."""
-    frame = rt.catalog()
-    return tuple(ModelSpec(row.name, row.backend, source=row.source, size=None if row.bytes != row.bytes else int(row.bytes),
-                           importance=row.importance, keep=row.keep, enabled=row.state != "disabled")
-                 for row in frame.astype({"bytes": "float64"}).itertuples(index=False))
+    rows = rt.catalog().astype({"bytes": "object"}).itertuples(index=False)
+    return tuple(ModelSpec(row.name, row.backend, source=row.source, size=row.bytes if isinstance(row.bytes, int) else None,
+                           importance=row.importance, keep=row.keep, enabled=row.state != "disabled") for row in rows)

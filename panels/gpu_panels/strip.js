@@ -1,0 +1,35 @@
+// The strip at the top: what the server says, and since when nothing was heard of it. The browser's own clock tells that,
+// so it is told too when the server is gone, or the kernel is busy with a long cell.
+const QUIET_SECONDS = 4
+
+export function render({model}) {
+  const root = document.createElement("div")
+  root.className = "strip"
+  const words = document.createElement("div")
+  words.className = "words"
+  const fresh = document.createElement("div")
+  fresh.className = "fresh"
+  fresh.setAttribute("role", "status")
+  root.append(words, fresh)
+  let heard = Date.now()
+
+  function tell() {
+    const quiet = Math.round((Date.now() - heard) / 1000)
+    const late = quiet >= QUIET_SECONDS
+    const said = late ? `${model.silence} for ${quiet} s; as of ${model.as_of}` : `as of ${model.as_of}`
+    if (fresh.textContent !== said) fresh.textContent = said
+    fresh.classList.toggle("late", late)
+  }
+
+  function draw() {
+    words.innerHTML = model.words  // escaped where it was made: header.py
+  }
+
+  draw()
+  tell()
+  model.on("words", draw)
+  model.on("beat", () => { heard = Date.now(); tell() })
+  const ticking = setInterval(tell, 1000)
+  model.on("remove", () => clearInterval(ticking))
+  return root
+}
