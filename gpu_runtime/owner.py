@@ -264,7 +264,8 @@ def _no_links(path: str, flags: int) -> int:
 
 def _slot(file: IO[bytes], offset: int) -> Roster | None:
     file.seek(offset)
-    frame, check = file.read(_FRAME.size), file.read(_CHECK.size)
+    head = file.read(_FRAME.size + _CHECK.size)  # in one: the other slot may be written meanwhile, and leave zeros here
+    frame, check = head[:_FRAME.size], head[_FRAME.size:]
     if len(check) < _CHECK.size or _CHECK.unpack(check)[0] != zlib.crc32(frame):
         return None
     magic, schema, turn, rev, length, checksum = _FRAME.unpack(frame)

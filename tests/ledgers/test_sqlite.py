@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from gpu_runtime import owner as owner_module
 from gpu_runtime.errors import LedgerNewer, LedgerRefused, LedgerUnavailable
 from gpu_runtime.ledgers import default_url, files
 from gpu_runtime.ledgers.mending import Damaged
@@ -343,6 +344,21 @@ def test_a_half_written_roster_falls_back_to_the_one_before(here):
     os.pwrite(owner_file._fd, b"x" * 40, owner_file._turn % 2 * owner_file.SLOT_BYTES + 60)
     os.unlink(ledger.path)
     assert names(ledger) == ["qwen"]
+
+
+def test_a_roster_that_is_written_while_it_is_read_is_none_yet():
+    """The first roster goes to the second slot, and leaves zeros in the first: seen half before and half after, their
+    check sum is right."""
+    class Growing:
+        size = 0
+
+        def seek(self, offset: int) -> None: ...
+
+        def read(self, count: int) -> bytes:
+            size, self.size = self.size, 4096
+            return b"\0" * min(count, size)
+
+    assert owner_module._slot(Growing(), 0) is None
 
 
 def test_who_reaps_what_another_has_just_reaped_decides_again(here, notebook):
