@@ -19,14 +19,17 @@ from .units import show_bytes
 HOST = "host"
 SCHEMA = 1
 MOST_ENTRIES = 256  # leases and tickets in one page
-MOST_EVENTS = 64  # events in one page; older ones live in the journal
+MOST_EVENTS = 16  # events in one page, which all pay for; older ones live in the journal
 
 IMPORTANCE = {"urgent": 1, "high": 5, "normal": 10, "low": 20, "batch": 30}  # lower is more important
 NORMAL = IMPORTANCE["normal"]
 
 
-class Value(Struct, frozen=True, omit_defaults=True):
-    """What all facts are: frozen, compared by value, small as JSON."""
+class Value(Struct, frozen=True, omit_defaults=True, gc=False):
+    """What all facts are: frozen, compared by value, small as JSON.
+
+    Values cannot refer to each other in a circle, so the collector of garbage need not walk over a page's thousands.
+    """
 
 
 class Owner(Value):
@@ -911,11 +914,13 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
     Facts are always accepted: a lease that settled larger than it asked for, or residue, may show an overdraft. Only
     bytes that are newly *promised* (targets) may not.
     """
-    before, promised = old.claims(), _promised(old)
-    more = {device for device, size in _promised(new).items() if size > promised.get(device, 0)}
+    # What a section promised before and does still cancels out: most writes change one of many.
+    promised = _promised(section for id, section in old.sections.items() if new.sections.get(id) is not section)
+    promises = _promised(section for id, section in new.sections.items() if old.sections.get(id) is not section)
+    more = {device for device, size in promises.items() if size > promised.get(device, 0)}
     if not more:
         return {}
-    after = new.claims()
+    before, after = old.claims(), new.claims()
     over = {device: after[device] - max(new.limits.get(device, after[device]), before.get(device, 0))
             for device in more}
     shared = one_memory(new.devices)
@@ -926,10 +931,11 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
     return {device: excess for device, excess in over.items() if excess > 0}
 
 
-def _promised(book: Book) -> dict[str, int]:
+def _promised(sections: Iterable[Section]) -> dict[str, int]:
     """Bytes on each device that are reserved for what is still on its way."""
     sums: dict[str, int] = {}
-    for lease in book.leases():
-        for share in lease.target:
-            sums[share.device] = sums.get(share.device, 0) + share.bytes
+    for section in sections:
+        for lease in section.leases:
+            for share in lease.target:
+                sums[share.device] = sums.get(share.device, 0) + share.bytes
     return sums

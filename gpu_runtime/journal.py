@@ -1,4 +1,4 @@
-"""What happened and why, kept beyond the page's last 64 events and beyond a boot.
+"""What happened and why, kept beyond the page's last few events and beyond a boot.
 
 One SQLite table that every owner of a ledger appends to. History is worth having but nothing stands on it: where it
 cannot be written, that is logged once and the work goes on.

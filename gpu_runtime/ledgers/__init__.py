@@ -246,16 +246,12 @@ def _events_refusal(old: Book, new: Book) -> str:
 
 
 def _size_refusal(old: Book, new: Book) -> str:
-    before, after = _entries(old), _entries(new)
-    if after > MOST_ENTRIES and after > before:
+    after = new.entries
+    if after > MOST_ENTRIES and after > old.entries:
         return f"{after} leases and tickets are more than the {MOST_ENTRIES} that a page holds"
     if len(new.events) > MOST_EVENTS:
         return f"{len(new.events)} events are more than the {MOST_EVENTS} that a page holds"
     return ""
-
-
-def _entries(book: Book) -> int:
-    return sum(len(section.leases) for section in book.sections.values()) + len(book.tickets)
 
 
 def _overdraft_refusal(old: Book, new: Book) -> str:

@@ -40,7 +40,7 @@ SETTLED_NANOSECONDS = 50_000_000
 UPDATE = "UPDATE main.book SET rev=rev+1, schema=?, body=? WHERE host=? AND rev=?"
 
 
-MOST_BYTES = 32 << 20  # of a page; 256 leases with 64 events take about 200 KiB
+MOST_BYTES = 32 << 20  # of a page; 256 leases take about 200 KiB
 
 
 class Lost(Exception):
