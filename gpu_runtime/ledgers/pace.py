@@ -35,10 +35,17 @@ class Pace:
         here = self._here
         in_a_row = now - getattr(here, "ended_at", float("-inf")) < IN_A_ROW_SECONDS
         here.turns = here.turns + 1 if in_a_row else 1
+        here.row = here.row + 1 if in_a_row else 1
+        here.lines_up = here.row > 2 and now - self._crowded_at <= CROWDED_SECONDS
         if here.turns <= FREE_TURNS or now - self._crowded_at > CROWDED_SECONDS:
             return 0.0
         here.turns = 1
         return random.uniform(2, 6) * self.attempt_seconds
+
+    @property
+    def lines_up(self) -> bool:
+        """Whether this thread writes without pause, and others too: trying in vain would hold up those in line."""
+        return self._here.lines_up
 
     @property
     def goes_on(self) -> bool:

@@ -100,7 +100,8 @@ class SqliteLedger:
         tried: Page | None = None
         while True:
             self._require_open()
-            turnstile = self._at_our_turn() if paced else None
+            # At first without waiting: mostly nobody is there, and who lost has now in his caches what deciding takes.
+            turnstile = self._at_our_turn() if paced and (lost or self._pace.lines_up) else None
             try:
                 began = processor_seconds()
                 page = self._file.look()
@@ -122,7 +123,8 @@ class SqliteLedger:
             lost, now = lost + 1, time.monotonic()
             if now > deadline:
                 raise self._too_long()
-            time.sleep(self._pace.lost(lost, now))
+            if turnstile or lost > 1:
+                time.sleep(self._pace.lost(lost, now))
 
     def _without_what_was_lost(self, page: Page, tried: Page | None) -> Book:
         """The book; but in one that was rebuilt since our last try our part is what it was before.

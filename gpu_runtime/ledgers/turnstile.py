@@ -58,14 +58,19 @@ class Turnstile:
         came_out = self._count()
         began = now = time.monotonic()
         patience = STALLED_SECONDS
-        while came_out != self._stalled and now - began < MOST_SECONDS:
-            self._sleep(patience)
-            if self.try_enter():
-                return True
-            before, came_out, was, now = came_out, self._count(), now, time.monotonic()
-            if came_out == before and now - was >= STALLED_SECONDS:
-                self._stalled = came_out
-            patience = 8 * STALLED_SECONDS  # they do come out: whoever came first is woken first
+        # Registered once: of those who wait the first to have come is woken, and no other.
+        with select.epoll() as ear:
+            ear.register(self._pipe, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+            while came_out != self._stalled and now - began < MOST_SECONDS:
+                ear.poll(patience)
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._pipe, 65536)
+                if self.try_enter():
+                    return True
+                before, came_out, was, now = came_out, self._count(), now, time.monotonic()
+                if came_out == before and now - was >= STALLED_SECONDS:
+                    self._stalled = came_out
+                patience = 8 * STALLED_SECONDS  # they do come out: whoever came first is woken first
         return False
 
     def leave(self, wake: bool = True) -> None:
@@ -79,14 +84,6 @@ class Turnstile:
 
     def _count(self) -> bytes:
         return os.pread(self._lock, 8, 0)
-
-    def _sleep(self, seconds: float) -> None:
-        # Registered anew each time, at the end of the row: of those who wait the first is woken, and no other.
-        with select.epoll() as ear:
-            ear.register(self._pipe, select.EPOLLIN | select.EPOLLEXCLUSIVE)
-            ear.poll(seconds)
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._pipe, 65536)
 
 
 def _close(*descriptors: int) -> None:
