@@ -27,8 +27,8 @@ def of_segments(device: str, state: Segments, *, alloc_retries: int = 0, ooms: i
                  for start, segment in zip(starts, state.segments, strict=False))
     free = sum(segment.span for segment in state.segments if not segment.in_use)
     holes = sum(run.size for segment in state.segments if not segment.in_use for run in segment.runs if run.key == HOLE)
-    return AllocatorMap("", device, 0.0, state.allocated, state.reserved, state.reserved - state.allocated, free - holes,
-                        state.largest_free, alloc_retries, ooms, told)
+    return AllocatorMap("", device, 0.0, state.allocated, state.reserved, state.reserved - state.allocated,
+                        free - holes, state.largest_free, alloc_retries, ooms, told)
 
 
 def of_torch(device: str, number: int, segments: Iterable[Mapping[str, Any]], stats: Mapping[str, Any]) -> AllocatorMap:
@@ -39,7 +39,8 @@ def of_torch(device: str, number: int, segments: Iterable[Mapping[str, Any]], st
     """
     said = sorted((segment for segment in segments if segment["device"] == number), key=lambda one: one["address"])
     told = tuple(SegmentMap(one["address"], one["total_size"], _kind(one), _joined(
-        Block(block["size"], _STATES.get(block["state"], BlockState.PENDING)) for block in one["blocks"])) for one in said)
+        Block(block["size"], _STATES.get(block["state"], BlockState.PENDING)) for block in one["blocks"]))
+        for one in said)
     blocks = [block for segment in told for block in segment.blocks]
     free = [block.bytes for block in blocks if block.state is BlockState.INACTIVE]
     return AllocatorMap(

@@ -33,12 +33,17 @@ def defrag(rt: Runtime, process: str, timeout: str | float | None) -> Outcome:
         left = None if seconds is None else max(0.0, until - keeper.clock())
         answer = rt._asked("defrag", id, "", left, wait=left != 0.0, must=bool(process))
         freed, done = freed + answer.bytes, done and (answer.done or not process)
-        told.append(f"{owner.label}: " + (answer.because if answer.done else f"{answer.because}, and has yet to answer"))
+        told.append(f"{owner.label}: {answer.because}" + ("" if answer.done else ", and has yet to answer"))
     return Outcome("defrag", process, done, "; ".join(told), freed)
 
 
 def _named(rt: Runtime, process: str, book: Book) -> list[str]:
-    """The owners in that process, or the one that has a model of that name. Raises GpuError, and as Runtime._resolve."""
+    """The owners in that process, or the one that has a model of that name.
+
+    Raises GpuError, and as Runtime._resolve.
+    """
+    if process in book.sections:
+        return [process]
     number = process.removeprefix("@")
     if not number.isdigit():
         return [rt._resolve(process, loadable=True)[0]]

@@ -713,12 +713,10 @@ class AllocatorMap(Value):
         torch takes it of its largest free block, or of new memory, once whatever is releasable has been released. A
         simulated card's account is of what is allocated, and its allocator gives free blocks back where room is short.
         """
-        if view.device.simulated:
-            return max(0, view.limit_bytes - view.claimed_bytes)
-        if view.measured_bytes is None or self.largest_free_bytes is None:
+        if view.room_bytes is None or self.largest_free_bytes is None:
             return None
-        room = max(0, view.limit_bytes - max(view.claimed_bytes, view.measured_bytes))
-        return max(self.largest_free_bytes, room + (self.releasable_bytes or 0))
+        room = max(0, view.room_bytes)
+        return room if view.device.simulated else max(self.largest_free_bytes, room + (self.releasable_bytes or 0))
 
 
 class Stranger(Value):

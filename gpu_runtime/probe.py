@@ -190,7 +190,7 @@ class Probe:
         one that is not torch's for CUDA or ROCm cannot."""
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
-            said = [self._memories[device.id].map() for device in self.devices if device.simulated and not device.is_host]
+            said = [self._memories[id].map() for id in self._simulated()]
         else:
             cut = cuda.memory_snapshot(**_without_traces(cuda.memory_snapshot))
             said = [allocators.of_torch(id, number, cut, cuda.memory_stats(number)) for id, number in self._numbered()]
@@ -200,14 +200,17 @@ class Probe:
         """Equal for as long as the maps are; far cheaper to ask for."""
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
-            return tuple(self._memories[device.id].pulse() for device in self.devices
-                         if device.simulated and not device.is_host)
+            return tuple(self._memories[id].pulse() for id in self._simulated())
         counters = (cuda.memory_stats(number) for _, number in self._numbered())
         return tuple(tuple(stats.get(name, 0) for name in _PULSE) for stats in counters)
 
+    def _simulated(self) -> list[str]:
+        return [device.id for device in self.devices if device.simulated and not device.is_host]
+
     def _numbered(self) -> list[tuple[str, int]]:
         """The cards that torch's allocator for CUDA serves, and what torch calls them in this process."""
-        return [(id, int(card.torch.partition(":")[2])) for id, card in self._cards.items() if card.torch.startswith("cuda")]
+        cards = ((id, card.torch.partition(":")) for id, card in self._cards.items())
+        return [(id, int(number)) for id, (kind, _, number) in cards if kind == "cuda"]
 
     def empty_cache(self) -> int:
         """Gives memory that waits to be used again back, on cards and host; returns its bytes."""
@@ -316,5 +319,5 @@ _PULSE = ("allocation.all.allocated", "allocation.all.freed", "segment.all.alloc
 
 
 def _without_traces(snapshot: Callable[..., Any]) -> dict[str, bool]:
-    """The arguments that spare us the traces of allocations, which somebody may record; older torch has no such choice."""
+    """The arguments that spare us the traces of allocations, which somebody may record; older torch has no choice."""
     return {"include_traces": False} if "include_traces" in inspect.signature(snapshot).parameters else {}

@@ -472,8 +472,8 @@ class Runtime:
     def defrag(self, process: str = "", *, timeout: str | float | None = 5.0) -> Outcome:
         """Gives memory back that allocators hold and nobody uses: of every process that this user may ask, or of one.
 
-        `process` is its number (`4121`), or a model that it has (`qwen@4121`). What stays is cut up between blocks in
-        use. Raises UnknownModel, AmbiguousName; NotAllowed, GpuError and Busy where the one that was named does not.
+        `process` is its number (`4121`), its id in the book, or a model that it has (`qwen@4121`). What stays is cut up
+        between blocks in use. Raises UnknownModel, AmbiguousName; NotAllowed, GpuError and Busy where the one that was named does not.
         """
         return defragmenting.defrag(self, process, timeout)
 
@@ -502,7 +502,8 @@ class Runtime:
         seconds = None if timeout is None else parse_seconds(timeout)
         verdict = self._keeper.ask(verb, f"{owner}/{name}", timeout=seconds, wait=wait, places=places)
         if isinstance(verdict, Grant):
-            return Outcome(verb, name, True, verdict.because, before.bytes if before and verb == "evict" else verdict.bytes,
+            size = before.bytes if before and verb == "evict" else verdict.bytes
+            return Outcome(verb, name, True, verdict.because, size,
                            verdict.lease.where if verdict.lease.shares else "")
         if isinstance(verdict, Refuse):
             if not must:
@@ -664,12 +665,12 @@ class Runtime:
         return tuple(told[::-1][:limit])
 
     def fragmentation(self) -> DataFrame:
-        """What each process's allocator holds on each card, in use or not; one that does not tell has a row of unknowns."""
+        """What each process's allocator holds on each card; one that does not tell has a row of unknowns."""
         from . import frames
 
-        book, world = self._look()
+        book, _ = self._look()
         sections = {self._keeper.me: Section(self._keeper.owner)} | self._keeper.as_known(book)
-        return frames.fragmentation(self._maps.all(book), sections, views(book, world))
+        return frames.fragmentation(self._maps.all(book), sections, self.status().devices)
 
     def allocator_maps(self) -> tuple[AllocatorMap, ...]:
         """How the allocators of all processes of the ledger have cut what they hold: segments, and blocks in them.
@@ -885,6 +886,8 @@ class Runtime:
 
     def _carry_out(self, order: Order) -> None:
         """Does what another process asked for, and answers in the book."""
+        if self._closed:
+            return
         keeper = self._keeper
         try:
             if order.refused:

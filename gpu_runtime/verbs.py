@@ -137,6 +137,14 @@ def _evictions(rt: Any, args: argparse.Namespace) -> Any:
     return (rt.events if args.all else rt.evictions)(**_given(args, "limit"))
 
 
+def _fragmentation(rt: Any, args: argparse.Namespace) -> Any:
+    if not args.map:
+        return rt.fragmentation()
+    from gpu.maps import mapped
+
+    return mapped(rt.allocator_maps(), rt.status())
+
+
 def _doctor(rt: Any, args: argparse.Namespace) -> Any:
     from . import doctor
 
@@ -192,7 +200,9 @@ VERBS: dict[str, Verb] = {verb.name: verb for verb in (
         Argument(("--all",), {"action": "store_true", "help": "also loads, restores and refusals"}),
         Argument(("--limit",), {"metavar": "N", "type": rows, "help": "only the last N"}),
     )),
-    Verb("fragmentation", "what the allocators hold and cannot use", lambda rt, args: rt.fragmentation()),
+    Verb("fragmentation", "what the allocators hold and cannot use", _fragmentation, (
+        Argument(("--map",), {"action": "store_true", "help": "drawn: every segment, and how it is cut into blocks"}),
+    )),
     Verb("health", "one line on the fullest device", lambda rt, args: rt.health()),
     Verb("plan", "what a model needs, and what using it would do; doing nothing", _plan, (
         Argument(("name",), {"metavar": "NAME|SIZE|PATH", "help": "a model, a size such as 8GiB, a directory, a .gguf "

@@ -76,7 +76,8 @@ class MapFiles:
             stamp = (is_.st_ino, is_.st_mtime_ns, is_.st_size)
             seen = self._seen.get(id)
             if seen is None or seen[0] != stamp:
-                seen = self._seen[id] = (stamp, tuple(one for one in _decode(os.read(fd, MOST_BYTES)) if one.owner == id))
+                told = _decode(os.read(fd, MOST_BYTES))
+                seen = self._seen[id] = (stamp, tuple(one for one in told if one.owner == id))
             return seen[1]
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return None

@@ -11,7 +11,7 @@ from typing import Any
 from gpu_runtime.doctor import Report
 from gpu_runtime.facts import Applied, Health, Outcome, Plan, Snapshot
 
-from . import html, text
+from . import html, maps, text
 from .plain import as_json as as_json  # a face needs this module only
 
 EMPTY = {
@@ -85,11 +85,21 @@ def shown(verb: str, value: Any, *, subject: str = "", around: Snapshot | None =
         return Shown(value, lambda: text.preset(value), lambda: html.preset(value))
     if verb == "config":
         return Shown(value, lambda: text.config(value), lambda: html.config(value))
+    if isinstance(value, maps.Mapped):
+        return _maps(value, prompt)
     if isinstance(value, Report):
         return Shown(value, lambda: value.text, lambda: html.page(html.pre(value.text)))
     if isinstance(value, str):
         return note(value)
     return value
+
+
+def _maps(value: maps.Mapped, prompt: str) -> Shown:
+    if not value.maps:
+        return hint(nothing("fragmentation", prompt))
+    pairs = list(zip(value.maps, value.titles, strict=True))
+    return Shown(value, lambda: "\n\n".join(maps.as_text(one, title) for one, title in pairs),
+                 lambda: "".join(maps.as_html(one, title) for one, title in pairs))
 
 
 def nothing(verb: str, prompt: str = "%gpu") -> str:

@@ -50,7 +50,8 @@ def test_a_simulated_cards_segments_are_told_as_they_are_cut():
     """Neighbours in use are one stretch, with their number; what was given back is no longer reserved."""
     map = of_segments("sim:0", cut((Run(3 * MIB, 7, 1), Run(5 * MIB, 8, 1), Run(12 * MIB, FREE)),
                                    (Run(4 * MIB, 9, 1), Run(6 * MIB, HOLE)), (Run(20 * MIB, FREE),)), ooms=2)
-    assert map.segments[0] == SegmentMap(0, 20 * MIB, "large", (Block(8 * MIB, ALLOCATED, 2), Block(12 * MIB, INACTIVE)))
+    assert map.segments[0] == SegmentMap(
+        0, 20 * MIB, "large", (Block(8 * MIB, ALLOCATED, 2), Block(12 * MIB, INACTIVE)))
     assert states(map)[1:] == [[(4, "allocated"), (6, "released")], [(20, "inactive")]]
     assert [segment.address for segment in map.segments] == [0, 20 * MIB, 30 * MIB]
     assert (map.allocated_bytes, map.reserved_bytes) == (12 * MIB, 44 * MIB)
@@ -78,17 +79,18 @@ def test_what_defragmenting_will_release_is_known_before(rows, freed):
 
 
 def test_torchs_snapshot_becomes_a_map():
-    """In the order of addresses; other cards' segments are theirs; what waits for a stream is neither in use nor free."""
+    """In the order of addresses; other cards' segments are theirs; what waits for a stream is neither."""
     snapshot = [
-        torch_segment(torch_block(4, "inactive"), torch_block(8), torch_block(8), torch_block(20, "inactive"), at=64 * MIB),
+        torch_segment(torch_block(4, "inactive"), torch_block(8), torch_block(8), torch_block(20, "inactive"),
+                      at=64 * MIB),
         torch_segment(torch_block(2), type="small", at=0),
         torch_segment(torch_block(3, "active_awaiting_free"), torch_block(17, "active_pending_free"), at=256 * MIB),
         torch_segment(torch_block(64, "inactive"), at=512 * MIB),
         torch_segment(torch_block(99), device=1),
     ]
     map = of_torch("cuda:3", 0, snapshot, {"num_alloc_retries": 4, "num_ooms": 1})
-    assert states(map) == [[(2, "allocated")], [(4, "inactive"), (16, "allocated"), (20, "inactive")], [(20, "pending")],
-                           [(64, "inactive")]]
+    assert states(map) == [[(2, "allocated")], [(4, "inactive"), (16, "allocated"), (20, "inactive")],
+                           [(20, "pending")], [(64, "inactive")]]
     assert [segment.kind for segment in map.segments] == ["small", "large", "large", "large"]
     assert (map.device, map.allocated_bytes, map.reserved_bytes) == ("cuda:3", 18 * MIB, 126 * MIB)
     assert (map.inactive_bytes, map.releasable_bytes, map.largest_free_bytes) == (88 * MIB, 64 * MIB, 64 * MIB)
@@ -161,21 +163,19 @@ def test_a_map_travels_as_json():
     assert msgspec.json.decode(encode(map), type=AllocatorMap) == map
 
 
-def view(limit: float, claimed: float, measured: float | None, simulated: bool = False) -> DeviceView:
-    def size(gib: float | None) -> int | None:
-        return None if gib is None else int(gib * GIB)
-
+def view(room: float | None, simulated: bool = False) -> DeviceView:
+    size = None if room is None else int(room * GIB)
     card = Device("cuda:0", 24 * GIB, simulated=simulated)
-    return DeviceView(card, size(limit), size(claimed), size(measured), Level.LOW, 0.0)
+    return DeviceView(card, 20 * GIB, 0, None, Level.LOW, 0.0, room_bytes=size)
 
 
 @pytest.mark.parametrize(("releasable", "largest", "around", "expected"), [
-    (2, 2, view(20, 12, 13), 9),  # new memory, once what is releasable has been released
-    (0, 6, view(20, 12, 19), 6),  # a free block that is larger than what is left on the card
-    (1, 1, view(20, 21, 21), 1),  # a card over its budget
-    (0, None, view(20, 12, 13), None),
-    (2, 2, view(20, 12, None), None),  # the driver does not tell
-    (2, 2, view(20, 12, None, simulated=True), 8),  # whatever is not claimed fits
+    (2, 2, view(7), 9),  # new memory, once what is releasable has been released
+    (0, 6, view(1), 6),  # a free block that is larger than what is left on the card
+    (1, 1, view(-1), 1),  # a card over its budget
+    (0, None, view(7), None),
+    (2, 2, view(None), None),  # the driver does not tell
+    (2, 2, view(8, simulated=True), 8),  # whatever is not claimed fits
 ])
 def test_the_largest_request_that_fits(releasable, largest, around, expected):
     """Unknown is not 0."""

@@ -360,7 +360,7 @@ def test_an_owners_maps_are_seen_by_all_and_replaced_whole(door):
     """What an owner publishes is its last word: nothing of what it said before is left."""
     a, b = door(), door()
     assert b.maps() == {}
-    cut = SegmentMap(0, 20 * 2**20, "large", (Block(2**20, BlockState.ALLOCATED, 2), Block(19 * 2**20, BlockState.INACTIVE)))
+    cut = SegmentMap(0, 20 << 20, "large", (Block(1 << 20, BlockState.ALLOCATED, 2), Block(19 << 20, BlockState.INACTIVE)))
     a.publish_maps((drawn(a, cut), drawn(a)))
     assert b.maps() == a.maps() == {a.owner.id: (drawn(a, cut), drawn(a))}
     a.publish_maps((drawn(a, wall=2.0),))

@@ -1,0 +1,148 @@
+"""An allocator's map as a picture: area is bytes, and nothing that matters is too small to be seen."""
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from gpu import maps, render
+from gpu.maps import ALLOCATED, COLOURS, KINDS, RELEASABLE, STUCK, as_text, legend, left_out, picture, verdict
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.allocators import bounded
+from gpu_runtime.facts import AllocatorMap, Block, BlockState, SegmentMap
+from gpu_runtime.memory import Memory
+from gpu_runtime.units import GIB, KIB, MIB
+from tests.backends.test_allocators import drawn
+
+from . import samples
+from .sight import SIGHT, distance
+from .test_html import tree
+
+A, P, I, R, M = BlockState
+
+
+def segment(at: int, *blocks: tuple[float, BlockState], kind: str = "large") -> SegmentMap:
+    cut = tuple(Block(int(size * MIB), state) for size, state in blocks)
+    return SegmentMap(at, sum(block.bytes for block in cut), kind, cut)
+
+
+adapters = AllocatorMap(samples.BOB.id, "sim:0", 1.0, 9 * MIB, 40 * MIB, 31 * MIB, 20 * MIB, 20 * MIB, 1, 0, (
+    segment(0, (3, I), (3, A), (3, I), (3, A), (3, I), (3, A), (2, I)), segment(20 * MIB, (20, I))))
+empty = AllocatorMap(samples.ME.id, "sim:0", 1.0, 0, 0, 0, 0, 0, ooms=1)
+unknown = AllocatorMap(samples.ME.id, "cuda:0", 1.0, 3 * GIB, 4 * GIB)
+
+
+def test_a_map_reads_as_text():
+    """In a terminal too: what is in use, what is stuck between, and what will come back."""
+    assert as_text(adapters, "analysis.ipynb (pid 4121) on sim:0").splitlines() == [
+        "analysis.ipynb (pid 4121) on sim:0",
+        "9.0 MiB of 40.0 MiB reserved are allocated. 31.0 MiB are inactive, 20.0 MiB in one piece at most: defrag "
+        "gives 20.0 MiB back, 11.0 MiB lie in segments that are in use, and stay.",
+        "       0 B ░░░░░░░░░▒█████████▒░░░░░░░░▒█████████▒░░░░░░░░░██████████░░░░░░",
+        "  20.0 MiB ················································"
+        "················",
+        "  █ allocated 9.0 MiB   ░ inactive, in a segment in use 11.0 MiB   · inactive, given back by defrag 20.0 MiB",
+    ]
+
+
+@pytest.mark.parametrize(("map", "said"), [
+    (empty, "0 B of 0 B reserved are allocated. Nothing is inactive."),
+    (unknown, "3.0 GiB of 4.0 GiB reserved are allocated; how the rest is cut up is unknown."),
+    (AllocatorMap("", "d", 0.0, 0, MIB, MIB, MIB, MIB), "0 B of 1.0 MiB reserved are allocated. 1.0 MiB are inactive, "
+                                                        "1.0 MiB in one piece at most: defrag gives them back."),
+])
+def test_what_a_map_says_in_words(map, said):
+    """Unknown is not 0."""
+    assert verdict(map) == said
+
+
+def test_what_is_not_drawn_is_told():
+    map, = bounded([drawn(*(segment(n * MIB, (1, A)) for n in range(40)))], 20)
+    assert left_out(map) == "Not drawn: 35 smaller segments, 35.0 MiB in all."
+    assert left_out(adapters) == ""
+
+
+def area(map: AllocatorMap) -> dict[str, float]:
+    sums = dict.fromkeys(KINDS, 0.0)
+    for piece in picture(map).pieces:
+        sums[piece.kind] += (piece.right - piece.left) * (piece.high - piece.low)
+    return sums
+
+
+wide = st.lists(st.tuples(st.integers(1, 64), st.sampled_from([A, I, P])), min_size=1, max_size=6)
+
+
+@given(rows=st.lists(wide, min_size=1, max_size=8))
+def test_area_is_bytes(rows):
+    """As long as everything is wide enough to be seen; and no two pieces lie upon each other."""
+    map = drawn(*(segment(n << 20, *row) for n, row in enumerate(rows)))
+    shown = picture(map)
+    assert {kind: size for kind, size in area(map).items() if size} == pytest.approx(dict(legend(map)))
+    assert sum(size for _, size in legend(map)) == map.reserved_bytes
+    for row in range(shown.rows):
+        spans = sorted((piece.left, piece.right) for piece in shown.pieces if piece.row == row)
+        assert all(left[1] <= right[0] for left, right in itertools.pairwise(spans))
+        assert spans[-1][1] <= shown.row_bytes
+    assert shown.rows <= maps.MOST_ROWS
+
+
+def test_one_small_tensor_in_a_large_segment_is_seen():
+    """It may be all that keeps 10 GiB from being given back: it is drawn as wide as can be seen, and on top."""
+    map = drawn(segment(0, (5 * KIB, I), (1 / 1024, A), (5 * KIB, I)))
+    last = picture(map).pieces[-1]
+    assert (last.kind, last.right - last.left) == (ALLOCATED, pytest.approx(picture(map).row_bytes / maps.CELLS))
+
+
+def test_blocks_too_small_to_be_told_apart_are_told_by_how_much_of_them_is_in_use():
+    """Half in use is drawn half as high, not as a solid wall."""
+    row = [(0.25, A), (0.75, I)] * 4
+    map = drawn(segment(0, *row), segment(1 << 40, (8000, A)))
+    few = [piece for piece in picture(map).pieces if piece.kind == ALLOCATED and piece.right < 9 * MIB]
+    assert sum((piece.right - piece.left) * (piece.high - piece.low) for piece in few) == pytest.approx(MIB)
+    assert max(piece.high for piece in few) < 0.5
+    assert "in 3 blocks: 512 KiB allocated; 768 KiB inactive, in a segment in use" in few[0].told
+
+
+def test_thousands_of_blocks_make_a_bounded_picture():
+    """What a page draws and a notebook keeps does not grow with the number of blocks."""
+    row = [(0.3, A), (0.7, I)] * 4000
+    map, = bounded([drawn(*(segment(n << 40, *row) for n in range(8)))])
+    assert len(picture(map).pieces) < 2 * maps.MOST_ROWS * maps.CELLS
+    assert len(maps.as_svg(map, "")) < 400 * KIB
+
+
+def test_a_private_pools_memory_is_not_shown_as_coming_back():
+    """defrag leaves it to its CUDA graph."""
+    assert dict(legend(drawn(segment(0, (20, I), kind="private")))) == {STUCK: 20 * MIB}
+    assert dict(legend(drawn(segment(0, (20, I))))) == {RELEASABLE: 20 * MIB}
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+def test_the_kinds_are_told_apart_by_everybody(sight):
+    colours = [colour for colour in COLOURS.values() if colour]
+    assert min(distance(one, other, sight) for one, other in itertools.combinations(colours, 2)) >= 10
+
+
+def test_all_maps_are_shown_with_whose_they_are_the_worst_first():
+    shown = maps.mapped((empty, adapters), samples.busy)
+    assert shown.titles == ("analysis.ipynb (pid 4121) on sim:0", "train.ipynb (pid 4000) on sim:0")
+    page = render.shown("fragmentation", shown)
+    assert repr(page).count("reserved are allocated") == 2
+    assert tree(page._repr_mimebundle_()["text/html"]).tags >= {"svg", "path"}
+
+
+def test_a_notebook_named_like_a_script_is_only_a_name():
+    page = maps.as_html(adapters, '<script>alert("1")</script>')
+    assert "<script>" not in page and "&lt;script&gt;" in page
+
+
+def test_where_nobody_holds_anything_it_says_what_to_type():
+    assert "Load a model" in repr(render.shown("fragmentation", maps.mapped((), samples.empty)))
+
+
+def test_a_simulated_cards_map_is_drawn():
+    memory = Memory("sim:0", GIB)
+    held = [memory.allocate(3 * MIB) for _ in range(6)]
+    held[0].free()
+    assert dict(legend(memory.map())) == {ALLOCATED: 15 * MIB, STUCK: 5 * MIB}
