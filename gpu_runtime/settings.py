@@ -10,7 +10,7 @@ import difflib
 import re
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
+from pydantic import BeforeValidator, Field, PrivateAttr, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from .errors import BadSetting
@@ -106,6 +106,17 @@ class Settings(BaseSettings):
         30.0, description="The same under HIGH pressure; never more than under MODERATE.")
     pressure_check_interval_seconds: Annotated[Seconds, Field(gt=0)] = Field(
         15.0, description="How often pressure is checked.")
+
+    gpu_console_token: Annotated[SecretStr | None, Field(min_length=16)] = Field(
+        None, description="The console's token, of 16 characters or more. Unset: made anew at each start.")
+    gpu_console_viewer_token: Annotated[SecretStr | None, Field(min_length=16)] = Field(
+        None, description="Another one, for people who may look and not act. Unset: there is none.")
+    gpu_console_operators: str | None = Field(
+        None, description="Who may act where the console asks for a login: names, separated by commas, or *.")
+    gpu_console_viewers: str | None = Field(
+        None, description="Who may look there: names, separated by commas, or *. Nobody else is let in.")
+    gpu_console_read_only: bool = Field(
+        False, description="The console has no buttons, whoever looks at it.")
 
     gpu_trust_remote_code: bool = Field(
         False, description="Let models run code from their own directory when they load.")
@@ -204,6 +215,8 @@ def _show(value: Any) -> str:
     """
     if value is None:
         return "unset"
+    if isinstance(value, SecretStr):
+        return "***"
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else masked(str(value))
@@ -211,7 +224,8 @@ def _show(value: Any) -> str:
 
 def _unknown(name: str, value: Any) -> BadSetting:
     nearest = difflib.get_close_matches(name.lower(), Settings.model_fields, n=1, cutoff=0.0)
-    return BadSetting(name, _masked_value(value), f"a known setting, such as {nearest[0]}")
+    shown = "***" if nearest[0] in _SECRET else _masked_value(value)
+    return BadSetting(name, shown, f"a known setting, such as {nearest[0]}")
 
 
 def _bad_setting(error: ValidationError, given: dict[str, Any]) -> BadSetting:
@@ -219,7 +233,7 @@ def _bad_setting(error: ValidationError, given: dict[str, Any]) -> BadSetting:
     complaint = error.errors()[0]
     field = str(complaint["loc"][0])
     name = field if field in given else field.upper()
-    return BadSetting(name, _masked_value(complaint["input"]), _expected(field))
+    return BadSetting(name, "***" if field in _SECRET else _masked_value(complaint["input"]), _expected(field))
 
 
 def _masked_value(value: Any) -> Any:
@@ -244,7 +258,9 @@ def _expected(field: str) -> str:
     return "text"
 
 
+_SECRET = {"gpu_console_token", "gpu_console_viewer_token"}
 _WORDS = {
+    **dict.fromkeys(_SECRET, "text of 16 characters or more, such as `openssl rand -hex 24` prints"),
     "gpu_policy": "lru or cost_aware",
     "gpu_placement": "best-fit, most-free or fewest-evictions",
     "gpu_split_margin_mb": "a whole number of MiB, such as 512",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from .errors import AlreadyRegistered, LoadFailed, UnknownVerb
+from .errors import AlreadyRegistered, GpuError, LoadFailed, UnknownVerb
 from .facts import IMPORTANCE, Outcome
 from .units import parse_seconds
 
@@ -96,6 +96,12 @@ def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(args, name)) not in (None, False)}
 
 
+def port_number(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
+    return int(text)
+
+
 def count(text: str) -> int:
     if not text.replace("_", "").isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
@@ -175,6 +181,17 @@ def _listed(rt: Any, args: argparse.Namespace) -> Any:
 
 def _inspect(rt: Any, args: argparse.Namespace) -> Any:
     return _catalog(rt).inspect(args.name, "" if args.json else args.format)
+
+
+def _console(rt: Any, args: argparse.Namespace) -> Any:
+    try:
+        from gpu_panels import server
+    except ImportError as error:
+        raise GpuError(f"the console needs {error.name}, which is not installed.\n"
+                       "  Install it:  pip install 'gpu-console[console]'") from None
+    server.run(host=args.host, port=args.port, socket_path=args.socket, read_only=args.read_only,
+               browser=not args.no_browser)
+    return "The console has ended."
 
 
 def _ledger(rt: Any, args: argparse.Namespace) -> Any:
@@ -267,6 +284,15 @@ VERBS: dict[str, Verb] = {verb.name: verb for verb in (
         Argument(("--preset",), {"metavar": "SIZE", "help": "the settings advised for a card: 24GB, 16GB, 8GB, 4GB"},
                  "presets"),
     ), needs_runtime=False),
+    Verb("console", "serves the operator's console, and prints the URL to open", _console, (
+        Argument(("--host",), {"metavar": "HOST", "default": "127.0.0.1",
+                               "help": "the address to listen on; 127.0.0.1 unless given"}),
+        Argument(("--port",), {"metavar": "N", "type": port_number,
+                               "help": "the port; the first free one from 8211 unless given"}),
+        Argument(("--socket",), {"metavar": "PATH", "help": "a Unix socket in their place, for you alone"}, "files"),
+        Argument(("--read-only",), {"action": "store_true", "help": "nobody may act"}),
+        Argument(("--no-browser",), {"action": "store_true", "help": "open no browser"}),
+    ), places=(CLI,), needs_runtime=False),
     Verb("ledger", "sets up a ledger that a group of users shares; for the operator, as root", _ledger, (
         Argument(("action",), {"metavar": "init", "choices": ["init"], "help": "the one thing to do with it"}),
         Argument(("--group",), {"metavar": "G", "required": True, "help": "the users' group, such as gpu"}),

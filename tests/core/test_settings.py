@@ -34,6 +34,11 @@ DEFAULTS = {
     "EVICTION_IDLE_THRESHOLD_SECONDS": "120",
     "EVICTION_IDLE_HIGH_SECONDS": "30",
     "PRESSURE_CHECK_INTERVAL_SECONDS": "15",
+    "GPU_CONSOLE_TOKEN": "unset",
+    "GPU_CONSOLE_VIEWER_TOKEN": "unset",
+    "GPU_CONSOLE_OPERATORS": "unset",
+    "GPU_CONSOLE_VIEWERS": "unset",
+    "GPU_CONSOLE_READ_ONLY": "false",
     "GPU_TRUST_REMOTE_CODE": "false",
 }
 
@@ -83,6 +88,8 @@ def test_a_dotenv_file_in_the_working_directory_is_not_read(environment, tmp_pat
     ("eviction_idle_threshold_seconds", "2m", 120.0),
     ("pressure_check_interval_seconds", "0.5", 0.5),
     ("gpu_policy", "cost_aware", "cost_aware"),
+    ("gpu_console_read_only", "yes", True),
+    ("gpu_console_operators", "ann, bob", "ann, bob"),
     ("gpu_ledger", "memory:", "memory:"),
 ])
 def test_the_environment_is_read_as_text_and_becomes_a_value(environment, name, text, value):
@@ -190,6 +197,24 @@ def test_passwords_are_never_shown(environment):
         Settings.load(gpu_leger="redis://ops:s3cret@box:6379/0")
     assert "s3cret" not in str(error.value)
     assert masked("sqlite:////var/lib/gpu/book") == "sqlite:////var/lib/gpu/book"
+
+
+@pytest.mark.parametrize("name", ["gpu_console_token", "gpu_console_viewer_token"])
+def test_a_token_is_never_shown(environment, name):
+    """Neither in the table, which `gpu doctor` prints, nor in a repr, nor in the sentence of an error."""
+    token = "4f1c8a90b2d74e6f9a3b"
+    environment.setenv(name.upper(), token)
+    settings = Settings.load()
+    assert row(settings, name.upper()).value == "***" and getattr(settings, name).get_secret_value() == token
+    assert token not in repr(settings) and token not in str(settings)
+    for wrong in ({name: token[:15]}, {name + "s": token}):
+        with pytest.raises(BadSetting) as error:
+            Settings.load(**wrong)
+        assert token[:15] not in str(error.value) and token[:15] not in repr(error.value.facts)
+    environment.setenv(name.upper(), token[:15])
+    with pytest.raises(BadSetting, match="of 16 characters or more") as error:
+        Settings.load()
+    assert token[:15] not in str(error.value)
 
 
 @given(password=st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1).map(lambda text: f"<{text}>"))

@@ -52,6 +52,7 @@ SAYS = {
     ("plan", "phi:4b"): "It would not be loaded: its backend ollama is not part of this version",
     ("delete", "phi:4b"): "phi:4b is no longer in the catalogue",
     ("help",): "gpu evict NAME", ("help", "evict"): "a model; another process's as NAME@PID", ("-h",): "gpu [status]",
+    ("console", "-h"): "gpu console [--host HOST] [--port N] [--socket PATH] [--read-only] [--no-browser]",
     ("evict", "-h"): "gpu evict NAME", ("ledger", "-h"): "gpu ledger init --group G DIR",
 }
 
@@ -113,6 +114,9 @@ def test_json_parses(gpu, words):
     (("apply", "-f", "none.yaml"), 1, "none.yaml: it cannot be read (No such file or directory)."),
     (("inspect", "nobody"), 1, "no model is called 'nobody'. Known: phi:4b. Add it to the catalogue: gpu apply -f FILE"),
     (("preload", "phi:4b"), 1, "its backend ollama is not part of this version"),
+    (("console", "--port", "70000"), 2, "'70000' is not a port"),
+    (("console", "--socket", "/tmp/console"), 1, "needs a directory that is yours alone (mode 0700), and /tmp is not"),
+    (("console", "--host", "203.0.113.1"), 1, "nothing can listen on 203.0.113.1"),
     (("evict", "qwen", "--frobnicate"), 2, "unrecognized arguments: --frobnicate"),
     (("--frobnicate",), 2, "unrecognized arguments: --frobnicate"),
     (("evict", "qwen", "--timeout", "soon"), 2, "'soon' is not a duration"),

@@ -1,0 +1,174 @@
+"""Consoles served by real processes, and clients that bring what they like."""
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.faces.conftest import FOUND_BY_CHILDREN
+
+OPERATORS, VIEWERS = "operator-0123456789abcdef", "viewer-0123456789abcdef"
+START_SECONDS = 60.0
+# The page of these tests: it says who looks, counts what was done, and has a button that a forged click can reach.
+PAGE = '''
+import panel as pn
+from gpu_panels import server
+
+DONE = []
+
+def page(visitor):
+    told = pn.pane.Markdown(f"SECRET of {visitor.name}, may act: {visitor.may_act}, done: {len(DONE)}")
+    def act(_):
+        if visitor.may_act:
+            DONE.append("an operator")
+        told.object = f"done by {DONE or 'nobody'}"
+    return pn.Column(told, pn.widgets.Button(name="act", on_click=act))
+'''
+SCRIPT = PAGE + "server.serve_page(page)\n"
+COMMAND = PAGE + "import sys\nserver.run(**eval(sys.argv[1]), page=page, browser=False)\n"
+
+
+class UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=20)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(20)
+        self.sock.connect(self._path)
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: str
+    seconds: float
+
+    @property
+    def cookie(self) -> str:
+        return self.headers.get("set-cookie", "").partition(";")[0]
+
+    @property
+    def session_token(self) -> str:
+        """The token with which the page opens its websocket."""
+        return re.search(r'"token":"([^"]+)"', self.body)[1]
+
+
+@dataclass
+class Served:
+    """A server that runs, and what it has said so far."""
+
+    process: subprocess.Popen
+    port: int = 0
+    socket: str = ""
+    path: str = "/"
+    said: Path = field(default_factory=Path)
+
+    @property
+    def output(self) -> str:
+        return self.said.read_text()
+
+    def get(self, path: str = "", *, method: str = "GET", body: str | None = None, host: str = "127.0.0.1",
+            **headers: str) -> Answer:
+        """One request, which follows no redirect. Header names are written with _ for -."""
+        connection = (UnixConnection(self.socket) if self.socket else
+                      http.client.HTTPConnection(host, self.port, timeout=20))
+        began = time.monotonic()
+        try:
+            connection.request(method, path or self.path, body=body,
+                               headers={name.replace("_", "-"): value for name, value in headers.items()})
+            answer = connection.getresponse()
+            return Answer(answer.status, {name.lower(): value for name, value in answer.getheaders()},
+                          answer.read().decode("utf-8", "replace"), time.monotonic() - began)
+        finally:
+            connection.close()
+
+    def enter(self, token: str = OPERATORS, path: str = "") -> tuple[str, str]:
+        """In by the token, as a browser: the path where the page lies then, and the cookie."""
+        path = path or self.path
+        answer = self.get(f"{path}?token={token}")
+        assert answer.status == 302, (answer, self.output)
+        base = path.rsplit("/", 1)[0]
+        return f"{base}/{answer.headers['location'].removeprefix('./')}", answer.cookie
+
+
+@contextmanager
+def serving(words: list[str], tmp_path: Path, environment: Mapping[str, str] = {}, *, port: int = 0,
+            socket_path: str = "", path: str = "/") -> Iterator[Served]:
+    """A server, from when it answers to the end of the block."""
+    name = f"served-{port or Path(socket_path).name}"
+    said = tmp_path / f"{name}.txt"
+    with said.open("wb") as out:
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=tmp_path,
+                                   env=environ(tmp_path) | dict(environment), start_new_session=True)
+    served = Served(process, port, socket_path, path, said)
+    try:
+        _wait(served)
+        yield served
+    finally:
+        end(process)
+
+
+def environ(tmp_path: Path) -> dict[str, str]:
+    return os.environ | {
+        "PYTHONPATH": FOUND_BY_CHILDREN, "GPU_DEVICES": "sim:24GiB,host:64GiB", "GPU_LEDGER": f"sqlite://{tmp_path}/ledger",
+        "XDG_STATE_HOME": f"{tmp_path}/state", "PYTHONUNBUFFERED": "1"}
+
+
+def end(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _wait(served: Served) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        if served.process.poll() is not None:
+            raise AssertionError(f"the server ended: {served.output}")
+        try:
+            if served.socket:
+                with socket.socket(socket.AF_UNIX) as trial:
+                    trial.connect(served.socket)
+            else:
+                socket.create_connection(("127.0.0.1", served.port), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.05)  # the only way to learn that another process listens
+    raise AssertionError(f"the server did not answer: {served.output}")
+
+
+def free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return trial.getsockname()[1]
+
+
+def console(tmp_path: Path, **options: object) -> list[str]:
+    """The words that serve the page of these tests as `gpu console` does."""
+    script = tmp_path / "command.py"
+    script.write_text(COMMAND)
+    return [sys.executable, str(script), repr(options)]
+
+
+def panel_serve(tmp_path: Path, *flags: str) -> list[str]:
+    """The words that serve the page of these tests as `panel serve` does."""
+    script = tmp_path / "console.py"
+    script.write_text(SCRIPT)
+    return [sys.executable, "-m", "panel", "serve", str(script), *flags]
+
