@@ -342,7 +342,7 @@ class Ticket(Value):
     held: tuple[str, ...] = ()  # lease ids that the asking thread itself pins
     blocked_since: float = 0.0  # since when only models in use stand in its way; 0: they do not
     because: str = ""
-    said_by: str = ""  # the person for whom it was asked, as the asker's process claims: for display, and proof of nothing
+    said_by: str = ""  # the person for whom it was asked, as the asking process claims: for display, no proof
 
 
 class Ghost(Value):

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from . import bookkeeping as books
 from . import bounds, caps, drains, naming, telling
+from .activity import activity
 from .asks import Ask, Order, ask, obey, relieve
 from .backends import Progress, is_out_of_memory
 from .bookkeeping import Truth
@@ -111,6 +112,7 @@ class Keeper:
                  measurements: Measurements | None = None) -> None:
         self.ledger, self.probe, self.settings, self.journal = ledger, probe, settings, journal
         self.clock, self.wall = clock, wall
+        self.activity = activity
         self.rank = policy(settings.gpu_policy)
         self.sizing = Sizing(measurements or Measurements(), probe, wall)
         self.residents: dict[str, Resident] = {}
@@ -180,7 +182,8 @@ class Keeper:
         blocks = tuple(lease for lease, anchor in list(self.blocks.values()) if anchor() is not None)
         keys = tuple(key.text for ref in self._keys.copy() if (key := ref()) is not None)
         held = tuple(lease for lease in models if lease is not None)
-        return Truth(self.owner, held + blocks, keys, self._residue(held), tuple(self.residents))
+        return Truth(self.owner, held + blocks, keys, self._residue(held), tuple(self.residents),
+                     *self.activity.state)
 
     def _residue(self, held: tuple[Lease, ...]) -> dict[str, int]:
         """Bytes that this process holds on real cards beyond its models: context, cache, tensors of its own.
@@ -323,8 +326,8 @@ class Keeper:
         return books.publish(book, self.truth(), self.world()) is book
 
     def in_use(self) -> bool:
-        """Whether anything of ours is pinned, or leased for code."""
-        return bool(self.blocks) or any(resident.pins for resident in list(self.residents.values()))
+        """Whether anything of ours is pinned or leased for code, or a cell runs: then there will soon be news of us."""
+        return bool(self.blocks or self.activity.state.busy_since) or any(resident.pins for resident in list(self.residents.values()))
 
     def reap(self) -> int:
         """Removes from the book whoever is proven dead; how many that were."""

@@ -281,6 +281,7 @@ class Runtime:
             if self._monitor_wanted:
                 self._monitor = Monitor(self.tick, self._keeper.rest)
                 self._monitor.start()
+                self._kept.activity.watchers.add(self._stir)
         budget = sum(self._keeper.limits[d.id] for d in self.probe.devices if not d.is_host)
         log.info("GovernedModelManager initialized with memory governor (gpu_budget=%dMB)", budget // MIB)
 
@@ -651,7 +652,7 @@ class Runtime:
         return frames.events(rows[-limit:] if limit else rows)
 
     def history(self, seconds: str | float = 900.0, points: int = 600) -> History:
-        """How every device was used in the last `seconds`, in at most `points` moments each, and what happened meanwhile.
+        """How every device was used in the last `seconds`, at most `points` moments of each, and what happened meanwhile.
 
         Of moments that lie too close together the fullest one is kept. The newest is of now.
         """
@@ -871,6 +872,11 @@ class Runtime:
             return POLL_SECONDS
         return seconds
 
+    def _stir(self) -> None:
+        """A cell began: it is told within a second, however long the monitor was to sleep."""
+        if self._dozing and not self._closed:
+            self._wake()
+
     def _wake(self) -> None:
         self._dozing = False
         self._keeper.ledger.ring([self._keeper.me])
@@ -923,6 +929,7 @@ class Runtime:
                 return
             self._closed = True
         keeper = self._kept
+        keeper.activity.watchers.discard(self._stir)
         if self._monitor:
             self._monitor.stop(lambda: keeper.ledger.ring([keeper.me]))
         for resident in list(keeper.residents.values()):

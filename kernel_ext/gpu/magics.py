@@ -18,6 +18,7 @@ from IPython.core.magic_arguments import MagicArgumentParser
 
 import gpu_runtime
 from gpu_runtime import GpuError, facts, verbs
+from gpu_runtime.activity import activity
 
 from .completion import matcher_for
 from .waiting import Waiting
@@ -223,6 +224,7 @@ class _Loaded:
         if self.rt is not None:
             shell.user_ns["rt"] = self.rt
         shell.events.register("pre_run_cell", self.before_cell)
+        shell.events.register("post_run_cell", self.after_cell)
 
     def open(self) -> Any:
         """The runtime of this process; from the first time on it is also the notebook's `rt`."""
@@ -235,9 +237,13 @@ class _Loaded:
         return rt
 
     def before_cell(self, info: Any) -> None:
+        activity.began(info)
         if self.opened is None and self.rt is not None and re.search(r"\brt\b", info.raw_cell or ""):
             with contextlib.suppress(GpuError):  # a hook's error would only be printed; the cell itself will raise it
                 self.open()
+
+    def after_cell(self, result: Any) -> None:
+        activity.ended(result.info)
 
     def take_back(self) -> None:
         tables = self.shell.magics_manager.magics
@@ -254,6 +260,8 @@ class _Loaded:
             if before is not None:
                 formatter.type_printers[kind] = before
         self.shell.events.unregister("pre_run_cell", self.before_cell)
+        self.shell.events.unregister("post_run_cell", self.after_cell)
+        activity.forget()
         if self.rt is not None and self.shell.user_ns.get("rt") is self.rt:
             del self.shell.user_ns["rt"]
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 ROOMS = {
-    "ground": {"threads", "persons", "facts", "units", "errors", "settings"},
+    "ground": {"activity", "threads", "persons", "facts", "units", "errors", "settings"},
     "mind": {"moments", "bounds", "drains", "moves", "naming", "splitting", "several",
              "planner", "caps", "telling", "asks", "bookkeeping", "clearing", "deadlock", "estimate", "hopeless",
              "leaving", "placement", "working", "policy", "pressure", "strangers", "queueing", "room"},

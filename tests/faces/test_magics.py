@@ -426,3 +426,26 @@ def test_loading_imports_nothing_heavy(child_environment):
 
 def test_values_for_display_are_facts():
     assert set(magics._SHOWN) == {facts.Snapshot, facts.Plan, facts.Outcome, facts.Health}
+
+
+# -- the kernel's state -------------------------------------------------------------------------------------------
+
+def test_a_cell_that_runs_is_told_and_its_end_too(shell, models):
+    """So that others see whether this notebook works, and since when it does not."""
+    state = "(lambda s: (s.busy_since, s.idle_since))(rt.status().sections[rt.status().owner.id])"
+    run(shell, "1")
+    busy, idle = run(shell, state)
+    assert busy > 0 and idle == 0
+    section = models.status().sections[models.status().owner.id]
+    assert section.busy_since == 0 and section.idle_since >= busy
+    with capture_output():
+        shell.run_cell("1 / 0")
+    assert models.status().sections[models.status().owner.id].busy_since == 0, "a failing cell ends as well"
+
+
+def test_a_kernel_without_the_extension_says_nothing_of_cells(shell, models):
+    run(shell, "1")
+    magics.unload(shell)
+    run(shell, "2")
+    section = models.status().sections[models.status().owner.id]
+    assert (section.busy_since, section.idle_since) == (0.0, 0.0)

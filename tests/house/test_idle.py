@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from gpu_runtime.activity import Activity
 from gpu_runtime.facts import Ticket
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.monitor import promptly
@@ -61,6 +62,33 @@ def test_a_use_wakes_a_monitor_that_sleeps_long(crowd):
             assert not ledger.wait(0), "once is enough"
     assert [rt.tick(), rt.tick()] == [1.0, 4.0]
     assert ledger.read().lease(rt._keeper.me, "m").pins == 0
+
+
+def test_a_cell_is_told_within_a_second_and_takes_no_transaction_of_its_own(crowd, monkeypatch, clock):
+    """Its begin rings for a monitor that sleeps long; what the monitor says then is what it would say anyway."""
+    rt = crowd[5]
+    kernel = rt._keeper.activity = Activity(clock)
+    kernel.watchers.add(rt._stir)
+    ledger, made = rt._keeper.ledger, counted(monkeypatch, rt)
+    assert rt.tick() == 4.0
+    while ledger.wait(0):
+        pass
+    kernel.began("cell")
+    assert made == [] and ledger.wait(0), "it rang its own bell"
+    assert rt.tick() == 1.0, "it will soon have more to tell"
+    assert _told(ledger, rt) == (clock.now, 0.0)
+    told = len(made)
+    clock.advance(2)
+    assert rt.tick() == 1.0 and len(made) == told, "a long cell is told once"
+    kernel.ended("cell")
+    assert len(made) == told
+    assert [rt.tick(), rt.tick()] == [1.0, 4.0]
+    assert _told(ledger, rt) == (0.0, clock.now)
+
+
+def _told(ledger, rt):
+    section = ledger.read().sections[rt._keeper.me]
+    return section.busy_since, section.idle_since
 
 
 def test_nobody_sleeps_long_while_anybody_waits(crowd):

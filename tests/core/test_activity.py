@@ -1,0 +1,52 @@
+"""Whether this process's kernel runs a cell, and since when."""
+from __future__ import annotations
+
+import pytest
+
+from gpu_runtime.activity import Activity, State
+
+
+@pytest.fixture
+def kernel():
+    class Kernel(Activity):
+        now = 1000.04
+
+    one = Kernel(lambda: one.now)
+    return one
+
+
+def test_nothing_is_known_before_a_cell_has_run(kernel):
+    """A script runs no cells: nobody may take it for idle."""
+    assert kernel.state == State(busy_since=0.0, idle_since=0.0)
+
+
+def test_it_is_busy_from_the_begin_of_a_cell_to_its_end(kernel):
+    kernel.began("a")
+    kernel.now += 60
+    assert kernel.state == State(busy_since=1000.0)
+    kernel.ended("a")
+    kernel.now += 60
+    assert kernel.state == State(idle_since=1060.0)
+
+
+def test_a_cell_that_runs_another_is_busy_until_its_own_end(kernel):
+    """And a subshell answers beside a cell that goes on."""
+    kernel.began("outer")
+    kernel.now += 5
+    kernel.began("inner")
+    kernel.ended("inner")
+    assert kernel.state == State(busy_since=1000.0)
+    kernel.ended("outer")
+    assert kernel.state == State(idle_since=1005.0)
+
+
+def test_the_end_of_a_cell_whose_begin_was_not_told_is_an_end(kernel):
+    """The one that loads the extension."""
+    kernel.ended("%load_ext gpu")
+    assert kernel.state == State(idle_since=1000.0)
+
+
+def test_a_forked_child_runs_no_cell(kernel):
+    kernel.began("a")
+    kernel.forget()
+    assert kernel.state == State()

@@ -1,0 +1,46 @@
+"""A real kernel, seen from another process."""
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+from gpu_runtime import Runtime
+from tests.nvml_driver import until
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def kernel(tmp_path):
+    """A kernel that holds a model in a ledger on disk, and what looks at that ledger from here."""
+    url, devices = f"sqlite://{tmp_path}/ledger", "sim:24GiB,host:64GiB"
+    paths = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", ""))))
+    manager, client = start_new_kernel(env={**os.environ, "PYTHONPATH": paths, "GPU_LEDGER": url,
+                                            "GPU_DEVICES": devices, "JPY_SESSION_NAME": "/work/train.ipynb"})
+    with Runtime(devices=devices, ledger=url) as rt:
+        try:
+            client.execute_interactive("%load_ext gpu\nrt.register('m', backend='fake', size='1GiB')", timeout=60)
+            yield client, rt
+        finally:
+            client.stop_channels()
+            manager.shutdown_kernel(now=True)
+
+
+def test_others_see_within_a_second_that_a_kernel_is_busy_and_since_when_it_is_not(kernel):
+    client, rt = kernel
+
+    def state():
+        [section] = [section for section in rt.status().sections.values() if section.owner.notebook]
+        return section.busy_since, section.idle_since
+
+    until(lambda: state()[0] == 0 < state()[1], 5.0)
+    before, began = state(), rt.status().now
+    client.execute("import time; time.sleep(2.5)")
+    assert until(lambda: state()[0] > 0, 5.0) < 2.0, "the monitor speaks once a second"
+    busy, idle = state()
+    assert began - 0.2 <= busy <= rt.status().now and idle == 0.0 and before[1] <= busy
+    until(lambda: state()[0] == 0.0, 6.0)
+    assert state()[1] - busy == pytest.approx(2.5, abs=0.5)
