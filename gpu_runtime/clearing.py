@@ -83,6 +83,9 @@ def _silent(ticket: Ticket | None, leases: tuple[Lease, ...], world: World) -> f
                      if lease.id in ticket.recalls and lease.phase is Phase.SETTLED and not lease.pins)
 
 
+MOST_OTHERS = 8  # ways that are told beside the one taken
+
+
 class Way(NamedTuple):
     """Room to be made: who leaves, and who leaves the warm pool first so that the host has room."""
 
@@ -139,10 +142,12 @@ def _cheapest(book: Book, request: Request, world: World, rank: Policy, ground: 
         found.append(((precious[0], *cost, precious[1], order), candidate, chosen, spent))
     if not found:
         return None
-    _, candidate, chosen, spent = min(found)
+    found.sort()
+    _, candidate, chosen, spent = found[0]
     crowd = warm_that_go(book, _precious_bytes(chosen) - host_room, world, rank, asker=wanted.owner,
                          importance=wanted.importance)
-    others = () if request.wait else tuple([Way(*one[1:3], (), one[3]) for one in sorted(found)[1:]])  # for a plan
+    told = found[1:MOST_OTHERS + 1] if request.wait else found[1:]  # a plan shows them all
+    others = tuple([Way(*one[1:3], (), one[3]) for one in told])
     return Way(candidate, chosen, crowd or (), spent, others)
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import msgspec
@@ -83,22 +84,28 @@ class Journal:
         self._unwritten.clear()
         self._written_at = self._clock()
 
-    def tail(self, limit: int | None = None, model: str | None = None) -> tuple[Event, ...]:
-        """The latest events, the newest last."""
+    def tail(self, limit: int | None = None, model: str | None = None, actions: Collection[str] = (),
+             since: float = 0.0) -> tuple[Event, ...]:
+        """The latest events, the newest last: of one model, of these actions (none: of any), since that wall time."""
         count = KEPT if limit is None else limit
+
+        def latest(events: Iterable[Event]) -> tuple[Event, ...]:
+            wanted = (event for event in events if not actions or event.action in actions)
+            return tuple(itertools.islice(wanted, count))[::-1]
+
         with self._lock:
             self._write()
             if self._path is not None and not self._broken and self._path.exists():
                 try:
                     with contextlib.closing(self._open()) as db:
-                        rows = db.execute(
-                            "SELECT body FROM events WHERE ? IS NULL OR model = ? ORDER BY id DESC LIMIT ?",
-                            (model, model, count)).fetchall()
-                    return tuple(_decode(row[0]) for row in reversed(rows))
+                        # Read as far back as needed, and no more is decoded: a journal is full with 10,000 events.
+                        return latest(_decode(row[0]) for row in db.execute(
+                            "SELECT body FROM events WHERE (? IS NULL OR model = ?) AND wall >= ? ORDER BY id DESC",
+                            (model, model, since)))
                 except (sqlite3.Error, OSError, msgspec.MsgspecError) as error:
                     log.warning("the journal %s cannot be read (%s)", self._path, error)
-            rows = [event for event in self._recent if model is None or event.model == model]
-            return tuple(rows[-count:]) if count else ()
+            return latest(event for event in reversed(self._recent)
+                          if model in (None, event.model) and event.wall >= since)
 
     def _open(self) -> sqlite3.Connection:
         """A connection for one use: never held, so nothing is carried across a fork."""

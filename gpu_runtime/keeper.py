@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,6 +37,7 @@ from .facts import (
     HOST,
     Asker,
     Book,
+    Candidate,
     Device,
     Drop,
     Event,
@@ -214,18 +215,21 @@ class Keeper:
             log.debug("probe failed: %s", error)
         return World(self.clock(), self.wall(), self.probe.devices, self.limits, samples, self.rules)
 
-    def decide(self, decision: Callable[[Book, World], tuple[Book, T]], fresh: bool = False) -> T:
+    def decide(self, decision: Callable[[Book, World], tuple[Book, T]], fresh: bool = False,
+               in_full: Callable[[list[Event], T], list[Event]] | None = None) -> T:
         """One transaction: our section as we know it, then the decision. Tells and rings what came of it.
 
         `fresh`: the devices are measured anew, because much hangs on it or something has just come or gone.
         """
+        `in_full`: puts in the events what is for the journal only.
         try:
-            return self._decide(decision, self.world(fresh))
+            return self._decide(decision, self.world(fresh), in_full)
         except _Renamed as otherwise:
             self._rename(otherwise.names)
-            return self._decide(decision, self.world(fresh))
+            return self._decide(decision, self.world(fresh), in_full)
 
-    def _decide(self, decision: Callable[[Book, World], tuple[Book, T]], world: World) -> T:
+    def _decide(self, decision: Callable[[Book, World], tuple[Book, T]], world: World,
+                in_full: Callable[[list[Event], T], list[Event]] | None) -> T:
         def deciding(book: Book) -> tuple[Book, tuple[T, Book, Book]]:
             self._require_its_names(book)
             base = books.measure(books.publish(book, self.truth(), world), world)
@@ -234,7 +238,8 @@ class Keeper:
 
         answer, before, after = self.ledger.transact(deciding)
         if after is not before:
-            self._tell(before, after)
+            fresh = [event for event in after.events if event.seq > before.seq]
+            self._tell(after, in_full(fresh, answer) if in_full and fresh else fresh)
             self.bound(after, world)
         return answer
 
@@ -292,17 +297,19 @@ class Keeper:
             if abs(self._bounds.get(card, bounds.ALL) - fraction) >= 0.001 and self.probe.bound(card, fraction):
                 self._bounds[card] = fraction
 
-    def history(self, limit: int | None = None, model: str | None = None) -> tuple[Event, ...]:
+    def history(self, limit: int | None = None, model: str | None = None, actions: Collection[str] = (),
+                since: float = 0.0) -> tuple[Event, ...]:
         """What happened, the newest last: the journal, and what others have so far told in the page only."""
-        told = self.journal.tail(limit, model)
+        told = self.journal.tail(limit, model, actions, since)
         try:
             page = self.ledger.read().events
         except LedgerUnavailable:
             return told
-        known = set(told)
-        fresh = [event for event in page if event not in known and (model is None or event.model == model)]
+        known = {(event.wall, event.seq) for event in told}
+        fresh = [event for event in page if (event.wall, event.seq) not in known and event.wall >= since
+                 and (model is None or event.model == model) and (not actions or event.action in actions)]
         merged = sorted([*told, *fresh], key=lambda event: (event.wall, event.seq))
-        return tuple(merged[-limit:] if limit else merged)
+        return tuple(merged if limit is None else merged[max(0, len(merged) - limit):])
 
     def reap_near(self, book: Book) -> int:
         """Removes whoever is proven dead, where the next in the row of owners is, or one more in turn; how many.
@@ -336,8 +343,7 @@ class Keeper:
             self.decide(lambda book, world: (books.reap(book, dead, world), None))
         return len(dead)
 
-    def _tell(self, before: Book, after: Book) -> None:
-        fresh = [event for event in after.events if event.seq > before.seq]
+    def _tell(self, after: Book, fresh: list[Event]) -> None:
         if fresh:
             self.journal.append(fresh)
             for event in fresh:
@@ -444,9 +450,13 @@ class Keeper:
         reaped = False
         asked_at: dict[str, float] = {}  # whom we have asked to publish its pins, and when
         while not here():
+        made: tuple[Candidate, ...] = ()  # the ways to make room that were compared last
             request = Request(key.text, wanted, footprint, began, placement,
                               held_by(list(self.residents.values()), threading.get_ident()))
-            verdict = self.decide(lambda book, world: admit(book, request, world, self.rank), fresh=True)
+            verdict = self.decide(lambda book, world: admit(book, request, world, self.rank), fresh=True,
+                                  in_full=partial(telling.with_runners_up, rules=placement, room_made=made))
+            if isinstance(verdict, Wait) and (verdict.steps or verdict.asked):
+                made = verdict.considered
             if isinstance(verdict, Grant):
                 if verdict.steps:
                     yield verdict

@@ -295,8 +295,9 @@ def _line_up(book: Book, request: Request, world: World, wait: Wait, need: Share
         key=request.key, owner=request.lease.owner, verb="use", name=request.lease.name, arrived=request.arrived,
         refreshed=world.now, importance=request.lease.importance, need=need, places=request.placement.devices,
         layout=request.placement.layout if len(need) > 1 else "",
-        recalls=wait.asked, recalled_since=asked_since if wait.asked else 0.0, held=request.held, blocked_since=since, because="" if wait.steps else wait.because)
-    if ticket.because and not (old and old.because):  # while room is being made there is nothing to tell yet
+        recalls=wait.asked, recalled_since=asked_since if wait.asked else 0.0, held=request.held, blocked_since=since,
+        because=(old.because if old else "") if wait.steps else wait.because)
+    if ticket.because and not (old and old.because):  # once a wait, and not while room is only being made
         book = note(book, world, request.lease, "waiting", "request", wait.because, size=request.footprint.bytes)
     return book.with_ticket(ticket), wait
 

@@ -648,22 +648,20 @@ class Runtime:
         """The events in which a model left its device or the warm pool."""
         from . import frames
 
-        rows = [event for event in self._keeper.history() if event.action in books.EVICTIONS]
-        return frames.events(rows[-limit:] if limit else rows)
+        return frames.events(self._keeper.history(limit, actions=books.EVICTIONS))
 
     def history(self, seconds: str | float = 900.0, points: int = 600) -> History:
         """How every device was used in the last `seconds`, at most `points` moments of each, and what happened meanwhile.
 
         Of moments that lie too close together the fullest one is kept. The newest is of now.
         """
-        seen, since = self.status(), self._wall() - parse_seconds(seconds)
+        seen, back = self.status(), parse_seconds(seconds)
         return History(moments_of(seen.devices, seen.sections.values(), seen.wall),
-                       tuple(event for event in self._keeper.history() if event.wall >= since), parse_seconds(seconds))
+                       self._keeper.history(since=seen.wall - back), back)
 
     def decisions(self, limit: int | None = 100) -> tuple[Event, ...]:
         """Grants, waits and refusals, the newest first; each says why, and most what else was considered."""
-        told = [event for event in self._keeper.history() if event.action in books.DECISIONS]
-        return tuple(told[::-1][:limit])
+        return self._keeper.history(limit, actions=books.DECISIONS)[::-1]
 
     def fragmentation(self) -> DataFrame:
         """What each process's allocator holds on each card; one that does not tell has a row of unknowns."""

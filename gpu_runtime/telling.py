@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from .errors import (
     Busy,
     Deadlock,
@@ -18,17 +20,60 @@ from .errors import (
     OutOfMemory,
     StillInUse,
 )
-from .facts import AllocatorMap, Book, Lease, Refuse, Wait, World
+from .facts import (
+    AllocatorMap,
+    Book,
+    Candidate,
+    Event,
+    Grant,
+    Lease,
+    PlacementRules,
+    Refuse,
+    Verdict,
+    Wait,
+    World,
+    where,
+)
+from .placement import runners_up
 from .pressure import views
 from .units import MIB, show_bytes, show_seconds
 
 MOST_HOLDERS = 8  # lines of a report
+MOST_RUNNERS_UP = 8  # sentences beside a decision
 
 
 def first_line(error: BaseException) -> str:
     """The error's own words, shortened to one line."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:300]
+
+
+def with_runners_up(events: Iterable[Event], verdict: Verdict, rules: PlacementRules,
+                    room_made: Sequence[Candidate] = ()) -> list[Event]:
+    """These events; beside the one that tells this verdict, what else was considered.
+
+    `room_made`: the ways to make room that were compared before this grant, where it needed that.
+    """
+    told = _TOLD[type(verdict)]
+    return [replace(event, runners_up=alternatives(verdict, rules, room_made)) if event.action == told else event
+            for event in events]
+
+
+_TOLD = {Grant: "granted", Wait: "waiting", Refuse: "refused"}
+
+
+def alternatives(verdict: Verdict, rules: PlacementRules, room_made: Sequence[Candidate] = ()) -> tuple[str, ...]:
+    """The other places, each in a sentence with why it lost; the nearest first."""
+    considered: Sequence[Candidate] = verdict.considered
+    if isinstance(verdict, Grant):
+        considered = runners_up(room_made or considered, verdict.lease.target or verdict.lease.shares, rules)[1:]
+    elif isinstance(verdict, Wait):
+        considered = runners_up(considered, considered[0].shares if considered else (), rules)[1:]
+    sentences = []
+    for option in considered[:MOST_RUNNERS_UP]:
+        place = where(option.shares)
+        sentences.append(f"{place}: {option.because.removeprefix(f'{place} ').rstrip('.')}.")
+    return tuple(sentences)
 
 
 def refusal(name: str, verdict: Refuse) -> GpuError:
