@@ -33,6 +33,7 @@ from .facts import (
     World,
 )
 from .leaving import leave, may_leave, warm_that_go, way_out
+from .persons import attributed
 from .policy import lru
 from .pressure import level, pressure, relief, views
 from .queueing import awake
@@ -51,8 +52,9 @@ class Ask(Value):
     verb: str
     target: str  # a lease id; for preload, `owner id/model name`
     arrived: float
-    by: str = ""
+    by: str = ""  # whose process asks
     places: tuple[str, ...] = ()  # where to, for a move
+    said_by: str = ""  # the person that it names, if any
 
 
 class Order(Value):
@@ -64,6 +66,7 @@ class Order(Value):
     by: str = ""  # the user who asked, where the ledger vouches for one
     refused: str = ""  # why it is not done
     places: tuple[str, ...] = ()  # where to, for a move
+    who: str = ""  # the person that was named, if any, and whose process asked
 
 
 def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
@@ -78,7 +81,7 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
         return _done(book, asked), Refuse(f"the process that held {name} is gone" if name else "that process is gone",
                                           kind="gone")
     for event in book.events:
-        if event.by == asked.key and event.owner == owner:  # the owner's answer
+        if event.answers == asked.key and event.owner == owner:  # the owner's answer
             answer = Refuse(event.because, kind="failed") if event.action == "failed" else \
                 Grant(lease or Lease(owner, name), (), event.because, bytes=event.bytes)
             return _done(book, asked), answer
@@ -89,9 +92,29 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
         if book.entries >= MOST_ENTRIES:
             return book, Refuse(f"the book is full: {MOST_ENTRIES} leases and requests", kind="full")
         ticket = Ticket(asked.key, asked.owner, asked.verb, asked.target, asked.arrived, world.now,
-                        places=asked.places, recalls=(asked.target,) if asked.verb == "evict" else (), because=asked.by)
+                        places=asked.places, recalls=(asked.target,) if asked.verb == "evict" else (), because=asked.by,
+                        said_by=asked.said_by)
+        book = _noted(book, asked, world, "asked", f"{section.owner.label} was asked to {asked.verb} {name}".rstrip())
     book = book.with_ticket(replace(ticket, refreshed=world.now))
     return book, Wait(f"{section.owner.label} was asked to {asked.verb} {name}".rstrip(), asked=(asked.target,))
+
+
+def declined(book: Book, asked: Ask, world: World, because: str) -> Book:
+    """The book with word of an ask that came to nothing: what a person wanted is told, whatever became of it."""
+    return _noted(book, asked, world, "declined", because)
+
+
+def _noted(book: Book, asked: Ask, world: World, action: str, because: str) -> Book:
+    owner, _, name = asked.target.partition("/")
+    asker = book.owner(asked.owner)
+    return note(book, world, book.lease(owner, name) or Lease(owner, name), action, asked.verb, because,
+                by=attributed(asked.said_by, _process(asked.by, asker)))
+
+
+def _process(user: str, owner: Owner | None) -> str:
+    """`ann, train.ipynb (pid 4121)`."""
+    label = owner.label if owner else "another process"
+    return f"{user}, {label}" if user else label
 
 
 def _done(book: Book, asked: Ask) -> Book:
@@ -168,7 +191,7 @@ def obey(book: Book, owner: str, world: World, rank: Policy, key: str,
         if ticket.verb in ASKS and target_owner == owner and ticket.verb != "evict":
             orders.append(Order(ticket.key, ticket.verb, name, asker.user, "" if asker.commands else
                                 foreign(asker.user, ticket.verb, name, book.sections[owner].owner),
-                                ticket.places))
+                                ticket.places, attributed(ticket.said_by, _process(asker.user, book.owner(ticket.owner)))))
         if ticket.verb == "use" and not awake(ticket, world):
             continue  # a stopped process: nobody would take the room
         recalled = [lease for id in ticket.recalls if (lease := book.find(id)) and lease.owner == owner]
@@ -196,8 +219,8 @@ def _obeyed(book: Book, lease: Lease, ticket: Ticket, host_room: int, world: Wor
     """The steps by which this lease, or who must go before it, gives way to the ticket; none where it stays."""
     person = ticket.verb == "evict"
     owner = book.owner(ticket.owner)
-    who = owner.label if owner else "another process"
-    by = f"{asker.user}, {who}" if asker.user else who
+    who = attributed(ticket.said_by, owner.label if owner else "another process")
+    by = attributed(ticket.said_by, _process(asker.user, owner))
     # A person who says "evict" is obeyed within the grace period; another program's request is not.
     if may_leave(lease, world, asker=lease.owner if person else ticket.owner,
                  importance=PERSON if person else max(ticket.importance, asker.importance)):
@@ -278,5 +301,6 @@ def _pressure_after(view: DeviceView, freed: int) -> float:
 
 
 def answer(book: Book, world: World, owner: str, order: Order, action: str, because: str, size: int = 0) -> Book:
-    """The book with an owner's answer to an order: the event carries the asker's key."""
-    return note(book, world, Lease(owner, order.name), action, order.verb, because, size=size, by=order.key)
+    """The book with an owner's answer to an order: the event says who asked, and carries the key of the ask."""
+    lease = book.lease(owner, order.name) or Lease(owner, order.name)
+    return note(book, world, lease, action, order.verb, because, size=size, by=order.who, answers=order.key)

@@ -47,11 +47,11 @@ class Truth(Value):
 
 
 def note(book: Book, world: World, lease: Lease, action: str, reason: str, because: str, *, size: int = 0,
-         device: str = "", by: str = "") -> Book:
+         device: str = "", by: str = "", answers: str = "") -> Book:
     """The book with one more event, and the owner's counter of that action moved on."""
     event = Event(book.seq + 1, world.wall, lease.name, action, reason, because, size,
                   device or (lease.shares or lease.target or (_NOWHERE,))[0].device, lease.owner, by,
-                  lease.shares if len(lease.shares) > 1 else ())
+                  lease.shares if len(lease.shares) > 1 else (), answers)
     book = replace(book, events=(*book.events[-MOST_EVENTS + 1:], event), seq=event.seq)
     section = book.sections.get(lease.owner)
     if section is None or action not in COUNTED:

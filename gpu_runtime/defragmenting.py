@@ -25,6 +25,8 @@ def defrag(rt: Runtime, process: str, timeout: str | float | None) -> Outcome:
         [id for id, section in book.sections.items() if section.names or section.leases] + [me]
     here = rt._empty_cache() if me in chosen else None
     told = [] if here is None else [f"{show_bytes(here)} came free here"]
+    if here is not None:
+        keeper.acted("defrag", "", told[0], here)
     freed, done, until = here or 0, True, keeper.clock() + (seconds or 0.0)
     for id in dict.fromkeys(id for id in chosen if id != me):
         owner = book.sections[id].owner

@@ -5,6 +5,7 @@ from . import drains
 from .errors import NotAllowed, UnknownDevice
 from .facts import Book, Device, Lease, Outcome, World
 from .keeper import Keeper
+from .persons import attributed, speaking_for
 from .units import show_bytes, show_seconds
 
 LOOK_SECONDS = 0.1
@@ -19,7 +20,7 @@ def drain(keeper: Keeper, name: str, *, undo: bool = False, timeout: float) -> O
     device = _card(name, book, keeper.world())
     if because := keeper.may_drain(book):
         raise NotAllowed(f"{because}.", name=device.id, because=because, user=keeper.owner.user)
-    user, world = keeper.owner.user, keeper.world()
+    user, world = attributed(speaking_for(), keeper.owner.user), keeper.world()
     before = device.key in book.drained
     act = drains.undrain if undo else drains.drain
     keeper.decide(lambda book, world: (act(book, device, user, world), None))

@@ -22,7 +22,7 @@ def drain(book: Book, device: Device, by: str, world: World) -> Book:
     if device.key in book.drained:
         return book
     return _told(replace(book, drained={**book.drained, device.key: Drain(by, world.wall)}), device, "drained",
-                 f"{by} drained {device.id}: it takes no new leases, and what is idle there leaves.", world)
+                 f"{by} drained {device.id}: it takes no new leases, and what is idle there leaves.", world, by)
 
 
 def undrain(book: Book, device: Device, by: str, world: World) -> Book:
@@ -30,11 +30,12 @@ def undrain(book: Book, device: Device, by: str, world: World) -> Book:
     if device.key not in book.drained:
         return book
     left = {key: drained for key, drained in book.drained.items() if key != device.key}
-    return _told(replace(book, drained=left), device, "undrained", f"{by} lets {device.id} take leases again.", world)
+    return _told(replace(book, drained=left), device, "undrained", f"{by} lets {device.id} take leases again.", world,
+                 by)
 
 
-def _told(book: Book, device: Device, action: str, because: str, world: World) -> Book:
-    return note(book, world, Lease("", device.id), action, "drain", because, device=device.id)
+def _told(book: Book, device: Device, action: str, because: str, world: World, by: str) -> Book:
+    return note(book, world, Lease("", device.id), action, "drain", because, device=device.id, by=by)
 
 
 def drained(book: Book, world: World) -> dict[str, str]:

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from . import bookkeeping as books
 from . import bounds, caps, drains, naming, telling
 from .activity import activity
-from .asks import Ask, Order, ask, obey, relieve
+from .asks import Ask, Order, ask, declined, obey, relieve
 from .backends import Progress, is_out_of_memory
 from .bookkeeping import Truth
 from .errors import (
@@ -65,6 +65,7 @@ from .ledgers import Ledger
 from .ledgers.access import access_to
 from .machine import Machine, groups_of
 from .measurements import Measurements
+from .persons import attributed, speaking_for
 from .planner import admit, room
 from .policy import policy
 from .pool import Anchor, Place, Resident, Stays, held_by, uninterrupted
@@ -220,8 +221,8 @@ class Keeper:
         """One transaction: our section as we know it, then the decision. Tells and rings what came of it.
 
         `fresh`: the devices are measured anew, because much hangs on it or something has just come or gone.
-        """
         `in_full`: puts in the events what is for the journal only.
+        """
         try:
             return self._decide(decision, self.world(fresh), in_full)
         except _Renamed as otherwise:
@@ -449,8 +450,8 @@ class Keeper:
         began = self.clock()
         reaped = False
         asked_at: dict[str, float] = {}  # whom we have asked to publish its pins, and when
-        while not here():
         made: tuple[Candidate, ...] = ()  # the ways to make room that were compared last
+        while not here():
             request = Request(key.text, wanted, footprint, began, placement,
                               held_by(list(self.residents.values()), threading.get_ident()))
             verdict = self.decide(lambda book, world: admit(book, request, world, self.rank), fresh=True,
@@ -623,7 +624,7 @@ class Keeper:
         """Performs a step of our own where no interrupt cuts it in half; False where it was not to be, and nothing moved."""
         return self._uncut(key, lambda: self._step_aside(step, key, by))
 
-    def evict(self, resident: Resident, because: str, *, drop: bool = False) -> Move | Drop | None:
+    def evict(self, resident: Resident, because: str, *, drop: bool = False, by: str = "") -> Move | Drop | None:
         """Makes a model of our own step aside now; the step taken, None where it lies on no device already."""
         if resident.handle is None or (resident.place is Place.AWAY and not drop):
             return None
@@ -647,8 +648,8 @@ class Keeper:
             step = self.decide(leave)
             if isinstance(step, GpuError):
                 raise step
-            if not self.carry(step, key):
-                return self.evict(resident, because)  # a user came in between, or it may not be dropped: decide again
+            if not self.carry(step, key, by):
+                return self.evict(resident, because, by=by)  # a user came in between, or it may not be dropped: decide again
             return step
         finally:
             self.done_with(key)
@@ -844,7 +845,7 @@ class Keeper:
         """Asks another owner to act; the last word heard within the time-out."""
         began = self.clock()
         key = self.new_key(f"{verb} {target}")
-        asked = Ask(key.text, self.me, verb, target, began, by=self.ledger.owner.user, places=places)
+        asked = self._as_asked(key, verb, target, places)
         settled = False
         looks = 0
         try:
@@ -856,6 +857,8 @@ class Keeper:
                     self.ledger.wait(NEAR_SECONDS)
                     continue
                 settled = not isinstance(verdict, Wait)
+                if isinstance(verdict, Refuse) and verdict.kind != "failed":  # else its owner has told it
+                    self._declined(asked, verdict.because)
                 if settled or not wait or (timeout is not None and self.clock() - began >= timeout):
                     return verdict
                 self._pause(verdict, None if timeout is None else began + timeout)
@@ -867,6 +870,30 @@ class Keeper:
                     self._withdraw(key)
             else:
                 self._standing[key] = asked  # until it is answered
+
+    def _as_asked(self, key: Key, verb: str, target: str, places: tuple[str, ...] = ()) -> Ask:
+        return Ask(key.text, self.me, verb, target, self.clock(), by=self.ledger.owner.user, places=places,
+                   said_by=speaking_for())
+
+    def decline(self, verb: str, target: str, because: str) -> None:
+        """Notes that something was wanted of another owner which may not even be asked."""
+        key = self.new_key(f"{verb} {target}")
+        self._declined(self._as_asked(key, verb, target), because)
+        self.done_with(key)
+
+    def _declined(self, asked: Ask, because: str) -> None:
+        self.decide(lambda book, world: (declined(book, asked, world, because), None))
+
+    def acted(self, verb: str, name: str, because: str, size: int = 0) -> None:
+        """Notes what this process did to a model of its own because somebody asked it to in words of no ticket."""
+        if by := self.person:
+            lease = next((lease for lease in self.truth().leases if lease.name == name), Lease(self.me, name))
+            self.decide(lambda book, world: (books.note(book, world, lease, verb, verb, because, size=size, by=by), None))
+
+    @property
+    def person(self) -> str:
+        """For whom this thread acts, and in which process; empty where it acts for its own user alone."""
+        return attributed(said, f"{self.owner.user}, {self.owner.label}") if (said := speaking_for()) else ""
 
     def follow_up(self) -> None:
         """Ends the asks that nobody waits for once they are answered; else they would be obeyed again and again."""

@@ -37,10 +37,10 @@ def printable(name: str) -> str:
     return " ".join("".join(letter if letter.isprintable() else " " for letter in name).split())[:MOST_LETTERS]
 
 
-def person(said_by: str, process: str) -> str:
+def attributed(said_by: str, process: str) -> str:
     """Who did it: the person that the asking process names, and that process, which is known.
 
-    >>> person("ann, console", "ops, pid 7"), person("", "ops, pid 7")
+    >>> attributed("ann, console", "ops, pid 7"), attributed("", "ops, pid 7")
     ('ann, console (ops, pid 7)', 'ops, pid 7')
     """
     said = printable(said_by)

@@ -406,8 +406,9 @@ class Runtime:
             self._obtain(resident, None, None, timeout, None, progress)
         lease = resident.lease
         because = f"{bare} is on {lease.where}" + (" already" if already else "")
-        return Outcome("preload", bare, True, because, 0 if already else lease.bytes, lease.where,
-                       self._clock() - began)
+        taken = 0 if already else lease.bytes
+        self._keeper.acted("preload", bare, because, taken)
+        return Outcome("preload", bare, True, because, taken, lease.where, self._clock() - began)
 
     restore = preload
 
@@ -421,7 +422,7 @@ class Runtime:
             return self._asked("evict", owner, bare, timeout, wait)
         resident = self._mine(bare)
         began = self._clock()
-        step = self._keeper.evict(resident, f"{bare} was evicted by hand.")
+        step = self._keeper.evict(resident, f"{bare} was evicted by hand.", by=self._keeper.person)
         if step is None:
             where = "host" if resident.place is Place.AWAY else "disk"
             return Outcome("evict", bare, True, f"{bare} is on no device", 0, where)
@@ -440,7 +441,7 @@ class Runtime:
         cards = moving.cards(self._keeper, bare, device)
         if owner != self._keeper.me:
             return self._asked("move", owner, bare, timeout, places=cards)
-        return moving.move(self._keeper, self._mine(bare), cards)
+        return moving.move(self._keeper, self._mine(bare), cards, by=self._keeper.person)
 
     def pin(self, name: str) -> Outcome:
         """Keeps the model on its device: nothing but `unpin` or its owner lets it go."""
@@ -462,6 +463,7 @@ class Runtime:
         self._keeper.decide(lambda book, world: (book, None))
         away = "" if resident.place is Place.HERE else f" once it is there; it is {resident.place.value} now"
         told = f"{bare} is kept on its device{away}" if keep else f"{bare} may leave its device again"
+        self._keeper.acted(verb, bare, told)
         return Outcome(verb, bare, True, told, 0, resident.lease.where if resident.handle is not None else "disk")
 
     def _require_allowed(self, name: str, importance: int, keep: bool) -> None:
@@ -497,6 +499,7 @@ class Runtime:
         """What came of asking another owner."""
         book = self._keeper.ledger.read()
         if because := self._foreign(verb, book.owner(owner), name):
+            self._keeper.decline(verb, f"{owner}/{name}", because)
             raise NotAllowed(f"{because}.", name=name, because=because, user=self._keeper.owner.user)
         self._awake()
         before = book.lease(owner, name)
@@ -838,6 +841,8 @@ class Runtime:
         keeper.notebook = notebook_path() or keeper.notebook  # some front ends say it only after the kernel has started
         self.probe.look_after()
         book = keeper.ledger.read()
+        # Not sooner: until its ticket is gone an order that is done may be read once more, and would be done once more.
+        self._acting.intersection_update([ticket.key for ticket in book.tickets])
         keeper.reap_near(book)
         keeper.bound(book, keeper.world())  # others come and go
         keeper.remeasure()
@@ -901,22 +906,21 @@ class Runtime:
             if order.verb in ("preload", "restore"):
                 outcome = self.preload(order.name, timeout=ASK_SECONDS)
             elif order.verb == "move":
-                outcome = moving.move(keeper, keeper.residents[order.name], order.places, by=order.by)
+                outcome = moving.move(keeper, keeper.residents[order.name], order.places, by=order.who)
             elif order.verb == "defrag":
                 freed = self._empty_cache()
                 outcome = Outcome("defrag", "", True, f"{show_bytes(freed)} came free", freed)
             else:
                 outcome = self._keep(order.name, order.verb)
-            asked = f", as {order.by} asked" if order.by else ""
+            asked = f", as {order.who} asked" if order.who else ""
             action, because, size = order.verb, outcome.because + asked, outcome.bytes
         except GpuError as error:
             action, because, size = "failed", telling.first_line(error), 0
         try:
             keeper.decide(lambda book, world: (answer(book, world, keeper.me, order, action, because, size), None))
         except GpuError as error:
+            self._acting.discard(order.key)  # unanswered, it is to be done again
             log.warning("%s", error)
-        finally:
-            self._acting.discard(order.key)
 
     # -- the end
 

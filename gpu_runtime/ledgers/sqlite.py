@@ -254,8 +254,9 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 def _same_wish(said: Ticket | None, row: Ticket) -> bool:
     """Whether the row asks what its owner said; when it was last refreshed, and what stood in its way, is no wish."""
-    return said is not None and (said.owner, said.verb, said.name, said.importance, said.recalls) == (
-        row.owner, row.verb, row.name, row.importance, row.recalls)
+    return said is not None and (
+        said.owner, said.verb, said.name, said.importance, said.recalls, said.places, said.said_by) == (
+        row.owner, row.verb, row.name, row.importance, row.recalls, row.places, row.said_by)
 
 
 def _owner_ids(book: Book) -> set[str]:

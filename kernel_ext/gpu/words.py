@@ -38,6 +38,7 @@ _DEEDS = {
     "pin": "was pinned", "unpin": "was unpinned", "preload": "was loaded for another process",
     "drained": "was drained", "undrained": "takes leases again",
     "restore": "was brought back for another process", "defrag": "was asked to give its cache back",
+    "asked": "was asked for", "declined": "was asked for in vain",
 }
 
 
@@ -54,7 +55,7 @@ def deed(event: Event) -> str:
 def told(event: Event) -> str:
     """An event in a sentence: what, and why."""
     because = event.because.strip().rstrip(".")
-    asked = f", asked by {event.by}" if event.by and ":" not in event.by else ""  # a key tells people nothing
+    asked = f", asked by {event.by}" if event.by else ""
     return f"{deed(event)}{asked}{': ' + because if because else ''}."
 
 

@@ -2,10 +2,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from gpu_runtime.asks import Ask, Order, answer, ask, obey
+from gpu_runtime.asks import Ask, Order, answer, ask, declined, obey
 from gpu_runtime.bookkeeping import left
-from gpu_runtime.facts import HOST, MOST_ENTRIES, Drop, Grant, Lease, Move, Phase, Refuse, Share, Wait
+from gpu_runtime.facts import HOST, MOST_ENTRIES, Asker, Drop, Grant, Lease, Move, Phase, Refuse, Share, Wait
 from gpu_runtime.policy import lru
 from tests.worlds import NOW, at, block, book, lease, owner, replayed, size, ticket, world
 
@@ -115,7 +116,7 @@ def test_a_full_page_takes_no_ask():
 def test_pin_and_unpin_are_orders_to_the_owner(verb, before):
     page, verdict = asking(two(lease("qwen", sim0=8, keep=before)), verb)
     assert verdict == Wait(f"pid 1 was asked to {verb} qwen", asked=(at(1, "qwen"),))
-    assert obeying(page)[1:] == ((), (Order(f"2:{verb}", verb, "qwen"),))
+    assert obeying(page)[1:] == ((), (Order(f"2:{verb}", verb, "qwen", who="pid 2"),))
     assert obeying(page, by=2)[1:] == ((), ()), "nobody else obeys it"
     page, verdict = asking(two(lease("qwen", sim0=8, keep=not before), tickets=page.tickets), verb)
     assert isinstance(verdict, Grant) and page.tickets == ()
@@ -129,7 +130,7 @@ def test_what_nobody_holds_cannot_be_pinned():
 def test_a_model_is_loaded_by_a_process_that_has_registered_it(verb):
     page, verdict = asking(two(names={1: ("qwen",)}), verb)
     assert isinstance(verdict, Wait)
-    assert obeying(page)[2] == (Order(f"2:{verb}", verb, "qwen"),)
+    assert obeying(page)[2] == (Order(f"2:{verb}", verb, "qwen", who="pid 2"),)
     assert asking(two(lease("qwen", sim0=8), tickets=page.tickets), verb)[1].because == "qwen is on sim:0"
     assert asking(two(), verb)[1] == Refuse("pid 1 has not registered qwen, so it cannot load it", kind="unknown")
 
@@ -211,3 +212,41 @@ def test_a_recall_out_of_the_warm_pool_drops_and_one_off_the_device_is_not_obeye
     assert obeying(saw_it_on_its_device) == (saw_it_on_its_device, (), ())
     precious = two(lease("qwen", host=8, away_since=NOW - 5, droppable=False), tickets=[recalling()])
     assert obeying(precious) == (precious, (), ())
+
+
+# -- who asked ----------------------------------------------------------------------------------------------------
+
+def test_what_is_asked_is_told_with_the_person_who_asks():
+    """Once, however often the asker looks whether it is done."""
+    wish = replace(asked("evict"), by="ops", said_by="ann, console")
+    page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
+    page, _ = ask(page, wish, THERE)
+    [event] = page.events
+    assert (event.action, event.model, event.reason, event.by) == (
+        "asked", "qwen", "evict", "ann, console (ops, pid 2)")
+
+
+def test_what_came_of_it_is_told_with_that_person_too():
+    """As the asking process names her, and with that process, for which the ledger vouches."""
+    wish = replace(asked("evict"), by="ops", said_by="ann, console")
+    page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
+    _, steps, _ = obey(page, owner(1).id, THERE, lru, "1:obey", {wish.key: Asker("ops")})
+    assert [(step.by, step.because) for step in steps] == [
+        ("ann, console (ops, pid 2)", "ann, console (pid 2) asked to evict it.")]
+
+
+def test_an_answer_is_found_by_its_key_and_says_who_asked():
+    wish = replace(asked("pin"), said_by="ann")
+    page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
+    _, _, [order] = obey(page, owner(1).id, THERE, lru, "1:obey")
+    page = answer(page, THERE, owner(1).id, order, "failed", "it is not to be")
+    assert ask(page, wish, THERE)[1] == Refuse("it is not to be", kind="failed")
+    assert (page.events[-1].by, page.events[-1].device) == ("ann (pid 2)", "sim:0")
+
+
+def test_what_was_asked_in_vain_is_told():
+    """Of one who clicked, too, where the model was in use."""
+    wish = replace(asked("evict"), said_by="ann")
+    page = declined(two(lease("qwen", sim0=8, pins=1)), wish, THERE, "it is in use")
+    assert [(e.action, e.model, e.because, e.by) for e in page.events] == [
+        ("declined", "qwen", "it is in use", "ann (pid 2)")]

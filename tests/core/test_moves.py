@@ -113,7 +113,7 @@ def test_an_ask_names_the_cards_and_the_owner_is_told_them():
     assert verdict == Wait("pid 1 was asked to move qwen", asked=(at(1, "qwen"),))
     _, steps, orders = replayed(lambda book: obey(book, owner(1).id, FOUR, lru, "k", {
         "2:move": Asker("ann", at_home=True)}), page)
-    assert steps == () and orders == (Order("2:move", "move", "qwen", "ann", "", ("sim:1", "sim:2")),)
+    assert steps == () and orders == (Order("2:move", "move", "qwen", "ann", "", ("sim:1", "sim:2"), "ann, pid 2"),)
 
 
 def test_another_users_model_is_moved_for_an_operator_only():

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import threading
 
-from gpu_runtime.persons import MOST_LETTERS, on_behalf_of, person, printable, speaking_for
+from gpu_runtime.persons import MOST_LETTERS, attributed, on_behalf_of, printable, speaking_for
 
 
 def test_it_holds_for_the_thread_that_said_so_and_ends_with_its_block():
@@ -26,5 +26,5 @@ def test_a_name_is_one_line_of_bounded_length():
 
 
 def test_the_process_is_named_beside_the_person_that_it_claims():
-    assert person("ann", "ops, pid 7") == "ann (ops, pid 7)"
-    assert person("", "ops, pid 7") == "ops, pid 7" and person("ann", "") == "ann"
+    assert attributed("ann", "ops, pid 7") == "ann (ops, pid 7)"
+    assert attributed("", "ops, pid 7") == "ops, pid 7" and attributed("ann", "") == "ann"

@@ -307,7 +307,7 @@ def test_operators_may_ask_everything(box):
     ann, ops = box.kernel(ANN, writer="5GiB"), box.kernel(OPS)
     ann.say("rt.preload('writer')")
     assert ops.say("rt.pin('writer').done") == "True"
-    told, until = f"writer is kept on its device, as {OPS} asked", time.monotonic() + 10
+    told, until = f"writer is kept on its device, as {OPS}, pid {ops.pid} asked", time.monotonic() + 10
     while told not in ann.say("[e.because for e in rt.status().events]"):  # the answer follows the deed
         assert time.monotonic() < until
     assert ops.say("rt.unpin('writer').done") == "True"

@@ -1,0 +1,161 @@
+"""What was decided and why, what else was considered, and who had asked."""
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from gpu_runtime import Busy, DoesNotFit, NotAllowed, StillInUse
+from gpu_runtime.facts import Event
+from gpu_runtime.journal import Journal
+from tests.nvml_driver import until
+
+from .conftest import fakes
+
+
+def told(rt, action):
+    return [(event.model, event.by) for event in rt.status().events if event.action == action]
+
+
+# -- grants, waits and refusals -----------------------------------------------------------------------------------
+
+def test_every_decision_says_why_and_what_else_was_considered(runtime, tmp_path):
+    two = dict(devices="sim:2x20GiB,host:64GiB", gpu_memory_max_percent=1.0, ledger=f"sqlite://{tmp_path}/ledger")
+    other, rt = runtime(**two), runtime(**two)
+    fakes(other, a="12GiB", b="15GiB")
+    fakes(rt, c="18GiB", huge="100GiB")
+    other.preload("a")
+    other.preload("b")
+    with other.use("a"), other.use("b"), pytest.raises(Busy):
+        rt.preload("c", timeout=0.1)
+    rt.preload("c", timeout=30)
+    with pytest.raises(DoesNotFit):
+        rt.preload("huge")
+    refused, *granted, waiting, b, a = rt.decisions()
+    assert [(e.model, e.action) for e in (refused, granted[0], waiting, b, a)] == [
+        ("huge", "refused"), ("c", "granted"), ("c", "waiting"), ("b", "granted"), ("a", "granted")]
+    assert all(event.because for event in rt.decisions())
+    assert b.runners_up == ("sim:0: has 8.0 GiB free, 7.0 GiB too little.",)
+    assert waiting.runners_up == ("sim:1: has 5.0 GiB free, 13.0 GiB too little.",)
+    assert granted[0].runners_up == ("sim:1: b would have to step aside, and should stay longer.",)
+
+
+def test_what_else_was_considered_is_kept_out_of_the_page(runtime):
+    """The page is read and written by everybody; the journal by who wants to know."""
+    rt = runtime(devices="sim:8x20GiB,host:64GiB")
+    fakes(rt, a="12GiB")
+    rt.preload("a")
+    [granted] = [event for event in rt.status().events if event.action == "granted"]
+    assert granted.runners_up == () and len(rt.decisions()[0].runners_up) == 7
+    assert [event.action for event in rt.why("a")] == ["loaded", "granted"], "and one event is told once"
+
+
+def test_the_last_few_are_found_among_many(runtime):
+    rt = runtime()
+    fakes(rt, a="1GiB")
+    rt.preload("a")
+    for _ in range(5):
+        rt.evict("a")
+        rt.preload("a")
+    assert [event.action for event in rt.decisions(3)] == ["granted"] * 3
+    assert rt.decisions(0) == () and len(rt.decisions(None)) == 6
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_journal_tells_the_latest_of_those_that_are_asked_for(tmp_path, on_disk):
+    journal = Journal(tmp_path / "journal.db" if on_disk else None)
+    journal.append(Event(n, float(n), "ab"[n % 2], "granted" if n % 3 else "loaded", "", "") for n in range(1, 13))
+    assert [e.seq for e in journal.tail(2)] == [11, 12]
+    assert [e.seq for e in journal.tail(2, "a", ("granted",))] == [8, 10]
+    assert [e.seq for e in journal.tail(actions=("loaded",))] == [3, 6, 9, 12]
+    assert [e.seq for e in journal.tail(since=10.0)] == [10, 11, 12]
+    assert [e.seq for e in journal.tail(1, since=10.0, actions=("granted",))] == [11]
+    assert journal.tail(0) == ()
+
+
+# -- who asked ----------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def two(runtime, shared_book):
+    """A kernel that holds a model, and a console beside it."""
+    kernel, console = runtime(ledger=shared_book), runtime(ledger=shared_book)
+    fakes(kernel, qwen="10GiB")
+    kernel.preload("qwen")
+    return kernel, console
+
+
+def test_what_a_console_asks_is_told_with_the_person_before_it(two):
+    """Each of its visitors acts in a thread of their own."""
+    kernel, console = two
+    process = f"{console.status().owner.user}, {console.status().owner.label}"
+    ann = f"ann, console ({process})"
+    with console.on_behalf_of("ann, console"):
+        for verb in (console.pin, console.unpin, console.evict, console.preload):
+            verb("qwen")
+    console.pin("qwen")
+    until(lambda: len(told(kernel, "asked")) == len(told(kernel, "pin")) + 3 == 5)
+    assert told(kernel, "asked") == [("qwen", ann)] * 4 + [("qwen", process)]
+    assert told(kernel, "offloaded") == [("qwen", ann)]
+    until(lambda: told(kernel, "preload") == [("qwen", ann)])
+    assert told(kernel, "unpin") == [("qwen", ann)] and told(kernel, "pin")[0] == ("qwen", ann)
+
+
+def test_what_is_done_in_a_notebook_for_somebody_is_told_as_well(runtime):
+    """The console inside a notebook acts on models of its own process."""
+    rt = runtime(devices="sim:2x24GiB,host:64GiB")
+    fakes(rt, qwen="10GiB")
+    ann = f"ann ({rt.status().owner.user}, {rt.status().owner.label})"
+    with rt.on_behalf_of("ann"):
+        rt.preload("qwen")
+        for verb in (rt.pin, rt.unpin, rt.evict, rt.restore):
+            verb("qwen")
+        rt.move("qwen", "sim:1" if rt.leases()["device"][0] == "sim:0" else "sim:0")
+        rt.defrag()
+        rt.drain("sim:0")
+    by = {event.action: event.by for event in rt.status().events}
+    assert {by[action] for action in ("preload", "pin", "unpin", "offloaded", "moved", "defrag")} == {ann}
+    assert by["drained"] == f"ann ({rt.status().owner.user})"
+    assert rt.status().devices[0].drained.by == by["drained"]
+
+
+def test_what_a_notebook_does_for_itself_has_nobody_else_to_name(runtime):
+    rt = runtime()
+    fakes(rt, qwen="10GiB")
+    rt.preload("qwen")
+    rt.pin("qwen")
+    assert {event.by for event in rt.status().events} == {""}
+    assert "pin" not in {event.action for event in rt.status().events}
+
+
+def test_what_was_asked_in_vain_is_told(two):
+    """Whoever clicked; and once, though the asker looked several times whether it is still in use."""
+    kernel, console = two
+    with kernel.use("qwen"), console.on_behalf_of("ann"), pytest.raises(StillInUse):
+        console.evict("qwen")
+    [(model, by)] = told(kernel, "declined")
+    assert model == "qwen" and by.startswith("ann (")
+
+
+def test_what_may_not_even_be_asked_is_told(two, monkeypatch):
+    kernel, console = two
+    monkeypatch.setattr(console, "_foreign", lambda verb, owner, name: "ann may not")
+    with console.on_behalf_of("ann"), pytest.raises(NotAllowed):
+        console.pin("qwen")
+    [(_, by)] = told(kernel, "declined")
+    assert by.startswith("ann (") and console._keeper.ledger.read().tickets == ()
+
+
+def test_two_visitors_who_act_at_once_are_not_mixed_up(two):
+    kernel, console = two
+    fakes(kernel, llama="2GiB", phi="2GiB")
+
+    def click(name, model):
+        with console.on_behalf_of(name):
+            console.preload(model)
+
+    clicks = [threading.Thread(target=click, args=pair) for pair in (("ann", "llama"), ("ben", "phi"))]
+    for one in clicks:
+        one.start()
+    for one in clicks:
+        one.join(20)
+    assert {(model, by.split(" ")[0]) for model, by in told(kernel, "asked")} == {("llama", "ann"), ("phi", "ben")}
