@@ -103,9 +103,9 @@ class BarChart:
 
     def show(self, bar: Bar, dark: bool = False) -> bool:
         """Brings the bar up to date; whether anything differed."""
-        unit, name = unit_of(bar.device)
+        unit, name = unit_of(bar.device.total_bytes)
         self.range.update(end=bar.scale_bytes / unit)
-        self._interval.update(interval=_interval(bar.scale_bytes / unit))
+        self._interval.update(interval=interval(bar.scale_bytes / unit))
         self._format.update(format=f"%d {name}")
         ticks = {mark.bytes / unit: _SIGNS[mark.kind] for mark in bar.marks if mark.kind in _SIGNS}
         if self._thresholds.ticks != list(ticks):
@@ -119,7 +119,7 @@ class BarChart:
 _SIGNS = {level.lower(): look.mark for level, look in LEVELS.items()} | {"budget": "budget"}
 
 
-def _interval(length: float) -> float:
+def interval(length: float) -> float:
     """A step that gives four to eight marks on an axis of that length, in powers of two as memory comes."""
     step = 1.0
     while length / step > 8:

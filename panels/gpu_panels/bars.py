@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gpu.view import RESIDUE, STRANGERS, clean, importance_name, state, strangers_bytes
+from gpu.view import RESIDUE, STRANGERS, clean, fill, importance_name, state, strangers_bytes
 
 from gpu_runtime.facts import Device, DeviceView, Lease, Phase, Section, Snapshot
 from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
@@ -230,7 +230,7 @@ def room_words(view: DeviceView) -> str:
 
 def facts(snapshot: Snapshot, view: DeviceView) -> list[str]:
     """What an operator should know of a device besides its bar, the most telling first."""
-    said = [room_words(view), f"{show_bytes(view.claimed_bytes)} of {show_bytes(view.limit_bytes)} leased"]
+    said = [room_words(view), f"{fill(view)} leased"]
     idle = sum(share.bytes for lease in snapshot.leases() if _may_leave(lease) for share in lease.shares
                if share.device == view.device.id)
     if view.device.is_host:
@@ -265,19 +265,11 @@ def notices(snapshot: Snapshot, view: DeviceView) -> list[str]:
     return said
 
 
-def nothing_held(snapshot: Snapshot) -> str:
-    """What to do where nobody holds anything; empty where somebody does."""
-    if any(True for _ in snapshot.leases()):
-        return ""
-    return ("No model holds memory yet. In a notebook:  %load_ext gpu, then  %gpu load NAME PATH  or  "
-            "with rt.use(\"NAME\") as model: …")
-
-
 # -- columns ------------------------------------------------------------------------------------------------------
 
-def unit_of(device: Device) -> tuple[int, str]:
-    """The unit of a device's axis: GiB, or MiB where a GiB would be too coarse."""
-    return (GIB, "GiB") if device.total_bytes >= 2 * GIB else (MIB, "MiB")
+def unit_of(total_bytes: int) -> tuple[int, str]:
+    """The unit of an axis of that length: GiB, or MiB where a GiB would be too coarse."""
+    return (GIB, "GiB") if total_bytes >= 2 * GIB else (MIB, "MiB")
 
 
 _HATCHES = {"arriving": "/", "leaving": "\\", "residue": "/", "strangers": "x", "ended": ".", "others": ""}
@@ -287,7 +279,7 @@ COLUMNS = ("left", "right", "colour", "alpha", "hatch", "ink", "title", "who", "
 
 def columns(bar: Bar, looks: Mapping[str, Look], dark: bool = False) -> dict[str, list[Any]]:
     """A source's columns: one row a stretch, from left to right, ends in the unit of the axis."""
-    unit, at, plain = unit_of(bar.device)[0], 0, "#ffffff" if dark else "#000000"
+    unit, at, plain = unit_of(bar.device.total_bytes)[0], 0, "#ffffff" if dark else "#000000"
     rows: list[tuple[Any, ...]] = []
     for one in bar.stretches:
         look = looks.get(one.label, Look(UNOWNED, plain))
@@ -308,7 +300,7 @@ LINES = ("x", "dash", "width", "kind", "told")
 
 def lines(bar: Bar) -> dict[str, list[Any]]:
     """A source's columns for the marks of a bar."""
-    unit = unit_of(bar.device)[0]
+    unit = unit_of(bar.device.total_bytes)[0]
     rows = [(mark.bytes / unit, *(("solid", 2.5) if mark.kind == "budget" else ("dashed", 1.0)), mark.kind, mark.told)
             for mark in bar.marks]
     return {name: [row[n] for row in rows] for n, name in enumerate(LINES)}
@@ -320,6 +312,6 @@ _GROUNDS = {"budget": (0.16, ""), "beyond": (0.05, ""), "reserve": (0.0, ".")}
 
 def ground(bar: Bar) -> dict[str, list[Any]]:
     """A source's columns for what a bar lies on."""
-    unit = unit_of(bar.device)[0]
+    unit = unit_of(bar.device.total_bytes)[0]
     rows = [(one.start / unit, one.end / unit, *_GROUNDS[one.kind], one.told) for one in bar.regions]
     return {name: [row[n] for row in rows] for n, name in enumerate(GROUND)}

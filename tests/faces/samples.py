@@ -55,7 +55,8 @@ def snapshot(*leases, cards=1, gib=24.0, host=64.0, simulated=True, strangers=0.
         sample = None if simulated else Sample(id, NOW, None if used is None else total - used,
                                                processes or {} if id == ids[0] else {}, 37.0 if id != HOST else None)
         views.append(DeviceView(Device(id, total, "NVIDIA H100" if not simulated and id != HOST else "",
-                                       simulated=simulated), limit, claimed, used, level, full, sample))
+                                       simulated=simulated), limit, claimed, used, level, full, sample,
+                                room_bytes=None if used is None else min(limit - claimed, total - used)))
     others = tuple(Stranger(ids[0], pid, size, "carol", "python3") for pid, size in (processes or {}).items()
                    if pid not in (ME.pid, BOB.pid))
     return Snapshot(NOW, WALL, ME, tuple(views), sections, tuple(tickets), tuple(events), tuple(specs), simulated,

@@ -172,15 +172,10 @@ def test_a_drained_card_says_by_whom_and_since_when():
     assert bars.notices(samples.busy, view)[-1] == "simulated"
 
 
-def test_an_empty_machine_says_what_to_do():
-    assert "%load_ext gpu" in bars.nothing_held(samples.empty)
-    assert bars.nothing_held(samples.busy) == ""
-
-
 def test_a_small_device_has_an_axis_of_its_own_unit():
     """A card of 96 MiB would be all in the first hundredth of a GiB."""
     small = samples.snapshot(samples.lease("m", 0.0625), gib=0.09375)
-    assert bars.unit_of(small.devices[0].device) == (MIB, "MiB")
+    assert bars.unit_of(small.devices[0].device.total_bytes) == (MIB, "MiB")
     assert bars.columns(bar(small), {})["right"] == [64.0]
 
 

@@ -1,0 +1,174 @@
+"""The tab Now: each device's bar with what there is to know of it, and below how it came to be so."""
+from __future__ import annotations
+
+from typing import Any
+
+import panel as pn
+import panel_material_ui as pmui
+from gpu.html import esc
+from gpu.words import alarms
+
+from gpu_runtime.facts import DeviceView, History, Snapshot
+
+from . import bars, history
+from .barchart import BarChart
+from .bars import Bar
+from .historychart import HistoryChart
+from .palette import LEVELS, SHARED, level_word
+from .tab import Tab
+
+TWO_COLUMNS_FROM = 5  # devices
+BUTTONS = {"size": "small", "margin": (5, 10), "sx": {"& button": {"textTransform": "none", "whiteSpace": "nowrap"}}}
+
+CSS = """
+.head{display:flex;flex-wrap:wrap;gap:2px 12px;align-items:baseline;font-size:14px;line-height:1.6}
+.name{font-weight:600;font-size:15px} .soft{opacity:.78} .free{font-weight:600}
+.pill{border-radius:9px;padding:0 9px;font-size:12px;font-weight:600;border:1px solid #808080}
+.badge{border:1px dashed currentColor;border-radius:9px;padding:0 8px;font-size:12px;opacity:.78}
+.drained{border-style:solid;opacity:1;font-weight:600}
+.alarm{border-left:4px solid #d55e00;padding:4px 12px;margin:2px 0;background:rgba(213,94,0,.12);font-size:14px}
+.hint{font-size:14px;line-height:1.7} code{background:rgba(128,128,128,.18);border-radius:3px;padding:1px 5px}
+.chips{display:flex;flex-wrap:wrap;gap:2px 16px;font-size:12px;line-height:1.8}
+.chip{white-space:nowrap;max-width:320px;overflow:hidden;text-overflow:ellipsis}
+.swatch{display:inline-block;width:11px;height:11px;margin-right:6px;vertical-align:-1px;border:1px solid #808080}
+.dots{background-image:radial-gradient(#000a 1px,transparent 1.3px);background-size:4px 4px}
+.stripes{background-image:repeating-linear-gradient(0deg,#0009 0 1px,transparent 1px 4px)}
+.unread{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}
+"""
+
+
+def heading(snapshot: Snapshot, view: DeviceView, bar: Bar) -> str:
+    """A line of HTML above a device's bar; with the bar in words for who cannot see it."""
+    look = LEVELS[view.level]
+    pill = f'<span class="pill" style="background:{look.colour};color:{look.ink}">{esc(level_word(view.level))}</span>'
+    free, *rest = bars.facts(snapshot, view)
+    notices = "".join(f'<span class="badge{" drained" if view.drained and n == 0 else ""}">{esc(notice)}</span>'
+                      for n, notice in enumerate(bars.notices(snapshot, view)))
+    card = f'<span class="soft">{esc(view.device.name)}</span>' if view.device.name else ""
+    return (f'<div class="head"><span class="name">{esc(view.device.id)}</span>{card}{pill}'
+            f'<span class="free">{esc(free)}</span><span class="soft">{esc(" · ".join(rest))}</span>{notices}'
+            f'<span class="unread" role="img">{esc(bar.told)}</span></div>')
+
+
+def notice(snapshot: Snapshot) -> str:
+    """What must be said before anything else, as HTML: alarms, and what to do where nothing is held."""
+    said = "".join(f'<div class="alarm">{esc(alarm)}</div>' for alarm in alarms(snapshot))
+    if not any(not view.device.is_host for view in snapshot.devices):
+        said += '<div class="hint">No GPU was found on this machine. To try things out:  ' \
+                "<code>GPU_DEVICES=sim:2x24GiB</code></div>"
+    if not any(True for _ in snapshot.leases()):
+        said += ('<div class="hint">No model holds memory yet. In a notebook: <code>%load_ext gpu</code>, then '
+                 '<code>%gpu load NAME PATH</code>, and use it: <code>with rt.use("NAME") as model:</code></div>')
+    return said
+
+
+def chips(drawn: history.Chart, looks: Any, named: dict[str, str]) -> str:
+    """Which colour is whose, as HTML, the topmost of the stack last."""
+    def chip(label: str) -> str:
+        look = looks[label]
+        texture = {".": " dots", "-": " stripes"}.get(look.texture, "")
+        return (f'<span class="chip" title="{esc(named[label])}"><span class="swatch{texture}" '
+                f'style="background-color:{look.colour}"></span>{esc(named[label])}</span>')
+    return f'<div class="chips">{"".join(map(chip, drawn.labels))}</div>' if drawn.labels else ""
+
+
+_TITLE = """<div class="head"><span class="name">History</span><span class="soft">memory by lease; behind it the
+pressure; ▼ offloaded, ⊠ unloaded. Drag, or Ctrl and wheel, to zoom in; ↺ shows all again.</span></div>"""
+
+
+class _Card:
+    """One device: a heading and its bar."""
+
+    def __init__(self) -> None:
+        self.chart = BarChart(SHARED)
+        self.head = pn.pane.HTML("", sizing_mode="stretch_width", stylesheets=[CSS], margin=(6, 10, 0, 10))
+        self.panel = pn.Column(self.head, pn.pane.Bokeh(self.chart.figure, sizing_mode="stretch_width", margin=(0, 6)),
+                               sizing_mode="stretch_width", styles={"min-width": "320px"})
+
+    def show(self, head: str, bar: Bar, dark: bool) -> None:
+        if self.head.object != head:
+            self.head.object = head
+        self.chart.show(bar, dark)
+
+
+class Now(Tab):
+    """How full every GPU is, who holds what, and what happened lately."""
+
+    title = "Now"
+
+    def __init__(self, watch: Any, actions: Any) -> None:
+        super().__init__(watch, actions)
+        self._dark, self._home, self._drawn = False, True, None
+        self._cards: dict[str, _Card] = {}
+        self._notice = pn.pane.HTML("", sizing_mode="stretch_width", stylesheets=[CSS], margin=(4, 10))
+        self._grid = pn.layout.FlexBox(sizing_mode="stretch_width", gap="0")
+        self._device = pmui.RadioButtonGroup(options=[], **BUTTONS)
+        self._window = pmui.RadioButtonGroup(options=list(history.WINDOWS), value="15 min", **BUTTONS)
+        self._chart = HistoryChart()
+        self._plot = pn.pane.Bokeh(self._chart.figure, sizing_mode="stretch_width", visible=False)
+        self._silence = pn.pane.HTML("", stylesheets=[CSS], margin=(4, 10), sizing_mode="stretch_width")
+        self._chips = pn.pane.HTML("", stylesheets=[CSS], margin=(0, 10, 8, 10), sizing_mode="stretch_width")
+        self._device.param.watch(self._turned, "value")
+        self._window.param.watch(self._turned, "value")
+        title = pn.pane.HTML(_TITLE, stylesheets=[CSS], margin=(10, 10, 0, 10), sizing_mode="stretch_width")
+        self.panel = pn.Column(
+            self._notice, self._grid, title, pn.FlexBox(self._device, self._window, sizing_mode="stretch_width"),
+            self._silence, self._plot, self._chips,
+            sizing_mode="stretch_width")
+
+    def dark(self, on: bool) -> None:
+        self._dark = on
+
+    def update(self, snapshot: Snapshot) -> None:
+        drawn = self.watch.once("bars", snapshot, bars.bars)
+        said = self.watch.once("notice", snapshot, notice)
+        if self._notice.object != said:
+            self._notice.object = said
+        self._lay_out([view.device.id for view in snapshot.devices])
+        for view, bar in zip(snapshot.devices, drawn, strict=True):
+            self._cards[view.device.id].show(heading(snapshot, view, bar), bar, self._dark)
+        self._past(snapshot)
+
+    def _lay_out(self, ids: list[str]) -> None:
+        """A card for each device; made anew only when devices come or go."""
+        if list(self._cards) == ids:
+            return
+        self._cards = {id: self._cards.get(id) or _Card() for id in ids}
+        wide = "48%" if len(ids) >= TWO_COLUMNS_FROM else "100%"
+        for card in self._cards.values():
+            card.panel.styles = {"flex": f"1 1 {wide}", "min-width": "320px"}
+        self._grid[:] = [card.panel for card in self._cards.values()]
+        chosen = self._device.value if self._device.value in ids else next(iter(ids), None)
+        self._device.param.update(options=ids, value=chosen)
+
+    # -- the past
+
+    def _turned(self, _: object) -> None:
+        """Another device or window: the whole of it, whatever was zoomed before."""
+        self._home = True
+        if self.watch.look.snapshot is not None:
+            self._past(self.watch.look.snapshot)
+
+    def _past(self, snapshot: Snapshot) -> None:
+        window, device = self._window.value, self._device.value
+        seconds = history.WINDOWS[window]
+        told = self.watch.latest(f"history {window}", lambda rt: rt.history(seconds, points=history.POINTS),
+                                 every=max(3.0, seconds / 300))
+        if told is None or device is None:
+            return
+        drawn = self.watch.once(f"chart {window} {device}", told, lambda past: _chart_of(past, device, seconds))
+        shown = (drawn, self._dark)
+        if not self._home and shown == self._drawn:
+            return
+        looks, named = SHARED.looks(drawn.labels), history.titles(
+            (*drawn.labels, history.OTHERS, history.UNLEASED), snapshot)
+        self._chart.show(drawn, looks, named, home=self._home)
+        self._home, self._drawn = False, shown
+        silence = history.silence(drawn)
+        self._plot.visible, self._silence.visible = not silence, bool(silence)
+        self._silence.object, self._chips.object = esc(silence), chips(drawn, looks, named)
+
+
+def _chart_of(past: History, device: str, seconds: float) -> history.Chart:
+    end = max((moment.wall for moment in past.moments), default=0.0)
+    return history.chart(past.moments, past.events, device, end - seconds, end)

@@ -1,0 +1,173 @@
+"""The chart of a device's past: every byte of every moment, in as few rectangles as hold it."""
+from __future__ import annotations
+
+import pytest
+from gpu_panels import history
+from gpu_panels.history import OTHERS, UNLEASED, Band, Run, chart
+from gpu_panels.historychart import HistoryChart
+from gpu_panels.palette import Palette
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.facts import Event, Level, Moment, Share
+from gpu_runtime.units import GIB
+
+from . import pasts, samples
+
+
+def moment(wall, measured=None, level=Level.LOW, limit=20, **gib):
+    return Moment(wall, "sim:0", 24 * GIB, limit * GIB, None if measured is None else int(measured * GIB), level,
+                  claims={f"{name}@1": int(size * GIB) for name, size in gib.items()})
+
+
+def evicted(wall, model="llama", action="offloaded", device="sim:0", because="qwen needs room", **more):
+    return Event(1, wall, model, action, "request", because, 8 * GIB, device, "1.1.0", **more)
+
+
+def of(*moments, events=(), start=0.0, end=None):
+    return chart(moments, events, "sim:0", start, moments[-1].wall + 10 if end is None else end)
+
+
+def test_what_was_held_for_a_while_is_one_rectangle():
+    """Whatever the number of moments that show it."""
+    drawn = of(*(moment(wall, qwen=8) for wall in range(0, 100, 10)))
+    assert drawn.runs == (Run("qwen@1", 0, 100, 0, 8 * GIB),)
+
+
+def test_a_lease_lies_upon_those_that_held_more_over_the_time():
+    drawn = of(moment(0, qwen=8), moment(10, qwen=8, llama=4), moment(20, llama=4))
+    assert drawn.runs == (Run("qwen@1", 0, 20, 0, 8 * GIB), Run("llama@1", 10, 20, 8 * GIB, 12 * GIB),
+                          Run("llama@1", 20, 30, 0, 4 * GIB))
+
+
+CLAIMS = st.dictionaries(st.sampled_from([f"m{n}@1" for n in range(20)]), st.integers(1, 8 * GIB), max_size=20)
+
+
+@given(st.lists(st.tuples(CLAIMS, st.one_of(st.none(), st.integers(0, 80 * GIB))), min_size=1, max_size=30))
+def test_at_each_moment_the_stack_is_what_was_claimed_and_measured(drawn):
+    """Nothing lost and nothing made up, also where many gather as others; and nothing overlaps."""
+    moments = [Moment(10.0 * n, "sim:0", 80 * GIB, 72 * GIB, measured, Level.LOW, claims=claims)
+               for n, (claims, measured) in enumerate(drawn)]
+    runs = of(*moments).runs
+    for one in moments:
+        now = sorted((run for run in runs if run.start <= one.wall < run.end), key=lambda run: run.low)
+        assert [run.low for run in now] == [0, *(run.high for run in now)][:len(now)]
+        assert sum(run.bytes for run in now if run.label != UNLEASED) == one.claimed_bytes
+        assert sum(run.bytes for run in now) == max(one.claimed_bytes, one.measured_bytes or 0)
+        assert len(now) <= history.MOST_LEASES + 1
+
+
+def test_those_that_held_least_gather():
+    """A day sees many kernels; a chart tells a dozen leases apart."""
+    drawn = of(moment(0, **{f"m{n}": 0.1 + n / 10 for n in range(20)}))
+    assert len(drawn.labels) == history.MOST_LEASES - 1 and drawn.labels[0] == "m19@1"
+    assert drawn.runs[-1].label == OTHERS
+
+
+def test_what_is_in_use_beyond_all_leases_lies_on_top():
+    assert of(moment(0, measured=9.5, qwen=8)).runs[-1] == Run(UNLEASED, 0, 10, 8 * GIB, int(9.5 * GIB))
+
+
+def test_an_unknown_measurement_is_no_zero():
+    """Only what was claimed is drawn: of the rest nothing is known."""
+    assert [run.label for run in of(moment(0, measured=None, qwen=8)).runs] == ["qwen@1"]
+
+
+def test_a_gap_in_the_record_stays_a_gap():
+    """Nobody sampled for an hour: what was held then is not known."""
+    drawn = of(moment(0, qwen=8), moment(10, qwen=8), moment(20, qwen=8), moment(3600, qwen=8), moment(3610, qwen=8))
+    assert [(run.start, run.end) for run in drawn.runs] == [(0, 30), (3600, 3620)]
+
+
+def test_pressure_stands_behind_it_as_long_as_it_lasted():
+    drawn = of(moment(0), moment(10, level=Level.HIGH), moment(20, level=Level.HIGH), moment(30, level=Level.CRITICAL))
+    assert drawn.bands == (Band(Level.HIGH, 10, 30), Band(Level.CRITICAL, 30, 40))
+    assert history.band_columns(drawn)["told"] == ["◕ HIGH pressure", "● CRITICAL pressure"]
+
+
+def test_the_budget_is_a_line_in_steps():
+    assert of(moment(0), moment(10), moment(20, limit=10)).limits == ((0, 20 * GIB), (20, 10 * GIB), (30, 10 * GIB))
+
+
+def test_an_eviction_is_a_mark_that_says_why():
+    columns = history.mark_columns(of(moment(0), moment(60), events=(evicted(30),)))
+    assert columns["x"] == [30_000] and columns["title"] == ["llama offloaded"]
+    assert columns["told"] == ["stepped aside from sim:0, freeing 8.0 GiB: qwen needs room."]
+    assert columns["y"][0] > 24, "above the device's top"
+
+
+def test_only_evictions_of_this_device_and_time_are_marked():
+    shares = (Share("sim:1", GIB), Share("sim:0", GIB))
+    drawn = of(moment(0), moment(60), events=(
+        evicted(-5), evicted(30, device="sim:1"), evicted(30, action="loaded"),
+        evicted(31, device="sim:1", shares=shares)))
+    assert [event.wall for event in drawn.events] == [31]
+
+
+def test_marks_too_close_to_be_told_apart_are_one_that_counts():
+    """Ten thousand events in a day are still a few hundred marks."""
+    drawn = of(moment(0), moment(86_390), events=[evicted(float(n)) for n in range(0, 86_400, 10)])
+    columns = history.mark_columns(drawn)
+    assert len(columns["x"]) <= history.MOST_MARKS + 1
+    assert columns["title"][0] == "36 × offloaded" and columns["told"][0].endswith("\nand 33 more")
+
+
+def test_a_lease_is_named_by_its_notebook_where_that_is_known():
+    """Of a process that is gone only the number is left."""
+    assert history.titles(["qwen@4000", "qwen@9"], samples.busy) == {
+        "qwen@4000": "qwen · train.ipynb", "qwen@9": "qwen · pid 9"}
+
+
+def test_nothing_to_draw_says_why():
+    assert "Nothing is recorded of sim:0 yet" in history.silence(chart((), (), "sim:0", 0, 900))
+    assert history.silence(of(moment(0), moment(10))) == "Nobody held memory on sim:0 in this time."
+    assert history.silence(of(moment(0, qwen=1))) == ""
+
+
+def test_a_day_of_600_moments_is_a_few_hundred_rectangles():
+    """What has to be drawn on each zoom."""
+    day = pasts.day()
+    assert 100 < len(chart(day.moments, day.events, "sim:0", samples.WALL - 86400, samples.WALL).runs) < 2000
+
+
+# -- the figure
+
+def drawn_at(end, shown=None, home=False):
+    shown = shown or HistoryChart()
+    drawn = chart([moment(wall, qwen=8) for wall in range(0, int(end), 10)], (), "sim:0", end - 900, end)
+    shown.show(drawn, Palette().looks(drawn.labels), {}, home=home)
+    return shown
+
+
+def window(shown):
+    return shown.time.start / 1e3, shown.time.end / 1e3
+
+
+def test_the_window_moves_on_with_the_time():
+    shown = drawn_at(1000)
+    assert window(shown) == (100, 1000)
+    assert window(drawn_at(1010, shown)) == (110, 1010)
+
+
+def test_what_was_zoomed_stays_until_all_is_asked_for():
+    """The page must not run away from under whoever reads it."""
+    shown = drawn_at(1000)
+    shown.time.update(start=500_000, end=600_000)
+    assert window(drawn_at(1010, shown)) == (500, 600)
+    assert (shown.time.reset_start, shown.time.reset_end) == (110_000, 1010_000), "the reset button shows all"
+    assert window(drawn_at(1020, shown, home=True)) == (120, 1020)
+    assert window(drawn_at(1030, shown)) == (130, 1030)
+
+
+def test_nothing_new_sends_nothing():
+    shown = drawn_at(1000)
+    drawn = chart([moment(wall, qwen=8) for wall in range(0, 1000, 10)], (), "sim:0", 100, 1000)
+    assert not shown.show(drawn, Palette().looks(drawn.labels), {})
+
+
+@pytest.mark.parametrize(("gib", "unit"), [(24, "%d GiB"), (0.5, "%d MiB")])
+def test_heights_are_in_a_unit_that_fits_the_device(gib, unit):
+    shown = HistoryChart()
+    drawn = chart([Moment(0, "sim:0", int(gib * GIB), int(gib * GIB), 0, Level.LOW)], (), "sim:0", 0, 900)
+    shown.show(drawn, {}, {})
+    assert shown.figure.yaxis[0].formatter.format == unit
