@@ -8,6 +8,8 @@ from __future__ import annotations
 from itertools import combinations
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from . import caps
 from .drains import drained
 from .facts import HOST, Book, Candidate, Device, Lease, Refuse, Request, Share, World, where
@@ -102,7 +104,9 @@ def at_best(book: Book, request: Request, world: World) -> Candidate | Refuse:
         if rules.layout == "balanced" and footprint.heads else ""
     cap = bool(allowed) and bool(split(footprint, limits, rules, limits))
     because = f" ({world.rules.cap.named('bytes_per_device')})" if cap and world.rules.cap else ""
-    return Refuse(f"{told}{most}; the budgets of {cards} are {_sizes(room)}{because}{heads}",
+    margin = f", and {show_bytes(rules.margin_bytes)} of each stay free for its driver (GPU_SPLIT_MARGIN_MB)" \
+        if split(footprint, room, replace(rules, margin_bytes=0), limits) else ""
+    return Refuse(f"{told}{most}; the budgets of {cards} are {_sizes(room)}{because}{heads}{margin}",
                   "cap" if cap else "hopeless", need_bytes=size, budget_bytes=max(0, sum(room.values())))
 
 
