@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import (
     AlreadyRegistered,
     AmbiguousName,
+    BadCall,
     BadDocument,
     BadSetting,
     BadSize,
@@ -26,6 +27,8 @@ from .errors import (
     CatalogUnavailable,
     Deadlock,
     DoesNotFit,
+    EngineDied,
+    EngineFault,
     GpuError,
     LedgerNewer,
     LedgerUnavailable,
@@ -38,6 +41,7 @@ from .errors import (
     NotResident,
     OutOfMemory,
     ProbeFailed,
+    ProcessLost,
     StillInUse,
     UnknownDevice,
     UnknownModel,
@@ -50,10 +54,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Runtime", "runtime",
-    "AlreadyRegistered", "AmbiguousName", "BadDocument", "BadSetting", "BadSize", "Busy", "CannotGovern",
-    "CatalogUnavailable", "Deadlock", "DoesNotFit", "GpuError", "LedgerNewer", "LedgerUnavailable", "LoadFailed",
-    "MemoryLimitExceeded", "ModelDisabled", "NotAllowed", "NotAModel", "NotLoaded", "NotResident", "OutOfMemory",
-    "ProbeFailed", "StillInUse", "UnknownDevice", "UnknownModel", "UnknownSize",
+    "AlreadyRegistered", "AmbiguousName", "BadCall", "BadDocument", "BadSetting", "BadSize", "Busy", "CannotGovern",
+    "CatalogUnavailable", "Deadlock", "DoesNotFit", "EngineDied", "EngineFault", "GpuError", "LedgerNewer",
+    "LedgerUnavailable", "LoadFailed", "MemoryLimitExceeded", "ModelDisabled", "NotAllowed", "NotAModel", "NotLoaded",
+    "NotResident", "OutOfMemory", "ProbeFailed", "ProcessLost", "StillInUse", "UnknownDevice", "UnknownModel",
+    "UnknownSize",
 ]
 
 _lock = threading.Lock()

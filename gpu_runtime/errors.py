@@ -16,6 +16,10 @@
     ├── ModelDisabled              its entry in the catalogue says `enabled: false`
     ├── LoadFailed                 the source could not be loaded
     │   └── NotAModel              … because it is no model
+    ├── BadCall                    an engine refused what it was asked; also ValueError
+    ├── EngineDied                 an engine's process ended; the next use loads it anew
+    ├── EngineFault                an engine failed and was put away; the next use loads it anew
+    ├── ProcessLost                the driver no longer serves this process; only a new one helps
     ├── CannotGovern               a module that cannot be moved safely, refused by name
     ├── NotLoaded                  in the catalogue, and loaded by no process that could be asked
     ├── NotResident                called while away, where it may not come back by itself
@@ -188,6 +192,22 @@ class LoadFailed(GpuError):
 
 class NotAModel(LoadFailed):
     """The path is no model that we know how to load. Attributes: name, source."""
+
+
+class BadCall(GpuError, ValueError):
+    """An engine refused what it was asked: too long, of a wrong type, unknown to it. Attributes: name, method, why."""
+
+
+class EngineDied(GpuError):
+    """An engine's process ended; its lease came free. Attributes: name, pid, status, kind, why, log."""
+
+
+class EngineFault(GpuError):
+    """An engine failed by its driver, or again and again, and was put away. Attributes: name, kind, why, log, reloads."""
+
+
+class ProcessLost(GpuError):
+    """The driver no longer serves this process. Attributes: name, kind, why."""
 
 
 class CannotGovern(GpuError, TypeError):
