@@ -571,11 +571,12 @@ class Keeper:
         """The error as its reader needs it: our own and interrupts as they are, others named after the model."""
         name = resident.spec.name
         if is_out_of_memory(error):
-            return self.out_of_memory(error, loading=name, device=step.shares[0].device)  # type: ignore[union-attr]
+            declared = resident.spec.size is not None and isinstance(step, Load)
+            return self.out_of_memory(error, loading=name, device=step.shares[0].device,  # type: ignore[union-attr]
+                                      declared_bytes=resident.spec.size if declared else None)
         if isinstance(error, GpuError) or not isinstance(error, Exception):
             return error
-        return LoadFailed(f"{name} could not be loaded: {type(error).__name__}: {telling.first_line(error)}",
-                          name=name, source=resident.spec.source)
+        return telling.load_failed(name, resident.spec.source, error)
 
     def _load_ungoverned(self, resident: Resident, anchor: Callable[[], Anchor | None] | None,
                          progress: Progress | None) -> None:
@@ -656,12 +657,13 @@ class Keeper:
 
     # -- out of memory inside a block
 
-    def out_of_memory(self, error: BaseException, *, loading: str = "", device: str = "") -> OutOfMemory:
+    def out_of_memory(self, error: BaseException, *, loading: str = "", device: str = "",
+                      declared_bytes: int | None = None) -> OutOfMemory:
         """The readable report of an out-of-memory error, as things stand now."""
         world = self.world()
         book = books.publish(self.ledger.read(), self.truth(), world)
         return telling.out_of_memory(error, book, world, self.me, self.probe.maps(), loading=loading,
-                                     device=device)
+                                     device=device, declared_bytes=declared_bytes)
 
     def make_room_after(self, error: BaseException) -> None:
         """After an out-of-memory error in a block: idle leases of ours and cached blocks go, tracebacks let go."""

@@ -15,6 +15,7 @@ from .errors import (
     DoesNotFit,
     GpuError,
     LedgerUnavailable,
+    LoadFailed,
     MemoryLimitExceeded,
     NotAllowed,
     OutOfMemory,
@@ -40,6 +41,9 @@ from .units import MIB, show_bytes, show_seconds
 
 MOST_HOLDERS = 8  # lines of a report
 MOST_RUNNERS_UP = 8  # sentences beside a decision
+# After these a process's use of its card is over. Source: Kitchen Brigade, Driver Reset Behavior; PyTorch.
+DRIVER_FAILED = ("CUDA error", "HIP error", "cuBLAS initialization failed", "CUBLAS_STATUS_NOT_INITIALIZED",
+                 "Metal initialization failed")
 
 
 def first_line(error: BaseException) -> str:
@@ -83,15 +87,16 @@ def refusal(name: str, verdict: Refuse) -> GpuError:
     if verdict.kind == "deadlock":
         return Deadlock(f"{verdict.because}.\n  End one of the blocks first, or nest them in the same order everywhere.",
                         **facts)
+    asked = show_bytes(verdict.need_bytes).replace(" ", "") if "#" in name else name
     if verdict.kind == "limit":
-        return MemoryLimitExceeded(f"{verdict.because}\n  Raise INFERENCE_MEMORY_LIMIT_GB, or evict what is in use.",
-                                   current_bytes=0, **facts)
+        return MemoryLimitExceeded(
+            f"{verdict.because}\n  Use a smaller model or a shorter context_length (its parts:  %gpu plan {asked}), end "
+            f"what is in use, or raise INFERENCE_MEMORY_LIMIT_GB.", current_bytes=0, **facts)
     if verdict.kind == "cap":
         return NotAllowed(f"{verdict.because}.\n  Nothing was evicted. The operator can change it; what you hold:  %gpu leases",
                           because=verdict.because, **facts)
     if verdict.kind == "full":
         return LedgerUnavailable(f"{verdict.because}.", **facts)
-    asked = show_bytes(verdict.need_bytes).replace(" ", "") if "#" in name else name
     first = next(iter(verdict.holders), "").partition("/")[2]
     hint = {
         "nested": f"Leave the block of {first} first: what does not fit together cannot be nested.",
@@ -137,9 +142,20 @@ def elsewhere(name: str, where: str, tensors: Sequence[str]) -> str:
     return f"{name} was loaded to {where}, but these lie elsewhere: {', '.join(tensors[:3])}{more}."
 
 
+def load_failed(name: str, source: str, error: BaseException) -> LoadFailed:
+    """The error for a load that failed, named after its model."""
+    said = f"{type(error).__name__}: {first_line(error)}"
+    hint = "\n  The driver failed in this process: restart its kernel. What it holds comes free; others go on." \
+        if any(mark in said for mark in DRIVER_FAILED) else ""
+    return LoadFailed(f"{name} could not be loaded: {said}{hint}", name=name, source=source)
+
+
 def out_of_memory(error: BaseException, book: Book, world: World, me: str, maps: Iterable[AllocatorMap], *,
-                  loading: str = "", device: str = "") -> OutOfMemory:
-    """The readable report of an out-of-memory error: what was asked, who holds what, fragmentation, what to type."""
+                  loading: str = "", device: str = "", declared_bytes: int | None = None) -> OutOfMemory:
+    """The readable report of an out-of-memory error: what was asked, who holds what, fragmentation, what to type.
+
+    `declared_bytes` is the size that somebody said a model has which was being loaded.
+    """
     lines = [f"{device or 'the device'} ran out of memory while loading {loading}." if loading else
              "the device ran out of memory while a model was in use.", f"  {first_line(error)}"]
     holders = sorted((lease for lease in book.leases() if lease.on_device), key=lambda lease: -lease.bytes)
@@ -156,6 +172,14 @@ def out_of_memory(error: BaseException, book: Book, world: World, me: str, maps:
         cached = part.reserved_bytes - part.allocated_bytes
         if cached > 0:
             lines.append(f"  {show_bytes(cached):>9}  {part.device:<8} reserved by torch but unused (%gpu defrag)")
-    lines.append("  Then:  run the cell again (idle models have stepped aside), use a smaller batch, or  %gpu status")
+    if declared_bytes is not None:
+        lines.append(f"  It was declared as {show_bytes(declared_bytes)}. Does it need more? Say so:  "
+                     f"rt.register({loading!r}, …, size='…')")
+    if loading:
+        lines.append("  Make room, and load it again:  %gpu evict NAME      Time and again? Lower "
+                     "GPU_MEMORY_MAX_PERCENT")
+    else:
+        lines.append("  Then:  run the cell again (idle models have stepped aside), use a smaller batch, or  "
+                     "%gpu status")
     report = "\n".join(lines)
     return OutOfMemory(report, device=device, holders=tuple(lease.id for lease in holders), report=report)

@@ -234,6 +234,47 @@ def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holde
         pass
 
 
+def test_out_of_memory_while_loading_doubts_the_declared_size_and_promises_nothing_that_was_not_done(runtime):
+    """Nobody has stepped aside for a load that runs out; a size declared too small is the likeliest cause."""
+    rt = runtime()
+    fakes(rt, a="5GiB", b="5GiB")
+    rt.preload("a")
+    rt.probe.place("sim:0").squeeze(17 * GIB)
+    with pytest.raises(OutOfMemory) as told:
+        rt.preload("b")
+    assert "It was declared as 5.0 GiB. Does it need more? Say so:  rt.register('b', …, size='…')" in str(told.value)
+    assert "stepped aside" not in str(told.value) and where(rt)["a"] == "sim:0"
+
+
+def test_out_of_memory_while_coming_back_from_ram_asks_for_room_alone(runtime):
+    """Its size is known: it lay here before."""
+    rt = runtime()
+    fakes(rt, a="5GiB")
+    rt.preload("a")
+    rt.evict("a")
+    rt.probe.place("sim:0").squeeze(21 * GIB)
+    with pytest.raises(OutOfMemory, match="(?s)while loading a.*Make room") as told:
+        rt.restore("a")
+    assert "declared" not in str(told.value)
+
+
+@pytest.mark.parametrize(("said", "advised"), [
+    ("CUDA error: device-side assert triggered", True), ("Metal initialization failed", True),
+    ("cuBLAS initialization failed", True), ("the file is cut short", False)])
+def test_a_load_that_failed_with_the_driver_says_that_the_kernel_must_go(runtime, monkeypatch, said, advised):
+    """After such an error nothing works on the card in this process, whatever is tried next."""
+    rt = runtime()
+    fakes(rt, m="3GiB")
+
+    def fail(*_, **__):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(rt._mine("m").backend, "load", fail)
+    with pytest.raises(LoadFailed, match=said) as told:
+        rt.preload("m")
+    assert ("restart its kernel" in str(told.value)) is advised and claims(rt) == {}
+
+
 def test_a_load_that_fails_after_its_bytes_have_come_gives_them_back(runtime, monkeypatch):
     rt = runtime()
     fakes(rt, m="3GiB")
@@ -407,6 +448,7 @@ def test_the_limit_of_this_process_is_named_in_the_words_of_the_inference_servic
             pass
         assert str(refused.value).startswith(
             "Loading 'b' (10.0GB) would exceed memory limit (10.0GB + 10.0GB > 16.0GB)")
+        assert "shorter context_length (its parts:  %gpu plan b)" in str(refused.value)
     with rt.use("b"):  # a can leave now
         assert where(rt)["a"] == "host"
     with pytest.raises(MemoryLimitExceeded), rt.use("c"):
