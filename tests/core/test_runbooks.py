@@ -62,3 +62,13 @@ def test_the_drill_of_pressure_states_the_levels_as_they_are():
     assert [ask and ask.idle_seconds for ask in asked] == [
         None, float(seconds[1][1]), float(seconds[2][1]), 0.0 if shown[3][2] == "all, at once" else -1.0]
     assert [bool(ask and ask.drop) for ask in asked] == ["disk" in row[3] and "RAM" not in row[3] for row in shown]
+
+
+def test_every_symptom_of_the_troubleshooting_table_has_its_section():
+    """Whoever finds their symptom in the table finds it produced, diagnosed and cured below."""
+    text = prose("13_troubleshooting.ipynb")
+    named = [row[-1] for row in rows(text, "you see")]
+    sections = re.split(r"^## (?=\d+ · )", text, flags=re.MULTILINE)[1:]
+    assert named == [section.partition(" ")[0] for section in sections]
+    assert [section[:40] for section in sections
+            if not all(word in section for word in ("**Diagnosis", "**Cure"))] == []
