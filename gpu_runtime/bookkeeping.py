@@ -47,11 +47,11 @@ class Truth(Value):
 
 
 def note(book: Book, world: World, lease: Lease, action: str, reason: str, because: str, *, size: int = 0,
-         device: str = "", by: str = "", answers: str = "") -> Book:
+         device: str = "", by: str = "", answers: str = "", seconds: float = 0.0) -> Book:
     """The book with one more event, and the owner's counter of that action moved on."""
     event = Event(book.seq + 1, world.wall, lease.name, action, reason, because, size,
                   device or (lease.shares or lease.target or (_NOWHERE,))[0].device, lease.owner, by,
-                  lease.shares if len(lease.shares) > 1 else (), answers)
+                  lease.shares if len(lease.shares) > 1 else (), answers, seconds=round(seconds, 3))
     book = replace(book, events=(*book.events[-MOST_EVENTS + 1:], event), seq=event.seq)
     section = book.sections.get(lease.owner)
     if section is None or action not in COUNTED:
@@ -85,7 +85,7 @@ def arrived(book: Book, owner: str, name: str, shares: Shares, world: World, *, 
     if lease.kind == "block":
         return book
     return note(book, world, settled, action, "request", because or f"{name} is on {settled.where} now.",
-                size=settled.bytes)
+                size=settled.bytes, seconds=restore_seconds or reload_seconds)
 
 
 def left(book: Book, step: Move | Drop, shares: Shares, world: World, by: str = "") -> Book:

@@ -385,6 +385,7 @@ class Event(Value):
     answers: str = ""  # the key of the ticket that this answers
     # What else was considered, and why it lost, in sentences. In the journal only: the page must stay small.
     runners_up: tuple[str, ...] = ()
+    seconds: float = 0.0  # that a load or a return took; 0: not measured
 
     def __str__(self) -> str:
         return f"{self.model} {self.action}: {self.because}"
