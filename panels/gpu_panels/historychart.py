@@ -41,7 +41,7 @@ from .sources import bring
 
 HEIGHT = 300
 
-_CLOCK = """
+CLOCK = """
 const date = new Date(tick), step = ticks.length > 1 ? ticks[1] - ticks[0] : 60000;
 const two = (n) => String(n).padStart(2, "0");
 const time = two(date.getHours()) + ":" + two(date.getMinutes());
@@ -50,7 +50,7 @@ if (step >= 86400000 || time === "00:00")
   return date.toLocaleDateString(undefined, {month: "short", day: "numeric"});
 return time;
 """
-_TIME = 'return new Date(value).toLocaleTimeString([], {hour: "2-digit", minute: "2-digit", second: "2-digit"});'
+TIME = 'return new Date(value).toLocaleTimeString([], {hour: "2-digit", minute: "2-digit", second: "2-digit"});'
 
 RUN_TOOLTIP = """<div style="max-width:340px;font-size:12px;line-height:1.45"><b>@title</b>
 <div>@size, from @left{custom} to @right{custom}</div></div>"""
@@ -87,7 +87,7 @@ class HistoryChart:
         plot.toolbar.logo = None
         plot.outline_line_color = None
         plot.background_fill_alpha = plot.border_fill_alpha = 0
-        plot.add_layout(DatetimeAxis(formatter=CustomJSTickFormatter(code=_CLOCK), major_tick_out=4), "below")
+        plot.add_layout(DatetimeAxis(formatter=CustomJSTickFormatter(code=CLOCK), major_tick_out=4), "below")
         plot.xgrid.visible = False
         plot.yaxis.ticker, plot.yaxis.formatter = self._interval, self._format
         banded = plot.quad(left="left", right="right", bottom=0, top=1e6, source=self.bands, fill_color="colour",
@@ -99,7 +99,7 @@ class HistoryChart:
         plot.step(x="x", y="y", source=self.limits, mode="after", line_color=EDGE, line_width=2)
         marked = plot.scatter(x="x", y="y", marker="marker", source=self.marks, size=10, fill_color="#d55e00",
                               line_color="#000000", line_width=0.8)
-        clock = CustomJSHover(code=_TIME)
+        clock = CustomJSHover(code=TIME)
         self.zoom = BoxZoomTool(dimensions="width")
         wheel = WheelZoomTool(dimensions="width", modifiers={"ctrl": True})
         plot.add_tools(

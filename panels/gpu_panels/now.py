@@ -18,7 +18,9 @@ from .palette import LEVELS, SHARED, level_word
 from .tab import Tab
 
 TWO_COLUMNS_FROM = 5  # devices
-BUTTONS = {"size": "small", "margin": (5, 10), "sx": {"& button": {"textTransform": "none", "whiteSpace": "nowrap"}}}
+_PLAIN = {"textTransform": "none", "whiteSpace": "nowrap"}
+NO_CAPITALS: dict[str, Any] = {"sx": {**_PLAIN, "& button": _PLAIN}}  # sim:0 is not SIM:0
+BUTTONS: dict[str, Any] = {"size": "small", "margin": (5, 10), **NO_CAPITALS}
 
 CSS = """
 .head{display:flex;flex-wrap:wrap;gap:2px 12px;align-items:baseline;font-size:14px;line-height:1.6}

@@ -15,6 +15,13 @@ function compare(one, other, numeric) {
   return one[TEXT].localeCompare(other[TEXT], undefined, {numeric: true})
 }
 
+function clock(cell, td) {  // by the clock of whoever looks
+  const date = new Date(1000 * cell[VALUE])
+  td.title = date.toLocaleString()
+  if (date.toDateString() === new Date().toDateString()) return date.toLocaleTimeString()
+  return date.toLocaleString(undefined, {dateStyle: "short", timeStyle: "medium"})
+}
+
 function fill(td, cell, numeric) {
   td.className = [numeric ? "num" : "", cell[KIND]].filter(Boolean).join(" ")
   td.title = cell[HINT]
@@ -23,7 +30,7 @@ function fill(td, cell, numeric) {
     const swatch = made("span", `swatch ${{".": "dots", "-": "stripes"}[cell[TEXTURE]] || ""}`, td)
     swatch.style.backgroundColor = cell[COLOUR]
   }
-  td.append(cell[TEXT])
+  td.append(cell[KIND] === "time" ? clock(cell, td) : cell[TEXT])
 }
 
 export function render({model}) {

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from gpu_panels.watch import Watch
+from msgspec.structs import replace
 
 from gpu_runtime.facts import History
 
@@ -19,7 +20,7 @@ class Told:
         self.__dict__.update(answers)
 
     def status(self) -> Any:
-        return self.snapshot
+        return replace(self.snapshot)  # another one each time, as a runtime's is
 
 
 VIEWER = SimpleNamespace(may_act=False, propose=lambda verb, id: None)

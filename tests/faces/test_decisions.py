@@ -1,0 +1,71 @@
+"""The tab Decisions: each verdict with its because and what else was considered."""
+from __future__ import annotations
+
+from gpu_panels import decisions
+from gpu_panels.decisions import Decisions, rows
+from msgspec.json import decode
+from msgspec.structs import replace
+
+from gpu_runtime.facts import Event
+
+from . import samples
+from .watching import looked_at, refresh
+
+REFUSED = Event(7, samples.WALL, "gemma", "refused", "hopeless", "gemma needs 40.0 GiB", 40 * samples.GIB, "sim:0",
+                samples.BOB.id, runners_up=("sim:0: 21.6 GiB of 40.0 GiB needed", "sim:1: it is drained"))
+GRANTED = Event(6, samples.WALL - 5, "qwen", "granted", "request", "sim:0 has room", 14 * samples.GIB, "sim:0",
+                "9.1.0", by="ann, console")
+WAITED = replace(GRANTED, seq=5, action="waiting", because="llama is in use", bytes=0)
+TOLD = (REFUSED, GRANTED, WAITED)
+
+
+def texts(row):
+    return [cell.text for cell in row.cells]
+
+
+def test_a_decision_tells_verdict_model_process_need_because_and_what_lost():
+    (row,) = rows((REFUSED,), samples.busy)
+    assert texts(row)[1:] == [
+        "✗ refused", "gemma", "analysis.ipynb (pid 4121), bob", "40.0 GiB", "gemma needs 40.0 GiB",
+        "sim:0: 21.6 GiB of 40.0 GiB needed\nsim:1: it is drained"]
+
+
+def test_its_time_is_a_number_that_the_browser_tells_by_its_own_clock():
+    """The server may stand in another time zone than who looks."""
+    assert rows((REFUSED,), samples.busy)[0].cells[0] == decisions.Cell("", samples.WALL, kind="time")
+
+
+def test_who_asked_is_named_also_when_their_process_is_gone():
+    assert texts(rows((GRANTED,), samples.busy)[0])[3] == "pid 9, ended, asked by ann, console"
+
+
+def test_what_was_not_needed_is_not_shown_as_zero():
+    assert texts(rows((WAITED,), samples.busy)[0])[4] == "–"
+
+
+def test_verdicts_can_be_told_apart_and_chosen():
+    assert [texts(row)[1] for row in rows(TOLD, samples.busy)] == ["✗ refused", "✓ granted", "◷ waits"]
+    assert [texts(row)[1] for row in rows(TOLD, samples.busy, "waiting")] == ["◷ waits"]
+    assert rows((replace(REFUSED, action="loaded"),), samples.busy) == ()
+
+
+def test_the_tab_shows_what_was_decided_and_follows_the_filter():
+    tab = looked_at(Decisions, samples.busy, decisions=lambda limit: TOLD)
+    assert len(decode(tab.sheet.rows)) == 3
+    tab._verdict.value = "refused"
+    assert [row[1][2][0] for row in decode(tab.sheet.rows)] == ["gemma"]
+
+
+def test_a_new_decision_appears():
+    told = [(GRANTED,)]
+    tab = looked_at(Decisions, samples.busy, decisions=lambda limit: told[0])
+    told[0] = TOLD
+    tab.watch._wanted["decisions"].fetched_at -= 60
+    refresh(tab)
+    assert len(decode(tab.sheet.rows)) == 3
+
+
+def test_names_are_data():
+    """Whatever a model is called, its cell is text."""
+    (row,) = rows((replace(REFUSED, model="<b>\x1b"),), samples.busy)
+    assert texts(row)[2] == "<b>\N{REPLACEMENT CHARACTER}"
