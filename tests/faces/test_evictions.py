@@ -1,0 +1,189 @@
+"""The tab Evictions: filtered, counted, over time, and as a file that no spreadsheet runs."""
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+from gpu_panels import evicted
+from gpu_panels.evicted import ANY, BINS, Filter, csv_of, matching, merged, timeline
+from gpu_panels.evictions import NO_MATCH, Evictions, counted
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.json import decode
+from msgspec.structs import replace
+
+from gpu_runtime.facts import Event, History, Share
+
+from . import pasts, samples
+from .test_now import words
+from .watching import looked_at, refresh
+
+GIB, WALL = samples.GIB, samples.WALL
+
+
+def event(seq, action="offloaded", model="llama", ago=60.0, reason="memory_pressure", **more):
+    return Event(seq, WALL - ago, model, action, reason, "qwen needs room", 8 * GIB, "sim:0", samples.ME.id, **more)
+
+
+OFF, DROP, BACK = event(1), event(2, "unloaded", "Qwen/big", 50, "request"), event(3, "restored", ago=40, seconds=1.25)
+PAST = (OFF, DROP, BACK)
+
+
+def texts(row):
+    return [cell.text for cell in row.cells]
+
+
+# -- filters
+
+@pytest.mark.parametrize(("wanted", "found"), [
+    (Filter(), [OFF, DROP]), (Filter(action="restored"), [BACK]), (Filter(action="unloaded"), [DROP]),
+    (Filter(model="qwen"), [DROP]), (Filter(model=" LLA "), [OFF]), (Filter(reason="request"), [DROP]),
+    (Filter(reason=ANY, since=WALL - 55), [DROP]), (Filter(model="nobody"), [])])
+def test_a_filter_lets_through_what_it_says(wanted, found):
+    """By model, reason, action and time; unasked, the evictions."""
+    assert list(matching(PAST, wanted)) == found
+
+
+def test_reasons_to_choose_from_are_those_that_occurred():
+    assert evicted.reasons((*PAST, event(4, "granted", reason="cap"))) == [ANY, "memory_pressure", "request"]
+
+
+@given(st.lists(st.integers(0, 20)), st.lists(st.integers(0, 20)))
+def test_journal_and_page_together_tell_each_event_once_the_newest_first(past, recent):
+    """What the page has is of now; what the journal has goes further back; they overlap."""
+    told = merged([event(n, ago=100 - n) for n in past], [event(n, ago=100 - n) for n in recent])
+    assert [one.seq for one in told] == sorted({*past, *recent}, reverse=True)
+
+
+def test_a_row_tells_what_left_from_where_why_and_what_coming_back_took():
+    off, _, back = evicted.rows(PAST, samples.busy)
+    assert texts(off)[1:] == ["llama", "▼ offloaded", "8.0 GiB", "sim:0", "memory pressure", "qwen needs room",
+                              "train.ipynb (pid 4000), ann", "–"]
+    assert texts(back)[-1] == "1.2 s" and texts(back)[2] == "▲ restored"
+
+
+def test_a_split_model_names_all_its_devices():
+    split = event(1, shares=(Share("sim:0", GIB), Share("sim:1", GIB)))
+    assert texts(evicted.rows([split], samples.busy)[0])[4] == "sim:0, sim:1"
+
+
+# -- counted
+
+def test_evictions_are_offloads_and_unloads():
+    """Law 10, as it stands on the page."""
+    assert words(counted(samples.busy)).startswith("3 evictions = 2 offloads + 1 unload 2 restored 4 loads 0 refusals")
+
+
+def test_the_counters_of_a_real_house_add_up(rt):
+    rt.register("a", backend="fake", size="14GiB")
+    rt.register("b", backend="fake", size="14GiB")
+    for name in "abab":
+        rt.preload(name)
+    (_, evictions, _), (_, offloads, _), (_, unloads, _), (_, restored, _), *_ = evicted.counters(rt.status())
+    assert evictions == offloads + unloads == 3 and restored == 2
+    shown = merged((), rt.status().events)
+    assert len(matching(shown, Filter())) == 3
+    returns = matching(shown, Filter(action="restored"))
+    assert len(returns) == 2 and all(event.seconds >= 0 for event in returns)
+
+
+# -- over time
+
+@given(st.lists(st.tuples(st.sampled_from(["offloaded", "unloaded", "restored", "loaded", "granted"]),
+                          st.floats(0, 4000), st.integers(0, 9)), max_size=60))
+def test_every_event_of_the_time_is_counted_once(drawn):
+    events = [event(n, action, ago=ago, seconds=float(took)) for n, (action, ago, took) in enumerate(drawn)]
+    told = timeline(events, WALL - 3600, WALL)
+    inside = [one for one in events if one.wall >= WALL - 3600]
+    for action in ("offloaded", "unloaded", "restored"):
+        assert sum(getattr(told, action)) == sum(one.action == action for one in inside)
+    assert sum(told.seconds) == sum(one.seconds for one in inside if one.action in ("loaded", "restored"))
+    columns = evicted.pieces(told)
+    assert sum(top - bottom for top, bottom in zip(columns["top"], columns["bottom"], strict=True)) == sum(
+        one.action in evicted.LOOKS for one in inside)
+    assert max(columns["top"], default=0) <= evicted.top(told)
+
+
+def test_offloads_and_unloads_of_one_time_stand_upon_each_other_and_returns_beside_them():
+    columns = evicted.pieces(timeline(PAST, WALL - 4800, WALL))
+    assert [(told, bottom, top) for told, bottom, top in zip(columns["told"], columns["bottom"], columns["top"],
+                                                             strict=True)] == [
+        ("1 offloaded", 0, 1), ("1 unloaded", 1, 2), ("1 restored", 0, 1)]
+    assert columns["left"][0] == columns["left"][1] and columns["left"][2] == pytest.approx(columns["right"][0])
+
+
+# -- as a file
+
+def read(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_the_file_has_what_is_filtered_in_utc():
+    (row,) = read(csv_of(matching(PAST, Filter(action="restored")), samples.busy))
+    assert row == {"time": "2025-11-20T12:02:24.000+00:00", "model": "llama", "action": "restored",
+                   "reason": "memory_pressure", "because": "qwen needs room", "bytes": str(8 * GIB), "device": "sim:0",
+                   "owner": "train.ipynb (pid 4000)", "asked_by": "", "seconds": "1.25"}
+
+
+@given(st.text(max_size=12))
+def test_no_cell_is_a_formula(name):
+    """Whatever a model is called; and what was not one is not changed."""
+    (row,) = read(csv_of([event(1, model=name)], samples.busy))
+    assert not row["model"].lstrip().startswith(("=", "+", "-", "@", "|", "%"))
+    assert row["model"].removeprefix("'") == evicted.clean(name).removeprefix("'")
+
+
+# -- the tab
+
+def shown(tab):
+    return [row[1][1][0] for row in decode(tab.sheet.rows)]
+
+
+def tab_of(*events, snapshot=samples.busy, **answers):
+    page = replace(snapshot, events=())
+    return looked_at(Evictions, page, history=lambda seconds, points: History((), events, seconds), **answers)
+
+
+def test_the_tab_shows_the_evictions_and_follows_its_filters():
+    tab = tab_of(*PAST)
+    assert shown(tab) == ["Qwen/big", "llama"] and tab.reason.options == [ANY, "memory_pressure", "request"]
+    tab.reason.value = "request"
+    assert shown(tab) == ["Qwen/big"]
+    tab.action.value = "restored"
+    assert shown(tab) == [] and tab.sheet.empty == NO_MATCH
+    tab.reason.value = ANY
+    assert shown(tab) == ["llama"]
+    tab.model.value_input = "nobody"
+    assert shown(tab) == []
+
+
+def test_the_file_is_of_what_is_shown():
+    tab = tab_of(*PAST)
+    tab.model.value_input = "big"
+    assert [row["model"] for row in read(tab._file().read().decode())] == ["Qwen/big"]
+
+
+def test_what_just_happened_is_shown_before_the_journal_is_read_again():
+    tab = tab_of()
+    tab.watch.rt.snapshot = replace(samples.busy, events=(OFF,))
+    refresh(tab)
+    assert shown(tab) == ["llama"]
+
+
+def test_the_axis_of_seconds_is_there_only_where_any_were_measured():
+    assert not any(part.visible for part in tab_of(OFF).chart._timed)
+    assert all(part.visible for part in tab_of(*PAST).chart._timed)
+
+
+def test_a_day_of_evictions_stays_in_the_chart():
+    day = pasts.day()
+    tab = tab_of(*day.events)
+    assert len(tab.chart.spent.data["x"]) == BINS
+    assert tab.chart.height.end >= max(tab.chart.source.data["top"])
+    assert tab.chart.time.end == samples.WALL * 1e3
+
+
+def test_nothing_evicted_says_so():
+    tab = tab_of()
+    assert shown(tab) == [] and tab.sheet.empty.startswith("Nothing was evicted in this time")
