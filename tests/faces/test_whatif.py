@@ -1,0 +1,135 @@
+"""The tab What if: a plan in words and as the bars that it would leave, with nothing done."""
+from __future__ import annotations
+
+import pytest
+from gpu_panels import bars, whatif
+from gpu_panels.whatif import NO_MODEL, Answer, WhatIf, after, answer, ask, details, displaced, known
+from msgspec.structs import replace
+
+from gpu_runtime.facts import HOST, Drop, Lease, Load, ModelSpec, Move, Plan, Share
+from gpu_runtime.units import GIB
+
+from . import samples
+from .test_now import words
+from .watching import looked_at, refresh
+
+OUT = Move(f"{samples.ME.id}/qwen", (Share("sim:0", 14 * GIB),), (Share(HOST, 14 * GIB),))
+IN = Load(f"{samples.ME.id}/gemma", (Share("sim:0", 12 * GIB),))
+PLAN = replace(samples.fits, steps=(OUT, IN))
+
+
+def drawn(snapshot):
+    return {bar.device.id: [(one.title, one.bytes, one.kind) for one in bar.stretches] for bar in bars.bars(snapshot)}
+
+
+def test_the_bars_after_a_plan_are_those_of_its_steps():
+    """Who steps aside lies in host memory; what would come is hatched, since it is not there."""
+    assert drawn(after(samples.busy, PLAN.steps)) == {
+        "sim:0": [("gemma", 12 * GIB, "arriving"), ("reranker", 4 * GIB, "settled")],
+        "host": [("qwen", 14 * GIB, "settled"), ("llama", 8 * GIB, "settled")]}
+
+
+def test_what_is_dropped_is_gone():
+    gone = after(samples.busy, (Drop(f"{samples.BOB.id}/reranker", (Share("sim:0", 4 * GIB),)),))
+    assert drawn(gone)["sim:0"] == [("qwen", 14 * GIB, "settled")]
+
+
+def test_bytes_are_conserved_in_what_would_be():
+    """The claims of each device are those of now, less what leaves, and with what comes; unknown stays unknown."""
+    then = after(samples.unmeasured, (Load("5.1.0/gemma", (Share("cuda:0", 2 * GIB),)),))
+    assert then.devices[0].claimed_bytes == 16 * GIB and then.devices[0].measured_bytes is None
+    then = after(samples.busy, PLAN.steps)
+    assert [view.claimed_bytes for view in then.devices] == [16 * GIB, 22 * GIB]
+    assert [view.room_bytes - was.room_bytes for view, was in zip(then.devices, samples.busy.devices, strict=True)] == [
+        2 * GIB, -14 * GIB]
+
+
+def test_who_would_be_displaced_is_named_with_owner_and_way():
+    assert displaced(PLAN, samples.busy) == [
+        "qwen (14.0 GiB) of train.ipynb (pid 4000), ann would go from sim:0 to host"]
+    section = samples.busy.sections[samples.ME.id]
+    known_to_return = replace(samples.busy, sections={samples.ME.id: replace(
+        section, leases=tuple(replace(lease, restore_seconds=1.4) for lease in section.leases))})
+    assert displaced(PLAN, known_to_return)[0].endswith("; it is back 1.4 s after it is used again")
+
+
+def test_the_answer_tells_verdict_because_and_who_steps_aside():
+    told = words(answer(Answer(PLAN), samples.busy))
+    assert told.startswith("✓ gemma fits once 1 other has stepped aside qwen was used least recently.")
+    assert "Who would step aside qwen (14.0 GiB) of train.ipynb" in told
+    more = words(details(Answer(PLAN), samples.busy))
+    assert "move qwen (14.0 GiB) from sim:0 to host load gemma (12.0 GiB) on sim:0" in more
+    assert "weights 11.0 GiB header" in more and "sim:1 2.0 GiB free of 12.0 GiB needed" in more
+
+
+def test_a_refusal_is_told_and_draws_nothing():
+    assert words(answer(Answer(samples.refused), samples.busy)).startswith("✗ gemma would not get its room now")
+    assert whatif.touched(samples.refused.steps) == []
+
+
+def test_no_name_is_markup():
+    plan = Plan(False, (), (), "<script>alert(1)</script>", name="<b>x</b>")
+    assert "<script" not in answer(Answer(plan), samples.busy) + details(Answer(plan), samples.busy)
+    assert "<i>" not in answer(Answer(error="<i>"), samples.busy)
+
+
+# -- asking
+
+def test_models_to_choose_from_are_all_that_can_be_planned_for():
+    """One that two processes have is told apart."""
+    twice = samples.snapshot(samples.lease("qwen", 1), samples.lease("qwen", 1, owner=samples.BOB),
+                             Lease(samples.ME.id, "cell#1", kind="block"), specs=(ModelSpec("gemma", "fake"),))
+    assert known(twice) == ["gemma", "qwen@4000", "qwen@4121"]
+
+
+@pytest.mark.parametrize("typed", ["14 Gob", "0", "-3 GiB", "<b>", "nobody"])
+def test_bad_input_gets_one_clear_message(rt, typed):
+    told = ask(rt, typed, ["qwen"])
+    assert told.plan is None
+    assert "is not a size" in told.error and told.error.endswith("Or choose one of the models.")
+
+
+def test_no_file_is_looked_at_because_somebody_typed_its_name(rt, monkeypatch, tmp_path):
+    """A viewer of the page may not make the server read what they name."""
+    monkeypatch.setattr(rt, "plan", lambda *_: pytest.fail("asked"))
+    assert "is not a size" in ask(rt, str(tmp_path), ["qwen"]).error
+
+
+def test_a_plan_for_a_model_or_a_size_changes_nothing(rt):
+    rt.register("a", backend="fake", size="14GiB")
+    rt.register("b", backend="fake", size="14GiB")
+    rt.preload("a")
+    before = rt.status()
+    told, size = ask(rt, "b", known(before)).plan, ask(rt, "2 GiB", known(before)).plan
+    assert told.granted and size.granted
+    then = after(before, told.steps)
+    assert [title for title, _, _ in drawn(then)["sim:0"]] == ["b"]
+    assert rt.status().sections == before.sections and rt.status().events == before.events
+
+
+# -- the tab
+
+def test_the_tab_asks_answers_and_draws_the_devices_that_change():
+    asked = []
+    tab = looked_at(WhatIf, samples.busy, plan=lambda words: asked.append(words) or PLAN)
+    assert "Choose a model" in tab.told.object and tab.model.options == [NO_MODEL, "llama", "qwen", "reranker"]
+    tab.model.value = "qwen"
+    assert "Asking" in tab.told.object
+    refresh(tab)
+    assert asked == ["qwen"] and "fits once 1 other" in tab.told.object
+    assert list(tab._pairs) == ["sim:0", "host"]
+    pair = tab._pairs["sim:0"]
+    assert (pair.now.source.data["title"], pair.then.source.data["title"]) == (
+        ["qwen", "reranker"], ["gemma", "reranker"])
+
+
+def test_a_size_takes_the_place_of_the_model_and_the_other_way_round():
+    asked = []
+    tab = looked_at(WhatIf, samples.busy, plan=lambda words: asked.append(words) or samples.refused)
+    tab.model.value = "qwen"
+    tab.size.value = "3 GiB"
+    refresh(tab)
+    assert tab.model.value == NO_MODEL and asked[-1] == 3 * GIB
+    assert tab._pairs == {} and "would not get its room" in tab.told.object
+    tab.model.value = "llama"
+    assert tab.size.value == ""
