@@ -41,9 +41,9 @@ SECRETS = {"--cookie-secret": "PANEL_COOKIE_SECRET", "--oauth-secret": "PANEL_OA
            "--oauth-encryption-key": "PANEL_OAUTH_ENCRYPTION"}
 
 
-def objection(app: Any, terms: Terms, argv: Sequence[str] = sys.argv) -> str:
+def objection(app: Any, terms: Terms) -> str:
     """Why no console is served by a server that was started so, as one sentence; empty where nothing is wrong."""
-    return next(_objections(app, terms, argv), "")
+    return next(_objections(app, terms, sys.orig_argv), "")  # Bokeh puts others in sys.argv while a script runs
 
 
 def _objections(app: Any, terms: Terms, argv: Sequence[str]) -> Iterator[str]:
