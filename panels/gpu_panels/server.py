@@ -27,7 +27,7 @@ from panel.io.server import get_server
 from tornado.ioloop import IOLoop
 from tornado.websocket import WebSocketClosedError
 
-from gpu_runtime.errors import GpuError
+from gpu_runtime.errors import GpuError, NotAllowed
 from gpu_runtime.settings import Settings, masked
 
 from . import flags, gate, guard, sockets
@@ -55,7 +55,11 @@ def serve_page(page: Page | None = None) -> None:
         _close(server)
         pn.config.authorize_callback = lambda user, path: _again(context.request)  # of this session only
         return
-    pn.panel((page or _console)(guard.visitor())).servable(title=TITLE)
+    try:
+        visitor = guard.visitor()
+    except NotAllowed:  # a guest of Panel's login: their page stays empty, and the gate opens no websocket to it
+        return
+    pn.panel((page or _console)(visitor)).servable(title=TITLE)
 
 
 def run(*, host: str = "127.0.0.1", port: int | None = None, socket_path: str | None = None, read_only: bool = False,
