@@ -9,8 +9,6 @@ import pytest
 from tests.faces import served
 from tests.faces.served import free_port, panel_serve, serving
 
-pytest.importorskip("panel")
-
 PLUGIN = """
 from tornado.web import RequestHandler
 

@@ -58,11 +58,16 @@ def files_in(folder: Path) -> set[Path]:
 
 
 def check_command(environment: Path, cwd: Path) -> None:
+    """The command runs, and JupyterLab finds the console's tile and its icon."""
     assert "status" in run(environment / "bin" / "gpu", "--help", cwd=cwd)
+    program = "from importlib.metadata import distribution; from pathlib import Path;" \
+              "tile, = [one for one in distribution('gpu-console').entry_points if one.group == " \
+              "'jupyter_serverproxy_servers']; print(Path(tile.load()()['launcher_entry']['icon_path']).is_file())"
+    assert run(environment / "bin" / "python", "-c", program, cwd=cwd).strip() == "True"
 
 
 def test_a_wheel_works_outside_the_repository(environment, tmp_path):
-    """Both packages lie in the wheel, whole and under their import names, and nothing else does."""
+    """All packages lie in the wheel, whole and under their import names, and nothing else does."""
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index",
         "-w", tmp_path, ROOT, cwd=tmp_path)
     wheel, = tmp_path.glob("gpu_console-*.whl")
@@ -71,8 +76,8 @@ def test_a_wheel_works_outside_the_repository(environment, tmp_path):
     site = next(environment.glob("lib/python3*/site-packages"))
     assert imported_from(environment, tmp_path) == [site / "gpu_runtime", site / "gpu"]
     ours = {entry.name for entry in site.iterdir() if not entry.name.endswith((".dist-info", ".pth"))}
-    assert ours - {"__pycache__"} == {"gpu_runtime", "gpu"}
-    for package in (ROOT / "gpu_runtime", ROOT / "kernel_ext" / "gpu"):
+    assert ours - {"__pycache__"} == {"gpu_runtime", "gpu", "gpu_panels"}
+    for package in (ROOT / "gpu_runtime", ROOT / "kernel_ext" / "gpu", ROOT / "panels" / "gpu_panels"):
         assert files_in(site / package.name) == files_in(package)
     check_command(environment, tmp_path)
 

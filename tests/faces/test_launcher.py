@@ -1,0 +1,105 @@
+"""The tile in JupyterLab's launcher: clicked in a real one, and tried by those who have no part in it."""
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.faces import served
+from tests.faces.conftest import FOUND_BY_CHILDREN, ROOT
+from tests.faces.served import free_port
+
+JUPYTERS = "jupyters-token-0123456789"
+GROUP = "jupyter_serverproxy_servers"
+
+
+def as_installed(place: Path) -> Path:
+    """A folder whose metadata declares the entry points of this checkout, as an installation of it would."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
+    folder = place / "installed" / "gpu_console_of_this_checkout-0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: gpu-console-of-this-checkout\nVersion: 0\n")
+    lines = "".join(f"{name} = {value}\n" for name, value in declared.items())
+    (folder / "entry_points.txt").write_text(f"[{GROUP}]\n{lines}")
+    return folder.parent
+
+
+@pytest.fixture(scope="module")
+def jupyter(tmp_path_factory):
+    """A JupyterLab with the tile: its port."""
+    place, port = tmp_path_factory.mktemp("lab"), free_port()
+    environ = served.environ(place) | {
+        "PYTHONPATH": f"{as_installed(place)}:{FOUND_BY_CHILDREN}", "JUPYTER_TOKEN": JUPYTERS,
+        "JUPYTER_CONFIG_DIR": str(place / "config"), "JUPYTER_RUNTIME_DIR": str(place / "runtime"), "HOME": str(place)}
+    words = [sys.executable, "-m", "jupyterlab", "--no-browser", f"--port={port}", "--ServerApp.port_retries=0",
+             f"--ServerApp.root_dir={place}", "--allow-root", "--ip=127.0.0.1"]
+    said = place / "said.txt"
+    with said.open("wb") as out:
+        process = subprocess.Popen(words, env=environ, cwd=place, stdout=out, stderr=subprocess.STDOUT,
+                                   stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        until = time.monotonic() + 90
+        while get(port, "/api", Authorization=f"token {JUPYTERS}")[0] != 200:
+            assert time.monotonic() < until and process.poll() is None, said.read_text()
+            time.sleep(0.2)  # the only way to learn that another process listens
+        yield port
+    finally:
+        served.end(process)
+
+
+def get(port, path, **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=90)
+    try:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode("utf-8", "replace")
+    except OSError:
+        return 0, ""
+    finally:
+        connection.close()
+
+
+def test_the_launcher_has_a_tile_with_title_and_icon(jupyter):
+    status, body = get(jupyter, "/server-proxy/servers-info", Authorization=f"token {JUPYTERS}")
+    (tile,) = [one for one in json.loads(body)["server_processes"] if one["name"] == "gpu-console"]
+    assert (status, tile["launcher_entry"]["title"], tile["new_browser_tab"]) == (200, "GPU console", False)
+    status, icon = get(jupyter, "/server-proxy/icon/gpu-console", Authorization=f"token {JUPYTERS}")
+    assert status == 200 and icon.startswith("<svg")
+
+
+def test_jupyters_own_token_guards_it(jupyter):
+    """Without it nobody even starts the console; with it nobody is asked for another one."""
+    status, body = get(jupyter, "/gpu-console/")
+    assert status in (302, 403) and "GPU console" not in body
+    status, body = get(jupyter, "/gpu-console/", Authorization=f"token {JUPYTERS}")
+    assert status == 200 and '"token":' in body and JUPYTERS not in body
+
+
+def test_the_tile_opens_the_console_in_a_tab_of_jupyterlab(jupyter):
+    """Clicked in a real browser: the page draws, its websocket opens through the proxy, and nothing is amiss."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    if not Path("/usr/bin/chromium").exists():
+        pytest.skip("needs Debian's chromium")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path="/usr/bin/chromium",
+                                         args=["--no-sandbox", "--disable-background-networking"])
+        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        outside, sockets = [], []
+        page.on("request", lambda request: outside.append(request.url) if f"127.0.0.1:{jupyter}" not in request.url
+                and request.url.startswith("http") else None)
+        page.on("websocket", lambda socket: sockets.append(socket.url))
+        page.goto(f"http://127.0.0.1:{jupyter}/lab?token={JUPYTERS}")
+        tile = page.locator(".jp-LauncherCard", has_text="GPU console")
+        tile.wait_for(timeout=60_000)
+        assert tile.locator("img").evaluate("image => image.naturalWidth") > 0
+        tile.click()
+        frame = page.frame_locator("iframe[src*='gpu-console']")
+        frame.get_by_text("simulated").first.wait_for(timeout=60_000)  # of the header, which says how things stand
+        assert any("/gpu-console/ws" in url for url in sockets) and outside == []
+        browser.close()
