@@ -183,12 +183,13 @@ def obey(book: Book, owner: str, world: World, rank: Policy, key: str,
     steps: list[Step] = []
     orders: list[Order] = []
     host_room = room(book, world).get(HOST, 0)
+    answered = {event.by for event in book.events if event.owner == owner}  # who asked has yet to hear it
     for ticket in book.tickets:
         target_owner, _, name = ticket.name.partition("/")
         asker = (_ANYBODY if askers is None or ticket.owner == owner else askers.get(ticket.key))
         if asker is None:
             continue
-        if ticket.verb in ASKS and target_owner == owner and ticket.verb != "evict":
+        if ticket.verb in ASKS and target_owner == owner and ticket.verb != "evict" and ticket.key not in answered:
             orders.append(Order(ticket.key, ticket.verb, name, asker.user, "" if asker.commands else
                                 foreign(asker.user, ticket.verb, name, book.sections[owner].owner),
                                 ticket.places, attributed(ticket.said_by, _process(asker.user, book.owner(ticket.owner)))))

@@ -144,8 +144,10 @@ def test_an_owner_answers_an_order_and_the_asker_hears_it():
     page, _ = asking(two(), "defrag")
     [order] = obeying(page)[2]
     page = answer(page, THERE, "1.1.0", order, "defragmented", "1.0 GiB of cached blocks were given back.", size(1))
+    assert obeying(page)[2] == ()  # it is done once, however long the asker takes to hear it
     page, verdict = asking(page, "defrag")
     assert isinstance(verdict, Grant) and verdict.because == "1.0 GiB of cached blocks were given back."
+    assert verdict.bytes == size(1)
     assert page.tickets == ()
     failed = answer(two(), THERE, "1.1.0", Order("2:preload", "preload", "qwen"), "failed", "it does not fit")
     assert asking(failed, "preload")[1] == Refuse("it does not fit", kind="failed")
