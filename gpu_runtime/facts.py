@@ -696,7 +696,7 @@ class AllocatorMap(Value):
 
     owner: str  # the id of the owner in the book
     device: str
-    wall: float  # when it was drawn
+    wall: float  # when it was drawn; it is drawn anew once something has changed
     allocated_bytes: int
     reserved_bytes: int
     inactive_bytes: int | None = None  # reserved, and held by nobody

@@ -29,6 +29,7 @@ class Maps:
     def __init__(self, ledger: Ledger, probe: Probe, *, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._ledger, self._probe, self._clock, self._wall = ledger, probe, clock, wall
         self._pulse: object = None  # of what was published last
+        self._drawn: tuple[object, tuple[AllocatorMap, ...]] = (None, ())  # the pulse, and this process's maps at it
         self._published = False  # an owner whose allocators were never used publishes nothing
         self._rest_until = float("-inf")
         self._lock = threading.Lock()
@@ -57,9 +58,12 @@ class Maps:
             return told
 
     def own(self) -> tuple[AllocatorMap, ...]:
-        """The maps of this process as they are now, bounded in size."""
-        me, wall = self._ledger.owner.id, self._wall()
-        return bounded([replace(one, owner=me, wall=wall) for one in self._probe.maps()])
+        """The maps of this process as they are now, bounded in size; the same objects for as long as nothing changes."""
+        pulse = self._probe.pulse()
+        if pulse != self._drawn[0]:
+            me, wall = self._ledger.owner.id, self._wall()
+            self._drawn = pulse, bounded([replace(one, owner=me, wall=wall) for one in self._probe.maps()])
+        return self._drawn[1]
 
     def all(self, book: Book) -> tuple[AllocatorMap, ...]:
         """The maps of every owner in the book, this process's as they are now; in the book's order."""

@@ -260,11 +260,15 @@ def _paths(drawn: Picture) -> Iterator[str]:
 
 def as_html(map: AllocatorMap, title: str) -> str:
     """The picture under its title, with what it says and a legend."""
-    keys = "".join(f'<span style="white-space:nowrap;margin-right:16px">{_swatch(kind)} {html.esc(WORDS[kind])} '
-                   f'{show_bytes(size)}</span>' for kind, size in legend(map))
     said = " ".join(filter(None, [verdict(map), left_out(map)]))
     return html.page(html.line(f"<b>{html.esc(title)}</b>"), html.line(html.esc(said)), as_svg(map, f"{title}: {said}"),
-                     html.line(keys, soft=True))
+                     html.line(keys(map), soft=True))
+
+
+def keys(map: AllocatorMap) -> str:
+    """The legend, as HTML."""
+    return "".join(f'<span style="white-space:nowrap;margin-right:16px">{_swatch(kind)} {html.esc(WORDS[kind])} '
+                   f'{show_bytes(size)}</span> ' for kind, size in legend(map))
 
 
 def _swatch(kind: str) -> str:

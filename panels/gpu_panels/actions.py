@@ -134,7 +134,7 @@ def perform(rt: Any, asked: Proposal, name: str) -> Outcome:
     """What came of it, done in the name of that person. Raises as the runtime does."""
     with rt.on_behalf_of(f"{name}, console"):
         if asked.verb == "defrag":
-            return rt.defrag()
+            return rt.defrag(asked.owner, timeout=ANSWER_SECONDS)
         if asked.verb in ("pin", "unpin"):
             return getattr(rt, asked.verb)(asked.address)
         return getattr(rt, asked.verb)(asked.address, timeout=ANSWER_SECONDS)

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 from gpu import maps, render
-from gpu.maps import ALLOCATED, COLOURS, KINDS, RELEASABLE, STUCK, as_text, legend, left_out, picture, verdict
+from gpu.maps import ALLOCATED, COLOURS, KINDS, RELEASABLE, STUCK, as_text, left_out, legend, picture, verdict
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +19,7 @@ from . import samples
 from .sight import SIGHT, distance
 from .test_html import tree
 
-A, P, I, R, M = BlockState
+USED, WAITING, FREE, *_ = BlockState
 
 
 def segment(at: int, *blocks: tuple[float, BlockState], kind: str = "large") -> SegmentMap:
@@ -28,7 +28,7 @@ def segment(at: int, *blocks: tuple[float, BlockState], kind: str = "large") -> 
 
 
 adapters = AllocatorMap(samples.BOB.id, "sim:0", 1.0, 9 * MIB, 40 * MIB, 31 * MIB, 20 * MIB, 20 * MIB, 1, 0, (
-    segment(0, (3, I), (3, A), (3, I), (3, A), (3, I), (3, A), (2, I)), segment(20 * MIB, (20, I))))
+    segment(0, (3, FREE), (3, USED), (3, FREE), (3, USED), (3, FREE), (3, USED), (2, FREE)), segment(20 * MIB, (20, FREE))))
 empty = AllocatorMap(samples.ME.id, "sim:0", 1.0, 0, 0, 0, 0, 0, ooms=1)
 unknown = AllocatorMap(samples.ME.id, "cuda:0", 1.0, 3 * GIB, 4 * GIB)
 
@@ -58,7 +58,7 @@ def test_what_a_map_says_in_words(map, said):
 
 
 def test_what_is_not_drawn_is_told():
-    map, = bounded([drawn(*(segment(n * MIB, (1, A)) for n in range(40)))], 20)
+    map, = bounded([drawn(*(segment(n * MIB, (1, USED)) for n in range(40)))], 20)
     assert left_out(map) == "Not drawn: 35 smaller segments, 35.0 MiB in all."
     assert left_out(adapters) == ""
 
@@ -70,7 +70,7 @@ def area(map: AllocatorMap) -> dict[str, float]:
     return sums
 
 
-wide = st.lists(st.tuples(st.integers(1, 64), st.sampled_from([A, I, P])), min_size=1, max_size=6)
+wide = st.lists(st.tuples(st.integers(1, 64), st.sampled_from([USED, FREE, WAITING])), min_size=1, max_size=6)
 
 
 @given(rows=st.lists(wide, min_size=1, max_size=8))
@@ -89,15 +89,15 @@ def test_area_is_bytes(rows):
 
 def test_one_small_tensor_in_a_large_segment_is_seen():
     """It may be all that keeps 10 GiB from being given back: it is drawn as wide as can be seen, and on top."""
-    map = drawn(segment(0, (5 * KIB, I), (1 / 1024, A), (5 * KIB, I)))
+    map = drawn(segment(0, (5 * KIB, FREE), (1 / 1024, USED), (5 * KIB, FREE)))
     last = picture(map).pieces[-1]
     assert (last.kind, last.right - last.left) == (ALLOCATED, pytest.approx(picture(map).row_bytes / maps.CELLS))
 
 
 def test_blocks_too_small_to_be_told_apart_are_told_by_how_much_of_them_is_in_use():
     """Half in use is drawn half as high, not as a solid wall."""
-    row = [(0.25, A), (0.75, I)] * 4
-    map = drawn(segment(0, *row), segment(1 << 40, (8000, A)))
+    row = [(0.25, USED), (0.75, FREE)] * 4
+    map = drawn(segment(0, *row), segment(1 << 40, (8000, USED)))
     few = [piece for piece in picture(map).pieces if piece.kind == ALLOCATED and piece.right < 9 * MIB]
     assert sum((piece.right - piece.left) * (piece.high - piece.low) for piece in few) == pytest.approx(MIB)
     assert max(piece.high for piece in few) < 0.5
@@ -106,7 +106,7 @@ def test_blocks_too_small_to_be_told_apart_are_told_by_how_much_of_them_is_in_us
 
 def test_thousands_of_blocks_make_a_bounded_picture():
     """What a page draws and a notebook keeps does not grow with the number of blocks."""
-    row = [(0.3, A), (0.7, I)] * 4000
+    row = [(0.3, USED), (0.7, FREE)] * 4000
     map, = bounded([drawn(*(segment(n << 40, *row) for n in range(8)))])
     assert len(picture(map).pieces) < 2 * maps.MOST_ROWS * maps.CELLS
     assert len(maps.as_svg(map, "")) < 400 * KIB
@@ -114,8 +114,8 @@ def test_thousands_of_blocks_make_a_bounded_picture():
 
 def test_a_private_pools_memory_is_not_shown_as_coming_back():
     """defrag leaves it to its CUDA graph."""
-    assert dict(legend(drawn(segment(0, (20, I), kind="private")))) == {STUCK: 20 * MIB}
-    assert dict(legend(drawn(segment(0, (20, I))))) == {RELEASABLE: 20 * MIB}
+    assert dict(legend(drawn(segment(0, (20, FREE), kind="private")))) == {STUCK: 20 * MIB}
+    assert dict(legend(drawn(segment(0, (20, FREE))))) == {RELEASABLE: 20 * MIB}
 
 
 @pytest.mark.parametrize("sight", SIGHT)
