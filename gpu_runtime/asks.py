@@ -183,7 +183,7 @@ def obey(book: Book, owner: str, world: World, rank: Policy, key: str,
     steps: list[Step] = []
     orders: list[Order] = []
     host_room = room(book, world).get(HOST, 0)
-    answered = {event.by for event in book.events if event.owner == owner}  # who asked has yet to hear it
+    answered = {event.answers for event in book.events if event.owner == owner}  # who asked has yet to hear it
     for ticket in book.tickets:
         target_owner, _, name = ticket.name.partition("/")
         asker = (_ANYBODY if askers is None or ticket.owner == owner else askers.get(ticket.key))

@@ -58,7 +58,7 @@ class Maps:
             return told
 
     def own(self) -> tuple[AllocatorMap, ...]:
-        """The maps of this process as they are now, bounded in size; the same objects for as long as nothing changes."""
+        """The maps of this process as they are now, bounded in size; the same objects while nothing changes."""
         pulse = self._probe.pulse()
         if pulse != self._drawn[0]:
             me, wall = self._ledger.owner.id, self._wall()

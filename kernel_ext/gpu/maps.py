@@ -221,7 +221,8 @@ _SVG_CELLS = 240  # a map of thousands of blocks is then some 100 KB
 _HATCH = {STUCK: "gpuc-hatch-stuck", RELEASED: "gpuc-hatch-released"}
 _PATTERNS = (f'<defs><pattern id="{_HATCH[STUCK]}" width="5" height="5" patternUnits="userSpaceOnUse">'
              f'<rect width="5" height="5" fill="{COLOURS[STUCK]}"/>'
-             f'<path d="M0 5L5 0" stroke="#fff" stroke-opacity=".7"/></pattern><pattern id="{_HATCH[RELEASED]}" width="5" height="5" patternUnits="userSpaceOnUse">'
+             f'<path d="M0 5L5 0" stroke="#fff" stroke-opacity=".7"/></pattern>'
+             f'<pattern id="{_HATCH[RELEASED]}" width="5" height="5" patternUnits="userSpaceOnUse">'
              f'<circle cx="2" cy="2" r=".8" fill="#808080"/></pattern></defs>')
 
 

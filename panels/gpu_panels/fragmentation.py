@@ -119,9 +119,9 @@ def _compared(cut: Cut) -> str:
 CSS = f""".title{{font-weight:600;font-size:15px;margin-top:10px}} div{{font-size:14px;line-height:1.6}}
 .hint{{border-left:4px solid {EDGE};padding:2px 12px;margin:6px 0;opacity:.85}}"""
 WHAT_IT_IS = (
-    "An allocator takes memory from the card in segments and cuts them into blocks. It gives a segment back only when no "
-    "block of it is in use, so one small tensor can hold a large segment. Defragment gives back the segments that nobody "
-    "uses; to free the others, evict the models that lie in them and restore them: they come back side by side.")
+    "An allocator takes memory from the card in segments and cuts them into blocks. It gives a segment back only when "
+    "no block of it is in use, so one small tensor can hold a large segment. Defragment gives back the segments that "
+    "nobody uses; to free the others, evict the models that lie in them and restore them: they come back side by side.")
 
 
 class FragmentationTab(Tab):

@@ -77,7 +77,8 @@ def test_buttons_are_for_those_who_may_act_and_say_why_they_cannot_be_pressed():
 def test_the_report_says_what_the_map_shows():
     said = report(cuts((mine,), here)[0], here)
     assert "14.0 GiB of 15.0 GiB reserved are allocated" in said
-    assert "512 MiB in one piece at most: defrag gives them back. The largest request that would fit now: 3.0 GiB" in said
+    assert "512 MiB in one piece at most: defrag gives them back." in said
+    assert "The largest request that would fit now: 3.0 GiB." in said
 
 
 def test_a_notebook_named_like_a_script_is_only_a_name():

@@ -28,7 +28,8 @@ def segment(at: int, *blocks: tuple[float, BlockState], kind: str = "large") -> 
 
 
 adapters = AllocatorMap(samples.BOB.id, "sim:0", 1.0, 9 * MIB, 40 * MIB, 31 * MIB, 20 * MIB, 20 * MIB, 1, 0, (
-    segment(0, (3, FREE), (3, USED), (3, FREE), (3, USED), (3, FREE), (3, USED), (2, FREE)), segment(20 * MIB, (20, FREE))))
+    segment(0, (3, FREE), (3, USED), (3, FREE), (3, USED), (3, FREE), (3, USED), (2, FREE)),
+    segment(20 * MIB, (20, FREE))))
 empty = AllocatorMap(samples.ME.id, "sim:0", 1.0, 0, 0, 0, 0, 0, ooms=1)
 unknown = AllocatorMap(samples.ME.id, "cuda:0", 1.0, 3 * GIB, 4 * GIB)
 
