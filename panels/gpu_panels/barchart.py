@@ -35,6 +35,7 @@ _FIT = """
 const pen = document.createElement("canvas").getContext("2d");
 pen.font = "12px sans-serif";
 const {left, right, title, who, text} = source.data;
+if (figure.properties.inner_width.is_unset) return;  // not laid out yet
 const scale = figure.inner_width / (figure.x_range.end - figure.x_range.start);
 let changed = false;
 const cut = (words, room) => {
@@ -92,8 +93,9 @@ class BarChart:
                   x_offset=5, text_font_size="12px", text_font=value("sans-serif"))
         ruled = plot.segment(x0="x", x1="x", y0=0, y1=1, source=self.marks, line_color=EDGE, line_dash="dash",
                              line_width="width")
-        plot.add_tools(HoverTool(renderers=[drawn], tooltips=TOOLTIP, point_policy="follow_mouse"),
-                       HoverTool(renderers=[ruled], tooltips=LINE_TOOLTIP, line_policy="interp"),
+        plot.add_tools(HoverTool(renderers=[drawn], tooltips=TOOLTIP, point_policy="follow_mouse",
+                                 attachment="below"),
+                       HoverTool(renderers=[ruled], tooltips=LINE_TOOLTIP, line_policy="interp", attachment="above"),
                        HoverTool(renderers=[lies], tooltips=LINE_TOOLTIP, point_policy="follow_mouse"))
         fit = CustomJS(args={"source": self.source, "figure": plot}, code=_FIT)
         for model, event in ((plot, "inner_width"), (self.source, "data"), (self.source, "patching"),

@@ -13,7 +13,7 @@ from gpu.view import RESIDUE, STRANGERS, clean, fill, importance_name, state, st
 from gpu_runtime.facts import Device, DeviceView, Lease, Phase, Section, Snapshot
 from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
 
-from .palette import UNOWNED, Look, label_of
+from .palette import PLAIN, UNOWNED, Look, label_of
 
 ENDED = "ended, not yet freed"
 MOST_STRETCHES = 14  # leases in one bar; smaller ones gather
@@ -41,7 +41,7 @@ class Mark(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A part of a device, whatever lies there."""
+    """A part of a device in which nothing lies."""
 
     start: int
     end: int
@@ -76,8 +76,13 @@ class Bar(NamedTuple):
 
 def bars(snapshot: Snapshot) -> tuple[Bar, ...]:
     """A bar for every device, as it is now."""
-    return tuple(Bar(view.device, tuple(_stretches(snapshot, view)), marks(snapshot, view), regions(snapshot, view),
-                     view.limit_bytes) for view in snapshot.devices)
+    return tuple(_bar(snapshot, view) for view in snapshot.devices)
+
+
+def _bar(snapshot: Snapshot, view: DeviceView) -> Bar:
+    stretches = tuple(_stretches(snapshot, view))
+    used = sum(one.bytes for one in stretches)
+    return Bar(view.device, stretches, marks(snapshot, view), regions(snapshot, view, used), view.limit_bytes)
 
 
 def marks(snapshot: Snapshot, view: DeviceView) -> tuple[Mark, ...]:
@@ -93,17 +98,15 @@ def marks(snapshot: Snapshot, view: DeviceView) -> tuple[Mark, ...]:
     return tuple(found)
 
 
-def regions(snapshot: Snapshot, view: DeviceView) -> tuple[Region, ...]:
-    """What a bar lies on: what may be leased, what is beyond the budget, and the reserve that stays free."""
+def regions(snapshot: Snapshot, view: DeviceView, used: int) -> tuple[Region, ...]:
+    """What lies beside the `used` bytes of a bar: what may be leased, what is beyond the budget, and the reserve."""
     limit, total = min(view.limit_bytes, view.device.total_bytes), view.device.total_bytes
-    found = [Region(0, limit, "budget", f"{show_bytes(limit)} may be leased: {room_words(view)}")]
-    if limit < total:
-        found.append(Region(limit, total, "beyond", f"{show_bytes(total - limit)} beyond the budget: never leased"))
+    found = [Region(used, limit, "budget", f"{room_words(view)}; {show_bytes(limit)} may be leased in all"),
+             Region(max(used, limit), total, "beyond", f"{show_bytes(total - limit)} beyond the budget: never leased")]
     reserve = 0 if view.device.simulated or view.device.is_host else min(snapshot.rules.reserve_bytes, total)
-    if reserve:
-        found.append(Region(total - reserve, total, "reserve",
-                            f"reserve: {show_bytes(reserve)} of measured free memory that no grant touches"))
-    return tuple(found)
+    found.append(Region(max(used, total - reserve), total, "reserve",
+                        f"reserve: {show_bytes(reserve)} of measured free memory that no grant touches"))
+    return tuple(region for region in found if region.start < region.end)
 
 
 # -- stretches ----------------------------------------------------------------------------------------------------
@@ -272,7 +275,7 @@ def unit_of(total_bytes: int) -> tuple[int, str]:
     return (GIB, "GiB") if total_bytes >= 2 * GIB else (MIB, "MiB")
 
 
-_HATCHES = {"arriving": "/", "leaving": "\\", "residue": "/", "strangers": "x", "ended": ".", "others": ""}
+_HATCHES = {"arriving": "/", "leaving": "\\", "residue": "/", "strangers": "x", "ended": ".", "others": PLAIN}
 _ALPHAS = {"arriving": 0.45, "leaving": 0.45, "residue": 0.30, "strangers": 0.30, "ended": 0.20, "others": 0.55}
 COLUMNS = ("left", "right", "colour", "alpha", "hatch", "ink", "title", "who", "text", "told", "bytes", "kind")
 
@@ -307,7 +310,7 @@ def lines(bar: Bar) -> dict[str, list[Any]]:
 
 
 GROUND = ("left", "right", "alpha", "hatch", "told")
-_GROUNDS = {"budget": (0.16, ""), "beyond": (0.05, ""), "reserve": (0.0, ".")}
+_GROUNDS = {"budget": (0.16, PLAIN), "beyond": (0.05, PLAIN), "reserve": (0.0, ".")}
 
 
 def ground(bar: Bar) -> dict[str, list[Any]]:

@@ -18,6 +18,7 @@ from gpu_runtime.facts import Event, Snapshot
 from gpu_runtime.units import show_bytes, show_seconds
 
 from .decisions import named, row_id, when, who
+from .palette import PLAIN
 from .sheet import Cell, Column, Row
 
 EVICTIONS = ("offloaded", "unloaded")
@@ -96,7 +97,7 @@ def counters(snapshot: Snapshot) -> tuple[tuple[str, int, str], ...]:
 # -- over time ----------------------------------------------------------------------------------------------------
 
 PIECES = ("left", "right", "bottom", "top", "colour", "hatch", "told", "start", "end")
-LOOKS = {"offloaded": ("#56b4e9", ""), "unloaded": ("#d55e00", "x"), "restored": ("#009e73", "/")}
+LOOKS = {"offloaded": ("#56b4e9", PLAIN), "unloaded": ("#d55e00", "x"), "restored": ("#009e73", "/")}
 
 
 class Timeline(NamedTuple):

@@ -17,7 +17,7 @@ from gpu_runtime.facts import Event, Level, Moment, Share, Snapshot
 from gpu_runtime.units import show_bytes
 
 from .bars import notebook, unit_of
-from .palette import LEVELS, UNOWNED, Look, label_of, level_word
+from .palette import LEVELS, PLAIN, UNOWNED, Look, label_of, level_word
 
 WINDOWS = {"15 min": 900.0, "2 h": 7200.0, "24 h": 86400.0}
 POINTS = 600  # moments of a device that are asked for
@@ -176,11 +176,11 @@ RUNS = ("left", "right", "bottom", "top", "colour", "alpha", "hatch", "title", "
 
 def run_columns(drawn: Chart, looks: Mapping[str, Look], named: Mapping[str, str]) -> dict[str, list[Any]]:
     """A source's columns: a rectangle a run; times in ms since the epoch, heights in the axis's unit."""
-    other = {OTHERS: (UNOWNED, 0.75, ""), UNLEASED: (UNOWNED, 0.3, "x")}
+    other = {OTHERS: (UNOWNED, 0.75, PLAIN), UNLEASED: (UNOWNED, 0.3, "x")}
     rows, unit = [], unit_of(drawn.total_bytes)[0]
     for run in drawn.runs:
         look = looks.get(run.label)
-        drawn_as = (look.colour, 1.0, look.texture) if look else other.get(run.label, (UNOWNED, 1.0, ""))
+        drawn_as = (look.colour, 1.0, look.texture) if look else other.get(run.label, (UNOWNED, 1.0, PLAIN))
         rows.append((run.start * 1e3, run.end * 1e3, run.low / unit, run.high / unit, *drawn_as,
                      named.get(run.label, run.label), show_bytes(run.bytes)))
     return _columns(RUNS, rows)

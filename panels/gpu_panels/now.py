@@ -46,7 +46,8 @@ def heading(snapshot: Snapshot, view: DeviceView, bar: Bar) -> str:
     free, *rest = bars.facts(snapshot, view)
     notices = "".join(f'<span class="badge{" drained" if view.drained and n == 0 else ""}">{esc(notice)}</span>'
                       for n, notice in enumerate(bars.notices(snapshot, view)))
-    card = f'<span class="soft">{esc(view.device.name)}</span>' if view.device.name else ""
+    name = "" if view.device.simulated else view.device.name
+    card = f'<span class="soft">{esc(name)}</span>' if name else ""
     return (f'<div class="head"><span class="name">{esc(view.device.id)}</span>{card}{pill}'
             f'<span class="free">{esc(free)}</span><span class="soft">{esc(" · ".join(rest))}</span>{notices}'
             f'<span class="unread" role="img">{esc(bar.told)}</span></div>')

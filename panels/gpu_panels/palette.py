@@ -19,7 +19,8 @@ from gpu_runtime.facts import Lease, Level
 
 EDGE = "#808080"  # 3 : 1 and more against a white and against a dark page
 UNOWNED = "#8c8c8c"  # bytes that belong to no lease; always under a hatch, so that no lease looks like it
-TEXTURES = ("", ".", "-")  # Bokeh's hatches of the second and third round of colours; `%gpu` has stripes and dots
+PLAIN = " "  # Bokeh's hatch that draws nothing
+TEXTURES = (PLAIN, ".", "-")  # of the first, second and third round of colours; `%gpu` has stripes and dots
 SLOTS = len(COLOURS) * len(TEXTURES)
 KEPT = 1024  # labels whose look is remembered
 _WHITE_INK = {"#0072b2"}
@@ -30,7 +31,7 @@ class Look(NamedTuple):
 
     colour: str
     ink: str  # of words upon it, 4.5 : 1 and more
-    texture: str = ""  # one of TEXTURES
+    texture: str = PLAIN  # one of TEXTURES
 
 
 def label(lease: Lease) -> str:
@@ -110,8 +111,8 @@ class LevelLook(NamedTuple):
 
 
 LEVELS: dict[Level, LevelLook] = {
-    Level.LOW: LevelLook("○", "#009e73", "#000000", 0.0, ""),
-    Level.MODERATE: LevelLook("◔", "#56b4e9", "#000000", 0.14, ""),
+    Level.LOW: LevelLook("○", "#009e73", "#000000", 0.0, PLAIN),
+    Level.MODERATE: LevelLook("◔", "#56b4e9", "#000000", 0.14, PLAIN),
     Level.HIGH: LevelLook("◕", "#e69f00", "#000000", 0.20, "/"),
     Level.CRITICAL: LevelLook("●", "#d55e00", "#000000", 0.28, "x"),
     Level.UNKNOWN: LevelLook("?", "#808080", "#000000", 0.10, "."),

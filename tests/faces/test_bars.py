@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 from gpu_panels import bars
-from gpu_panels.palette import Palette
+from gpu_panels.palette import PLAIN, Palette
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -85,7 +85,7 @@ def test_comers_and_goers_are_hatched_and_say_so():
     leaving = bar(samples.waiting).stretches
     columns = bars.columns(bar(samples.waiting), {})
     assert [one.kind for one in leaving] == ["settled", "leaving"]
-    assert columns["hatch"] == ["", "\\"] and columns["alpha"][1] < 1
+    assert columns["hatch"] == [PLAIN, "\\"] and columns["alpha"][1] < 1
     assert "4.0 GiB, stepping aside" in leaving[1].told
 
 
@@ -137,7 +137,7 @@ def test_marks_stand_where_the_level_of_the_claims_changes():
 
 def test_the_reserve_lies_at_the_end_of_a_measured_card():
     """A simulated one has none: there the book is the measurement."""
-    real = replace(samples.overdraft, rules=Rules(reserve_bytes=GIB))
+    real = replace(samples.drained, rules=Rules(reserve_bytes=GIB))
     kinds = {one.kind: (one.start, one.end) for one in bar(real).regions}
     total = real.devices[0].device.total_bytes
     assert kinds["reserve"] == (total - GIB, total)
@@ -189,3 +189,14 @@ def test_no_name_can_steer_what_shows_it():
     """Control characters are made visible; markup is the showing side's to escape."""
     (one,) = bar(samples.hostile).stretches
     assert "\x1b" not in one.title + one.told and one.title.startswith("<img")
+
+
+def test_what_is_free_begins_where_what_is_used_ends():
+    """Nobody is told of free room while pointing at a lease."""
+    used = bar(samples.busy).used_bytes
+    limit, total = samples.busy.devices[0].limit_bytes, samples.busy.devices[0].device.total_bytes
+    assert [(one.kind, one.start, one.end) for one in bar(samples.busy).regions] == [
+        ("budget", used, limit), ("beyond", limit, total)]
+    assert bar(samples.busy).regions[0].told == "3.6 GiB free; 21.6 GiB may be leased in all"
+    over = samples.snapshot(samples.lease("big", 30))
+    assert bar(over).regions == ()
