@@ -20,8 +20,8 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from .bars import COLUMNS, GROUND, LINES, Bar, columns, ground, lines, unit_of
-from .palette import EDGE, LEVELS, Palette
+from .drawings import COLUMNS, GROUND, LINES, Drawing
+from .palette import EDGE, LEVELS
 from .sources import bring
 
 HEIGHT = 76
@@ -60,8 +60,7 @@ if (changed) source.change.emit();
 class BarChart:
     """One device's bar: `show` brings it up to date, `figure` is what is looked at."""
 
-    def __init__(self, palette: Palette) -> None:
-        self._palette = palette
+    def __init__(self) -> None:
         self.source = ColumnDataSource({name: [] for name in COLUMNS})
         self.marks = ColumnDataSource({name: [] for name in LINES})
         self.ground = ColumnDataSource({name: [] for name in GROUND})
@@ -103,19 +102,17 @@ class BarChart:
             model.js_on_change(event, fit)
         return plot
 
-    def show(self, bar: Bar, dark: bool = False) -> bool:
+    def show(self, drawn: Drawing) -> bool:
         """Brings the bar up to date; whether anything differed."""
-        unit, name = unit_of(bar.device.total_bytes)
-        self.range.update(end=bar.scale_bytes / unit)
-        self._interval.update(interval=interval(bar.scale_bytes / unit))
-        self._format.update(format=f"%d {name}")
-        ticks = {mark.bytes / unit: _SIGNS[mark.kind] for mark in bar.marks if mark.kind in _SIGNS}
+        self.range.update(end=drawn.length)
+        self._interval.update(interval=interval(drawn.length))
+        self._format.update(format=f"%d {drawn.unit}")
+        ticks = {x: _SIGNS[kind] for x, kind in zip(drawn.marks["x"], drawn.marks["kind"], strict=True)}
         if self._thresholds.ticks != list(ticks):
             self._above.major_label_overrides = ticks
             self._thresholds.ticks = list(ticks)
-        looks = self._palette.looks(one.label for one in bar.stretches if one.label)
-        changed = bring(self.ground, ground(bar)) | bring(self.marks, lines(bar))
-        return bring(self.source, columns(bar, looks, dark), keep=("text",)) or changed
+        changed = bring(self.ground, drawn.ground) | bring(self.marks, drawn.marks)
+        return bring(self.source, drawn.stretches, keep=("text",)) or changed
 
 
 _SIGNS = {level.lower(): look.mark for level, look in LEVELS.items()} | {"budget": "budget"}

@@ -1,19 +1,20 @@
 """How full each device is and who holds it: a Snapshot as stacked bars, and as the words above them.
 
-Pure. What stands where and what is said of it is decided here; drawing it is `barchart.py`'s. The stretches of a bar
-are the book's claims to the byte, and beyond them what was measured and nobody leased.
+Pure. What stands where and what is said of it is decided here; how it is drawn, in `drawings.py` and `barchart.py`.
+The stretches of a bar are the book's claims to the byte, and beyond them what was measured and nobody leased.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from gpu.view import RESIDUE, STRANGERS, clean, fill, importance_name, state, strangers_bytes
 
 from gpu_runtime.facts import Device, DeviceView, Lease, Phase, Section, Snapshot
-from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
+from gpu_runtime.units import show_bytes, show_seconds
 
-from .palette import PLAIN, UNOWNED, Look, label_of
+from .palette import label_of
+from .rows import lasting
 
 ENDED = "ended, not yet freed"
 MOST_STRETCHES = 14  # leases in one bar; smaller ones gather
@@ -165,19 +166,26 @@ def told(snapshot: Snapshot, section: Section, lease: Lease, size: int, kind: st
     lines = [f"{show_bytes(size)}{going}" + (f" of {show_bytes(lease.bytes)} on {lease.where}"
                                              if size != lease.bytes and not going else ""),
              f"held by {holder(section)}"]
-    doing = state(lease, snapshot.now)
-    if lease.pins and kind == "settled":
-        cell = f", {lease.pins} calls" if lease.pins > 1 else ""
-        doing = f"{doing} by {notebook(section)}{cell}"
-    lines.append(doing)
+    lines.append(_doing(lease, snapshot.now, notebook(section)))
     if section.busy_since:
-        lines.append(f"its kernel has been busy for {show_seconds(max(0.0, snapshot.now - section.busy_since))}")
+        lines.append(f"its kernel has been busy for {lasting(snapshot.now - section.busy_since)}")
     elif section.idle_since:
-        lines.append(f"its kernel has been idle for {show_seconds(max(0.0, snapshot.now - section.idle_since))}")
+        lines.append(f"its kernel has been idle for {lasting(snapshot.now - section.idle_since)}")
     what = "memory for a block of code" if lease.kind == "block" else f"importance {importance_name(lease.importance)}"
     lines.append(what.replace("importance importance", "importance")
                  + (", pinned: it is never evicted" if lease.keep else ""))
     return "\n".join(lines)
+
+
+def _doing(lease: Lease, now: float, who: str) -> str:
+    """What a lease is doing: in steps of five seconds, so that a bar of idle models need not be sent each second."""
+    if lease.phase is not Phase.SETTLED:
+        return state(lease, now)
+    if lease.pins:
+        since = f" for {lasting(now - lease.pinned_since)}" if lease.pinned_since else ""
+        return f"in use{since} by {who}{f', {lease.pins} calls' if lease.pins > 1 else ''}"
+    idle = f"idle {lasting(lease.idle_seconds(now))}" if lease.last_used else "never used"
+    return f"warm, {idle}" if lease.on_host else idle
 
 
 def gathered(leases: Sequence[Stretch], scale: int) -> list[Stretch]:
@@ -266,55 +274,3 @@ def notices(snapshot: Snapshot, view: DeviceView) -> list[str]:
     if view.device.simulated:
         said.append("simulated")
     return said
-
-
-# -- columns ------------------------------------------------------------------------------------------------------
-
-def unit_of(total_bytes: int) -> tuple[int, str]:
-    """The unit of an axis of that length: GiB, or MiB where a GiB would be too coarse."""
-    return (GIB, "GiB") if total_bytes >= 2 * GIB else (MIB, "MiB")
-
-
-_HATCHES = {"arriving": "/", "leaving": "\\", "residue": "/", "strangers": "x", "ended": ".", "others": PLAIN}
-_ALPHAS = {"arriving": 0.45, "leaving": 0.45, "residue": 0.30, "strangers": 0.30, "ended": 0.20, "others": 0.55}
-COLUMNS = ("left", "right", "colour", "alpha", "hatch", "ink", "title", "who", "text", "told", "bytes", "kind")
-
-
-def columns(bar: Bar, looks: Mapping[str, Look], dark: bool = False) -> dict[str, list[Any]]:
-    """A source's columns: one row a stretch, from left to right, ends in the unit of the axis."""
-    unit, at, plain = unit_of(bar.device.total_bytes)[0], 0, "#ffffff" if dark else "#000000"
-    rows: list[tuple[Any, ...]] = []
-    for one in bar.stretches:
-        look = looks.get(one.label, Look(UNOWNED, plain))
-        ink = plain if one.kind in _ALPHAS else look.ink  # the page shines through
-        rows.append((at / unit, (at + one.bytes) / unit, look.colour, _ALPHAS.get(one.kind, 1.0),
-                     _HATCHES.get(one.kind, look.texture), ink, one.title, one.who, "", one.told, one.bytes, one.kind))
-        at += one.bytes
-    return {name: [row[n] for row in rows] for n, name in enumerate(COLUMNS)}
-
-
-def labels(drawn: Iterable[Bar]) -> list[str]:
-    """Of all leases in these bars, for the palette: in an order that does not depend on their sizes."""
-    return sorted({one.label for bar in drawn for one in bar.stretches if one.label})
-
-
-LINES = ("x", "dash", "width", "kind", "told")
-
-
-def lines(bar: Bar) -> dict[str, list[Any]]:
-    """A source's columns for the marks of a bar."""
-    unit = unit_of(bar.device.total_bytes)[0]
-    rows = [(mark.bytes / unit, *(("solid", 2.5) if mark.kind == "budget" else ("dashed", 1.0)), mark.kind, mark.told)
-            for mark in bar.marks]
-    return {name: [row[n] for row in rows] for n, name in enumerate(LINES)}
-
-
-GROUND = ("left", "right", "alpha", "hatch", "told")
-_GROUNDS = {"budget": (0.16, PLAIN), "beyond": (0.05, PLAIN), "reserve": (0.0, ".")}
-
-
-def ground(bar: Bar) -> dict[str, list[Any]]:
-    """A source's columns for what a bar lies on."""
-    unit = unit_of(bar.device.total_bytes)[0]
-    rows = [(one.start / unit, one.end / unit, *_GROUNDS[one.kind], one.told) for one in bar.regions]
-    return {name: [row[n] for row in rows] for n, name in enumerate(GROUND)}

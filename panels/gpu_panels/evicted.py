@@ -112,6 +112,13 @@ class Timeline(NamedTuple):
     timed: bool  # whether any of these were measured
 
 
+def window(seconds: float, now: float) -> tuple[float, float]:
+    """A start and an end that stay where they are until the next part of the time begins; the end is ahead of now."""
+    step = seconds / BINS
+    end = math.ceil(now / step) * step
+    return end - seconds, end
+
+
 def timeline(events: Iterable[Event], start: float, end: float) -> Timeline:
     """How many left and came back in each part of the time, and how many seconds coming back took."""
     step = (end - start) / BINS

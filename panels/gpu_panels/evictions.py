@@ -118,6 +118,7 @@ class Evictions(Tab):
 
     def __init__(self, watch: Any, actions: Any) -> None:
         super().__init__(watch, actions)
+        self._shown: object = None
         self._counts = pn.pane.HTML("", stylesheets=[CSS], sizing_mode="stretch_width", margin=(8, 10))
         self._key = pn.pane.HTML("", stylesheets=[CSS], margin=(0, 10))
         self.chart = Timeline()
@@ -146,12 +147,16 @@ class Evictions(Tab):
         options = evicted.reasons(everything)
         if options != self.reason.options:
             self.reason.param.update(options=options, value=self.reason.value if self.reason.value in options else ANY)
-        end, seconds = snapshot.wall, WINDOWS[self.window.value]
-        told = evicted.timeline(everything, end - seconds, end)
+        told = self.watch.once(f"timeline {self.window.value}", snapshot, lambda seen: evicted.timeline(
+            everything, *evicted.window(WINDOWS[self.window.value], seen.wall)))
         self.chart.show(told)
         self._key.object = f'<div class="key">{_KEY}{_SPENT_KEY if told.timed else ""}</div>'
-        shown = evicted.matching(everything, self._filter(snapshot))
-        self.sheet.empty = EMPTY if self._filter(snapshot)[:3] == Filter()[:3] else NO_MATCH
+        wanted = self._filter(snapshot)
+        shown = evicted.matching(everything, wanted)
+        if (shown, set(snapshot.sections)) == self._shown:
+            return
+        self._shown = (shown, set(snapshot.sections))  # whose names the rows tell
+        self.sheet.empty = EMPTY if wanted[:3] == Filter()[:3] else NO_MATCH
         self.sheet.show(encoded(evicted.rows(shown, snapshot)))
 
     def _filter(self, snapshot: Snapshot) -> Filter:

@@ -24,7 +24,7 @@ from bokeh.models import (
 from bokeh.plotting import figure
 
 from .barchart import interval
-from .bars import unit_of
+from .drawings import unit_of
 from .history import (
     BANDS,
     MARKS,

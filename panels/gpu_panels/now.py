@@ -10,9 +10,10 @@ from gpu.words import alarms
 
 from gpu_runtime.facts import DeviceView, History, Snapshot
 
-from . import bars, history
+from . import bars, drawings, history
 from .barchart import BarChart
 from .bars import Bar
+from .drawings import Drawing
 from .historychart import HistoryChart
 from .palette import LEVELS, SHARED, level_word
 from .tab import Tab
@@ -53,6 +54,14 @@ def heading(snapshot: Snapshot, view: DeviceView, bar: Bar) -> str:
             f'<span class="unread" role="img">{esc(bar.told)}</span></div>')
 
 
+def cards(snapshot: Snapshot, dark: bool) -> dict[str, tuple[str, Drawing]]:
+    """Each device's heading and bar, by its id."""
+    drawn = bars.bars(snapshot)
+    looks = SHARED.looks(drawings.labels(drawn))
+    return {view.device.id: (heading(snapshot, view, bar), drawings.drawing(bar, looks, dark))
+            for view, bar in zip(snapshot.devices, drawn, strict=True)}
+
+
 def notice(snapshot: Snapshot) -> str:
     """What must be said before anything else, as HTML: alarms, and what to do where nothing is held."""
     said = "".join(f'<div class="alarm">{esc(alarm)}</div>' for alarm in alarms(snapshot))
@@ -83,15 +92,15 @@ class _Card:
     """One device: a heading and its bar."""
 
     def __init__(self) -> None:
-        self.chart = BarChart(SHARED)
+        self.chart = BarChart()
         self.head = pn.pane.HTML("", sizing_mode="stretch_width", stylesheets=[CSS], margin=(6, 10, 0, 10))
         self.panel = pn.Column(self.head, pn.pane.Bokeh(self.chart.figure, sizing_mode="stretch_width", margin=(0, 6)),
                                sizing_mode="stretch_width", styles={"min-width": "320px"})
 
-    def show(self, head: str, bar: Bar, dark: bool) -> None:
+    def show(self, head: str, drawn: Drawing) -> None:
         if self.head.object != head:
             self.head.object = head
-        self.chart.show(bar, dark)
+        self.chart.show(drawn)
 
 
 class Now(Tab):
@@ -123,13 +132,13 @@ class Now(Tab):
         self._dark = on
 
     def update(self, snapshot: Snapshot) -> None:
-        drawn = self.watch.once("bars", snapshot, bars.bars)
+        drawn = self.watch.once(f"now {self._dark}", snapshot, lambda seen: cards(seen, self._dark))
         said = self.watch.once("notice", snapshot, notice)
         if self._notice.object != said:
             self._notice.object = said
-        self._lay_out([view.device.id for view in snapshot.devices])
-        for view, bar in zip(snapshot.devices, drawn, strict=True):
-            self._cards[view.device.id].show(heading(snapshot, view, bar), bar, self._dark)
+        self._lay_out(list(drawn))
+        for id, (head, drawing) in drawn.items():
+            self._cards[id].show(head, drawing)
         self._past(snapshot)
 
     def _lay_out(self, ids: list[str]) -> None:

@@ -29,7 +29,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.units import parse_room, show_bytes, show_seconds
 
-from . import bars
+from . import bars, drawings
 from .barchart import BarChart
 from .now import CSS as NOW_CSS
 from .palette import SHARED
@@ -216,7 +216,7 @@ class _Pair:
 
     def __init__(self) -> None:
         self.head = pn.pane.HTML("", stylesheets=[CSS], sizing_mode="stretch_width", margin=(6, 10, 0, 10))
-        self.now, self.then = BarChart(SHARED), BarChart(SHARED)
+        self.now, self.then = BarChart(), BarChart()
         self.panel = pn.Column(self.head, *(pn.pane.Bokeh(chart.figure, sizing_mode="stretch_width", margin=(0, 6))
                                             for chart in (self.now, self.then)), sizing_mode="stretch_width")
 
@@ -271,6 +271,7 @@ class WhatIf(Tab):
         if not changed:
             return
         now, then = bars.bars(snapshot), bars.bars(after(snapshot, steps))
+        looks = SHARED.looks(drawings.labels((*now, *then)))
         for one, other in zip(now, then, strict=True):
             pair = self._pairs.get(one.device.id)
             if pair is None:
@@ -280,8 +281,8 @@ class WhatIf(Tab):
                     f'</span><span class="unread">{esc(other.told)}</span></div>')
             if pair.head.object != head:
                 pair.head.object = head
-            pair.now.show(one, self._dark)
-            pair.then.show(other, self._dark)
+            pair.now.show(drawings.drawing(one, looks, self._dark))
+            pair.then.show(drawings.drawing(other, looks, self._dark))
 
     def _asked(self, other: Any, nothing: str, something: bool) -> None:
         """One of the two is asked about; the other is emptied."""

@@ -5,7 +5,7 @@ from copy import deepcopy
 
 import pytest
 from bokeh.models import ColumnDataSource
-from gpu_panels import bars
+from gpu_panels import bars, drawings
 from gpu_panels.barchart import BarChart
 from gpu_panels.palette import Palette
 from gpu_panels.sources import bring
@@ -17,9 +17,14 @@ from . import samples
 
 
 def shown(snapshot, device=0, dark=False):
-    chart = BarChart(Palette())
-    chart.show(bars.bars(snapshot)[device], dark)
+    chart = BarChart()
+    chart.show(drawn(snapshot, device, dark))
     return chart
+
+
+def drawn(snapshot, device=0, dark=False):
+    bar = bars.bars(snapshot)[device]
+    return drawings.drawing(bar, Palette().looks(drawings.labels([bar])), dark)
 
 
 def test_the_figure_shows_every_stretch_and_mark():
@@ -31,16 +36,17 @@ def test_the_figure_shows_every_stretch_and_mark():
                                      if kind == "budget"]
 
 
-def test_nothing_new_sends_nothing_and_a_second_older_sends_a_cell(monkeypatch):
+def test_nothing_new_sends_nothing_and_five_seconds_send_a_column(monkeypatch):
     """Twenty sessions look each second."""
     chart = shown(samples.busy)
     sent = []
     chart.source.on_change("data", lambda attr, old, new: sent.append(new))
-    assert not chart.show(bars.bars(samples.busy)[0])
-    older = replace(samples.busy, now=samples.busy.now + 1)
+    for seconds in (0, 1):
+        assert not chart.show(drawn(replace(samples.busy, now=samples.busy.now + seconds)))
+    older = replace(samples.busy, now=samples.busy.now + 5)
     patched = []
     monkeypatch.setattr(ColumnDataSource, "patch", lambda source, cells: patched.append(cells))
-    assert chart.show(bars.bars(older)[0])
+    assert chart.show(drawn(older))
     assert sent == [] and list(patched[0]) == ["told"]
 
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from gpu_panels import bars
+from gpu_panels import bars, drawings
 from gpu_panels.palette import PLAIN, Palette
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,7 +51,7 @@ def test_a_bar_is_the_books_claims_to_the_byte(drawn, residue, held_by_the_dead,
     claims = book.claims()
     for view, one in zip(snapshot.devices, bars.bars(snapshot), strict=True):
         assert sum(s.bytes for s in one.stretches if s.kind != "strangers") == claims.get(view.device.id, 0)
-        columns = bars.columns(one, Palette().looks(bars.labels([one])))
+        columns = drawings.columns(one, Palette().looks(drawings.labels([one])))
         assert sum(columns["bytes"]) == one.used_bytes <= one.scale_bytes
         assert columns["left"][1:] == columns["right"][:-1], "no gap and no overlap"
 
@@ -66,7 +66,7 @@ def test_who_holds_what_is_told_on_pointing_at_it():
     assert qwen.who == "train.ipynb"
     assert qwen.told == ("14.0 GiB\nheld by train.ipynb (pid 4000), ann\nin use for 40 s by train.ipynb\n"
                          "importance normal, pinned: it is never evicted")
-    assert stretches(samples.busy)["reranker"].told.endswith("idle 12 s\nimportance high")
+    assert stretches(samples.busy)["reranker"].told.endswith("idle 10 s\nimportance high")
 
 
 def test_the_state_of_the_kernel_is_told_where_it_is_known():
@@ -83,7 +83,7 @@ def test_a_part_of_a_split_model_says_of_how_much_it_is():
 def test_comers_and_goers_are_hatched_and_say_so():
     """Nobody takes bytes on their way for bytes that lie there."""
     leaving = bar(samples.waiting).stretches
-    columns = bars.columns(bar(samples.waiting), {})
+    columns = drawings.columns(bar(samples.waiting), {})
     assert [one.kind for one in leaving] == ["settled", "leaving"]
     assert columns["hatch"] == [PLAIN, "\\"] and columns["alpha"][1] < 1
     assert "4.0 GiB, stepping aside" in leaving[1].told
@@ -109,7 +109,7 @@ def test_memory_that_nobody_leased_names_its_processes():
     other = stretches(samples.overdraft)["other programs"]
     assert other.bytes == GIB // 2
     assert "python3, carol, pid 999" in other.told
-    assert bars.columns(bar(samples.overdraft), {})["hatch"][-1] == "x", "no lease looks like it"
+    assert drawings.columns(bar(samples.overdraft), {})["hatch"][-1] == "x", "no lease looks like it"
 
 
 def test_a_strangers_size_that_the_driver_will_not_say_is_unknown():
@@ -175,8 +175,8 @@ def test_a_drained_card_says_by_whom_and_since_when():
 def test_a_small_device_has_an_axis_of_its_own_unit():
     """A card of 96 MiB would be all in the first hundredth of a GiB."""
     small = samples.snapshot(samples.lease("m", 0.0625), gib=0.09375)
-    assert bars.unit_of(small.devices[0].device.total_bytes) == (MIB, "MiB")
-    assert bars.columns(bar(small), {})["right"] == [64.0]
+    assert drawings.unit_of(small.devices[0].device.total_bytes) == (MIB, "MiB")
+    assert drawings.columns(bar(small), {})["right"] == [64.0]
 
 
 def test_a_bar_can_be_read_aloud():

@@ -181,7 +181,13 @@ def test_a_day_of_evictions_stays_in_the_chart():
     tab = tab_of(*day.events)
     assert len(tab.chart.spent.data["x"]) == BINS
     assert tab.chart.height.end >= max(tab.chart.source.data["top"])
-    assert tab.chart.time.end == samples.WALL * 1e3
+    assert tab.chart.time.start <= (samples.WALL - 84_600) * 1e3 and samples.WALL * 1e3 <= tab.chart.time.end
+
+
+def test_the_parts_of_the_time_stay_where_they_are_until_the_next_begins():
+    """Else every bar would have to be drawn anew each second."""
+    ends = {evicted.window(86_400, WALL + second)[1] for second in range(1800)}
+    assert len(ends) == 2 and all(0 <= end - WALL < 3600 for end in ends)
 
 
 def test_nothing_evicted_says_so():
