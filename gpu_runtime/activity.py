@@ -1,7 +1,7 @@
 """Whether this process's kernel runs a cell, and since when.
 
-The IPython extension notes each cell's begin and end here, in memory: that costs under a microsecond and touches no ledger.
-The monitor publishes it with whatever else it says of this process.
+The IPython extension notes each cell's begin and end here, in memory: that costs under a microsecond and touches no
+ledger. The monitor publishes it with whatever else it says of this process.
 """
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ class Activity:
 
     @property
     def state(self) -> State:
-        """Since the oldest cell that still runs began, or since the last one ended; to a tenth of a second, since it goes
-        into the page with everybody's."""
+        """Since the oldest cell that still runs began, or since the last one ended.
+
+        To a tenth of a second: it goes into the page with everybody's.
+        """
         since = list(self._running.values())
         return State(busy_since=round(min(since), 1)) if since else State(idle_since=round(self._ended, 1))
 

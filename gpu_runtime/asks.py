@@ -190,9 +190,9 @@ def obey(book: Book, owner: str, world: World, rank: Policy, key: str,
         if asker is None:
             continue
         if ticket.verb in ASKS and target_owner == owner and ticket.verb != "evict" and ticket.key not in answered:
-            orders.append(Order(ticket.key, ticket.verb, name, asker.user, "" if asker.commands else
-                                foreign(asker.user, ticket.verb, name, book.sections[owner].owner),
-                                ticket.places, attributed(ticket.said_by, _process(asker.user, book.owner(ticket.owner)))))
+            refused = "" if asker.commands else foreign(asker.user, ticket.verb, name, book.sections[owner].owner)
+            who = attributed(ticket.said_by, _process(asker.user, book.owner(ticket.owner)))
+            orders.append(Order(ticket.key, ticket.verb, name, asker.user, refused, ticket.places, who))
         if ticket.verb == "use" and not awake(ticket, world):
             continue  # a stopped process: nobody would take the room
         recalled = [lease for id in ticket.recalls if (lease := book.find(id)) and lease.owner == owner]

@@ -23,7 +23,7 @@ from .errors import BadSetting, BadSize, ProbeFailed, UnknownDevice
 from .facts import HOST, AllocatorMap, Device, Sample
 from .memory import Memory
 from .owner import name_of
-from .sampling import Figures, Sampling
+from .sampling import Sampling
 from .units import GIB, KIB, parse_bytes
 
 _EXPECTED = "auto, cuda, cuda:0,2, rocm, metal, sim:24GiB, sim:2x24GiB or sim:2x24GiB,host:64GiB"
@@ -51,12 +51,13 @@ class Probe:
                        for id, card in self._cards.items()}
         self._memories = {device.id: self._memory(device) for device in self.devices}
 
-    def follow(self, directory: Path | None) -> None:
+    def follow(self, directory: Path | None, ledger: str = "") -> None:
         """From now on real cards are what the host's helper says of them, in that directory; None: asked from here.
+        What they were used for it writes down, if it is told which ledger that is.
 
         Starts a helper where there is none, and waits a moment for its first figures.
         """
-        self._sampling = Sampling(directory) if directory is not None and self._cards else None
+        self._sampling = Sampling(directory, ledger) if directory is not None and self._cards else None
         if self._sampling:
             self._sampling.first(FIRST_SECONDS)
 
@@ -91,7 +92,7 @@ class Probe:
             figures = self._sampling.fresh() if fresh else self._sampling.figures()
             if figures is None:
                 return {}
-            said = {id: self._said(card, figures) for id, card in self._cards.items()}
+            said = {id: figures.of(card.device) for id, card in self._cards.items()}
             return {id: sample for id, sample in said.items() if sample} | {HOST: figures.host}
         samples = {id: self._ask(card, now) for id, card in self._cards.items()}
         if not self._memories[HOST].simulated:
@@ -132,12 +133,6 @@ class Probe:
     def helper(self) -> dict[str, str]:
         """How the host's helper process does, for a report; empty where there is none to be had."""
         return self._sampling.state() if self._sampling else {}
-
-    def _said(self, card: Card, figures: Figures) -> Sample | None:
-        uuid, id = card.device.uuid, card.device.id
-        if uuid in figures.failed or "" in figures.failed:
-            return Sample(id, figures.began_at, None)  # from now on unknown, whatever it said before
-        return replace(figures.cards[uuid], device=id) if uuid in figures.cards else None
 
     def used(self) -> dict[str, int]:
         """Bytes this process holds on each device: what its allocators hold, and on a card its context too where the

@@ -91,6 +91,8 @@ from .planner import plan, queue
 from .pool import Anchor, Held, Place, Resident, finish, release_calls
 from .pressure import views
 from .probe import Probe, open_probe
+from .recorder import record_in
+from .sampling import Sampling
 from .room import sight
 from .settings import Settings
 from .strangers import stranger_bytes, strangers
@@ -103,6 +105,8 @@ if TYPE_CHECKING:
     from .ledgers.redispage import HostPage
 
 ASK_SECONDS = 30.0
+LEAST_POINTS = 3
+RECORD_AFTER_SECONDS = 5.0  # that a runtime on simulated cards has lived, before its host is given a helper
 
 
 class Runtime:
@@ -148,7 +152,11 @@ class Runtime:
         self._kept = Keeper(ledger, self.probe, self.settings, journal, clock=self._clock, wall=self._wall,
                             machine=known,
                             measurements=Measurements(measurements_in(directory.parent) if directory else None))
-        self.probe.follow(getattr(ledger, "directory", None))
+        self.probe.follow(directory, url)
+        # Of simulated cards there is nothing to measure; what they were used for is written down all the same.
+        self._recording = Sampling(directory, url, simulated=True) if directory and self.probe.simulated else None
+        self._record = record_in(directory) if directory else None
+        self._opened_at = time.monotonic()
         self._maps = Maps(ledger, self.probe, clock=self._clock, wall=self._wall)
         self._breaker = Breaker()
         self._monitor: Monitor | None = None
@@ -536,7 +544,7 @@ class Runtime:
 
     def status(self) -> Snapshot:
         """Everything a face needs, as of now."""
-        self.probe.look_after()
+        self._look_after()
         book, world = self._look()
         keeper = self._keeper
         seen = views(book, world)
@@ -572,6 +580,12 @@ class Runtime:
                         degraded="" if page.book else "a newer version wrote this page, or it cannot be read",
                         ledger=self._keeper.ledger.url, totals=books.totals(book), host=page.name,
                         seen_seconds=page.seen_seconds)
+
+    def _look_after(self) -> None:
+        """Sees to it that the host's helper lives; on simulated cards not for a runtime that may be gone in a moment."""
+        self.probe.look_after()
+        if self._recording and time.monotonic() - self._opened_at > RECORD_AFTER_SECONDS:
+            self._recording.look_after()
 
     def _look(self) -> tuple[Book, World]:
         """The book, our own section as we know it, and the devices: the book's where others put them there."""
@@ -656,11 +670,17 @@ class Runtime:
     def history(self, seconds: str | float = 900.0, points: int = 600) -> History:
         """How every device was used in the last `seconds`, at most `points` moments of each, and what happened meanwhile.
 
-        Of moments that lie too close together the fullest one is kept. The newest is of now.
+        Of moments that lie too close together the fullest one is kept; the newest is of now. Between two moments
+        nothing changed, unless they are further apart than a minute and than the others: then nobody was there. It
+        goes back 24 h, also beyond a restart of the machine; of a ledger in memory there is only now.
+        Raises BadSize, BadSetting.
         """
+        if points < LEAST_POINTS:
+            raise BadSetting("points", points, f"a number of moments, {LEAST_POINTS} or more")
         seen, back = self.status(), parse_seconds(seconds)
-        return History(moments_of(seen.devices, seen.sections.values(), seen.wall),
-                       self._keeper.history(since=seen.wall - back), back)
+        since, now = seen.wall - back, moments_of(seen.devices, seen.sections.values(), seen.wall)
+        before = self._record.between(since, seen.wall, points - 1) if self._record else ()
+        return History((*before, *now), self._keeper.history(since=since), back)
 
     def decisions(self, limit: int | None = 100) -> tuple[Event, ...]:
         """Grants, waits and refusals, the newest first; each says why, and most what else was considered."""
@@ -839,7 +859,7 @@ class Runtime:
         """One round of the monitor: publish, reap, obey, relieve. Returns the seconds until the next is due."""
         keeper = self._keeper
         keeper.notebook = notebook_path() or keeper.notebook  # some front ends say it only after the kernel has started
-        self.probe.look_after()
+        self._look_after()
         book = keeper.ledger.read()
         # Not sooner: until its ticket is gone an order that is done may be read once more, and would be done once more.
         self._acting.intersection_update([ticket.key for ticket in book.tickets])

@@ -1,12 +1,14 @@
 """The helper process of a host that talks to the driver, so that nobody else has to.
 
-    python -m gpu_runtime.sampler DIRECTORY
+    GPU_LEDGER=URL python -m gpu_runtime.sampler [--simulated] DIRECTORY
 
 Measures the cards, and the machine's memory, once a second while the figures move, every other second while they rest,
 and at once when somebody rings; publishes them in the ledger's directory (`sampling.py`). It ends by itself: when
 another is the helper, when no owner of that ledger is left, when its lock is gone, or when for some seconds no card
 answers, since a fresh process may fare better after a driver was replaced. A call that hangs hangs one card's
 thread: the others' figures go on, and when none goes on, the readers end this process and start another.
+
+In a thread of its own it also writes down how the devices are used (`recorder.py`), on simulated ones nothing else.
 """
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -31,12 +33,16 @@ from .ledgers.files import owner_files
 from .owner import Life, life
 from .sampling import Figures, Person, boot_seconds
 
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
 BUSY_SECONDS, REST_SECONDS = 1.0, 2.0
 MOVING_SECONDS = 10.0  # figures that have not changed for so long rest
 LEAST_SECONDS = 0.01  # between two rounds, however many ring
 ROUND_SECONDS = 0.2  # a card that takes longer is not waited for; its answer comes with a later round
 LINGER_SECONDS = 5.0  # after the last owner has gone: another may come
 FAILING_SECONDS = 10.0
+CLOSE_SECONDS = 1.0  # for the history's last words
 
 
 class Post:
@@ -157,8 +163,8 @@ class Rounds:
                 break
         while not self._answers.empty():
             self._heard(self._answers.get())
-        host = Sample(HOST, began, psutil.virtual_memory().available, utilisation_percent=psutil.cpu_percent())
-        return Figures(os.getpid(), began, host, dict(self._cards), {**self._lost, **self._failed}, self._seen())
+        failed = {**self._lost, **self._failed}
+        return Figures(os.getpid(), began, _machine(began), dict(self._cards), failed, self._seen())
 
     def _heard(self, answer: tuple[str, Sample | str]) -> str:
         uuid, said = answer
@@ -181,6 +187,19 @@ class Rounds:
         return bool(self._lost) and not self._askers or bool(self._askers) and len(self._failed) == len(self._askers)
 
 
+class Simulated:
+    """What there is to measure beside simulated cards: the machine's own memory."""
+
+    hopeless = False
+
+    def next(self) -> Figures:
+        return Figures(os.getpid(), now := boot_seconds(), _machine(now))
+
+
+def _machine(now: float) -> Sample:
+    return Sample(HOST, now, psutil.virtual_memory().available, utilisation_percent=psutil.cpu_percent())
+
+
 def _person(pid: int) -> Person | None:
     """Who runs a process, and what; None where it cannot be seen from here (a container's, or gone)."""
     try:
@@ -194,30 +213,67 @@ def _person(pid: int) -> Person | None:
     return Person(uid, f"{command} {os.path.basename(script).decode(errors='replace')}".strip())
 
 
-def _somebody(directory: Path) -> bool:
+def _somebody(directory: Path, besides: str) -> bool:
     try:
-        return any(life(path) is Life.ALIVE for path in owner_files(directory))
+        return any(life(path) is Life.ALIVE for path in owner_files(directory) if path.name != besides)
     except OSError:
         return False
 
 
-def serve(post: Post) -> None:
+class Writing:
+    """The thread that writes the history: a ledger that does not answer must not hold up the figures."""
+
+    def __init__(self, directory: Path, url: str) -> None:
+        self.recorder: Recorder | None = None
+        self.figures: Figures | None = None  # the last
+        self._directory, self._url = directory, url
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        if self._url:
+            self._thread.start()
+
+    def end(self) -> None:
+        """Writes what is still to be written, unless that takes long."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS)
+
+    @property
+    def me(self) -> str:
+        """The id of the door that it keeps open, which is nobody who wants figures."""
+        return self.recorder.me if self.recorder else ""
+
+    def _run(self) -> None:
+        from .recorder import EVERY_SECONDS, Recorder  # not before the first figures are out, which somebody waits for
+
+        recorder = self.recorder = Recorder(self._directory, self._url)
+        try:
+            while not self._ended.wait(EVERY_SECONDS):
+                if self.figures is not None:
+                    recorder.turn(self.figures)
+        finally:
+            recorder.close()
+
+
+def serve(post: Post, rounds: Rounds | Simulated, writing: Writing) -> None:
     """Measures and publishes for as long as somebody may want it. Raises OSError where it cannot publish."""
     poll = select.poll()
     poll.register(post.bell, select.POLLIN)
-    rounds = Rounds()
     wanted_at = moved_at = answered_at = boot_seconds()
     last: list[int | None] = []
     while post.kept():
-        figures = rounds.next()
-        post.publish(figures)
+        writing.figures = figures = rounds.next()
+        if isinstance(rounds, Rounds):
+            post.publish(figures)
         now = figures.began_at
         free = [sample.free_bytes for sample in figures.cards.values()]
         if free != last:
             last, moved_at = free, now
         if not rounds.hopeless:
             answered_at = now
-        if _somebody(post.directory):
+        if _somebody(post.directory, writing.me):
             wanted_at = now
         if now - wanted_at > LINGER_SECONDS or now - answered_at > FAILING_SECONDS:
             return
@@ -236,16 +292,22 @@ def _wait(poll: Any, bell: int, pause: float, began: float) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    post = Post(Path(arguments[0]))
+    simulated, directory = arguments[:1] == ["--simulated"], Path(arguments[-1])
+    post = Post(directory)
     if not post.take():
         return 0  # another one is
+    writing = Writing(directory, os.environ.get("GPU_LEDGER", ""))
     try:
-        serve(post)
+        rounds = Simulated() if simulated else Rounds()
+        writing.start()
+        serve(post, rounds, writing)
     except FileNotFoundError:
         pass  # the ledger's directory is gone
     except Exception as error:
         post.failed(error)
         return 1
+    finally:
+        writing.end()
     return 0
 
 

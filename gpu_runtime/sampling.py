@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
-from .facts import Sample, Value
+from .facts import Device, Sample, Value
 from .units import show_seconds
 
 HANG_SECONDS = 5.0  # without any card's answer
@@ -62,6 +63,15 @@ class Figures(Value):
         """When a card answered last."""
         return max((sample.taken_at for sample in self.cards.values()), default=0.0)
 
+    def of(self, device: Device) -> Sample | None:
+        """What was measured of that device; None: nothing yet."""
+        if device.is_host:
+            return self.host
+        if device.uuid in self.failed or "" in self.failed:
+            return Sample(device.id, self.began_at, None)  # from now on unknown, whatever it said before
+        sample = self.cards.get(device.uuid)
+        return replace(sample, device=device.id) if sample else None
+
 
 class Holder(NamedTuple):
     """Who holds the helper's lock, by the operating system's word; pid 0: a process that cannot be seen from here."""
@@ -84,8 +94,11 @@ _children: list[subprocess.Popen[bytes]] = []  # helpers that this process start
 class Sampling:
     """A reader of the host's figures, who also sees to it that there is a helper. Thread-safe; never asks a driver."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, ledger: str = "", *, simulated: bool = False) -> None:
+        """`ledger`: where the history is written down from. `simulated`: there is nothing to measure, so a helper that
+        lives is good enough."""
         self.directory = directory
+        self._ledger, self._simulated = ledger, simulated
         self._seen: tuple[tuple[int, int, int], Figures] | None = None
         self._deaf_since = -1.0  # the round after which the bell was not answered
         self._looked_at = float("-inf")
@@ -159,7 +172,7 @@ class Sampling:
         holder = self._holder()
         if holder is None:
             self._start()
-        elif self._silent_seconds(holder, now) > 0:
+        elif not self._simulated and self._silent_seconds(holder, now) > 0:
             self._end(holder, now)
         else:
             self._why, self._killed = "", None
@@ -222,9 +235,11 @@ class Sampling:
             package = Path(__file__).parents[1]
             paths = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH", ""))))
             _children.append(subprocess.Popen(
-                [sys.executable, "-m", "gpu_runtime.sampler", str(self.directory)],
+                [sys.executable, "-m", "gpu_runtime.sampler", *(["--simulated"] if self._simulated else []),
+                 str(self.directory)],
                 cwd="/",  # a module of the notebook's directory would be taken for the standard library's
-                env={**os.environ, "PYTHONPATH": paths}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                # The ledger in the environment: its URL may hold a password, and everybody sees a command line.
+                env={**os.environ, "PYTHONPATH": paths, "GPU_LEDGER": self._ledger}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL, start_new_session=True))  # the stop button signals the whole group
         except FileExistsError:
             pass

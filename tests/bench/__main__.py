@@ -16,6 +16,7 @@ from . import (
     bench_admit,
     bench_crowd,
     bench_estimate,
+    bench_history,
     bench_idle,
     bench_imports,
     bench_ledger,
@@ -102,6 +103,13 @@ def estimate() -> Iterator[Row]:
                   f"(warm {taken[f'{kind}, warm']:.0f})", "≤ 50 ms", taken[f"{kind}, cold"] <= 50)
 
 
+def history() -> Iterator[Row]:
+    taken = bench_history.figures()
+    slowest = max(taken[f"history, {span}"] for span in ("24 h", "2 h", "15 min")) + taken["events, 10,000"]
+    yield Row("a day of history, 8 devices with 25 leases each and 10,000 events, read for a chart of 600 points",
+              f"{slowest:.0f} ms ({taken['MiB on disk']:.0f} MiB on disk)", "≤ 100 ms", slowest <= 100)
+
+
 def crowd() -> Iterator[Row]:
     killed = bench_crowd.grant_after_kill()
     yield Row("what a killed kernel held, granted to a waiter; 64 holders", str(killed), "p99 ≤ 100 ms", killed.p99 <= 0.1)
@@ -128,7 +136,7 @@ def crowd() -> Iterator[Row]:
 
 BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
     "imports": imports, "use": use, "admit": admit, "placement": placement, "ledger": ledger, "restore": restore, "idle": idle,
-    "estimate": estimate, "crowd": crowd}
+    "estimate": estimate, "history": history, "crowd": crowd}
 
 
 def table(rows: list[Row]) -> str:

@@ -11,13 +11,13 @@ ROOT = Path(__file__).parents[2]
 
 ROOMS = {
     "ground": {"activity", "threads", "persons", "facts", "units", "errors", "settings"},
-    "mind": {"moments", "bounds", "drains", "moves", "naming", "splitting", "several",
+    "mind": {"moments", "silence", "bounds", "drains", "moves", "naming", "splitting", "several",
              "planner", "caps", "telling", "asks", "bookkeeping", "clearing", "deadlock", "estimate", "hopeless",
              "leaving", "placement", "working", "policy", "pressure", "strangers", "queueing", "room"},
     "hands": {"cards", "nvidia_smi", "amd", "apple",
               "allocators", "ledgers", "backends", "blocks", "probe", "pool", "journal", "machine", "owner", "memory", "segments",
-              "nvml", "sampler", "sampling", "documents", "fields", "manifests", "measurements"},
-    "house": {"doctor", "defragmenting", "maps", "draining", "moving",
+              "nvml", "record", "sampling", "documents", "fields", "manifests", "measurements"},
+    "house": {"recorder", "sampler", "doctor", "defragmenting", "maps", "draining", "moving",
               "__init__", "runtime", "keeper", "monitor", "frames", "samples", "catalog", "catalogued", "entries", "sharing",
               "sizing", "planning"},
     "faces": {"cli", "verbs", "serving", "gpu", "gpu_panels"},

@@ -1,0 +1,137 @@
+"""How the devices were used over the last day, on disk: bounded, thinned as it gets older, and nobody's dependency.
+
+One SQLite table beside the journal, a row for each device and moment. The host's helper process writes it; whoever
+looks reads it. What is older than half an hour keeps its fullest moment of every 15 s, older than three hours of every
+minute; after a day it is gone. A summary, too, is made of moments that were: none is averaged or made up.
+"""
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from .facts import Moment
+from .ledgers.access import access_to
+
+DAY = 86400.0
+THINNED = ((1800.0, 15.0), (10800.0, 60.0))  # older than so many seconds: one moment in so many
+AHEAD_SECONDS = 60.0  # a moment that lies further ahead was written while the clock was wrong
+MOST_ROW_BYTES = 1 << 20
+
+log = logging.getLogger("gpu_runtime")
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Moment).decode
+
+# Of each device and stretch of time the rowid of the fullest moment: SQLite takes a bare column from the row of max().
+_FULLEST = """SELECT id FROM (SELECT rowid AS id, max(peak) FROM moments WHERE wall >= ? AND wall < ?
+    GROUP BY device, CAST(wall / ? AS INTEGER))"""
+
+
+class Record:
+    """The history in one file. Every call opens it anew; a file that is damaged or not ours is set aside by its writer,
+    and nothing to its readers."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._warned = False
+
+    # -- writing
+
+    def append(self, moments: Iterable[Moment]) -> bool:
+        """Whether these are written down. Where they cannot be now, that is logged once and they may be given again."""
+        rows = [(one.wall, one.device, one.peak_bytes, _encode(one)) for one in moments]
+        try:
+            try:
+                self._insert(rows)
+            except sqlite3.Error as error:
+                if not _beyond_use(error):
+                    raise
+                self._set_aside(error)
+                self._insert(rows)
+        except (sqlite3.Error, OSError) as error:
+            self._warn("written", error)
+            return False
+        return True
+
+    def _insert(self, rows: list[tuple[float, str, int, bytes]]) -> None:
+        if not self.path.exists():
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            access_to(self.path.parent).make_file(self.path)
+        with contextlib.closing(self._connected()) as db:
+            db.execute("PRAGMA journal_mode=TRUNCATE")
+            db.execute("CREATE TABLE IF NOT EXISTS moments(wall REAL, device TEXT, peak INTEGER, body BLOB)")
+            db.execute("CREATE INDEX IF NOT EXISTS moments_of ON moments(device, wall, peak)")
+            db.executemany("INSERT INTO moments(wall, device, peak, body) VALUES (?, ?, ?, ?)", rows)
+            db.commit()
+
+    def thin(self, now: float) -> None:
+        """Lets go of what is too old, or too close together for its age."""
+        try:
+            with contextlib.closing(self._connected()) as db:
+                db.execute("DELETE FROM moments WHERE wall < ? OR wall > ?", (now - DAY, now + AHEAD_SECONDS))
+                for age, stretch in THINNED:
+                    edge = (now - age) // stretch * stretch  # whole stretches: each is thinned once
+                    db.execute(f"DELETE FROM moments WHERE wall < ? AND rowid NOT IN ({_FULLEST})",
+                               (edge, 0.0, edge, stretch))
+                db.commit()
+        except (sqlite3.Error, OSError) as error:
+            self._warn("thinned", error)
+
+    def _set_aside(self, error: sqlite3.Error) -> None:
+        log.warning("the history %s cannot be used (%s); it is set aside, and a new one begun", self.path, error)
+        os.replace(self.path, self.path.with_name(f"{self.path.name}.damaged"))
+        self.path.with_name(f"{self.path.name}-journal").unlink(missing_ok=True)
+
+    # -- reading
+
+    def between(self, since: float, until: float, most: int) -> tuple[Moment, ...]:
+        """At most `most` moments of each device between two wall times, the newest last.
+
+        Stretches of time are cut at the same places whenever it is asked, so a chart that moves on does not flicker.
+        """
+        stretch = max((until - since) / max(1, most - 1), 1e-3)
+        try:
+            if not self.path.exists():
+                return ()
+            with contextlib.closing(self._connected()) as db:
+                rows = db.execute(f"SELECT body FROM moments WHERE rowid IN ({_FULLEST}) ORDER BY wall, rowid",
+                                  (since, until, stretch)).fetchall()
+        except (sqlite3.Error, OSError) as error:
+            self._warn("read", error)
+            return ()
+        return tuple(moment for (body,) in rows if (moment := _read(body)) is not None)
+
+    # -- both
+
+    def _connected(self) -> sqlite3.Connection:
+        if self.path.is_symlink():  # in a shared ledger it could lead to a database of ours elsewhere
+            raise OSError(errno.ELOOP, "it is a link", str(self.path))
+        db = sqlite3.connect(self.path, timeout=0.5)
+        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_ROW_BYTES)  # another member may have put anything there
+        db.execute("PRAGMA synchronous=OFF")
+        db.execute("PRAGMA trusted_schema=OFF")
+        return db
+
+    def _warn(self, what: str, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("the history %s cannot be %s now (%s)", self.path, what, error)
+
+
+def _beyond_use(error: sqlite3.Error) -> bool:
+    """Whether the file is damaged, or something else than ours: waiting would not mend it."""
+    kind = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    return kind in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+
+
+def _read(body: object) -> Moment | None:
+    try:
+        return _decode(body)  # type: ignore[arg-type]
+    except (msgspec.MsgspecError, TypeError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,59 @@
+"""What a day of history costs to read and to keep: `python -m tests.bench.bench_history`.
+
+Eight devices with 25 leases each, a moment of each every two seconds, written and thinned as the recorder does; and a
+journal that is full. Read as a chart of 600 points reads it.
+"""
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from gpu_runtime.facts import Event, Level, Moment
+from gpu_runtime.journal import KEPT, Journal
+from gpu_runtime.record import DAY, Record
+from gpu_runtime.units import GIB
+
+DEVICES, LEASES, ROUNDS = 8, 25, 15
+
+
+def figures() -> dict[str, float]:
+    """Milliseconds of the processor for one reading, the median; and what lies on the disk, in MiB."""
+    with tempfile.TemporaryDirectory(prefix="bench-history-") as place:
+        record, journal, now = Record(Path(place) / "history.db"), Journal(Path(place) / "journal.db"), time.time()
+        for part in range(24 * 6):
+            began = now - DAY + 600 * part
+            record.append(_moments(began))
+            record.thin(began + 600)
+        journal.append(Event(n, now - DAY + n * DAY / KEPT, f"m{n % 200}", "granted", "request",
+                             "it needs 14.0 GiB; cuda:0 has 21.6 GiB free and would keep 7.6.") for n in range(KEPT))
+        taken = {f"history, {name}": _median(lambda since=now - seconds: record.between(since, now, 599))
+                 for name, seconds in (("24 h", DAY), ("2 h", 7200), ("15 min", 900))}
+        taken["events, 10,000"] = _median(lambda: journal.tail(since=now - DAY))
+        taken["MiB on disk"] = record.path.stat().st_size / 2**20
+        return taken
+
+
+def _moments(began: float) -> list[Moment]:
+    rows = []
+    for second in range(0, 600, 2):
+        for n in range(DEVICES):
+            claims = {f"model-{n}-{m}@{4000 + m}": (m + 1) * GIB for m in range(LEASES)}
+            rows.append(Moment(began + second, f"cuda:{n}", 80 * GIB, 72 * GIB, 40 * GIB + second * 2**20, Level.LOW,
+                               37.0, 61.0, 250.0, claims))
+    return rows
+
+
+def _median(read: object) -> float:
+    taken = []
+    for _ in range(ROUNDS):
+        began = time.thread_time()
+        assert read()  # type: ignore[operator]
+        taken.append(1e3 * (time.thread_time() - began))
+    return statistics.median(taken)
+
+
+if __name__ == "__main__":
+    for what, figure in figures().items():
+        print(f"{what:<20} {figure:8.1f}")

@@ -1,0 +1,278 @@
+"""How the devices were used over the last day: what is kept, what is shown of it, and what becomes of a damaged file."""
+from __future__ import annotations
+
+import ctypes
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime import BadSetting
+from gpu_runtime.facts import Device, Event, Level, Moment, Sample
+from gpu_runtime.ledgers.access import MARK
+from gpu_runtime.record import DAY, Record
+from gpu_runtime.recorder import Recorder, now_of, record_in
+from gpu_runtime.sampling import Figures
+from gpu_runtime.units import GIB
+from tests.worlds import book, lease
+
+from .conftest import fakes
+
+WALL = 1_800_000_000.0
+
+
+def moment(wall, used=1, device="sim:0", **claims):
+    return Moment(wall, device, 24 * GIB, 20 * GIB, used, Level.LOW, claims=claims)
+
+
+@pytest.fixture
+def record(tmp_path):
+    return Record(tmp_path / "history.db")
+
+
+def shown(record, since=WALL - DAY, until=WALL + 1, most=10**6):
+    return record.between(since, until, most)
+
+
+# -- what is shown ------------------------------------------------------------------------------------------------
+
+days = st.lists(st.tuples(st.sampled_from(("sim:0", "sim:1")), st.integers(0, 86_399), st.integers(0, 9)),
+                max_size=60, unique_by=lambda row: row[:2])
+
+
+@given(days, st.integers(2, 12), st.integers(60, 86_400))
+def test_a_chart_has_every_peak_in_order_and_nothing_that_never_was(tmp_path_factory, rows, most, seconds):
+    """However few moments it is given for however many there are."""
+    record = Record(tmp_path_factory.mktemp("history") / "history.db")
+    told = [moment(WALL - ago, used, device) for device, ago, used in rows]
+    assert record.append(told)
+    found = shown(record, since=WALL - seconds, most=most)
+    inside = [one for one in told if one.wall >= WALL - seconds]
+    assert set(map(repr, found)) <= set(map(repr, inside)), "nothing is invented"
+    for device in ("sim:0", "sim:1"):
+        of = [one for one in found if one.device == device]
+        assert len(of) <= most
+        assert all(one.wall < later.wall for one, later in pairwise(of))
+        assert max((one.peak_bytes for one in of), default=0) == max(
+            (one.peak_bytes for one in inside if one.device == device), default=0)
+
+
+@given(days)
+def test_thinning_keeps_every_peak_and_forgets_yesterday(tmp_path_factory, rows):
+    """At whatever times it is done; and what is young is not touched."""
+    record = Record(tmp_path_factory.mktemp("history") / "history.db")
+    told = [moment(WALL - ago, used, device) for device, ago, used in rows]
+    record.append(told)
+    for now in (WALL, WALL + 77, WALL + 3600):
+        record.thin(now)
+        left = shown(record, most=10**6)
+        assert set(map(repr, left)) <= set(map(repr, told))
+        kept = [one for one in told if one.wall >= now - DAY]
+        for device in ("sim:0", "sim:1"):
+            assert max((one.peak_bytes for one in left if one.device == device), default=0) == max(
+                (one.peak_bytes for one in kept if one.device == device), default=0)
+        assert {repr(one) for one in kept if one.wall > now - 1800} <= set(map(repr, left))
+
+
+def test_a_full_day_is_bounded_on_disk_and_a_chart_of_it_in_moments(record):
+    """Two devices with a dozen leases, a moment every two seconds, written and thinned as the recorder does."""
+    claims = {f"model-{n}@{4000 + n}": n * GIB for n in range(12)}
+    for hour in range(25):
+        record.append(moment(WALL - DAY + 3600 * (hour - 1) + second, second, f"sim:{n}", **claims)
+                      for second in range(0, 3600, 2) for n in range(2))
+        record.thin(WALL - DAY + 3600 * hour)
+    assert record.path.stat().st_size < 8 << 20
+    found = shown(record, most=600)
+    assert 1100 < len(found) <= 1200 and found[-1].wall > WALL - 300
+
+
+def test_a_chart_that_moves_on_does_not_flicker(record):
+    """Of the moments that two looks have in common both show the same."""
+    record.append(moment(WALL - ago, ago * 7919 % 100) for ago in range(3600))
+    one, other = ([one.wall for one in shown(record, since=WALL - 3600 + later, until=WALL + later, most=60)
+                   if WALL - 3500 < one.wall < WALL - 100] for later in (0, 5))
+    assert one == other and len(one) > 50
+
+
+def test_there_is_always_the_moment_of_now(runtime):
+    """Where nothing was recorded, too, as in a ledger in memory."""
+    rt = runtime()
+    fakes(rt, qwen="10GiB")
+    rt.preload("qwen")
+    story = rt.history("15m")
+    card, host = story.moments
+    assert (card.device, host.device) == ("sim:0", "host")
+    assert card.claims == {f"qwen@{os.getpid()}": 10 * GIB} and card.measured_bytes == 10 * GIB
+    assert [event.action for event in story.events] == ["granted", "loaded"] and story.seconds == 900
+    assert story.of("host") == (host,)
+
+
+def test_only_what_happened_in_that_time_is_told(runtime, clock):
+    rt = runtime(wall=clock)
+    fakes(rt, a="1GiB", b="1GiB")
+    rt.preload("a")
+    clock.advance(600)
+    rt.preload("b")
+    assert [event.model for event in rt.history(60).events] == ["b", "b"]
+    assert len(rt.history("1h").events) == 4
+
+
+def test_a_line_of_less_than_three_points_is_refused(runtime):
+    with pytest.raises(BadSetting, match="points"):
+        runtime().history(60, points=2)
+
+
+# -- what is recorded ---------------------------------------------------------------------------------------------
+
+def test_real_cards_are_recorded_as_they_were_measured():
+    """By their UUID; one that does not answer is a gap, and no zero."""
+    page = book(lease("a", cuda0=4), lease("b", cuda1=2), devices=(
+        Device("cuda:0", 20 * GIB, uuid="GPU-a"), Device("cuda:1", 20 * GIB, uuid="GPU-b"), Device("host", 64 * GIB)),
+        limits={"cuda:0": 18 * GIB, "cuda:1": 18 * GIB, "host": 32 * GIB})
+    said = Figures(1, 10.0, Sample("host", 10.0, 60 * GIB), {
+        "GPU-a": Sample("", 10.0, 12 * GIB, utilisation_percent=37.0, temperature_celsius=61.0, power_watts=250.0)},
+        failed={"GPU-b": "GPU is lost"})
+    zero, one, host = now_of(page, said, 10.0, WALL)
+    assert zero == Moment(WALL, "cuda:0", 20 * GIB, 18 * GIB, 8 * GIB, Level.LOW, 37.0, 61.0, 250.0, {"a@1": 4 * GIB})
+    assert (one.measured_bytes, one.claims) == (None, {"b@1": 2 * GIB})
+    assert host.measured_bytes == 4 * GIB
+
+
+def test_what_a_recorder_sees_is_read_by_everybody_of_the_ledger(runtime, tmp_path):
+    """Without a section in the book, and without a word there."""
+    rt = runtime(ledger=f"sqlite://{tmp_path}/ledger", monitor=False)
+    fakes(rt, qwen="10GiB")
+    rt.preload("qwen")
+    directory = rt._keeper.ledger.directory
+    recorder = Recorder(directory, rt._keeper.ledger.url)
+    before = rt._keeper.ledger.read()
+    recorder.turn(Figures(1, 0.0, Sample("host", 0.0, 60 * GIB)))
+    assert rt._keeper.ledger.read() == before
+    rt.evict("qwen")
+    recorder.turn(Figures(1, 0.0, Sample("host", 0.0, 60 * GIB)))
+    recorder.close()
+    label = f"qwen@{os.getpid()}"
+    story = rt.history(60, points=10**6)
+    assert [one.claims for one in story.of("sim:0")] == [{label: 10 * GIB}, {}, {}]
+    assert [one.claims for one in story.of("host")] == [{}, {label: 10 * GIB}, {label: 10 * GIB}]
+
+
+def test_what_cannot_be_written_now_is_written_later(tmp_path, record):
+    """Somebody holds the file; the moments wait, and only so many of them."""
+    record.append([moment(WALL - 10)])
+    keeper = Recorder.__new__(Recorder)
+    keeper._record, keeper._unwritten = record, [moment(WALL - 5)]
+    with sqlite3.connect(record.path) as db:
+        db.execute("BEGIN EXCLUSIVE")
+        keeper.flush()
+        assert keeper._unwritten
+    keeper.flush()
+    assert [one.wall for one in shown(record)] == [WALL - 10, WALL - 5] and not keeper._unwritten
+
+
+# -- a file that is damaged, foreign or another's -----------------------------------------------------------------
+
+FOREIGN = {
+    "text": lambda path: path.write_text("this is no database at all, and has never been one " * 100),
+    "empty": lambda path: path.write_bytes(b""),
+    "another database": lambda path: _made(path, "CREATE TABLE moments(a, b)"),
+    "a view": lambda path: _made(path, "CREATE VIEW moments AS SELECT 1 AS wall, 'x' AS device, 2 AS peak, 'y' AS body"),
+    "cut off": lambda path: (Record(path).append(moment(WALL - n, n) for n in range(5000)),
+                             os.truncate(path, path.stat().st_size // 2)),
+    "garbled": lambda path: (Record(path).append(moment(WALL - n, n) for n in range(5000)), _garble(path)),
+}
+
+
+def _made(path, statement):
+    with sqlite3.connect(path) as db:
+        db.execute(statement)
+
+
+def _garble(path):
+    with open(path, "r+b") as file:
+        for page in range(1, path.stat().st_size // 4096):
+            file.seek(page * 4096)
+            file.write(b"\xff" * 64)
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_file_that_is_not_ours_is_nothing_to_a_reader_and_set_aside_by_the_writer(record, what):
+    FOREIGN[what](record.path)
+    for one in shown(record):
+        assert isinstance(one, Moment)
+    assert record.append([moment(WALL, 77)])
+    assert record.append([moment(WALL - 1, 78)])
+    assert [one.measured_bytes for one in shown(record)[-2:]] == [78, 77]
+
+
+def test_a_row_that_says_nothing_is_left_out(record):
+    record.append([moment(WALL - 2), moment(WALL)])
+    with sqlite3.connect(record.path) as db:
+        for body in (b"\xc1", "text", None, 7, 1.5):
+            db.execute("INSERT INTO moments VALUES (?, 'sim:0', 99, ?)", (WALL - 1, body))
+    assert [one.wall for one in shown(record, most=10**6)] == [WALL - 2, WALL]
+
+
+def test_a_link_is_neither_read_nor_written(record, tmp_path):
+    """In a shared ledger it could lead to a database of ours elsewhere."""
+    elsewhere = Record(tmp_path / "elsewhere.db")
+    elsewhere.append([moment(WALL)])
+    record.path.symlink_to(elsewhere.path)
+    assert shown(record) == () and not record.append([moment(WALL - 1)])
+    assert len(shown(elsewhere)) == 1
+
+
+def test_a_moment_of_a_clock_that_was_wrong_is_forgotten(record):
+    record.append([moment(WALL - 60), moment(WALL + 7 * DAY)])
+    record.thin(WALL)
+    assert [one.wall for one in shown(record, until=WALL + 30 * DAY)] == [WALL - 60]
+
+
+def test_a_shared_ledgers_history_is_its_groups_and_a_private_ones_nobody_elses(tmp_path):
+    old = os.umask(0o077)
+    try:
+        for name, mode in (("private", 0o600), ("shared", 0o660)):
+            ledger = tmp_path / name
+            ledger.mkdir()
+            if name == "shared":
+                (ledger / MARK).touch()
+                (ledger / "journal").mkdir()
+            record = record_in(ledger / "boot")
+            assert record.append([moment(WALL)])
+            assert stat.S_IMODE(record.path.stat().st_mode) == mode
+    finally:
+        os.umask(old)
+
+
+def test_a_reader_who_may_not_write_reads(record):
+    """A copy, or a mount that is read-only; no file is made beside it."""
+    record.append([moment(WALL)])
+    record.path.chmod(0o400)
+    record.path.parent.chmod(0o500)
+    try:
+        program = f"from gpu_runtime.record import Record; from pathlib import Path\n" \
+                  f"print(len(Record(Path({str(record.path)!r})).between(0, {WALL + 1}, 10)))"
+        assert _as_nobody(program) == "1"
+    finally:
+        record.path.parent.chmod(0o700)
+
+
+def _as_nobody(program: str) -> str:
+    """What it prints in a process that has none of root's powers, where the test is root's."""
+    def renounce() -> None:
+        if os.geteuid() == 0:
+            libc = ctypes.CDLL(None, use_errno=True)
+            for capability in range(41):
+                libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP, before exec
+
+    ran = subprocess.run([sys.executable, "-c", program], preexec_fn=renounce, capture_output=True, text=True,
+                         timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
+

@@ -1,0 +1,98 @@
+"""The history, written by the host's helper while nobody looks: beside SQLite and Redis, killed and started again."""
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gpu_runtime import Runtime
+from gpu_runtime.facts import Moment
+from gpu_runtime.recorder import record_in
+from gpu_runtime.units import GIB
+from tests.nvml_driver import until
+from tests.redis_server import redis_server
+from tests.stories.test_processes import DEVICES, Kernel
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def ledger(request: Any, tmp_path: Path) -> Iterator[str]:
+    if request.param == "sqlite":
+        yield f"sqlite://{tmp_path}/ledger"
+        return
+    with redis_server() as server:
+        yield f"{server.fresh()}&owners={tmp_path}/owners"
+
+
+class Box:
+    """A ledger with one kernel on simulated cards, whose helper need not wait for it to grow old."""
+
+    def __init__(self, ledger: str, notes: Path) -> None:
+        self.ledger, self.kernel = ledger, Kernel(ledger)
+        self.kernel.tell("import sys; sys.modules['gpu_runtime.runtime'].RECORD_AFTER_SECONDS = 0")
+        program = f"import pathlib; pathlib.Path({str(notes)!r}).write_text(str(rt._keeper.ledger.directory))"
+        assert self.kernel.tell(program) == "done"
+        self.directory = Path(notes.read_text())
+
+    def moments(self) -> tuple[Moment, ...]:
+        """What is written of the card, with no runtime open here."""
+        return tuple(one for one in record_in(self.directory).between(0, 1e11, 10**15) if one.device == "sim:0")
+
+    def used(self) -> list[int]:
+        """The card's bytes in use, in GiB, each value once."""
+        steps: list[int] = []
+        for one in self.moments():
+            if not steps or steps[-1] != one.measured_bytes // GIB:
+                steps.append(one.measured_bytes // GIB)
+        return steps
+
+    def helpers(self) -> list[int]:
+        return [process.pid for process in psutil.process_iter(["cmdline"])
+                if "gpu_runtime.sampler" in (words := process.info["cmdline"] or []) and words[-1] == str(self.directory)]
+
+
+@pytest.fixture
+def box(ledger: str, tmp_path: Path) -> Iterator[Box]:
+    one = Box(ledger, tmp_path / "notes")
+    yield one
+    one.kernel.end()
+    for pid in one.helpers():
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_what_happens_is_recorded_while_nobody_looks(box):
+    """By one process for the host, which nobody asked to; and who looks later sees it, and why."""
+    box.kernel.tell("rt.register('qwen', backend='fake', size='10GiB'); rt.preload('qwen')")
+    until(lambda: box.used() == [10])
+    box.kernel.tell("rt.evict('qwen')")
+    until(lambda: box.used() == [10, 0])
+    assert len(box.helpers()) == 1
+    assert box.moments()[0].claims == {f"qwen@{box.kernel.process.pid}": 10 * GIB}
+    with Runtime(devices=DEVICES, ledger=box.ledger, monitor=False) as console:
+        story = console.history("1h", points=10**6)
+        assert {10 * GIB, 0} <= {one.measured_bytes for one in story.of("sim:0")}
+        assert [event.action for event in story.events] == ["granted", "loaded", "offloaded"]
+
+
+def test_a_killed_recorder_is_replaced_and_what_it_wrote_stays(box):
+    box.kernel.tell("rt.register('qwen', backend='fake', size='10GiB'); rt.preload('qwen')")
+    until(lambda: box.used() == [10])
+    [helper] = box.helpers()
+    os.kill(helper, signal.SIGKILL)
+    box.kernel.tell("rt.evict('qwen')")
+    until(lambda: box.used() == [10, 0])
+    assert len(box.helpers()) == 1 and helper not in box.helpers()
+
+
+def test_a_recorder_ends_with_its_ledgers_last_owner_and_says_what_it_saw_last(box):
+    box.kernel.tell("rt.register('qwen', backend='fake', size='10GiB'); rt.preload('qwen')")
+    until(lambda: box.used() == [10])
+    [helper] = box.helpers()
+    box.kernel.end()
+    until(lambda: not psutil.pid_exists(helper) or psutil.Process(helper).status() == psutil.STATUS_ZOMBIE)
+    left = {path.name for path in (box.directory / "owners").iterdir()}
+    assert not any(name.startswith(f"{helper}.") for name in left), "and leaves no door behind"
