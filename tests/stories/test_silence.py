@@ -1,0 +1,34 @@
+"""A process that is stopped while somebody asks something of it."""
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from gpu_runtime import Runtime
+from gpu_runtime.silence import unanswered
+from tests.nvml_driver import until
+from tests.stories.test_processes import DEVICES, Kernel
+
+
+def test_a_stopped_kernel_is_named_with_since_when_until_it_goes_on(tmp_path):
+    """It lives and keeps its memory; what was asked is done when it runs again."""
+    kernel = Kernel(f"sqlite://{tmp_path}/ledger")
+    try:
+        kernel.tell("rt.register('qwen', backend='fake', size='10GiB'); rt.preload('qwen')")
+        with Runtime(devices=DEVICES, ledger=f"sqlite://{tmp_path}/ledger") as console:
+            kernel.signal(signal.SIGSTOP)
+            asked_at = console.status().now
+            with console.on_behalf_of("ann"):
+                assert not console.evict("qwen", wait=False).done
+            assert unanswered(console.status()) == (), "too soon to say"
+            until(lambda: unanswered(console.status()), 10.0)
+            [one] = unanswered(console.status())
+            assert (one.owner.pid, one.ticket.verb, one.ticket.said_by) == (kernel.process.pid, "evict", "ann")
+            assert one.since == pytest.approx(asked_at, abs=1.0)
+            kernel.signal(signal.SIGCONT)
+            until(lambda: not unanswered(console.status()), 10.0)
+            until(lambda: console.leases()["device"].tolist() == ["host"], 10.0)
+    finally:
+        kernel.signal(signal.SIGCONT)
+        kernel.end()
