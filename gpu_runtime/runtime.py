@@ -30,6 +30,7 @@ from . import (
     naming,
     persons,
     planning,
+    showing,
     telling,
     threads,
 )
@@ -757,6 +758,10 @@ class Runtime:
     def doctor(self) -> Report:
         """One report to paste: versions, drivers, devices, ledger, settings, last refusals. No secrets."""
         return doctor.report(self)
+
+    def console(self) -> Any:
+        """The operator's console over this runtime, as a Panel object; in a notebook it is live. Raises GpuError."""
+        return showing.console(self)
 
     @property
     def simulated(self) -> bool:

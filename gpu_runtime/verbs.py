@@ -45,12 +45,18 @@ class Verb(NamedTuple):
     places: tuple[str, ...] = (MAGIC, CLI)
     needs_runtime: bool = True
     loads: bool = False  # may take long: faces show progress through `args.progress`
+    in_notebook: Callable[[Any], Any] | None = None  # what it does there instead, without arguments
+
+    def takes(self, place: str) -> tuple[Argument, ...]:
+        """The arguments that can be typed in that place."""
+        return () if place == MAGIC and self.in_notebook else self.arguments
 
     def synopsis(self, place: str, short: bool = False) -> str:
         """The verb as it is typed, optional things in brackets; `short` does not spell out many options."""
         words = [place, self.name]
-        short = short and sum(argument.is_option for argument in self.arguments) > 2
-        for argument in self.arguments:
+        arguments = self.takes(place)
+        short = short and sum(argument.is_option for argument in arguments) > 2
+        for argument in arguments:
             if short and argument.is_option:
                 continue
             word = argument.flags[-1] if argument.is_option else argument.options["metavar"]
@@ -284,7 +290,7 @@ VERBS: dict[str, Verb] = {verb.name: verb for verb in (
         Argument(("--preset",), {"metavar": "SIZE", "help": "the settings advised for a card: 24GB, 16GB, 8GB, 4GB"},
                  "presets"),
     ), needs_runtime=False),
-    Verb("console", "serves the operator's console, and prints the URL to open", _console, (
+    Verb("console", "the operator's console: live in a notebook; from a terminal it is served", _console, (
         Argument(("--host",), {"metavar": "HOST", "default": "127.0.0.1",
                                "help": "the address to listen on; 127.0.0.1 unless given"}),
         Argument(("--port",), {"metavar": "N", "type": port_number,
@@ -292,7 +298,7 @@ VERBS: dict[str, Verb] = {verb.name: verb for verb in (
         Argument(("--socket",), {"metavar": "PATH", "help": "a Unix socket in their place, for you alone"}, "files"),
         Argument(("--read-only",), {"action": "store_true", "help": "nobody may act"}),
         Argument(("--no-browser",), {"action": "store_true", "help": "open no browser"}),
-    ), places=(CLI,), needs_runtime=False),
+    ), needs_runtime=False, in_notebook=lambda rt: rt.console()),
     Verb("ledger", "sets up a ledger that a group of users shares; for the operator, as root", _ledger, (
         Argument(("action",), {"metavar": "init", "choices": ["init"], "help": "the one thing to do with it"}),
         Argument(("--group",), {"metavar": "G", "required": True, "help": "the users' group, such as gpu"}),
@@ -368,7 +374,7 @@ def overview(place: str) -> str:
 def details(verb: Verb, place: str) -> str:
     """One verb's synopsis, what it does, and its arguments."""
     lines = [verb.synopsis(place), f"  {verb.doc}"]
-    for argument in verb.arguments:
+    for argument in verb.takes(place):
         word = ", ".join(argument.flags) if argument.is_option else argument.options["metavar"]
         lines.append(f"    {word:14}{argument.options.get('help', '')}")
     return "\n".join(lines)

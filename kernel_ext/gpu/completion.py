@@ -42,7 +42,7 @@ def candidates(before: list[str], fragment: str, cell: bool, runtime: Callable[[
         return [*(verb.name for verb in verbs.verbs(verbs.MAGIC)), *_EVERYWHERE]
     else:
         verb = verbs.VERBS.get(before[0])
-        arguments, rest = (verb.arguments, before[1:]) if verb else ((), before)
+        arguments, rest = (verb.takes(verbs.MAGIC), before[1:]) if verb else ((), before)
     options = {flag: argument for argument in arguments if argument.is_option for flag in argument.flags}
     asked = options.get(rest[-1]) if rest else None
     if asked is not None and asked.takes_value:

@@ -90,7 +90,7 @@ class GpuMagics(Magics):
         return answer
 
     def _read(self, verb: verbs.Verb, words: list[str]) -> argparse.Namespace:
-        args = parser_for(verb.synopsis(MAGIC), (*verb.arguments, *OUTPUT)).parse_args(words)
+        args = parser_for(verb.synopsis(MAGIC), (*verb.takes(MAGIC), *OUTPUT)).parse_args(words)
         if args.output and (not args.output.isidentifier() or keyword.iskeyword(args.output)):
             raise UsageError(f"-o {args.output}: not a name that Python could use")
         return args
@@ -99,6 +99,8 @@ class GpuMagics(Magics):
         from . import render
         from .progress import NotebookProgress, TerminalProgress
 
+        if verb.in_notebook:
+            return verb.in_notebook(self._runtime())
         rt = self._opened(verb)
         progress: Any = contextlib.nullcontext()
         if verb.loads:

@@ -6,6 +6,7 @@ thread of its own, so that an owner that does not answer holds up nobody; its ou
 from __future__ import annotations
 
 import html
+import itertools
 import logging
 import time
 from collections import deque
@@ -14,7 +15,9 @@ from typing import Any, NamedTuple
 
 import panel as pn
 import panel_material_ui as pmui
+import param
 from gpu.view import clean, clock
+from panel.custom import JSComponent
 
 from gpu_runtime import threads
 from gpu_runtime.errors import GpuError
@@ -27,17 +30,38 @@ log = logging.getLogger("gpu_runtime")
 
 MOST_TOLD = 4  # outcomes that stay on the page
 DONE_SECONDS = 20.0  # how long one that went well stays there; one that failed stays until others push it out
-FOCUS_MILLISECONDS = 150  # until the dialog stands there, and its button can take the focus
 ANSWER_SECONDS = 30.0  # how long an owner is waited for
 
 
 class Told(NamedTuple):
     """A line on what was asked for: under way, done, or not done."""
 
+    number: int
     wall: float
     what: str
     state: str  # waiting, done, failed
     words: str = ""
+
+
+class Ask(JSComponent):
+    """The dialog's contents. `answered(answer, question's number)` is called with confirm or cancel."""
+
+    lines = param.List([], doc="What is asked, a paragraph each.")
+    confirm = param.String("", doc="The words of the button that does it.")
+    grave = param.Boolean(False, doc="Whether it takes something from somebody.")
+    question = param.Integer(0, doc="The number of the question.")
+
+    _esm = "ask.js"
+    _stylesheets = ["ask.css"]
+
+    def __init__(self, answered: Callable[[str, int], None], **params: Any) -> None:
+        super().__init__(sizing_mode="stretch_width", **params)
+        self._answered = answered
+
+    def _handle_msg(self, data: Any) -> None:
+        """What a browser says is a request like any other: it may say anything."""
+        if isinstance(data, dict) and data.get("answer") in ("confirm", "cancel"):
+            self._answered(data["answer"], data.get("question", 0))
 
 
 class Actions:
@@ -50,17 +74,15 @@ class Actions:
                  start: Callable[[Callable[[], None]], Any] = threads.start) -> None:
         self.watch, self.visitor = watch, visitor
         self._wall, self._start = wall, start
+        self._numbers = itertools.count(1)
         self._asked: Proposal | None = None
         self._told: deque[Told] = deque(maxlen=MOST_TOLD)
-        self._words = pn.pane.HTML("", sizing_mode="stretch_width")
-        self._cancel = pmui.Button(label="Cancel", variant="outlined", on_click=self.cancel)
-        self._confirm = pmui.Button(label="Do it", color="error", on_click=self.confirm)
+        self._ask = Ask(self._answer)
         # A click beside it, or Escape, closes it: that is a no.
-        self.dialog = pmui.Dialog(self._words, pmui.Row(self._cancel, self._confirm, align="end"), close_on_click=True,
-                                  title_variant="h6", width_option="sm")
+        self.dialog = pmui.Dialog(self._ask, close_on_click=True, title_variant="h5", width_option="sm")
         self.outcomes = pn.pane.HTML("", visible=False, sizing_mode="stretch_width", stylesheets=[OUTCOMES],
                                      margin=(12, 0, 0, 0))
-        self.panel = pn.Column(self.outcomes, self.dialog, sizing_mode="stretch_width")
+        self.panel = pn.Column(self.outcomes, *([self.dialog] if self.may_act else []), sizing_mode="stretch_width")
 
     @property
     def may_act(self) -> bool:
@@ -76,49 +98,48 @@ class Actions:
     def propose(self, verb: str, target: str) -> None:
         """Asks whether to do this to the lease of that id (`owner id/name`; for defrag `owner id/`)."""
         snapshot = self.watch.look.snapshot
-        if not self.may_act or snapshot is None:
+        if not self.may_act or snapshot is None or verb not in VERBS:
             return
-        self._asked = propose(verb, target, snapshot)
-        if why := changed(self._asked, snapshot):
-            self._tell(Told(self._wall(), _what(self._asked), "failed", why))
+        asked = propose(verb, target, snapshot)
+        if why := changed(asked, snapshot):
+            self._tell(asked, "failed", why)
             return
-        asks = question(self._asked, snapshot)
-        self._words.object = "".join(f"<p>{html.escape(line)}</p>" for line in asks.lines if line)
-        self._confirm.label, self.dialog.title = asks.confirm, asks.title
-        self.dialog.open = True
-        pn.state.add_periodic_callback(self._cancel.focus, FOCUS_MILLISECONDS, count=2)
+        asks = question(asked, snapshot)
+        self._asked = asked
+        self._ask.param.update(lines=[line for line in asks.lines if line], confirm=asks.confirm,
+                               grave=asks.grave, question=next(self._numbers))
+        self.dialog.param.update(title=asks.title, open=True)
 
-    def cancel(self, _: Any = None) -> None:
-        self._asked, self.dialog.open = None, False
-
-    def confirm(self, _: Any = None) -> None:
-        """Does what was asked, once, if this visitor may and things are as they were."""
+    def _answer(self, answer: str, question: Any) -> None:
+        if question != self._ask.question:  # of a dialog that is not there any more
+            return
         asked, self._asked, opened = self._asked, None, self.dialog.open
         self.dialog.open = False
-        if asked is None or not opened or not self.may_act:
-            return
-        said = Told(self._wall(), _what(asked), "waiting", "asked")
-        self._tell(said)
-        self._start(lambda: self._do(asked, said))
+        if answer == "confirm" and asked is not None and opened and self.may_act:
+            said = self._tell(asked, "waiting", f"asked of {asks_of(asked, self.watch.look.snapshot)}")
+            self._start(lambda: self._do(asked, said))
 
     def _do(self, asked: Proposal, said: Told) -> None:
         """In a thread: looks again, acts, and notes what came of it. Touches nothing of the page."""
+        rt = self.watch.rt
         try:
-            rt = self.watch.rt
             why = changed(asked, rt.status())
             done = Outcome(asked.verb, asked.name, False, why) if why else perform(rt, asked, self.visitor.name)
-            said_now = said._replace(state="done" if done.done else "failed", words=done.because)
+            came = said._replace(state="done" if done.done else "failed", words=done.because)
         except GpuError as error:
-            said_now = said._replace(state="failed", words=str(error))
+            came = said._replace(state="failed", words=str(error))
         except Exception as error:
             log.exception("%s", said.what)
-            said_now = said._replace(state="failed", words=f"{type(error).__name__}: {error}")
-        self._told = deque((said_now if one is said else one for one in self._told), MOST_TOLD)
+            came = said._replace(state="failed", words=f"{type(error).__name__}: {error}")
+        came = came._replace(wall=self._wall())
+        self._told = deque((came if one.number == said.number else one for one in self._told), MOST_TOLD)
         self.watch.nudge()
 
-    def _tell(self, told: Told) -> None:
+    def _tell(self, asked: Proposal, state: str, words: str) -> Told:
+        told = Told(next(self._numbers), self._wall(), f"{asked.verb} {asked.name}".strip(), state, words)
         self._told.append(told)
         self.update(None)
+        return told
 
     def update(self, snapshot: Snapshot | None) -> None:
         """Shows what came of what was asked."""
@@ -140,6 +161,12 @@ def perform(rt: Any, asked: Proposal, name: str) -> Outcome:
         return getattr(rt, asked.verb)(asked.address, timeout=ANSWER_SECONDS)
 
 
+def asks_of(asked: Proposal, snapshot: Snapshot | None) -> str:
+    """Whose answer is waited for."""
+    owner = snapshot.sections[asked.owner].owner if snapshot and asked.owner in snapshot.sections else None
+    return owner.label if owner else "this process"
+
+
 MARKS = {"waiting": "…", "done": "✓", "failed": "✗"}
 OUTCOMES = """
 div.told { border-left: 4px solid #808080; background: rgba(128, 128, 128, .12); padding: 4px 12px; margin: 0 0 4px;
@@ -152,7 +179,3 @@ span { opacity: .75; font-variant-numeric: tabular-nums; }
 def _line(one: Told) -> str:
     return (f'<div class="told {one.state}" role="status"><span>{clock(one.wall)}</span> {MARKS[one.state]} '
             f"<b>{html.escape(clean(one.what))}</b>: {html.escape(one.words)}</div>")
-
-
-def _what(asked: Proposal) -> str:
-    return f"{asked.verb} {asked.name}".strip()

@@ -4,12 +4,14 @@ One `Console` is one session. It asks nobody anything: it shows what its Watch w
 """
 from __future__ import annotations
 
+import html
 import logging
 from typing import Any
 
 import panel as pn
 import panel_material_ui as pmui
 from gpu.view import clock
+from panel.util import edit_readonly
 
 from gpu_runtime.facts import Snapshot
 
@@ -31,21 +33,25 @@ THEME = {"light": {"palette": {"primary": {"main": "#0b5c8a"}}, **BUTTONS},
 class Console:
     """One session's page. `tick` brings it up to date; whoever shows it sees to it that it is called."""
 
-    def __init__(self, watch: Watch, visitor: Any) -> None:
+    def __init__(self, watch: Watch, visitor: Any, **strip: Any) -> None:
         self.watch, self.visitor = watch, visitor
         self.actions = Actions(watch, visitor)
         self._shown: int | None = None
         self._titles = tabs.titles()
         self._made: dict[str, Tab] = {}
         self._holders = {title: pn.Column(sizing_mode="stretch_width", margin=(10, 0)) for title in self._titles}
-        self._strip = header.Strip(sizing_mode="stretch_width")
-        self._banner = pmui.Alert(severity="error", visible=False, sizing_mode="stretch_width", margin=(12, 0, 0, 0))
+        self._strip = header.Strip(sizing_mode="stretch_width", **strip)
+        self._banner = _alarm("", visible=False)
         self._tabs = pmui.Tabs(*self._holders.items(), sizing_mode="stretch_width")
         self._tabs.param.watch(self._turned, "active")
         body = pn.Column(self._banner, self.actions.panel, self._tabs, sizing_mode="stretch_width", margin=MARGIN)
         # The title stands in the strip: the page's own would link to the root of the server, behind a proxy another's.
         self.page = pmui.Page(meta_title="GPU console", header=[self._strip], main=[body], theme_config=THEME,
                               busy_indicator=None)
+        with edit_readonly(self.page):
+            # It follows Panel's own state otherwise, which would keep every page for ever, and tell every browser
+            # of every callback. Only another reference takes the place of that one; a value does not.
+            self.page.busy = self._strip.param.loading
         self.page.param.watch(self._toggled, "dark_theme")
         watch.join(self)
         watch.first(FIRST_SECONDS)
@@ -64,8 +70,8 @@ class Console:
 
     def _show(self, look: Look) -> None:
         trouble = f"Since {clock(look.since)} nothing newer is known: {look.error}" if look.error else ""
-        if trouble != (self._banner.object or ""):
-            self._banner.param.update(visible=bool(trouble), object=trouble)
+        if _told(trouble) != self._banner.object:
+            self._banner.param.update(visible=bool(trouble), object=_told(trouble))
         snapshot = look.snapshot
         if snapshot is None:
             return
@@ -95,8 +101,7 @@ class Console:
         except Exception as failed:  # one tab that fails takes no other with it
             log.exception("the tab %s failed", title)
             self._made.pop(title, None)
-            said = f"{title} could not be drawn: {type(failed).__name__}: {failed}"
-            holder.objects = [pmui.Alert(said, severity="error", sizing_mode="stretch_width")]
+            holder.objects = [_alarm(f"{title} could not be drawn: {type(failed).__name__}: {failed}")]
 
     def _turned(self, _: Any) -> None:
         if snapshot := self.watch.look.snapshot:
@@ -107,14 +112,22 @@ class Console:
             tab.dark(self.page.dark_theme)
 
 
+ALARM = """div { border-left: 4px solid #d55e00; background: rgba(213, 94, 0, .14); padding: 8px 14px; font-size: 14px;
+  white-space: pre-line; overflow-wrap: anywhere; }"""
+
+
+def _alarm(said: str, **look: Any) -> pn.pane.HTML:
+    return pn.pane.HTML(_told(said), stylesheets=[ALARM], sizing_mode="stretch_width", margin=(12, 0, 0, 0), **look)
+
+
+def _told(said: str) -> str:
+    return f'<div role="alert">{html.escape(said)}</div>' if said else ""
+
+
 def page(visitor: Any, watch: Watch) -> pmui.Page:
     """The page for a visitor who was let in, brought up to date as long as this session lives."""
     console = Console(watch, visitor)
-    ticking = pn.state.add_periodic_callback(console.tick, TICK_MILLISECONDS)
-
-    def ended(_: Any) -> None:
-        ticking.stop()
-        console.close()
-
-    pn.state.on_session_destroyed(ended)
+    # Bokeh's own callback: Panel's tells the browser that it is busy, and that it is done, each time.
+    pn.state.curdoc.add_periodic_callback(console.tick, TICK_MILLISECONDS)
+    pn.state.on_session_destroyed(lambda _: console.close())
     return console.page

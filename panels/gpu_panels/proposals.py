@@ -45,6 +45,7 @@ class Question(NamedTuple):
     title: str
     lines: tuple[str, ...]
     confirm: str  # the button's words
+    grave: bool = False  # it takes something from somebody
 
 
 def propose(verb: str, target: str, snapshot: Snapshot) -> Proposal:
@@ -64,7 +65,7 @@ def question(asked: Proposal, snapshot: Snapshot) -> Question:
     verb = VERBS[asked.verb]
     if asked.verb == "evict":
         lines = (f"This frees {size} on {asked.where}.", *_users(asked, lease, who, snapshot), _fate(lease, snapshot))
-        return Question(f"Evict {name}?", lines, f"Evict, freeing {size}")
+        return Question(f"Evict {name}?", lines, f"Evict, freeing {size}", grave=True)
     if asked.verb in ("restore", "preload"):
         at = {"disk": "is not loaded", HOST: f"lies in host memory ({size})"}.get(asked.where, f"is on {asked.where}")
         lines = (f"It {at}; {who} brings it to a device.",

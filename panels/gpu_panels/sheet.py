@@ -1,8 +1,8 @@
 """A table of facts that is cheap to keep up to date: sorted and filtered in the browser, with buttons that name an id.
 
 The rows are encoded once for all sessions, and each session sends that one text when it differs; the browser then
-changes the cells that differ. A button sends the id of its row, never a position, so a click cannot hit the row that has
-just moved there. Panel's Tabulator took 13 ms of the server's CPU for one change in one session; this takes 0.2 ms.
+changes the cells that differ. A button sends the id of its row, never a position, so a click cannot hit the row that
+has just moved there. Panel's Tabulator took 13 ms of the server's CPU for one change in one session; this takes 0.2 ms.
 """
 from __future__ import annotations
 

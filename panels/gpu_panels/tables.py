@@ -70,5 +70,5 @@ class Queue(_Table):
 def _catalogue(rt: Any) -> tuple[ModelSpec, ...]:
     """The catalogue's models, as far as a table shows them."""
     rows = rt.catalog().astype({"bytes": "object"}).itertuples(index=False)
-    return tuple(ModelSpec(row.name, row.backend, source=row.source, size=row.bytes if isinstance(row.bytes, int) else None,
+    return tuple(ModelSpec(row.name, row.backend, row.source, row.bytes if isinstance(row.bytes, int) else None,
                            importance=row.importance, keep=row.keep, enabled=row.state != "disabled") for row in rows)

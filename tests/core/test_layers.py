@@ -19,7 +19,7 @@ ROOMS = {
               "nvml", "record", "sampling", "documents", "fields", "manifests", "measurements"},
     "house": {"recorder", "sampler", "doctor", "defragmenting", "maps", "draining", "moving",
               "__init__", "runtime", "keeper", "monitor", "frames", "samples", "catalog", "catalogued", "entries", "sharing",
-              "sizing", "planning"},
+              "sizing", "planning", "showing"},
     "faces": {"cli", "verbs", "serving", "gpu", "gpu_panels"},
 }
 MAY_IMPORT = {

@@ -89,7 +89,7 @@ def test_a_table_is_a_plain_dataframe(shell, models, words):
 
 
 def test_every_verb_is_tried_here():
-    tried = {words.split()[0] for words in (*SHOWN, *FRAMES) if words}
+    tried = {words.split()[0] for words in (*SHOWN, *FRAMES) if words} | {"console"}  # that one in test_inline.py
     assert {verb.name for verb in verbs.verbs(verbs.MAGIC)} == tried - {"-h"}
 
 

@@ -1,0 +1,338 @@
+"""One session's page, without a browser: what it shows, what a click does, what it costs, and that it ends."""
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import panel as pn
+import pytest
+from gpu_panels import console, header, tabs
+from gpu_panels.actions import DONE_SECONDS
+from gpu_panels.console import Console
+from gpu_panels.guard import Visitor
+from gpu_panels.tab import Tab
+from gpu_panels.watch import Watch
+from msgspec.structs import replace
+
+from gpu_runtime.errors import LedgerUnavailable
+
+from . import samples
+
+
+@pytest.fixture(autouse=True)
+def light():
+    """A page that was toggled leaves Panel's theme so, where there is no session to keep it."""
+    yield
+    pn.config.theme = "default"
+
+
+OPERATOR, VIEWER = Visitor("ann", True), Visitor("eve", False)
+
+
+@pytest.fixture
+def watch(rt):
+    """Its thread never starts: the test polls."""
+    rt.register("qwen", backend="fake", size="14GiB")
+    rt.preload("qwen")
+    watch = Watch(rt, start=lambda work: None)
+    watch.poll()
+    watch._heard.set()
+    return watch
+
+
+@pytest.fixture
+def waiting_threads():
+    """What would run in threads, to be run when the test says so."""
+    return []
+
+
+@pytest.fixture
+def page(watch, waiting_threads, monkeypatch):
+    only(monkeypatch, "Models")
+    made = Console(watch, OPERATOR)
+    made.actions._start = waiting_threads.append
+    return made
+
+
+def only(monkeypatch, *titles):
+    monkeypatch.setattr(tabs, "titles", lambda: list(titles))
+
+
+def target(watch, name="qwen"):
+    return next(lease.id for lease in watch.look.snapshot.leases() if lease.name == name)
+
+
+def click(page, answer):
+    """An answer in the dialog, as a browser sends it."""
+    page.actions._ask._handle_msg({"answer": answer, "question": page.actions._ask.question})
+
+
+# -- tabs ---------------------------------------------------------------------------------------------------------
+
+class Counted(Tab):
+    """A tab that counts what is asked of it."""
+
+    title = "Counted"
+    made = updates = 0
+    themes: list[bool] = []
+
+    def __init__(self, watch, actions):
+        super().__init__(watch, actions)
+        type(self).made += 1
+        self.panel = pn.pane.HTML("counted")
+
+    def update(self, snapshot):
+        type(self).updates += 1
+
+    def dark(self, on):
+        self.themes.append(on)
+
+
+class Failing(Counted):
+    title = "Failing"
+
+    def update(self, snapshot):
+        raise ZeroDivisionError("division by zero")
+
+
+@pytest.fixture
+def two(watch, monkeypatch):
+    Counted.made = Counted.updates = 0
+    Counted.themes = []
+    only(monkeypatch, "Models", "Counted")
+    monkeypatch.setattr(tabs, "kind", {"Counted": Counted, "Failing": Failing, "Models": Counted}.__getitem__)
+    monkeypatch.setattr(tabs, "kind", lambda title, known=tabs.kind: known(title) if title != "Models" else Other)
+    return Console(watch, VIEWER)
+
+
+class Other(Tab):
+    title = "Models"
+
+    def __init__(self, watch, actions):
+        super().__init__(watch, actions)
+        self.panel = pn.pane.HTML("other")
+
+
+def test_a_tab_that_nobody_looks_at_is_not_even_made(two, watch):
+    watch.poll()
+    two.tick()
+    assert Counted.made == 0
+    two._tabs.active = 1
+    assert (Counted.made, Counted.updates) == (1, 1)
+    two._tabs.active = 0
+    updates = Counted.updates
+    renew(watch)
+    two.tick()
+    assert (Counted.made, Counted.updates) == (1, updates), "hidden again, it is left alone"
+
+
+def test_nothing_is_done_while_nothing_is_new(two, watch):
+    two._tabs.active = 1
+    updates = Counted.updates
+    for _ in range(10):
+        two.tick()
+    assert Counted.updates == updates
+
+
+def test_a_tab_takes_the_theme_when_it_is_made_and_when_it_is_toggled(two):
+    two._tabs.active = 1
+    two.page.dark_theme = True
+    assert Counted.themes == [False, True]
+
+
+def test_a_tab_that_fails_says_so_and_the_others_go_on(watch, monkeypatch, caplog):
+    only(monkeypatch, "Failing", "Counted")
+    monkeypatch.setattr(tabs, "kind", {"Counted": Counted, "Failing": Failing}.__getitem__)
+    made = Console(watch, VIEWER)
+    assert "division by zero" in made._holders["Failing"].objects[0].object and "Traceback" in caplog.text
+    made._tabs.active = 1
+    assert Counted.made
+
+
+def test_every_tab_of_the_table_can_be_made_and_shows_a_busy_an_empty_and_a_strange_box(watch):
+    """Whatever the snapshot says: no tab fails on a world that it did not expect."""
+    made = Console(watch, OPERATOR)
+    for n, title in enumerate(made._titles):
+        made._tabs.active = n
+        for world in (samples.empty, samples.busy, samples.waiting, samples.eight, samples.overdraft, samples.hostile,
+                      samples.unmeasured, samples.drained):
+            made._update(world)
+            assert title in made._made, f"{title} failed: {made._holders[title].objects}"
+
+
+def renew(watch):
+    watch._passed_on = -1e9
+    watch.poll()
+
+
+# -- the strip and the banner -------------------------------------------------------------------------------------
+
+def test_the_strip_says_level_box_ledger_and_who_looks():
+    said = header.words(samples.busy, OPERATOR)
+    for words in ("HIGH", "1 simulated GPU", "memory:", "ann · operator"):
+        assert words in said
+    assert "viewer, read only" in header.words(samples.busy, VIEWER)
+
+
+def test_names_in_the_strip_are_escaped():
+    said = header.words(replace(samples.busy, ledger="sqlite:///<img src=x>"), Visitor("<script>", True))
+    assert "<img" not in said and "<script>" not in said
+
+
+def test_a_ledger_that_fails_is_told_above_the_last_figures(page, watch, rt, monkeypatch):
+    def fails():
+        raise LedgerUnavailable("the disk is full", path="/x")
+
+    monkeypatch.setattr(rt, "status", fails)
+    beat = page._strip.beat
+    watch.poll()
+    page.tick()
+    assert page._banner.visible and "the disk is full" in page._banner.object and "Since " in page._banner.object
+    assert page._strip.beat == beat, "the strip's own clock goes on, and says how old the figures are"
+    monkeypatch.undo()
+    watch.poll()
+    page.tick()
+    assert not page._banner.visible and page._strip.beat != beat
+
+
+# -- acting -------------------------------------------------------------------------------------------------------
+
+def test_confirming_does_it_in_a_thread_and_says_what_came_of_it(page, watch, rt, waiting_threads):
+    page.actions.propose("evict", target(watch))
+    assert page.actions.dialog.open and page.actions.dialog.title == "Evict qwen?"
+    click(page, "confirm")
+    assert not page.actions.dialog.open and "asked of" in page.actions.outcomes.object
+    assert where(rt) == "sim:0", "the page's own thread does nothing"
+    waiting_threads.pop()()
+    page.actions.update(None)
+    assert where(rt) == "host" and "qwen stepped aside to host; 14.0 GiB came free" in page.actions.outcomes.object
+
+
+def test_what_went_well_is_told_for_a_while(page, watch, waiting_threads):
+    now = [1000.0]
+    page.actions._wall = lambda: now[0]
+    page.actions.propose("pin", target(watch))
+    click(page, "confirm")
+    waiting_threads.pop()()
+    page.actions.update(None)
+    assert "qwen is kept" in page.actions.outcomes.object
+    now[0] += DONE_SECONDS
+    page.actions.update(None)
+    assert not page.actions.outcomes.visible
+
+
+def where(rt, name="qwen"):
+    return next(lease.where for lease in rt.status().leases() if lease.name == name)
+
+
+@pytest.mark.parametrize("answer", ["cancel", "escape"])
+def test_cancel_and_escape_change_nothing(page, watch, rt, waiting_threads, answer):
+    page.actions.propose("evict", target(watch))
+    if answer == "cancel":
+        click(page, "cancel")
+    else:
+        page.actions.dialog.open = False  # as the browser closes it
+        click(page, "confirm")
+    assert waiting_threads == [] and where(rt) == "sim:0"
+
+
+def test_a_question_is_answered_once(page, watch, waiting_threads):
+    page.actions.propose("evict", target(watch))
+    click(page, "confirm")
+    click(page, "confirm")
+    assert len(waiting_threads) == 1
+
+
+def test_an_answer_to_another_question_does_nothing(page, watch, waiting_threads):
+    """A click that was on its way while the dialog changed."""
+    page.actions.propose("pin", target(watch))
+    late = page.actions._ask.question
+    page.actions.propose("evict", target(watch))
+    page.actions._ask._handle_msg({"answer": "confirm", "question": late})
+    assert waiting_threads == [] and page.actions.dialog.open
+
+
+def test_what_was_confirmed_is_looked_at_once_more_before_it_is_done(page, watch, rt, waiting_threads):
+    """Between the click and the confirmation somebody has begun to use it."""
+    page.actions.propose("evict", target(watch))
+    with rt.use("qwen"):
+        click(page, "confirm")
+        waiting_threads.pop()()
+    page.actions.update(None)
+    assert where(rt) == "sim:0" and "in use by now" in page.actions.outcomes.object
+
+
+def test_what_the_runtime_refuses_is_told_in_its_words(page, watch, rt, waiting_threads, monkeypatch):
+    page.actions.propose("evict", target(watch))
+    click(page, "confirm")
+    monkeypatch.setattr(rt, "evict", lambda *_, **__: (_ for _ in ()).throw(LedgerUnavailable("<b>full</b>", path="x")))
+    waiting_threads.pop()()
+    page.actions.update(None)
+    assert "&lt;b&gt;full" in page.actions.outcomes.object
+
+
+def test_who_did_it_is_in_the_journal(page, watch, rt, waiting_threads):
+    page.actions.propose("evict", target(watch))
+    click(page, "confirm")
+    waiting_threads.pop()()
+    assert rt.why("qwen")[0].by.startswith("ann, console")
+
+
+def test_a_viewer_has_no_buttons_and_no_dialog_and_a_forged_click_does_nothing(watch, rt, waiting_threads, monkeypatch):
+    only(monkeypatch, "Models")
+    page = Console(watch, VIEWER)
+    assert '"Evict"' not in page._made["Models"].sheet.rows
+    page._made["Models"].sheet._handle_msg({"verb": "evict", "id": target(watch)})
+    click(page, "confirm")
+    assert not page.actions.dialog.open and waiting_threads == [] and where(rt) == "sim:0"
+    assert page.actions.button("evict", lambda: target(watch)) is None
+    assert page.actions.dialog not in page.actions.panel.objects
+
+
+def test_whether_they_may_act_is_asked_when_it_is_done(watch, rt, waiting_threads, monkeypatch):
+    """A role that was taken away between the question and the answer is no role."""
+
+    class Fickle:
+        name, may_act = "ann", True
+
+    only(monkeypatch, "Models")
+    visitor = Fickle()
+    page = Console(watch, visitor)
+    page.actions._start = waiting_threads.append
+    page.actions.propose("evict", target(watch))
+    visitor.may_act = False
+    click(page, "confirm")
+    assert waiting_threads == []
+
+
+def test_an_unknown_verb_is_none(page, watch):
+    page.actions.propose("__class__", target(watch))
+    assert not page.actions.dialog.open
+
+
+# -- the end ------------------------------------------------------------------------------------------------------
+
+def test_a_session_that_ends_leaves_nothing_behind(watch, monkeypatch):
+    """A thousand of them would."""
+    only(monkeypatch, "Models", "Leases", "Queue")
+    made = Console(watch, OPERATOR)
+    for n in range(3):
+        made._tabs.active = n
+    gone = weakref.ref(made)
+    made.close()
+    del made
+    gc.collect()
+    assert gone() is None and len(watch._sessions) == 0
+
+
+def test_importing_the_package_imports_neither_panel_nor_bokeh(child_environment):
+    code = "import sys, gpu_panels, gpu_runtime; print({'panel', 'bokeh', 'torch'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], env=child_environment, capture_output=True, text=True,
+                           timeout=60)
+    assert found.stdout.strip() == "set()", found
+
+
+def test_the_page_is_the_material_one(page):
+    assert type(page.page).__name__ == "Page" and console.TICK_MILLISECONDS <= 500
