@@ -1,7 +1,9 @@
 """Consoles served by real processes, and clients that bring what they like."""
 from __future__ import annotations
 
+import asyncio
 import http.client
+import json
 import os
 import re
 import signal
@@ -13,6 +15,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tornado.httpclient import HTTPRequest
+from tornado.websocket import websocket_connect
 
 from tests.faces.conftest import FOUND_BY_CHILDREN
 
@@ -35,6 +40,64 @@ def page(visitor):
 '''
 SCRIPT = PAGE + "server.serve_page(page)\n"
 COMMAND = PAGE + "import sys\nserver.run(**eval(sys.argv[1]), page=page, browser=False)\n"
+
+
+class Conversation:
+    """A client of Bokeh's protocol that says what it likes: `async with`, once the server has greeted it."""
+
+    def __init__(self, server: Served, path: str, subprotocol: str, *, cookie: str = "", origin: str = "",
+                 **headers: str) -> None:
+        headers |= {name: value for name, value in (("Cookie", cookie), ("Origin", origin)) if value}
+        self._request = HTTPRequest(f"ws://127.0.0.1:{server.port}{path}", headers=headers, request_timeout=20)
+        self._subprotocols = ["bokeh", subprotocol] if subprotocol else None
+
+    async def __aenter__(self) -> Conversation:
+        self._socket = await websocket_connect(self._request, subprotocols=self._subprotocols)
+        assert "ACK" in (await self._heard())[0]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._socket.close()
+
+    async def document(self) -> str:
+        return await self._asked("PULL-DOC-REQ", {})
+
+    async def forge(self, event: str, model: str, data: dict[str, str] | None = None, **values: str) -> None:
+        """An event such as a browser sends when a button is clicked, and the server's word that it was taken."""
+        entries: list[list[object]] = [["model", {"id": model}], *([name, value] for name, value in values.items())]
+        if data is not None:
+            entries.append(["data", {"type": "map", "entries": [list(pair) for pair in data.items()]}])
+        sent = {"type": "event", "name": event, "values": {"type": "map", "entries": entries}}
+        message = {"kind": "MessageSent", "msg_type": "bokeh_event", "msg_data": sent}
+        await self._asked("PATCH-DOC", {"events": [message]})
+
+    async def change(self, model: str, attr: str, new: object) -> None:
+        """A property of a model set anew, as by a widget."""
+        await self._asked("PATCH-DOC", {"events": [
+            {"kind": "ModelChanged", "model": {"id": model}, "attr": attr, "new": new}]})
+
+    @staticmethod
+    def ids(document: str, model: str) -> list[str]:
+        """The ids of the document's models of that kind."""
+        return re.findall(rf'"name":"{re.escape(model)}","id":"([^"]+)"', document)
+
+    async def _heard(self) -> list[str]:
+        """The three parts of one message of Bokeh's protocol."""
+        parts: list[str] = []
+        while len(parts) < 3:
+            part = await asyncio.wait_for(self._socket.read_message(), 20)
+            if part is None:
+                raise ConnectionError(f"closed: {self._socket.close_code}")
+            parts.append(part)
+        return parts
+
+    async def _asked(self, kind: str, content: dict) -> str:
+        for part in ({"msgid": "1000", "msgtype": kind}, {}, content):
+            await self._socket.write_message(json.dumps(part))
+        while True:
+            header, _, body = await self._heard()
+            if json.loads(header).get("reqid") == "1000":
+                return body
 
 
 class UnixConnection(http.client.HTTPConnection):

@@ -2,17 +2,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import stat
 
 import pytest
 from bokeh.util.token import get_session_id, get_token_payload
-from tornado.httpclient import HTTPClientError, HTTPRequest
-from tornado.websocket import websocket_connect
+from tornado.httpclient import HTTPClientError
 
-from tests.faces.served import OPERATORS, VIEWERS, console, free_port, panel_serve, serving
+from tests.faces.served import OPERATORS, VIEWERS, Conversation, console, free_port, panel_serve, serving
 
 TOKENS = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CONSOLE_VIEWER_TOKEN": VIEWERS}
 # Every flag that is typed to be rid of an error, and that a gate can bear.
@@ -39,47 +37,14 @@ def one(request, tmp_path_factory):
             yield server
 
 
-async def speak(server, path, subprotocol, *, cookie="", origin="", click=False, **headers):
+async def speak(server, path, subprotocol, *, click=False, **brought):
     """The document that the server sends over a websocket; after a click, where one is forged."""
-    if cookie:
-        headers["Cookie"] = cookie
-    if origin:
-        headers["Origin"] = origin
-    request = HTTPRequest(f"ws://127.0.0.1:{server.port}{path}", headers=headers, request_timeout=20)
-    socket = await websocket_connect(request, subprotocols=["bokeh", subprotocol] if subprotocol else None)
-    try:
-        assert "ACK" in (await heard(socket))[0]
-        document = await asked(socket, "PULL-DOC-REQ", {})
+    async with Conversation(server, path, subprotocol, **brought) as said:
+        document = await said.document()
         if click:
-            button = re.search(r'"name":"panel.models.widgets.Button","id":"([^"]+)"', document)[1]
-            event = {"type": "event", "name": "button_click", "values": {"type": "map", "entries": [
-                ["model", {"id": button}]]}}
-            await asked(socket, "PATCH-DOC", {"events": [{"kind": "MessageSent", "msg_type": "bokeh_event",
-                                                          "msg_data": event}]})
-            document = await asked(socket, "PULL-DOC-REQ", {})
+            await said.forge("button_click", said.ids(document, "panel.models.widgets.Button")[0])
+            document = await said.document()
         return document
-    finally:
-        socket.close()
-
-
-async def heard(socket):
-    """The three parts of one message of Bokeh's protocol."""
-    parts = []
-    while len(parts) < 3:
-        part = await asyncio.wait_for(socket.read_message(), 20)
-        if part is None:
-            raise ConnectionError(f"closed: {socket.close_code}")
-        parts.append(part)
-    return parts
-
-
-async def asked(socket, kind, content):
-    for part in ({"msgid": "1000", "msgtype": kind}, {}, content):
-        await socket.write_message(json.dumps(part))
-    while True:
-        header, _, body = await heard(socket)
-        if json.loads(header).get("reqid") == "1000":
-            return body
 
 
 def talk(server, *words, **more):

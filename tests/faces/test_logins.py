@@ -87,6 +87,7 @@ def test_a_forged_login_is_no_login(asking):
     page = asking.get(Cookie=cookies_of(asking, "bob")).session_token
     for forged in ("user=ann", "user=2|1:0|10:1|4:user|4:YW5u|00", "is_guest=1", f"gpu-console={OPERATORS}"):
         assert refused(asking, "/console/ws", page, cookie=forged) == 403
+        assert asking.get("/static/js/bokeh.min.js", Cookie=forged).status == 403
     assert refused(asking, "/console/ws", page, Authorization=f"Bearer {OPERATORS}") == 403
 
 
