@@ -15,7 +15,7 @@ from bokeh.server.views.ico_handler import IcoHandler
 from bokeh.server.views.metadata_handler import MetadataHandler
 from bokeh.server.views.multi_root_static_handler import MultiRootStaticHandler
 from bokeh.server.views.static_handler import StaticHandler
-from panel.auth import BasicAuthProvider
+from panel.auth import BasicAuthProvider, OAuthProvider
 from panel.config import config
 from panel.io.liveness import LivenessHandler
 from panel.io.server import (
@@ -80,7 +80,7 @@ def _of_the_login(app: Any, terms: Terms, argv: Sequence[str]) -> Iterator[str]:
     for flag, variable in SECRETS.items():
         if any(word == flag or word.startswith(f"{flag}=") for word in argv):
             yield f"{flag} on a command line can be read by every user of this machine. Set {variable} instead."
-    given = state._server_config.get(app, {}).get("basic_auth", config.basic_auth)
+    given = "" if isinstance(app.auth_provider, OAuthProvider) else config.basic_auth
     if given and not isinstance(given, dict) and not os.path.isfile(given):
         yield ("--basic-auth with one password for all proves nobody's name. Give it a file of names and passwords: "
                '{"ann": "…", "bob": "…"}, mode 0600.')

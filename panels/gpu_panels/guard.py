@@ -100,7 +100,8 @@ def same_origin(origin: str, host: str, also: Iterable[str] = ()) -> bool:
     place = parts.netloc.lower()
     if parts.scheme not in ("http", "https") or not place:
         return False
-    return place in {host.lower(), *(name.lower() for name in also if "*" not in name)}
+    named = {name.lower().removesuffix(":80") for name in also if "*" not in name}  # Bokeh adds the port to a bare name
+    return place == host.lower() or place in named
 
 
 class Guesses:

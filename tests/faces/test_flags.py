@@ -87,6 +87,15 @@ def test_without_warm_it_refuses_everything_from_the_first_page_on(place):
         assert "gpu: no console is served. --plugins" in one.output and "token=" not in one.output
 
 
+def test_more_than_one_process_is_refused(place):
+    """Each would have a token of its own, and a visitor's requests go to any of them."""
+    port = free_port()
+    words = panel_serve(place, "--port", str(port), "--num-procs", "2")
+    with serving(words, place, port=port, path="/console") as one:
+        assert {one.get().status for _ in range(20)} <= {302, 503}  # each process learns of its first page
+        assert "gpu: no console is served. --num-procs" in one.output and "token=" not in one.output
+
+
 def test_a_token_that_is_too_short_serves_nothing(place):
     """A setting that cannot be used is no reason to serve without it."""
     port = free_port()

@@ -201,6 +201,23 @@ def test_guesses_are_slowed_and_those_inside_go_on(one):
     assert one.get(path, Cookie=cookie).status == 200
 
 
+def test_a_prefix_and_an_origin_that_was_named_are_kept_to(place):
+    """Behind a proxy: its host name is let in, and the cookie is for a path below the prefix."""
+    port = free_port()
+    words = panel_serve(place, "--warm", "--port", str(port), "--prefix", "/gpu",
+                        "--allow-websocket-origin", "good.example")
+    with serving(words, place, TOKENS, port=port, path="/gpu/console") as one:
+        entered = one.get(f"/gpu/console?token={OPERATORS}")
+        way = entered.headers["location"].removeprefix(".")
+        assert f"Path=/gpu{way.removesuffix('/console')}/;" in entered.headers["set-cookie"] + ";"
+        page = one.get(f"/gpu{way}", Cookie=entered.cookie)
+        for origin in ("https://good.example", f"http://127.0.0.1:{port}"):
+            assert "SECRET" in talk(one, f"/gpu{way}/ws", page.session_token, cookie=entered.cookie, origin=origin)
+        assert refused(one, f"/gpu{way}/ws", page.session_token, cookie=entered.cookie,
+                       origin="https://not.good.example") == 403
+        assert one.get(f"/gpu?token={OPERATORS}").headers["location"].startswith("gpu/")
+
+
 def test_tokens_are_in_no_log_and_on_no_command_line(one):
     """Other users read command lines, and logs are copied. The one URL that is printed is meant to be."""
     one.get()

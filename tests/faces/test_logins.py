@@ -9,8 +9,10 @@ import signal
 import socket
 import stat
 import tempfile
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urlencode
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
 from bokeh.util.token import get_token_payload
@@ -109,6 +111,80 @@ def test_passwords_are_not_tried_as_fast_as_they_can_be_typed(asking):
     answers = [asking.get("/login", method="POST", body=body, **FORM).status for _ in range(20)]
     assert answers.count(302) <= 8 and answers.count(429) >= 12
     assert asking.get(Cookie=cookies).status == 200
+
+
+# -- OAuth
+
+class Provider(BaseHTTPRequestHandler):
+    """The least of an OAuth provider: the code that it was sent is the token, and the token the name."""
+
+    def do_POST(self):
+        body = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        self._answer({"access_token": body["code"][0], "token_type": "bearer"})
+
+    def do_GET(self):
+        self._answer({"login": self.headers["Authorization"].removeprefix("Bearer "), "email": "ann"})
+
+    def _answer(self, value):
+        body = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def oauth(tmp_path_factory):
+    """A console that sends people to a provider, by Panel's own options. Its cookie secret is in the environment."""
+    place, port = tmp_path_factory.mktemp("oauth"), free_port()
+    provider = ThreadingHTTPServer(("127.0.0.1", 0), Provider)
+    threading.Thread(target=provider.serve_forever, daemon=True).start()
+    at = f"http://127.0.0.1:{provider.server_port}"
+    environ = {"PANEL_COOKIE_SECRET": "c" * 32, "PANEL_OAUTH_KEY": "key", "PANEL_OAUTH_SECRET": "secret",
+               "PANEL_OAUTH_AUTHORIZE_URL": f"{at}/authorize", "PANEL_OAUTH_TOKEN_URL": f"{at}/token",
+               "PANEL_OAUTH_USER_URL": f"{at}/user", "GPU_CONSOLE_OPERATORS": "ann", "GPU_CONSOLE_VIEWERS": "bob"}
+    words = panel_serve(place, "--warm", "--port", str(port), "--oauth-provider", "generic",
+                        "--oauth-jwt-user", "login")
+    with serving(words, place, environ, port=port, path="/console") as one:
+        yield one
+    provider.shutdown()
+    provider.server_close()
+
+
+def by_oauth(one, name):
+    """The cookies of somebody whom the provider calls so, got as a browser gets them."""
+    asked = one.get("/login?next=/console")
+    assert asked.status == 302 and "/authorize?" in asked.headers["location"]
+    state = parse_qs(urlsplit(asked.headers["location"]).query)["state"][0]
+    connection = http.client.HTTPConnection("127.0.0.1", one.port, timeout=20)
+    connection.request("GET", "/login?" + urlencode({"code": name, "state": state}), headers={"Cookie": asked.cookie})
+    answer = connection.getresponse()
+    kept = [value.partition(";")[0] for header, value in answer.getheaders() if header.lower() == "set-cookie"]
+    connection.close()
+    assert answer.status == 302, one.output
+    return "; ".join(cookie for cookie in kept if not cookie.endswith('=""'))
+
+
+def test_a_provider_proves_names_and_the_settings_give_them_roles(oauth):
+    """Everybody has an account at the provider. By which field they are known is the operator's to say."""
+    assert oauth.get().status == 302 and "/login" in oauth.get().headers["location"]
+    for name, may_act in (("ann", True), ("bob", False)):
+        cookies = by_oauth(oauth, name)
+        page = oauth.get(Cookie=cookies)
+        assert page.status == 200, page
+        document = talk(oauth, "/console/ws", page.session_token, cookie=cookies)
+        assert f"SECRET of {name}, may act: {may_act}" in document
+    eve = oauth.get(Cookie=by_oauth(oauth, "eve"))  # whose email the provider tells to be ann
+    assert eve.status == 403 and "eve has logged in, and has no role here" in eve.body
+
+
+def test_a_name_that_the_provider_tells_is_shown_as_text(oauth):
+    """Whoever may choose it there might choose markup."""
+    answer = oauth.get(Cookie=by_oauth(oauth, "<img src=x onerror=alert(1)>"))
+    assert answer.status == 403 and "&lt;img src=x" in answer.body and "<img" not in answer.body
 
 
 # -- a Unix socket
