@@ -95,9 +95,10 @@ class Record:
 
         Stretches of time are cut at the same places whenever it is asked, so a chart that moves on does not flicker.
         """
-        stretch = max((until - since) / max(1, most - 1), 1e-3)
+        # Cut at round times, a span touches one stretch more than it is long; where there may be one, it is all time.
+        stretch = max((until - since) / (most - 1), 1e-3) if most > 1 else 1e18
         try:
-            if not self.path.exists():
+            if most < 1 or not self.path.exists():
                 return ()
             with contextlib.closing(self._connected()) as db:
                 rows = db.execute(f"SELECT body FROM moments WHERE rowid IN ({_FULLEST}) ORDER BY wall, rowid",

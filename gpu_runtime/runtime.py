@@ -106,7 +106,6 @@ if TYPE_CHECKING:
     from .ledgers.redispage import HostPage
 
 ASK_SECONDS = 30.0
-LEAST_POINTS = 3
 RECORD_AFTER_SECONDS = 5.0  # that a runtime on simulated cards has lived, before its host is given a helper
 
 
@@ -676,8 +675,8 @@ class Runtime:
         goes back 24 h, also beyond a restart of the machine; of a ledger in memory there is only now.
         Raises BadSize, BadSetting.
         """
-        if points < LEAST_POINTS:
-            raise BadSetting("points", points, f"a number of moments, {LEAST_POINTS} or more")
+        if points < 1:
+            raise BadSetting("points", points, "a number of moments, 1 or more")
         seen, back = self.status(), parse_seconds(seconds)
         since, now = seen.wall - back, moments_of(seen.devices, seen.sections.values(), seen.wall)
         before = self._record.between(since, seen.wall, points - 1) if self._record else ()

@@ -46,7 +46,7 @@ days = st.lists(st.tuples(st.sampled_from(("sim:0", "sim:1")), st.integers(0, 86
                 max_size=60, unique_by=lambda row: row[:2])
 
 
-@given(days, st.integers(2, 12), st.integers(60, 86_400))
+@given(days, st.integers(1, 12), st.integers(60, 86_400))
 def test_a_chart_has_every_peak_in_order_and_nothing_that_never_was(tmp_path_factory, rows, most, seconds):
     """However few moments it is given for however many there are."""
     record = Record(tmp_path_factory.mktemp("history") / "history.db")
@@ -123,9 +123,11 @@ def test_only_what_happened_in_that_time_is_told(runtime, clock):
     assert len(rt.history("1h").events) == 4
 
 
-def test_a_line_of_less_than_three_points_is_refused(runtime):
+def test_a_line_of_no_points_is_refused_and_one_of_one_is_now(runtime):
+    rt = runtime(devices="sim:24GiB,host:64GiB")
+    assert len(rt.history(60, points=1).moments) == 2, "of two devices"
     with pytest.raises(BadSetting, match="points"):
-        runtime().history(60, points=2)
+        rt.history(60, points=0)
 
 
 # -- what is recorded ---------------------------------------------------------------------------------------------
