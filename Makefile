@@ -14,6 +14,12 @@ TORCH_INDEX ?=
 # cuda where an NVIDIA driver answers, else cpu: which build of torch to install.
 FLAVOUR := $(shell { nvidia-smi -L || test -e /proc/driver/nvidia/version; } >/dev/null 2>&1 && echo cuda || echo cpu)
 CONSTRAINTS_cpu := -c constraints-cpu.txt
+# llama-cpp-python comes as source: a few minutes to build, once, then pip keeps the wheel. GGML_NATIVE off, since that
+# wheel may be taken to another machine, and pip tells wheels apart by name and not by these options.
+LLAMA_cpu := -DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF
+LLAMA_cuda := $(LLAMA_cpu) $(if $(shell command -v nvcc),-DGGML_CUDA=on)
+WITHOUT_LLAMA := torch,notebook,console,redis,serve,test
+JOBS ?= 2
 STAMP := $(VENV)/.installed-$(FLAVOUR)
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg
@@ -55,8 +61,14 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 		echo "The NVIDIA driver has come or gone since $(VENV) was made: making it anew."; rm -rf $(VENV); fi
 	@[ -x $(BIN)/python ] || $(MAKE) --no-print-directory $(BIN)/python
 	@echo "Installing into $(VENV), with torch for $(FLAVOUR): about a minute where packages are near, 2 GB of disk."
+	@echo "The first time llama.cpp is built as well: some minutes more. It takes a C++ compiler."
 	$(if $(TORCH_INDEX),$(BIN)/python -m pip install -q $(CONSTRAINTS_$(FLAVOUR)) --extra-index-url $(TORCH_INDEX) torch)
-	$(BIN)/python -m pip install -q $(CONSTRAINTS_$(FLAVOUR)) -e '.[all,test]'
+	@if ! command -v c++ >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y g++ || true; fi
+	@extras=all,test; if ! command -v c++ >/dev/null; then extras='$(WITHOUT_LLAMA)'; \
+		echo "No C++ compiler: llama.cpp is left out. For GGUF models: install g++, then  make clean run"; fi; \
+	CMAKE_ARGS='$(LLAMA_$(FLAVOUR))' CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+		$(BIN)/python -m pip install -q $(CONSTRAINTS_$(FLAVOUR)) -e ".[$$extras]"
 	@touch $@
 
 # The newest Python from 3.11 to 3.13 that can make environments, else any python3 that is new enough.

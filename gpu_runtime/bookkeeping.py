@@ -44,6 +44,7 @@ class Truth(Value):
     names: tuple[str, ...] = ()
     busy_since: float = 0.0
     idle_since: float = 0.0
+    engines: tuple[int, ...] = ()  # processes that it runs models in
 
 
 def note(book: Book, world: World, lease: Lease, action: str, reason: str, because: str, *, size: int = 0,
@@ -172,7 +173,7 @@ def publish(book: Book, truth: Truth, world: World) -> Book:
     order = {lease.name: place for place, lease in enumerate(section.leases)}
     leases.sort(key=lambda lease: order.get(lease.name, len(order)))
     fresh = Section(owner=truth.owner, leases=tuple(leases), residue=truth.residue, names=truth.names,
-                    counts=section.counts, busy_since=truth.busy_since, idle_since=truth.idle_since)
+                    counts=section.counts, engines=truth.engines, busy_since=truth.busy_since, idle_since=truth.idle_since)
     if fresh != section:
         book = book.with_section(fresh)
     stale = [t.key for t in book.tickets if t.owner == me and t.key not in keys]

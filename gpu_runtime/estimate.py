@@ -64,13 +64,14 @@ def footprint(name: str, evidence: Evidence, *, declared: int | None = None, mea
     elif weights is None:
         raise UnknownSize(name, evidence.why_unknown or "neither its source nor its name tells it")
     else:
-        parts = (weights, *(_room(name, evidence.config, wanted) or _margin(weights, evidence)))
-    if context_bytes and declared is None:
+        whole = evidence.at_load and measured is not None  # an engine's cache was measured with its weights
+        parts = (weights, *(() if whole else _room(name, evidence.config, wanted) or _margin(weights, evidence)))
+    if context_bytes and declared is None and not (evidence.at_load and measured is not None):
         parts = (*parts, Part("context", context_bytes, "measured" if context_bytes != CONTEXT_BYTES else "typical",
                               "of CUDA, once for this process on that card"))
     total = sum(part.bytes for part in parts)
     return Footprint(parts, working.attention_heads(evidence.config), _stretched(evidence.pieces, total),
-                     _notes(evidence, measured, wanted))
+                     _notes(evidence, measured, wanted), evidence.at_load)
 
 
 def _weights(name: str, evidence: Evidence, measured: Measurement | None, quantization: str) -> Part | None:

@@ -122,6 +122,7 @@ class Footprint(Value):
     # embeddings, layer 0…n, head. They sum to `bytes`, overheads included. Empty: it may be cut at any byte.
     pieces: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()  # sentences: what is not counted, and what was measured before
+    at_load: bool = False  # cache and work space are taken with the weights, and are as much the model's own bytes
 
     @property
     def bytes(self) -> int:
@@ -134,7 +135,7 @@ class Footprint(Value):
     @property
     def working_bytes(self) -> int:
         """Of these, room for use: it holds no weights, and stays claimed as long as the model is on a device."""
-        return sum(part.bytes for part in self.parts if part.for_use)
+        return 0 if self.at_load else sum(part.bytes for part in self.parts if part.for_use)
 
 
 class Evidence(Value):
@@ -149,6 +150,7 @@ class Evidence(Value):
     pieces: tuple[int, ...] = ()  # weights of the consecutive pieces that it may be cut between
     fingerprint: str = ""  # of the source as it is now; empty: it could not be told from another
     why_unknown: str = ""  # what went wrong, where it cannot be told
+    at_load: bool = False  # its engine takes cache and work space when it loads, so they are measured with the weights
 
 
 class Measurement(Value):
@@ -317,6 +319,7 @@ class Section(Value):
     residue: dict[str, int] = {}  # device -> bytes this process holds beyond its leases (context, cache, own tensors)
     names: tuple[str, ...] = ()  # models that it can load when asked
     counts: dict[str, int] = {}  # loaded, offloaded, restored, unloaded, refused
+    engines: tuple[int, ...] = ()  # processes that it has started to run models in; their memory is its leases'
     busy_since: float = 0.0  # since when its kernel runs a cell; 0: it runs none, or is no kernel
     idle_since: float = 0.0  # when its last cell ended; 0: unknown, or it runs one
 

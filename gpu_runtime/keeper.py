@@ -184,8 +184,9 @@ class Keeper:
         blocks = tuple(lease for lease, anchor in list(self.blocks.values()) if anchor() is not None)
         keys = tuple(key.text for ref in self._keys.copy() if (key := ref()) is not None)
         held = tuple(lease for lease in models if lease is not None)
+        engines = tuple(pid for resident in list(self.residents.values()) for pid in resident.engines)
         return Truth(self.owner, held + blocks, keys, self._residue(held), tuple(self.residents),
-                     *self.activity.state)
+                     *self.activity.state, engines)
 
     def _residue(self, held: tuple[Lease, ...]) -> dict[str, int]:
         """Bytes that this process holds on real cards beyond its models: context, cache, tensors of its own.
@@ -196,7 +197,9 @@ class Keeper:
             return {}
         ours: dict[str, int] = {}
         contexts = self.probe.contexts()  # none of a lease's room for use is ever filled by them
-        for lease in (*held, *(lease for lease, _ in list(self.blocks.values()))):
+        outside = {name for name, resident in list(self.residents.items()) if resident.engines}  # not in this process
+        blocks = (lease for lease, _ in list(self.blocks.values()))
+        for lease in (*(lease for lease in held if lease.name not in outside), *blocks):
             for share in lease.shares:
                 ours[share.device] = ours.get(share.device, 0) + share.bytes
                 if lease.kind == "model" and lease.backend not in IN_TORCH and share.device in contexts:

@@ -153,7 +153,8 @@ def key(spec: ModelSpec, evidence: Evidence) -> str:
     if not evidence.fingerprint:
         return ""
     source = os.path.realpath(spec.source) if os.path.exists(spec.source) else spec.source
-    options = sorted((name, str(value)) for name, value in spec.options.items() if name not in OF_USE)
+    of_use = () if evidence.at_load else OF_USE  # what an engine takes when it loads was measured with the rest
+    options = sorted((name, str(value)) for name, value in spec.options.items() if name not in of_use)
     told = (spec.backend, source, evidence.fingerprint, spec.quantization, spec.model_type, options)
     return hashlib.sha256(repr(told).encode()).hexdigest()[:32]
 

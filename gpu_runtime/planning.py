@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .backends import open_backend
 from .backends.absent import AbsentBackend
 from .entries import obstacle
 from .errors import BadSize, NotAModel, UnknownModel, UnknownSize
@@ -89,5 +90,6 @@ def unregistered(words: str, known: Iterable[str], keeper: Keeper, options: dict
     if not a_path and (from_name(words) is None or difflib.get_close_matches(words, known, n=1)):
         raise UnknownModel(words, known)
     spec = ModelSpec(words, "llama_cpp" if words.endswith(".gguf") else "transformers", source=words, options=options)
-    return Resident(spec, AbsentBackend(spec.backend), keeper.me, keeper.clock)
+    backend = open_backend(spec.backend, keeper.probe) if spec.backend == "llama_cpp" else AbsentBackend(spec.backend)
+    return Resident(spec, backend, keeper.me, keeper.clock)
 

@@ -10,6 +10,7 @@ callback, C code that no signal handler can interrupt, takes it off the set.
 """
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import enum
 import functools
@@ -72,6 +73,7 @@ class Resident:
         self.catalogued: ModelSpec | None = None  # as the catalogue last said, where it was not registered here
         self.calling: Callable[[], Held]  # what a call on a kept reference runs under; the runtime's to give
         self.footprint: Callable[[], Footprint]  # the bytes it needs; the runtime's to give
+        self.tell_loss: Callable[[str, str], None] = lambda kind, because: None  # in the book; the runtime's to give
         self.place = Place.GONE
         self.lease = Lease(owner, spec.name)  # as last settled; meaningful while the model is held
         self.handle: Any = None  # the backend's, while the model is held
@@ -150,6 +152,26 @@ class Resident:
             self.last_used = self._clock()  # loaded ahead of its use, it has not been idle since the machine started
             if anchor is not None:
                 self._pin(anchor)
+        if watch := getattr(handle, "watch", None):  # an engine may end by itself; if it has already, we hear it now
+            watch(functools.partial(self._lost, weakref.ref(handle)))
+
+    @property
+    def engines(self) -> tuple[int, ...]:
+        """The processes that it runs in, where that is not this one."""
+        return getattr(self.handle, "pids", ())
+
+    def _lost(self, of: Callable[[], Any], kind: str, because: str) -> None:
+        """Its engine has ended by itself: nothing is held any more, and the book is told before any caller is."""
+        handle = of()
+        with self.gate:
+            if handle is None or self.handle is not handle:
+                return
+        self.lose()
+        self.tell_loss(kind, because)
+
+    def lose(self) -> None:
+        """Lets go of what is gone already, or cannot be used any more; whoever kept the object can go on with it later."""
+        self._drop()
 
     def begin_moving(self) -> bool:
         """Closes the door to new users; False where somebody is inside."""
@@ -204,6 +226,8 @@ class Resident:
         handle, value = self.handle, self.value
         with self.gate:
             self.place, self.handle, self.value = Place.GONE, None, None
+        if handle is None:  # an engine that has ended meanwhile
+            return
         self.backend.drop(handle)
         try:
             self._shell = weakref.ref(value)
@@ -230,6 +254,9 @@ def govern_calls(value: Any, resident: Resident) -> None:
     The module's class becomes a subclass of itself. An attribute on the instance would be simpler, but a deep copy
     would carry it along and call the original's weights.
     """
+    if hasattr(value, "_calls_under"):  # a proxy of ours: it pins by itself
+        value._calls_under = resident.calling
+        return
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.nn.Module):
         return
@@ -239,7 +266,10 @@ def govern_calls(value: Any, resident: Resident) -> None:
 
 
 def release_calls(value: Any) -> None:
-    """Gives a module that leaves our care its own class back."""
+    """Gives a module that leaves our care its own class back; a proxy of ours governs its calls no more."""
+    if hasattr(value, "_calls_under"):
+        value._calls_under = contextlib.nullcontext
+        return
     base = getattr(type(value), "_gpu_base", None)
     if base is not None:
         value.__class__ = base

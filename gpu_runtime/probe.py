@@ -163,14 +163,19 @@ class Probe:
             return None
         return cuda.max_memory_allocated(card.device.index) - cuda.memory_allocated(card.device.index)
 
-    def _charged(self, card: Card) -> int:
-        """Bytes that the driver charges to this process; 0 where it does not tell, or in a container knows it by
-        another number."""
+    def charged(self, pid: int, devices: tuple[str, ...]) -> dict[str, int]:
+        """Bytes that the driver charges to that process on these cards, its CUDA context too; 0 where it does not tell."""
+        return {id: self._charged(self._cards[id], pid) for id in devices if id in self._cards}
+
+    def _charged(self, card: Card, pid: int = 0) -> int:
+        """Bytes that the driver charges to a process, this one unless another is named; 0 where it does not tell, or in a
+        container knows it by another number."""
+        pid = pid or os.getpid()
         if self._sampling is None:
-            return self._ask(card, 0.0).processes.get(os.getpid()) or 0
+            return self._ask(card, 0.0).processes.get(pid) or 0
         figures = self._sampling.figures()
         sample = figures.cards.get(card.device.uuid) if figures else None
-        return (sample.processes.get(os.getpid()) if sample else None) or 0
+        return (sample.processes.get(pid) if sample else None) or 0
 
     def bound(self, device: str, fraction: float) -> bool:
         """Lets torch take at most that part of a card in this process; whether it uses CUDA yet, and so was told."""

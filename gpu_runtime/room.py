@@ -11,7 +11,7 @@ from .facts import HOST, Book, Phase, Sample, Share, World, one_memory
 from .pressure import sample_of
 from .units import show_seconds
 
-FREEING = ("offloaded", "unloaded", "moved", "released")  # events after which a device has more room
+FREEING = ("offloaded", "unloaded", "moved", "released", "lost")  # events after which a device has more room
 
 
 def limit_of(book: Book, world: World, device: str) -> int:

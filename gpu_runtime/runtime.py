@@ -25,6 +25,7 @@ from . import (
     defragmenting,
     doctor,
     draining,
+    losses,
     machine,
     moving,
     naming,
@@ -35,7 +36,7 @@ from . import (
     threads,
 )
 from .asks import Order, answer, foreign
-from .backends import Backend, Progress, backend_for, backend_names, is_out_of_memory, open_backend
+from .backends import LAYERED, Backend, Progress, backend_for, backend_names, is_out_of_memory, open_backend
 from .backends.absent import AbsentBackend
 from .blocks import Block
 from .catalog import Catalog
@@ -199,6 +200,8 @@ class Runtime:
                               restore_on_call=restore_on_call, **options)
         chosen = backend_for(source, backend)
         text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
+        if self.settings.inference_gpu_layers is not None and chosen in LAYERED:
+            options.setdefault("gpu_layers", self.settings.inference_gpu_layers)
         if self.settings.gpu_trust_remote_code and chosen == "transformers":
             options.setdefault("trust_remote_code", True)
         spec = ModelSpec(name, chosen, source=text, size=None if size is None else parse_room(size),
@@ -257,6 +260,7 @@ class Runtime:
     def _resident(self, spec: ModelSpec, origin: Any, restore_on_call: bool) -> Resident:
         resident = Resident(spec, self._backend(spec.backend), self._keeper.me, self._clock, origin)
         resident.calling = lambda: self._calling(resident, restore_on_call)
+        resident.tell_loss = lambda kind, because: losses.tell(self._kept, resident, kind, because)
         resident.footprint = lambda: self._keeper.sizing.footprint(resident, self._keeper.places(resident))
         return resident
 

@@ -2,6 +2,7 @@
 
     from gpu_runtime import samples
     samples.causal_lm("models/writer", size="48 MiB")
+    samples.gguf_lm("models/writer.gguf")
 
 They answer nonsense, always the same nonsense: the weights come from the seed. For runbooks, drills and tests.
 """
@@ -56,6 +57,68 @@ def reranker(directory: str | Path, *, size: str | int | None = None, seed: int 
 
     config = LlamaConfig(**{**_SHAPE, **_grown(size)}, num_labels=1)
     return _save(LlamaForSequenceClassification, config, directory, "float32", None, seed)
+
+
+def gguf_lm(file: str | Path, *, size: str | int | None = None, context: int = 512, seed: int = 0) -> Path:
+    """The file of a new Llama in GGUF, 0.5 MB or about `size`, with a vocabulary of bytes and signs and a chat template.
+
+    It writes nothing but printable signs, and no end: so a text has just as many tokens as were asked for.
+    """
+    import gguf
+    import numpy as np
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, **_grown(size)}
+    width, inner, heads = shape["hidden_size"], shape["intermediate_size"], shape["num_attention_heads"]
+    kinds, normal = gguf.TokenType, [chr(code) for code in range(33, 127)]
+    words = [("<unk>", kinds.UNKNOWN), ("<s>", kinds.CONTROL), ("</s>", kinds.CONTROL),
+             *((f"<0x{byte:02X}>", kinds.BYTE) for byte in range(256)),  # so that every text can be told in tokens
+             ("\u2581", kinds.NORMAL), *((sign, kinds.NORMAL) for sign in normal)]
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_name(Path(file).stem)
+    writer.add_context_length(context)
+    writer.add_embedding_length(width)
+    writer.add_block_count(shape["num_hidden_layers"])
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(shape["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(width // heads)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_vocab_size(len(words))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([word.encode() for word, _ in words])
+    writer.add_token_scores([-float(place) for place in range(len(words))])
+    writer.add_token_types([kind for _, kind in words])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_add_bos_token(True)
+    writer.add_chat_template("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '</s>' }}{% endfor %}"
+                             "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
+    chance = np.random.default_rng(seed)
+
+    def random(rows: int) -> Any:
+        return (chance.standard_normal((rows, width), np.float32) * 0.05)
+
+    kv = width // heads * shape["num_key_value_heads"]
+    writer.add_tensor("token_embd.weight", random(len(words)))
+    for layer in range(shape["num_hidden_layers"]):
+        for name, rows in (("attn_q", width), ("attn_k", kv), ("attn_v", kv), ("attn_output", width),
+                           ("ffn_gate", inner), ("ffn_up", inner)):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", random(rows))
+        writer.add_tensor(f"blk.{layer}.ffn_down.weight", random(inner).reshape(width, inner))
+        for name in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(width, np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(width, np.float32))
+    scores = random(len(words))
+    scores[[kind is not kinds.NORMAL for _, kind in words]] = 0  # never the likeliest: no control sign, no half a letter
+    writer.add_tensor("output.weight", scores)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(file)
 
 
 def _grown(size: str | int | None) -> dict[str, int]:

@@ -51,7 +51,7 @@ class Sizing:
             declared = spec.size
         return footprint(spec.name, evidence, declared=declared, measured=measured, options=spec.options,
                          quantization=spec.quantization,
-                         context_bytes=0 if resident.handle is not None else self._context(places))
+                         context_bytes=0 if resident.handle is not None else self._context(places, evidence.at_load))
 
     def learn(self, resident: Resident, shares: Shares) -> None:
         """Remembers what a model takes, now that it is loaded, and what it took on the way."""
@@ -104,15 +104,15 @@ class Sizing:
         except GpuError as error:  # its source has gone since it was loaded
             return Evidence(why_unknown=str(error))
 
-    def _context(self, places: tuple[str, ...]) -> int:
+    def _context(self, places: tuple[str, ...], own: bool = False) -> int:
         """What a first use of these cards will take beyond the model: the CUDA context.
 
         Nothing where this process has one on any of them already, since it may be that card it goes to; a second
-        card's shows as residue once it is there.
+        card's shows as residue once it is there. An engine has one of its `own`, whatever this process has.
         """
         cards = {device.id: device.name for device in self.probe.devices
                  if not device.simulated and device.id != HOST and (not places or device.id in places)}
         used = self.probe.used() if cards else {}
-        if not cards or any(used.get(card) for card in cards):
+        if not cards or not own and any(used.get(card) for card in cards):
             return 0
         return max(self.measurements.context_bytes(name) or CONTEXT_BYTES for name in cards.values())

@@ -48,6 +48,7 @@ def strangers(book: Book, world: World, people: Mapping[int, tuple[str, str]]) -
     other than ours: then an owner may be listed here under a number that nobody can tell for it.
     """
     ours = {section.owner.pid for section in book.sections.values()} | {ghost.pid for ghost in book.ghosts}
+    ours.update(pid for section in book.sections.values() for pid in section.engines)
     found = []
     for device in world.devices:
         sample = None if device.simulated or device.is_host else sample_of(device, book, world)

@@ -49,7 +49,9 @@ def wish(options: Mapping[str, Any], config: Mapping[str, Any]) -> Wish | None:
     """
     tokens, sequences = options.get("context_length"), options.get("sequences")
     if tokens is None and sequences is None:
-        return None
+        if (at_load := config.get("context_at_load")) is None:
+            return None
+        tokens = at_load  # its engine takes a cache of that length, asked or not
     for name, given in (("context_length", tokens), ("sequences", sequences)):
         if given is not None and (type(given) is not int or given < 1):
             raise BadSetting(name, given, "a whole number above 0")
@@ -192,7 +194,8 @@ def activation_bytes(config: Mapping[str, Any], wanted: Wish) -> int | None:
     model's, for each token; with experts, those for each expert that a token goes to. Then the last token's scores.
     Attention written out (`attn_implementation="eager"`) holds a matrix of scores for each head, twice.
     An engine that reads in batches (llama.cpp: 512 tokens, in float32, and the scores of all of them) says so in its
-    config; it uses one buffer for one after the other.
+    config; it uses one buffer for one after the other, and beside it, where it writes attention out, the whole matrix of
+    each head and a mask.
     Checked against what a forward pass of transformers really keeps alive: `tests/backends/test_estimates.py`.
     """
     text = _text(config)
@@ -209,7 +212,8 @@ def activation_bytes(config: Mapping[str, Any], wanted: Wish) -> int | None:
                      experts * (alive * each + 4 * width) + 4 * width)
     vocabulary = _number(text, "vocab_size") or 0
     if batch := batch_tokens(text):
-        return wanted.sequences * min(batch, wanted.tokens) * max(values, vocabulary) * 4
+        at_once, matrices = min(batch, wanted.tokens), attention_heads(text) + 1 if config.get("written_scores") else 0
+        return wanted.sequences * at_once * (max(values, vocabulary) + matrices * wanted.tokens) * 4
     size = wanted.tokens * values * wanted.item_bytes
     if wanted.eager:
         scores = attention_heads(text) * wanted.tokens ** 2 * (wanted.item_bytes + 4)

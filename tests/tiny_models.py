@@ -5,9 +5,9 @@ import json
 import os
 from pathlib import Path
 
-from gpu_runtime.samples import VOCABULARY, causal_lm, embedder, reranker, tokenizer
+from gpu_runtime.samples import VOCABULARY, causal_lm, embedder, gguf_lm, reranker, tokenizer
 
-__all__ = ["VOCABULARY", "causal_lm", "embedder", "reranker", "tokenizer"]
+__all__ = ["VOCABULARY", "causal_lm", "embedder", "gguf_lm", "reranker", "tokenizer"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")

@@ -36,7 +36,8 @@ class Backend(Protocol):
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
         """Sizes, in proportion, of the consecutive parts between which the model may be cut to go over several cards.
 
-        One: it must stay whole. None: it may be cut at any byte. `model`, where it is loaded, tells more than its source.
+        One: it must stay whole. None: it may be cut at any byte. `model`, where it is loaded, tells more than its
+        source.
         """
         ...
 
@@ -82,9 +83,12 @@ class Backend(Protocol):
 
 _MODULES = {  # name -> module and class; imported when first opened
     "fake": ("fake", "FakeBackend"),
+    "llama_cpp": ("llama_cpp", "LlamaCppBackend"),
     "torch": ("torch", "TorchBackend"),
     "transformers": ("transformers", "TransformersBackend"),
 }
+
+LAYERED = ("llama_cpp",)  # those that put some layers on the card, and leave others to the CPU
 
 
 def backend_names() -> tuple[str, ...]:
@@ -101,7 +105,7 @@ def open_backend(name: str, probe: Probe) -> Backend:
 
 
 def backend_for(source: Any, requested: str = "auto") -> str:
-    """The name of the backend that loads such a source: live Python, a model directory, or a hub id.
+    """The name of the backend that loads such a source: live Python, a GGUF file, a model directory, or a hub id.
 
     `requested` other than `auto` is taken at its word. Raises BadSetting for an unknown backend, and NotAModel.
     """
@@ -112,13 +116,21 @@ def backend_for(source: Any, requested: str = "auto") -> str:
     if callable(source) and not isinstance(source, os.PathLike):  # an nn.Module is callable too
         return "torch"
     text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
+    if text.endswith(".gguf") or (os.path.isdir(text) and _holds_gguf(text)):
+        return "llama_cpp"
     if os.path.isdir(text) or (looks_like_hub_id(text) and not os.path.exists(text)):
         return "transformers"
     found = "no such file or directory" if text and not os.path.exists(text) else f"{type(source).__name__}"
     raise NotAModel(
         f"{text or repr(source)} is nothing that can be loaded ({found if not os.path.isfile(text) else 'a file'}).\n"
-        f"  Supported: a Hugging Face directory (config.json and *.safetensors), a hub id like org/name that was "
-        f"downloaded,\n  an nn.Module, or a callable that returns one.", name=text, source=text)
+        f"  Supported: a Hugging Face directory (config.json and *.safetensors), a GGUF file, a hub id like "
+        f"org/name that was downloaded,\n  an nn.Module, or a callable that returns one.", name=text, source=text)
+
+
+def _holds_gguf(directory: str) -> bool:
+    """Whether that is a directory of GGUF files, and no Hugging Face model's."""
+    names = os.listdir(directory)
+    return "config.json" not in names and any(name.endswith(".gguf") for name in names)
 
 
 def looks_like_hub_id(text: str) -> bool:

@@ -1,7 +1,7 @@
 """What an engine's or a driver's words mean: out of memory, a driver that was reset, a context that is lost.
 
-Pure: text in, `Fault` out. Nobody gives these errors a class of their own: torch raises RuntimeError for most, llama.cpp
-prints a line and aborts, servers answer 500. So they are known by their texts.
+Pure: text in, `Fault` out. Nobody gives these errors a class of their own: torch raises RuntimeError for most,
+llama.cpp prints a line and aborts, servers answer 500. So they are known by their texts.
 
 Sources: Kitchen Brigade, GPU Allocation Semantics, sections 3 and 6; NVIDIA, CUDA Runtime API, cudaError_t; cuBLAS,
 cublasStatus_t; llama.cpp, ggml-cuda.cu, ggml-metal.m and llama-context.cpp; PyTorch, c10/cuda/CUDAException.

@@ -24,7 +24,7 @@ def evidence(source: str, name: str, options: dict[str, Any] | None = None) -> E
     item_bytes = DTYPE_BYTES.get(str(options.get("dtype", options.get("torch_dtype"))).removeprefix("torch."))
     path = directory(source, name, options.get("revision"))
     if path.is_dir() and not (path / "config.json").is_file() and (found := sorted(path.glob("*.gguf"))):
-        path = _only(found, name)
+        path = only(found, name)
     if path.suffix == ".gguf" and path.is_file():
         return of_gguf(path, name)
     if path.suffix == ".safetensors" and path.is_file():
@@ -96,7 +96,7 @@ def _promised(files: Iterable[Path]) -> int:
     return total if pointers else 0
 
 
-def _only(found: list[Path], name: str) -> Path:
+def only(found: list[Path], name: str) -> Path:
     """The one model among these GGUF files; the parts of a split one are one."""
     models = [path for path in found if gguf.part_of(path) in (0, 1)]
     if len(models) == 1:

@@ -13,6 +13,12 @@ def llama(tmp_path_factory):
     return tiny_models.causal_lm(tmp_path_factory.mktemp("llama") / "model")
 
 
+@pytest.fixture(scope="session")
+def tiny_gguf(tmp_path_factory):
+    """The same in GGUF, 0.5 MB. Not to be changed; copy it first."""
+    return tiny_models.gguf_lm(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
 @pytest.fixture
 def probe():
     """A card and a host of 64 MiB each, simulated."""

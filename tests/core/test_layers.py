@@ -19,7 +19,8 @@ ROOMS = {
               "nvml", "record", "sampling", "documents", "fields", "manifests", "measurements"},
     "house": {"recorder", "sampler", "doctor", "defragmenting", "maps", "draining", "moving",
               "__init__", "runtime", "keeper", "monitor", "frames", "samples", "catalog", "catalogued", "entries", "sharing",
-              "sizing", "planning", "showing"},
+              "sizing", "planning", "showing",
+              "losses"},
     "faces": {"cli", "verbs", "serving", "gpu", "gpu_panels"},
 }
 MAY_IMPORT = {

@@ -97,7 +97,8 @@ def test_a_directory_that_holds_no_model_says_what_it_holds(rt, tmp_path):
         rt.plan("m.gguf")
 
 
-def test_a_gguf_file_can_be_planned_and_not_loaded_here(rt, tmp_path):
+def test_a_gguf_file_can_be_planned(rt, tmp_path):
+    """Weights by its header; what llama.cpp takes beside them is reckoned where the header tells the model's shape."""
     import gguf
     import numpy
 
@@ -108,7 +109,7 @@ def test_a_gguf_file_can_be_planned_and_not_loaded_here(rt, tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     plan = rt.plan("m.gguf")
-    assert plan.granted and plan.footprint.bytes == 64 * 256 * 2 and "llama_cpp is not part of this version" in plan.obstacle
+    assert plan.granted and plan.footprint.bytes == 64 * 256 * 2 and not plan.obstacle
 
 
 @pytest.mark.parametrize("size", [0, "0", -1, "-3GiB", "0 GiB", "8GX", "1.5.2", None])
