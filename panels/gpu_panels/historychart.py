@@ -82,8 +82,9 @@ class HistoryChart:
         return (self.time.start, self.time.end) == self._window
 
     def _figure(self) -> Any:
-        plot = figure(height=HEIGHT, sizing_mode="stretch_width", x_range=self.time, y_range=self.height, tools="",
-                      toolbar_location="right", min_border_right=10, min_border_left=60, x_axis_type=None)
+        plot = figure(name="history", height=HEIGHT, sizing_mode="stretch_width", x_range=self.time,
+                      y_range=self.height, x_axis_type=None, tools="", toolbar_location="right", min_border_right=10,
+                      min_border_left=60)
         plot.toolbar.logo = None
         plot.outline_line_color = None
         plot.background_fill_alpha = plot.border_fill_alpha = 0
