@@ -1,7 +1,7 @@
 """The tile in JupyterLab's launcher, by jupyter-server-proxy.
 
-It starts `gpu console` on a Unix socket in a directory that the proxy makes for it alone: whoever comes by the proxy has
-passed Jupyter's own token, and nobody else of the machine reaches the socket. Imports nothing, for Jupyter's sake.
+It starts `gpu console` on a Unix socket in a directory that the proxy makes for it alone: whoever comes by the proxy
+has passed Jupyter's own token, and nobody else of the machine reaches the socket. Imports nothing, for Jupyter's sake.
 """
 from __future__ import annotations
 

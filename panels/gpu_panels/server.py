@@ -20,6 +20,7 @@ import webbrowser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import panel as pn
 from bokeh.server.server import BaseServer
@@ -39,6 +40,7 @@ TITLE = "GPU console"
 LOGS = ("tornado.access", "tornado.application", "tornado.general")
 
 Page = Callable[[Visitor], Any]
+_guarded: WeakSet[Any] = WeakSet()  # Bokeh's application contexts, of servers at which the gate stands
 
 
 def serve_page(page: Page | None = None) -> None:
@@ -48,13 +50,15 @@ def serve_page(page: Page | None = None) -> None:
         IOLoop.current().add_callback(_close_all, exit_when_shut=True)
         return
     ours = context.server_context.application_context
-    server = next((one for one in _servers() if ours in one._tornado.applications.values()), None)
-    if server is None:
-        return
-    if gate.COOKIE not in server._tornado.settings:
+    if ours not in _guarded:
+        server = next((one for one in _servers() if ours in one._tornado.applications.values()), None)
+        if server is None:  # such as Django's or FastAPI's, which no gate of ours stands before
+            raise GpuError("the console is served by `gpu console` and by `panel serve` only")
+        stood = gate.COOKIE in server._tornado.settings
         _close(server)
-        pn.config.authorize_callback = lambda user, path: _again(context.request)  # of this session only
-        return
+        if not stood:
+            pn.config.authorize_callback = lambda user, path: _again(context.request)  # of this session only
+            return
     try:
         visitor = guard.visitor()
     except NotAllowed:  # a guest of Panel's login: their page stays empty, and the gate opens no websocket to it
@@ -73,9 +77,12 @@ def run(*, host: str = "127.0.0.1", port: int | None = None, socket_path: str | 
         port = sockets.free_port(host, DEFAULT_PORT if port is None else port, PORTS_TRIED if port is None else 1)
         where = {"port": port, "address": host}
     pn.config.reuse_sessions = False
-    server = get_server({"/": lambda: (page or _console)(guard.visitor())}, title=TITLE,
-                        http_server_kwargs={"max_body_size": 1 << 20}, sign_sessions=True,
-                        secret_key=secrets.token_bytes(32), server_id=gate.COOKIE, **where)
+    try:
+        server = get_server({"/": lambda: (page or _console)(guard.visitor())}, title=TITLE, sign_sessions=True,
+                            http_server_kwargs={"max_body_size": 1 << 20}, secret_key=secrets.token_bytes(32),
+                            server_id=gate.COOKIE, **where)
+    except OSError as error:  # somebody was faster
+        raise GpuError(f"nothing can listen there ({error.strerror}). Try again:  gpu console") from None
     # Panel turns a page's relative URLs into absolute ones for servers that it knows of (Location._sync_pathname), and
     # so out of the lane.
     del pn.state._servers[gate.COOKIE]
@@ -163,6 +170,7 @@ def _close_all(exit_when_shut: bool) -> None:
 def _close(server: BaseServer) -> str:
     """Puts up the gate of that server and tells the way in; or why nobody gets in, which is also returned."""
     app = server._tornado
+    _guarded.update(app.applications.values())
     if gate.COOKIE in app.settings:
         return app.settings[gate.COOKIE].shut
     try:

@@ -128,6 +128,15 @@ def test_a_failure_is_one_line_on_standard_error(gpu, words, code, says):
     assert err.startswith("gpu: ") and err.count("\n") == 1
 
 
+def test_without_panel_the_console_says_what_to_install(gpu, monkeypatch):
+    """It is an extra: who only asks from a terminal has no use for it."""
+    monkeypatch.setitem(sys.modules, "panel", None)
+    monkeypatch.delitem(sys.modules, "gpu_panels.server", raising=False)
+    monkeypatch.delattr("gpu_panels.server", raising=False)
+    assert gpu("console") == (1, "", "gpu: the console needs panel, which is not installed. "
+                                     "Install it: pip install 'gpu-console[console]'\n")
+
+
 def test_an_unset_setting_of_a_wrong_type_is_one_line(gpu, environment):
     environment.setenv("GPU_MEMORY_MAX_PERCENT", "lots")
     code, _, err = gpu("config")

@@ -1,6 +1,7 @@
 """Other ways in than a token: Panel's own login, with roles for names; and a Unix socket of one's own."""
 from __future__ import annotations
 
+import doctest
 import http.client
 import json
 import os
@@ -362,6 +363,10 @@ def test_read_only_makes_viewers_of_all(tmp_path):
         path, cookie, token = opened(one)
         document = talk(one, websocket_of(path), token, cookie=cookie, click=True)
         assert "done by nobody" in document
+
+
+def test_the_examples_of_the_server_hold():
+    assert doctest.testmod(server).failed == 0
 
 
 def test_each_start_makes_a_token_of_its_own(environment):
