@@ -50,11 +50,12 @@ class Brought:
     authorization: str
     query: str
     cookies: dict[str, str]
+    ours: tuple[str, ...]  # values of our cookie: a server at another port of this host may have set one beside it
     inside: bool  # it came by the lane
 
     @property
     def something(self) -> bool:
-        return bool(guard.bearer(self.authorization) or self.query or (self.inside and COOKIE in self.cookies))
+        return bool(guard.bearer(self.authorization) or self.query or (self.inside and self.ours))
 
 
 class Gate(ReversibleRouter):
@@ -133,8 +134,9 @@ class Gate(ReversibleRouter):
         if brought.something and not brought.inside and self.guesses.wait_seconds() is None:
             return self._refuse(request, 429, door.MANY)
         role = guard.check(self.terms, authorization=brought.authorization, query=brought.query)
-        if brought.inside:
-            role = guard.check(self._inside, cookie=brought.cookies.get(COOKIE, "")) if role is None else role
+        if brought.inside and role is None:
+            roles = [guard.check(self._inside, cookie=value) for value in brought.ours]
+            role = next((one for one in roles if one is not None), None)
         if role is None:
             wait = 0.0
             if brought.something:
@@ -229,7 +231,9 @@ class Gate(ReversibleRouter):
 
     def _take(self, request: HTTPServerRequest) -> Brought:
         """The request's credentials, taken out of it, and the lane out of its path."""
-        cookies = parse_cookie(request.headers.get("Cookie", ""))
+        sent = request.headers.get("Cookie", "")
+        cookies = parse_cookie(sent)
+        ours = tuple(parse_cookie(one).get(COOKIE, "") for one in sent.split(";") if COOKIE in parse_cookie(one))
         if not self.login:  # other servers' cookies come along too, and Bokeh would write them into the page
             request.headers.pop("Cookie", None)
         authorization = request.headers.get("Authorization", "")
@@ -249,7 +253,7 @@ class Gate(ReversibleRouter):
         request.path = path
         request.uri = f"{path}?{request.query}" if request.query else path
         request.by_the_lane = inside
-        return Brought(authorization, tokens[-1] if tokens else "", cookies, inside)
+        return Brought(authorization, tokens[-1] if tokens else "", cookies, ours, inside)
 
 
 def close(app: Any, terms: Terms) -> Gate:

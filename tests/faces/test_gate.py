@@ -191,6 +191,14 @@ def test_a_token_is_typed_where_the_url_was_lost(one):
     assert one.get(one.path, method="POST", body="x" * 5000, **form).status == 400  # a stranger's body is short
 
 
+def test_a_cookie_of_the_same_name_does_not_shut_anybody_out(one):
+    """Any server of the same host can set one for all paths, and browsers send both."""
+    one.get()
+    path, cookie = one.enter()
+    for cookies in (f"{cookie}; gpu-console=tossed", f"gpu-console=tossed; {cookie}"):
+        assert one.get(path, Cookie=cookies).status == 200
+
+
 def test_guesses_are_slowed_and_those_inside_go_on(one):
     """After a few wrong tokens each waits, then none is looked at; whoever is in stays in."""
     one.get()
