@@ -18,7 +18,7 @@ CONSTRAINTS_cpu := -c constraints-cpu.txt
 # wheel may be taken to another machine, and pip tells wheels apart by name and not by these options.
 LLAMA_cpu := -DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF
 LLAMA_cuda := $(LLAMA_cpu) $(if $(shell command -v nvcc),-DGGML_CUDA=on)
-WITHOUT_LLAMA := torch,notebook,console,redis,serve,test
+WITHOUT_LLAMA := torch,notebook,console,redis,serve,diffusion,test
 JOBS ?= 2
 STAMP := $(VENV)/.installed-$(FLAVOUR)
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .backends import backend_names, looks_like_hub_id
+from .backends import backend_names, looks_like_hub_id, missing
 from .errors import LoadFailed, ModelDisabled
 from .facts import NORMAL, ModelSpec, Value
 from .fields import BACKENDS, OURS, TRUST, Fields, grouped, is_trust, read_arguments, unknown_fields
@@ -95,8 +95,8 @@ def require_loadable(spec: ModelSpec) -> None:
     if not spec.enabled:
         raise ModelDisabled(spec.name)
     if because := obstacle(spec):
-        raise LoadFailed(f"{spec.name} cannot be loaded: {because}.\n  What it would take:  %gpu plan {spec.name}",
-                         name=spec.name, source=spec.source)
+        install = missing(spec.backend).partition("\n")[2] or f"  What it would take:  %gpu plan {spec.name}"
+        raise LoadFailed(f"{spec.name} cannot be loaded: {because}.\n{install}", name=spec.name, source=spec.source)
 
 
 def obstacle(spec: ModelSpec) -> str:
@@ -107,15 +107,18 @@ def obstacle(spec: ModelSpec) -> str:
 def cannot_load(spec: ModelSpec) -> str:
     """Why no backend here can load it; empty where one can."""
     known = backend_names()
-    return "" if spec.backend in known else \
-        f"its backend {spec.backend} is not part of this version, which has {', '.join(known)}"
+    if spec.backend not in known:
+        return f"its backend {spec.backend} is not part of this version, which has {', '.join(known)}"
+    return missing(spec.backend).partition("\n")[0].rstrip(".")
 
 
 def state(spec: ModelSpec) -> str:
     """`ready`, `disabled`, or what is missing."""
     if not spec.enabled:
         return "disabled"
-    return f"no backend {spec.backend} here" if cannot_load(spec) else "ready"
+    if spec.backend not in backend_names():
+        return f"no backend {spec.backend} here"
+    return f"{spec.backend} is not installed" if cannot_load(spec) else "ready"
 
 
 def notes(entry: Entry, settings: Settings) -> list[str]:
@@ -134,7 +137,9 @@ def notes(entry: Entry, settings: Settings) -> list[str]:
     if _asks_for_trust(fields) and not settings.gpu_trust_remote_code:
         said.append(f"{TRUST} is kept, and not passed on where GPU_TRUST_REMOTE_CODE is off, as it is here")
     if cannot_load(spec):
-        said.append(f"planned, and not loaded here: this version has no backend {spec.backend}")
+        known = spec.backend in backend_names()
+        said.append("planned, and not loaded here: "
+                    + (cannot_load(spec) if known else f"this version has no backend {spec.backend}"))
         if spec.size is None and not os.path.exists(spec.source):
             said.append("no size is declared and its files are not here; write  memory: 10GiB")
     elif spec.source and not os.path.exists(spec.source) and not looks_like_hub_id(spec.source):

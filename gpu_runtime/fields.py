@@ -132,8 +132,8 @@ class Fields(BaseModel):
     description: str | None = Field(None, description="A sentence for people.")
     path: Text | None = Field(None, description="A file or directory, relative to the file that says so.")
     source: Text | None = Field(None, description="The same, or a hub id.")
-    runtime: Backend | None = Field(None, description="The backend: transformers, fake; ollama, vllm, … are kept, and "
-                                                      "refuse to load until they are part of this package.")
+    runtime: Backend | None = Field(None, description="The backend: transformers, llama_cpp, llama-server, vllm, ollama, "
+                                                      "diffusers, fake; others are kept, and refuse to load.")
     backend: Backend | None = Field(None, description="The same.")
     type: ModelType | None = Field(None, description="chat or llm, embedding, reranker, vision, diffusion or image, other.")
     model_type: ModelType | None = Field(None, description="The same.")

@@ -420,6 +420,8 @@ class Keeper:
         """Where it may go, and how it may be divided: by the settings, and by the model's own word where it has one."""
         splits = resident.backend.can_split and len(resident.pieces()) != 1
         layout = resident.spec.layout if splits else "single"
+        if layout == "auto":
+            layout = getattr(resident.backend, "layout", layout)  # as an engine needs it
         rules = replace(self.settings.placement(), devices=self.places(resident), layout=layout)
         return replace(rules, **resident.spec.placement)
 

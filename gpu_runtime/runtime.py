@@ -267,7 +267,7 @@ class Runtime:
     def _backend(self, name: str) -> Backend:
         backend = self._backends.get(name)
         if backend is None:
-            made = open_backend(name, self.probe) if name in backend_names() else AbsentBackend(name)
+            made = open_backend(name, self.probe, self.settings) if name in backend_names() else AbsentBackend(name)
             backend = self._backends.setdefault(name, made)
         return backend
 

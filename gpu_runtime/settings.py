@@ -118,6 +118,11 @@ class Settings(BaseSettings):
     gpu_console_read_only: bool = Field(
         False, description="The console has no buttons, whoever looks at it.")
 
+    gpu_engine_ports: str = Field(
+        "8300-8399", description="The ports of engines that are servers of their own, at 127.0.0.1.")
+    gpu_engine_start_seconds: Annotated[Seconds, Field(gt=0)] = Field(
+        600.0, description="How long such a server may take to start and load its model.")
+
     gpu_trust_remote_code: bool = Field(
         False, description="Let models run code from their own directory when they load.")
 
@@ -267,6 +272,7 @@ _WORDS = {
     "gpu_fraction_factor": "a number above 0, such as 3",
     "gpu_relief": "auto, always or never",
     "inference_memory_limit_gb": "a number of GiB above 0, such as 16",
+    "gpu_engine_start_seconds": "seconds above 0, such as 600 or '10m'",
     "inference_gpu_index": "the index of a GPU, such as 0",
     "inference_gpu_layers": "-1 (all), 0 (CPU only) or a number of layers",
     "pressure_check_interval_seconds": "seconds above 0, such as 15 or '1m'",

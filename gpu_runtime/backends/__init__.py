@@ -6,15 +6,20 @@ the ledger before a backend is called. Adding a backend is one file beside this 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import BadSetting, NotAModel, OutOfMemory
 from ..facts import Evidence, ModelSpec, Shares
 from ..probe import Probe
+from .engines import RECIPES, recipe
+
+if TYPE_CHECKING:
+    from ..settings import Settings
 
 Progress = Callable[[int, int], None]  # bytes so far, bytes in all
 
@@ -86,9 +91,10 @@ _MODULES = {  # name -> module and class; imported when first opened
     "llama_cpp": ("llama_cpp", "LlamaCppBackend"),
     "torch": ("torch", "TorchBackend"),
     "transformers": ("transformers", "TransformersBackend"),
+    **dict.fromkeys(RECIPES, ("server", "ServerBackend")),
 }
 
-LAYERED = ("llama_cpp",)  # those that put some layers on the card, and leave others to the CPU
+LAYERED = ("llama_cpp", "llama-server")  # those that put some layers on the card, and leave others to the CPU
 
 
 def backend_names() -> tuple[str, ...]:
@@ -96,12 +102,25 @@ def backend_names() -> tuple[str, ...]:
     return tuple(sorted(_MODULES))
 
 
-def open_backend(name: str, probe: Probe) -> Backend:
-    """The backend of that name, over these devices. Raises BadSetting for an unknown one."""
+def open_backend(name: str, probe: Probe, settings: Settings | None = None) -> Backend:
+    """The backend of that name, over these devices. Raises BadSetting for an unknown one.
+
+    `settings` are for those that start servers: their ports, and how long a start may take.
+    """
     if name not in _MODULES:
         raise BadSetting("backend", name, "one of " + ", ".join(sorted(_MODULES)))
     module, kind = _MODULES[name]
-    return getattr(importlib.import_module(f"{__name__}.{module}"), kind)(probe)
+    backend = getattr(importlib.import_module(f"{__name__}.{module}"), kind)
+    return backend(probe, name, settings) if name in RECIPES else backend(probe)
+
+
+def missing(name: str) -> str:
+    """What has to be installed before that backend can load anything, in a sentence; empty where nothing has."""
+    if name in RECIPES:
+        return recipe(name).missing()
+    if name == "llama_cpp" and importlib.util.find_spec("llama_cpp") is None:
+        return "llama-cpp-python is not installed.\n  Install it:  pip install 'gpu-console[llama]'"
+    return ""
 
 
 def backend_for(source: Any, requested: str = "auto") -> str:

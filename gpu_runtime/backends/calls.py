@@ -21,7 +21,8 @@ from .faults import MOST_DECODE_FAILURES, Fault, Kind, decode_failures, recognis
 from .processes import Child, in_words
 
 _REFUSED = ("ValueError", "TypeError", "KeyError", "IndexError", "AttributeError", "NotImplementedError",
-            "AssertionError", "RecursionError", "UnicodeDecodeError", "TemplateError", "UndefinedError", "TemplateSyntaxError")
+            "AssertionError", "RecursionError", "UnicodeDecodeError", "TemplateError", "UndefinedError",
+            "TemplateSyntaxError")
 STOP_SECONDS = 10.0  # for a thread to notice that it is to end
 Lost = Callable[[str, str], None]  # kind and because
 
@@ -162,7 +163,8 @@ class Engine:
         if kind == "NoOffload":
             return LoadFailed(
                 f"{self.name} is to run on a GPU, and this build of llama-cpp-python has no GPU support: it would run "
-                f"on the CPU.\n  Build it with:  CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall --no-cache-dir "
+                f"on the CPU.\n"
+                f"  Build it with:  CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall --no-cache-dir "
                 f"llama-cpp-python\n  Or say that the CPU is meant:  gpu_layers=0", name=self.name, source="", why=text)
         if kind in ("ModuleNotFoundError", "ImportError"):
             return LoadFailed(f"{self.name} needs llama-cpp-python, which is not installed here ({text}).\n"
@@ -294,9 +296,9 @@ class Engine:
             self._failures = 0
             return message["end"]
         kind, text = message["error"]["type"], message["error"]["text"]
-        fault = recognise(text)
+        fault = None if kind in _REFUSED else recognise(text)  # its words may be the caller's own
         self._failures = decode_failures(self._failures, fault)
-        if fault is None and kind in _REFUSED:
+        if kind in _REFUSED:
             raise BadCall(f"{self.name} refused {method}: {text}.", name=self.name, method=method, why=text)
         if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
             raise out_of_memory(f"{self.name}: {fault.line}", device="", asked_bytes=0, holders=(), report="")

@@ -62,6 +62,11 @@ class LlamaModel:
             return lambda *args, **kwargs: self._call(name, args, kwargs)
         raise AttributeError(f"{self.name} has no {name!r}; a llama.cpp model has {', '.join(METHODS)}")
 
+    @property
+    def pid(self) -> int | None:
+        """The worker that it runs in; None in process, and while it is not loaded."""
+        return self._engine.pid if self._engine else None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call("__call__", args, kwargs)
 
@@ -115,8 +120,8 @@ class Loaded:
 
 
 class LlamaCppBackend:
-    """GGUF files. Options: context_length, sequences, cache_dtype, gpu_layers, main_gpu, split_mode, isolated, and those
-    of PASSED_ON."""
+    """GGUF files. Options: context_length, sequences, cache_dtype, gpu_layers, main_gpu, split_mode, isolated, and
+    those of PASSED_ON."""
 
     name = "llama_cpp"
     can_move = False
@@ -128,16 +133,7 @@ class LlamaCppBackend:
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """The weights that go to the card, from the header; cache and work space are taken when it loads, and so are
         reckoned whether or not a context was asked for."""
-        check(spec)
-        if os.path.exists(os.path.expanduser(spec.source)):
-            self._file(spec)  # or it is no GGUF, which is said now
-        found = AbsentBackend(self.name).evidence(spec)
-        part = offloaded(spec, found.config)
-        weights = None if found.weight_bytes is None else round(found.weight_bytes * part)
-        takes = {"context_at_load": context_tokens(spec, found.config), "written_scores": not flash_attention(spec)}
-        if "num_hidden_layers" not in found.config:  # then nothing tells what that context takes
-            takes = {}
-        return replace(found, weight_bytes=weights, at_load=True, config={**found.config, **takes})
+        return gguf_evidence(spec)
 
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
         return ()
@@ -145,7 +141,7 @@ class LlamaCppBackend:
     def load(self, spec: ModelSpec, shares: Shares, origin: Any = None, *,
              progress: Progress | None = None, into: Any = None) -> Loaded:
         found = self.evidence(spec)
-        order = arguments(spec, shares, str(self._file(spec)), found.config, self._cards(shares))
+        order = arguments(spec, shares, str(gguf_file(spec)), found.config, self._cards(shares))
         isolated = spec.options.get("isolated", True)
         total = sum(share.bytes for share in shares)
         if progress:
@@ -193,17 +189,6 @@ class LlamaCppBackend:
     def unchanged(self, model: Loaded) -> bool:
         return True
 
-    def _file(self, spec: ModelSpec) -> Path:
-        path = sources.directory(spec.source, spec.name, spec.options.get("revision"))
-        if path.is_dir():
-            found = sorted(path.glob("*.gguf"))
-            if not found:
-                raise NotAModel(f"{spec.name}: {path} holds no GGUF file.", name=spec.name, source=spec.source)
-            path = sources.only(found, spec.name)
-        if path.exists() and path.suffix != ".gguf":
-            raise NotAModel(f"{spec.name}: {path} is no GGUF file.", name=spec.name, source=spec.source)
-        return gguf.files(path, spec.name)[0]
-
     def _cards(self, shares: Shares) -> tuple[int, ...] | None:
         """What this process calls the cards, for a model that runs in it; None on simulated ones."""
         names = [self.probe.place(share.device).torch for share in shares]
@@ -223,6 +208,33 @@ class LlamaCppBackend:
     def _charged(self, pid: int | None, shares: Shares) -> dict[str, int]:
         """What the driver says that the worker holds, its CUDA context too; nothing where it does not tell."""
         return {} if pid is None else self.probe.charged(pid, tuple(share.device for share in shares))
+
+
+def gguf_file(spec: ModelSpec) -> Path:
+    """The file that llama.cpp is to open: the first part of a split one. Raises NotAModel, LoadFailed."""
+    path = sources.directory(spec.source, spec.name, spec.options.get("revision"))
+    if path.is_dir():
+        found = sorted(path.glob("*.gguf"))
+        if not found:
+            raise NotAModel(f"{spec.name}: {path} holds no GGUF file.", name=spec.name, source=spec.source)
+        path = sources.only(found, spec.name)
+    if path.exists() and path.suffix != ".gguf":
+        raise NotAModel(f"{spec.name}: {path} is no GGUF file.", name=spec.name, source=spec.source)
+    return gguf.files(path, spec.name)[0]
+
+
+def gguf_evidence(spec: ModelSpec) -> Evidence:
+    """What a GGUF file tells of what llama.cpp will take of the card. Raises BadSetting, NotAModel, LoadFailed."""
+    check(spec)
+    if os.path.exists(os.path.expanduser(spec.source)):
+        gguf_file(spec)  # or it is no GGUF, which is said now
+    found = AbsentBackend(spec.backend).evidence(spec)
+    part = offloaded(spec, found.config)
+    weights = None if found.weight_bytes is None else round(found.weight_bytes * part)
+    takes = {"context_at_load": context_tokens(spec, found.config), "written_scores": not flash_attention(spec)}
+    if "num_hidden_layers" not in found.config:  # then nothing tells what that context takes
+        takes = {}
+    return replace(found, weight_bytes=weights, at_load=True, config={**found.config, **takes})
 
 
 # -- decisions: values in, values out ---------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from typing import Any
 METHODS = (  # of Llama, that can be called from outside
     "create_chat_completion", "create_completion", "__call__", "create_embedding", "embed", "tokenize", "detokenize",
     "n_ctx", "n_vocab", "n_embd", "token_bos", "token_eos", "token_nl", "metadata", "chat_format", "reset", "set_seed",
+    "drill",
 )
 LONGEST_LINE = 256 << 20
 _BUFFER = re.compile(r"([A-Za-z]+\d*)(?:_\w+)?\s+(model|KV|RS|output|compute) buffer size\s*=\s*([\d.]+) MiB")
@@ -89,6 +90,10 @@ def _load(order: dict[str, Any], desk: Desk, progress: Callable[[float], None], 
             if self.job in desk.cancelled or desk.closed:
                 raise Cancelled
             super().eval(tokens)
+
+        def drill(self, words: str) -> None:
+            """Fails with these words, as a driver would: for runbooks and tests."""
+            raise RuntimeError(words)
 
     @lib.llama_log_callback
     def log(level: int, text: bytes, _: Any) -> None:

@@ -158,4 +158,9 @@ def script(module: str) -> list[str]:
 
     `-P`, since its directory has files that are called as the libraries are: torch, transformers, llama_cpp.
     """
-    return [sys.executable, "-P", str(Path(__file__).with_name(f"{module}.py"))]
+    return python_file(Path(__file__).with_name(f"{module}.py"))
+
+
+def python_file(file: Path) -> list[str]:
+    """The same for any file."""
+    return [sys.executable, "-P", str(file)]

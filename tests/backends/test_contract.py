@@ -1,7 +1,9 @@
 """What every backend promises, whatever kind of model it handles."""
 from __future__ import annotations
 
+import json
 import sys
+import urllib.request
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ from torch import nn
 
 from gpu_runtime.backends import Backend, is_out_of_memory, open_backend
 from gpu_runtime.backends.calls import Engine
+from gpu_runtime.backends.servers import Server
 from gpu_runtime.errors import CannotGovern
 from gpu_runtime.facts import Measurement, ModelSpec, Share, Shares
 from gpu_runtime.probe import Probe
@@ -51,7 +54,7 @@ def network() -> nn.Module:
 MOVERS = ["fake", "torch", "transformers"]
 
 
-@pytest.fixture(params=[*MOVERS, "llama_cpp", "llama_cpp in process"])
+@pytest.fixture(params=[*MOVERS, "llama_cpp", "llama_cpp in process", "llama-server"])
 def case(request, probe, llama, tiny_gguf) -> Case:
     """Every backend."""
     return _case(request, request.param, probe, llama, tiny_gguf)
@@ -91,6 +94,12 @@ def _case(request, kind, probe, llama, tiny_gguf) -> Case:
         monkeypatch.setattr(Engine, "load", lambda *a: (ask(*a), step())[0])
         spec = ModelSpec("tiny", "llama_cpp", source=str(tiny_gguf), options={"isolated": not how})
         return Case(backend, probe, spec, None, trip, _greedy, rough=0.12)
+    if name == "llama-server":
+        pytest.importorskip("sse_starlette", reason="llama-cpp-python[server] is not installed")
+        monkeypatch, start = request.getfixturevalue("monkeypatch"), Server.start
+        monkeypatch.setattr(Server, "start", lambda self: (start(self), step())[0])
+        spec = ModelSpec("tiny", "llama-server", source=str(tiny_gguf))
+        return Case(backend, probe, spec, None, trip, _over_http)
     copy = torch._foreach_copy_
     monkeypatch = request.getfixturevalue("monkeypatch")
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *a, **k: (copy(*a, **k), step())[0])
@@ -101,6 +110,13 @@ def _case(request, kind, probe, llama, tiny_gguf) -> Case:
 
 def _greedy(model: Any) -> str:
     return model.create_completion("the quick brown", max_tokens=8, temperature=0)["choices"][0]["text"]
+
+
+def _over_http(served: Any) -> str:
+    body = json.dumps({"model": served.model, "prompt": "the quick brown", "max_tokens": 8, "temperature": 0}).encode()
+    headers = {"Content-Type": "application/json", **served.headers}
+    request = urllib.request.Request(f"{served.base_url}/completions", body, headers)
+    return json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["text"]
 
 
 def answer(case: Case, model: Any) -> Any:

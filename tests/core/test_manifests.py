@@ -291,10 +291,10 @@ def test_an_argument_takes_effect_and_wins_over_the_field_beside_it(words, what,
 
 
 def test_arguments_that_no_backend_here_reads_are_kept_and_said():
-    (entry,) = entries("models: {m: {runtime: vllm, memory: 1, "
+    (entry,) = entries("models: {m: {runtime: tgi, memory: 1, "
                        "runtime_args: [--seed, '1', --gpu-memory-utilization, '0.9'], colour: red}}").values()
     said = " | ".join(notes(entry, Settings.load()))
     assert "unknown here, and kept: colour" in said and "engine's command line: --seed" in said
     assert "decided by the placement, and kept: --gpu-memory-utilization" in said
-    assert "this version has no backend vllm" in said
+    assert "this version has no backend tgi" in said
     assert spec_of(entry, Settings.load()).options["runtime_args"] == ["--seed", "1", "--gpu-memory-utilization", "0.9"]

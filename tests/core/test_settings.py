@@ -39,6 +39,8 @@ DEFAULTS = {
     "GPU_CONSOLE_OPERATORS": "unset",
     "GPU_CONSOLE_VIEWERS": "unset",
     "GPU_CONSOLE_READ_ONLY": "false",
+    "GPU_ENGINE_PORTS": "8300-8399",
+    "GPU_ENGINE_START_SECONDS": "600",
     "GPU_TRUST_REMOTE_CODE": "false",
 }
 

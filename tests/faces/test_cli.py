@@ -25,7 +25,7 @@ def gpu(rt, monkeypatch, capsys, tmp_path):
         rt.register(name, backend="fake", size=size)
         rt.preload(name)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "models.yaml").write_text("models: {phi:4b: {runtime: ollama, memory: 4GiB, colour: red}}")
+    (tmp_path / "models.yaml").write_text("models: {phi:4b: {runtime: tgi, memory: 4GiB, colour: red}}")
     (tmp_path / "bad.yaml").write_text("models:\n  phi:4b:\n    memroy: 4GiB\n")
     rt.apply("models.yaml")
 
@@ -47,9 +47,9 @@ SAYS = {
     ("unpin", "qwen"): "may leave", ("move", "qwen", "sim:0"): "move qwen: qwen is on sim:0 already", ("drain", "sim:0"): "sim:0 is drained", ("defrag",): "defrag:", ("doctor",): "last refusals", ("config",): "GPU_LEDGER",
     ("config", "--preset", "4GB"): "export GPU_MEMORY_MAX_PERCENT=0.80",
     ("apply", "-f", "models.yaml"): "apply models.yaml: 1 unchanged (phi:4b)\n  phi:4b: unknown here, and kept: colour",
-    ("catalog",): "no backend ollama here", ("inspect", "phi:4b"): "metadata:\n  name: phi:4b\n",
+    ("catalog",): "no backend tgi here", ("inspect", "phi:4b"): "metadata:\n  name: phi:4b\n",
     ("inspect", "phi:4b", "--format", "json"): '"name": "phi:4b"', ("inspect", "phi:4b", "--json"): '"memory": "4GiB"',
-    ("plan", "phi:4b"): "It would not be loaded: its backend ollama is not part of this version",
+    ("plan", "phi:4b"): "It would not be loaded: its backend tgi is not part of this version",
     ("delete", "phi:4b"): "phi:4b is no longer in the catalogue",
     ("help",): "gpu evict NAME", ("help", "evict"): "a model; another process's as NAME@PID", ("-h",): "gpu [status]",
     ("console", "-h"): "gpu console [--host HOST] [--port N] [--socket PATH] [--read-only] [--no-browser]",
@@ -113,7 +113,7 @@ def test_json_parses(gpu, words):
                                      "memory?"),
     (("apply", "-f", "none.yaml"), 1, "none.yaml: it cannot be read (No such file or directory)."),
     (("inspect", "nobody"), 1, "no model is called 'nobody'. Known: phi:4b. Add it to the catalogue: gpu apply -f FILE"),
-    (("preload", "phi:4b"), 1, "its backend ollama is not part of this version"),
+    (("preload", "phi:4b"), 1, "its backend tgi is not part of this version"),
     (("console", "--port", "70000"), 2, "'70000' is not a port"),
     (("console", "--socket", "/tmp/console"), 1, "needs a directory that is yours alone (mode 0700), and /tmp is not"),
     (("console", "--host", "203.0.113.1"), 1, "nothing can listen on 203.0.113.1"),

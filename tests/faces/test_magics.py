@@ -25,7 +25,7 @@ def models(rt, monkeypatch, tmp_path):
         rt.register(name, backend="fake", size=size)
         rt.preload(name)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "models.yaml").write_text("models: {phi:4b: {backend: fake, memory: 4GiB}, org/far: {runtime: ollama}}")
+    (tmp_path / "models.yaml").write_text("models: {phi:4b: {backend: fake, memory: 4GiB}, org/far: {runtime: tgi}}")
     rt.apply("models.yaml")
     return rt
 

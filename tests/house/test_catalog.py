@@ -90,8 +90,8 @@ def test_a_bad_document_changes_nothing_at_all(catalog, file):
 
 
 def test_what_is_to_be_said_of_several_models_is_said_once(catalog, file):
-    done = catalog.apply(file("models: {a: {runtime: vllm, memory: 1}, b: {runtime: vllm, memory: 1, colour: red}}"))
-    assert done.notes == ("a, b: planned, and not loaded here: this version has no backend vllm",
+    done = catalog.apply(file("models: {a: {runtime: tgi, memory: 1}, b: {runtime: tgi, memory: 1, colour: red}}"))
+    assert done.notes == ("a, b: planned, and not loaded here: this version has no backend tgi",
                           "b: unknown here, and kept: colour")
 
 
@@ -401,7 +401,17 @@ def test_a_disabled_model_says_so_and_nobody_leaves_for_it(shelf):
     assert where(rt)["qwen3:8b"] == "sim:0"
 
 
-@pytest.mark.parametrize("backend", ["ollama", "vllm", "llama-server", "diffusers", "tgi"])
+def test_a_model_whose_engine_is_not_installed_refuses_before_anybody_leaves_for_it(shelf, monkeypatch):
+    """What to install is said; the card is left to whoever can use it."""
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    rt = shelf(DRILLS + "  far: {runtime: ollama, memory: 20GiB}\n")
+    rt.preload("qwen3:8b")
+    with pytest.raises(LoadFailed, match="there is no command ollama here.\n  Install it"), rt.use("far"):
+        pass
+    assert where(rt)["qwen3:8b"] == "sim:0" and rt.catalog().set_index("name")["state"]["far"] == "ollama is not installed"
+
+
+@pytest.mark.parametrize("backend", ["tgi", "sglang"])
 def test_a_model_whose_backend_is_not_here_is_planned_and_refuses_to_load(shelf, backend):
     """By its declared size; and nobody leaves for it."""
     rt = shelf(DRILLS + f"  far: {{runtime: {backend}, memory: 20GiB}}\n")

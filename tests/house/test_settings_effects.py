@@ -66,6 +66,13 @@ def test_the_catalogue_and_what_its_models_leave_unsaid(runtime, tmp_path):
     assert rt.catalog_names() == ("a",) and runtime(catalog=str(tmp_path / "none")).catalog_names() == ()
 
 
+@proves("gpu_engine_ports")
+@proves("gpu_engine_start_seconds")
+def test_where_servers_listen_and_how_long_they_may_take(runtime):
+    backend = runtime(gpu_engine_ports="9000-9001", gpu_engine_start_seconds="2m")._backend("vllm")
+    assert (backend._among, backend._seconds) == (range(9000, 9002), 120.0)
+
+
 @proves("gpu_devices")
 def test_the_devices(runtime):
     views = runtime(devices="sim:3x8GiB,host:16GiB").status().devices

@@ -1,0 +1,336 @@
+"""Engines that are servers: real processes, started, watched, started again and ended. Two are stood in for.
+
+vLLM and Ollama are not installed where the tests run: `tests/engine_stand_in.py` takes their command lines, rejects
+flags that their recorded help does not have, and speaks their protocol. What a real one does beyond that is not tested.
+"""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from gpu_runtime.backends import is_out_of_memory, open_backend
+from gpu_runtime.backends.engines import Order, recipe
+from gpu_runtime.backends.ports import claim, ports
+from gpu_runtime.backends.servers import MOST_RESTARTS, NEXT, Server, State
+from gpu_runtime.errors import BadSetting, EngineDied, LoadFailed, NotResident
+from gpu_runtime.facts import ModelSpec, Share
+from gpu_runtime.probe import open_probe
+from gpu_runtime.units import GIB
+
+STAND_IN = Path(__file__).parents[1] / "engine_stand_in.py"
+SHARES = (Share("sim:0", 4 * GIB),)
+PORTS = range(18700, 18720)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process computes still; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def soon(true, seconds: float = 15.0) -> bool:
+    """Whether that comes true in time."""
+    until = time.monotonic() + seconds
+    waiting = threading.Event()
+    while time.monotonic() < until:
+        if true():
+            return True
+        waiting.wait(0.02)
+    return bool(true())
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """Stand-ins for the engines on the PATH; a call gives what each start was told."""
+    for engine in ("vllm", "ollama", "llama-server"):
+        file = tmp_path / "bin" / engine
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{STAND_IN}" {engine} "$@"\n')
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("STAND_IN_RECORD", str(tmp_path / "record"))
+    return lambda: [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
+
+
+@pytest.fixture
+def server(record):
+    """Makes servers, and ends them."""
+    made: list[Server] = []
+
+    def make(engine: str = "vllm", source: str = "org/name", among: range = PORTS, simulated: bool = True,
+             seconds: float = 30.0, **options) -> Server:
+        spec = ModelSpec("qwen", engine, source=source, options=options)
+        made.append(Server(
+            spec, recipe(engine),
+            lambda port, key: Order(spec, SHARES, {"sim:0": 8 * GIB}, source, port, simulated, key),
+            dict(os.environ), among=among, seconds=seconds))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+def get(server: Server, path: str, headers: dict[str, str] | None = None) -> int:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.order.port}{path}", headers=headers or {})
+    try:
+        return urllib.request.urlopen(request, timeout=5).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.parametrize("engine", ["vllm", "ollama", "llama-server"])
+def test_from_idle_to_ready_and_back_and_no_other_state(server, record, engine, tiny_gguf):
+    one = server(engine, source=str(tiny_gguf))
+    one.start()
+    assert one.healthy() and one.state is State.READY
+    pids = one.pids
+    assert len(pids) == 2 and all(map(alive, pids))
+    one.end()
+    assert one.past == [State.IDLE, State.LOADING, State.READY, State.STOPPING, State.IDLE]
+    assert not any(map(alive, pids)) and len(record()) == 1
+
+
+def test_the_states_are_those_and_lead_nowhere_else():
+    """What does not get ready stops as well; nothing else may follow."""
+    assert NEXT == {State.IDLE: {State.LOADING}, State.LOADING: {State.READY, State.STOPPING},
+                    State.READY: {State.STOPPING}, State.STOPPING: {State.IDLE}}
+
+
+def test_only_whoever_shows_the_key_is_let_in(server):
+    """The port is open to everybody on the machine."""
+    one = server()
+    one.start()
+    assert get(one, "/v1/models") == 401 and get(one, "/v1/models", one.headers) == 200
+
+
+def test_an_end_takes_along_what_the_server_started(server, tmp_path, monkeypatch):
+    """Also what went into a session of its own, out of reach of a signal to the group."""
+    monkeypatch.setenv("STAND_IN_CHILD", str(tmp_path / "child"))
+    one = server()
+    one.start()
+    child = int((tmp_path / "child").read_text())
+    assert alive(child) and child in one.pids
+    one.end()
+    assert not alive(child)
+
+
+def test_killed_it_is_started_again_on_the_same_cards_and_as_often_as_three_times(server, record):
+    one = server()
+    lost = []
+    one.watch(lambda kind, because: lost.append((kind, because)))
+    one.start()
+    for restart in range(1, MOST_RESTARTS + 1):
+        os.kill(one.pids[1], signal.SIGKILL)
+        assert soon(lambda restart=restart: one.restarts == restart and one.state is State.READY)
+        assert one.healthy()
+    same = {json.dumps(start["words"]) for start in record()}
+    assert len(record()) == 1 + MOST_RESTARTS and len(same) == 1
+    assert lost == []
+    os.kill(one.pids[1], signal.SIGKILL)
+    assert soon(lambda: lost)
+    assert lost[0][0] == "crash" and "killed by SIGKILL" in lost[0][1] and one.state is State.IDLE
+    assert len(record()) == 1 + MOST_RESTARTS
+
+
+def test_a_guard_that_is_killed_takes_the_server_along(server):
+    """Else nobody would watch over it."""
+    one = server()
+    one.start()
+    guard, engine = one.pids
+    os.kill(guard, signal.SIGKILL)
+    assert soon(lambda: not alive(engine))
+
+
+def test_ollama_is_started_again_until_its_model_lies_on_the_card(server, record, monkeypatch):
+    """Helix: up to three times. Elsewhere a part in RAM would only be slow, and its lease larger than what it holds."""
+    monkeypatch.setenv("STAND_IN_SPREAD", "2")
+    one = server("ollama", source="qwen3:8b", simulated=False)
+    one.start()
+    assert one.state is State.READY and one.restarts == 2 and len(record()) == 3
+
+
+def test_ollama_that_never_gets_there_fails_with_the_figures(server, record, monkeypatch):
+    monkeypatch.setenv("STAND_IN_SPREAD", "9")
+    one = server("ollama", source="qwen3:8b", simulated=False)
+    with pytest.raises(LoadFailed, match=r"started 4 times, and each time only 2.0 GiB of its 4.0 GiB are on the GPU"):
+        one.start()
+    assert len(record()) == 1 + MOST_RESTARTS and one.state is State.IDLE and not one.pids
+
+
+def test_ollama_without_the_model_says_what_to_type(server):
+    with pytest.raises(LoadFailed, match="ollama pull absent"):
+        server("ollama", source="absent").start()
+
+
+def test_what_never_gets_ready_is_given_up_after_its_time(server, monkeypatch):
+    """By the clock that it was given: no second of the test's own passes."""
+    monkeypatch.setenv("STAND_IN_MUTE", "1")
+    one, now = server(seconds=600.0), [0.0]
+    one._clock = lambda: now[0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += 100.0 if one.pids else 0.0
+
+    one._sleep = sleep
+    with pytest.raises(LoadFailed, match=r"did not answer within 600 s"):
+        one.start()
+    assert now[0] == 600.0 and one.state is State.IDLE
+
+
+def test_an_end_while_it_loads_is_told_with_the_server_s_own_words(server, monkeypatch):
+    monkeypatch.setenv("STAND_IN_SAYS", "ValueError: The model's max seq len is larger than the KV cache")
+    with pytest.raises(LoadFailed, match="ended with code 1: ValueError: The model's max seq len") as error:
+        server().start()
+    assert Path(error.value.log).read_text().startswith("ValueError")
+
+
+def test_out_of_memory_while_it_loads_is_known_as_such(server, monkeypatch):
+    monkeypatch.setenv("STAND_IN_SAYS", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    with pytest.raises(Exception) as error:
+        server().start()
+    assert is_out_of_memory(error.value) and "2.00 GiB" in str(error.value)
+
+
+def test_a_flag_that_the_engine_does_not_know_ends_it(server):
+    """The stand-in is as strict as the engine."""
+    with pytest.raises(LoadFailed, match="unrecognized arguments: --max-modl-len"):
+        server(runtime_args=["--max-modl-len", "32k"]).start()
+
+
+def test_whoever_is_interrupted_leaves_nothing(server, monkeypatch):
+    monkeypatch.setenv("STAND_IN_MUTE", "1")
+    one = server()
+
+    def stop(_: float) -> None:
+        raise KeyboardInterrupt
+
+    one._sleep = stop
+    with pytest.raises(KeyboardInterrupt):
+        one.start()
+    assert one.state is State.IDLE and one.pids == ()
+    claim(PORTS, "next").close()
+
+
+# -- ports -------------------------------------------------------------------------------------------------------------
+
+def test_two_servers_never_get_one_port_and_an_ended_one_gives_it_back(server):
+    first, second = server(), server()
+    first.start()
+    second.start()
+    assert {first.order.port, second.order.port} == {PORTS[0], PORTS[1]}
+    first.end()
+    third = server()
+    third.start()
+    assert third.order.port == PORTS[0]
+
+
+def test_a_port_is_claimed_for_all_processes_at_once():
+    """By the kernel: no file stays behind, and no two see it free."""
+    held = claim(range(18730, 18732), "a")
+    trial = "from gpu_runtime.backends.ports import claim; print(claim(range(18730, 18732), 'b').number)"
+    other = subprocess.run([sys.executable, "-c", trial], capture_output=True, text=True, timeout=60, check=True)
+    assert (held.number, other.stdout.strip()) == (18730, "18731")
+    held.close()
+    again = claim(range(18730, 18732), "c")
+    assert again.number == 18730
+    again.close()
+
+
+def test_a_port_that_a_stranger_listens_on_is_passed_over():
+    with socket.create_server(("127.0.0.1", 18740)):
+        mine = claim(range(18740, 18742), "a")
+        assert mine.number == 18741
+        with pytest.raises(LoadFailed, match=r"all ports from 18740 to 18741 are taken.\n .*GPU_ENGINE_PORTS=18740-"):
+            claim(range(18740, 18742), "b")
+        mine.close()
+
+
+def test_a_port_that_a_stranger_takes_meanwhile_costs_another_try(server, monkeypatch):
+    """Nobody can claim against who does not ask: the engine finds out, and gets the next port."""
+    monkeypatch.setattr("gpu_runtime.backends.ports._listened_on", lambda number: False)
+    with socket.create_server(("127.0.0.1", PORTS[0])):
+        one = server()
+        one.start()
+        assert one.order.port == PORTS[1] and one.restarts == 0
+
+
+@pytest.mark.parametrize("text", ["", "80", "9000-8000", "8300-99999", "a-b"])
+def test_a_range_that_is_none_is_one_clear_error(text):
+    with pytest.raises(BadSetting, match="GPU_ENGINE_PORTS"):
+        ports(text)
+
+
+# -- the backend -------------------------------------------------------------------------------------------------------
+
+def test_what_use_yields_is_where_it_answers(record):
+    """And nothing, once it is dropped."""
+    backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
+    spec = ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB)
+    loaded = backend.load(spec, SHARES)
+    served = backend.value(loaded)
+    assert served.health() and served.model == "qwen" and served.base_url.endswith("/v1")
+    assert served.headers == {"Authorization": f"Bearer {served.api_key}"}
+    assert backend.measure(loaded) == SHARES and backend.probe.used()["sim:0"] == 4 * GIB
+    assert record()[0]["environment"]["CUDA_VISIBLE_DEVICES"] == ""
+    backend.drop(loaded)
+    assert not served.health() and backend.probe.used()["sim:0"] == 0
+    with pytest.raises(NotResident, match="qwen is not loaded"):
+        served.base_url  # noqa: B018 - to ask is to fail
+
+
+def test_a_lost_server_says_so_to_whoever_asks(record, monkeypatch):
+    monkeypatch.setattr("gpu_runtime.backends.servers.MOST_RESTARTS", 0)
+    backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
+    loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB), SHARES)
+    lost = threading.Event()
+    loaded.watch(lambda kind, because: lost.set())
+    os.kill(loaded.pids[1], signal.SIGKILL)
+    assert lost.wait(20)
+    with pytest.raises(EngineDied, match="killed by SIGKILL"):
+        backend.value(loaded).base_url  # noqa: B018
+    backend.drop(loaded)
+
+
+def test_an_engine_that_is_not_installed_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
+    with pytest.raises(LoadFailed, match="there is no command vllm here.\n  Install it:  pip install vllm"):
+        backend.load(ModelSpec("qwen", "vllm", source="org/name"), SHARES)
+
+
+def test_when_the_owner_is_killed_its_server_ends(record, tmp_path):
+    """With -9: nothing of the owner runs any more. The guard sees its line close."""
+    program = textwrap.dedent("""
+        import time
+        from gpu_runtime.backends import open_backend
+        from gpu_runtime.facts import ModelSpec, Share
+        from gpu_runtime.probe import open_probe
+        backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
+        loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name"), (Share("sim:0", 1000),))
+        print(*loaded.pids, flush=True)
+        time.sleep(600)
+    """)
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        pids = [int(word) for word in owner.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(alive, pids))
+    finally:
+        owner.kill()
+        owner.wait(20)
+    assert soon(lambda: not any(map(alive, pids)))

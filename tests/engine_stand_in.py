@@ -1,0 +1,111 @@
+"""Stands in for an engine that is not installed: takes the flags that its recorded help has, and speaks its protocol.
+
+    python engine_stand_in.py vllm serve MODEL --port 8300 …
+
+A flag that is not recorded ends it as argparse would. It writes what it was started with to STAND_IN_RECORD, one JSON
+line a start. Further: STAND_IN_SAYS, words to end with at once; STAND_IN_MUTE, never ready; STAND_IN_SPREAD=N, Ollama's
+model is half in RAM at the first N starts; STAND_IN_CHILD, a file for the number of a grandchild in a session of its
+own.
+"""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+RECORDED = Path(__file__).with_name("backends") / "recorded" / "engines"
+GIB = 2**30
+
+
+def rejected(engine: str, words: list[str]) -> list[str]:
+    """The flags that this engine's help does not have."""
+    known = set((RECORDED / f"{engine}.txt").read_text().splitlines()[1:])
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    return [flag for flag in flags if flag not in known]
+
+
+def option(words: list[str], *names: str) -> str:
+    return next((words[i + 1] for i, word in enumerate(words) if word in names), "")
+
+
+class Handler(BaseHTTPRequestHandler):
+    engine, name, key, starts = "", "", "", 1
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _say(self, status: int, body: object) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def do_GET(self) -> None:
+        if os.environ.get("STAND_IN_MUTE"):
+            return self._say(503, {"error": "loading"})
+        if self.path in ("/health", "/api/version"):
+            return self._say(200, {"status": "ok"})
+        if self.path == "/api/ps":
+            on_card = 2 * GIB if self.starts <= int(os.environ.get("STAND_IN_SPREAD", "0")) else 4 * GIB
+            return self._say(200, {"models": [{"name": self.name, "size": 4 * GIB, "size_vram": on_card}]})
+        if not self._let_in():
+            return None
+        return self._say(200, {"object": "list", "data": [{"id": self.name, "object": "model"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", "0"))) or b"{}")
+        if self.path == "/api/generate":
+            type(self).name = body["model"]
+            if body["model"] == "absent":
+                return self._say(404, {"error": "model 'absent' not found"})
+            return self._say(200, {"model": body["model"], "response": "", "done": True})
+        if not self._let_in():
+            return None
+        if body.get("model") != self.name:
+            return self._say(404, {"error": f"there is no {body.get('model')}"})
+        said = " ".join(str(message.get("content")) for message in body.get("messages", ()))
+        return self._say(200, {"object": "chat.completion", "model": self.name, "choices": [
+            {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said[::-1]}}]})
+
+    def _let_in(self) -> bool:
+        if self.key and self.headers.get("Authorization") != f"Bearer {self.key}":
+            self._say(401, {"error": "the key is missing or wrong"})
+            return False
+        return True
+
+
+def main(engine: str, words: list[str]) -> None:
+    if unknown := rejected(engine, words):
+        sys.exit(f"{engine}: error: unrecognized arguments: {' '.join(unknown)}")
+    record = Path(os.environ["STAND_IN_RECORD"])
+    seen = {name: value for name, value in os.environ.items()
+            if name.startswith(("OLLAMA_", "CUDA_VISIBLE", "HIP_VISIBLE")) or name.endswith("API_KEY")}
+    with record.open("a") as file:
+        file.write(json.dumps({"words": words, "environment": seen, "pid": os.getpid()}) + "\n")
+    if says := os.environ.get("STAND_IN_SAYS"):
+        sys.exit(says)
+    if child := os.environ.get("STAND_IN_CHILD"):
+        started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        Path(child).write_text(str(started.pid))
+    Handler.engine, Handler.starts = engine, len(record.read_text().splitlines())
+    Handler.name = option(words, "--served-model-name", "--alias")
+    Handler.key = os.environ.get("VLLM_API_KEY") or os.environ.get("LLAMA_API_KEY") or ""
+    host, _, port = os.environ.get("OLLAMA_HOST", "").partition(":")
+    address = (host, int(port)) if port and engine == "ollama" else ("127.0.0.1", int(option(words, "--port")))
+    try:
+        server = ThreadingHTTPServer(address, Handler)
+    except OSError as error:
+        sys.exit(f"error while attempting to bind on address {address}: {error.strerror.lower()}")
+    server.serve_forever()
+    time.sleep(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
