@@ -19,7 +19,9 @@ from gpu_runtime.facts import (
     Snapshot,
     Stranger,
     Ticket,
+    Unanswered,
 )
+from gpu_runtime.silence import unanswered
 from gpu_runtime.units import show_bytes, show_seconds
 
 from . import palette
@@ -27,6 +29,7 @@ from .sheet import Button, Cell, Column, Row
 
 UNKNOWN = Cell("unknown", None, kind="soft")
 NOTHING = Cell("–", None, kind="soft")
+NO_ANSWER = "Its process is stopped, or its interpreter is held; it does what was asked when it runs again"
 ASLEEP_SECONDS = 2.0  # a request not refreshed for so long is passed over
 
 MODELS = (
@@ -118,11 +121,12 @@ def _kind(lease: Lease) -> str:
 
 def leases(snapshot: Snapshot, looks: Mapping[str, palette.Look] | None = None) -> tuple[Row, ...]:
     """Who holds what: every share of every lease, what processes hold beside them, and who leased nothing."""
-    rows = []
+    rows, silent = [], {one.owner.id: one.since for one in reversed(unanswered(snapshot))}
     for section in sorted(snapshot.sections.values(), key=_by_size):
+        says = kernel(section, snapshot.now, silent.get(section.owner.id))
         for lease in sorted(section.leases, key=lambda lease: (-lease.bytes, lease.name)):
-            rows += _shares(lease, section, snapshot, looks or {})
-        rows += [_row(section, snapshot, f"{section.owner.id}//{device}", Cell(RESIDUE, kind="soft"), device, None,
+            rows += _shares(lease, section, says, snapshot, looks or {})
+        rows += [_row(section, says, snapshot, f"{section.owner.id}//{device}", Cell(RESIDUE, kind="soft"), device, None,
                       size) for device, size in section.residue.items() if size]
     return (*rows, *(_stranger(one) for one in snapshot.strangers), *_unknown_strangers(snapshot))
 
@@ -131,24 +135,25 @@ def _by_size(section: Section) -> tuple[int, str]:
     return -sum(lease.bytes for lease in section.leases), section.owner.id
 
 
-def _shares(lease: Lease, section: Section, snapshot: Snapshot, looks: Mapping[str, palette.Look]) -> Iterator[Row]:
+def _shares(lease: Lease, section: Section, says: Cell, snapshot: Snapshot,
+            looks: Mapping[str, palette.Look]) -> Iterator[Row]:
     name = _named(lease, "memory for running code" if lease.kind == "block" else _kind(lease), looks)
     own = {share.device: share.bytes for share in lease.filled}
     for share in lease.shares:
         measured = lease.measured_bytes if lease.kind == "block" else own.get(share.device, share.bytes)
-        yield _row(section, snapshot, f"{lease.id}/{share.device}", name, share.device, share.bytes, measured,
+        yield _row(section, says, snapshot, f"{lease.id}/{share.device}", name, share.device, share.bytes, measured,
                    state(lease, snapshot.now))
     for share in lease.target:
-        yield _row(section, snapshot, f"{lease.id}/{share.device}/to", name, share.device, share.bytes, None,
+        yield _row(section, says, snapshot, f"{lease.id}/{share.device}/to", name, share.device, share.bytes, None,
                    Cell("arriving"))
 
 
-def _row(section: Section, snapshot: Snapshot, id: str, holds: Cell, device: str, leased: int | None,
+def _row(section: Section, says: Cell, snapshot: Snapshot, id: str, holds: Cell, device: str, leased: int | None,
          measured: int | None, used: Cell = NOTHING) -> Row:
     owner = section.owner
     return Row(id, (
         notebook(owner, snapshot), Cell(clean(owner.user)), Cell(str(owner.pid), owner.pid),
-        kernel(section, snapshot.now), holds, Cell(device), _bytes(leased, NOTHING), _bytes(measured, UNKNOWN), used))
+        says, holds, Cell(device), _bytes(leased, NOTHING), _bytes(measured, UNKNOWN), used))
 
 
 def _stranger(one: Stranger) -> Row:
@@ -169,8 +174,10 @@ def _unknown_strangers(snapshot: Snapshot) -> Iterator[Row]:
                 NOTHING, Cell("no lease", kind="soft"), Cell(view.device.id), NOTHING, _bytes(size, UNKNOWN), NOTHING))
 
 
-def kernel(section: Section, now: float) -> Cell:
-    """`busy 3 min`, `idle 12 min`; a process that is no kernel says nothing."""
+def kernel(section: Section, now: float, silent_since: float | None = None) -> Cell:
+    """`busy 3 min`, `idle 12 min`, `silent 40 s`; a process that is no kernel says nothing."""
+    if silent_since is not None:
+        return Cell(f"silent {lasting(now - silent_since)}", now - silent_since, NO_ANSWER, "alarm")
     if section.busy_since:
         return Cell(f"busy {lasting(now - section.busy_since)}", now - section.busy_since, "It runs a cell", "strong")
     if section.idle_since:
@@ -184,29 +191,43 @@ def queue(snapshot: Snapshot) -> tuple[Row, ...]:
     """Who waits for room, in order, each with what it waits for; then what was asked of other processes."""
     waiting = [ticket for ticket in snapshot.tickets if ticket.verb == "use"]
     asked = [ticket for ticket in snapshot.tickets if ticket.verb != "use"]
-    return (*(_waits(ticket, place, snapshot) for place, ticket in enumerate(waiting, 1)),
-            *(_asks(ticket, snapshot) for ticket in asked))
+    silent: dict[str, list[Unanswered]] = {}
+    for one in unanswered(snapshot):
+        silent.setdefault(one.ticket.key, []).append(one)
+    return (*(_waits(ticket, place, snapshot, silent.get(ticket.key, [])) for place, ticket in enumerate(waiting, 1)),
+            *(_asks(ticket, snapshot, silent.get(ticket.key, [])) for ticket in asked))
 
 
-def _waits(ticket: Ticket, place: int, snapshot: Snapshot) -> Row:
+def _silent(who: Sequence[Unanswered], snapshot: Snapshot) -> str:
+    """`train.ipynb (pid 7) does not answer since 12:03:11.`"""
+    names = " and ".join(_holder(one.owner.id, snapshot).text for one in who)
+    since = clock(snapshot.wall - (snapshot.now - min(one.since for one in who)))
+    return f"{names} do{'es' if len(who) == 1 else ''} not answer since {since}."
+
+
+def _waits(ticket: Ticket, place: int, snapshot: Snapshot, silent: Sequence[Unanswered]) -> Row:
     need = " + ".join(f"{show_bytes(share.bytes)} on {share.device}" for share in ticket.need)
     size = sum(share.bytes for share in ticket.need)
     because = clean(ticket.because) or "room"
     if snapshot.now - ticket.refreshed > ASLEEP_SECONDS:
         quiet = lasting(snapshot.now - ticket.refreshed)
         because = f"itself: its process has been stopped for {quiet}, and others pass. {because}"
+    elif silent:
+        because = f"{_silent(silent, snapshot)} {because}"
     return Row(ticket.key, (
         Cell(str(place), place), Cell(clean(ticket.name), kind="strong"), _holder(ticket.owner, snapshot),
         Cell(need, size) if need else UNKNOWN, _since(ticket.arrived, snapshot), _importance(ticket.importance),
-        Cell(because, hint=because)))
+        Cell(because, hint=because, kind="alarm" if silent else "")))
 
 
-def _asks(ticket: Ticket, snapshot: Snapshot) -> Row:
+def _asks(ticket: Ticket, snapshot: Snapshot, silent: Sequence[Unanswered]) -> Row:
     owner, name = ticket.name.partition("/")[0], lease_name(ticket.name)
     by = f", as {clean(ticket.said_by)} asked" if ticket.said_by else ""
     return Row(ticket.key, (
         NOTHING, Cell(f"{ticket.verb} {clean(name)}", kind="strong"), _holder(ticket.owner, snapshot), NOTHING,
-        _since(ticket.arrived, snapshot), NOTHING, Cell(f"the answer of {_holder(owner, snapshot).text}{by}")))
+        _since(ticket.arrived, snapshot), NOTHING,
+        Cell(f"{_silent(silent, snapshot)} {NO_ANSWER}{by}.", kind="alarm") if silent else
+        Cell(f"the answer of {_holder(owner, snapshot).text}{by}")))
 
 
 def _since(arrived: float, snapshot: Snapshot) -> Cell:

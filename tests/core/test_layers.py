@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 ROOMS = {
-    "ground": {"activity", "threads", "persons", "facts", "units", "errors", "settings"},
-    "mind": {"moments", "silence", "bounds", "drains", "moves", "naming", "splitting", "several",
+    "ground": {"activity", "silence", "threads", "persons", "facts", "units", "errors", "settings"},
+    "mind": {"moments", "bounds", "drains", "moves", "naming", "splitting", "several",
              "planner", "caps", "telling", "asks", "bookkeeping", "clearing", "deadlock", "estimate", "hopeless",
              "leaving", "placement", "working", "policy", "pressure", "strangers", "queueing", "room"},
     "hands": {"cards", "nvidia_smi", "amd", "apple",

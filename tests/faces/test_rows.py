@@ -139,6 +139,26 @@ def test_a_request_of_a_stopped_process_is_said_to_be_passed():
     assert "its process has been stopped for 30 s" in texts(row)[-1]
 
 
+def test_who_does_not_answer_is_named_with_since_when_beside_what_was_asked_and_what_it_holds():
+    """An operator who clicked evict sees that the process is stopped, and that the click is not lost."""
+    asked = Ticket("k", BOB.id, "evict", f"{ME.id}/qwen", NOW - 40, NOW, recalls=(f"{ME.id}/qwen",), said_by="ann")
+    silent = snapshot(lease("qwen", 4), tickets=(asked,))
+    (row,) = rows.queue(silent)
+    assert "does not answer since" in texts(row)[-1] and "when it runs again, as ann asked" in texts(row)[-1]
+    assert row.cells[-1].kind == "alarm"
+    (held,) = rows.leases(silent)
+    assert (held.cells[3].text, held.cells[3].kind) == ("silent 40 s", "alarm")
+    (held,) = rows.leases(replace(silent, tickets=(replace(asked, arrived=NOW - 1),)))
+    assert held.cells[3].text == "–", "too soon to say"
+
+
+def test_a_request_names_who_does_not_make_room_for_it():
+    wants = Ticket("k", BOB.id, "use", "big", NOW - 60, NOW, recalls=(f"{ME.id}/qwen",), recalled_since=NOW - 30,
+                   because="qwen is asked to step aside.")
+    (row,) = rows.queue(snapshot(lease("qwen", 4), tickets=(wants,)))
+    assert "does not answer since" in texts(row)[-1] and texts(row)[-1].endswith("qwen is asked to step aside.")
+
+
 # -- the sheet ----------------------------------------------------------------------------------------------------
 
 def test_who_may_not_act_is_sent_no_buttons():
