@@ -1,18 +1,16 @@
 """Writes down how the devices are used, while anybody shares the ledger and whether or not anybody looks.
 
-It lives in the host's helper process (`sampler.py`), which is one for each ledger. It reads the book as any owner does,
-yet has no section there; it never writes in it. Nothing stands on it: what it cannot read or write it leaves out.
+It lives in the host's helper process (`sampler.py`), which is one for each ledger. It only looks at the book
+(`peek.py`). Nothing stands on it: what it cannot read or write it leaves out.
 """
 from __future__ import annotations
 
-import logging
 import time
 from pathlib import Path
 
-from .errors import GpuError
 from .facts import Book, Moment, Sample, World
-from .ledgers import Ledger, open_ledger
 from .ledgers.access import journal_in
+from .ledgers.peek import Peek, peek
 from .moments import Telling, moments_of
 from .pressure import views
 from .record import Record
@@ -24,8 +22,6 @@ WRITE_SECONDS = 5.0
 THIN_SECONDS = 60.0
 MOST_UNWRITTEN = 5_000  # where the file cannot be written for long
 
-log = logging.getLogger("gpu_runtime")
-
 
 def record_in(directory: Path) -> Record:
     """The history of the ledger whose books of this boot lie in that directory; it outlives the boot."""
@@ -36,20 +32,19 @@ class Recorder:
     """Looks every two seconds, keeps what changed, writes every five."""
 
     def __init__(self, directory: Path, url: str) -> None:
-        self.me = ""  # the id of its door to the ledger
-        self._url = url
+        self._directory, self._url = directory, url
         self._record = record_in(directory)
         self._telling = Telling(REST_SECONDS)
         self._unwritten: list[Moment] = []
         self._written_at = self._thinned_at = float("-inf")
-        self._door: Ledger | None = None
+        self._book: Peek | None = None
 
     def turn(self, figures: Figures) -> None:
         """One look at the book and the devices."""
-        try:
-            book = self._open().read()
-        except GpuError as error:
-            log.debug("not recorded: %s", error)
+        if self._book is None:
+            self._book = peek(self._url, self._directory)
+        book = self._book.look()
+        if book is None:
             return
         now = boot_seconds()
         self._unwritten += self._telling.worth(now_of(book, figures, now, time.time()))
@@ -64,17 +59,6 @@ class Recorder:
     def flush(self) -> None:
         if self._unwritten and self._record.append(self._unwritten):
             self._unwritten.clear()
-
-    def close(self) -> None:
-        self.flush()
-        if self._door:
-            self._door.close()
-
-    def _open(self) -> Ledger:
-        if self._door is None:
-            self._door = open_ledger(self._url)
-            self.me = self._door.owner.id
-        return self._door
 
 
 def now_of(book: Book, figures: Figures, now: float, wall: float) -> tuple[Moment, ...]:

@@ -12,6 +12,7 @@ In a thread of its own it also writes down how the devices are used (`recorder.p
 """
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import queue
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -32,9 +33,6 @@ from .ledgers.access import access_to
 from .ledgers.files import owner_files
 from .owner import Life, life
 from .sampling import Figures, Person, boot_seconds
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
 
 BUSY_SECONDS, REST_SECONDS = 1.0, 2.0
 MOVING_SECONDS = 10.0  # figures that have not changed for so long rest
@@ -213,9 +211,9 @@ def _person(pid: int) -> Person | None:
     return Person(uid, f"{command} {os.path.basename(script).decode(errors='replace')}".strip())
 
 
-def _somebody(directory: Path, besides: str) -> bool:
+def _somebody(directory: Path) -> bool:
     try:
-        return any(life(path) is Life.ALIVE for path in owner_files(directory) if path.name != besides)
+        return any(life(path) is Life.ALIVE for path in owner_files(directory))
     except OSError:
         return False
 
@@ -224,7 +222,6 @@ class Writing:
     """The thread that writes the history: a ledger that does not answer must not hold up the figures."""
 
     def __init__(self, directory: Path, url: str) -> None:
-        self.recorder: Recorder | None = None
         self.figures: Figures | None = None  # the last
         self._directory, self._url = directory, url
         self._ended = threading.Event()
@@ -240,21 +237,17 @@ class Writing:
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
 
-    @property
-    def me(self) -> str:
-        """The id of the door that it keeps open, which is nobody who wants figures."""
-        return self.recorder.me if self.recorder else ""
-
     def _run(self) -> None:
         from .recorder import EVERY_SECONDS, Recorder  # not before the first figures are out, which somebody waits for
 
-        recorder = self.recorder = Recorder(self._directory, self._url)
+        recorder = Recorder(self._directory, self._url)
         try:
             while not self._ended.wait(EVERY_SECONDS):
-                if self.figures is not None:
-                    recorder.turn(self.figures)
+                with contextlib.suppress(Exception):  # of a page that makes no sense nothing is told; the next may
+                    if self.figures is not None:
+                        recorder.turn(self.figures)
         finally:
-            recorder.close()
+            recorder.flush()
 
 
 def serve(post: Post, rounds: Rounds | Simulated, writing: Writing) -> None:
@@ -273,7 +266,7 @@ def serve(post: Post, rounds: Rounds | Simulated, writing: Writing) -> None:
             last, moved_at = free, now
         if not rounds.hopeless:
             answered_at = now
-        if _somebody(post.directory, writing.me):
+        if _somebody(post.directory):
             wanted_at = now
         if now - wanted_at > LINGER_SECONDS or now - answered_at > FAILING_SECONDS:
             return

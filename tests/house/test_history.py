@@ -158,7 +158,7 @@ def test_what_a_recorder_sees_is_read_by_everybody_of_the_ledger(runtime, tmp_pa
     assert rt._keeper.ledger.read() == before
     rt.evict("qwen")
     recorder.turn(Figures(1, 0.0, Sample("host", 0.0, 60 * GIB)))
-    recorder.close()
+    recorder.flush()
     label = f"qwen@{os.getpid()}"
     story = rt.history(60, points=10**6)
     assert [one.claims for one in story.of("sim:0")] == [{label: 10 * GIB}, {}, {}]

@@ -94,5 +94,3 @@ def test_a_recorder_ends_with_its_ledgers_last_owner_and_says_what_it_saw_last(b
     [helper] = box.helpers()
     box.kernel.end()
     until(lambda: not psutil.pid_exists(helper) or psutil.Process(helper).status() == psutil.STATUS_ZOMBIE)
-    left = {path.name for path in (box.directory / "owners").iterdir()}
-    assert not any(name.startswith(f"{helper}.") for name in left), "and leaves no door behind"
