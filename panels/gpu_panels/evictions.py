@@ -34,6 +34,7 @@ from .sheet import Sheet, encoded
 from .sources import bring
 from .tab import Tab
 
+FETCH_SECONDS = 10.0  # of the journal: what has just happened stands in the snapshot
 EMPTY = ("Nothing was evicted in this time: every model found room. Whatever steps aside will stand here with its "
          "reason.")
 NO_MATCH = "No event passes this filter. Choose another reason, action or time."
@@ -166,7 +167,8 @@ class Evictions(Tab):
     def _events(self, snapshot: Snapshot) -> tuple[Event, ...]:
         """All events of the window, the newest first."""
         window = self.window.value
-        told = self.watch.latest(f"events {window}", lambda rt: rt.history(WINDOWS[window], points=2).events, every=5.0)
+        told = self.watch.latest(f"events {window}", lambda rt: rt.history(WINDOWS[window], points=2).events,
+                                 every=FETCH_SECONDS)
         return self.watch.once(f"events {window}", snapshot, lambda seen: evicted.merged(told or (), seen.events))
 
     def _again(self) -> None:

@@ -172,6 +172,22 @@ def silence(drawn: Chart) -> str:
 
 # -- columns ------------------------------------------------------------------------------------------------------
 
+class Drawing(NamedTuple):
+    """All that a figure needs to show a chart."""
+
+    chart: Chart
+    runs: dict[str, list[Any]]
+    bands: dict[str, list[Any]]
+    limits: dict[str, list[Any]]
+    marks: dict[str, list[Any]]
+
+
+def drawing(drawn: Chart, looks: Mapping[str, Look], named: Mapping[str, str]) -> Drawing:
+    """The chart as columns."""
+    return Drawing(drawn, run_columns(drawn, looks, named), band_columns(drawn), limit_columns(drawn),
+                   mark_columns(drawn))
+
+
 RUNS = ("left", "right", "bottom", "top", "colour", "alpha", "hatch", "title", "size")
 
 

@@ -4,7 +4,6 @@ What there is to see is decided in `history.py`. Times are shown in the clock of
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from bokeh.models import (
@@ -25,18 +24,8 @@ from bokeh.plotting import figure
 
 from .barchart import interval
 from .drawings import unit_of
-from .history import (
-    BANDS,
-    MARKS,
-    RUNS,
-    TOP,
-    Chart,
-    band_columns,
-    limit_columns,
-    mark_columns,
-    run_columns,
-)
-from .palette import EDGE, Look
+from .history import BANDS, MARKS, RUNS, TOP, Drawing
+from .palette import EDGE
 from .sources import bring
 
 HEIGHT = 300
@@ -113,19 +102,20 @@ class HistoryChart:
         plot.toolbar.active_drag, plot.toolbar.active_scroll = self.zoom, wheel
         return plot
 
-    def show(self, drawn: Chart, looks: Mapping[str, Look], named: Mapping[str, str], *, home: bool = False) -> bool:
+    def show(self, drawn: Drawing, *, home: bool = False) -> bool:
         """Brings the chart up to date; whether anything differed. `home`: the whole window, whatever was zoomed."""
-        unit, name = unit_of(drawn.total_bytes)
-        window, following = (drawn.start * 1e3, drawn.end * 1e3), home or self.follow
+        chart = drawn.chart
+        unit, name = unit_of(chart.total_bytes)
+        window, following = (chart.start * 1e3, chart.end * 1e3), home or self.follow
         self._window = window
         self.time.update(reset_start=window[0], reset_end=window[1])
         if following:
             self.time.update(start=window[0], end=window[1])
-        top = max(drawn.total_bytes, 1) * TOP / unit
+        top = max(chart.total_bytes, 1) * TOP / unit
         if self.height.end != top:
             self.height.update(end=top, reset_start=0, reset_end=top)
         self._interval.update(interval=interval(top))
         self._format.update(format=f"%d {name}")
-        parts = ((self.bands, band_columns(drawn)), (self.runs, run_columns(drawn, looks, named)),
-                 (self.limits, limit_columns(drawn)), (self.marks, mark_columns(drawn)))
+        parts = ((self.bands, drawn.bands), (self.runs, drawn.runs), (self.limits, drawn.limits),
+                 (self.marks, drawn.marks))
         return any([bring(source, columns) for source, columns in parts])

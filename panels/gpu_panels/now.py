@@ -110,7 +110,8 @@ class Now(Tab):
 
     def __init__(self, watch: Any, actions: Any) -> None:
         super().__init__(watch, actions)
-        self._dark, self._home, self._drawn = False, True, None
+        self._dark, self._home = False, True
+        self._drawn: history.Drawing | None = None
         self._cards: dict[str, _Card] = {}
         self._notice = pn.pane.HTML("", sizing_mode="stretch_width", stylesheets=[CSS], margin=(4, 10))
         self._grid = pn.layout.FlexBox(sizing_mode="stretch_width", gap="0")
@@ -165,22 +166,23 @@ class Now(Tab):
         window, device = self._window.value, self._device.value
         seconds = history.WINDOWS[window]
         told = self.watch.latest(f"history {window}", lambda rt: rt.history(seconds, points=history.POINTS),
-                                 every=max(3.0, seconds / 300))
+                                 every=min(30.0, max(5.0, seconds / 300)))
         if told is None or device is None:
             return
-        drawn = self.watch.once(f"chart {window} {device}", told, lambda past: _chart_of(past, device, seconds))
-        shown = (drawn, self._dark)
-        if not self._home and shown == self._drawn:
+        drawn, legend, silence = self.watch.once(
+            f"chart {window} {device}", told, lambda past: past_of(past, device, seconds, snapshot))
+        if not self._home and drawn is self._drawn:
             return
-        looks, named = SHARED.looks(drawn.labels), history.titles(
-            (*drawn.labels, history.OTHERS, history.UNLEASED), snapshot)
-        self._chart.show(drawn, looks, named, home=self._home)
-        self._home, self._drawn = False, shown
-        silence = history.silence(drawn)
+        self._chart.show(drawn, home=self._home)
+        self._home, self._drawn = False, drawn
         self._plot.visible, self._silence.visible = not silence, bool(silence)
-        self._silence.object, self._chips.object = esc(silence), chips(drawn, looks, named)
+        self._silence.object, self._chips.object = esc(silence), legend
 
 
-def _chart_of(past: History, device: str, seconds: float) -> history.Chart:
-    end = max((moment.wall for moment in past.moments), default=0.0)
-    return history.chart(past.moments, past.events, device, end - seconds, end)
+def past_of(past: History, device: str, seconds: float, snapshot: Snapshot) -> tuple[history.Drawing, str, str]:
+    """A device's chart, its legend as HTML, and what to say instead where there is nothing to draw."""
+    end = max((moment.wall for moment in past.moments), default=snapshot.wall)
+    chart = history.chart(past.moments, past.events, device, end - seconds, end)
+    looks = SHARED.looks(chart.labels)
+    named = history.titles((*chart.labels, history.OTHERS, history.UNLEASED), snapshot)
+    return history.drawing(chart, looks, named), chips(chart, looks, named), history.silence(chart)

@@ -143,7 +143,7 @@ def _steps_aside(snapshot: Snapshot, step: Move | Drop, asked: bool) -> str:
     back = (lease.restore_seconds if isinstance(step, Move) else lease.reload_seconds) if lease else 0.0
     return (f"{clean(name)} ({show_bytes(total(step.source))}) of {bars.holder(section) if section else 'a process'} "
             f"{goes}{', as its owner is asked to' if asked else ''}"
-            f"{f'; it is back {show_seconds(back)} after it is used again' if back else ''}")
+            f"{f'; it is back {show_seconds(back)} after it is used again' if back >= 0.001 else ''}")
 
 
 def places(shares: Shares) -> str:

@@ -135,7 +135,7 @@ def test_a_day_of_600_moments_is_a_few_hundred_rectangles():
 def drawn_at(end, shown=None, home=False):
     shown = shown or HistoryChart()
     drawn = chart([moment(wall, qwen=8) for wall in range(0, int(end), 10)], (), "sim:0", end - 900, end)
-    shown.show(drawn, Palette().looks(drawn.labels), {}, home=home)
+    shown.show(history.drawing(drawn, Palette().looks(drawn.labels), {}), home=home)
     return shown
 
 
@@ -162,12 +162,12 @@ def test_what_was_zoomed_stays_until_all_is_asked_for():
 def test_nothing_new_sends_nothing():
     shown = drawn_at(1000)
     drawn = chart([moment(wall, qwen=8) for wall in range(0, 1000, 10)], (), "sim:0", 100, 1000)
-    assert not shown.show(drawn, Palette().looks(drawn.labels), {})
+    assert not shown.show(history.drawing(drawn, Palette().looks(drawn.labels), {}))
 
 
 @pytest.mark.parametrize(("gib", "unit"), [(24, "%d GiB"), (0.5, "%d MiB")])
 def test_heights_are_in_a_unit_that_fits_the_device(gib, unit):
     shown = HistoryChart()
     drawn = chart([Moment(0, "sim:0", int(gib * GIB), int(gib * GIB), 0, Level.LOW)], (), "sim:0", 0, 900)
-    shown.show(drawn, {}, {})
+    shown.show(history.drawing(drawn, {}, {}))
     assert shown.figure.yaxis[0].formatter.format == unit
