@@ -1,0 +1,52 @@
+"""The map of a real card's allocator: every figure as torch itself gives it, and what was promised comes back."""
+from __future__ import annotations
+
+import pytest
+
+from gpu_runtime import Runtime
+from gpu_runtime.units import MIB
+
+pytestmark = pytest.mark.gpu
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def rt(tmp_path):
+    torch.zeros(1, device="cuda")
+    torch.cuda.empty_cache()
+    with Runtime(devices="cuda", ledger=f"sqlite://{tmp_path}/ledger", monitor=False) as rt:
+        yield rt
+
+
+def tensor(megabytes: int):
+    return torch.empty(megabytes * MIB, dtype=torch.uint8, device="cuda")
+
+
+def test_the_map_is_what_torch_says_and_defragmenting_gives_what_it_promised(rt):
+    """Holes between kept tensors stay; whole segments go. No figure is a byte off."""
+    kept = [tensor(3) for _ in range(12)]
+    whole = [tensor(64) for _ in range(4)]
+    del kept[::2], whole
+    map, = (one for one in rt.allocator_maps() if one.device == "cuda:0")
+    stats = torch.cuda.memory_stats()
+    assert (map.allocated_bytes, map.reserved_bytes) == (
+        stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"])
+    assert map.inactive_bytes - map.releasable_bytes == stats["inactive_split_bytes.all.current"]
+    assert map.releasable_bytes >= 4 * 64 * MIB and map.largest_free_bytes >= 64 * MIB
+    assert sum(segment.bytes for segment in map.segments) == map.reserved_bytes
+    driver_before = torch.cuda.mem_get_info()[0]
+    assert rt.defrag().bytes == map.releasable_bytes
+    assert torch.cuda.memory_reserved() == map.reserved_bytes - map.releasable_bytes
+    assert torch.cuda.mem_get_info()[0] - driver_before == map.releasable_bytes
+    row = rt.fragmentation().set_index("device").loc["cuda:0"]
+    assert row["releasable_bytes"] == 0 and row["inactive_bytes"] == map.inactive_bytes - map.releasable_bytes
+    del kept
+
+
+def test_the_pulse_beats_with_every_allocation_and_rests_without(rt):
+    first = rt.probe.pulse()
+    assert rt.probe.pulse() == first
+    kept = tensor(1)
+    second = rt.probe.pulse()
+    del kept
+    assert len({first, second, rt.probe.pulse()}) == 3
