@@ -15,7 +15,7 @@ from .facts import AllocatorMap, Block, BlockState, SegmentMap
 from .segments import FREE, HOLE, Segment, Segments
 from .units import MIB
 
-MOST_BLOCKS = 8192  # of all of one owner's maps: 200 KiB as JSON
+MOST_BLOCKS = 8192  # of all of one owner's maps: 500 KiB as JSON at most
 PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}  # what torch maps and unmaps of an expandable segment at a time
 _STATES = {"active_allocated": BlockState.ALLOCATED, "inactive": BlockState.INACTIVE}  # else: waits for a stream
 

@@ -680,7 +680,7 @@ class Block(Value, array_like=True):
     inactive_bytes: int = 0  # of a mixed one
 
 
-class SegmentMap(Value):
+class SegmentMap(Value, array_like=True):
     """Memory that an allocator took from its device in one piece, and how it is cut."""
 
     address: int  # a simulated one's are counted from the first

@@ -15,7 +15,7 @@ import msgspec
 from ..facts import AllocatorMap
 from ..owner import Life, life
 
-MOST_BYTES = 1 << 20  # of one owner's: more is no map of ours; 8,192 blocks take 200 KiB
+MOST_BYTES = 1 << 20  # of one owner's: more is no map of ours; one of 8,192 blocks has half of that at most
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(tuple[AllocatorMap, ...]).decode
 Maps = tuple[AllocatorMap, ...]

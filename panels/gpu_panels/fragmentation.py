@@ -124,6 +124,48 @@ WHAT_IT_IS = (
     "nobody uses; to free the others, evict the models that lie in them and restore them: they come back side by side.")
 
 
+class Told:
+    """The maps that were told last, and what was made of them: once for all sessions, until they change."""
+
+    def __init__(self, maps: tuple[AllocatorMap, ...] = ()) -> None:
+        self.maps = maps
+        self._pictures: dict[tuple[str, str], drawing.Picture] = {}
+        self._of: Snapshot | None = None  # what the two below were made for
+        self._cuts: tuple[Cut, ...] = ()
+        self._rows: dict[tuple[bool, str], str] = {}
+
+    def cuts(self, snapshot: Snapshot) -> tuple[Cut, ...]:
+        if snapshot is not self._of:
+            self._cuts, self._rows, self._of = cuts(self.maps, snapshot), {}, snapshot
+        return self._cuts
+
+    def rows(self, snapshot: Snapshot, acts: bool, chosen: str) -> str:
+        """The table, as the browser takes it."""
+        found, key = self.cuts(snapshot), (acts, chosen)
+        if key not in self._rows:
+            self._rows[key] = encoded(rows(found, snapshot, acts, chosen))
+        return self._rows[key]
+
+    def picture(self, map: AllocatorMap) -> drawing.Picture:
+        key = map.owner, map.device
+        if key not in self._pictures:
+            self._pictures[key] = drawing.picture(map)
+        return self._pictures[key]
+
+
+class Fetch:
+    """Fetches the maps; the same object again where none has changed, so that nobody draws anew."""
+
+    def __init__(self) -> None:
+        self._last = Told()
+
+    def __call__(self, rt: Any) -> Told:
+        maps = rt.allocator_maps()
+        if maps != self._last.maps:
+            self._last = Told(maps)
+        return self._last
+
+
 class FragmentationTab(Tab):
     """What allocators hold and cannot use; the one that is chosen is drawn, at first the worst."""
 
@@ -143,24 +185,23 @@ class FragmentationTab(Tab):
         self.panel = pn.Column(self.sheet, self._below, sizing_mode="stretch_width")
 
     def update(self, snapshot: Snapshot) -> None:
-        maps = self.watch.latest("maps", Maps(), MAP_SECONDS)
-        if maps is None:
+        told = self.watch.latest("maps", Fetch(), MAP_SECONDS)
+        if told is None:
             return
-        found = cuts(maps, snapshot)
+        found = told.cuts(snapshot)
         chosen = next((cut for cut in found if cut.id == self._chosen), next(iter(found), None))
-        shown = encoded(rows(found, snapshot, self.actions.may_act, chosen.id if chosen else ""))
         self.sheet.empty = EMPTY
-        self.sheet.show(shown)
-        self._draw(chosen, snapshot)
+        self.sheet.show(told.rows(snapshot, self.actions.may_act, chosen.id if chosen else ""))
+        self._draw(told, chosen, snapshot)
 
-    def _draw(self, chosen: Cut | None, snapshot: Snapshot) -> None:
+    def _draw(self, told: Told, chosen: Cut | None, snapshot: Snapshot) -> None:
         map = chosen.map if chosen else None
         if chosen and self._head.object != (head := report(chosen, snapshot)):
             self._head.object = head
         if map is not None and map != self._drawn:
             self._drawn = map
             self._legend.object = f"<div>{drawing.keys(map)}</div>"
-            self.chart.show(drawing.picture(map))
+            self.chart.show(told.picture(map))
         drawn = [self._plot, self._legend] if map and map.segments else []
         parts = [self._head, *drawn, self._hint] if chosen else []
         if list(self._below) != parts:
@@ -177,16 +218,3 @@ class FragmentationTab(Tab):
             self.update(snapshot)
         elif verb == "defrag":
             self.actions.propose("defrag", f"{owner}/")
-
-
-class Maps:
-    """Fetches the maps; the same tuple again where none has changed, so that nobody draws anew."""
-
-    def __init__(self) -> None:
-        self._last: tuple[AllocatorMap, ...] = ()
-
-    def __call__(self, rt: Any) -> tuple[AllocatorMap, ...]:
-        maps = rt.allocator_maps()
-        if maps != self._last:
-            self._last = maps
-        return self._last

@@ -10,6 +10,7 @@ from gpu_runtime import nvml
 from gpu_runtime.allocators import bounded, of_segments, of_torch
 from gpu_runtime.cards import Card, Listing
 from gpu_runtime.facts import AllocatorMap, Block, BlockState, Device, DeviceView, Level, SegmentMap, encode
+from gpu_runtime.ledgers.maps import MOST_BYTES
 from gpu_runtime.memory import Memory
 from gpu_runtime.probe import Probe, open_probe
 from gpu_runtime.segments import FREE, HOLE, Run, Segment, Segments
@@ -150,12 +151,13 @@ def test_a_map_that_fits_is_told_as_it_is():
     assert bounded([map, map]) == (map, map)
 
 
-def test_the_largest_map_is_of_a_few_hundred_kilobytes():
-    """It is written whole after a change, and read by every console."""
-    cut_up = SegmentMap(0, 100_000 * MIB, "large", tuple(
-        Block(MIB, (ALLOCATED, INACTIVE)[index % 2]) for index in range(100_000)))
-    maps = bounded([drawn(cut_up)] * 8)
-    assert sum(len(encode(map)) for map in maps) < 400 * KIB
+@pytest.mark.parametrize(("segments", "blocks"), [(1, 100_000), (8192 // 8, 1), (100_000, 3)])
+def test_the_largest_map_is_of_a_few_hundred_kilobytes(segments, blocks):
+    """It is written whole after a change, and read by every console, which takes no more than 1 MiB for a map."""
+    cut_up = tuple(SegmentMap(0x7FFF_0000_0000 + (index << 30), blocks * MIB, "expandable", tuple(
+        Block(MIB, (ALLOCATED, INACTIVE)[index % 2]) for index in range(blocks))) for index in range(segments))
+    maps = bounded([drawn(*cut_up)] * 8)
+    assert sum(len(encode(map)) for map in maps) < MOST_BYTES * 0.6
 
 
 def test_a_map_travels_as_json():

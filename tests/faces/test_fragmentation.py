@@ -7,7 +7,7 @@ import pytest
 from bokeh.models import ColumnDataSource
 from gpu.maps import MOST_ROWS, picture
 from gpu_panels import fragmentation
-from gpu_panels.fragmentation import COLUMNS, EMPTY, FragmentationTab, Maps, cuts, report, rows
+from gpu_panels.fragmentation import COLUMNS, EMPTY, Fetch, FragmentationTab, Told, cuts, report, rows
 from gpu_panels.mapchart import MapChart
 from gpu_panels.palette import EDGE
 from gpu_panels.watch import Look
@@ -141,10 +141,10 @@ class FakeWatch:
     """Tells these maps."""
 
     def __init__(self, maps, snapshot=here):
-        self.maps, self.look = maps, Look(snapshot)
+        self.told, self.look = maps if maps is None else Told(maps), Look(snapshot)
 
     def latest(self, key, fetch, every):
-        return self.maps
+        return self.told
 
 
 class FakeActions:
@@ -173,7 +173,7 @@ def test_the_worst_is_drawn_until_another_is_chosen():
     assert "train.ipynb" in made._head.object
     made._pressed("show", f"{samples.BOB.id}/sim:0")
     assert "analysis.ipynb" in made._head.object and made._plot in list(made._below)
-    made.watch.maps = (mine,)  # it no longer tells: that is said, and no old picture stays
+    made.watch.told = Told((mine,))  # it no longer tells: that is said, and no old picture stays
     made.update(here)
     assert "has not told" in made._head.object and made._plot not in list(made._below)
 
@@ -200,10 +200,21 @@ def test_before_the_maps_have_come_it_says_so_and_where_there_are_none_what_to_d
     assert made.sheet.empty == EMPTY and shown(made) == [] and list(made._below) == []
 
 
-def test_maps_that_have_not_changed_are_the_same_object():
-    """So that twenty sessions redraw nothing."""
-    fetch, rt = Maps(), type("Rt", (), {"allocator_maps": lambda self: tuple([mine])})()
-    assert fetch(rt) is fetch(rt)
+def test_what_has_not_changed_is_the_same_object_and_reckoned_once(monkeypatch):
+    """Twenty sessions that look at one picture cost one."""
+    fetch, rt = Fetch(), type("Rt", (), {"allocator_maps": lambda self: tuple([mine])})()
+    told = fetch(rt)
+    first = told.rows(here, True, ""), told.picture(mine)
+    monkeypatch.setattr(fragmentation, "rows", pytest.fail)
+    monkeypatch.setattr(fragmentation.drawing, "picture", pytest.fail)
+    assert fetch(rt) is told and (told.rows(here, True, ""), told.picture(mine)) == first
+
+
+def test_a_newer_snapshot_is_another_table():
+    """Its room may have changed, and with it the largest request that fits."""
+    told = Told((mine,))
+    fuller = replace(here, devices=tuple(replace(view, room_bytes=GIB) for view in here.devices))
+    assert told.rows(here, True, "") != told.rows(fuller, True, "")
 
 
 def test_the_console_finds_the_tab():
