@@ -223,10 +223,11 @@ def _waits(ticket: Ticket, place: int, snapshot: Snapshot, silent: Sequence[Unan
 def _asks(ticket: Ticket, snapshot: Snapshot, silent: Sequence[Unanswered]) -> Row:
     owner, name = ticket.name.partition("/")[0], lease_name(ticket.name)
     by = f", as {clean(ticket.said_by)} asked" if ticket.said_by else ""
+    told = f" Asked by {clean(ticket.said_by)}." if ticket.said_by else ""
     return Row(ticket.key, (
         NOTHING, Cell(f"{ticket.verb} {clean(name)}", kind="strong"), _holder(ticket.owner, snapshot), NOTHING,
         _since(ticket.arrived, snapshot), NOTHING,
-        Cell(f"{_silent(silent, snapshot)} {NO_ANSWER}{by}.", kind="alarm") if silent else
+        Cell(f"{_silent(silent, snapshot)}{told}", hint=f"{NO_ANSWER}.", kind="alarm") if silent else
         Cell(f"the answer of {_holder(owner, snapshot).text}{by}")))
 
 

@@ -144,8 +144,8 @@ def test_who_does_not_answer_is_named_with_since_when_beside_what_was_asked_and_
     asked = Ticket("k", BOB.id, "evict", f"{ME.id}/qwen", NOW - 40, NOW, recalls=(f"{ME.id}/qwen",), said_by="ann")
     silent = snapshot(lease("qwen", 4), tickets=(asked,))
     (row,) = rows.queue(silent)
-    assert "does not answer since" in texts(row)[-1] and "when it runs again, as ann asked" in texts(row)[-1]
-    assert row.cells[-1].kind == "alarm"
+    assert "does not answer since" in texts(row)[-1] and texts(row)[-1].endswith(". Asked by ann.")
+    assert row.cells[-1].kind == "alarm" and "when it runs again" in row.cells[-1].hint
     (held,) = rows.leases(silent)
     assert (held.cells[3].text, held.cells[3].kind) == ("silent 40 s", "alarm")
     (held,) = rows.leases(replace(silent, tickets=(replace(asked, arrived=NOW - 1),)))
