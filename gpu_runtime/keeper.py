@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec.structs import replace
 
 from . import bookkeeping as books
-from . import bounds, caps, drains, naming, telling
+from . import bounds, caps, drains, losses, naming, telling
 from .activity import activity
 from .asks import Ask, Order, ask, declined, obey, relieve
 from .backends import Progress, is_out_of_memory
@@ -86,7 +86,7 @@ LOOKS_PER_SECOND = 16  # by all idle kernels of a host together, at most; below 
 DOZE_SECONDS = 5.0  # at most
 NEAR_SECONDS = 0.05  # how often we look whether a model of our own, that somebody waits for, has come free
 IN_TORCH = ("torch", "transformers")  # backends whose bytes torch's allocator holds
-LOAD_ATTEMPTS = 3  # an out-of-memory error while loading is a verdict of the world: measured again, decided again
+LOAD_ATTEMPTS = 2  # after an out-of-memory error while loading what may go leaves; then it is tried once more
 
 
 class Key:
@@ -122,6 +122,7 @@ class Keeper:
         self.blocks: dict[str, tuple[Lease, weakref.ref[Anchor]]] = {}
         self.limits = {device.id: self._limit(device) for device in probe.devices}
         self.on_wait: Callable[[str, Wait | None], None] | None = None
+        self.lost_to = ""  # what has made this process useless to the driver; empty: it serves us
         self._keys: set[weakref.ref[Key]] = set()
         self._standing: dict[Key, Ask] = {}  # asks that nobody waits for
         self._numbers = itertools.count(1)
@@ -383,6 +384,7 @@ class Keeper:
 
         Whatever goes wrong, an interrupt too, the book is as it was.
         """
+        losses.require_served(self, resident)
         if not self.settings.enable_memory_governor:
             return self._load_ungoverned(resident, anchor, progress)
         attempts = 0
@@ -403,7 +405,7 @@ class Keeper:
                 except Exception as error:
                     if not is_out_of_memory(error) or attempts >= LOAD_ATTEMPTS:
                         raise self._told_of_load(resident, step, error) from error.__cause__
-                    self.probe.empty_cache()
+                    losses.make_room(self, resident, step.shares)
         finally:
             self.done_with(key)  # first: from now on the monitor would withdraw it, were we interrupted once more
             self._withdraw(key)

@@ -337,7 +337,7 @@ class Runtime:
                 self._wake()
             return resident.value
 
-        return Held(start, self._finish)
+        return Held(start, partial(self._finish, resident=resident))
 
     def _obtain(self, resident: Resident, anchor: Callable[[], Anchor | None] | None, importance: str | int | None,
                 timeout: str | float | None, keep_alive: str | float | None, progress: Progress | None) -> None:
@@ -358,8 +358,13 @@ class Runtime:
                 where=resident.place.value)
         return self._use(resident, None, None, None)
 
-    def _finish(self, error: BaseException | None) -> None:
-        """An out-of-memory error that leaves a block is raised again as one readable report. Nothing is rerun."""
+    def _finish(self, error: BaseException | None, resident: Resident | None = None) -> None:
+        """An out-of-memory error that leaves a block is raised again as one readable report. Nothing is rerun.
+
+        One by which the driver has let the model down is raised as what it means for whoever goes on.
+        """
+        if error is not None and resident is not None and (lost := losses.struck(self._keeper, resident, error)):
+            raise lost from error
         if error is None or not is_out_of_memory(error) or getattr(error, "report", None):
             return
         report = self._keeper.out_of_memory(error)

@@ -123,6 +123,11 @@ def missing(name: str) -> str:
     return ""
 
 
+def runs_here(spec: ModelSpec) -> bool:
+    """Whether such a model runs in this process, and shares its fate."""
+    return spec.backend not in RECIPES and not (spec.backend == "llama_cpp" and spec.options.get("isolated", True))
+
+
 def backend_for(source: Any, requested: str = "auto") -> str:
     """The name of the backend that loads such a source: live Python, a GGUF file, a model directory, or a hub id.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import threads
-from ..errors import BadCall, EngineDied, EngineFault, GpuError, LoadFailed
+from ..errors import BadCall, EngineDied, EngineFault, GpuError, LoadFailed, ProcessLost
 from ..memory import out_of_memory
 from . import llama_worker as worker
 from .faults import MOST_DECODE_FAILURES, Fault, Kind, decode_failures, recognise
@@ -304,11 +304,21 @@ class Engine:
             raise out_of_memory(f"{self.name}: {fault.line}", device="", asked_bytes=0, holders=(), report="")
         raise self._fault(fault, text)
 
-    def _fault(self, fault: Fault | None, text: str) -> EngineFault:
+    def _process_lost(self, kind: str, first: str) -> ProcessLost:
+        return ProcessLost(
+            f"this process can use the GPU no more, since {self.name}, which runs in it, failed ({kind}): {first}.\n"
+            f"  Restart the kernel. A model that runs in a worker of its own (isolated=True) would have cost that "
+            f"alone.", name=self.name, kind=kind, why=first)
+
+    def _fault(self, fault: Fault | None, text: str) -> EngineFault | ProcessLost:
         reloads = fault is not None and (fault.clears_model or self._failures >= MOST_DECODE_FAILURES)
         kind = fault.kind.value if fault else "error"
         first = (fault.line if fault else text).strip().rstrip(".")
         many = f", {self._failures} times in a row" if self._failures > 1 else ""
+        if fault is not None and fault.loses_context and self.pid is None:
+            lost = self._process_lost(kind, first)
+            self._close(lost)
+            return lost
         then = f"It was put away; the next use of {self.name} loads it anew, in a fresh worker." if reloads else \
             "It is still loaded."
         error = EngineFault(f"{self.name} failed{many} ({kind}): {first}.\n  {then}", name=self.name, kind=kind,

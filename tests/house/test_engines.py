@@ -1,0 +1,238 @@
+"""Models that run outside this process, and what becomes of their leases when they fail: real llama.cpp, tiny models."""
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from gpu_runtime import BadCall, EngineDied, EngineFault, OutOfMemory, ProcessLost
+from gpu_runtime.units import MIB
+from tests import tiny_models
+
+from .conftest import claims, fakes, where
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install 'gpu-console[llama]'")
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return tiny_models.gguf_lm(tmp_path_factory.mktemp("gguf") / "phi.gguf")
+
+
+@pytest.fixture
+def rt(runtime, file):
+    """A card that holds one of two models of 6.4 MiB."""
+    rt = runtime(devices="sim:10MiB,host:64MiB", gpu_memory_max_percent=1.0)
+    rt.register("phi", str(file))
+    return rt
+
+
+def actions(rt, name="phi"):
+    """What was done to it, in order."""
+    return [event.action for event in rt.why(name)[::-1]]
+
+
+def write(model, tokens=5):
+    return model.create_completion("hello", max_tokens=tokens, temperature=0)["choices"][0]["text"]
+
+
+def test_a_gguf_file_is_a_model_like_any_other(rt):
+    """Loaded when it is used, measured, with the methods of llama_cpp.Llama; it answers under its own name."""
+    with rt.use("phi") as phi:
+        told = phi.create_chat_completion(HELLO, max_tokens=4)
+        assert (told["model"], told["usage"]["completion_tokens"]) == ("phi", 4)
+        parts = list(phi.create_chat_completion(HELLO, max_tokens=4, stream=True))
+        assert len(parts) > 4 and parts[0]["object"] == "chat.completion.chunk"
+        assert phi.detokenize(phi.tokenize(b"hello")) == b"hello"
+        assert claims(rt) == {"sim:0": rt.probe.used()["sim:0"]} and phi.pid != os.getpid()
+    assert actions(rt) == ["granted", "loaded"]
+
+
+def test_two_that_do_not_fit_together_take_turns_by_being_dropped_and_loaded_again(rt, file):
+    """It cannot be moved, so RAM gets nothing; whoever kept the object goes on with it."""
+    rt.register("mini", str(file))
+    with rt.use("phi") as phi:
+        before = write(phi)
+    with rt.use("mini") as mini:
+        assert write(mini) == before
+    assert where(rt) == {"phi": "disk", "mini": "sim:0"} and phi.pid is None
+    assert write(phi) == before
+    assert where(rt) == {"phi": "sim:0", "mini": "disk"} and claims(rt).keys() == {"sim:0"}
+
+
+def test_killed_in_the_middle_it_costs_one_error_and_the_lease_is_free_when_that_is_seen(runtime, tmp_path):
+    """With -9. The next call loads it anew, in the same block."""
+    rt = runtime(devices="sim:256MiB,host:256MiB")
+    rt.register("phi", str(tiny_models.gguf_lm(tmp_path / "slow.gguf", size="24 MiB")))
+    with rt.use("phi") as phi:
+        before, pid = write(phi), phi.pid
+        stream = phi.create_completion("hello", max_tokens=400, stream=True)
+        next(stream)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineDied, match=f"phi .pid {pid}. is gone: it was killed by SIGKILL") as error:
+            list(stream)
+        assert claims(rt) == {} and rt.probe.used()["sim:0"] == 0 and not list(rt.status().leases())
+        assert (error.value.status, error.value.kind) == (-9, "crash") and os.path.exists(error.value.log)
+        assert write(phi) == before and phi.pid != pid
+    assert actions(rt) == ["granted", "loaded", "lost", "granted", "loaded"]
+    assert rt.why("phi")[2].bytes > MIB
+
+
+def test_killed_while_nobody_uses_it_its_lease_is_returned_too(rt):
+    rt.preload("phi")
+    lost = threading.Event()
+    resident = rt._mine("phi")
+    tell = resident.tell_loss
+    resident.tell_loss = lambda *said: (tell(*said), lost.set())
+    os.kill(resident.engines[0], signal.SIGKILL)
+    assert lost.wait(20) and claims(rt) == {} and where(rt) == {"phi": "disk"}
+    with rt.use("phi") as phi:
+        assert write(phi)
+
+
+@pytest.mark.parametrize("words", ["CUDA error: an illegal memory access was encountered", "cuBLAS initialization failed",
+                                   "CUDA error: device-side assert triggered", "Metal initialization failed"])
+def test_a_driver_s_error_puts_the_model_away_and_the_next_call_has_a_fresh_worker(rt, words):
+    """Known by its text. Its caller is told what comes next."""
+    with rt.use("phi") as phi:
+        pid = phi.pid
+        with pytest.raises(EngineFault, match="put away; the next use of phi loads it anew, in a fresh worker") as error:
+            phi.drill(words)
+        assert error.value.why == words and error.value.reloads and claims(rt) == {}
+        assert write(phi) and phi.pid != pid
+    assert actions(rt) == ["granted", "loaded", "lost", "granted", "loaded"]
+
+
+def test_three_decode_failures_in_a_row_are_one_reload(rt):
+    """One or two may pass; a success in between begins the count anew."""
+    with rt.use("phi") as phi:
+        pid = phi.pid
+        for reloads in (False, False, None, False, False, True):
+            if reloads is None:
+                write(phi)
+                continue
+            with pytest.raises(EngineFault, match="llama_decode returned -3") as error:
+                phi.drill("llama_decode returned -3")
+            assert error.value.reloads is reloads
+            assert (claims(rt) == {}) is reloads
+        assert write(phi) and phi.pid != pid
+    assert actions(rt).count("lost") == 1
+
+
+def test_a_call_that_is_refused_costs_nobody_anything(rt):
+    """Too long, of a wrong type, or with words in it that look like a driver's error: the model goes on."""
+    with rt.use("phi") as phi:
+        pid = phi.pid
+        for call in (lambda: phi.create_completion("hello " * 900), lambda: phi.create_completion("hello", temprature=1),
+                     lambda: phi.create_completion("hello", logits_processor=[print]),
+                     lambda: phi.create_chat_completion("device-side assert triggered")):
+            with pytest.raises(BadCall):
+                call()
+        assert write(phi) and phi.pid == pid
+
+
+def test_a_stream_that_is_closed_ends_the_generation(rt):
+    """What nobody reads is not computed: the next call is answered at once."""
+    with rt.use("phi") as phi:
+        stream = phi.create_completion("hello", max_tokens=500, stream=True)
+        next(stream)
+        stream.close()
+        assert phi.n_ctx() == 512
+    assert not rt._mine("phi").pins
+
+
+def test_a_model_is_pinned_as_long_as_somebody_reads_its_answer(rt):
+    rt.preload("phi")
+    phi = rt._mine("phi").value
+    stream = phi.create_completion("hello", max_tokens=50, stream=True)
+    next(stream)
+    assert rt._mine("phi").pins
+    list(stream)
+    assert not rt._mine("phi").pins
+
+
+def test_out_of_memory_while_loading_makes_whoever_is_idle_leave_and_tries_once_more(runtime):
+    """The book had room and the card had not."""
+    rt = runtime(devices="sim:24GiB,host:64GiB")
+    fakes(rt, a="4GiB", b="4GiB")
+    rt.preload("a")
+    rt.probe.place("sim:0").fail_next()
+    rt.preload("b")
+    assert where(rt) == {"a": "host", "b": "sim:0"}
+
+
+def test_out_of_memory_twice_is_told_with_the_figures(runtime):
+    rt = runtime(devices="sim:24GiB,host:64GiB")
+    fakes(rt, a="4GiB")
+    rt.probe.place("sim:0").fail_next(2)
+    with pytest.raises(OutOfMemory, match="ran out of memory while loading a") as error:
+        rt.preload("a")
+    assert "4.0 GiB" in error.value.report and claims(rt) == {}
+    rt.preload("a")
+
+
+def test_a_device_side_assert_in_the_kernel_says_that_the_process_is_lost_and_what_to_do(rt):
+    """Every further call on that context would fail. Leases are returned; workers go on."""
+    fakes(rt, a="1MiB", b="1MiB")
+    rt.preload("b")
+    with pytest.raises(ProcessLost, match="since a failed: CUDA error: device-side assert triggered") as error, rt.use("a"):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+    assert "Restart the kernel" in str(error.value) and error.value.kind == "device-side assert"
+    assert claims(rt) == {} and [event.action for event in rt.why("b")][0] == "lost"
+    with pytest.raises(ProcessLost, match="Restart the kernel"), rt.use("b"):
+        pass
+    with rt.use("phi") as phi:
+        assert write(phi)
+
+
+def test_a_reset_driver_in_the_kernel_costs_the_model_that_was_in_use(runtime):
+    rt = runtime()
+    fakes(rt, a="1GiB", b="1GiB")
+    rt.preload("b")
+    with pytest.raises(EngineFault, match="next use of a loads it anew"), rt.use("a"):
+        raise RuntimeError("cuBLAS initialization failed")
+    assert where(rt) == {"a": "disk", "b": "sim:0"}
+    with rt.use("a"):
+        assert where(rt)["a"] == "sim:0"
+
+
+def test_an_error_of_the_user_s_own_is_left_alone(runtime):
+    rt = runtime()
+    fakes(rt, a="1GiB")
+    for error in (ValueError("device-side assert triggered"), RuntimeError("shapes cannot be multiplied")):
+        with pytest.raises(type(error)) as seen, rt.use("a"):
+            raise error
+        assert seen.value is error and where(rt) == {"a": "sim:0"}
+
+
+def test_in_process_is_a_choice(rt, file):
+    """Python objects can be given then; and a lost context is the process's."""
+    rt.register("near", str(file), isolated=False)
+    with rt.use("near") as near:
+        heard = []
+
+        def listen(ids, scores):
+            heard.append(len(ids))
+            return scores
+
+        from llama_cpp import LogitsProcessorList
+        near.create_completion("hello", max_tokens=3, logits_processor=LogitsProcessorList([listen]))
+        assert near.pid is None and len(heard) == 3
+        with pytest.raises(ProcessLost, match="Restart the kernel. A model that runs in a worker"):
+            near.drill("CUDA error: device-side assert triggered")
+    assert claims(rt) == {}
+    with pytest.raises(ProcessLost), rt.use("near"):
+        pass
+
+
+def test_layers_of_the_model_win_over_the_setting(runtime, file):
+    """gpu_layers: the model's own, else INFERENCE_GPU_LAYERS, else all of them."""
+    rt = runtime(inference_gpu_layers=1, devices="sim:64MiB,host:64MiB")
+    rt.register("some", str(file))
+    rt.register("all", str(file), gpu_layers=-1)
+    rt.register("none", str(file), gpu_layers=0)
+    sizes = {name: rt.plan(name).footprint.parts[0].bytes for name in ("all", "some", "none")}
+    assert sizes["some"] == pytest.approx(sizes["all"] / 3, abs=1) and sizes["none"] == 0
