@@ -63,9 +63,9 @@ class Conversation:
     async def document(self) -> str:
         return await self._asked("PULL-DOC-REQ", {})
 
-    async def forge(self, event: str, model: str, data: dict[str, str] | None = None, **values: str) -> None:
+    async def forge(self, event: str, model: str, data: dict[str, object] | None = None) -> None:
         """An event such as a browser sends when a button is clicked, and the server's word that it was taken."""
-        entries: list[list[object]] = [["model", {"id": model}], *([name, value] for name, value in values.items())]
+        entries: list[list[object]] = [["model", {"id": model}]]
         if data is not None:
             entries.append(["data", {"type": "map", "entries": [list(pair) for pair in data.items()]}])
         sent = {"type": "event", "name": event, "values": {"type": "map", "entries": entries}}
