@@ -315,6 +315,15 @@ class Runtime:
         """The models registered in this process."""
         return tuple(resident.spec for resident in list(self._keeper.residents.values()))
 
+    def spec(self, name: str) -> ModelSpec:
+        """What is known of a model that this process can load, the catalogue's included. Raises UnknownModel."""
+        return self._mine(name).spec
+
+    def here(self, name: str) -> bool:
+        """Whether a use of the model would find it on its device at this moment; nothing is asked or measured."""
+        resident = self._keeper.residents.get(name)
+        return resident is not None and resident.place is Place.HERE
+
     # -- using
 
     def use(self, name: str, *, importance: str | int | None = None, timeout: str | float | None = None,

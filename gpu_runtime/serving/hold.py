@@ -1,0 +1,113 @@
+"""A model pinned for exactly as long as its calls last.
+
+Getting a model may take minutes, and a pin belongs to the thread that took it; so each hold has a thread of its own,
+which sits in `with rt.use(model)` until it is told to let go. The event loop never waits for the ledger.
+"""
+from __future__ import annotations
+
+import _thread
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..facts import Wait
+from ..threads import start
+
+if TYPE_CHECKING:
+    from ..runtime import Runtime
+
+
+class Hold:
+    """`ready` becomes what `use` yields, or the error that it raised. `ended` is done once the pin is gone."""
+
+    def __init__(self, model: str, importance: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.model, self.importance = model, importance
+        self.told = False  # whether somebody has heard the error
+        self.ready: asyncio.Future[Any] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self.waits = False  # the ledger has it in line
+        self.in_use: frozenset[str] = frozenset()  # models of this process that it waits for
+        self._loop = loop
+        self._gone = threading.Event()
+
+    def let_go(self) -> None:
+        """Ends the pin, or the wait for it. A load that has begun is finished; its model stays, in use by nobody."""
+        self._gone.set()
+
+    @property
+    def let_go_of(self) -> bool:
+        return self._gone.is_set()
+
+    def _tell(self, future: asyncio.Future[Any], result: Any, error: BaseException | None = None) -> None:
+        def settle() -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+                future.exception()  # looked at: whoever asked may have left meanwhile
+
+        try:
+            self._loop.call_soon_threadsafe(settle)
+        except RuntimeError:  # the loop has been closed: nobody waits any more
+            pass
+
+
+class Abandoned(Exception):
+    """Nobody wanted the model any more."""
+
+
+class _LetGo(BaseException):
+    """Ends a wait in the ledger that nobody wants any more. Not an Exception: it is nobody's to handle."""
+
+
+class Holds:
+    """Takes models in hand, each in a thread of its own. `waiting(hold)` is called in the loop when a wait changes."""
+
+    def __init__(self, rt: Runtime, waiting: Callable[[Hold], None]) -> None:
+        self._rt, self._waiting = rt, waiting
+        self._mine = f"{rt.status().owner.id}/"  # how the ledger's names of our models begin
+        self._by_thread: dict[int, Hold] = {}
+        rt.tell_waits(self._told)
+
+    def take(self, model: str, importance: int) -> Hold:
+        """Begins to pin the model, for a call of that importance."""
+        hold = Hold(model, importance, asyncio.get_running_loop())
+        start(lambda: self._run(hold))
+        return hold
+
+    def close(self) -> None:
+        self._rt.tell_waits(None)
+
+    def _run(self, hold: Hold) -> None:
+        me = _thread.get_ident()
+        self._by_thread[me] = hold
+        try:
+            # A lease keeps the importance that it was loaded with. One made urgent for a single call would be displaced
+            # by nobody afterwards; one made for a batch call may be displaced by anybody.
+            importance = max(self._rt.spec(hold.model).importance, hold.importance)
+            with self._rt.use(hold.model, importance=importance) as value:
+                hold._tell(hold.ready, value)
+                del value  # the frame must not keep a model that has left
+                hold._gone.wait()
+        except _LetGo:
+            hold._tell(hold.ready, None, Abandoned(hold.model))
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            hold._tell(hold.ready, None, error)
+        finally:
+            self._by_thread.pop(me, None)
+            hold._tell(hold.ended, None)
+
+    def _told(self, model: str, wait: Wait | None) -> None:
+        """The ledger's word, in the hold's own thread, each time its wait is looked at."""
+        hold = self._by_thread.get(_thread.get_ident())
+        if hold is None or wait is None:
+            return
+        if hold.let_go_of:
+            raise _LetGo
+        in_use = frozenset(id[len(self._mine):] for id in wait.blockers if id.startswith(self._mine))
+        if not hold.waits or in_use != hold.in_use:
+            hold.waits, hold.in_use = True, in_use
+            hold._loop.call_soon_threadsafe(self._waiting, hold)

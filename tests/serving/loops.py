@@ -1,0 +1,35 @@
+"""Coroutines in tests: run to their end, or step by step, without sleeping."""
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+PATIENCE_SECONDS = 30.0
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs an `async def` test in a loop of its own, within bounded time."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await test(*args, **kwargs)
+
+        asyncio.run(bounded())
+
+    return run
+
+
+async def settle() -> None:
+    """Lets everything happen that can happen now."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def until(true: Callable[[], Any]) -> None:
+    """Comes back once that holds: for what threads do."""
+    while not true():
+        await asyncio.sleep(0.001)

@@ -1,0 +1,142 @@
+"""Who starts next: importance, then warm models, then arrival; and nobody waits for ever."""
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.facts import IMPORTANCE
+from gpu_runtime.serving.order import (
+    AGEING_SECONDS,
+    MOST_LOADS,
+    Engine,
+    Next,
+    Place,
+    Waiting,
+    next_out,
+    order,
+    overtaken_for_seconds,
+)
+
+WARM, COLD, LOADING = Engine(Place.WARM), Engine(), Engine(Place.LOADING)
+
+
+def call(key: int, model: str = "a", importance: str = "normal", arrived: float = 0.0) -> Waiting:
+    return Waiting(key, model, IMPORTANCE[importance], arrived)
+
+
+def keys(waiting: list[Waiting], engines: dict[str, Engine], now: float = 0.0) -> list[int]:
+    return [waiting.key for waiting in order(waiting, engines, now)]
+
+
+def test_importance_comes_before_warmth_and_warmth_before_arrival():
+    """The order of the Model Boss queue: (priority, warm_bump, submitted_at)."""
+    waiting = [call(1, "cold"), call(2, "warm"), call(3, "cold", "high"), call(4, "warm", "batch")]
+    assert keys(waiting, {"warm": WARM, "cold": COLD}) == [3, 2, 1, 4]
+
+
+def test_every_thirty_seconds_raise_a_call_by_one_class():
+    """A batch call of a minute ago stands with the normal ones, and was there first."""
+    old, new = call(1, "a", "batch", arrived=0.0), call(2, "a", "normal", arrived=60.0)
+    assert keys([new, old], {"a": WARM}, now=59.9) == [2, 1]
+    assert keys([new, old], {"a": WARM}, now=60.0) == [1, 2]
+
+
+def test_a_cold_model_that_has_waited_comes_before_warm_newcomers():
+    """Even where both are urgent: age counts beyond the highest class."""
+    cold, warm = call(1, "b", "urgent", arrived=0.0), call(2, "a", "urgent", arrived=30.0)
+    assert keys([cold, warm], {"a": WARM, "b": COLD}, now=29.0) == [2, 1]
+    assert keys([cold, warm], {"a": WARM, "b": COLD}, now=30.0) == [1, 2]
+
+
+def test_a_warm_model_starts_as_many_calls_as_it_can_run():
+    """The rest wait, without holding others up."""
+    engines = {"a": Engine(Place.WARM, active=1, concurrency=3), "b": WARM}
+    waiting = [call(1), call(2), call(3), call(4, "b")]
+    assert next_out(waiting, engines, 0.0) == Next(start=(1, 2, 4))
+
+
+def test_a_cold_model_is_loaded_once_for_all_its_calls():
+    """And each cold model begins at once: the ledger says which of them have room."""
+    assert next_out([call(1, "a"), call(2, "a"), call(3, "b")], {}, 0.0) == Next(load=("a", "b"))
+
+
+def test_no_more_loads_begin_than_there_are_threads_for():
+    """Fifty cold models are not fifty tickets in the ledger."""
+    busy = {f"busy{n}": LOADING for n in range(MOST_LOADS - 1)}
+    assert next_out([call(1, "a"), call(2, "b")], busy, 0.0) == Next(load=("a",))
+
+
+def test_a_model_that_cannot_be_loaded_now_holds_nobody_up():
+    """Another process has the card; what fits beside it goes on."""
+    waiting = [call(1, "big", "urgent"), call(2, "a", "batch")]
+    assert next_out(waiting, {"big": LOADING, "a": WARM}, 0.0) == Next(start=(2,))
+
+
+def test_calls_of_a_warm_model_go_on_before_a_cold_one_of_their_class():
+    """Models are changed when their calls are done, not after each."""
+    waiting = [call(1, "b"), call(2, "a")]
+    engines = {"a": Engine(Place.WARM, active=1, concurrency=4), "b": Engine(Place.LOADING, in_use=frozenset("a"))}
+    assert next_out(waiting, engines, 0.0) == Next(start=(2,))
+
+
+def test_what_stands_in_the_way_of_a_better_call_starts_no_more():
+    """Else a steady stream of normal calls would keep an urgent one out for ever; what is not in its way goes on."""
+    waiting = [call(1, "b", "urgent"), call(2, "a"), call(3, "c")]
+    engines = {"a": Engine(Place.WARM, active=1, concurrency=4), "b": Engine(Place.LOADING, in_use=frozenset("a")),
+               "c": WARM}
+    assert next_out(waiting, engines, 0.0) == Next(start=(3,))
+
+
+MODELS = "abc"
+calls = st.lists(st.builds(Waiting, st.just(0), st.sampled_from(MODELS), st.sampled_from(sorted(IMPORTANCE.values())),
+                           st.floats(0, 500)), max_size=12).map(
+    lambda made: [Waiting(n, c.model, c.importance, c.arrived)
+                  for n, c in enumerate(sorted(made, key=lambda c: c.arrived))])
+engines = st.fixed_dictionaries({}, optional=dict.fromkeys(MODELS, st.builds(
+    Engine, st.sampled_from(Place), st.integers(0, 3), st.integers(1, 3),
+    st.frozensets(st.sampled_from(MODELS), max_size=2))))
+
+
+@given(calls, engines, st.floats(500, 1000))
+def test_no_engine_runs_more_than_it_can_and_only_warm_ones_run(waiting, engines, now):
+    """Whatever waits."""
+    out = next_out(waiting, engines, now)
+    model = {call.key: call.model for call in waiting}
+    for name in MODELS:
+        started = sum(model[key] == name for key in out.start)
+        engine = engines.get(name, COLD)
+        assert not started or engine.place is Place.WARM
+        assert not started or engine.active + started <= engine.concurrency
+    assert all(engines.get(name, COLD).place is Place.COLD for name in out.load)
+    assert len(set(out.start)) == len(out.start) and len(set(out.load)) == len(out.load)
+
+
+@given(calls, engines, st.floats(500, 1000))
+def test_a_free_place_of_a_model_in_nobodys_way_is_taken(waiting, engines, now):
+    """Nothing idles that could run: a call that cannot start holds up only what its own load waits for."""
+    out = next_out(waiting, engines, now)
+    in_the_way = {name for engine in engines.values() if engine.place is Place.LOADING for name in engine.in_use}
+    for call in waiting:
+        engine = engines.get(call.model, COLD)
+        started = sum(other.model == call.model for other in waiting if other.key in out.start)
+        if engine.place is Place.WARM and call.model not in in_the_way and call.key not in out.start:
+            assert engine.active + started >= engine.concurrency
+
+
+eighths = st.integers(0, 8000).map(lambda n: n / 8)  # of a second: exact, as the bound is
+
+
+@given(st.sampled_from(sorted(IMPORTANCE.values())), st.sampled_from(sorted(IMPORTANCE.values())), eighths, eighths,
+       st.sampled_from(Place), st.sampled_from(Place))
+def test_nobody_who_comes_after_the_ageing_bound_is_served_first(mine, theirs, after, later, place, other):
+    """So a call waits at most for those who came within that time, however warm or important the others are."""
+    first = Waiting(1, "a", mine, 0.0)
+    second = Waiting(2, "b", theirs, overtaken_for_seconds(mine, theirs) + after)
+    now = second.arrived + later
+    assert keys([first, second], {"a": Engine(place), "b": Engine(other)}, now) == [1, 2]
+
+
+def test_the_ageing_bound_is_not_more_than_it_must_be():
+    """A hair before it, a warm newcomer does come first."""
+    cold, warm = Waiting(1, "a", 10, 0.0), Waiting(2, "b", 10, AGEING_SECONDS - 0.5)
+    assert keys([cold, warm], {"b": WARM}, now=AGEING_SECONDS - 0.1) == [2, 1]

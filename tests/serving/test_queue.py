@@ -1,0 +1,290 @@
+"""Turns at models: who gets one, and that nothing is left of those who go away."""
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.facts import IMPORTANCE
+from gpu_runtime.serving.calls import Refused
+from gpu_runtime.serving.hold import Hold
+from gpu_runtime.serving.queue import LoadShared, Queue
+from tests.serving.loops import in_loop, settle
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Shelf:
+    """Models on a card with room for `room` of them; loading is done by hand, and told in `log`."""
+
+    def __init__(self, *warm: str, room: int = 1, concurrency: int = 1, limit: int = 256) -> None:
+        self.warm, self.room, self.many = list(warm), room, concurrency
+        self.holds: list[Hold] = []
+        self.log: list[str] = []
+        self.clock = Clock()
+        self.queue = Queue(self.take, lambda model: model in self.warm, lambda model: self.many, clock=self.clock,
+                           limit=limit)
+
+    def take(self, model: str, importance: int) -> Hold:
+        hold = Hold(model, importance, asyncio.get_running_loop())
+        self.holds.append(hold)
+        if model in self.warm:
+            hold.ready.set_result(f"<{model}>")
+        else:
+            self.log.append(f"load {model}")
+        return hold
+
+    def pinned(self) -> list[str]:
+        return [hold.model for hold in self.holds
+                if hold.ready.done() and not hold.ready.exception() and not hold.let_go_of]
+
+    def arrive(self) -> None:
+        """Carries out what the ledger would: loads for which idle models can step aside are done, others wait."""
+        for hold in self.holds:
+            if hold.ready.done() or hold.let_go_of:
+                continue
+            idle = [model for model in self.warm if model not in self.pinned()]
+            while len(self.warm) >= self.room and idle:
+                self.warm.remove(idle.pop(0))
+            if len(self.warm) < self.room:
+                self.warm.append(hold.model)
+                hold.ready.set_result(f"<{hold.model}>")
+            else:
+                hold.waits, hold.in_use = True, frozenset(self.pinned())
+        self.queue.look()
+
+    def call(self, model: str, importance: str = "normal", name: str = "") -> Answer:
+        return Answer(self, model, IMPORTANCE[importance], name or model)
+
+
+class Answer:
+    """A call under way: waits for its turn, then runs until it is ended."""
+
+    def __init__(self, shelf: Shelf, model: str, importance: int, name: str) -> None:
+        self._end = asyncio.Event()
+        self.name = name
+        self.task = asyncio.ensure_future(self._run(shelf, model, importance))
+        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # looked at
+
+    async def _run(self, shelf: Shelf, model: str, importance: int) -> None:
+        async with shelf.queue.turn(model, importance) as turn:
+            assert turn.value == f"<{model}>"
+            shelf.log.append(self.name)
+            await self._end.wait()
+
+    async def end(self) -> None:
+        self._end.set()
+        await settle()
+
+
+@asynccontextmanager
+async def done(shelf: Shelf) -> AsyncIterator[None]:
+    """Afterwards nothing waits, runs or is pinned."""
+    yield
+    await settle()
+    assert (shelf.queue.depth(), shelf.queue.active(), shelf.pinned()) == ({}, {}, [])
+    assert all(hold.let_go_of or hold.ready.exception() for hold in shelf.holds)
+
+
+@in_loop
+async def test_a_warm_model_is_had_at_once_and_let_go_after_its_last_call():
+    """Two calls, one pin."""
+    shelf = Shelf("a", concurrency=2)
+    async with done(shelf):
+        one, two = shelf.call("a"), shelf.call("a")
+        await settle()
+        assert (shelf.queue.active(), len(shelf.holds)) == ({"a": 2}, 1)
+        await one.end()
+        assert shelf.pinned() == ["a"]
+        await two.end()
+
+
+@in_loop
+async def test_calls_start_by_importance_when_a_place_comes_free():
+    """Not by arrival."""
+    shelf = Shelf("a")
+    async with done(shelf):
+        answers = [shelf.call("a", importance, importance) for importance in ("normal", "batch", "low", "urgent")]
+        for _ in answers:
+            await settle()
+            await next(answer for answer in answers if answer.name == shelf.log[-1]).end()
+        assert shelf.log == ["normal", "urgent", "low", "batch"]
+
+
+@in_loop
+async def test_a_model_stays_pinned_between_calls_that_follow_each_other():
+    """In the moment between two calls its room would be taken, and it would be loaded again for the second."""
+    shelf = Shelf("a")
+    async with done(shelf):
+        first, second = shelf.call("a"), shelf.call("a")
+        await settle()
+        await first.end()
+        assert len(shelf.holds) == 1
+        await second.end()
+
+
+@in_loop
+async def test_models_are_changed_when_their_calls_are_done_not_after_each():
+    """A and B by turns, and room for one of them: two loads, not eight."""
+    shelf = Shelf()
+    async with done(shelf):
+        answers = [shelf.call(model, name=f"{model}{n}") for n in range(4) for model in "ab"]
+        for _ in range(12):
+            await settle()
+            shelf.arrive()
+            await settle()
+            for answer in answers:
+                if answer.name in shelf.log:
+                    await answer.end()
+        assert shelf.log == ["load a", "load b", "a0", "a1", "a2", "a3", "b0", "b1", "b2", "b3"]
+
+
+@in_loop
+async def test_a_load_that_waits_holds_up_neither_other_models_nor_calls_before_it():
+    """B has to wait for A; A goes on, and C beside it."""
+    shelf = Shelf("a", "c", room=2)
+    async with done(shelf):
+        running = [shelf.call("a"), shelf.call("c")]
+        await settle()
+        waiting = shelf.call("b")
+        await settle()
+        shelf.arrive()
+        more = [shelf.call("c", name="c2"), shelf.call("a", name="a2")]
+        for answer in [*running, *more]:
+            await answer.end()
+        assert shelf.log == ["a", "c", "load b", "c2", "a2"] or shelf.log == ["a", "c", "load b", "a2", "c2"]
+        shelf.arrive()
+        await settle()
+        await waiting.end()
+
+
+@in_loop
+async def test_a_steady_stream_of_a_warm_model_does_not_keep_a_cold_one_out():
+    """Once B has waited longer than newcomers by 30 s, A starts no more, ends, and makes room."""
+    shelf = Shelf("a")
+    async with done(shelf):
+        running = shelf.call("a", name="a0")
+        await settle()
+        cold = shelf.call("b")
+        for n in range(1, 20):
+            following = shelf.call("a", name=f"a{n}")
+            shelf.clock.now += 5.0
+            await settle()
+            await running.end()
+            shelf.arrive()
+            await settle()
+            if "b" in shelf.log:
+                break
+            running = following
+        assert (shelf.log[-1], shelf.clock.now) == ("b", 35.0)
+        await cold.end()
+        for _ in range(3):
+            shelf.arrive()
+            await settle()
+        await following.end()
+
+
+@in_loop
+async def test_a_failed_load_is_told_to_all_who_waited_and_counts_once():
+    """Five callers of one failed load are not five failures."""
+    shelf = Shelf()
+    answers = [shelf.call("a") for _ in range(3)]
+    await settle()
+    shelf.holds[0].ready.set_exception(RuntimeError("no such file"))
+    results = await asyncio.gather(*(answer.task for answer in answers), return_exceptions=True)
+    assert [type(error) for error in results] == [RuntimeError, LoadShared, LoadShared]
+    assert (shelf.queue.depth(), shelf.queue.active()) == ({}, {})
+
+
+@in_loop
+async def test_a_more_important_call_asks_the_ledger_anew():
+    """The ticket of a batch call would stand behind every notebook's, with an urgent call behind it."""
+    shelf = Shelf("a")
+    async with done(shelf):
+        running = shelf.call("a")
+        lesser = shelf.call("b", "batch")
+        await settle()
+        shelf.arrive()
+        better = shelf.call("b", "high")
+        await settle()
+        assert [(hold.model, hold.importance, hold.let_go_of) for hold in shelf.holds[1:]] == [
+            ("b", 30, True), ("b", 5, False)]
+        await running.end()
+        shelf.arrive()
+        await settle()
+        await better.end()
+        await lesser.end()
+
+
+@in_loop
+async def test_a_full_queue_says_when_to_come_back():
+    """By how fast calls ended lately."""
+    shelf = Shelf("a", limit=2)
+    async with done(shelf):
+        answers = []
+        for _ in range(3):
+            answers.append(shelf.call("a"))
+            await settle()
+            shelf.clock.now += 4.0
+            await answers[-1].end()
+        answers = [shelf.call("a") for _ in range(3)]
+        await settle()
+        with pytest.raises(Refused) as refused:
+            async with shelf.queue.turn("a"):
+                pass
+        assert (refused.value.status, refused.value.code, refused.value.retry_after) == (503, "queue_full", 8.0)
+        for answer in answers:
+            await answer.end()
+
+
+actions = st.lists(st.tuples(st.sampled_from(["call", "end", "cancel", "arrive", "fail", "later"]), st.integers(0, 7)),
+                   max_size=40)
+
+
+@given(actions, st.integers(1, 2))
+def test_nothing_is_left_of_any_call_however_it_ends(actions, concurrency):
+    """Ends, cancels at any moment, failed loads: no place is lost, and no pin outlives its calls."""
+
+    @in_loop
+    async def play() -> None:
+        shelf = Shelf(concurrency=concurrency)
+        answers: list[Answer] = []
+        async with done(shelf):
+            for what, n in actions:
+                if what == "call":
+                    answers.append(shelf.call("abc"[n % 3], sorted(IMPORTANCE)[n % 5]))
+                elif what == "end" and answers:
+                    answers[n % len(answers)]._end.set()
+                elif what == "cancel" and answers:
+                    answers[n % len(answers)].task.cancel()
+                elif what == "arrive":
+                    shelf.arrive()
+                elif what == "fail":
+                    loading = [hold for hold in shelf.holds if not hold.ready.done()]
+                    if loading:
+                        loading[n % len(loading)].ready.set_exception(RuntimeError("failed"))
+                elif what == "later":
+                    shelf.clock.now += 11.0 * n
+                for _ in range(n % 3):  # not always all that could happen has happened
+                    await asyncio.sleep(0)
+                if "fail" not in (what for what, _ in actions):  # those who are told of a failure are on their way out
+                    assert all(count <= concurrency for count in shelf.queue.active().values())
+                assert len(shelf.warm) <= shelf.room
+            for answer in answers:
+                answer._end.set()
+            for _ in range(2 * len(answers) + 2):
+                await settle()
+                shelf.arrive()
+            assert all(answer.task.done() for answer in answers), (shelf.queue.depth(), shelf.log, shelf.warm)
+            await asyncio.gather(*(answer.task for answer in answers), return_exceptions=True)
+
+    play()
