@@ -1,0 +1,184 @@
+"""A model that fails five times in a row is left alone for 30 s, then one call may try it."""
+from __future__ import annotations
+
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.strategies import data, integers, sampled_from
+
+from gpu_runtime.serving.breaker import FAILURES, OPEN_SECONDS, Breakers, BreakerState, Open, Pass
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def breakers(clock) -> Breakers:
+    return Breakers(clock)
+
+
+def fail(breakers: Breakers, times: int = FAILURES) -> None:
+    for _ in range(times):
+        breakers.enter("qwen").failed(RuntimeError("CUDA error: device-side assert triggered"))
+
+
+def is_open(breakers: Breakers) -> bool:
+    try:
+        breakers.enter("qwen").withdrawn()
+    except Open:
+        return True
+    return False
+
+
+def test_five_failures_in_a_row_open_it(breakers):
+    """Four do not; and the error says how often, why, and for how long."""
+    fail(breakers, 4)
+    assert not is_open(breakers)
+    fail(breakers, 1)
+    with pytest.raises(Open, match="qwen has failed 5 times in a row and is left alone for another 30 s; "
+                                   "the last time: CUDA error: device-side assert triggered"):
+        breakers.enter("qwen")
+
+
+def test_a_success_in_between_begins_the_row_anew(breakers):
+    """Consecutive failures, not many."""
+    fail(breakers, 4)
+    breakers.enter("qwen").succeeded()
+    fail(breakers, 4)
+    assert not is_open(breakers)
+
+
+def test_what_says_nothing_of_the_model_counts_for_nothing(breakers):
+    """A caller who goes away, or asks for what cannot be, is neither its failure nor its success."""
+    fail(breakers, 4)
+    breakers.enter("qwen").withdrawn()
+    fail(breakers, 1)
+    assert is_open(breakers)
+
+
+def test_thirty_seconds_later_exactly_one_call_passes(breakers, clock):
+    """While it runs all others fail fast."""
+    fail(breakers)
+    clock.now += OPEN_SECONDS - 0.1
+    assert is_open(breakers)
+    clock.now += 0.1
+    probe = breakers.enter("qwen")
+    assert probe.probe and all(is_open(breakers) for _ in range(100))
+    assert breakers.state("qwen").state == "half-open"
+    probe.succeeded()
+    assert breakers.state("qwen") == BreakerState("closed", 0, last="CUDA error: device-side assert triggered")
+
+
+def test_a_probe_that_fails_opens_it_for_as_long_again(breakers, clock):
+    """Counted from the probe's end."""
+    fail(breakers)
+    clock.now += OPEN_SECONDS
+    probe = breakers.enter("qwen")
+    clock.now += 10
+    probe.failed(RuntimeError("again"))
+    assert breakers.state("qwen") == BreakerState("open", 6, OPEN_SECONDS, "again")
+    clock.now += OPEN_SECONDS - 0.1
+    assert is_open(breakers)
+    clock.now += 0.1
+    assert not is_open(breakers)
+
+
+def test_a_probe_whose_caller_went_away_lets_the_next_one_try(breakers, clock):
+    """Else the model would be left alone for ever."""
+    fail(breakers)
+    clock.now += OPEN_SECONDS
+    breakers.enter("qwen").withdrawn()
+    assert breakers.enter("qwen").probe
+
+
+def test_calls_that_began_before_it_opened_do_not_decide_what_the_probe_is_there_for(breakers, clock):
+    """A slow success of old closes nothing, and a slow failure does not open it for longer."""
+    old = [breakers.enter("qwen") for _ in range(3)]
+    fail(breakers)
+    old[0].succeeded()
+    clock.now += 10
+    old[1].failed(RuntimeError("late"))
+    assert breakers.state("qwen").retry_after == OPEN_SECONDS - 10
+    clock.now += OPEN_SECONDS
+    probe = breakers.enter("qwen")
+    old[2].succeeded()
+    assert is_open(breakers)
+    probe.succeeded()
+    assert not is_open(breakers)
+
+
+def test_every_model_has_its_own(breakers):
+    """One that fails says nothing of the others; and those that are no more are forgotten."""
+    fail(breakers)
+    breakers.enter("phi").succeeded()
+    assert breakers.state("phi").state == "closed"
+    breakers.forget({"phi"})
+    assert set(breakers.states()) == {"phi"}
+
+
+class Model:
+    """What a breaker should be, in few words."""
+
+    failures, opened_at, probing = 0, None, False
+
+
+class BreakerMachine(RuleBasedStateMachine):
+    """Calls begin and end in any order, while time passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock, self.model = Clock(), Model()
+        self.breakers = Breakers(self.clock)
+        self.running: list[tuple[Pass, bool]] = []
+
+    @rule()
+    def begin(self) -> None:
+        model = self.model
+        may = model.opened_at is None or (not model.probing and self.clock.now - model.opened_at >= OPEN_SECONDS)
+        try:
+            call = self.breakers.enter("m")
+        except Open:
+            assert not may
+        else:
+            assert may and call.probe == (model.opened_at is not None)
+            model.probing |= call.probe
+            self.running.append((call, call.probe))
+
+    @rule(data=data())
+    def end(self, data) -> None:
+        if not self.running:
+            return
+        call, probe = self.running.pop(data.draw(integers(0, len(self.running) - 1)))
+        how, model = data.draw(sampled_from(["succeeded", "failed", "withdrawn"])), self.model
+        getattr(call, how)(*([RuntimeError("x")] if how == "failed" else []))
+        if probe:
+            model.probing = False
+        if how == "withdrawn" or (model.opened_at is not None and not probe):
+            return
+        model.failures = model.failures + 1 if how == "failed" else 0
+        if how == "succeeded":
+            model.opened_at = None
+        elif probe or model.failures >= FAILURES:
+            model.opened_at = self.clock.now
+
+    @rule(eighths=integers(0, 320))
+    def later(self, eighths) -> None:
+        self.clock.now += eighths / 8
+
+    @invariant()
+    def never_two_probes(self) -> None:
+        assert sum(probe for _, probe in self.running) <= 1
+        state = self.breakers.state("m")
+        assert state.failures == self.model.failures
+        assert (state.state == "closed") == (self.model.opened_at is None)
+
+
+TestBreakerMachine = BreakerMachine.TestCase
