@@ -99,7 +99,7 @@ def read_call(kind: str, body: Any, client: str = "") -> Call:
     _require_utf8(plain)
     model = _text(plain, "model", LONGEST_NAME)
     _CHECKS[kind](plain)
-    _check_numbers(plain)
+    check_numbers(plain)
     stream = plain.get("stream") or False
     if not isinstance(stream, bool):
         raise bad("stream", stream, "true or false")
@@ -196,7 +196,7 @@ _REAL = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "presence_penalty": (-2
          "frequency_penalty": (-2.0, 2.0)}
 
 
-def _check_numbers(body: Mapping[str, Any]) -> None:
+def check_numbers(body: Mapping[str, Any]) -> None:
     """The numbers that every engine takes, so that no engine has to fail on them."""
     for name, most in _WHOLE.items():
         value, least = body.get(name), 1 if name != "seed" else -(2**63)

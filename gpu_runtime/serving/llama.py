@@ -1,0 +1,137 @@
+"""Talking to a llama.cpp model through the methods of `llama_cpp.Llama`, in a thread.
+
+The prompt is made here, from the model's own chat template, so that thinking mode and an overriding template reach it,
+its tokens can be counted, and every answer can be ended early. With tools, or where the model has no template, the
+library's own chat handler makes it.
+"""
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ..facts import ModelSpec
+from .calls import Refused
+from .pump import Emit, in_thread, pumped
+from .shapes import Piece, stops_of, tokens_wanted
+from .speak import TextSpeaker, cannot
+
+_PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty",
+              "repeat_penalty", "seed", "mirostat_mode", "mirostat_tau", "mirostat_eta", "logit_bias")
+_BY_THE_LIBRARY = ("tools", "functions", "response_format", "logprobs", "top_logprobs")  # its chat handlers know these
+
+
+class LlamaSpeaker(TextSpeaker):
+    """`value` has llama.cpp's methods; it may live in another process."""
+
+    kind = "a llama.cpp model"
+
+    def __init__(self, value: Any, spec: ModelSpec) -> None:
+        super().__init__(value, spec)
+        self._metadata: dict[str, Any] | None = None
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        if self._metadata is None:
+            self._metadata = dict(self.value.metadata or {})
+        return self._metadata
+
+    def template(self) -> str | None:
+        return self.metadata.get("tokenizer.chat_template")
+
+    def tokens(self) -> dict[str, str]:
+        said = {"bos_token": self.metadata.get("tokenizer.ggml.bos_token_id"),
+                "eos_token": self.metadata.get("tokenizer.ggml.eos_token_id")}
+        return {name: _text(self.value.detokenize([int(id)], special=True)) for name, id in said.items()
+                if id is not None}
+
+    async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
+        if kind == "chat" and self._by_the_library(body):
+            said = await in_thread(lambda: self.value.create_chat_completion(**self._plain(body)))
+            return {**said, "model": self.spec.name}
+        return await super().answer(kind, body, think)
+
+    def stream(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncIterator[dict[str, Any]]:
+        if kind == "chat" and self._by_the_library(body):
+            return self._streamed(body)
+        return super().stream(kind, body, think)
+
+    def _by_the_library(self, body: dict[str, Any]) -> bool:
+        return any(body.get(name) for name in _BY_THE_LIBRARY)
+
+    def _plain(self, body: dict[str, Any]) -> dict[str, Any]:
+        known = (*_PASSED_ON, *_BY_THE_LIBRARY, "messages", "stop", "tool_choice", "function_call")
+        most = {"max_tokens": tokens_wanted(body)} if tokens_wanted(body) else {}
+        return {name: body[name] for name in known if body.get(name) is not None} | most
+
+    async def _streamed(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        def work(emit: Emit, gone: threading.Event) -> None:
+            _read(self.value.create_chat_completion(**self._plain(body), stream=True), emit, gone)
+
+        async for chunk in pumped(work):
+            yield {**chunk, "model": self.spec.name}
+
+    def prompt(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
+        return super().prompt(kind, body, think), kind == "chat"
+
+    def pieces(self, prompt: Any, body: dict[str, Any]) -> AsyncIterator[Piece]:
+        text, is_chat = prompt
+
+        def work(emit: Emit, gone: threading.Event) -> None:
+            self._write(text, is_chat, body, emit, gone)
+
+        return pumped(work)
+
+    def _write(self, text: str, is_chat: bool, body: dict[str, Any], emit: Emit, gone: threading.Event) -> None:
+        # A template writes the beginning of the sequence itself; a plain prompt has it put before.
+        prompt = self.value.tokenize(text.encode(), add_bos=not is_chat, special=is_chat)
+        most, context = tokens_wanted(body), self.value.n_ctx()
+        if len(prompt) + (most or 1) > context:
+            raise too_long(self.spec.name, len(prompt), most, context)
+        given = {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
+        chunks = self.value.create_completion(prompt, stream=True, stop=stops_of(body),
+                                              max_tokens=most or context - len(prompt), **given)
+        said: list[str] = []
+        finish = "stop"
+
+        def tell(chunk: dict[str, Any]) -> None:
+            nonlocal finish
+            choice = chunk["choices"][0]
+            finish = choice.get("finish_reason") or finish
+            if choice["text"]:
+                said.append(choice["text"])
+                emit(Piece(choice["text"]))
+
+        _read(chunks, tell, gone)
+        # The library counts nothing while it streams: the answer's tokens are those that its text is written in.
+        count = most if most and finish == "length" else len(
+            self.value.tokenize("".join(said).encode(), add_bos=False, special=False)) if said else 0
+        emit(Piece(finish=finish, prompt_tokens=len(prompt), completion_tokens=count))
+
+    async def vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
+        if self.spec.model_type != "embedding":
+            return await super().vectors(texts)
+        said = await in_thread(lambda: self.value.create_embedding(texts))
+        return [row["embedding"] for row in said["data"]], said["usage"]["prompt_tokens"]
+
+
+def too_long(model: str, prompt: int, most: int | None, context: int) -> Refused:
+    """That prompt and answer do not fit in the context, with the figures."""
+    asked = f" and {most} are asked for in answer" if most else ", which leaves no room for an answer"
+    return cannot(model, f"its context is {context} tokens; the prompt has {prompt}{asked}",
+                  "max_tokens" if most and prompt < context else "messages")
+
+
+def _read(chunks: Any, tell: Emit, gone: threading.Event) -> None:
+    """Reads an iterator until its end, or until nobody listens; then it is closed, which ends the generation."""
+    try:
+        for chunk in chunks:
+            if gone.is_set():
+                return
+            tell(chunk)
+    finally:
+        chunks.close()
+
+
+def _text(said: Any) -> str:
+    return said.decode("utf-8", "replace") if isinstance(said, bytes) else str(said)

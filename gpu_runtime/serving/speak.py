@@ -1,0 +1,143 @@
+"""One way to talk to every kind of engine: an OpenAI-shaped body goes in, OpenAI-shaped dicts come out.
+
+What `rt.use` yields decides which: a handle with a `base_url` is spoken to over HTTP, a proxy with llama.cpp's methods in
+a thread, a transformers module by `generate`, and a fake model answers with what it was asked.
+"""
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from ..errors import GpuError
+from ..facts import ModelSpec
+from . import templates
+from .calls import Refused
+from .profiles import thought
+from .shapes import Header, Piece, embeddings, gathered, streamed
+
+
+class Speaker(Protocol):
+    """Talks to one model for the length of one call.
+
+    Raises Refused (400) for what the model cannot be asked, EngineFailed or an error of the engine where it fails.
+    """
+
+    async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]: ...
+
+    def stream(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncIterator[dict[str, Any]]: ...
+
+
+class EngineFailed(GpuError):
+    """An engine did not answer as it should. Attributes: name, why."""
+
+
+def cannot(model: str, why: str, param: str | None = None) -> Refused:
+    """That the model cannot be asked this, whoever asks."""
+    return Refused(400, "not_supported", f"{model} cannot be asked this: {why}", param=param)
+
+
+class TextSpeaker:
+    """What all engines have in common that give text piece by piece, and vectors."""
+
+    kind = "a model"
+
+    def __init__(self, value: Any, spec: ModelSpec) -> None:
+        self.value, self.spec = value, spec
+
+    def pieces(self, prompt: Any, body: dict[str, Any]) -> AsyncIterator[Piece]:
+        """The answer to a prompt, as `prompt` made it."""
+        raise cannot(self.spec.name, f"{self.kind} writes no text")
+
+    def prompt(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
+        """What the engine is given: the conversation by its chat template, or the text as it came."""
+        if kind == "completions":
+            return body["prompt"]
+        template = templates.override(self.spec.options) or self.template()
+        messages, switches = thought(body["messages"], think, template)
+        try:
+            if template is None:
+                raise cannot(self.spec.name, "it has no chat template; give it one (chat_template in the catalogue), or "
+                                             "use /v1/completions")
+            tools = {"tools": body["tools"]} if body.get("tools") else {}
+            return templates.render(template, messages, **self.tokens(), **tools, **switches)
+        except templates.BadConversation as error:
+            raise Refused(400, "bad_conversation", str(error), param="messages") from None
+
+    def template(self) -> str | None:
+        """The chat template that came with the model."""
+        return None
+
+    def tokens(self) -> dict[str, str]:
+        """How it writes the beginning and the end of a sequence."""
+        return {}
+
+    async def vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
+        """An embedding of each text, and the tokens read."""
+        raise cannot(self.spec.name, f"it is of type {self.spec.model_type}; embeddings are for type embedding", "model")
+
+    async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
+        if kind == "embeddings":
+            wanted = body["input"]
+            vectors, tokens = await self.vectors([wanted] if isinstance(wanted, str) else list(wanted))
+            return embeddings(vectors, self.spec.name, tokens, body.get("encoding_format"))
+        self._require_text(kind, body)
+        return await gathered(self.pieces(self.prompt(kind, body, think), body), self._header(kind))
+
+    def stream(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncIterator[dict[str, Any]]:
+        self._require_text(kind, body)
+        return streamed(self.pieces(self.prompt(kind, body, think), body), self._header(kind), body)
+
+    def _header(self, kind: str) -> Header:
+        prefix = "chatcmpl" if kind == "chat" else "cmpl"
+        return Header(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self.spec.name, kind == "chat")
+
+    def _require_text(self, kind: str, body: dict[str, Any]) -> None:
+        if kind == "images":
+            raise cannot(self.spec.name, "it makes no images; those are for type diffusion", "model")
+        if (body.get("n") or 1) != 1:
+            raise cannot(self.spec.name, "it gives one answer at a time", "n")
+
+
+class EchoSpeaker(TextSpeaker):
+    """A fake model's: it answers with the prompt that it was given, word by word."""
+
+    kind = "a fake model"
+    WORD = "{% for m in messages %}{{ m['content'] if loop.last else '' }}{% endfor %}"
+
+    def template(self) -> str:
+        return self.WORD
+
+    async def pieces(self, prompt: Any, body: dict[str, Any]) -> AsyncIterator[Piece]:
+        words = str(self.value(prompt)).split(" ")
+        most = body.get("max_completion_tokens") or body.get("max_tokens") or len(words)
+        said = words[:most]
+        for at, word in enumerate(said):
+            yield Piece(word if at == 0 else f" {word}")
+            await asyncio.sleep(0)  # so that others are heard, and whoever goes away is noticed
+        yield Piece(finish="length" if most < len(words) else "stop", prompt_tokens=len(words),
+                    completion_tokens=len(said))
+
+    async def vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
+        return [[float(len(text)), 1.0] for text in texts], sum(len(text.split()) for text in texts)
+
+
+def speaker_for(value: Any, spec: ModelSpec, http: Any) -> Speaker:
+    """Who talks to what `rt.use` yielded. `http` is the client for engines that are servers. Raises Refused."""
+    if hasattr(value, "base_url"):
+        from .remote import RemoteSpeaker
+
+        return RemoteSpeaker.of_served(value, spec, http)
+    if hasattr(value, "create_chat_completion"):
+        from .llama import LlamaSpeaker
+
+        return LlamaSpeaker(value, spec)
+    if spec.backend == "fake":
+        return EchoSpeaker(value, spec)
+    if hasattr(value, "config") and hasattr(value, "forward"):
+        from .modules import ModuleSpeaker
+
+        return ModuleSpeaker(value, spec)
+    raise cannot(spec.name, f"it is a {type(value).__name__}, and nothing here knows how to talk to one", "model")
