@@ -14,7 +14,8 @@ from .facts import NORMAL, ModelSpec, Value
 from .fields import BACKENDS, OURS, TRUST, Fields, grouped, is_trust, read_arguments, unknown_fields
 from .settings import Settings
 
-_OPTIONS = ("context_length", "sequences", "cache_dtype", "gpu_layers", "dtype", "revision", "attn_implementation", "task")
+_OPTIONS = ("context_length", "sequences", "cache_dtype", "gpu_layers", "dtype", "revision", "attn_implementation", "task",
+            "chat_template", "thinking")
 _BY_CATEGORY = {"diffusion": "diffusers"}
 
 

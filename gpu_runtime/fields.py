@@ -173,6 +173,10 @@ class Fields(BaseModel):
     revision: Text | None = Field(None, description="Of a hub id.")
     attn_implementation: Text | None = Field(None, description="As transformers takes it.")
     task: Text | None = Field(None, description="As transformers takes it, where the type does not say.")
+    chat_template: Text | None = Field(
+        None, description="Its chat template, or a file that holds one, in the place of its own.")
+    thinking: bool | None = Field(None, description="Whether it thinks aloud before it answers, where the caller does not "
+                                                    "say.")
 
 
 SAME = (("path", "source"), ("runtime", "backend"), ("type", "model_type", "category"), ("memory", "size", "vram_mb"),

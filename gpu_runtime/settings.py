@@ -122,6 +122,12 @@ class Settings(BaseSettings):
         "8300-8399", description="The ports of engines that are servers of their own, at 127.0.0.1.")
     gpu_engine_start_seconds: Annotated[Seconds, Field(gt=0)] = Field(
         600.0, description="How long such a server may take to start and load its model.")
+    gpu_tasks: str | None = Field(
+        None, description="The file of tasks, clients and stand-ins for serving. Unset: the user's own tasks.yaml.")
+    gpu_serve_queue: Annotated[int, Number] = Field(
+        256, ge=0, description="How many calls may wait to be answered; further ones are refused.")
+    model_boss_allow_cloud_fallback: bool = Field(
+        True, description="Whether a cloud may stand in for a local model, until it is said otherwise over HTTP.")
 
     gpu_trust_remote_code: bool = Field(
         False, description="Let models run code from their own directory when they load.")
@@ -273,6 +279,7 @@ _WORDS = {
     "gpu_relief": "auto, always or never",
     "inference_memory_limit_gb": "a number of GiB above 0, such as 16",
     "gpu_engine_start_seconds": "seconds above 0, such as 600 or '10m'",
+    "gpu_serve_queue": "a whole number of calls, such as 256",
     "inference_gpu_index": "the index of a GPU, such as 0",
     "inference_gpu_layers": "-1 (all), 0 (CPU only) or a number of layers",
     "pressure_check_interval_seconds": "seconds above 0, such as 15 or '1m'",

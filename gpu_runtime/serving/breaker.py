@@ -18,6 +18,7 @@ from ..facts import Value
 
 FAILURES = 5
 OPEN_SECONDS = 30.0
+MOST_BREAKERS = 1000
 _STATES = {pybreaker.STATE_CLOSED: "closed", pybreaker.STATE_OPEN: "open", pybreaker.STATE_HALF_OPEN: "half-open"}
 
 
@@ -76,21 +77,23 @@ class Breakers:
         """Leave to call the model now. Raises Open."""
         breaker = self._breakers.get(model)
         if breaker is None:
+            self._make_room()
             breaker = self._breakers[model] = _Breaker(model, self._clock, self._failures, self._open_seconds)
         return breaker.enter()
+
+    def _make_room(self) -> None:
+        """Anybody may make up names of clouds: of too many breakers the oldest one at rest goes, else the oldest."""
+        if len(self._breakers) >= MOST_BREAKERS:
+            at_rest = (model for model, breaker in self._breakers.items() if breaker.state().state == "closed")
+            del self._breakers[next(at_rest, next(iter(self._breakers)))]
 
     def state(self, model: str) -> BreakerState:
         breaker = self._breakers.get(model)
         return breaker.state() if breaker else BreakerState("closed", 0)
 
     def states(self) -> dict[str, BreakerState]:
-        """Of every model that was ever called."""
+        """Of the models that were called."""
         return {model: breaker.state() for model, breaker in self._breakers.items()}
-
-    def forget(self, models: set[str]) -> None:
-        """Keeps no breaker of a model that is not among these: one that was deleted leaves nothing behind."""
-        for gone in self._breakers.keys() - models:
-            del self._breakers[gone]
 
 
 class _Breaker:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from ..runtime import Runtime
 
 
+CLOSING_SECONDS = 10.0
+
+
 class Hold:
     """`ready` becomes what `use` yields, or the error that it raised. `ended` is done once the pin is gone."""
 
@@ -26,6 +29,7 @@ class Hold:
         self.told = False  # whether somebody has heard the error
         self.ready: asyncio.Future[Any] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
+        self.began = 0.0
         self.waits = False  # the ledger has it in line
         self.in_use: frozenset[str] = frozenset()  # models of this process that it waits for
         self._loop = loop
@@ -64,10 +68,15 @@ class _LetGo(BaseException):
 
 
 class Holds:
-    """Takes models in hand, each in a thread of its own. `waiting(hold)` is called in the loop when a wait changes."""
+    """Takes models in hand, each in a thread of its own.
 
-    def __init__(self, rt: Runtime, waiting: Callable[[Hold], None]) -> None:
-        self._rt, self._waiting = rt, waiting
+    `waiting()` is called in the loop when a hold begins to wait for others; `loaded(model, seconds)` in the hold's
+    thread when a model has come that was not on its device, with the time since it had its room.
+    """
+
+    def __init__(self, rt: Runtime, waiting: Callable[[], None], loaded: Callable[[str, float], None],
+                 clock: Callable[[], float]) -> None:
+        self._rt, self._waiting, self._loaded, self._clock = rt, waiting, loaded, clock
         self._mine = f"{rt.status().owner.id}/"  # how the ledger's names of our models begin
         self._by_thread: dict[int, Hold] = {}
         rt.tell_waits(self._told)
@@ -78,17 +87,26 @@ class Holds:
         start(lambda: self._run(hold))
         return hold
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Lets go of what is still held, and waits a while for the ends."""
+        holds = list(self._by_thread.values())
+        for hold in holds:
+            hold.let_go()
+        if holds:
+            await asyncio.wait([hold.ended for hold in holds], timeout=CLOSING_SECONDS)
         self._rt.tell_waits(None)
 
     def _run(self, hold: Hold) -> None:
         me = _thread.get_ident()
         self._by_thread[me] = hold
+        was_here, hold.began = self._rt.here(hold.model), self._clock()
         try:
             # A lease keeps the importance that it was loaded with. One made urgent for a single call would be displaced
             # by nobody afterwards; one made for a batch call may be displaced by anybody.
             importance = max(self._rt.spec(hold.model).importance, hold.importance)
             with self._rt.use(hold.model, importance=importance) as value:
+                if not was_here:
+                    self._loaded(hold.model, self._clock() - hold.began)
                 hold._tell(hold.ready, value)
                 del value  # the frame must not keep a model that has left
                 hold._gone.wait()
@@ -107,7 +125,8 @@ class Holds:
             return
         if hold.let_go_of:
             raise _LetGo
+        hold.began = self._clock()  # it has no room yet
         in_use = frozenset(id[len(self._mine):] for id in wait.blockers if id.startswith(self._mine))
         if not hold.waits or in_use != hold.in_use:
             hold.waits, hold.in_use = True, in_use
-            hold._loop.call_soon_threadsafe(self._waiting, hold)
+            hold._loop.call_soon_threadsafe(self._waiting)

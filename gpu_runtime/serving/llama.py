@@ -7,10 +7,11 @@ library's own chat handler makes it.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
-from ..facts import ModelSpec
 from .calls import Refused
 from .pump import Emit, in_thread, pumped
 from .shapes import Piece, stops_of, tokens_wanted
@@ -21,28 +22,28 @@ _PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "typical_p", "presence_p
 _BY_THE_LIBRARY = ("tools", "functions", "response_format", "logprobs", "top_logprobs")  # its chat handlers know these
 
 
+_metadata: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()  # asked once of each model
+
+
 class LlamaSpeaker(TextSpeaker):
     """`value` has llama.cpp's methods; it may live in another process."""
 
     kind = "a llama.cpp model"
 
-    def __init__(self, value: Any, spec: ModelSpec) -> None:
-        super().__init__(value, spec)
-        self._metadata: dict[str, Any] | None = None
-
     @property
     def metadata(self) -> dict[str, Any]:
-        if self._metadata is None:
-            self._metadata = dict(self.value.metadata or {})
-        return self._metadata
+        known = _metadata.get(self.value)
+        if known is None:
+            known = _metadata[self.value] = dict(self.value.metadata or {})
+        return known
 
     def template(self) -> str | None:
         return self.metadata.get("tokenizer.chat_template")
 
     def tokens(self) -> dict[str, str]:
-        said = {"bos_token": self.metadata.get("tokenizer.ggml.bos_token_id"),
-                "eos_token": self.metadata.get("tokenizer.ggml.eos_token_id")}
-        return {name: _text(self.value.detokenize([int(id)], special=True)) for name, id in said.items()
+        ids = {"bos_token": self.metadata.get("tokenizer.ggml.bos_token_id"),
+               "eos_token": self.metadata.get("tokenizer.ggml.eos_token_id")}
+        return {name: _text(self.value.detokenize([int(id)], special=True)) for name, id in ids.items()
                 if id is not None}
 
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
@@ -51,10 +52,11 @@ class LlamaSpeaker(TextSpeaker):
             return {**said, "model": self.spec.name}
         return await super().answer(kind, body, think)
 
-    def stream(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncIterator[dict[str, Any]]:
-        if kind == "chat" and self._by_the_library(body):
-            return self._streamed(body)
-        return super().stream(kind, body, think)
+    async def stream(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncIterator[dict[str, Any]]:
+        by_library = kind == "chat" and self._by_the_library(body)
+        async with aclosing(self._streamed(body) if by_library else super().stream(kind, body, think)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def _by_the_library(self, body: dict[str, Any]) -> bool:
         return any(body.get(name) for name in _BY_THE_LIBRARY)
@@ -68,11 +70,12 @@ class LlamaSpeaker(TextSpeaker):
         def work(emit: Emit, gone: threading.Event) -> None:
             _read(self.value.create_chat_completion(**self._plain(body), stream=True), emit, gone)
 
-        async for chunk in pumped(work):
-            yield {**chunk, "model": self.spec.name}
+        async with aclosing(pumped(work)) as chunks:
+            async for chunk in chunks:
+                yield {**chunk, "model": self.spec.name}
 
-    def prompt(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
-        return super().prompt(kind, body, think), kind == "chat"
+    async def made(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
+        return await in_thread(lambda: self.prompt(kind, body, think)), kind == "chat"
 
     def pieces(self, prompt: Any, body: dict[str, Any]) -> AsyncIterator[Piece]:
         text, is_chat = prompt

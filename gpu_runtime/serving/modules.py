@@ -44,6 +44,9 @@ class ModuleSpeaker(TextSpeaker):
         # A template writes the beginning of the sequence itself.
         return self.tokenizer(text, return_tensors="pt", add_special_tokens=kind == "completions")
 
+    async def made(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
+        return await in_thread(lambda: self.prompt(kind, body, think))
+
     def pieces(self, prompt: Any, body: dict[str, Any]) -> AsyncIterator[Piece]:
         size = int(prompt["input_ids"].shape[1])
         context = int(getattr(self.value.config, "max_position_embeddings", 0) or 1 << 30)
@@ -56,7 +59,8 @@ class ModuleSpeaker(TextSpeaker):
 
         return pumped(work)
 
-    def _write(self, prompt: Any, size: int, most: int, body: dict[str, Any], emit: Emit, gone: threading.Event) -> None:
+    def _write(self, prompt: Any, size: int, most: int, body: dict[str, Any], emit: Emit, gone: threading.Event
+               ) -> None:
         import torch
         from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 
@@ -122,7 +126,7 @@ def _sampling(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seeded(seed: int | None) -> Any:
-    """Chance that begins at the seed, and goes on afterwards as if nothing had been. Other threads share it meanwhile."""
+    """Chance that begins at the seed, and goes on afterwards as if nothing had been. Other threads share it."""
     import contextlib
 
     import torch

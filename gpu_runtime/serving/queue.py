@@ -55,13 +55,11 @@ class Queue:
 
     `take(model, importance)` begins to pin a model, `here(model)` says whether it is on its device, and
     `concurrency(model)` how many calls it can run at once. `limit`: so many may wait; further ones are refused.
-    `idle(model)` is told of each model whose last turn has ended.
     """
 
     def __init__(self, take: Callable[[str, int], Hold], here: Callable[[str], bool], concurrency: Callable[[str], int],
-                 *, clock: Callable[[], float], limit: int = 256, idle: Callable[[str], None] = lambda model: None
-                 ) -> None:
-        self._take, self._here, self._concurrency, self._idle = take, here, concurrency, idle
+                 *, clock: Callable[[], float], limit: int = 256) -> None:
+        self._take, self._here, self._concurrency = take, here, concurrency
         self._clock, self.limit = clock, limit
         self._keys = itertools.count(1)
         self._waiting: dict[int, Turn] = {}
@@ -164,7 +162,6 @@ class Queue:
         del self._models[model]
         if running.hold is not None:
             running.hold.let_go()
-            self._idle(model)
 
     def _in_earnest(self, model: str, running: _Running, hold: Hold) -> None:
         """A load that stands in the ledger's line for a lesser call is asked for anew for a more important one."""

@@ -32,14 +32,14 @@ class RemoteSpeaker:
     """Passes a body on, under the other side's name for the model, and its answer back, under ours."""
 
     def __init__(self, name: str, theirs: str, base_url: str, headers: dict[str, str], http: httpx.AsyncClient,
-                 options: dict[str, Any] | None = None) -> None:
+                 spec: ModelSpec | None = None) -> None:
         self.name, self.theirs, self.base_url, self.headers, self._http = name, theirs, base_url, headers, http
-        self._options = options or {}
+        self._spec = spec  # None: a cloud's, which is told nothing but the body
 
     @classmethod
     def of_served(cls, value: Any, spec: ModelSpec, http: httpx.AsyncClient) -> RemoteSpeaker:
         """An engine that runs as a server, as `rt.use` yields it."""
-        return cls(spec.name, value.model, value.base_url.rstrip("/"), dict(value.headers or {}), http, spec.options)
+        return cls(spec.name, value.model, value.base_url.rstrip("/"), dict(value.headers or {}), http, spec)
 
     @classmethod
     def of_cloud(cls, name: str, cloud: Cloud, http: httpx.AsyncClient) -> RemoteSpeaker:
@@ -67,16 +67,19 @@ class RemoteSpeaker:
 
     def _request(self, kind: str, body: dict[str, Any], think: bool | None) -> httpx.Request:
         body = {name: value for name, value in body.items() if value is not None} | {"model": self.theirs}
-        if kind == "chat":
-            # Which template the engine has is not known here, so both are told: the switch that templates know, and
-            # where the catalogue gives a template, that one.
-            template = templates.override(self._options)
-            body["messages"], switches = thought(body["messages"], think, template or "enable_thinking")
-            if switches and self._options:
-                body["chat_template_kwargs"] = {**body.get("chat_template_kwargs", {}), **switches}
-            if template:
-                body["chat_template"] = template
+        if kind == "chat" and self._spec is not None:
+            body |= self._prompted(body, think, self._spec)
         return self._http.build_request("POST", self.base_url + PATHS[kind], json=body, headers=self.headers)
+
+    def _prompted(self, body: dict[str, Any], think: bool | None, spec: ModelSpec) -> dict[str, Any]:
+        """Fields by which the engine makes another prompt: vLLM and llama-server take a template and its switches."""
+        template = templates.override(spec.options)
+        knows = "" if spec.backend == "ollama" else template or "enable_thinking"
+        messages, switches = thought(body["messages"], think, knows)
+        fields: dict[str, Any] = {"messages": messages}
+        if switches:
+            fields["chat_template_kwargs"] = {**(body.get("chat_template_kwargs") or {}), **switches}
+        return fields | ({"chat_template": template} if template else {})
 
     async def _sent(self, request: httpx.Request) -> httpx.Response:
         try:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from ..facts import Value
@@ -53,29 +54,32 @@ def usage(last: Piece) -> dict[str, int]:
             "total_tokens": last.prompt_tokens + last.completion_tokens}
 
 
-async def streamed(pieces: AsyncIterator[Piece], header: Header, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def streamed(pieces: AsyncGenerator[Piece], header: Header, body: dict[str, Any]
+                   ) -> AsyncIterator[dict[str, Any]]:
     """The chunks of a streamed answer; with `stream_options.include_usage` the last one has the usage and no choice."""
     if header.chat:
         yield header.part("", first=True)
     last = Piece(finish="stop")
-    async for piece in pieces:
-        if piece.text:
-            yield header.part(piece.text)
-        if piece.finish:
-            last = piece
+    async with aclosing(pieces):
+        async for piece in pieces:
+            if piece.text:
+                yield header.part(piece.text)
+            if piece.finish:
+                last = piece
     yield header.part(None, last.finish)
     options = body.get("stream_options")
     if isinstance(options, dict) and options.get("include_usage"):
         yield header.chunk([], usage=usage(last))
 
 
-async def gathered(pieces: AsyncIterator[Piece], header: Header) -> dict[str, Any]:
+async def gathered(pieces: AsyncGenerator[Piece], header: Header) -> dict[str, Any]:
     """The whole answer at once."""
     texts, last = [], Piece(finish="stop")
-    async for piece in pieces:
-        texts.append(piece.text)
-        if piece.finish:
-            last = piece
+    async with aclosing(pieces):
+        async for piece in pieces:
+            texts.append(piece.text)
+            if piece.finish:
+                last = piece
     return header.whole("".join(texts), last)
 
 

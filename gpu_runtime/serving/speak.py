@@ -1,7 +1,7 @@
 """One way to talk to every kind of engine: an OpenAI-shaped body goes in, OpenAI-shaped dicts come out.
 
-What `rt.use` yields decides which: a handle with a `base_url` is spoken to over HTTP, a proxy with llama.cpp's methods in
-a thread, a transformers module by `generate`, and a fake model answers with what it was asked.
+What `rt.use` yields decides which: a handle with a `base_url` is spoken to over HTTP, a proxy with llama.cpp's methods
+in a thread, a transformers module by `generate`, and a fake model answers with what it was asked.
 """
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any, Protocol
 
 from ..errors import GpuError
@@ -59,8 +60,8 @@ class TextSpeaker:
         messages, switches = thought(body["messages"], think, template)
         try:
             if template is None:
-                raise cannot(self.spec.name, "it has no chat template; give it one (chat_template in the catalogue), or "
-                                             "use /v1/completions")
+                raise cannot(self.spec.name, "it has no chat template; give it one (chat_template in the catalogue), "
+                                             "or use /v1/completions")
             tools = {"tools": body["tools"]} if body.get("tools") else {}
             return templates.render(template, messages, **self.tokens(), **tools, **switches)
         except templates.BadConversation as error:
@@ -76,7 +77,11 @@ class TextSpeaker:
 
     async def vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
         """An embedding of each text, and the tokens read."""
-        raise cannot(self.spec.name, f"it is of type {self.spec.model_type}; embeddings are for type embedding", "model")
+        raise cannot(self.spec.name, f"it is of type {self.spec.model_type}; embeddings want type embedding", "model")
+
+    async def made(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
+        """The prompt. Where making it takes a while, a thread makes it."""
+        return self.prompt(kind, body, think)
 
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
         if kind == "embeddings":
@@ -84,11 +89,14 @@ class TextSpeaker:
             vectors, tokens = await self.vectors([wanted] if isinstance(wanted, str) else list(wanted))
             return embeddings(vectors, self.spec.name, tokens, body.get("encoding_format"))
         self._require_text(kind, body)
-        return await gathered(self.pieces(self.prompt(kind, body, think), body), self._header(kind))
+        return await gathered(self.pieces(await self.made(kind, body, think), body), self._header(kind))
 
-    def stream(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncIterator[dict[str, Any]]:
         self._require_text(kind, body)
-        return streamed(self.pieces(self.prompt(kind, body, think), body), self._header(kind), body)
+        pieces = self.pieces(await self.made(kind, body, think), body)
+        async with aclosing(streamed(pieces, self._header(kind), body)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def _header(self, kind: str) -> Header:
         prefix = "chatcmpl" if kind == "chat" else "cmpl"

@@ -41,6 +41,9 @@ DEFAULTS = {
     "GPU_CONSOLE_READ_ONLY": "false",
     "GPU_ENGINE_PORTS": "8300-8399",
     "GPU_ENGINE_START_SECONDS": "600",
+    "GPU_TASKS": "unset",
+    "GPU_SERVE_QUEUE": "256",
+    "MODEL_BOSS_ALLOW_CLOUD_FALLBACK": "true",
     "GPU_TRUST_REMOTE_CODE": "false",
 }
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hypothesis.strategies import data, integers, sampled_from
 
-from gpu_runtime.serving.breaker import FAILURES, OPEN_SECONDS, Breakers, BreakerState, Open, Pass
+from gpu_runtime.serving.breaker import FAILURES, MOST_BREAKERS, OPEN_SECONDS, Breakers, BreakerState, Open, Pass
 
 
 class Clock:
@@ -116,12 +116,18 @@ def test_calls_that_began_before_it_opened_do_not_decide_what_the_probe_is_there
 
 
 def test_every_model_has_its_own(breakers):
-    """One that fails says nothing of the others; and those that are no more are forgotten."""
+    """One that fails says nothing of the others."""
     fail(breakers)
     breakers.enter("phi").succeeded()
-    assert breakers.state("phi").state == "closed"
-    breakers.forget({"phi"})
-    assert set(breakers.states()) == {"phi"}
+    assert {model: state.state for model, state in breakers.states().items()} == {"qwen": "open", "phi": "closed"}
+
+
+def test_made_up_names_fill_no_memory_and_push_no_open_breaker_out(breakers):
+    """`provider:anything` is a name that anybody can make up."""
+    fail(breakers)
+    for n in range(2 * MOST_BREAKERS):
+        breakers.enter(f"openai:{n}").succeeded()
+    assert len(breakers.states()) == MOST_BREAKERS and is_open(breakers)
 
 
 class Model:

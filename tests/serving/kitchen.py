@@ -1,0 +1,111 @@
+"""A gateway over simulated cards, a clock that is moved by hand, and engines that do what they are told."""
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from gpu_runtime import Runtime
+from gpu_runtime.serving.fallback import CloudGuard
+from gpu_runtime.serving.gateway import Gateway
+from gpu_runtime.serving.speak import EchoSpeaker, Speaker, speaker_for
+from gpu_runtime.serving.tasks import Serving
+from tests.serving.loops import settle, until
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def chat(model: str, text: str = "one two three", **more: Any) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": text}], **more}
+
+
+def said(reply: Any) -> str:
+    """What a chat answer says."""
+    return reply.json["choices"][0]["message"]["content"]
+
+
+async def heard(reply: Any) -> str:
+    """What a streamed chat answer says."""
+    return "".join([choice["delta"].get("content") or "" async for event in reply.events
+                    for choice in event.get("choices", ())])
+
+
+class Scripted(EchoSpeaker):
+    """Answers as its script says: a text is said, an exception raised, and at `gate` it waits to be let on."""
+
+    def __init__(self, value: Any, spec: Any, script: list[Any], log: list[str]) -> None:
+        super().__init__(value, spec)
+        self._script, self._log = script, log
+
+    async def pieces(self, prompt: Any, body: dict[str, Any]) -> AsyncIterator[Any]:
+        self._log.append(f"{self.spec.name}: {prompt}")
+        try:
+            step = self._script.pop(0) if self._script else None
+            if isinstance(step, BaseException):
+                raise step
+            async for piece in super().pieces(prompt, body):
+                yield piece
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                if isinstance(step, tuple):
+                    raise step[0]
+        finally:
+            self._log.append(f"{self.spec.name} ended")
+
+
+class Kitchen:
+    """`models`: name -> GiB, on one card of 24 GiB of which 21.6 may be claimed."""
+
+    def __init__(self, serving: Serving | None = None, *, ledger: str = "memory:",
+                 scripts: dict[str, list[Any]] | None = None,
+                 environment: dict[str, str] | None = None, options: dict[str, dict[str, Any]] | None = None,
+                 speak: Callable[..., Speaker] | None = None, guard: CloudGuard | None = None,
+                 settings: dict[str, Any] | None = None, **models: float) -> None:
+        self.clock, self.log, self.scripts = Clock(), [], scripts or {}
+        self.rt = Runtime(devices="sim:24GiB,host:64GiB", ledger=ledger, **(settings or {}))
+        for name, gib in models.items():
+            given = {"model_type": "llm", **(options or {}).get(name, {})}
+            self.rt.register(name, backend="fake", size=f"{gib} GiB", **given)
+        self.gateway = Gateway(self.rt, serving=serving or Serving(), clock=self.clock, environment=environment or {},
+                               guard=guard or CloudGuard(None, True), speak=speak or self._speaker)
+
+    def _speaker(self, value: Any, spec: Any, http: Any) -> Speaker:
+        if spec.name in self.scripts:
+            return Scripted(value, spec, self.scripts[spec.name], self.log)
+        return speaker_for(value, spec, http)
+
+    async def chat(self, model: str, text: str = "one two three", **more: Any) -> Any:
+        return await self.gateway.answer("chat", chat(model, text, **more))
+
+    def pins(self) -> dict[str, int]:
+        seen = self.rt.status()
+        mine = seen.sections.get(seen.owner.id)
+        return {lease.name: lease.pins for lease in (mine.leases if mine else ()) if lease.pins}
+
+    def where(self) -> dict[str, str]:
+        frame = self.rt.models()
+        return dict(zip(frame["name"], frame["where"], strict=True))
+
+
+@asynccontextmanager
+async def kitchen(*args: Any, **kwargs: Any) -> AsyncIterator[Kitchen]:
+    """A kitchen in which nothing is left over: no turn, no pin, no ticket."""
+    made = Kitchen(*args, **kwargs)
+    try:
+        yield made
+        await settle()
+        state = made.gateway.state()
+        assert (state.waiting, state.running) == ({}, {})
+        await until(lambda: not made.pins())
+        assert not made.rt.status().tickets
+        assert all(pattern.running == 0 for pattern in state.clients.values())
+    finally:
+        await made.gateway.close()
+        made.rt.close()
