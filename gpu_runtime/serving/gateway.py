@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ..settings import Settings
 
 CONCURRENCY = {"vllm": 256, "fake": 256}  # calls at once, where the model's `sequences` does not say; else one
+ONE_AT_A_TIME = ("llama_cpp",)  # whatever it says: the library computes one sequence after the other
 log = logging.getLogger("gpu_runtime")
 Speak = Callable[[Any, ModelSpec, Any], Speaker]
 
@@ -243,7 +244,8 @@ class Gateway:
     def _concurrency(self, model: str) -> int:
         with contextlib.suppress(GpuError):
             spec = self._rt.spec(model)
-            return int(spec.options.get("sequences") or CONCURRENCY.get(spec.backend, 1))
+            if spec.backend not in ONE_AT_A_TIME:
+                return int(spec.options.get("sequences") or CONCURRENCY.get(spec.backend, 1))
         return 1
 
     # -- how it ended
@@ -264,6 +266,7 @@ class Gateway:
         if found is not Blame.MODEL:
             return
         entered.failed(error)
+        self.queue.renew(model)
         if is_decode_failure(error):
             self._decodes[model] += 1
             if self._decodes[model] == DECODE_FAILURES and not hasattr(error, "reloads"):

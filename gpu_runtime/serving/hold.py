@@ -99,8 +99,8 @@ class Holds:
     def _run(self, hold: Hold) -> None:
         me = _thread.get_ident()
         self._by_thread[me] = hold
-        was_here, hold.began = self._rt.here(hold.model), self._clock()
         try:
+            was_here, hold.began = self._rt.here(hold.model), self._clock()
             # A lease keeps the importance that it was loaded with. One made urgent for a single call would be displaced
             # by nobody afterwards; one made for a batch call may be displaced by anybody.
             importance = max(self._rt.spec(hold.model).importance, hold.importance)

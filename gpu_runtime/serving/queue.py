@@ -36,6 +36,7 @@ class _Running:
     def __init__(self) -> None:
         self.hold: Hold | None = None
         self.active = 0
+        self.spent = False  # its engine failed: what the hold has in hand may be dead
 
     @property
     def ready(self) -> bool:
@@ -97,11 +98,13 @@ class Queue:
 
     def look(self) -> None:
         """Does what can be done now: at every arrival and end, and when a load has ended or begins to wait."""
-        if self._waiting:
-            waiting = [turn.waiting for turn in self._waiting.values()]
-            self._carry_out(next_out(waiting, self._engines(), self._clock()))
-        for model in [name for name, running in self._models.items() if not running.active]:
-            self._settle(model)
+        settled = True
+        while settled:  # what was let go of may be taken anew by those who wait for it
+            if self._waiting:
+                waiting = [turn.waiting for turn in self._waiting.values()]
+                self._carry_out(next_out(waiting, self._engines(), self._clock()))
+            idle = [model for model, running in self._models.items() if not running.active]
+            settled = any([self._settle(model) for model in idle]) and bool(self._waiting)
 
     def _engines(self) -> dict[str, Engine]:
         names = {*self._models, *(turn.waiting.model for turn in self._waiting.values())}
@@ -112,6 +115,8 @@ class Queue:
         hold = running.hold
         if hold is None:
             return Engine(Place.WARM if self._here(model) else Place.COLD, running.active, many)
+        if running.spent:  # no more of its calls start, until those that run have ended and it is taken anew
+            return Engine(Place.WARM, running.active, running.active)
         if running.ready or (running.active and not hold.waits):  # a start of a model that was here, not yet confirmed
             return Engine(Place.WARM, running.active, many)
         return Engine(Place.LOADING, running.active, many, hold.in_use)
@@ -138,6 +143,7 @@ class Queue:
     def _begin(self, model: str, importance: int) -> _Running:
         running = self._models.setdefault(model, _Running())
         if running.hold is None:
+            running.spent = False
             hold = running.hold = self._take(model, importance)
             hold.ready.add_done_callback(lambda ready: self._taken(model, hold))
         return running
@@ -153,15 +159,18 @@ class Queue:
                 self._give(turn, running, hold)
         self.look()
 
-    def _settle(self, model: str) -> None:
-        """No call of the model runs: its pin ends, unless it is being loaded for somebody who waits."""
+    def _settle(self, model: str) -> bool:
+        """No call of the model runs: its pin ends, unless it is being loaded for somebody who waits. True: it ended."""
         running = self._models[model]
         if running.hold is not None and not running.ready and any(
                 turn.waiting.model == model for turn in self._waiting.values()):
-            return self._in_earnest(model, running, running.hold)
+            self._in_earnest(model, running, running.hold)
+            return False
         del self._models[model]
-        if running.hold is not None:
-            running.hold.let_go()
+        if running.hold is None:
+            return False
+        running.hold.let_go()
+        return True
 
     def _in_earnest(self, model: str, running: _Running, hold: Hold) -> None:
         """A load that stands in the ledger's line for a lesser call is asked for anew for a more important one."""
@@ -178,6 +187,12 @@ class Queue:
             if running is not None and running.active:
                 running.active -= 1
         self.look()
+
+    def renew(self, model: str) -> None:
+        """A call of the model failed by its engine: the next take it in hand anew, once those that run have ended."""
+        running = self._models.get(model)
+        if running is not None:
+            running.spent = True
 
     def retry_after(self) -> float:
         """Seconds in which as many calls ended, lately, as wait now: from 1 to 60; 1 where too few have."""

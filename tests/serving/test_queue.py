@@ -206,6 +206,23 @@ async def test_a_failed_load_is_told_to_all_who_waited_and_counts_once():
 
 
 @in_loop
+async def test_a_model_whose_engine_failed_is_taken_in_hand_anew():
+    """What the hold has may be dead; in a steady stream of calls it would never be let go of."""
+    shelf = Shelf("a", concurrency=2)
+    async with done(shelf):
+        one, two = shelf.call("a"), shelf.call("a")
+        await settle()
+        shelf.queue.renew("a")
+        await one.end()
+        three = shelf.call("a")
+        await settle()
+        assert (len(shelf.holds), shelf.queue.depth()) == (1, {"a": 1})
+        await two.end()
+        assert [hold.let_go_of for hold in shelf.holds] == [True, False]
+        await three.end()
+
+
+@in_loop
 async def test_a_more_important_call_asks_the_ledger_anew():
     """The ticket of a batch call would stand behind every notebook's, with an urgent call behind it."""
     shelf = Shelf("a")

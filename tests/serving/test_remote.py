@@ -1,0 +1,170 @@
+"""Engines that are servers, and clouds: both speak OpenAI's HTTP, stood in for by a server on this machine."""
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpu_runtime.serving.calls import Refused
+from gpu_runtime.serving.fallback import Cloud, CloudGuard
+from gpu_runtime.serving.remote import RemoteSpeaker
+from gpu_runtime.serving.tasks import Serving, Task
+from tests.serving.kitchen import heard, kitchen, said
+from tests.serving.loopback import Loopback, chunk, completion, loopback
+from tests.serving.loops import in_loop, until
+
+
+def engine(there: Loopback) -> Any:
+    """Has every model of a kitchen answered by that server, as `rt.use` yields one."""
+    def speak(value: Any, spec: Any, http: Any) -> RemoteSpeaker:
+        served = SimpleNamespace(base_url=there.url, model="theirs", headers={"Authorization": "Bearer inside"})
+        return RemoteSpeaker.of_served(served, spec, http)
+    return speak
+
+
+@in_loop
+async def test_a_body_goes_out_under_the_engines_name_and_comes_back_under_ours():
+    """With what the engine must be shown, and without any field of ours."""
+    async with loopback() as there, kitchen(qwen=4, speak=engine(there)) as k:
+        there.answers = [completion("hello")]
+        reply = await k.chat("qwen", "hi", top_k=40, x_priority="high", x_unknown=[1])
+        assert (said(reply), reply.json["model"]) == ("hello", "qwen")
+        path, headers, body = there.requests[0]
+        assert (path, headers["authorization"]) == ("/v1/chat/completions", "Bearer inside")
+        assert body == {"model": "theirs", "messages": [{"role": "user", "content": "hi"}], "top_k": 40}
+
+
+@in_loop
+async def test_a_stream_is_passed_on_event_by_event():
+    """The first is there before the last is made."""
+    async with loopback() as there, kitchen(qwen=4, speak=engine(there)) as k:
+        gate = asyncio.Event()
+        there.answers = [[chunk("one "), gate, chunk("two"), "[DONE]"]]
+        reply = await k.chat("qwen", stream=True)
+        assert reply.events.first["model"] == "qwen"
+        gate.set()
+        assert await heard(reply) == "one two"
+
+
+@in_loop
+async def test_whoever_goes_away_hangs_up_on_the_engine():
+    """It notices, and computes no further."""
+    async with loopback() as there, kitchen(qwen=4, speak=engine(there)) as k:
+        gate = asyncio.Event()
+        there.answers = [[chunk("one "), gate, *[chunk("x" * 4096)] * 10_000], [gate]]
+        reply = await k.chat("qwen", stream=True)
+        await reply.aclose()
+        gate.set()
+        await until(lambda: there.hung_up == 1)
+
+
+@pytest.mark.parametrize(("answer", "why"), [
+    (500, "HTTP 500: status 500, as told"), (503, "HTTP 503"), (401, "HTTP 401"), (307, "HTTP 307"),
+    (None, "did not answer"), (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n{\"a\"", "broke off"),
+    (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "no JSON object"),
+])
+@in_loop
+async def test_an_engine_that_fails_is_said_to_have_failed(answer, why):
+    """Its status, its words; and its breaker hears of it."""
+    async with loopback() as there, kitchen(qwen=4, speak=engine(there)) as k:
+        there.answers = [answer]
+        with pytest.raises(Refused, match=why) as refused:
+            await k.chat("qwen")
+        assert refused.value.status == 503 and k.gateway.state().breakers["qwen"].failures == 1
+
+
+@in_loop
+async def test_a_stream_that_ends_without_its_end_broke_off():
+    """An engine that dies in the middle of a sentence says no [DONE]."""
+    async with loopback() as there, kitchen(qwen=4, speak=engine(there)) as k:
+        there.answers = [[chunk("one "), None], [chunk("a"), {"error": {"message": "llama_decode returned -3"}}]]
+        for why in ("broke off", "llama_decode returned -3"):
+            reply = await k.chat("qwen", stream=True)
+            assert why in [event async for event in reply.events][-1]["error"]["message"]
+        assert k.gateway.state().breakers["qwen"].failures == 2
+
+
+@in_loop
+async def test_what_the_engine_refuses_is_the_callers_to_change():
+    """In the engine's own words."""
+    async with loopback() as there, kitchen(qwen=4, speak=engine(there)) as k:
+        there.answers = [400]
+        with pytest.raises(Refused, match="qwen refused: status 400, as told") as refused:
+            await k.chat("qwen")
+        assert refused.value.status == 400 and k.gateway.state().breakers["qwen"].failures == 0
+
+
+@in_loop
+async def test_thinking_mode_and_template_reach_an_engine_that_makes_its_own_prompt():
+    """As vLLM and llama-server take them; Ollama, which takes neither, reads the switch in the message."""
+    async with loopback() as there, kitchen(qwen=4, speak=engine(there), options={
+            "qwen": {"chat_template": "{{ messages[0].content }}"}}) as k:
+        there.answers = [completion("a")] * 2
+        await k.chat("qwen", "hi", x_thinking=False)
+        assert there.requests[0][2]["messages"][0]["content"] == "hi /no_think"
+        assert there.requests[0][2]["chat_template"] == "{{ messages[0].content }}"
+    async with loopback() as there, kitchen(qwen=4, speak=engine(there)) as k:
+        there.answers = [completion("a")]
+        await k.chat("qwen", "hi", x_thinking=False)
+        assert there.requests[0][2]["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+@in_loop
+async def test_other_kinds_go_to_their_own_paths():
+    """Embeddings, images, and plain completions."""
+    async with loopback() as there, kitchen(qwen=4, speak=engine(there)) as k:
+        there.answers = [{"data": []}] * 3
+        for kind, field in (("embeddings", "input"), ("images", "prompt"), ("completions", "prompt")):
+            await k.gateway.answer(kind, {"model": "qwen", field: "a"})
+        assert [path for path, _, _ in there.requests] == [
+            "/v1/embeddings", "/v1/images/generations", "/v1/completions"]
+
+
+def cloudy(there: Loopback) -> dict[str, str]:
+    return {"CLAUDE_BASE_URL": there.url, "CLAUDE_API_KEY": "s3cret"}
+
+
+@in_loop
+async def test_a_cloud_answers_last_and_only_where_it_may():
+    """Local models, then the cloud, then 503; with the guard down 503 at once. No memory is taken for a cloud."""
+    serving = Serving(fallback={"huge": ("claude:haiku", "vast")})
+    async with loopback() as there, kitchen(serving, huge=30, vast=40, environment=cloudy(there)) as k:
+        there.answers = [completion("from afar")]
+        reply = await k.chat("huge", x_client_id="bot")
+        assert (reply.model, said(reply), reply.json["model"]) == ("claude:haiku", "from afar", "claude:haiku")
+        assert "huge could not answer" in reply.because and "vast could not answer" in reply.because
+        path, headers, body = there.requests[0]
+        assert (path, headers["authorization"], body["model"]) == ("/v1/chat/completions", "Bearer s3cret", "haiku")
+        assert not [name for name in json.loads(json.dumps(body)) if name.startswith("x_")]
+        k.gateway.guard.allow(False)
+        with pytest.raises(Refused) as refused:
+            await k.chat("huge")
+        assert refused.value.status == 503 and "claude" not in str(refused.value)
+
+
+@in_loop
+async def test_a_cloud_that_was_asked_for_is_never_blocked():
+    """A deliberate choice: `claude:sonnet`, or the first candidate of a task."""
+    tasks = {"far": Task(("claude:sonnet", "qwen")), "near": Task(("qwen", "claude:sonnet"))}
+    async with loopback() as there, kitchen(Serving(tasks=tasks), qwen=4, environment=cloudy(there),
+                                            guard=CloudGuard(None, False)) as k:
+        there.answers = [completion("a"), completion("b")]
+        assert [(await k.chat(name)).model for name in ("claude:sonnet", "task:far", "task:near")] == [
+            "claude:sonnet", "claude:sonnet", "qwen"]
+
+
+@in_loop
+async def test_a_cloud_without_address_or_key_says_which_variable_is_missing():
+    """And no key of one provider goes to another."""
+    async with kitchen(qwen=4, environment={"OPENAI_API_KEY": "s3cret"}) as k:
+        for model, missing in (("claude:sonnet", "no CLAUDE_API_KEY"), ("nobody:x", "no NOBODY_BASE_URL")):
+            with pytest.raises(Refused, match=missing):
+                await k.chat(model)
+
+
+def test_a_key_is_never_shown():
+    """Not even where a cloud is printed."""
+    assert "s3cret" not in repr(Cloud("claude", "https://x", "s3cret", "sonnet"))
