@@ -502,7 +502,8 @@ class Runtime:
         """Gives memory back that allocators hold and nobody uses: of every process that this user may ask, or of one.
 
         `process` is its number (`4121`), its id in the book, or a model that it has (`qwen@4121`). What stays is cut up
-        between blocks in use. Raises UnknownModel, AmbiguousName; NotAllowed, GpuError and Busy where the one that was named does not.
+        between blocks in use. Raises UnknownModel, AmbiguousName; and NotAllowed, GpuError and Busy where the one that was
+        named does not.
         """
         return defragmenting.defrag(self, process, timeout)
 

@@ -155,3 +155,20 @@ def test_an_unknown_process_is_refused_with_the_known_ones(runtime, shared_book)
     with pytest.raises(GpuError, match=rf"no process 999999999 .*Those that do: pid {os.getpid()}"):
         rt.defrag("999999999")
     assert rt.defrag(str(os.getpid())).done
+
+
+def test_defragmenting_is_an_event_with_the_person_who_did_it(runtime, shared_book):
+    """One's own as another's; what gave nothing back is no news."""
+    a, b = (runtime(ledger=shared_book) for _ in "ab")
+    fakes(a, qwen="1GiB")
+    a.preload("qwen")
+    b.defrag(timeout=20)
+    kept_cache(a, "64MiB")
+    with a.on_behalf_of("ann, console"):
+        a.defrag(str(os.getpid()))
+    kept_cache(a, "32MiB")
+    with b.on_behalf_of("bob, console"):
+        b.defrag("qwen", timeout=20)
+    told = [(event.bytes, event.by.partition(" (")[0]) for event in a.status().events
+            if event.action == "defrag" and event.bytes]
+    assert told == [(64 * MIB, "ann, console"), (32 * MIB, "bob, console")]
