@@ -15,6 +15,7 @@ from typing import NamedTuple
 from . import (
     bench_admit,
     bench_crowd,
+    bench_engines,
     bench_estimate,
     bench_history,
     bench_idle,
@@ -134,9 +135,18 @@ def crowd() -> Iterator[Row]:
                   str(busy.waits), f"p99 ≤ {target * 1e3:.0f} ms", busy.waits.p99 <= target)
 
 
+def engines() -> Iterator[Row]:
+    taken = bench_engines.figures()
+    ratio = taken["swap"] / taken["start"]
+    yield Row(f"swap of two tiny llama.cpp models, isolated; the bare engine starts in {taken['start'] * 1e3:.0f} ms",
+              f"{taken['swap'] * 1e3:.0f} ms = {ratio:.2f}×", "≤ 1.2×", ratio <= 1.2)
+    yield Row("kill -9 of a worker that writes, to the error at its caller, its lease free",
+              f"{taken['died'] * 1e3:.0f} ms", "≤ 100 ms", taken["died"] <= 0.1)
+
+
 BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
     "imports": imports, "use": use, "admit": admit, "placement": placement, "ledger": ledger, "restore": restore, "idle": idle,
-    "estimate": estimate, "history": history, "crowd": crowd}
+    "estimate": estimate, "history": history, "crowd": crowd, "engines": engines}
 
 
 def table(rows: list[Row]) -> str:

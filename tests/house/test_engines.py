@@ -1,4 +1,4 @@
-"""Models that run outside this process, and what becomes of their leases when they fail: real llama.cpp, tiny models."""
+"""Models that run outside this process, and what becomes of their leases when they fail: real llama.cpp."""
 from __future__ import annotations
 
 import os
@@ -93,13 +93,14 @@ def test_killed_while_nobody_uses_it_its_lease_is_returned_too(rt):
         assert write(phi)
 
 
-@pytest.mark.parametrize("words", ["CUDA error: an illegal memory access was encountered", "cuBLAS initialization failed",
-                                   "CUDA error: device-side assert triggered", "Metal initialization failed"])
+@pytest.mark.parametrize("words", ["CUDA error: an illegal memory access was encountered",
+                                   "cuBLAS initialization failed", "CUDA error: device-side assert triggered",
+                                   "Metal initialization failed"])
 def test_a_driver_s_error_puts_the_model_away_and_the_next_call_has_a_fresh_worker(rt, words):
     """Known by its text. Its caller is told what comes next."""
     with rt.use("phi") as phi:
         pid = phi.pid
-        with pytest.raises(EngineFault, match="put away; the next use of phi loads it anew, in a fresh worker") as error:
+        with pytest.raises(EngineFault, match="next use of phi loads it anew, in a fresh worker") as error:
             phi.drill(words)
         assert error.value.why == words and error.value.reloads and claims(rt) == {}
         assert write(phi) and phi.pid != pid
@@ -126,8 +127,9 @@ def test_a_call_that_is_refused_costs_nobody_anything(rt):
     """Too long, of a wrong type, or with words in it that look like a driver's error: the model goes on."""
     with rt.use("phi") as phi:
         pid = phi.pid
-        for call in (lambda: phi.create_completion("hello " * 900), lambda: phi.create_completion("hello", temprature=1),
-                     lambda: phi.create_completion("hello", logits_processor=[print]),
+        for call in (lambda: phi.create_completion("hello " * 900),
+                     lambda: phi.create_completion("hello", temprature=1), lambda: phi.create_completion("hello",
+                                                                                                         logits_processor=[print]),
                      lambda: phi.create_chat_completion("device-side assert triggered")):
             with pytest.raises(BadCall):
                 call()
@@ -178,7 +180,7 @@ def test_a_device_side_assert_in_the_kernel_says_that_the_process_is_lost_and_wh
     """Every further call on that context would fail. Leases are returned; workers go on."""
     fakes(rt, a="1MiB", b="1MiB")
     rt.preload("b")
-    with pytest.raises(ProcessLost, match="since a failed: CUDA error: device-side assert triggered") as error, rt.use("a"):
+    with pytest.raises(ProcessLost, match="since a failed: CUDA error: device-side") as error, rt.use("a"):
         raise RuntimeError("CUDA error: device-side assert triggered")
     assert "Restart the kernel" in str(error.value) and error.value.kind == "device-side assert"
     assert claims(rt) == {} and [event.action for event in rt.why("b")][0] == "lost"

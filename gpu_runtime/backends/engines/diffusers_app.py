@@ -5,6 +5,7 @@ Run by itself, by the recipe beside it. It listens at 127.0.0.1 only, and lets i
 import argparse  # annotations are evaluated here: FastAPI reads them, and they name what a function imports
 import base64
 import hmac
+import inspect
 import io
 import os
 import threading
@@ -23,7 +24,7 @@ def app(pipeline: Any, name: str, key: str) -> Any:
     Words, Key = Annotated[dict[str, Any], Body()], Annotated[str, Header(alias="Authorization")]
     made = FastAPI(title=name)
     turn = threading.Lock()  # one picture at a time: the card is one
-    takes = pipeline.__call__.__code__.co_varnames
+    takes = inspect.signature(pipeline.__call__).parameters
 
     def let_in(authorization: str) -> None:
         if not hmac.compare_digest(authorization.encode(), f"Bearer {key}".encode()):
