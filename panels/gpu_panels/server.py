@@ -17,9 +17,9 @@ import socket
 import sys
 import tempfile
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import panel as pn
@@ -66,8 +66,17 @@ def serve_page(page: Page | None = None) -> None:
     pn.panel((page or _console)(visitor)).servable(title=TITLE)
 
 
+class Beside(NamedTuple):
+    """What a server answers beside the page, by the same gate."""
+
+    name: str  # of all of it, for people
+    patterns: tuple[Any, ...] = ()  # Tornado's routes
+    most_body_bytes: int = 1 << 20  # that a request may bring
+    close: Callable[[], Awaitable[None]] | None = None  # at the end, in the server's event loop
+
+
 def run(*, host: str = "127.0.0.1", port: int | None = None, socket_path: str | None = None, read_only: bool = False,
-        browser: bool = True, page: Page | None = None) -> None:
+        browser: bool = True, page: Page | None = None, beside: Beside = Beside("The GPU console")) -> None:
     """Serves the console until it is interrupted, and prints the URL to open. Raises GpuError where it cannot."""
     made = terms(read_only=read_only)
     where: dict[str, Any]
@@ -79,7 +88,8 @@ def run(*, host: str = "127.0.0.1", port: int | None = None, socket_path: str | 
     pn.config.reuse_sessions = False
     try:
         server = get_server({"/": lambda: (page or _console)(guard.visitor())}, title=TITLE, sign_sessions=True,
-                            http_server_kwargs={"max_body_size": 1 << 20}, secret_key=secrets.token_bytes(32),
+                            http_server_kwargs={"max_body_size": beside.most_body_bytes},
+                            secret_key=secrets.token_bytes(32), extra_patterns=list(beside.patterns),
                             server_id=gate.COOKIE, **where)
     except OSError as error:  # somebody was faster
         raise GpuError(f"nothing can listen there ({error.strerror}). Try again:  gpu console") from None
@@ -91,10 +101,10 @@ def run(*, host: str = "127.0.0.1", port: int | None = None, socket_path: str | 
     opened = None
     try:
         if socket_path is not None:
-            print(f"The GPU console listens on {where['unix_socket']}, for {made.user} alone.", flush=True)
+            print(f"{beside.name} listens on {where['unix_socket']}, for {made.user} alone.", flush=True)
         else:
             address = url(host, where["port"], "", made.operator_token)
-            print(f"The GPU console runs until you press Ctrl-C. Open:\n    {address}", flush=True)
+            print(f"{beside.name} runs until you press Ctrl-C. Open:\n    {address}", flush=True)
             if host not in ("127.0.0.1", "::1", "localhost"):
                 print("gpu: what is sent between browser and console is not encrypted; on a network that others can "
                       "read, put it behind a proxy with TLS.", file=sys.stderr)
@@ -104,6 +114,8 @@ def run(*, host: str = "127.0.0.1", port: int | None = None, socket_path: str | 
         server.start()
         server.io_loop.start()
     finally:
+        if beside.close is not None:
+            server.io_loop.asyncio_loop.run_until_complete(beside.close())
         server.stop(wait=False)
         for left in (opened, Path(where["unix_socket"]) if socket_path is not None else None):
             if left is not None:

@@ -1,0 +1,139 @@
+"""An ASGI application behind Tornado: requests whole, answers as they come, and word of whoever hangs up."""
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+from gpu_panels.asgi import Asgi
+from gpu_panels.gate import COOKIE
+from tornado.httpclient import AsyncHTTPClient, HTTPClientError
+from tornado.httpserver import HTTPServer
+from tornado.netutil import bind_sockets
+from tornado.web import Application
+
+FINE = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain"), (b"x-a", b"1"),
+                                                                  (b"x-a", b"2"), (b"connection", b"close")]}
+
+
+def serving(app, talk, **options):
+    """Runs `talk(port, client)` against a server of that application, bounded in time."""
+    async def story():
+        [sock] = bind_sockets(0, "127.0.0.1", family=socket.AF_INET)
+        server = HTTPServer(Application([(r".*", Asgi, {"app": app})], **{COOKIE: None}), **options)
+        server.add_sockets([sock])
+        client = AsyncHTTPClient(force_instance=True)
+        try:
+            await asyncio.wait_for(talk(f"http://127.0.0.1:{sock.getsockname()[1]}", client), 20)
+        finally:
+            client.close()
+            server.stop()
+            await server.close_all_connections()
+
+    asyncio.run(story())
+
+
+async def body_of(receive) -> bytes:
+    return (await receive())["body"]
+
+
+def test_a_request_arrives_whole_and_the_answer_is_its_own():
+    seen = {}
+
+    async def app(scope, receive, send):
+        seen.update(scope, body=await body_of(receive))
+        await send(FINE)
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def talk(url, client):
+        answer = await client.fetch(f"{url}/a%20b/c?x=1&y=%2F", method="PUT", body=b"\x00\xff", headers={"X-Two": "é"})
+        assert answer.body == b"ok" and answer.headers["Content-Type"] == "text/plain"
+        assert answer.headers.get_list("X-A") == ["1", "2"] and "Etag" not in answer.headers
+
+    serving(app, talk)
+    assert (seen["method"], seen["path"], seen["query_string"], seen["body"]) == (
+        "PUT", "/a b/c", b"x=1&y=%2F", b"\x00\xff")
+    assert seen["state"] == {"visitor": None} and all(name == name.lower() for name, _ in seen["headers"])
+
+
+def test_parts_are_sent_when_they_are_there():
+    more = asyncio.Event()
+
+    async def app(scope, receive, send):
+        await send(FINE)
+        await send({"type": "http.response.body", "body": b"one,", "more_body": True})
+        await more.wait()
+        await send({"type": "http.response.body", "body": b"two", "more_body": False})
+
+    async def talk(url, client):
+        parts = []
+
+        def heard(part: bytes) -> None:
+            parts.append(part)
+            more.set()  # the second is sent only after the first has arrived
+
+        await client.fetch(url, streaming_callback=heard)
+        assert parts == [b"one,", b"two"]
+
+    serving(app, talk)
+
+
+def test_the_application_hears_of_whoever_hangs_up():
+    heard = []
+
+    async def app(scope, receive, send):
+        await body_of(receive)
+        await send(FINE)
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        heard.append((await receive())["type"])
+        await send({"type": "http.response.body", "body": b"to nobody", "more_body": True})
+
+    async def talk(url, client):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"first")
+        writer.close()
+        while not heard:
+            await asyncio.sleep(0.005)
+
+    serving(app, talk)
+    assert heard == ["http.disconnect"]
+
+
+def test_one_that_fails_is_a_server_error_and_no_more(caplog):
+    async def app(scope, receive, send):
+        raise ValueError("of its own")
+
+    async def talk(url, client):
+        with pytest.raises(HTTPClientError) as failed:
+            await client.fetch(url)
+        assert failed.value.code == 500 and b"of its own" not in failed.value.response.body
+
+    serving(app, talk)
+
+
+def test_a_body_longer_than_the_server_takes_is_refused_before_it_is_read():
+    called = []
+
+    async def app(scope, receive, send):
+        called.append(scope)
+
+    async def talk(url, client):
+        with pytest.raises(HTTPClientError) as refused:
+            await client.fetch(url, method="POST", body=b"x" * 2000)
+        assert refused.value.code in (400, 413)
+
+    serving(app, talk, max_body_size=1000)
+    assert not called
+
+
+def test_a_head_has_no_body():
+    async def app(scope, receive, send):
+        await send(FINE)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def talk(url, client):
+        answer = await client.fetch(url, method="HEAD")
+        assert (answer.code, answer.body) == (200, b"")
+
+    serving(app, talk)
