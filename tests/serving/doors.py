@@ -1,0 +1,77 @@
+"""An application with somebody let in, and a gateway that answers at once."""
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from gpu_panels.guard import Visitor
+from starlette.testclient import TestClient
+
+from gpu_runtime.serving.app import application
+from gpu_runtime.serving.calls import Refused, Reply, read_call
+from gpu_runtime.serving.fallback import CloudGuard
+
+OPERATOR, VIEWER = Visitor("ann", True), Visitor("viewer", False)
+
+
+class Words:
+    """A stream of so many chunks; notes that it was closed."""
+
+    def __init__(self, count: int, pause: float = 0.0) -> None:
+        self.sent, self.closed, self._count, self._pause = 0, False, count, pause
+
+    def __aiter__(self) -> Words:
+        return self
+
+    async def __anext__(self) -> dict[str, Any]:
+        await asyncio.sleep(self._pause)
+        if self.sent == self._count:
+            raise StopAsyncIteration
+        self.sent += 1
+        return {"n": self.sent}
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+class Gateway:
+    """Says back what it was asked; `slow` never answers, and notes that it was let go."""
+
+    def __init__(self) -> None:
+        self.guard, self.let_go, self.words = CloudGuard(None, True), False, Words(3)
+
+    def models(self) -> list[dict[str, Any]]:
+        return [{"id": "echo", "object": "model", "created": 0, "owned_by": "local"}]
+
+    def state(self) -> Any:
+        return SimpleNamespace(waiting={"echo": 2}, running={"echo": 1}, counts={"answered": 3},
+                               breakers={"echo": SimpleNamespace(state="open")})
+
+    async def answer(self, kind: str, body: Any, who: str) -> Reply:
+        call = read_call(kind, body, who)
+        if call.model == "slow":
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.let_go = True
+        if call.model != "echo":
+            raise Refused(404, "no_model", f"no model is called {call.model!r}", param="model")
+        if call.stream:
+            return Reply("echo", "echo", "", events=self.words)
+        return Reply("echo", "echo", "", json={"kind": kind, "body": call.body, "client": call.client},
+                     headers={"X-Model": "echo"})
+
+
+def let_in(app: Any, visitor: Visitor | None) -> Any:
+    """The application as behind a gate that let this visitor in; None: there is no gate."""
+    async def gated(scope: Any, receive: Any, send: Any) -> None:
+        if visitor is not None:
+            scope = {**scope, "state": {"visitor": visitor}}
+        await app(scope, receive, send)
+    return gated
+
+
+def client(rt: Any, visitor: Visitor | None = OPERATOR, gateway: Gateway | None = None) -> TestClient:
+    made = gateway or Gateway()
+    return TestClient(let_in(application(rt, lambda: made, "0"), visitor), raise_server_exceptions=False)
