@@ -200,6 +200,22 @@ def _console(rt: Any, args: argparse.Namespace) -> Any:
     return "The console has ended."
 
 
+def _serve(rt: Any, args: argparse.Namespace) -> Any:
+    try:
+        from .serving import server
+    except ImportError as error:
+        raise GpuError(f"serving needs {error.name}, which is not installed.\n"
+                       "  Install it:  pip install 'gpu-console[serve,console]'") from None
+    from . import runtime
+
+    rt = runtime()
+    try:
+        server.run(rt, host=args.host, port=args.port, socket_path=args.socket, read_only=args.read_only)
+    finally:
+        rt.close()
+    return "gpu serve has ended."
+
+
 def _ledger(rt: Any, args: argparse.Namespace) -> Any:
     from . import settings, sharing
 
@@ -299,6 +315,13 @@ VERBS: dict[str, Verb] = {verb.name: verb for verb in (
         Argument(("--read-only",), {"action": "store_true", "help": "nobody may act"}),
         Argument(("--no-browser",), {"action": "store_true", "help": "open no browser"}),
     ), needs_runtime=False, in_notebook=lambda rt: rt.console()),
+    Verb("serve", "models over HTTP: the console, /v1/*, /memory/* and /metrics on one port", _serve, (
+        Argument(("--host",), {"metavar": "HOST", "default": "127.0.0.1",
+                               "help": "the address to listen on; 127.0.0.1 unless given"}),
+        Argument(("--port",), {"metavar": "N", "type": port_number, "help": "the port; 8210 unless given"}),
+        Argument(("--socket",), {"metavar": "PATH", "help": "a Unix socket in their place, for you alone"}, "files"),
+        Argument(("--read-only",), {"action": "store_true", "help": "nobody may act, and no model is called"}),
+    ), places=(CLI,), needs_runtime=False),
     Verb("ledger", "sets up a ledger that a group of users shares; for the operator, as root", _ledger, (
         Argument(("action",), {"metavar": "init", "choices": ["init"], "help": "the one thing to do with it"}),
         Argument(("--group",), {"metavar": "G", "required": True, "help": "the users' group, such as gpu"}),

@@ -58,7 +58,7 @@ def test_every_field_of_the_catalogue_is_in_the_readme_with_its_meaning_and_no_o
 
 def test_the_examples_work(tmp_path):
     """Typed as they stand, on a card that holds one of the two models: the first steps aside to RAM and says why."""
-    samples, example = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    samples, example, *_ = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     settings = {"GPU_DEVICES": "sim:96MiB,host:8GiB", "GPU_LEDGER": f"sqlite://{tmp_path}/ledger"}
     shown = subprocess.run([sys.executable, "-c", samples + example], cwd=tmp_path, env=os.environ | settings,
                            capture_output=True, text=True, timeout=120, check=False)
