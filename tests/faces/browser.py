@@ -1,0 +1,74 @@
+"""A real browser for the tests that need one, and what went wrong in it."""
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+SHOWN_MS = 30_000.0  # how long anything may take to be seen, on a machine that does other things too
+
+
+@contextmanager
+def chromium() -> Iterator[object]:
+    """The browser, from its start to its end."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-background-networking"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class Watched:
+    """A page of the browser, with its errors and with the requests that went elsewhere than to its server."""
+
+    def __init__(self, browser, url: str, **context) -> None:
+        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **context})
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(SHOWN_MS)
+        self.errors: list[str] = []
+        self.elsewhere: list[str] = []
+        host = urlsplit(url).netloc
+        self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda asked: self._note(asked.url, host))
+        self.page.on("websocket", lambda socket: self._note(socket.url, host))
+        self.page.goto(url)
+
+    def _note(self, url: str, host: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("data", "blob") and parts.netloc != host:
+            self.elsewhere.append(url)
+
+    def close(self) -> None:
+        self.context.close()
+
+    # -- the console
+
+    def ready(self) -> Watched:
+        """Waits until the page shows figures."""
+        self.page.wait_for_selector("text=/as of \\d/")
+        return self
+
+    def tab(self, title: str) -> None:
+        self.page.click(f"[role=tab]:has-text('{title}')")
+
+    def row(self, *words: str):
+        """The row of a table that contains these words."""
+        found = self.page.locator("tbody tr")
+        for word in words:
+            found = found.filter(has_text=re.compile(word))
+        return found
+
+    def focused(self) -> str:
+        """What the element with the focus says, through all shadows."""
+        return self.page.evaluate(
+            "() => { let one = document.activeElement; "
+            "while (one && one.shadowRoot && one.shadowRoot.activeElement) one = one.shadowRoot.activeElement; "
+            "return one ? one.textContent : '' }")

@@ -1,0 +1,211 @@
+"""The served console in a real Chromium, over real kernels: seen, clicked, and seen again by another."""
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+
+import pytest
+
+from tests.stories.test_processes import Kernel
+
+from . import browser as browsers
+from .browser import SHOWN_MS, Watched
+from .served import OPERATORS, VIEWERS, free_port, serving
+
+pytest.importorskip("playwright")
+pytestmark = pytest.mark.skipif(not shutil.which(browsers.CHROMIUM), reason="needs Chromium")
+
+DEVICES = "sim:24GiB,host:64GiB"  # as the served console has them
+TABS = ("Now", "Models", "Leases", "Queue", "Decisions", "Evictions", "Fragmentation", "What if")
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browsers.chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory):
+    """The directory of this module's ledger."""
+    return tmp_path_factory.mktemp("box")
+
+
+@pytest.fixture(scope="module")
+def served(box):
+    """`gpu console`, as an operator starts it."""
+    port = free_port()
+    words = [sys.executable, "-m", "gpu_runtime.cli", "console", "--port", str(port), "--no-browser"]
+    with serving(words, box, {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CONSOLE_VIEWER_TOKEN": VIEWERS}, port=port) as found:
+        yield found
+
+
+@pytest.fixture
+def opened(chromium, served):
+    """Opens the console: `opened()` as an operator."""
+    made = []
+
+    def open(token: str = OPERATORS, **context) -> Watched:
+        made.append(Watched(chromium, f"http://127.0.0.1:{served.port}/?token={token}", **context))
+        return made[-1].ready()
+
+    yield open
+    for page in made:
+        page.close()
+
+
+@pytest.fixture
+def kernel(box):
+    """Another process with a model on the card."""
+    one = Kernel(f"sqlite://{box}/ledger", DEVICES)
+    assert one.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
+    yield one
+    one.end()
+
+
+def where(kernel: Kernel) -> str:
+    """Where the kernel itself has its model."""
+    kernel.process.stdin.write("print(next(lease.where for lease in rt.status().leases() if lease.name == 'qwen'))\n")
+    kernel.process.stdin.flush()
+    said = kernel._answer()
+    assert kernel._answer() == "done"
+    return said
+
+
+def pid(kernel: Kernel) -> str:
+    return str(kernel.process.pid)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_tab_renders_without_an_error_or_a_request_elsewhere(opened, kernel, scheme):
+    """In both themes; a box without internet shows the same page."""
+    seen = opened()
+    if scheme == "dark":
+        seen.page.click("[aria-label='Toggle theme']")
+    for title in TABS:
+        seen.tab(title)
+        seen.page.wait_for_selector(f"[role=tab][aria-selected=true]:has-text('{title}')")
+    seen.tab("Models")
+    seen.row("qwen", pid(kernel)).wait_for()
+    background = seen.page.evaluate("getComputedStyle(document.querySelector('main, body')).backgroundColor")
+    assert not seen.page.locator("text=could not be drawn").count()
+    assert (seen.errors, seen.elsewhere) == ([], []), background
+
+
+def test_a_click_a_dialog_a_confirmation_and_the_model_has_left_in_its_own_kernel(opened, kernel):
+    """And a second session sees it."""
+    seen, second = opened(), opened()
+    for page in (seen, second):
+        page.tab("Models")
+        page.row("qwen", pid(kernel), "GPU: 0").wait_for()
+    seen.row("qwen", pid(kernel)).locator("button", has_text="Evict").click()
+    dialog = seen.page.locator("[role=dialog]")
+    dialog.wait_for()
+    said = dialog.inner_text()
+    assert "Evict qwen?" in said and "This frees 14.0 GiB on sim:0." in said and f"pid {pid(kernel)}" in said
+    seen.page.wait_for_function("() => document.querySelector('*')")
+    seen.page.locator("button", has_text="Evict, freeing").click()
+    for page in (seen, second):
+        page.row("qwen", pid(kernel), "host").wait_for()
+    assert where(kernel) == "host"
+    seen.page.locator(".told.done", has_text="evict qwen").wait_for()
+    seen.row("qwen", pid(kernel)).locator("button", has_text="Restore").click()
+    seen.page.locator("[role=dialog] button", has_text="Restore").click()
+    second.row("qwen", pid(kernel), "GPU: 0").wait_for()
+    assert where(kernel) == "sim:0"
+    assert (seen.errors, seen.elsewhere) == ([], [])
+
+
+@pytest.mark.parametrize("no", ["Enter", "Escape", "click"])
+def test_cancel_has_the_focus_and_changes_nothing(opened, kernel, no):
+    """Enter is a no, as Escape is."""
+    seen = opened()
+    seen.tab("Models")
+    seen.row("qwen", pid(kernel)).locator("button", has_text="Evict").click()
+    cancel = seen.page.locator("[role=dialog] button", has_text="Cancel")
+    cancel.wait_for()
+    for _ in range(50):
+        if seen.focused() == "Cancel":
+            break
+        seen.page.wait_for_timeout(50)
+    assert seen.focused() == "Cancel"
+    cancel.click() if no == "click" else seen.page.keyboard.press(no)
+    cancel.wait_for(state="detached")
+    assert where(kernel) == "sim:0" and not seen.page.locator(".told").count()
+
+
+def test_a_model_that_came_into_use_since_the_click_is_left_alone(opened, kernel):
+    seen = opened()
+    seen.tab("Models")
+    seen.row("qwen", pid(kernel)).locator("button", has_text="Evict").click()
+    yes = seen.page.locator("button", has_text="Evict, freeing")
+    yes.wait_for()
+    assert kernel.tell("used = rt.use('qwen'); used.__enter__()") == "done"
+    seen.row("qwen", pid(kernel), "in use").wait_for()
+    yes.click()
+    seen.page.locator(".told.failed", has_text="in use").wait_for()
+    assert where(kernel) == "sim:0"
+
+
+def test_a_viewer_has_no_buttons(opened, kernel):
+    seen = opened(VIEWERS)
+    seen.tab("Models")
+    seen.row("qwen", pid(kernel)).wait_for()
+    assert seen.page.locator("text=viewer, read only").count()
+    assert not seen.page.locator("tbody button").count()
+
+
+def test_a_killed_kernel_disappears_with_its_leases(opened, kernel):
+    """Nobody else is there to notice its death: the page's own process does."""
+    seen = opened()
+    seen.tab("Leases")
+    seen.row("qwen", pid(kernel)).wait_for()
+    kernel.signal(signal.SIGKILL)
+    seen.row("qwen", pid(kernel)).wait_for(state="detached", timeout=SHOWN_MS)
+
+
+def test_an_owner_that_does_not_answer_is_named_with_the_time_since_when(opened, kernel):
+    """A stopped process: the page goes on, and says who keeps it waiting."""
+    seen = opened()
+    seen.tab("Models")
+    seen.row("qwen", pid(kernel)).locator("button", has_text="Evict").click()
+    kernel.signal(signal.SIGSTOP)
+    try:
+        seen.page.locator("button", has_text="Evict, freeing").click()
+        seen.page.locator(".told.waiting", has_text="does not answer, since").wait_for()
+        beat = seen.page.locator("text=/as of \\d/").inner_text()
+        seen.page.wait_for_function("(was) => !document.body.innerText.includes(was)", arg=beat)
+    finally:
+        kernel.signal(signal.SIGCONT)
+    seen.page.locator(".told.done", has_text="evict qwen").wait_for()
+
+
+def test_a_table_is_filtered_and_sorted_in_the_browser(opened, kernel):
+    assert kernel.tell("[(rt.register(n, backend='fake', size=s), rt.preload(n)) for n, s in (('bge', '1GiB'), "
+                       "('llama', '3GiB'))]") == "done"
+    seen = opened()
+    seen.tab("Models")
+    seen.row("llama", pid(kernel)).wait_for()
+
+    def names():
+        return seen.row(pid(kernel)).locator("td:first-child").all_inner_texts()
+
+    seen.page.locator("th button", has_text="Size").click()
+    assert names() == ["qwen", "llama", "bge"], "of figures the largest first"
+    seen.page.locator("th button", has_text="Size").click()
+    assert names() == ["bge", "llama", "qwen"]
+    seen.page.locator("input[type=search]").first.fill(f"LLAMA {pid(kernel)}")
+    assert names() == ["llama"]
+    seen.page.locator("input[type=search]").first.fill("no such model")
+    seen.page.locator("text=No row contains all these words.").wait_for()
+
+
+def test_a_server_that_is_gone_is_noticed_by_the_page_itself(chromium, tmp_path):
+    """What it shows then is old, and says so."""
+    port = free_port()
+    words = [sys.executable, "-m", "gpu_runtime.cli", "console", "--port", str(port), "--no-browser"]
+    with serving(words, tmp_path, {"GPU_CONSOLE_TOKEN": OPERATORS}, port=port):
+        seen = Watched(chromium, f"http://127.0.0.1:{port}/?token={OPERATORS}").ready()
+    seen.page.locator("text=/nothing heard from the server for \\d+ s/").wait_for()
+    seen.close()
