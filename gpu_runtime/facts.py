@@ -869,6 +869,7 @@ class Snapshot(Value):
     host: str = ""  # whose book this is, where it is not the looker's own
     seen_seconds: float = 0.0  # since anybody there last showed itself, for another host
     rules: Rules = Rules()  # the looker's: thresholds of the levels, reserve, grace
+    unanswered: tuple[Unanswered, ...] = ()  # who does not answer what is asked of them, the longest silent first
 
     def leases(self) -> Iterator[Lease]:
         for section in self.sections.values():

@@ -32,6 +32,7 @@ from . import (
     persons,
     planning,
     showing,
+    silence,
     telling,
     threads,
 )
@@ -576,10 +577,18 @@ class Runtime:
                              room_bytes=None if view.device.id in blind else free.get(view.device.id)) for view in seen)
         waiting = queue(book, world)
         tickets = (*waiting, *(ticket for ticket in book.tickets if ticket not in waiting))
-        return Snapshot(world.now, world.wall, keeper.owner, seen, book.sections, tickets, book.events,
-                        self.specs(), all(view.device.simulated or view.device.is_host for view in seen), governed,
-                        self._breaker.told() or self.probe.trouble(world.rules.stale_seconds), keeper.ledger.url,
-                        books.totals(book), strangers(book, world, self.probe.people()), rules=world.rules)
+        found = Snapshot(world.now, world.wall, keeper.owner, seen, book.sections, tickets, book.events,
+                         self.specs(), all(view.device.simulated or view.device.is_host for view in seen), governed,
+                         self._breaker.told() or self.probe.trouble(world.rules.stale_seconds), keeper.ledger.url,
+                         books.totals(book), strangers(book, world, self.probe.people()), rules=world.rules)
+        return replace(found, unanswered=silence.unanswered(found, world.rules))
+
+    def reap(self) -> int:
+        """Removes from the book whoever is proven dead, as every process with a model does once a second; how many.
+
+        For those who only look, where nobody else may be left to notice a death.
+        """
+        return self._keeper.reap()
 
     def status_all(self) -> tuple[Snapshot, ...]:
         """This host as `status` shows it, then every other host that shares the ledger (one in Redis), by name."""

@@ -41,6 +41,7 @@ class Told(NamedTuple):
     what: str
     state: str  # waiting, done, failed
     words: str = ""
+    target: str = ""
 
 
 class Ask(JSComponent):
@@ -116,7 +117,7 @@ class Actions:
         asked, self._asked, opened = self._asked, None, self.dialog.open
         self.dialog.open = False
         if answer == "confirm" and asked is not None and opened and self.may_act:
-            said = self._tell(asked, "waiting", f"asked of {asks_of(asked, self.watch.look.snapshot)}")
+            said = self._tell(asked, "waiting", f"{asks_of(asked, self.watch.look.snapshot)} was asked")
             self._start(lambda: self._do(asked, said))
 
     def _do(self, asked: Proposal, said: Told) -> None:
@@ -136,7 +137,8 @@ class Actions:
         self.watch.nudge()
 
     def _tell(self, asked: Proposal, state: str, words: str) -> Told:
-        told = Told(next(self._numbers), self._wall(), f"{asked.verb} {asked.name}".strip(), state, words)
+        what = f"{asked.verb} {asked.name}".strip()
+        told = Told(next(self._numbers), self._wall(), what, state, words, asked.target)
         self._told.append(told)
         self.update(None)
         return told
@@ -146,7 +148,8 @@ class Actions:
         now = self._wall()
         kept = (one for one in self._told if one.state != "done" or now - one.wall < DONE_SECONDS)
         self._told = deque(kept, MOST_TOLD)
-        words = "".join(_line(one) for one in reversed(self._told))
+        snapshot = snapshot or self.watch.look.snapshot
+        words = "".join(_line(one, silent(one, snapshot)) for one in reversed(self._told))
         if words != self.outcomes.object:
             self.outcomes.param.update(object=words, visible=bool(words))
 
@@ -176,6 +179,17 @@ span { opacity: .75; font-variant-numeric: tabular-nums; }
 """
 
 
-def _line(one: Told) -> str:
+def silent(one: Told, snapshot: Snapshot | None) -> str:
+    """Since when the process that was asked has not answered, in a sentence; empty where it may still be about to."""
+    if snapshot is None or one.state != "waiting":
+        return ""
+    since = next((no.since for no in snapshot.unanswered if no.ticket.name == one.target), None)
+    if since is None:
+        return ""
+    return (f" and does not answer, since {clock(snapshot.wall - (snapshot.now - since))}. "
+            "Its process is stopped or stuck, and keeps what it holds until it answers or ends")
+
+
+def _line(one: Told, silence: str = "") -> str:
     return (f'<div class="told {one.state}" role="status"><span>{clock(one.wall)}</span> {MARKS[one.state]} '
-            f"<b>{html.escape(clean(one.what))}</b>: {html.escape(one.words)}</div>")
+            f"<b>{html.escape(clean(one.what))}</b>: {html.escape(one.words + silence)}</div>")

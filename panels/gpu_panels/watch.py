@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 POLL_SECONDS = 0.5  # between two questions; what an action did is asked about at once
 REFRESH_SECONDS = 1.0  # an unchanged snapshot is passed on that often, for what depends on the time alone
+REAP_SECONDS = 1.0  # between two looks for the dead, whom nobody else may be left to notice
 FORGET_SECONDS = 60.0  # what nobody asked for any more is forgotten after that
 
 
@@ -69,7 +70,7 @@ class Watch:
         self._due, self._heard = threading.Event(), threading.Event()
         self._wanted: dict[str, _Wanted] = {}
         self._once: dict[str, tuple[Snapshot, Any]] = {}
-        self._passed_on = 0.0
+        self._passed_on = self._reaped_at = 0.0
 
     # -- who looks
 
@@ -130,6 +131,7 @@ class Watch:
         """One round: the snapshot, then whatever else is due."""
         error = ""
         try:
+            self._reap()
             snapshot = self.rt.status()
         except Exception as failed:  # a page must outlive its ledger's worst day
             snapshot, error = self.look.snapshot, _told(failed)
@@ -142,6 +144,12 @@ class Watch:
         self._passed_on = now
         since = (old.since if old.error else self._wall()) if error else 0.0
         self.look = Look(snapshot, error, since, old.revision + 1)
+
+    def _reap(self) -> None:
+        now = self._clock()
+        if now - self._reaped_at >= REAP_SECONDS:
+            self._reaped_at = now
+            self.rt.reap()
 
     def _fetch_due(self) -> tuple[bool, str]:
         """Whether anything new came beside the snapshot, and what went wrong."""

@@ -203,7 +203,7 @@ def test_confirming_does_it_in_a_thread_and_says_what_came_of_it(page, watch, rt
     page.actions.propose("evict", target(watch))
     assert page.actions.dialog.open and page.actions.dialog.title == "Evict qwen?"
     click(page, "confirm")
-    assert not page.actions.dialog.open and "asked of" in page.actions.outcomes.object
+    assert not page.actions.dialog.open and "was asked" in page.actions.outcomes.object
     assert where(rt) == "sim:0", "the page's own thread does nothing"
     waiting_threads.pop()()
     page.actions.update(None)

@@ -23,7 +23,11 @@ class FakeRuntime:
     """Tells a snapshot, and counts how often it was asked."""
 
     def __init__(self):
-        self.snapshot, self.asked, self.failure = samples.busy, 0, None
+        self.snapshot, self.asked, self.reaped, self.failure = samples.busy, 0, 0, None
+
+    def reap(self):
+        self.reaped += 1
+        return 0
 
     def status(self):
         self.asked += 1
@@ -92,6 +96,13 @@ def test_whatever_else_goes_wrong_does_not_end_the_watch(watch, rt, caplog):
     watch.poll()
     assert watch.look.error == "division by zero" and watch.look.snapshot is None
     assert "Traceback" in caplog.text, "a fault of ours is in the log with its place"
+
+
+def test_whoever_looks_also_looks_for_the_dead(watch, rt, clock):
+    """A box whose last kernel was killed has nobody else to end its leases."""
+    for clock.now in (10.0, 10.1, 11.5):
+        watch.poll()
+    assert (rt.asked, rt.reaped) == (3, 2)
 
 
 def test_what_is_asked_beside_the_snapshot_is_fetched_once_for_all_and_anew_when_it_is_due(watch, rt, clock):
