@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import panel as pn
 from gpu import render
+from panel.io.model import diff
+from panel.io.notebook import push, send
 from panel.io.state import state
 
 from gpu_runtime import threads
@@ -43,6 +45,7 @@ class Inline(pn.Column):
         self._rt = rt
         self._turn = threading.RLock()  # the browser's messages and our own updates, one at a time
         self._driven = False
+        self._late: list[tuple[Any, Any]] = []
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         still = render.shown("status", self._rt.status())._repr_mimebundle_()
@@ -60,7 +63,10 @@ class Inline(pn.Column):
 
     def _on_msg(self, ref: str, manager: Any, msg: Any) -> None:
         with self._turn:
+            if not _open(ref):  # Panel would send the answer later than what comes after it
+                state._views[ref][3].init()
             super()._on_msg(ref, manager, msg)
+            self._send()
 
     def get_root(self, doc: Any = None, comm: Any = None, preprocess: bool = True) -> Any:
         if getattr(doc or state.curdoc, "session_context", None) is not None:
@@ -69,9 +75,28 @@ class Inline(pn.Column):
         return super().get_root(doc, comm, preprocess)
 
     def _render_model(self, doc: Any = None, comm: Any = None) -> Any:
-        if doc is not None and comm is not None:
-            state._stylesheets[doc] = lean.LocalStyles()
-        return super()._render_model(doc, comm)
+        if doc is None or comm is None:
+            return super()._render_model(doc, comm)
+        state._stylesheets[doc] = lean.LocalStyles()
+        model = super()._render_model(doc, comm)
+        doc.on_change(lambda event: self._let_go(doc, comm, event))
+        return model
+
+    def _let_go(self, doc: Any, comm: Any, event: Any) -> None:
+        """A change that the document was to keep for the browser, and lets go unsent: Panel does so with whatever was
+        not a Panel object's when the browser's next message comes in."""
+        if getattr(event, "setter", None) != comm.id:
+            self._late.append((doc, event))
+
+    def _send(self) -> None:
+        """Tells the browser all that it does not know yet. (Panel tells it of its own objects, not of Bokeh's.)"""
+        late, self._late = self._late, []
+        for ref in list(self._models):
+            if _open(ref):
+                _, _, doc, comm = state._views[ref]
+                if message := diff(doc, events=[event for other, event in late if other is doc]):
+                    send(comm, message)
+                push(doc, comm)
 
     def _cleanup(self, root: Any = None) -> None:
         super()._cleanup(root)
@@ -91,6 +116,7 @@ class Inline(pn.Column):
             with self._turn:
                 if any(_open(ref) for ref in self._models):
                     self._console.tick()
+                    self._send()
             pause.wait(TICK_SECONDS)
         self._driven = False
 

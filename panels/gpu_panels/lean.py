@@ -37,7 +37,13 @@ class LocalStyles(dict[str, ImportedStyleSheet]):
         return super().__contains__(url) or _local(str(url)) is not None
 
     def __missing__(self, url: str) -> ImportedStyleSheet:
-        text = base64.b64encode(_local(url).read_bytes()).decode()  # type: ignore[union-attr]
+        file = _local(url)
+        if file is None:
+            raise KeyError(url)
+        named = f"{CDN_DIST}{file.relative_to(PANEL_DIR / 'dist')}"  # Panel has two names for it
+        if url != named:
+            return self[named]
+        text = base64.b64encode(file.read_bytes()).decode()
         sheet = self[url] = ImportedStyleSheet(url=f"data:text/css;base64,{text}")
         return sheet
 

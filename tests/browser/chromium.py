@@ -12,7 +12,7 @@ SHOWN_MS = 30_000.0  # how long anything may take to be seen, on a machine that 
 
 
 @contextmanager
-def chromium() -> Iterator[object]:
+def running() -> Iterator[object]:
     """The browser, from its start to its end."""
     from playwright.sync_api import sync_playwright
 

@@ -7,14 +7,13 @@ import sys
 
 import pytest
 
+from tests.faces.served import OPERATORS, VIEWERS, free_port, serving
 from tests.stories.test_processes import Kernel
 
-from . import browser as browsers
-from .browser import SHOWN_MS, Watched
-from .served import OPERATORS, VIEWERS, free_port, serving
+from .chromium import CHROMIUM, SHOWN_MS, Watched, running
 
 pytest.importorskip("playwright")
-pytestmark = pytest.mark.skipif(not shutil.which(browsers.CHROMIUM), reason="needs Chromium")
+pytestmark = pytest.mark.skipif(not shutil.which(CHROMIUM), reason="needs Chromium")
 
 DEVICES = "sim:24GiB,host:64GiB"  # as the served console has them
 TABS = ("Now", "Models", "Leases", "Queue", "Decisions", "Evictions", "Fragmentation", "What if")
@@ -22,7 +21,7 @@ TABS = ("Now", "Models", "Leases", "Queue", "Decisions", "Evictions", "Fragmenta
 
 @pytest.fixture(scope="module")
 def chromium():
-    with browsers.chromium() as browser:
+    with running() as browser:
         yield browser
 
 

@@ -1,0 +1,145 @@
+"""The console inside a notebook, in a real JupyterLab that Chromium shows: rendered, clicked, live, light to keep."""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import nbformat
+import pytest
+
+from tests.faces.conftest import FOUND_BY_CHILDREN
+from tests.faces.served import end, free_port
+
+from .chromium import CHROMIUM, SHOWN_MS, Watched, running
+
+pytest.importorskip("playwright")
+pytest.importorskip("jupyterlab")
+pytestmark = [pytest.mark.timeout(300),
+              pytest.mark.skipif(not shutil.which(CHROMIUM), reason="needs Chromium")]
+
+CELLS = (
+    "%load_ext gpu\n%gpu load qwen --backend fake --size 8GiB",
+    "%gpu console",
+    "import time\nfor _ in range(600):\n    time.sleep(0.1)  # a long cell",
+)
+TOKEN = "a-token-of-this-test-alone"
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """A JupyterLab of this test, on loopback, with the notebook open in Chromium."""
+    home = tmp_path_factory.mktemp("lab")
+    (home / "work").mkdir()
+    notebook = home / "work" / "console.ipynb"
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS], metadata=kernel),
+                   notebook)
+    port = free_port()
+    environment = os.environ | {
+        "HOME": str(home), "JUPYTER_CONFIG_DIR": f"{home}/config", "JUPYTER_DATA_DIR": f"{home}/data",
+        "JUPYTER_RUNTIME_DIR": f"{home}/run", "PYTHONPATH": FOUND_BY_CHILDREN, "GPU_DEVICES": "sim:24GiB,host:64GiB",
+        "GPU_LEDGER": f"sqlite://{home}/ledger", "XDG_STATE_HOME": f"{home}/state"}
+    words = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
+             f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={home}/work",
+             "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", "--LabApp.news_url="]
+    with (home / "said.txt").open("wb") as out:
+        server = subprocess.Popen(words, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        _wait(f"http://127.0.0.1:{port}/api?token={TOKEN}", server, home / "said.txt")
+        with running() as chromium:
+            seen = Watched(chromium, f"http://127.0.0.1:{port}/lab/tree/console.ipynb?token={TOKEN}")
+            seen.notebook = notebook
+            yield seen
+            seen.close()
+    finally:
+        server.send_signal(signal.SIGINT)
+        end(server)
+
+
+def _wait(url, server, said):
+    until = time.monotonic() + 90
+    while time.monotonic() < until:
+        assert server.poll() is None, said.read_text()
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.1)  # the only way to learn that another process listens
+    raise AssertionError(said.read_text())
+
+
+def run_next(lab):
+    lab.page.keyboard.press("Shift+Enter")
+
+
+@pytest.fixture(scope="module")
+def live(lab):
+    """The console, shown by `%gpu console`."""
+    page = lab.page
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=3 * SHOWN_MS)
+    page.wait_for_selector("text=/Python 3 .* Idle/", timeout=3 * SHOWN_MS)
+    page.click(".jp-Notebook .jp-CodeCell >> nth=0 >> .cm-content")
+    run_next(lab)
+    page.wait_for_selector("text=qwen is on sim:0", timeout=3 * SHOWN_MS)
+    run_next(lab)
+    page.wait_for_selector("text=/as of \\d/", timeout=3 * SHOWN_MS)
+    return lab
+
+
+def test_it_is_shown_live_and_what_is_clicked_is_done(live):
+    """The same page as the served one; its rows, dialog and outcome."""
+    live.tab("Models")
+    live.row("qwen", "GPU: 0").locator("button", has_text="Evict").click()
+    live.page.locator("button", has_text="Evict, freeing 8.0 GiB").click()
+    live.row("qwen", "warm in RAM").wait_for()
+    live.page.locator(".told.done", has_text="evict qwen").wait_for()
+
+
+def test_it_asked_no_other_host_for_anything(live):
+    """Panel's scripts and styles come from the kernel, also for what is drawn later."""
+    for title in ("Now", "Leases", "Queue", "Decisions", "Evictions", "Fragmentation", "What if", "Models"):
+        live.tab(title)
+        live.page.wait_for_selector(f"[role=tab][aria-selected=true]:has-text('{title}')")
+    live.row("qwen", "warm in RAM").wait_for()
+    assert live.elsewhere == []
+    assert not live.page.locator("text=could not be drawn").count()
+
+
+def test_the_notebooks_file_stays_small_and_holds_a_picture(live):
+    """Whoever opens it without a kernel sees how things stood."""
+    live.page.keyboard.press("Escape")
+    live.page.click(".jp-Notebook .jp-CodeCell >> nth=0 >> .jp-InputPrompt")
+    until = time.monotonic() + 60
+    while True:
+        live.page.keyboard.press("Control+s")
+        live.page.wait_for_timeout(500)
+        text = live.notebook.read_text()
+        if "data-gpuc" in text and len(text) < 2**20 or time.monotonic() > until:
+            break
+    assert len(text) < 2**20, f"{len(text):,} bytes"
+    (output,) = (output for output in json.loads(text)["cells"][1]["outputs"] if "data-gpuc" in str(output))
+    html = "".join(output["data"]["text/html"])
+    assert "1 simulated GPU" in html and "qwen" in "".join(output["data"]["text/plain"])
+
+
+def test_it_goes_on_while_a_long_cell_runs(live):
+    """From a thread: a cell that waits lets it run."""
+    page = live.page
+    page.click(".jp-Notebook .jp-CodeCell >> nth=2 >> .cm-content")
+    run_next(live)
+    page.wait_for_selector("text=/Python 3 .* Busy/")
+    fresh = page.locator("text=/as of \\d/").first
+    seen = set()
+    for _ in range(40):
+        seen.add(fresh.inner_text())
+        if len(seen) >= 3:
+            break
+        page.wait_for_timeout(500)
+    assert len(seen) >= 3, seen
+    page.wait_for_selector("text=/Python 3 .* Busy/")
