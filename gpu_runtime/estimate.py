@@ -64,7 +64,8 @@ def footprint(name: str, evidence: Evidence, *, declared: int | None = None, mea
     elif weights is None:
         raise UnknownSize(name, evidence.why_unknown or "neither its source nor its name tells it")
     else:
-        whole = evidence.at_load and measured is not None  # an engine's cache was measured with its weights
+        # An engine's cache was measured with its weights; where none of these goes to the card, no cache does.
+        whole = evidence.at_load and (measured is not None or evidence.weight_bytes == 0)
         parts = (weights, *(() if whole else _room(name, evidence.config, wanted) or _margin(weights, evidence)))
     if context_bytes and declared is None and not (evidence.at_load and measured is not None):
         parts = (*parts, Part("context", context_bytes, "measured" if context_bytes != CONTEXT_BYTES else "typical",

@@ -50,6 +50,7 @@ def struck(keeper: Keeper, resident: Resident, error: BaseException | None) -> G
     if fault is None or not fault.clears_model:
         return None
     if fault.loses_context:
+        keeper.lost_to = f"{resident.spec.name}: {fault.line}"
         for other in list(keeper.residents.values()):
             if other.place is Place.HERE and runs_here(other.spec):
                 _put_away(keeper, other, fault)

@@ -197,7 +197,8 @@ class LlamaCppBackend:
     def _channel(self, spec: ModelSpec, shares: Shares, isolated: bool) -> tuple[Channel, Path]:
         log = new_log(spec.name)
         if isolated:
-            return ProcessChannel(log, {**os.environ, **card_environment(self.probe, shares)}), log
+            return ProcessChannel(log, {**os.environ, **card_environment(self.probe,
+                                                                         shares if gpu_layers(spec) else ())}), log
 
         def told(line: str) -> None:
             with open(log, "a") as file:
@@ -232,8 +233,10 @@ def gguf_evidence(spec: ModelSpec) -> Evidence:
     part = offloaded(spec, found.config)
     weights = None if found.weight_bytes is None else round(found.weight_bytes * part)
     takes = {"context_at_load": context_tokens(spec, found.config), "written_scores": not flash_attention(spec)}
-    if "num_hidden_layers" not in found.config:  # then nothing tells what that context takes
+    if (layers := found.config.get("num_hidden_layers")) is None:  # then nothing tells what that context takes
         takes = {}
+    elif part < 1:  # the cache lies where its layers do
+        takes |= {"all_layers": layers, "num_hidden_layers": min(gpu_layers(spec), layers)}
     return replace(found, weight_bytes=weights, at_load=True, config={**found.config, **takes})
 
 
@@ -266,7 +269,7 @@ def gpu_layers(spec: ModelSpec) -> int:
 
 def offloaded(spec: ModelSpec, config: dict[str, Any]) -> float:
     """The part of a model that goes to the card: so many of its layers and the output, which counts as one."""
-    layers, all_layers = gpu_layers(spec), config.get("num_hidden_layers")
+    layers, all_layers = gpu_layers(spec), config.get("all_layers", config.get("num_hidden_layers"))
     if layers < 0 or not isinstance(all_layers, int):
         return 1.0 if layers else 0.0
     return min(layers, all_layers + 1) / (all_layers + 1)

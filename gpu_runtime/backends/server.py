@@ -145,7 +145,8 @@ class ServerBackend:
         simulated = any(device.simulated for device in self.probe.devices if device.id == shares[0].device)
         server = Server(
             spec, self.recipe, lambda port, key: Order(spec, shares, totals, source, port, simulated, key, config),
-            {**os.environ, **card_environment(self.probe, shares)}, among=self._among,
+            {**os.environ, **card_environment(self.probe, () if spec.options.get("gpu_layers") == 0 else shares)},
+            among=self._among,
             seconds=spec.options.get("start_seconds", self._seconds))
         kept = into.value if isinstance(into, Loaded) else into
         value = kept if isinstance(kept, Served) else Served(spec.name)

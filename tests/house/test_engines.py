@@ -238,3 +238,12 @@ def test_layers_of_the_model_win_over_the_setting(runtime, file):
     rt.register("none", str(file), gpu_layers=0)
     sizes = {name: rt.plan(name).footprint.parts[0].bytes for name in ("all", "some", "none")}
     assert sizes["some"] == pytest.approx(sizes["all"] / 3, abs=1) and sizes["none"] == 0
+    assert rt.plan("none").footprint.bytes == 0 < rt.plan("some").footprint.bytes < rt.plan("all").footprint.bytes
+
+
+def test_a_model_without_a_layer_on_the_card_takes_nothing_of_it(runtime, file):
+    """gpu_layers=0 asks for the CPU: then the worker sees no card, and the lease is of nothing."""
+    rt = runtime(devices="sim:1MiB,host:64MiB")
+    rt.register("slow", str(file), gpu_layers=0)
+    with rt.use("slow") as slow:
+        assert write(slow) and claims(rt) == {}
