@@ -23,6 +23,7 @@ from . import bounds, caps, drains, losses, naming, telling
 from .activity import activity
 from .asks import Ask, Order, ask, declined, obey, relieve
 from .backends import Progress, is_out_of_memory
+from .backends.faults import recognise
 from .bookkeeping import Truth
 from .errors import (
     DoesNotFit,
@@ -583,7 +584,9 @@ class Keeper:
                                       declared_bytes=resident.spec.size if declared else None)
         if isinstance(error, GpuError) or not isinstance(error, Exception):
             return error
-        return telling.load_failed(name, resident.spec.source, error)
+        fault = recognise(str(error))
+        return telling.load_failed(name, resident.spec.source, error,
+                                   driver_failed=fault is not None and fault.clears_model)
 
     def _load_ungoverned(self, resident: Resident, anchor: Callable[[], Anchor | None] | None,
                          progress: Progress | None) -> None:

@@ -41,9 +41,6 @@ from .units import MIB, show_bytes, show_seconds
 
 MOST_HOLDERS = 8  # lines of a report
 MOST_RUNNERS_UP = 8  # sentences beside a decision
-# After these a process's use of its card is over. Source: Kitchen Brigade, Driver Reset Behavior; PyTorch.
-DRIVER_FAILED = ("CUDA error", "HIP error", "cuBLAS initialization failed", "CUBLAS_STATUS_NOT_INITIALIZED",
-                 "Metal initialization failed")
 
 
 def first_line(error: BaseException) -> str:
@@ -142,12 +139,12 @@ def elsewhere(name: str, where: str, tensors: Sequence[str]) -> str:
     return f"{name} was loaded to {where}, but these lie elsewhere: {', '.join(tensors[:3])}{more}."
 
 
-def load_failed(name: str, source: str, error: BaseException) -> LoadFailed:
+def load_failed(name: str, source: str, error: BaseException, *, driver_failed: bool) -> LoadFailed:
     """The error for a load that failed, named after its model."""
-    said = f"{type(error).__name__}: {first_line(error)}"
     hint = "\n  The driver failed in this process: restart its kernel. What it holds comes free; others go on." \
-        if any(mark in said for mark in DRIVER_FAILED) else ""
-    return LoadFailed(f"{name} could not be loaded: {said}{hint}", name=name, source=source)
+        if driver_failed else ""
+    return LoadFailed(f"{name} could not be loaded: {type(error).__name__}: {first_line(error)}{hint}", name=name,
+                      source=source)
 
 
 def out_of_memory(error: BaseException, book: Book, world: World, me: str, maps: Iterable[AllocatorMap], *,
