@@ -11,6 +11,7 @@ from typing import Any
 import panel as pn
 import panel_material_ui as pmui
 from gpu.view import clock
+from panel.io.document import unlocked
 from panel.util import edit_readonly
 
 from gpu_runtime.facts import Snapshot
@@ -66,7 +67,8 @@ class Console:
         look = self.watch.look
         if look.revision != self._shown:
             self._shown = look.revision
-            self._show(look)
+            with unlocked():  # one message for all of it: each costs what the whole document is large
+                self._show(look)
 
     def _show(self, look: Look) -> None:
         trouble = f"Since {clock(look.since)} nothing newer is known: {look.error}" if look.error else ""

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from msgspec.structs import replace
-
 from gpu_runtime import threads
 from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import Snapshot
@@ -138,7 +136,7 @@ class Watch:
         fetched, trouble = self._fetch_due()
         error = error or trouble
         now, old = self._clock(), self.look
-        same = error == old.error and not fetched and _timeless(snapshot) == _timeless(old.snapshot)
+        same = error == old.error and not fetched and _standing(snapshot) == _standing(old.snapshot)
         if same and now - self._passed_on < REFRESH_SECONDS:
             return
         self._passed_on = now
@@ -182,8 +180,19 @@ class Watch:
             self._due.wait(POLL_SECONDS)
 
 
-def _timeless(snapshot: Snapshot | None) -> Snapshot | None:
-    return replace(snapshot, now=0.0, wall=0.0) if snapshot else None
+def _standing(snapshot: Snapshot | None) -> Any:
+    """Who holds what where, who waits, and what happened: news of that is passed on at once.
+
+    The rest, such as which models are being used and what a card measures, changes all the time on a box at work, and
+    waits for the next second: drawing it anew in twenty sessions is most of what they cost.
+    """
+    if snapshot is None:
+        return None
+    held = [(id, section.names, [(lease.name, lease.shares, lease.target, lease.phase, lease.keep, lease.importance)
+                                 for lease in section.leases]) for id, section in snapshot.sections.items()]
+    waiting = [(ticket.key, ticket.name, ticket.because) for ticket in snapshot.tickets]
+    devices = [(view.device, view.limit_bytes, view.drained, view.blind) for view in snapshot.devices]
+    return held, waiting, devices, snapshot.events, snapshot.degraded, snapshot.governed
 
 
 def _told(failed: Exception) -> str:

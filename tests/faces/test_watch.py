@@ -11,6 +11,7 @@ from gpu_panels.watch import REFRESH_SECONDS, Watch
 from msgspec.structs import replace
 
 from gpu_runtime.errors import LedgerUnavailable
+from gpu_runtime.facts import Phase
 
 from . import samples
 
@@ -76,6 +77,35 @@ def test_what_has_changed_is_passed_on_at_once(watch, rt):
     rt.snapshot = samples.waiting
     watch.poll()
     assert watch.look.snapshot.tickets == samples.waiting.tickets
+
+
+def changed(snapshot, **more):
+    """The snapshot with its first lease changed."""
+    owner, section = next(iter(snapshot.sections.items()))
+    first, *others = section.leases
+    leases = (replace(first, **more), *others)
+    return replace(snapshot, sections=snapshot.sections | {owner: replace(section, leases=leases)})
+
+
+def test_that_models_are_being_used_is_passed_on_with_the_next_second(watch, rt, clock):
+    """On a box at work it changes with every look; twenty sessions would draw all of it twice a second."""
+    watch.poll()
+    first = watch.look.revision
+    rt.snapshot = changed(samples.busy, pins=3, uses=99, last_used=samples.busy.now)
+    watch.poll()
+    assert watch.look.revision == first
+    clock.now += REFRESH_SECONDS
+    watch.poll()
+    assert watch.look.snapshot.sections == rt.snapshot.sections
+
+
+@pytest.mark.parametrize("news", [{"shares": ()}, {"keep": True}, {"phase": Phase.LEAVING}, {"importance": 1}])
+def test_where_a_model_lies_and_what_may_be_done_with_it_is_passed_on_at_once(watch, rt, news):
+    """Whoever has just clicked waits for it."""
+    watch.poll()
+    rt.snapshot = changed(samples.busy, **news)
+    watch.poll()
+    assert watch.look.snapshot.sections == rt.snapshot.sections
 
 
 def test_a_ledger_that_fails_is_told_with_the_time_since_when_and_the_last_figures_stay(watch, rt, clock):
