@@ -1,4 +1,4 @@
-"""The HTTP face as one application: `/memory/*`, `/v1/*`, `/api/v1/config`, `/health`, `/metrics`, and its own description.
+"""The HTTP face as one application: `/memory/*`, `/v1/*`, `/api/v1/config`, `/health`, `/metrics`, and its description.
 
 It asks `scope["state"]["visitor"]` who calls, and answers nobody where none was put there: the gate of the server that
 it runs in does that (`server.py`). Whoever was let in may read; only who may act may do anything but GET.

@@ -44,7 +44,7 @@ class Jobs:
         self._jobs: dict[str, Job] = {}
 
     def start(self, gateway: Any, wanted: Any, who: str) -> Job:
-        """Makes the call that `wanted` names, in the background. Raises Refused: 400, or 503 where there are too many."""
+        """Makes the call that `wanted` names, in the background. Raises Refused: 400; 503 where there are too many."""
         if not isinstance(wanted, dict) or wanted.get("endpoint") not in ENDPOINTS:
             raise Refused(400, "bad_endpoint", f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint")
         body = wanted.get("body")

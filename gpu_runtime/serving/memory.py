@@ -1,7 +1,7 @@
 """`/memory/*`: the book as the Semantik governor told it, path by path and field by field.
 
-MiB in `*_mb`, percents from 0 to 100, epoch seconds. Sums are over the cards, the pressure is the fullest one's. What the
-driver will not tell is null, never 0. Pure functions of a Snapshot; `router` puts them behind their paths.
+MiB in `*_mb`, percents from 0 to 100, epoch seconds. Sums are over the cards, the pressure is the fullest one's. What
+the driver will not tell is null, never 0. Pure functions of a Snapshot; `router` puts them behind their paths.
 """
 from __future__ import annotations
 

@@ -30,10 +30,10 @@ class Metrics:
         self._rt, self._state = rt, gateway_state
         self.registry = CollectorRegistry()
         self._lock = threading.Lock()
-        self._evictions = Counter("gpu_evictions_by_reason", "Models that left a card or the warm pool", ["reason", "action"],
-                                  registry=self.registry)
-        self._verdicts = Counter("gpu_verdicts", "Requests for memory: granted, waiting, refused", ["verdict", "reason"],
-                                 registry=self.registry)
+        self._evictions = Counter("gpu_evictions_by_reason", "Models that left a card or the warm pool",
+                                  ["reason", "action"], registry=self.registry)
+        self._verdicts = Counter("gpu_verdicts", "Requests for memory: granted, waiting, refused",
+                                 ["verdict", "reason"], registry=self.registry)
         self._seconds = {action: Histogram(f"gpu_{name}_seconds", f"Seconds that a {name} took", buckets=SECONDS,
                                            registry=self.registry)
                          for action, name in (("loaded", "load"), ("restored", "restore"))}
@@ -51,9 +51,10 @@ class Metrics:
         """What a scrape reads afresh; called by the registry."""
         snapshot: Snapshot = self._rt.status()
         yield from _devices(snapshot)
-        for name, words in (("evictions", "Models that left a card or the warm pool"), ("offloads", "Moves to host memory"),
-                            ("unloads", "Models dropped"), ("restorations", "Returns from host memory"),
-                            ("loads", "Models loaded"), ("refusals", "Requests refused")):
+        for name, words in (("evictions", "Models that left a card or the warm pool"),
+                            ("offloads", "Moves to host memory"), ("unloads", "Models dropped"),
+                            ("restorations", "Returns from host memory"), ("loads", "Models loaded"),
+                            ("refusals", "Requests refused")):
             yield CounterMetricFamily(f"gpu_{name}", f"{words}, since the boot", snapshot.totals.get(name, 0))
         yield GaugeMetricFamily("gpu_waiting_requests", "Requests for memory that wait", len(snapshot.tickets))
         yield GaugeMetricFamily("gpu_processes", "Processes that take part", len(snapshot.sections))

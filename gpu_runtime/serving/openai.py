@@ -32,10 +32,10 @@ def schema(kind: str) -> dict[str, Any]:
     fields = {"model": {"type": "string", "description": "a model's name, task:NAME, or provider:model for a cloud"},
               **_FIELDS[kind]}
     extra: dict[str, Any] = {
-        "x_client_id": {"type": "string", "maxLength": 128, "description": "a name for your program: its profile, its pace"},
+        "x_client_id": {"type": "string", "maxLength": 128, "description": "your program's name: its profile and pace"},
         "x_priority": {"description": "urgent, high, normal, low, batch, or a number: lower is more important"},
-        "x_stay_warm": {"type": "number", "minimum": 0, "description": "seconds that the model is kept after this call"},
-        "x_cooldown": {"type": "number", "minimum": 0, "description": "seconds in which this client shall not call again"},
+        "x_stay_warm": {"type": "number", "minimum": 0, "description": "seconds that the model is kept afterwards"},
+        "x_cooldown": {"type": "number", "minimum": 0, "description": "seconds in which this client may not call"},
     }
     if kind in _STREAMS:
         extra = {"stream": {"type": "boolean"}, "max_tokens": {"type": "integer", "minimum": 1}, **extra}
@@ -126,7 +126,7 @@ def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
             "type": "object", "required": ["endpoint", "body"], "properties": {
                 "endpoint": {"enum": list(ENDPOINTS)}, "body": {"type": "object"}}}}}}})
     async def post_job(request: Request, who: str = acts) -> JSONResponse:
-        """Long work: the call is made whether or not anybody waits for it. `endpoint` and `body` as it would be called."""
+        """Long work: the call is made whether or not anybody waits. `endpoint` and `body` as it would be called."""
         job = jobs.start(gateway(), await read_json(request), who)
         return JSONResponse(job.told(), 202, headers={"Location": f"/v1/jobs/{job.id}"})
 

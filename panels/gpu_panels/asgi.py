@@ -1,7 +1,7 @@
 """An ASGI application behind the gate: one server, one port, one question of who may, for pages and programs.
 
-Tornado has read the request and its body (at most as long as the server allows); here it is handed on, and the answer is
-written as it comes. Who it was that the gate let in stands in `scope["state"]["visitor"]`.
+Tornado has read the request and its body (at most as long as the server allows); here it is handed on, and the answer
+is written as it comes. Who it was that the gate let in stands in `scope["state"]["visitor"]`.
 """
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ class Asgi(RequestHandler):
         request = self.request
         path, _, query = request.uri.partition("?")  # type: ignore[union-attr]
         host, _, port = request.host.rpartition(":")
+        server = (host or request.host, int(port) if port.isdigit() else 0)
         lane = f"/{self.settings[COOKIE].lane}" if getattr(request, "by_the_lane", False) else ""
         return {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
@@ -55,7 +56,7 @@ class Asgi(RequestHandler):
             "raw_path": path.encode("latin-1", "replace"), "query_string": query.encode("latin-1", "replace"),
             "headers": [(name.lower().encode("latin-1"), value.encode("latin-1", "replace"))
                         for name, value in request.headers.get_all()],
-            "client": (request.remote_ip or "", 0), "server": (host or request.host, int(port) if port.isdigit() else 0),
+            "client": (request.remote_ip or "", 0), "server": server,
             "state": {"visitor": getattr(request, "visitor", None)},
         }
 

@@ -75,8 +75,11 @@ class Beside(NamedTuple):
     close: Callable[[], Awaitable[None]] | None = None  # at the end, in the server's event loop
 
 
+ALONE = Beside("The GPU console")
+
+
 def run(*, host: str = "127.0.0.1", port: int | None = None, socket_path: str | None = None, read_only: bool = False,
-        browser: bool = True, page: Page | None = None, beside: Beside = Beside("The GPU console")) -> None:
+        browser: bool = True, page: Page | None = None, beside: Beside = ALONE) -> None:
     """Serves the console until it is interrupted, and prints the URL to open. Raises GpuError where it cannot."""
     made = terms(read_only=read_only)
     where: dict[str, Any]

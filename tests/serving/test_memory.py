@@ -9,7 +9,8 @@ from .doors import client
 
 STATS = {"cuda_available", "total_mb", "free_mb", "used_mb", "used_percent", "allocated_mb", "budget_total_mb",
          "budget_usable_mb", "cpu_budget_total_mb", "cpu_budget_usable_mb", "cpu_used_mb", "models_loaded",
-         "models_offloaded", "pressure_level", "total_evictions", "total_offloads", "total_restorations", "total_unloads"}
+         "models_offloaded", "pressure_level", "total_evictions", "total_offloads", "total_restorations",
+         "total_unloads"}
 
 
 @pytest.fixture

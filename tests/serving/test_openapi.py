@@ -1,4 +1,4 @@
-"""The description tells the truth: whatever it allows to be sent is answered, and nothing that is sent breaks the server."""
+"""The description tells the truth: what it allows is answered, and nothing that is sent breaks the server."""
 from __future__ import annotations
 
 import pytest

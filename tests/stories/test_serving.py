@@ -1,4 +1,4 @@
-"""`gpu serve` as programs meet it: a real server, real llama.cpp models that do not fit together, the official client."""
+"""`gpu serve` as programs meet it: a real server, llama.cpp models that do not fit together, the official client."""
 from __future__ import annotations
 
 import http.client
@@ -39,7 +39,8 @@ def kitchen(tmp_path_factory):
 def served(kitchen, tmp_path_factory):
     place, port = tmp_path_factory.mktemp("served"), free_port()
     environment = {"GPU_CONSOLE_TOKEN": TOKEN, "GPU_CONSOLE_VIEWER_TOKEN": VIEWER, "GPU_DEVICES": "sim:30MiB,host:1GiB",
-                   "GPU_MEMORY_MAX_PERCENT": "1.0", "GPU_CATALOG": str(kitchen / "models.json"), "EVICTION_GRACE_SECONDS": "0"}
+                   "GPU_MEMORY_MAX_PERCENT": "1.0", "GPU_CATALOG": str(kitchen / "models.json"),
+                   "EVICTION_GRACE_SECONDS": "0"}
     with serving([sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)], place, environment,
                  port=port) as server:
         yield server
@@ -184,8 +185,8 @@ def test_a_job_goes_on_without_its_caller(served):
 def test_it_ends_with_all_that_it_started(kitchen, tmp_path):
     """No worker, no lease, no port is left behind."""
     port = free_port()
-    environment = {"GPU_CONSOLE_TOKEN": TOKEN, "GPU_DEVICES": "sim:30MiB,host:1GiB", "GPU_CATALOG": str(kitchen / "models.json"),
-                   "GPU_MEMORY_MAX_PERCENT": "1.0"}
+    environment = {"GPU_CONSOLE_TOKEN": TOKEN, "GPU_DEVICES": "sim:30MiB,host:1GiB",
+                   "GPU_CATALOG": str(kitchen / "models.json"), "GPU_MEMORY_MAX_PERCENT": "1.0"}
     with serving([sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)], tmp_path, environment,
                  port=port) as server:
         client(server).chat.completions.create(model="writer", messages=say(), max_tokens=2)
