@@ -78,9 +78,9 @@ def require_served(keeper: Keeper, resident: Resident) -> None:
 
 def _process_lost(name: str, kind: str, why: str) -> ProcessLost:
     return ProcessLost(
-        f"this process (pid {os.getpid()}) can use the GPU no more, since {name} failed: {why.rstrip('.')}.\n"
-        f"  Its leases are returned; the memory itself comes free when the process ends, and every further call would "
-        f"fail.\n  Restart the kernel, then run the cells again. To find the place:  CUDA_LAUNCH_BLOCKING=1\n"
+        f"this process (pid {os.getpid()}) can use the GPU no more, since {name} failed:\n  {why.rstrip('.')}.\n"
+        f"  Its leases are returned; the memory itself comes free when the process ends.\n"
+        f"  Restart the kernel, then run the cells again. To find the place:  CUDA_LAUNCH_BLOCKING=1\n"
         f"  Models in processes of their own (llama.cpp isolated, servers) go on.", name=name, kind=kind, why=why)
 
 

@@ -234,7 +234,7 @@ class Engine:
         return EngineDied(
             f"the engine of {self.name} (pid {self.pid}) is gone: {why}.\n"
             f"  Its memory came free; the next use of {self.name} loads it anew."
-            + (f" Its log:  {self.log}" if self.log else ""),
+            + (f"\n  Its log:  {self.log}" if self.log else ""),
             name=self.name, pid=self.pid, status=status, kind=kind.value, why=why, log=str(self.log or ""))
 
     # -- calls
@@ -306,7 +306,7 @@ class Engine:
 
     def _process_lost(self, kind: str, first: str) -> ProcessLost:
         return ProcessLost(
-            f"this process can use the GPU no more, since {self.name}, which runs in it, failed ({kind}): {first}.\n"
+            f"this process can use the GPU no more: {self.name}, which runs in it, failed ({kind}):\n  {first}.\n"
             f"  Restart the kernel. A model that runs in a worker of its own (isolated=True) would have cost that "
             f"alone.", name=self.name, kind=kind, why=first)
 

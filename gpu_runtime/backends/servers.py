@@ -211,7 +211,7 @@ class Server:
         self._over = EngineDied(
             f"the server of {name} is gone: {why.rstrip('.')}.\n"
             f"  It was started again {self.restarts} times. Its memory came free; the next use of {name} loads it anew."
-            f" Its log:  {self.log}", name=name, pid=pid, status=status, kind=kind.value, why=why, log=str(self.log))
+            f"\n  Its log:  {self.log}", name=name, pid=pid, status=status, kind=kind.value, why=why, log=str(self.log))
         self._tell_loss()
 
     def watch(self, lost: Callable[[str, str], None]) -> None:

@@ -180,7 +180,7 @@ def test_a_device_side_assert_in_the_kernel_says_that_the_process_is_lost_and_wh
     """Every further call on that context would fail. Leases are returned; workers go on."""
     fakes(rt, a="1MiB", b="1MiB")
     rt.preload("b")
-    with pytest.raises(ProcessLost, match="since a failed: CUDA error: device-side") as error, rt.use("a"):
+    with pytest.raises(ProcessLost, match="since a failed:\n  CUDA error: device-side") as error, rt.use("a"):
         raise RuntimeError("CUDA error: device-side assert triggered")
     assert "Restart the kernel" in str(error.value) and error.value.kind == "device-side assert"
     assert claims(rt) == {} and [event.action for event in rt.why("b")][0] == "lost"
