@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+from ..facts import ModelSpec, Value
 from .calls import Refused
 from .pump import Emit, in_thread, pumped
 from .shapes import Piece, stops_of, tokens_wanted
@@ -22,7 +23,15 @@ _PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "typical_p", "presence_p
 _BY_THE_LIBRARY = ("tools", "functions", "response_format", "logprobs", "top_logprobs")  # its chat handlers know these
 
 
-_metadata: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()  # asked once of each model
+class Facts(Value):
+    """What a model says of itself, asked once: each question is a way to another process and back."""
+
+    template: str | None
+    tokens: dict[str, str]
+    context: int
+
+
+_facts: weakref.WeakKeyDictionary[Any, tuple[ModelSpec, Facts]] = weakref.WeakKeyDictionary()
 
 
 class LlamaSpeaker(TextSpeaker):
@@ -31,20 +40,25 @@ class LlamaSpeaker(TextSpeaker):
     kind = "a llama.cpp model"
 
     @property
-    def metadata(self) -> dict[str, Any]:
-        known = _metadata.get(self.value)
-        if known is None:
-            known = _metadata[self.value] = dict(self.value.metadata or {})
+    def facts(self) -> Facts:
+        spec, known = _facts.get(self.value, (None, None))
+        if known is None or spec != self.spec:  # a catalogue may have given it another context since
+            known = self._asked()
+            _facts[self.value] = self.spec, known
         return known
 
+    def _asked(self) -> Facts:
+        metadata = dict(self.value.metadata or {})
+        ids = {f"{name}_token": metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+        tokens = {name: _text(self.value.detokenize([int(id)], special=True)) for name, id in ids.items()
+                  if id is not None}
+        return Facts(metadata.get("tokenizer.chat_template"), tokens, int(self.value.n_ctx()))
+
     def template(self) -> str | None:
-        return self.metadata.get("tokenizer.chat_template")
+        return self.facts.template
 
     def tokens(self) -> dict[str, str]:
-        ids = {"bos_token": self.metadata.get("tokenizer.ggml.bos_token_id"),
-               "eos_token": self.metadata.get("tokenizer.ggml.eos_token_id")}
-        return {name: _text(self.value.detokenize([int(id)], special=True)) for name, id in ids.items()
-                if id is not None}
+        return self.facts.tokens
 
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
         if kind == "chat" and self._by_the_library(body):
@@ -74,21 +88,16 @@ class LlamaSpeaker(TextSpeaker):
             async for chunk in chunks:
                 yield {**chunk, "model": self.spec.name}
 
-    async def made(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
-        return await in_thread(lambda: self.prompt(kind, body, think)), kind == "chat"
-
-    def pieces(self, prompt: Any, body: dict[str, Any]) -> AsyncIterator[Piece]:
-        text, is_chat = prompt
-
+    def pieces(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncGenerator[Piece]:
         def work(emit: Emit, gone: threading.Event) -> None:
-            self._write(text, is_chat, body, emit, gone)
+            self._write(self.prompt(kind, body, think), kind == "chat", body, emit, gone)
 
         return pumped(work)
 
     def _write(self, text: str, is_chat: bool, body: dict[str, Any], emit: Emit, gone: threading.Event) -> None:
         # A template writes the beginning of the sequence itself; a plain prompt has it put before.
         prompt = self.value.tokenize(text.encode(), add_bos=not is_chat, special=is_chat)
-        most, context = tokens_wanted(body), self.value.n_ctx()
+        most, context = tokens_wanted(body), self.facts.context
         if len(prompt) + (most or 1) > context:
             raise too_long(self.spec.name, len(prompt), most, context)
         given = {name: body[name] for name in _PASSED_ON if body.get(name) is not None}

@@ -5,7 +5,7 @@ A module that was made in code, without a tokenizer, has no words to be talked t
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from ..facts import ModelSpec
@@ -44,17 +44,13 @@ class ModuleSpeaker(TextSpeaker):
         # A template writes the beginning of the sequence itself.
         return self.tokenizer(text, return_tensors="pt", add_special_tokens=kind == "completions")
 
-    async def made(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
-        return await in_thread(lambda: self.prompt(kind, body, think))
-
-    def pieces(self, prompt: Any, body: dict[str, Any]) -> AsyncIterator[Piece]:
-        size = int(prompt["input_ids"].shape[1])
-        context = int(getattr(self.value.config, "max_position_embeddings", 0) or 1 << 30)
-        most = tokens_wanted(body)
-        if not size or size + (most or 1) > context:
-            raise too_long(self.spec.name, size, most, context)
-
+    def pieces(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncGenerator[Piece]:
         def work(emit: Emit, gone: threading.Event) -> None:
+            prompt = self.prompt(kind, body, think)
+            size, most = int(prompt["input_ids"].shape[1]), tokens_wanted(body)
+            context = int(getattr(self.value.config, "max_position_embeddings", 0) or 1 << 30)
+            if not size or size + (most or 1) > context:
+                raise too_long(self.spec.name, size, most, context)
             self._write(prompt, size, most or min(TOKENS, context - size), body, emit, gone)
 
         return pumped(work)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -48,8 +48,8 @@ class TextSpeaker:
     def __init__(self, value: Any, spec: ModelSpec) -> None:
         self.value, self.spec = value, spec
 
-    def pieces(self, prompt: Any, body: dict[str, Any]) -> AsyncIterator[Piece]:
-        """The answer to a prompt, as `prompt` made it."""
+    def pieces(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncGenerator[Piece]:
+        """The answer to what `prompt` makes of the body; that may take a while, and is done where the engine works."""
         raise cannot(self.spec.name, f"{self.kind} writes no text")
 
     def prompt(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
@@ -79,22 +79,17 @@ class TextSpeaker:
         """An embedding of each text, and the tokens read."""
         raise cannot(self.spec.name, f"it is of type {self.spec.model_type}; embeddings want type embedding", "model")
 
-    async def made(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
-        """The prompt. Where making it takes a while, a thread makes it."""
-        return self.prompt(kind, body, think)
-
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
         if kind == "embeddings":
             wanted = body["input"]
             vectors, tokens = await self.vectors([wanted] if isinstance(wanted, str) else list(wanted))
             return embeddings(vectors, self.spec.name, tokens, body.get("encoding_format"))
         self._require_text(kind, body)
-        return await gathered(self.pieces(await self.made(kind, body, think), body), self._header(kind))
+        return await gathered(self.pieces(kind, body, think), self._header(kind))
 
     async def stream(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncIterator[dict[str, Any]]:
         self._require_text(kind, body)
-        pieces = self.pieces(await self.made(kind, body, think), body)
-        async with aclosing(streamed(pieces, self._header(kind), body)) as chunks:
+        async with aclosing(streamed(self.pieces(kind, body, think), self._header(kind), body)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -118,8 +113,8 @@ class EchoSpeaker(TextSpeaker):
     def template(self) -> str:
         return self.WORD
 
-    async def pieces(self, prompt: Any, body: dict[str, Any]) -> AsyncIterator[Piece]:
-        words = str(self.value(prompt)).split(" ")
+    async def pieces(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncGenerator[Piece]:
+        words = str(self.value(self.prompt(kind, body, think))).split(" ")
         most = body.get("max_completion_tokens") or body.get("max_tokens") or len(words)
         said = words[:most]
         for at, word in enumerate(said):

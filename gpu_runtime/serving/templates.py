@@ -46,7 +46,7 @@ def render(template: str, messages: list[dict[str, Any]], **given: Any) -> str:
     try:
         return _compiled(template).render(messages=_plain(messages), add_generation_prompt=True,
                                           **{"bos_token": "", "eos_token": "", **given})
-    except (TemplateError, TypeError, ValueError) as error:
+    except Exception as error:  # a stranger's code: whatever it raises, it does not take this conversation
         raise BadConversation(f"the model's chat template does not take this conversation: {error}") from None
 
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -44,13 +44,13 @@ class Scripted(EchoSpeaker):
         super().__init__(value, spec)
         self._script, self._log = script, log
 
-    async def pieces(self, prompt: Any, body: dict[str, Any]) -> AsyncIterator[Any]:
-        self._log.append(f"{self.spec.name}: {prompt}")
+    async def pieces(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncGenerator[Any]:
+        self._log.append(f"{self.spec.name}: {self.prompt(kind, body, think)}")
         try:
             step = self._script.pop(0) if self._script else None
             if isinstance(step, BaseException):
                 raise step
-            async for piece in super().pieces(prompt, body):
+            async for piece in super().pieces(kind, body, think):
                 yield piece
                 if isinstance(step, asyncio.Event):
                     await step.wait()

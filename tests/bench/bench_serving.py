@@ -1,0 +1,292 @@
+"""What serving costs and saves, HTTP left out: loads against first-come order, calls a second, tokens a second.
+
+The order is compared twice on the same mixed trace: by a pure simulation of cards and loads, and with a real gateway
+over a real runtime whose loads take a while. First-come is the same machinery with the calls in order of arrival.
+"""
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+from unittest import mock
+
+from gpu_runtime import Runtime
+from gpu_runtime.samples import gguf_lm
+from gpu_runtime.serving import order as ordering
+from gpu_runtime.serving.gateway import Gateway
+from gpu_runtime.serving.order import Engine, Place, Waiting, next_out, overtaken_for_seconds
+from gpu_runtime.serving.tasks import Serving
+
+MODELS, ROOM = "abcdef", 2
+LOAD_SECONDS, ANSWER_SECONDS, EVERY_SECONDS, CONCURRENCY = 5.0, 1.0, 0.5, 2
+URGENT = 1
+
+
+class Told(NamedTuple):
+    """What became of a trace."""
+
+    loads: int
+    longest_wait: float
+    overtaken_late: int  # calls before which one started that came after their ageing bound
+    against_bound: float  # the longest wait beyond one answer and one load, as a part of its call's own ageing bound
+
+
+def trace(calls: int = 800, seed: int = 1) -> list[Waiting]:
+    """Calls of six models, some asked for more than others, in bursts as people and programs make them."""
+    chance, now, made = random.Random(seed), 0.0, []
+    while len(made) < calls:
+        model = chance.choices(MODELS, weights=(6, 4, 3, 2, 2, 1))[0]
+        importance = chance.choices((1, 5, 10, 20, 30), weights=(1, 2, 10, 3, 2))[0]
+        for _ in range(chance.choice((1, 1, 1, 2, 4))):
+            made.append(Waiting(len(made), model, importance, now))
+            now += chance.expovariate(1 / EVERY_SECONDS)
+    return made[:calls]
+
+
+def first_come(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float) -> list[Waiting]:
+    return sorted(waiting, key=lambda call: call.key)
+
+
+def simulate(calls: list[Waiting]) -> Told:
+    """The trace on a card with room for two models, each of which answers one call at a time."""
+    world = World(calls)
+    while world.step():
+        pass
+    return world.told()
+
+
+class World:
+    def __init__(self, calls: list[Waiting]) -> None:
+        self.coming, self.waiting = calls[::-1], {}
+        self.calls = {call.key: call for call in calls}
+        self.now, self.loads = 0.0, 0
+        self.warm: dict[str, float] = {}  # model -> last use
+        self.running: Counter[str] = Counter()
+        self.loading: dict[str, float | None] = {}  # None: no room yet
+        self.in_use: dict[str, frozenset[str]] = {}
+        self.events: list[tuple[float, int, str, str]] = []
+        self.started: list[int] = []
+        self.waits: dict[int, float] = {}
+
+    def step(self) -> bool:
+        """Everything that happens at the next moment; False at the end."""
+        times = [self.coming[-1].arrived] if self.coming else []
+        if self.events:
+            times.append(self.events[0][0])
+        if not times:
+            return False
+        self.now = min(times)
+        while self.events and self.events[0][0] <= self.now:
+            _, _, what, model = heapq.heappop(self.events)
+            if what == "answered":
+                self.running[model] -= 1
+                self.warm[model] = self.now
+            else:
+                del self.loading[model]
+                self.warm[model] = self.now
+        while self.coming and self.coming[-1].arrived <= self.now:
+            call = self.coming.pop()
+            self.waiting[call.key] = call
+        self.act()
+        return True
+
+    def act(self) -> None:
+        while True:
+            out = next_out(self.waiting.values(), self.engines(), self.now)
+            for key in out.start:
+                call = self.waiting.pop(key)
+                self.running[call.model] += 1
+                self.started.append(key)
+                self.waits[key] = self.now - call.arrived
+                self.later(ANSWER_SECONDS, "answered", call.model)
+            for model in out.load:
+                self.loading[model] = None
+            if not self.find_room() and not out.start and not out.load:
+                return
+
+    def find_room(self) -> bool:
+        """As the ledger would: a load takes the place of the model that was idle for longest. Whether one began."""
+        before = self.loads
+        for model in [model for model, done in self.loading.items() if done is None]:
+            taken = len(self.warm) + sum(done is not None for done in self.loading.values())
+            idle = sorted((used, name) for name, used in self.warm.items() if not self.running[name])
+            if taken >= ROOM and not idle:
+                self.in_use[model] = frozenset(self.warm)  # as the ledger last told it
+                continue
+            if taken >= ROOM:
+                del self.warm[idle[0][1]]
+            self.loads += 1
+            self.in_use.pop(model, None)
+            self.loading[model] = self.now + LOAD_SECONDS
+            self.later(LOAD_SECONDS, "loaded", model)
+        return self.loads > before
+
+    def engines(self) -> dict[str, Engine]:
+        found = {name: Engine(Place.WARM, self.running[name], CONCURRENCY) for name in self.warm}
+        return found | {name: Engine(Place.LOADING, in_use=self.in_use.get(name, frozenset()) if done is None
+                                     else frozenset()) for name, done in self.loading.items()}
+
+    def later(self, seconds: float, what: str, model: str) -> None:
+        heapq.heappush(self.events, (self.now + seconds, len(self.started), what, model))
+
+    def told(self) -> Told:
+        place = {key: at for at, key in enumerate(self.started)}
+        late = 0
+        for call in self.calls.values():
+            late += any(place[other.key] < place[call.key] for other in self.calls.values() if other.arrived
+                        >= call.arrived + overtaken_for_seconds(call.importance, other.importance)
+                        and other.model == call.model)
+        against = max((wait - ANSWER_SECONDS - LOAD_SECONDS) / overtaken_for_seconds(self.calls[key].importance, URGENT)
+                      for key, wait in self.waits.items())
+        return Told(self.loads, max(self.waits.values()), late, against)
+
+
+def simulated() -> dict[str, Told]:
+    """Ours, and first-come order, on the same trace."""
+    calls = trace()
+    with mock.patch.object(ordering, "order", first_come):
+        plain = simulate(calls)
+    return {"ours": simulate(calls), "first come": plain}
+
+
+# -- a real gateway -------------------------------------------------------------------------------------------------
+
+
+def _chat(model: str, text: str = "one two three", **more: Any) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": text}], **more}
+
+
+def _runtime(directory: str, load_seconds: float = 0.0) -> Runtime:
+    rt = Runtime(devices="sim:24GiB,host:64GiB", ledger=f"sqlite://{directory}/ledger", enable_cpu_offload=False)
+    for name in MODELS:
+        rt.register(name, lambda what: time.sleep(load_seconds), backend="fake", size="9 GiB", model_type="llm",
+                    context_length=64, sequences=1)
+    return rt
+
+
+async def _closed(gateway: Gateway, calls: int, clients: int) -> float:
+    """Seconds for so many calls by clients who each ask again when they are answered: one model after another."""
+    chance, left = random.Random(1), iter(range(calls))
+
+    async def client() -> None:
+        for _ in left:
+            reply = await gateway.answer("chat", _chat(chance.choices(MODELS, weights=(6, 4, 3, 2, 2, 1))[0]))
+            assert reply.json is not None and reply.json["model"] == reply.asked
+
+    began = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return time.perf_counter() - began
+
+
+def _with_gateway(work: Callable[[Gateway], Any], **options: Any) -> Any:
+    async def run() -> Any:
+        with tempfile.TemporaryDirectory() as directory:
+            rt = _runtime(directory, **options)
+            gateway = Gateway(rt, serving=Serving())
+            try:
+                return await work(gateway)
+            finally:
+                await gateway.close()
+                rt.close()
+
+    return asyncio.run(run())
+
+
+def real(calls: int = 600, clients: int = 32) -> dict[str, tuple[int, float]]:
+    """Loads and seconds of a mixed trace with loads of 20 ms, ours and in first-come order."""
+    async def work(gateway: Gateway) -> tuple[int, float]:
+        seconds = await _closed(gateway, calls, clients)
+        return gateway.queue.loads, seconds
+
+    ours = _with_gateway(work, load_seconds=0.02)
+    with mock.patch.object(ordering, "order", first_come):
+        plain = _with_gateway(work, load_seconds=0.02)
+    return {"ours": ours, "first come": plain}
+
+
+def rates(calls: int = 6000, clients: int = 32) -> dict[str, float]:
+    """Calls a second, and a second of processor time, of a warm echo engine; and what one call costs alone."""
+    async def work(gateway: Gateway) -> dict[str, float]:
+        gateway._rt.register("echo", backend="fake", size="1 GiB", model_type="llm")
+        await gateway.answer("chat", _chat("echo"))
+
+        async def client(many: int) -> None:
+            for _ in range(many):
+                await gateway.answer("chat", _chat("echo"))
+
+        await client(200)
+        wall, processor = time.perf_counter(), time.process_time()
+        await asyncio.gather(*(client(calls // clients) for _ in range(clients)))
+        wall, processor = time.perf_counter() - wall, time.process_time() - processor
+        alone = []
+        for _ in range(1000):
+            began = time.perf_counter()
+            await gateway.answer("chat", _chat("echo"))
+            alone.append(time.perf_counter() - began)
+        return {"a second": calls / wall, "a processor second": calls / processor,
+                "alone, median": statistics.median(alone)}
+
+    return _with_gateway(work)
+
+
+def tokens(rounds: int = 9, most: int = 400) -> dict[str, float]:
+    """Tokens a second of a small real llama.cpp model, by its own methods and through the gateway; and what is added
+    to a short answer."""
+    async def run() -> dict[str, float]:
+        with tempfile.TemporaryDirectory() as directory:
+            rt = Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:")
+            rt.register("gguf", gguf_lm(f"{directory}/tiny.gguf", size="24 MiB"), backend="llama_cpp", model_type="llm",
+                        context_length=512)
+            gateway = Gateway(rt, serving=Serving())
+            try:
+                return await _compared(rt, gateway, rounds, most)
+            finally:
+                await gateway.close()
+                rt.close()
+
+    return asyncio.run(run())
+
+
+async def _compared(rt: Runtime, gateway: Gateway, rounds: int, most: int) -> dict[str, float]:
+    messages = _chat("gguf")["messages"]
+
+    def direct(count: int) -> float:
+        with rt.use("gguf") as model:
+            began = time.perf_counter()
+            for _ in model.create_chat_completion(messages, stream=True, max_tokens=count, temperature=0):
+                pass
+            return time.perf_counter() - began
+
+    async def through(count: int) -> float:
+        began = time.perf_counter()
+        reply = await gateway.answer("chat", _chat("gguf", stream=True, max_tokens=count, temperature=0))
+        async for _ in reply.events:  # type: ignore[union-attr]
+            pass
+        return time.perf_counter() - began
+
+    await through(4)
+    taken: dict[str, list[float]] = {"direct": [], "through": [], "direct, one": [], "through, one": []}
+    for _ in range(rounds):  # by turns, since other work on the machine comes and goes
+        taken["direct"].append(await asyncio.to_thread(direct, most))
+        taken["through"].append(await through(most))
+        for _ in range(5):
+            taken["direct, one"].append(await asyncio.to_thread(direct, 1))
+            taken["through, one"].append(await through(1))
+    middle = {name: statistics.median(seconds) for name, seconds in taken.items()}
+    return {"tokens ratio": middle["direct"] / middle["through"], "tokens a second": most / middle["through"],
+            "added, median": middle["through, one"] - middle["direct, one"]}
+
+
+if __name__ == "__main__":
+    for name, told in simulated().items():
+        print(f"simulated, {name}: {told}")
+    for name, (loads, seconds) in real().items():
+        print(f"real gateway, {name}: {loads} loads, {seconds:.1f} s")
+    print("echo:", {name: round(value, 6) for name, value in rates().items()})
+    print("llama.cpp:", {name: round(value, 6) for name, value in tokens().items()})

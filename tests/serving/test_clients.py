@@ -1,0 +1,112 @@
+"""What is remembered of clients, and what their profiles and wishes change in a prompt."""
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.serving import templates
+from gpu_runtime.serving.calls import Refused, read_call
+from gpu_runtime.serving.clients import MOST_CLIENTS, MOST_MODELS, Clients, Pattern
+from gpu_runtime.serving.costs import Costs
+from gpu_runtime.serving.profiles import profiled
+from gpu_runtime.serving.shapes import StopText
+from gpu_runtime.serving.tasks import Cost, Profile
+
+CHAT = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def test_a_clients_pattern_is_how_often_it_asks_and_of_what():
+    """The newest interval weighs most."""
+    clients = Clients()
+    for now, model in ((0.0, "a"), (10.0, "a"), (15.0, "b")):
+        clients.enter("bot", model, now)
+    clients.left("bot", 0.0, 16.0)
+    assert clients.patterns() == {"bot": Pattern(calls=3, running=2, last_at=15.0, every_seconds=9.0,
+                                                 models={"a": 2, "b": 1})}
+
+
+def test_a_cooldown_counts_from_the_end_of_the_call_for_its_client_alone():
+    """And is told in seconds."""
+    clients = Clients()
+    clients.enter("bot", "a", 0.0)
+    clients.enter("bot", "a", 1.0)
+    clients.left("bot", 10.0, 5.0)
+    with pytest.raises(Refused) as refused:
+        clients.enter("bot", "a", 12.5)
+    assert (refused.value.status, refused.value.code, refused.value.retry_after) == (429, "cooldown", 2.5)
+    assert clients.patterns()["bot"].refused == 1
+    clients.enter("other", "a", 12.5)
+    clients.left("bot", 0.0, 13.0)  # another call's end does not shorten it
+    clients.enter("bot", "a", 15.0)
+
+
+def test_made_up_names_fill_no_memory():
+    """Of clients, and of models; whoever has a call running is not forgotten."""
+    clients = Clients()
+    clients.enter("busy", "a", 0.0)
+    for n in range(MOST_CLIENTS + 10):
+        clients.enter(f"client{n}", "a", 1.0)
+        clients.left(f"client{n}", 0.0, 1.0)
+    for n in range(MOST_MODELS + 10):
+        clients.enter("busy", f"model{n}", 2.0)
+    known = clients.patterns()
+    assert len(known) <= MOST_CLIENTS and len(known["busy"].models) <= MOST_MODELS and "client0" not in known
+
+
+def test_what_the_body_says_wins_over_the_profile():
+    """The profile says what the caller does not."""
+    profile = Profile("Be brief.", importance="batch", thinking=True, stay_warm_s=60.0, cooldown_s=5.0,
+                      defaults={"temperature": 0.2, "top_p": 0.5})
+    call = profiled(read_call("chat", {**CHAT, "temperature": 1.0}), profile)
+    assert call.body == {**CHAT, "temperature": 1.0, "top_p": 0.5,
+                         "messages": [{"role": "system", "content": "Be brief."}, *CHAT["messages"]]}
+    assert (call.importance, call.thinking, call.stay_warm, call.cooldown) == (30, True, 60.0, 5.0)
+    asked = profiled(read_call("chat", {**CHAT, "x_priority": 1, "x_thinking": False, "x_stay_warm": 0,
+                                        "x_cooldown": 9}), profile)
+    assert (asked.importance, asked.thinking, asked.stay_warm, asked.cooldown) == (1, False, 0.0, 9.0)
+
+
+def test_a_profile_names_the_model_of_those_who_ask_for_the_default():
+    """Programs that must send some name send `default`."""
+    assert profiled(read_call("chat", {**CHAT, "model": "default"}), Profile(model="phi")).model == "phi"
+    assert profiled(read_call("chat", CHAT), Profile(model="phi")).model == "qwen"
+
+
+def test_a_template_is_a_strangers_file_and_cannot_reach_out():
+    """It comes with the model."""
+    for evil in ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}",
+                 "{% for i in range(10**9) %}{% endfor %}"):
+        with pytest.raises(templates.BadConversation):
+            templates.render(evil, CHAT["messages"])
+
+
+def test_a_template_may_refuse_a_conversation():
+    """With its own words."""
+    with pytest.raises(templates.BadConversation, match="roles must alternate"):
+        templates.render("{{ raise_exception('roles must alternate') }}", CHAT["messages"])
+
+
+@given(st.text("abEND", max_size=30), st.lists(st.integers(0, 30), max_size=6), st.lists(
+    st.sampled_from(["END", "ab", "a", "DN"]), min_size=1, max_size=3))
+def test_a_stop_string_is_found_however_the_text_is_cut(text, cuts, stops):
+    """Nothing of it is told, and nothing before it is lost."""
+    places = sorted({min(cut, len(text)) for cut in cuts})
+    parts = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+    stop = StopText(stops)
+    told = "".join(stop.feed(part) for part in parts)
+    told += "" if stop.hit else stop.rest()
+    at = min((text.find(word) for word in stops if word in text), default=len(text))
+    assert stop.hit == (at < len(text))
+    assert told == text[:at]
+
+
+def test_what_a_model_took_is_the_slowest_load_and_nearly_the_slowest_answer():
+    """Of the last ones; nothing where nothing was seen."""
+    costs = Costs()
+    assert costs.of("a") == Cost()
+    for seconds in (9.0, 1.0, 2.0, 3.0, 4.0, 5.0):
+        costs.loaded("a", seconds)
+    for n in range(200):
+        costs.answered("a", float(n % 100))
+    assert costs.of("a") == Cost(load=5.0, answer=99.0)
