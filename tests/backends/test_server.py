@@ -314,8 +314,9 @@ def test_an_engine_that_is_not_installed_says_what_to_install(monkeypatch):
         backend.load(ModelSpec("qwen", "vllm", source="org/name"), SHARES)
 
 
-def test_when_the_owner_is_killed_its_server_ends(record, tmp_path):
-    """With -9: nothing of the owner runs any more. The guard sees its line close."""
+@pytest.fixture
+def owner(record):
+    """Another process with a server of its own; and the numbers of its guard, its engine and its port."""
     program = textwrap.dedent("""
         import time
         from gpu_runtime.backends import open_backend
@@ -323,14 +324,44 @@ def test_when_the_owner_is_killed_its_server_ends(record, tmp_path):
         from gpu_runtime.probe import open_probe
         backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
         loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name"), (Share("sim:0", 1000),))
-        print(*loaded.pids, flush=True)
+        print(*loaded.pids, loaded.server.order.port, flush=True)
         time.sleep(600)
     """)
-    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    try:
-        pids = [int(word) for word in owner.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(alive, pids))
-    finally:
-        owner.kill()
-        owner.wait(20)
-    assert soon(lambda: not any(map(alive, pids)))
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    guard, engine, port = (int(word) for word in process.stdout.readline().split())
+    assert alive(guard) and alive(engine)
+    yield process, guard, engine, port
+    process.kill()
+    process.wait(20)
+
+
+def test_when_the_owner_is_killed_its_server_ends(owner):
+    """With -9: nothing of the owner runs any more. The guard sees its line close."""
+    process, guard, engine, _ = owner
+    process.kill()
+    process.wait(20)
+    assert soon(lambda: not alive(guard) and not alive(engine))
+
+
+def test_a_server_does_not_outlive_its_guard_though_its_owner_is_stopped(owner):
+    """Nobody is left to end it then but the system."""
+    process, guard, engine, _ = owner
+    process.send_signal(signal.SIGSTOP)
+    os.kill(guard, signal.SIGKILL)
+    assert soon(lambda: not alive(engine))
+    process.send_signal(signal.SIGCONT)
+
+
+def test_a_port_stays_claimed_until_the_server_has_ended_though_its_owner_is_gone(owner, monkeypatch):
+    """The guard holds the claim as well: else the next server would be sent to a port that is still answered."""
+    monkeypatch.setattr("gpu_runtime.backends.ports._listened_on", lambda number: False)
+    process, guard, engine, port = owner
+    os.kill(guard, signal.SIGSTOP)
+    process.kill()
+    process.wait(20)
+    assert alive(engine)
+    with pytest.raises(LoadFailed, match="are taken"):
+        claim(range(port, port + 1), "next")
+    os.kill(guard, signal.SIGCONT)
+    assert soon(lambda: not alive(guard) and not alive(engine))
+    claim(range(port, port + 1), "next").close()

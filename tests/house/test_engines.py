@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 
+import psutil
 import pytest
 
 from gpu_runtime import BadCall, EngineDied, EngineFault, OutOfMemory, ProcessLost
@@ -136,13 +137,27 @@ def test_a_call_that_is_refused_costs_nobody_anything(rt):
         assert write(phi) and phi.pid == pid
 
 
-def test_a_stream_that_is_closed_ends_the_generation(rt):
-    """What nobody reads is not computed: the next call is answered at once."""
+def test_a_stream_that_is_closed_ends_the_generation(runtime, tmp_path):
+    """What nobody reads is not computed, by the worker's own processor time."""
+    rt = runtime(devices="sim:256MiB,host:256MiB")
+    rt.register("phi", str(tiny_models.gguf_lm(tmp_path / "slow.gguf", size="24 MiB")))
     with rt.use("phi") as phi:
-        stream = phi.create_completion("hello", max_tokens=500, stream=True)
-        next(stream)
-        stream.close()
-        assert phi.n_ctx() == 512
+        worker = psutil.Process(phi.pid)
+
+        def spent(work) -> float:
+            before = worker.cpu_times()
+            work()
+            after = worker.cpu_times()
+            return after.user + after.system - before.user - before.system
+
+        def closed() -> None:
+            stream = phi.create_completion("hello", max_tokens=480, stream=True)
+            next(stream)
+            stream.close()
+            assert phi.n_ctx() == 512  # answered after it
+
+        hundred = spent(lambda: write(phi, 100))
+        assert spent(closed) < hundred
     assert not rt._mine("phi").pins
 
 
