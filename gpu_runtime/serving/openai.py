@@ -90,6 +90,21 @@ async def events(reply: Reply) -> AsyncIterator[bytes]:
         await reply.aclose()
 
 
+class Sent(StreamingResponse):
+    """An answer on its way, closed also where its client hung up before the first word: then nobody ever reads it."""
+
+    def __init__(self, reply: Reply) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | reply.headers
+        super().__init__(events(reply), media_type="text/event-stream", headers=headers)
+        self._reply = reply
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._reply.aclose()
+
+
 def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
     """The routes. `gateway()` gives the Gateway; `acts` lets only those through who may act, and answers their name."""
     routes = APIRouter(prefix="/v1")
@@ -108,8 +123,7 @@ def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
                 return JSONResponse({}, 499)  # nobody reads it
             if reply.events is None:
                 return JSONResponse(reply.json, headers=reply.headers)
-            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | reply.headers
-            return StreamingResponse(events(reply), media_type="text/event-stream", headers=headers)
+            return Sent(reply)
 
         routes.add_api_route(path, post, methods=["POST"], name=kind, summary=words, tags=["models"],
                              response_model=None, responses=REFUSALS,
@@ -146,11 +160,11 @@ def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"description": "something in the body is wrong; the message names it"},
     404: {"description": "no such model or task"},
-    408: {"description": "the budget is shorter than loading and answering would take"},
     409: {"description": "it cannot be had while others use what it needs"},
     429: {"description": "this client is in cooldown; Retry-After says how long"},
     500: {"description": "the engine failed"},
     502: {"description": "the engine, or the cloud in its place, failed"},
+    504: {"description": "the budget is shorter than loading and answering would take, or is spent"},
     503: {"description": "not now: the queue is full, the model keeps failing, or nothing can answer in its place"},
     507: {"description": "the model does not fit"},
 }

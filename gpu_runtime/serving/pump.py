@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from ..threads import start
@@ -11,25 +12,32 @@ from ..threads import start
 Emit = Callable[[Any], None]
 
 
-async def pumped(work: Callable[[Emit, threading.Event], None]) -> AsyncIterator[Any]:
+async def pumped(work: Callable[[Emit, threading.Event], None]) -> AsyncGenerator[Any]:
     """What `work(emit, gone)` emits, as it comes. Raises what it raises.
 
     `gone` is set when nobody listens any more; the work should then end soon, and is waited for: an engine that still
     computes is not free for the next call.
     """
     loop = asyncio.get_running_loop()
-    pieces: asyncio.Queue[tuple[Any, BaseException | None, bool]] = asyncio.Queue()
-    gone = threading.Event()
-    ended = asyncio.Event()
+    pieces: deque[tuple[Any, BaseException | None, bool]] = deque()
+    gone, ended, news = threading.Event(), asyncio.Event(), asyncio.Event()
+    called = False  # the loop has been woken, and has not looked yet: what comes meanwhile needs no call of its own
 
     def tell(piece: Any = None, error: BaseException | None = None, last: bool = False) -> None:
+        nonlocal called
+        pieces.append((piece, error, last))
+        if called and not last:
+            return
+        called = True
         try:
-            loop.call_soon_threadsafe(hear, piece, error, last)
+            loop.call_soon_threadsafe(hear, last)
         except RuntimeError:  # the loop was closed
             gone.set()
 
-    def hear(piece: Any, error: BaseException | None, last: bool) -> None:
-        pieces.put_nowait((piece, error, last))
+    def hear(last: bool) -> None:
+        nonlocal called
+        called = False  # before the pieces are looked at: one that comes later calls again
+        news.set()
         if last:
             ended.set()
 
@@ -44,12 +52,15 @@ async def pumped(work: Callable[[Emit, threading.Event], None]) -> AsyncIterator
     start(run)
     try:
         while True:
-            piece, error, last = await pieces.get()
-            if error is not None:
-                raise error
-            if last:
-                return
-            yield piece
+            await news.wait()
+            news.clear()
+            while pieces:
+                piece, error, last = pieces.popleft()
+                if error is not None:
+                    raise error
+                if last:
+                    return
+                yield piece
     finally:
         gone.set()
         await ended.wait()

@@ -43,6 +43,8 @@ class Streamed:
         if self._over:
             raise StopAsyncIteration
         try:
+            if self._deadline is None:
+                return await anext(self._events)
             async with asyncio.timeout_at(self._deadline):
                 return await anext(self._events)
         except StopAsyncIteration:

@@ -23,6 +23,7 @@ from . import (
     bench_ledger,
     bench_placement,
     bench_restore,
+    bench_serving,
     bench_use,
 )
 
@@ -144,9 +145,30 @@ def engines() -> Iterator[Row]:
               f"{taken['died'] * 1e3:.0f} ms", "≤ 100 ms", taken["died"] <= 0.1)
 
 
+def serving() -> Iterator[Row]:
+    told = bench_serving.simulated()
+    ours, plain = told["ours"], told["first come"]
+    yield Row("loads on a mixed trace, six models and room for two, against first-come order; simulated",
+              f"{plain.loads / ours.loads:.1f}× fewer; the longest wait {ours.longest_wait:.0f} s (first come "
+              f"{plain.longest_wait:.0f}), {ours.against_bound:.2f} of its ageing bound", "≥ 2×; ≤ 1",
+              plain.loads >= 2 * ours.loads and ours.against_bound <= 1 and not ours.overtaken_late)
+    real = bench_serving.real()
+    (loads, _), (plain_loads, _) = real["ours"], real["first come"]
+    yield Row("the same with a real gateway, 32 clients", f"{plain_loads / loads:.1f}× fewer ({loads})", "≥ 2×",
+              plain_loads >= 2 * loads)
+    rates = bench_serving.rates()
+    yield Row("calls of an echo engine through gateway and queue, 32 clients, without HTTP",
+              f"{rates['a second']:,.0f} a second ({rates['a processor second']:,.0f} a processor second)", "≥ 1,000",
+              rates["a second"] >= 1000)
+    tokens = bench_serving.tokens()
+    yield Row("a llama.cpp model through the gateway, against its own methods, without HTTP",
+              f"{tokens['added, median'] * 1e3:.1f} ms added; {tokens['tokens ratio']:.2f}× the tokens a second",
+              "≤ 3 ms; ≥ 0.95×", tokens["added, median"] <= 0.003 and tokens["tokens ratio"] >= 0.95)
+
+
 BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
     "imports": imports, "use": use, "admit": admit, "placement": placement, "ledger": ledger, "restore": restore, "idle": idle,
-    "estimate": estimate, "history": history, "crowd": crowd, "engines": engines}
+    "estimate": estimate, "history": history, "crowd": crowd, "engines": engines, "serving": serving}
 
 
 def table(rows: list[Row]) -> str:
