@@ -146,6 +146,9 @@ def test_killed_it_is_started_again_on_the_same_cards_and_as_often_as_three_time
     assert soon(lambda: lost)
     assert lost[0][0] == "crash" and "killed by SIGKILL" in lost[0][1] and one.state is State.IDLE
     assert len(record()) == 1 + MOST_RESTARTS
+    port = claim(PORTS, "next")
+    assert port.number == PORTS[0], "killed again and again, it has kept no port"
+    port.close()
 
 
 def test_a_guard_that_is_killed_takes_the_server_along(server):
