@@ -132,7 +132,8 @@ def _seeded(seed: int | None) -> Any:
 
     @contextlib.contextmanager
     def seeded() -> Any:
-        with torch.random.fork_rng():
+        cards = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        with torch.random.fork_rng(cards, device_type="cuda"):
             torch.manual_seed(seed)
             yield
 

@@ -400,9 +400,10 @@ def test_the_source_names_its_backend(source, name):
 
 
 def test_other_sources_are_no_models(tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
     assert backend_for(tmp_path) == backend_for(str(tmp_path)) == "transformers"
-    for source in (tmp_path / "model.gguf", "nowhere", 7, None, ""):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert backend_for(tmp_path) == "llama_cpp", "a directory of nothing else"
+    for source in (tmp_path / "model.txt", "nowhere", 7, None, ""):
         with pytest.raises(NotAModel, match="Supported: a Hugging Face directory"):
             backend_for(source)
     with pytest.raises(BadSetting, match="fake, torch, transformers"):

@@ -1,20 +1,29 @@
 """Every setting changes what it says it changes: one test each, and none without one."""
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from gpu_runtime import DoesNotFit, MemoryLimitExceeded, NotAllowed, Runtime
 from gpu_runtime.facts import Drop, Move
 from gpu_runtime.owner import name_of
+from gpu_runtime.serving.gateway import Gateway
 from gpu_runtime.settings import Settings
 from gpu_runtime.units import GIB
 
 from .conftest import claims, fakes, where
 
 PROVEN: set[str] = set()
+ELSEWHERE = {  # by tests with real servers
+    "gpu_console_token": "faces/test_gate.py", "gpu_console_viewer_token": "faces/test_gate.py",
+    "gpu_console_operators": "faces/test_logins.py", "gpu_console_viewers": "faces/test_logins.py",
+    "gpu_console_read_only": "faces/test_logins.py", "gpu_serve_queue": "serving/test_gateway.py",
+}
 
 
 def proves(setting: str):
@@ -267,8 +276,31 @@ def test_the_machine_wide_configuration(runtime, tmp_path):
         rt.preload("a")
 
 
+@proves("gpu_tasks")
+@proves("model_boss_allow_cloud_fallback")
+def test_what_gpu_serve_starts_with(runtime, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "tasks.yaml").write_text("tasks:\n  summary: {candidates: [small]}\n")
+
+    async def started(**settings):
+        gateway = Gateway(runtime(**settings))
+        try:
+            return set(gateway.serving.tasks), gateway.guard.allowed
+        finally:
+            await gateway.close()
+
+    assert asyncio.run(started()) == (set(), True)
+    assert asyncio.run(started(gpu_tasks=str(tmp_path / "tasks.yaml"), model_boss_allow_cloud_fallback=False)) == (
+        {"summary"}, False)
+
+
+@pytest.mark.parametrize(("setting", "test"), sorted(ELSEWHERE.items()))
+def test_the_proof_that_lies_elsewhere_is_there(setting, test):
+    assert re.search(setting, (Path(__file__).parents[1] / test).read_text(), flags=re.IGNORECASE)
+
+
 def test_no_setting_is_without_its_proof():
-    assert set(Settings.model_fields) == PROVEN
+    assert set(Settings.model_fields) == PROVEN | ELSEWHERE.keys()
 
 
 def test_an_argument_wins_over_the_environment(environment, runtime):
