@@ -86,7 +86,7 @@ class _Gated:
         await self._app(scope, receive, send)
 
 
-def _actor(request: Request) -> str:
+async def _actor(request: Request) -> str:  # async, or FastAPI calls it in a thread: a third of a short call's time
     """The name of whoever acts. The role is asked here, at the moment of acting."""
     visitor = request.scope["state"]["visitor"]
     if not visitor.may_act:

@@ -18,6 +18,7 @@ from . import (
     bench_engines,
     bench_estimate,
     bench_history,
+    bench_http,
     bench_idle,
     bench_imports,
     bench_ledger,
@@ -166,9 +167,24 @@ def serving() -> Iterator[Row]:
               "≤ 3 ms; ≥ 0.95×", tokens["added, median"] <= 0.003 and tokens["tokens ratio"] >= 0.95)
 
 
+def http() -> Iterator[Row]:
+    echo, added = bench_http.figures()
+    if echo is not None:
+        yield Row("calls of an echo engine through `gpu serve`, by `wrk` with "
+                  f"{bench_http.CONNECTIONS} connections on the same cores",
+                  f"{echo.a_second:,.0f} a second ({echo.a_processor_second:,.0f} a second of the server's processor "
+                  f"time); at {echo.half_load:,.0f} a second p50 {echo.median * 1e3:.1f} ms, p99 {echo.p99 * 1e3:.1f} ms",
+                  "≥ 1,000; p99 ≤ 50 ms at half that load",
+                  echo.a_second >= 1000 and echo.p99 <= 0.05 and echo.half_load >= 450)
+    yield Row(f"a chat completion of a llama.cpp model through `gpu serve`, against the same engine called directly "
+              f"({added['direct, median'] * 1e3:.1f} ms for one token)",
+              f"{added['added, median'] * 1e3:.1f} ms added; {added['tokens ratio']:.2f}× the tokens a second",
+              "≤ 3 ms; ≥ 0.95×", added["added, median"] <= 0.003 and added["tokens ratio"] >= 0.95)
+
+
 BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
     "imports": imports, "use": use, "admit": admit, "placement": placement, "ledger": ledger, "restore": restore, "idle": idle,
-    "estimate": estimate, "history": history, "crowd": crowd, "engines": engines, "serving": serving}
+    "estimate": estimate, "history": history, "crowd": crowd, "engines": engines, "serving": serving, "http": http}
 
 
 def table(rows: list[Row]) -> str:

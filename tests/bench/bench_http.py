@@ -1,0 +1,162 @@
+"""`gpu serve` over real HTTP on loopback: calls a second of an echo engine by `wrk`, and what a chat completion costs
+more than calling the same llama.cpp engine directly.
+
+The server, its client and its engines share the cores. `wrk` comes with most systems (`apt install wrk`).
+"""
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import parse_qs, urlsplit
+
+import psutil
+
+from gpu_runtime import Runtime, samples
+
+MESSAGES = [{"role": "user", "content": "one two three"}]
+CONNECTIONS = 32
+# A pause before each request; with it, so many connections come to so many requests a second.
+SCRIPT = """
+wrk.method, wrk.path = "POST", "/v1/chat/completions"
+wrk.body = '{body}'
+wrk.headers["Authorization"] = "Bearer {token}"
+wrk.headers["Content-Type"] = "application/json"
+local most = {pause}
+if most > 0 then function delay() return math.random(0, most) end end
+"""
+
+
+class Server(NamedTuple):
+    address: str
+    token: str
+    process: psutil.Process
+
+    def call(self, connection: http.client.HTTPConnection, **body: object) -> http.client.HTTPResponse:
+        connection.request("POST", "/v1/chat/completions", json.dumps({"messages": MESSAGES, **body}),
+                           {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.read()
+        return answer
+
+
+class Echo(NamedTuple):
+    a_second: float
+    a_processor_second: float  # of the server alone: what a quiet machine would reach, with the client elsewhere
+    half_load: float  # requests a second, while the waits were measured
+    median: float  # seconds, at half the target
+    p99: float
+
+
+@contextmanager
+def serving(directory: str) -> Iterator[Server]:
+    """`gpu serve` with a model that echoes and one that llama.cpp runs, from when it tells its URL."""
+    place = Path(directory)
+    samples.gguf_lm(place / "writer.gguf", size="24 MiB")
+    (place / "models.json").write_text(json.dumps({"models": {
+        "echo": {"backend": "fake", "type": "llm", "memory": "1GiB"},
+        "writer": {"path": "writer.gguf", "type": "llm", "context_length": 512}}}))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GPU_")} | {
+        "GPU_DEVICES": "sim:24GiB,host:64GiB", "GPU_LEDGER": f"sqlite://{place}/ledger",
+        "XDG_STATE_HOME": f"{place}/state", "GPU_CATALOG": f"{place}/models.json"}
+    with subprocess.Popen([sys.executable, "-m", "gpu_runtime.cli", "serve"], env=environment, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            process.stdout.readline()
+            url = urlsplit(process.stdout.readline().strip())
+            yield Server(url.netloc, parse_qs(url.query)["token"][0], psutil.Process(process.pid))
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+def echo(server: Server, seconds: int = 10, target: float = 1000.0) -> Echo:
+    """As many calls as it takes, and how long each waits at half the target."""
+    connection = http.client.HTTPConnection(server.address)
+    server.call(connection, model="echo").read()
+    wrk(server, 2)
+    before, began = sum(server.process.cpu_times()[:2]), time.perf_counter()
+    full = wrk(server, seconds)
+    spent = sum(server.process.cpu_times()[:2]) - before
+    calls = full["a second"] * (time.perf_counter() - began)
+    half = wrk(server, seconds, a_second=target / 2)
+    return Echo(full["a second"], calls / spent, half["a second"], half["50%"], half["99%"])
+
+
+def wrk(server: Server, seconds: int, a_second: float = 0.0) -> dict[str, float]:
+    """Requests a second, and waits in seconds by percentile. `a_second=0`: as many as can be."""
+    pause = round(2000 * CONNECTIONS / a_second) if a_second else 0
+    with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
+        body = json.dumps({"model": "echo", "messages": MESSAGES})
+        script.write(SCRIPT.format(body=body, token=server.token, pause=pause))
+        script.flush()
+        said = subprocess.run(["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds}s", "--latency", "-s", script.name,
+                               f"http://{server.address}"], capture_output=True, text=True, check=True).stdout
+    assert "Non-2xx" not in said and "Socket errors" not in said, said
+    unit = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+    waits = {name: float(value) * unit[what] for name, value, what in re.findall(r"(\d+%)\s+([\d.]+)(us|ms|s)\b", said)}
+    return {"a second": float(re.search(r"Requests/sec:\s+([\d.]+)", said)[1]), **waits}
+
+
+def overhead(server: Server, file: Path, rounds: int = 8, most: int = 200) -> dict[str, float]:
+    """Seconds that a short answer takes longer over HTTP than from the engine, and the ratio of tokens a second."""
+    connection = http.client.HTTPConnection(server.address)
+    taken: dict[str, list[float]] = {"direct": [], "through": [], "direct, one": [], "through, one": []}
+    with Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:") as rt:
+        rt.register("writer", str(file), context_length=512)
+        with rt.use("writer") as model:
+            def direct(count: int, stream: bool) -> None:
+                said = model.create_chat_completion(MESSAGES, stream=stream, max_tokens=count, temperature=0)
+                if stream:
+                    for _ in said:
+                        pass
+
+            def through(count: int, stream: bool) -> None:
+                answer = server.call(connection, model="writer", stream=stream, max_tokens=count, temperature=0)
+                while stream and answer.readline():  # word by word, as a program would
+                    pass
+                answer.read()
+
+            for way in (direct, through):
+                way(4, True)
+            for _ in range(rounds):  # by turns, since other work on the machine comes and goes
+                for name, way in (("direct", direct), ("through", through)):
+                    taken[name].append(_seconds(lambda way=way: way(most, True)))
+                for _ in range(8):
+                    for name, way in (("direct, one", direct), ("through, one", through)):
+                        taken[name].append(_seconds(lambda way=way: way(1, False)))
+    middle = {name: statistics.median(seconds) for name, seconds in taken.items()}
+    return {"tokens ratio": middle["direct"] / middle["through"], "tokens a second": most / middle["through"],
+            "added, median": middle["through, one"] - middle["direct, one"], "direct, median": middle["direct, one"]}
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def figures() -> tuple[Echo | None, dict[str, float]]:
+    """Both; None where there is no `wrk`."""
+    with tempfile.TemporaryDirectory() as directory, serving(directory) as server:
+        return echo(server) if shutil.which("wrk") else None, overhead(server, Path(directory, "writer.gguf"))
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as here, serving(here) as served:
+        if "echo" in sys.argv or len(sys.argv) == 1:
+            print(echo(served))
+        if "overhead" in sys.argv or len(sys.argv) == 1:
+            print({name: round(value, 5) for name, value in overhead(served, Path(here, "writer.gguf")).items()})
