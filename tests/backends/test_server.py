@@ -336,6 +336,8 @@ def owner(record):
     yield process, guard, engine, port
     process.kill()
     process.wait(20)
+    if alive(guard):  # a test that failed may have left it stopped
+        os.kill(guard, signal.SIGCONT)
 
 
 def test_when_the_owner_is_killed_its_server_ends(owner):
