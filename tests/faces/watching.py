@@ -7,6 +7,7 @@ from typing import Any
 from gpu_panels.watch import Watch
 from msgspec.structs import replace
 
+from gpu_runtime import frames
 from gpu_runtime.facts import History
 
 
@@ -17,6 +18,7 @@ class Told:
         self.snapshot = snapshot
         self.history = lambda seconds=900, points=600: History((), (), seconds)
         self.decisions = lambda limit=100: ()
+        self.catalog = lambda: frames.catalog(())
         self.__dict__.update(answers)
 
     def status(self) -> Any:
