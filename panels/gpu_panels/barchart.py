@@ -75,8 +75,8 @@ class BarChart:
         self.figure = self._figure()
 
     def _figure(self) -> Any:
-        # Built by hand: `figure` makes 22 models more, and a page is opened, and each of its messages sent, in a time that
-        # grows with how many there are.
+        # Built by hand: `figure` makes 22 models more, and how many there are tells how long it takes to open the page,
+        # and to send each of its messages.
         plot = Plot(height=HEIGHT, sizing_mode="stretch_width", x_range=self.range, y_range=Range1d(0, 1), title=None,
                     toolbar_location=None, min_border=0, min_border_right=26, min_border_left=6,
                     outline_line_color=None, background_fill_alpha=0, border_fill_alpha=0)

@@ -28,8 +28,9 @@ FIRST_SECONDS = 0.5  # how long a new page waits for the first figures, at most
 MARGIN = (0, 20)  # between the page's edge and what stands on it
 BUTTONS = {"typography": {"button": {"textTransform": "none"}}}
 THEME = {"light": {"palette": {"primary": {"main": "#0b5c8a"}}, **BUTTONS},
-         "dark": {"palette": {"primary": {"main": "#7cc0ea"}}, **BUTTONS, "components": {"MuiAppBar": {"styleOverrides": {
-             "root": {"backgroundColor": "#0d3a55", "color": "#ffffff", "--AppBar-background": "#0d3a55"}}}}}}
+         "dark": {"palette": {"primary": {"main": "#7cc0ea"}}, **BUTTONS, "components": {
+             "MuiAppBar": {"styleOverrides": {"root": {"color": "#ffffff", "--AppBar-background": "#0d3a55",
+                                                       "backgroundColor": "#0d3a55"}}}}}}
 
 
 class Console:
@@ -115,8 +116,8 @@ class Console:
             tab.dark(self.page.dark_theme)
 
 
-ALARM = """[role=alert] { border-left: 4px solid #d55e00; background: rgba(213, 94, 0, .14); padding: 8px 14px; font-size: 14px;
-  white-space: pre-line; overflow-wrap: anywhere; }"""
+ALARM = """[role=alert] { border-left: 4px solid #d55e00; background: rgba(213, 94, 0, .14); padding: 8px 14px;
+  font-size: 14px; white-space: pre-line; overflow-wrap: anywhere; }"""
 
 
 def _alarm(said: str, **look: Any) -> pn.pane.HTML:

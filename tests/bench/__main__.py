@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from . import (
     bench_admit,
+    bench_console,
     bench_crowd,
     bench_engines,
     bench_estimate,
@@ -182,9 +183,30 @@ def http() -> Iterator[Row]:
               "≤ 3 ms; ≥ 0.95×", added["added, median"] <= 0.003 and added["tokens ratio"] >= 0.95)
 
 
+def console() -> Iterator[Row]:
+    first, later = bench_console.paint()
+    yield Row("the served page, from asking for it to the figures of the first card, in a browser that was never there",
+              f"{later:,.0f} ms (of a server that has just started {first:,.0f})", "≤ 2,000 ms",
+              max(first, later) <= 2000)
+    seen = bench_console.effect()
+    yield Row("an action's effect on the page, from the click that confirms it; the target kernel idle", str(seen),
+              "≤ 1 s", seen.worst <= 1)
+    spent = bench_console.crowd()
+    yield Row("20 sessions on 8 cards with 200 leases, all of them on the same tab", "; ".join(
+        f"{tab} {milliseconds:.0f}" for tab, milliseconds in spent.items()) + " ms of the server's processor a second",
+        "≤ 100 ms", max(spent.values()) <= 100)
+    grown = bench_console.memory()
+    yield Row(f"the server's memory after {grown.opened:,} sessions came and went, against the first 100",
+              f"{grown.late:.0f} of {grown.early:.0f} MiB = {grown.part:+.1%}", "≤ +10 %", grown.part <= 0.1)
+    day = bench_console.zoom()
+    yield Row("24 h of history, from another range to the frame that shows it", str(day), "p50 ≤ 100 ms",
+              day.median <= 0.1)
+
+
 BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
     "imports": imports, "use": use, "admit": admit, "placement": placement, "ledger": ledger, "restore": restore, "idle": idle,
-    "estimate": estimate, "history": history, "crowd": crowd, "engines": engines, "serving": serving, "http": http}
+    "estimate": estimate, "history": history, "crowd": crowd, "console": console, "engines": engines, "serving": serving,
+    "http": http}
 
 
 def table(rows: list[Row]) -> str:

@@ -1,6 +1,6 @@
 """The pictures of the README and the runbooks, taken anew: `python -m tests.browser.pictures`.
 
-The page is the real one, in a real Chromium, in both themes; what it shows is made up, so that it is the same each time.
+The page is the real one, in a real Chromium, in both themes; what it shows is made up, and so the same each time.
 """
 from __future__ import annotations
 

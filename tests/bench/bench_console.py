@@ -1,0 +1,305 @@
+"""The operator's console: how soon it is there, how soon it tells, and what it costs the server.
+
+    python -m tests.bench.bench_console [paint effect crowd memory zoom]
+
+A server and kernels are real processes, and the pages stand in a real Chromium. Only the sessions of `crowd` and `memory`
+are clients that open a page and its websocket as a browser does, and draw nothing: twenty browsers would take the
+processor from the server that is measured.
+"""
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+from gpu_panels import tabs
+from tornado.httpclient import AsyncHTTPClient, HTTPRequest
+from tornado.websocket import websocket_connect
+
+from gpu_runtime.units import MIB
+from tests.browser.chromium import Watched, running
+from tests.faces.served import OPERATORS, Served, environ, free_port, serving
+from tests.stories.test_views_in_chromium import _ZOOM, SCRIPT
+
+from .bench_crowd import Waits
+from .bench_idle import _spent
+
+WAIT_MS = 60_000
+ANSWER_SECONDS = 120.0
+
+# A kernel with so many models, the last of which is used `uses` times a second; and what it is told it does.
+KERNEL = """
+import sys, threading, time
+from gpu_runtime import Runtime
+first, count, gib, uses = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
+rt = Runtime(eviction_grace_seconds=0)
+for n in range(first, first + count):
+    rt.register(f"model-{n}", backend="fake", size=f"{gib} GiB")
+    rt.preload(f"model-{n}")
+
+def work():
+    while True:
+        with rt.use(f"model-{first}"):
+            time.sleep(0.5 / uses)
+        time.sleep(0.5 / uses)
+
+if uses:
+    threading.Thread(target=work, daemon=True).start()
+print("ready", flush=True)
+for line in sys.stdin:
+    verb, name = line.split()
+    getattr(rt, verb)(name)
+    print(verb, name, flush=True)
+"""
+
+
+@contextmanager
+def box(cards: str = "sim:24GiB,host:64GiB", kernels: tuple[tuple[int, int, int, float], ...] = (),
+        ) -> Iterator[tuple[Served, list[subprocess.Popen[str]]]]:
+    """A console that is served, and kernels: the number of the first model, how many, their GiB, uses a second."""
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        place, port = Path(directory), free_port()
+        settings = {"GPU_DEVICES": cards, "GPU_CONSOLE_TOKEN": OPERATORS, "TZ": "UTC"}
+        words = [sys.executable, "-m", "gpu_runtime.cli", "console", "--port", str(port), "--no-browser"]
+        started = [subprocess.Popen([sys.executable, "-c", KERNEL, *map(str, kernel)], stdin=subprocess.PIPE, text=True,
+                                    stdout=subprocess.PIPE, env=environ(place) | settings, start_new_session=True)
+                   for kernel in kernels]
+        for kernel in started:
+            stack.callback(kernel.wait)
+            stack.callback(kernel.kill)
+        for kernel in started:
+            assert kernel.stdout and kernel.stdout.readline() == "ready\n"
+        yield stack.enter_context(serving(words, place, settings, port=port)), started
+
+
+def entrance(served: Served) -> str:
+    return f"http://127.0.0.1:{served.port}/?token={OPERATORS}"
+
+
+# -- the first look ---------------------------------------------------------------------------------------------------
+
+# In each frame it looks for these words, in shadow trees too, until they are seen with a size of their own.
+SEEN = """(words => {
+  const find = root => {
+    for (const one of root.querySelectorAll("*")) {
+      if (one.shadowRoot && find(one.shadowRoot)) return true;
+      const own = [...one.childNodes].filter(n => n.nodeType === 3).map(n => n.data).join("");
+      if (own === words && one.getBoundingClientRect().height > 0) return true;
+    }
+    return false;
+  };
+  window.seenAt = 0;
+  const look = () => find(document) ? (window.seenAt = performance.now()) : requestAnimationFrame(look);
+  requestAnimationFrame(look);
+})"""
+
+
+class Paint(NamedTuple):
+    """Milliseconds from asking for the page to the frame that shows how full the first card is."""
+
+    first: float  # of a server that has just started
+    later: float  # the median of those who come after; each browser has an empty cache
+
+
+def paint(visits: int = 5) -> Paint:
+    with box(kernels=((0, 2, 4, 0.0),)) as (served, _), running() as browser:
+        taken = []
+        for _ in range(1 + visits):
+            context = browser.new_context(viewport={"width": 1400, "height": 900})
+            page = context.new_page()
+            page.add_init_script(f"{SEEN}({json.dumps('13.6 GiB free')})")
+            page.goto(entrance(served), wait_until="commit")
+            page.wait_for_function("window.seenAt", polling=100, timeout=WAIT_MS)
+            taken.append(page.evaluate("window.seenAt"))
+            context.close()
+    return Paint(taken[0], statistics.median(taken[1:]))
+
+
+# -- a click and what comes of it -------------------------------------------------------------------------------------
+
+def effect(times: int = 8) -> Waits:
+    """From the click that confirms to the frame that shows it: a model of an idle kernel is moved to RAM, and back."""
+    taken = []
+    with box(kernels=((0, 1, 14, 0.0),)) as (served, _), running() as browser:
+        seen = Watched(browser, entrance(served)).ready()
+        seen.tab("Models")
+        for turn in range(times):
+            verb, then = (("Evict", "host"), ("Restore", "GPU: 0"))[turn % 2]
+            seen.row("model-0").locator("button", has_text=verb).click()
+            confirm = seen.page.locator("[role=dialog] button", has_text=verb)
+            confirm.wait_for()
+            seen.page.evaluate("addEventListener('click', () => { window.clickedAt = performance.now() }, "
+                               "{capture: true, once: true})")
+            seen.page.evaluate(f"{SEEN}({json.dumps(then)})")
+            confirm.click()
+            seen.page.wait_for_function("window.seenAt", polling=50, timeout=WAIT_MS)
+            taken.append(seen.page.evaluate("(window.seenAt - window.clickedAt) / 1000"))
+        seen.close()
+    return Waits.of(taken)
+
+
+# -- many look at once ------------------------------------------------------------------------------------------------
+
+TABS = ("Now", "Models", "Leases", "Evictions", "Fragmentation")
+
+
+class Session:
+    """A page and its websocket, as a browser has them; what the server sends is read and forgotten."""
+
+    async def open(self, served: Served, path: str, cookie: str) -> Session:
+        page = await AsyncHTTPClient().fetch(f"http://127.0.0.1:{served.port}{path}", headers={"Cookie": cookie},
+                                             request_timeout=ANSWER_SECONDS)
+        token = re.search(r'"token":"([^"]+)"', page.body.decode())[1]
+        asked = HTTPRequest(f"ws://127.0.0.1:{served.port}{path}ws", headers={"Cookie": cookie},
+                            request_timeout=ANSWER_SECONDS)
+        self._socket = await websocket_connect(asked, subprotocols=["bokeh", token], max_message_size=1 << 26)
+        await self._hear()  # the greeting
+        await self._say("PULL-DOC-REQ", {})
+        while json.loads((heard := await self._hear())[0])["msgtype"] != "PULL-DOC-REPLY":
+            pass
+        self._tabs = re.search(r'"name":"Tabs\d*","id":"([^"]+)"', heard[2])[1]
+        ready = {"type": "event", "name": "document_ready", "values": {"type": "map", "entries": []}}
+        await self._patch({"kind": "MessageSent", "msg_type": "bokeh_event", "msg_data": ready})
+        self.heard_bytes, self._answered = 0, asyncio.Event()
+        self._reading = asyncio.ensure_future(self._read())
+        return self
+
+    async def turn_to(self, tab: str) -> None:
+        """As a click on that tab does; until the server has made the tab."""
+        self._answered.clear()
+        await self._patch({"kind": "ModelChanged", "model": {"id": self._tabs}, "attr": "active",
+                           "new": tabs.titles().index(tab)})
+        await asyncio.wait_for(self._answered.wait(), ANSWER_SECONDS)
+
+    async def close(self) -> None:
+        self._reading.cancel()
+        self._socket.close()
+
+    async def _patch(self, event: dict[str, Any]) -> None:
+        await self._say("PATCH-DOC", {"events": [event]})
+
+    async def _say(self, kind: str, content: Any) -> None:
+        for part in ({"msgid": "1", "msgtype": kind}, {}, content):
+            await self._socket.write_message(json.dumps(part))
+
+    async def _hear(self) -> list[str]:
+        """The three parts of a message of Bokeh's protocol."""
+        parts = [await asyncio.wait_for(self._socket.read_message(), ANSWER_SECONDS) for _ in range(3)]
+        if None in parts:
+            raise ConnectionError(f"closed: {self._socket.close_code}")
+        return parts
+
+    async def _read(self) -> None:
+        while (part := await self._socket.read_message()) is not None:
+            self.heard_bytes += len(part)
+            if '"OK"' in part[:100]:
+                self._answered.set()
+
+
+def crowd(sessions: int = 20, seconds: float = 20.0, looked_at: tuple[str, ...] = TABS) -> dict[str, float]:
+    """Milliseconds of the server's processor time a second, by the tab that so many sessions look at.
+
+    Eight cards and 200 leases of eight kernels. Each of them uses a model four times a second, and every five seconds
+    another one moves a model to RAM or back, so that there is always something new to show.
+    """
+    kernels = tuple((25 * n, 25, 3, 4.0) for n in range(8))
+    with box("sim:8x100GiB,host:1000GiB", kernels) as (served, started):
+        return asyncio.run(_crowd(served, started, sessions, seconds, looked_at))
+
+
+async def _crowd(served: Served, started: list[subprocess.Popen[str]], sessions: int, seconds: float,
+                 looked_at: tuple[str, ...]) -> dict[str, float]:
+    path, cookie = served.enter()
+    present = [await Session().open(served, path, cookie) for _ in range(sessions)]
+    spent = {}
+    for tab in looked_at:
+        for session in present:
+            await session.turn_to(tab)
+        await asyncio.sleep(5.0)  # what the tab asks for has come
+        before, heard, began = _spent(served.process), sum(one.heard_bytes for one in present), time.monotonic()
+        moved = 0
+        while time.monotonic() - began < seconds:
+            kernel, moved = started[moved % 8], moved + 1
+            kernel.stdin.write(f"{'evict' if moved % 16 < 8 else 'restore'} model-{25 * ((moved - 1) % 8) + 1}\n")
+            kernel.stdin.flush()
+            await asyncio.sleep(5.0)
+        took = time.monotonic() - began
+        spent[tab] = 1e3 * (_spent(served.process) - before) / took
+        if not sum(one.heard_bytes for one in present) > heard:
+            raise RuntimeError(f"nothing new was shown in {tab}")
+    for session in present:
+        await session.close()
+    return spent
+
+
+# -- who comes and goes -----------------------------------------------------------------------------------------------
+
+class Growth(NamedTuple):
+    """MiB of the server's own memory, once the sessions opened so far are closed and forgotten."""
+
+    early: float
+    late: float
+    opened: int
+
+    @property
+    def part(self) -> float:
+        return self.late / self.early - 1
+
+
+FORGOTTEN_SECONDS = 45.0  # Bokeh lets a session go 15 s after its page was closed, and looks every 17 s
+
+
+def memory(sessions: int = 1000, early: int = 100, together: int = 4) -> Growth:
+    """What so many sessions leave behind, beyond what the first ones did. Each looks at the first tab for a moment."""
+    with box(kernels=((0, 4, 4, 1.0),)) as (served, _):
+        return asyncio.run(_memory(served, sessions, early, together))
+
+
+async def _memory(served: Served, sessions: int, early: int, together: int) -> Growth:
+    path, cookie = served.enter()
+
+    async def visit() -> None:
+        one = await Session().open(served, path, cookie)
+        await asyncio.sleep(0.5)
+        await one.close()
+
+    sizes = []
+    for first, last in ((0, early), (early, sessions)):
+        for _ in range(first, last, together):
+            await asyncio.gather(*(visit() for _ in range(together)))
+        await asyncio.sleep(FORGOTTEN_SECONDS)
+        sizes.append(psutil.Process(served.process.pid).memory_full_info().uss / MIB)
+    return Growth(sizes[0], sizes[1], sessions)
+
+
+# -- a day, zoomed ----------------------------------------------------------------------------------------------------
+
+def zoom() -> Waits:
+    """From another range on the chart of a busy day to the frame that shows it."""
+    with tempfile.TemporaryDirectory() as directory, running() as browser:
+        place, port = Path(directory), free_port()
+        (place / "views.py").write_text(SCRIPT)
+        words = [sys.executable, str(place / "views.py"), str(port)]
+        with serving(words, place, {"GPU_CONSOLE_TOKEN": OPERATORS}, port=port) as served:
+            seen = Watched(browser, entrance(served)).ready()
+            seen.page.get_by_role("button", name="24 h").click()
+            seen.page.wait_for_function("""() => Bokeh.documents.map(doc => doc.get_model_by_name("history")).some(
+                plot => plot && plot.x_range.end - plot.x_range.start > 80_000_000)""")
+            told = seen.page.evaluate(_ZOOM)
+            seen.close()
+    return Waits.of([milliseconds / 1e3 for milliseconds in told["took"]])
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(name, globals()[name]())
