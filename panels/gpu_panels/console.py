@@ -26,35 +26,40 @@ log = logging.getLogger("gpu_runtime")
 TICK_MILLISECONDS = 250  # how often a session looks whether its Watch knows anything new
 FIRST_SECONDS = 0.5  # how long a new page waits for the first figures, at most
 MARGIN = (0, 20)  # between the page's edge and what stands on it
-BUTTONS = {"typography": {"button": {"textTransform": "none"}}}
-THEME = {"light": {"palette": {"primary": {"main": "#0b5c8a"}}, **BUTTONS},
-         "dark": {"palette": {"primary": {"main": "#7cc0ea"}}, **BUTTONS, "components": {
-             "MuiAppBar": {"styleOverrides": {"root": {"color": "#ffffff", "--AppBar-background": "#0d3a55",
-                                                       "backgroundColor": "#0d3a55"}}}}}}
+
+
+def _theme(primary: str, bar: str) -> dict[str, Any]:
+    look = {"backgroundColor": bar, "--AppBar-background": bar, "backgroundImage": "none", "color": "#ffffff"}
+    return {"palette": {"primary": {"main": primary}}, "typography": {"button": {"textTransform": "none"}},
+            "components": {"MuiAppBar": {"styleOverrides": {"root": look, "colorPrimary": look}}}}
+
+
+# The light one's can be read in the dark too: JupyterLab's dark theme keeps to it. The bar carries white words.
+THEME = {"light": _theme("#2a78ab", "#0b5c8a"), "dark": _theme("#7cc0ea", "#0d3a55")}
 
 
 class Console:
     """One session's page. `tick` brings it up to date; whoever shows it sees to it that it is called."""
 
-    def __init__(self, watch: Watch, visitor: Any, **strip: Any) -> None:
+    def __init__(self, watch: Watch, visitor: Any, theme_toggle: bool = True, **strip: Any) -> None:
         self.watch, self.visitor = watch, visitor
         self.actions = Actions(watch, visitor)
         self._shown: int | None = None
         self._titles = tabs.titles()
         self._made: dict[str, Tab] = {}
         self._holders = {title: pn.Column(sizing_mode="stretch_width", margin=(10, 0)) for title in self._titles}
-        self._strip = header.Strip(sizing_mode="stretch_width", **strip)
+        self.strip = header.Strip(sizing_mode="stretch_width", **strip)
         self._banner = _alarm("", visible=False)
         self._tabs = pmui.Tabs(*self._holders.items(), sizing_mode="stretch_width")
         self._tabs.param.watch(self._turned, "active")
         body = pn.Column(self._banner, self.actions.panel, self._tabs, sizing_mode="stretch_width", margin=MARGIN)
         # The title stands in the strip: the page's own would link to the root of the server, behind a proxy another's.
-        self.page = pmui.Page(meta_title="GPU console", header=[self._strip], main=[body], theme_config=THEME,
-                              busy_indicator=None)
+        self.page = pmui.Page(meta_title="GPU console", header=[self.strip], main=[body], theme_config=THEME,
+                              theme_toggle=theme_toggle, busy_indicator=None)
         with edit_readonly(self.page):
             # It follows Panel's own state otherwise, which would keep every page for ever, and tell every browser
             # of every callback. Only another reference takes the place of that one; a value does not.
-            self.page.busy = self._strip.param.loading
+            self.page.busy = self.strip.param.loading
         self.page.param.watch(self._toggled, "dark_theme")
         watch.join(self)
         watch.first(FIRST_SECONDS)
@@ -82,7 +87,7 @@ class Console:
         said = {"as_of": clock(snapshot.wall), "words": header.words(snapshot, self.visitor)}
         if not look.error:
             said["beat"] = look.revision
-        self._strip.param.update(**said)
+        self.strip.param.update(**said)
         self.actions.update(snapshot)
         self._update(snapshot)
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Callable
 from typing import Any
 
 import param
@@ -23,9 +24,16 @@ class Strip(JSComponent):
     as_of = param.String("", doc="When the figures were true, as a person reads it.")
     beat = param.Integer(0, doc="Another number each time something was heard.")
     silence = param.String("nothing heard from the server", doc="What to say when nothing is heard any more.")
+    announces = param.Boolean(False, doc="Whether it says when its page is there, as `ready` then hears.")
 
     _esm = "strip.js"
     _stylesheets = ["strip.css"]
+
+    ready: Callable[[], None] | None = None
+
+    def _handle_msg(self, data: Any) -> None:
+        if data == "ready" and self.ready:
+            self.ready()
 
 
 def words(snapshot: Snapshot, visitor: Any) -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import getpass
 import sys
 import threading
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import panel as pn
 from gpu import render
 from panel.io.model import diff
-from panel.io.notebook import push, send
+from panel.io.notebook import block_comm, push, send
 from panel.io.state import state
 
 from gpu_runtime import threads
@@ -26,7 +28,7 @@ from .watch import of
 
 TICK_SECONDS = 0.25
 SILENCE = "nothing heard, as while a cell runs that lets no other thread run,"
-OPENING_SECONDS = 30.0  # how long a browser may take to open its side of a page that was shown
+OPENING_SECONDS = 60.0  # how long a browser may take to open its side of a page that was shown
 
 
 class Oneself(NamedTuple):
@@ -40,12 +42,16 @@ class Inline(pn.Column):
     """The console as a Panel object. Shown in a notebook it is live until its output is removed."""
 
     def __init__(self, rt: Any) -> None:
-        self._console = Console(of(rt), Oneself(getpass.getuser()), silence=SILENCE)
+        # No toggle: it takes the notebook's theme, and changes with it.
+        self._console = Console(of(rt), Oneself(getpass.getuser()), theme_toggle=False, silence=SILENCE, announces=True)
         super().__init__(self._console.page, sizing_mode="stretch_width")
         self._rt = rt
         self._turn = threading.RLock()  # the browser's messages and our own updates, one at a time
         self._driven = False
+        self._heard = ""  # the view whose message is being heard
+        self._ready: set[str] = set()  # views whose browser takes messages
         self._late: list[tuple[Any, Any]] = []
+        self._console.strip.ready = lambda: self._ready.add(self._heard)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         still = render.shown("status", self._rt.status())._repr_mimebundle_()
@@ -55,18 +61,20 @@ class Inline(pn.Column):
         resources = lean.Resources(shell)
         resources.publish(lambda: pn.extension(inline=True))
         self._console.watch.join(self._console)
-        data, *meta = super()._repr_mimebundle_(include, exclude)
+        with self._turn:
+            before = set(self._models)
+            data, *meta = super()._repr_mimebundle_(include, exclude)
+            new = set(self._models) - before
+            for ref in new:  # from here on: what came before is in the page
+                _, _, doc, comm = state._views[ref]
+                doc.on_change(partial(self._let_go, doc, comm))
         page, said_once = lean.split(data["text/html"], still["text/html"])
         resources.publish_texts(said_once)
-        self._drive(resources)
+        threads.start(lambda: self._settle(resources, new))
+        if not self._driven:
+            self._driven = True
+            threads.start(self._run)
         return {**data, "text/html": page, "text/plain": still["text/plain"]}, *meta
-
-    def _on_msg(self, ref: str, manager: Any, msg: Any) -> None:
-        with self._turn:
-            if not _open(ref):  # Panel would send the answer later than what comes after it
-                state._views[ref][3].init()
-            super()._on_msg(ref, manager, msg)
-            self._send()
 
     def get_root(self, doc: Any = None, comm: Any = None, preprocess: bool = True) -> Any:
         if getattr(doc or state.curdoc, "session_context", None) is not None:
@@ -75,12 +83,9 @@ class Inline(pn.Column):
         return super().get_root(doc, comm, preprocess)
 
     def _render_model(self, doc: Any = None, comm: Any = None) -> Any:
-        if doc is None or comm is None:
-            return super()._render_model(doc, comm)
-        state._stylesheets[doc] = lean.LocalStyles()
-        model = super()._render_model(doc, comm)
-        doc.on_change(lambda event: self._let_go(doc, comm, event))
-        return model
+        if doc is not None and comm is not None:
+            state._stylesheets[doc] = lean.LocalStyles()
+        return super()._render_model(doc, comm)
 
     def _let_go(self, doc: Any, comm: Any, event: Any) -> None:
         """A change that the document was to keep for the browser, and lets go unsent: Panel does so with whatever was
@@ -88,45 +93,60 @@ class Inline(pn.Column):
         if getattr(event, "setter", None) != comm.id:
             self._late.append((doc, event))
 
+    def _on_msg(self, ref: str, manager: Any, msg: Any) -> None:
+        with self._turn, self._held_back():
+            self._heard = ref
+            super()._on_msg(ref, manager, msg)
+        with self._turn:
+            self._send()
+
+    def _held_back(self) -> Any:
+        """Panel sends nothing by itself as long as any browser would not understand it."""
+        return nullcontext() if self._ready >= set(self._models) else block_comm()
+
     def _send(self) -> None:
-        """Tells the browser all that it does not know yet. (Panel tells it of its own objects, not of Bokeh's.)"""
+        """Tells the browsers all that they do not know yet. (Panel tells them of its own objects, not of Bokeh's.)"""
         late, self._late = self._late, []
         for ref in list(self._models):
-            if _open(ref):
-                _, _, doc, comm = state._views[ref]
-                if message := diff(doc, events=[event for other, event in late if other is doc]):
-                    send(comm, message)
-                push(doc, comm)
-
-    def _cleanup(self, root: Any = None) -> None:
-        super()._cleanup(root)
-        if not self._models:
-            self._console.close()
-
-    def _drive(self, resources: lean.Resources) -> None:
-        threads.start(lambda: self._take_back(resources, set(self._models)))
-        if not self._driven:
-            self._driven = True
-            threads.start(self._run)
+            _, _, doc, comm = state._views[ref]
+            events = [event for other, event in late if other is doc]
+            if ref not in self._ready:
+                self._late += [(doc, event) for event in events]
+                continue
+            if comm._comm is None:
+                comm.init()
+            if message := diff(doc, events=events):
+                send(comm, message)
+            push(doc, comm)
 
     def _run(self) -> None:
         """Keeps what is shown up to date until nothing is shown any more."""
         pause = threading.Event()
         while self._models:
+            with self._turn, self._held_back():
+                self._console.tick()
             with self._turn:
-                if any(_open(ref) for ref in self._models):
-                    self._console.tick()
-                    self._send()
+                self._send()
             pause.wait(TICK_SECONDS)
         self._driven = False
 
-    def _take_back(self, resources: lean.Resources, refs: set[str]) -> None:
-        """Once the browser has what it needs, the notebook's file need not keep it."""
+    def _settle(self, resources: lean.Resources, refs: set[str]) -> None:
+        """Takes back what the browser has by now. One that never came is forgotten, and its page stays a picture."""
         pause, waited = threading.Event(), 0.0
-        while waited < OPENING_SECONDS and not all(_open(ref) for ref in refs & set(self._models)):
+        while waited < OPENING_SECONDS and refs & set(self._models) - self._ready:
             pause.wait(TICK_SECONDS)
             waited += TICK_SECONDS
         resources.clear()
+        with self._turn:
+            for ref in refs & set(self._models) - self._ready:
+                viewable, root, _, _ = state._views.pop(ref)
+                viewable._cleanup(root)
+
+    def _cleanup(self, root: Any = None) -> None:
+        super()._cleanup(root)
+        self._ready &= set(self._models)
+        if not self._models:
+            self._console.close()
 
 
 def _browser() -> Any:
@@ -142,9 +162,3 @@ def _browser() -> Any:
         return None
     header = kernel.get_parent().get("header", {})
     return shell if header.get("username", None) == "" else None
-
-
-def _open(ref: str) -> bool:
-    """Whether a browser has opened its side of this view."""
-    view = state._views.get(ref)
-    return view is not None and getattr(view[3], "_comm", None) is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,8 @@ LOAD = "application/vnd.holoviews_load.v0+json"  # what Panel's extension of Jup
 LONG = 1000  # letters; what is longer is said beside the page
 _DOCUMENT = "docs_json = "
 _BEGIN = "(function(root) {"
+_PLACE = re.compile(r'<div id="([^"]+)" data-root-id=')
+TEXT_TRIES, SIGHT_TRIES = 100, 36_000  # of 0.1 s each: how long the texts are waited for, and a look at the cell
 
 
 class LocalStyles(dict[str, ImportedStyleSheet]):
@@ -120,8 +123,12 @@ def split(page: str, still: str) -> tuple[str, dict[str, str]]:
     said = _script(lean(document))
     for key in texts:
         said = said.replace(f'"@{key}@"', f'root.gpuc["{key}"]')
-    gate = (f'{_BEGIN}\n  function live(tries) {{\n    if (!root.gpuc || !root.gpuc["{name}"]) {{\n'
-            f"      if (tries < 100) setTimeout(function() {{ live(tries + 1) }}, 100);\n      return\n    }}\n"
+    # JupyterLab keeps cells that are out of sight out of the page; shown then, Bokeh would put ours over everything.
+    found = _PLACE.search(page)
+    place = f'document.getElementById("{found[1]}")' if found else "true"
+    gate = (f'{_BEGIN}\n  function live(tries) {{\n    var texts = root.gpuc && root.gpuc["{name}"];\n'
+            f"    if (!texts || !{place}) {{\n      if (tries < (texts ? {SIGHT_TRIES} : {TEXT_TRIES})) "
+            f"setTimeout(function() {{ live(tries + 1) }}, 100);\n      return\n    }}\n"
             f'    document.querySelectorAll("[data-gpuc=\'{name}\']").forEach(function(one) {{ one.remove() }});\n'
             f"    show()\n  }}\n  function show() {{")
     texts[name] = "here"

@@ -4,6 +4,7 @@ Durations are told in steps of five seconds, so that a table of idle models chan
 """
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from gpu.view import RESIDUE, clean, clock, importance_name, lease_name, strangers_bytes
@@ -58,15 +59,16 @@ def models(snapshot: Snapshot, catalogue: Sequence[ModelSpec] = (), looks: Mappi
         held = {lease.name for lease in section.leases}
         for lease in section.leases:
             if lease.kind == "model":
-                rows.append(((lease.on_host, lease.name), _model(lease, section.owner, snapshot, looks)))
-        rows += [((2, name), _loadable(name, section.owner, snapshot)) for name in section.names if name not in held]
+                rows.append(((lease.on_host, natural(lease.name)), _model(lease, section.owner, snapshot, looks)))
+        rows += [((2, natural(name)), _loadable(name, section.owner, snapshot)) for name in section.names
+                 if name not in held]
         known.update(held, section.names)
     me = snapshot.owner
     if me.id not in snapshot.sections:
-        rows += [((2, spec.name), _catalogued(spec, f"{me.id}/{spec.name}", "this process", "registered"))
+        rows += [((2, natural(spec.name)), _catalogued(spec, f"{me.id}/{spec.name}", "this process", "registered"))
                  for spec in snapshot.specs if spec.name not in known]
         known.update(spec.name for spec in snapshot.specs)
-    rows += [((3, spec.name), _catalogued(spec, f"/{spec.name}", "", "in the catalogue"))
+    rows += [((3, natural(spec.name)), _catalogued(spec, f"/{spec.name}", "", "in the catalogue"))
              for spec in catalogue if spec.name not in known]
     return tuple(row for _, row in sorted(rows, key=lambda pair: pair[0]))
 
@@ -265,6 +267,15 @@ def state(lease: Lease, now: float) -> Cell:
     if not lease.last_used:
         return Cell("never used", kind="soft")
     return Cell("warm in RAM" if lease.on_host else "idle")
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """What a name is sorted by: its numbers by their value.
+
+    >>> sorted(["bge-10", "bge-2", "Ada"], key=natural)
+    ['Ada', 'bge-2', 'bge-10']
+    """
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part.casefold()) for part in re.split(r"(\d+)", name)]
 
 
 def lasting(seconds: float) -> str:

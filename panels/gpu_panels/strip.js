@@ -2,7 +2,14 @@
 // so it is told too when the server is gone, or the kernel is busy with a long cell.
 const QUIET_SECONDS = 4
 
-export function render({model}) {
+// A notebook's page is told nothing before Bokeh has it in its index: until then Panel drops single parts of messages, and
+// no later one is understood.
+function settled(view) {
+  const roots = view.model.document?.roots() ?? []
+  return roots.some(({id}) => id in (window.PyViz?.plot_index ?? {}) || id in (window.Bokeh?.index ?? {}))
+}
+
+export function render({model, view}) {
   const root = document.createElement("div")
   root.className = "strip"
   const words = document.createElement("div")
@@ -30,6 +37,12 @@ export function render({model}) {
   model.on("words", draw)
   model.on("beat", () => { heard = Date.now(); tell() })
   const ticking = setInterval(tell, 1000)
-  model.on("remove", () => clearInterval(ticking))
+  const announcing = model.announces && setInterval(() => {
+    if (settled(view)) {
+      clearInterval(announcing)
+      model.send_msg("ready")
+    }
+  }, 100)
+  model.on("remove", () => { clearInterval(ticking); clearInterval(announcing) })
   return root
 }

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 
+import ipykernel
 import nbformat
 import pytest
 
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.timeout(300),
 CELLS = (
     "%load_ext gpu\n%gpu load qwen --backend fake --size 8GiB",
     "%gpu console",
-    "import time\nfor _ in range(600):\n    time.sleep(0.1)  # a long cell",
+    "import time\nfor _ in range(900):\n    time.sleep(0.1)  # a long cell",
 )
 TOKEN = "a-token-of-this-test-alone"
 
@@ -133,7 +134,7 @@ def test_it_goes_on_while_a_long_cell_runs(live):
     page = live.page
     page.click(".jp-Notebook .jp-CodeCell >> nth=2 >> .cm-content")
     run_next(live)
-    page.wait_for_selector("text=/Python 3 .* Busy/")
+    page.locator(".jp-InputPrompt", has_text="[*]:").wait_for()
     fresh = page.locator("text=/as of \\d/").first
     seen = set()
     for _ in range(40):
@@ -142,4 +143,14 @@ def test_it_goes_on_while_a_long_cell_runs(live):
             break
         page.wait_for_timeout(500)
     assert len(seen) >= 3, seen
-    page.wait_for_selector("text=/Python 3 .* Busy/")
+    assert "[*]:" in page.locator(".jp-InputPrompt").all_inner_texts()
+
+
+@pytest.mark.skipif(int(ipykernel.__version__.split(".")[0]) < 7, reason="needs the subshells of ipykernel 7")
+def test_what_is_clicked_while_a_long_cell_runs_is_done_meanwhile(live):
+    """In a subshell of the kernel."""
+    live.row("qwen", "warm in RAM").locator("button", has_text="Restore").click()
+    live.page.locator("[role=dialog] button", has_text="Restore").click()
+    live.row("qwen", "GPU: 0").wait_for()
+    assert "[*]:" in live.page.locator(".jp-InputPrompt").all_inner_texts(), "the cell still runs"
+    assert live.errors == []

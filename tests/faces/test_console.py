@@ -186,15 +186,15 @@ def test_a_ledger_that_fails_is_told_above_the_last_figures(page, watch, rt, mon
         raise LedgerUnavailable("the disk is full", path="/x")
 
     monkeypatch.setattr(rt, "status", fails)
-    beat = page._strip.beat
+    beat = page.strip.beat
     watch.poll()
     page.tick()
     assert page._banner.visible and "the disk is full" in page._banner.object and "Since " in page._banner.object
-    assert page._strip.beat == beat, "the strip's own clock goes on, and says how old the figures are"
+    assert page.strip.beat == beat, "the strip's own clock goes on, and says how old the figures are"
     monkeypatch.undo()
     watch.poll()
     page.tick()
-    assert not page._banner.visible and page._strip.beat != beat
+    assert not page._banner.visible and page.strip.beat != beat
 
 
 # -- acting -------------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def test_what_was_never_shown_leaves_nothing_behind(rt):
 
 # -- what stays in the notebook's file ----------------------------------------------------------------------------
 
-PAGE = ('<div id="x"></div>\n<script type="application/javascript">(function(root) {\n  var docs_json = {document};\n'
+PAGE = ('<div id="x" data-root-id="y"></div>\n<script type="application/javascript">(function(root) {\n  var docs_json = {document};\n'
         "  root.embed(docs_json)\n})(window);</script>")
 LONG = "x" * (lean.LONG + 1) + '</script><!--"'
 
@@ -111,6 +111,7 @@ def test_a_long_text_is_said_once_and_outside_the_page():
     (key,) = (key for key, text in texts.items() if text == LONG)
     assert found.count(f'root.gpuc["{key}"]') == 2 and LONG[:50] not in found and '"short"' in found
     assert found.startswith("<div data-gpuc="), "the picture is there until the page is"
+    assert 'document.getElementById("x")' in found, "and that is not before its place is there"
     assert len(found) < 1500
 
 
