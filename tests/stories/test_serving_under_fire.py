@@ -1,0 +1,196 @@
+"""`gpu serve` while its engines are killed at random: calls are answered or told why, and nothing is left behind."""
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+
+import psutil
+import pytest
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("llama_cpp")
+
+from gpu_runtime import samples  # noqa: E402
+
+from .. import soak  # noqa: E402
+from ..faces.served import Served, free_port, serving  # noqa: E402
+
+TOKEN = "o" * 43
+# The first two in workers of llama.cpp's, the third as a server with a port of its own. Two of them fit together.
+MODELS: dict[str, dict[str, str]] = {"writer": {}, "editor": {}, "reader": {"backend": "llama-server"}}
+CALLERS = 4
+ENGINES = ("llama_worker", "llama_cpp.server", "llama-server")
+FAR_FUTURE = 300.0  # seconds in which a call must have ended, whatever befell it
+
+
+@pytest.fixture
+def served(tmp_path):
+    for seed, name in enumerate(MODELS):
+        samples.gguf_lm(tmp_path / f"{name}.gguf", seed=seed)
+    (tmp_path / "models.json").write_text(json.dumps({"models": {
+        name: {"source": str(tmp_path / f"{name}.gguf"), "type": "llm", **more} for name, more in MODELS.items()}}))
+    environment = {"GPU_CONSOLE_TOKEN": TOKEN, "GPU_DEVICES": "sim:16MiB,host:1GiB", "GPU_MEMORY_MAX_PERCENT": "1.0",
+                   "GPU_CATALOG": str(tmp_path / "models.json"), "EVICTION_GRACE_SECONDS": "0"}
+    port = free_port()
+    with serving([sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)], tmp_path, environment,
+                 port=port) as server:
+        yield server
+
+
+class Fire:
+    """Callers that call, and somebody who kills, until so many seconds are over."""
+
+    def __init__(self, server: Served, seconds: float) -> None:
+        self.server, self.until = server, time.monotonic() + seconds
+        self.ended: Counter[str] = Counter()
+        self.unexpected: list[BaseException] = []
+        self.kills, self.killed = 0, set()
+
+    def run(self) -> None:
+        threads = [threading.Thread(target=self._call, args=(seed,)) for seed in range(CALLERS)]
+        threads.append(threading.Thread(target=self._kill))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(FAR_FUTURE)
+        assert not any(thread.is_alive() for thread in threads), "a call never ended"
+
+    def _call(self, seed: int) -> None:
+        chance, talk = random.Random(seed), client(self.server)
+        while time.monotonic() < self.until:
+            model = chance.choice(list(MODELS))
+            try:
+                self._ask(talk, model, stream=chance.random() < 0.5, leave=chance.random() < 0.1)
+            except openai.APIError as error:
+                status = getattr(error, "status_code", None)
+                if status not in (None, 500, 502, 503):  # None: it broke off in the middle, and said so
+                    self.unexpected.append(error)
+                self.ended["told why"] += 1
+                if status == 503:
+                    time.sleep(0.2)  # a breaker is open; whoever is turned away at once would spin
+            except Exception as error:  # noqa: BLE001 - looked at by the test
+                self.unexpected.append(error)
+
+    def _ask(self, talk: openai.OpenAI, model: str, *, stream: bool, leave: bool) -> None:
+        answer = talk.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hello"}],
+                                              max_tokens=40, stream=stream)
+        if not stream:
+            assert (answer.model, answer.usage.completion_tokens) == (model, 40)
+            self.ended["answered"] += 1
+        elif leave:
+            next(iter(answer))
+            answer.close()
+            self.ended["left"] += 1
+        else:
+            assert {part.model for part in answer} == {model}
+            self.ended["answered"] += 1
+
+    def _kill(self) -> None:
+        """Never twice without an answer in between: else every breaker opens, and nobody calls engines any more."""
+        chance, answered = random.Random(7), -1
+        while time.monotonic() < self.until:
+            time.sleep(chance.uniform(0.1, 1.0))
+            living = engines(self.server)
+            if living and self.ended["answered"] > answered:
+                answered = self.ended["answered"]
+                victim = chance.choice(living)
+                self.killed.add(victim)
+                self.kills += 1
+                try:
+                    os.kill(victim.pid, signal.SIGKILL)
+                except ProcessLookupError:  # it ended by itself meanwhile
+                    self.kills -= 1
+
+
+def client(server: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=TOKEN, max_retries=0, timeout=FAR_FUTURE)
+
+
+def engines(server: Served) -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process(server.process.pid).children(recursive=True):
+        try:
+            words = child.cmdline()
+        except psutil.Error:
+            continue
+        if any(name in word for word in words for name in ENGINES) and not any("guard" in word for word in words):
+            found.append(child)
+    return found
+
+
+def told(server: Served, path: str, method: str = "GET") -> object:
+    answer = server.get(path, method=method, Authorization=f"Bearer {TOKEN}")
+    assert answer.status == 200, answer
+    return json.loads(answer.body)
+
+
+def put_away(server: Served) -> None:
+    """All models leave, and what they left behind is looked for."""
+    deadline = time.monotonic() + 60
+    while told(server, "/memory/models"):
+        told(server, "/memory/evict/llm", "POST")
+        assert time.monotonic() < deadline, told(server, "/memory/models")
+    while engines(server):
+        assert time.monotonic() < deadline, engines(server)
+        time.sleep(0.05)
+
+
+def holdings(server: Served) -> dict[str, int]:
+    """What the server itself holds of the system's things, with no model about."""
+    process = psutil.Process(server.process.pid)
+    family = [process, *process.children(recursive=True)]
+    return {"ports": sum(one.status == psutil.CONN_LISTEN for each in family for one in each.net_connections("inet")),
+            "files": process.num_fds(), "threads": process.num_threads(), "processes": len(family),
+            "MiB": process.memory_info().rss >> 20}
+
+
+def under_fire(server: Served, seconds: float, warm_seconds: float, growth_mib: int) -> Fire:
+    """What held before holds afterwards. The first seconds are not compared: caches fill and threads start then."""
+    Fire(server, warm_seconds).run()
+    put_away(server)
+    before = holdings(server)
+    fire = Fire(server, seconds)
+    fire.run()
+    put_away(server)
+    after = holdings(server)
+    assert fire.unexpected == []
+    assert fire.kills and fire.ended["answered"], (fire.kills, fire.ended)
+    stats = told(server, "/memory/stats")
+    assert (stats["allocated_mb"], stats["cpu_used_mb"], stats["models_loaded"]) == (0, 0, 0)
+    assert after["ports"] == before["ports"] and after["processes"] == before["processes"], (before, after)
+    assert after["files"] <= before["files"] + 4 and after["threads"] <= before["threads"] + 4, (before, after)
+    assert after["MiB"] <= before["MiB"] + growth_mib, (before, after)
+    assert not [victim for victim in fire.killed if victim.is_running()]
+    return fire
+
+
+def test_engines_are_killed_while_clients_call(served):
+    """Every lease comes back, no process is orphaned, no port, file or thread leaked."""
+    under_fire(served, seconds=12, warm_seconds=6, growth_mib=30)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_engines_are_killed_for_minutes(served):
+    """The same for so long that a leak of a few KiB a call would show."""
+    fire = under_fire(served, seconds=300, warm_seconds=60, growth_mib=30)
+    soak.add(engines_killed_under_calls=fire.kills, calls_under_fire=sum(fire.ended.values()))
+
+
+def test_the_server_is_killed_and_its_engines_end_with_it(served):
+    """kill -9 of the server itself: no engine outlives it, and the next server begins with an empty card."""
+    talk = client(served)
+    for model in ("writer", "reader"):
+        talk.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hello"}], max_tokens=2)
+    started = engines(served)
+    assert len(started) >= 2
+    served.process.kill()
+    served.process.wait()
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert alive == []
