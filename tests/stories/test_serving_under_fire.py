@@ -109,7 +109,8 @@ class Fire:
 
 
 def client(server: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=TOKEN, max_retries=0, timeout=FAR_FUTURE)
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=TOKEN, max_retries=0,
+                         timeout=FAR_FUTURE)
 
 
 def engines(server: Served) -> list[psutil.Process]:
