@@ -72,3 +72,11 @@ def test_every_symptom_of_the_troubleshooting_table_has_its_section():
     assert named == [section.partition(" ")[0] for section in sections]
     assert [section[:40] for section in sections
             if not all(word in section for word in ("**Diagnosis", "**Cure"))] == []
+
+
+def test_the_runbook_of_the_console_says_what_each_tab_answers():
+    """A tab that came or went is told there."""
+    from gpu_panels import tabs
+
+    told = re.findall(r"\*\*([^*]+)\*\*", prose("05_operator_console.ipynb"))
+    assert [title for title in tabs.TABS if not any(re.search(rf"\b{title}\b", words) for words in told)] == []
