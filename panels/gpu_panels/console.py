@@ -12,6 +12,7 @@ import panel as pn
 import panel_material_ui as pmui
 from gpu.view import clock
 from panel.io.document import unlocked
+from panel.io.resources import LOCAL_DIST
 from panel.util import edit_readonly
 
 from gpu_runtime.facts import Snapshot
@@ -135,6 +136,9 @@ def _told(said: str) -> str:
 
 def page(visitor: Any, watch: Watch) -> pmui.Page:
     """The page for a visitor who was let in, brought up to date as long as this session lives."""
+    # A browser that needs longer than Bokeh keeps a page it has not heard of gets a session without a page, to which
+    # Panel would give the style sheets of its CDN.
+    pn.state.curdoc.template_variables.setdefault("dist_url", LOCAL_DIST)
     console = Console(watch, visitor)
     # Bokeh's own callback: Panel's tells the browser that it is busy, and that it is done, each time.
     pn.state.curdoc.add_periodic_callback(console.tick, TICK_MILLISECONDS)

@@ -8,6 +8,7 @@ import weakref
 
 import panel as pn
 import pytest
+from bokeh.models import ImportedStyleSheet
 from gpu_panels import console, header, tabs
 from gpu_panels.actions import DONE_SECONDS
 from gpu_panels.console import Console
@@ -336,3 +337,18 @@ def test_importing_the_package_imports_neither_panel_nor_bokeh(child_environment
 
 def test_the_page_is_the_material_one(page):
     assert type(page.page).__name__ == "Page" and console.TICK_MILLISECONDS <= 500
+
+
+def test_a_browser_that_took_long_gets_its_styles_from_here_too(watch):
+    """Its session is made anew, without a page; Panel would send it to the CDN."""
+    from bokeh.document import Document
+    from panel.io.state import set_curdoc
+    from panel.io.resources import LOCAL_DIST
+
+    document = Document()
+    with set_curdoc(document):
+        made = console.page(VIEWER, watch)
+        root = made.get_root(document)
+    assert document.template_variables["dist_url"] == LOCAL_DIST
+    sheets = {str(sheet.url) for sheet in root.select({"type": ImportedStyleSheet})}
+    assert sheets and not any(url.startswith("http") for url in sheets)
