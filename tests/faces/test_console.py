@@ -342,8 +342,8 @@ def test_the_page_is_the_material_one(page):
 def test_a_browser_that_took_long_gets_its_styles_from_here_too(watch):
     """Its session is made anew, without a page; Panel would send it to the CDN."""
     from bokeh.document import Document
-    from panel.io.state import set_curdoc
     from panel.io.resources import LOCAL_DIST
+    from panel.io.state import set_curdoc
 
     document = Document()
     with set_curdoc(document):
