@@ -30,6 +30,7 @@ from .evicted import ACTIONS, ANY, LOOKS, PIECES, WINDOWS, Filter
 from .historychart import CLOCK, TIME
 from .now import BUTTONS, NO_CAPITALS
 from .palette import EDGE
+from .prose import Prose
 from .sheet import Sheet, encoded
 from .sources import bring
 from .tab import Tab
@@ -39,13 +40,6 @@ EMPTY = ("Nothing was evicted in this time: every model found room. Whatever ste
          "reason.")
 NO_MATCH = "No event passes this filter. Choose another reason, action or time."
 
-CSS = """
-.counts{display:flex;flex-wrap:wrap;gap:4px 26px;align-items:baseline}
-.count b{font-size:22px;font-weight:600;font-variant-numeric:tabular-nums;margin-right:6px}
-.count{font-size:13px} .first b{font-size:28px} .of{opacity:.75}
-.key{font-size:12px;display:flex;gap:4px 18px;flex-wrap:wrap} .key i{display:inline-block;width:11px;height:11px;
-margin-right:6px;vertical-align:-1px;border:1px solid #808080}
-"""
 _TOOLTIP = """<div style="font-size:12px"><b>@told</b> from @start{custom} to @end{custom}</div>"""
 _SPENT_TOOLTIP = """<div style="font-size:12px"><b>@y{0.0} s</b> spent on loading and coming back</div>"""
 
@@ -120,8 +114,7 @@ class Evictions(Tab):
     def __init__(self, watch: Any, actions: Any) -> None:
         super().__init__(watch, actions)
         self._shown: object = None
-        self._counts = pn.pane.HTML("", stylesheets=[CSS], sizing_mode="stretch_width", margin=(8, 10))
-        self._key = pn.pane.HTML("", stylesheets=[CSS], margin=(0, 10))
+        self._counts, self._key = Prose(margin=(8, 10)), Prose(margin=(0, 10))
         self.chart = Timeline()
         self.window = pmui.RadioButtonGroup(options=list(WINDOWS), value="24 h", **BUTTONS)
         self.model = pmui.TextInput(label="Model contains", size="small", width=200, margin=(5, 10))
@@ -141,9 +134,7 @@ class Evictions(Tab):
             self.sheet, sizing_mode="stretch_width")
 
     def update(self, snapshot: Snapshot) -> None:
-        counts = self.watch.once("eviction counters", snapshot, counted)
-        if self._counts.object != counts:
-            self._counts.object = counts
+        self._counts.show(self.watch.once("eviction counters", snapshot, counted))
         everything = self._events(snapshot)
         options = evicted.reasons(everything)
         if options != self.reason.options:
@@ -151,7 +142,7 @@ class Evictions(Tab):
         told = self.watch.once(f"timeline {self.window.value}", snapshot, lambda seen: evicted.timeline(
             everything, *evicted.window(WINDOWS[self.window.value], seen.wall)))
         self.chart.show(told)
-        self._key.object = f'<div class="key">{_KEY}{_SPENT_KEY if told.timed else ""}</div>'
+        self._key.show(f'<div class="key">{_KEY}{_SPENT_KEY if told.timed else ""}</div>')
         wanted = self._filter(snapshot)
         shown = evicted.matching(everything, wanted)
         if (shown, set(snapshot.sections)) == self._shown:

@@ -16,29 +16,13 @@ from .bars import Bar
 from .drawings import Drawing
 from .historychart import HistoryChart
 from .palette import LEVELS, SHARED, level_word
+from .prose import Prose
 from .tab import Tab
 
 TWO_COLUMNS_FROM = 5  # devices
 _PLAIN = {"textTransform": "none", "whiteSpace": "nowrap"}
 NO_CAPITALS: dict[str, Any] = {"sx": {**_PLAIN, "& button": _PLAIN}}  # sim:0 is not SIM:0
 BUTTONS: dict[str, Any] = {"size": "small", "margin": (5, 10), **NO_CAPITALS}
-
-CSS = """
-.head{display:flex;flex-wrap:wrap;gap:2px 12px;align-items:baseline;font-size:14px;line-height:1.6}
-.name{font-weight:600;font-size:15px} .soft{opacity:.78} .free{font-weight:600}
-.pill{border-radius:9px;padding:0 9px;font-size:12px;font-weight:600;border:1px solid #808080}
-.badge{border:1px dashed currentColor;border-radius:9px;padding:0 8px;font-size:12px;opacity:.78}
-.drained{border-style:solid;opacity:1;font-weight:600}
-.alarm{border-left:4px solid #d55e00;padding:4px 12px;margin:2px 0;background:rgba(213,94,0,.12);font-size:14px}
-.hint{font-size:14px;line-height:1.7} code{background:rgba(128,128,128,.18);border-radius:3px;padding:1px 5px}
-.chips{display:flex;flex-wrap:wrap;gap:2px 16px;font-size:12px;line-height:1.8}
-.chip{white-space:nowrap;max-width:320px;overflow:hidden;text-overflow:ellipsis}
-.swatch{display:inline-block;width:11px;height:11px;margin-right:6px;vertical-align:-1px;border:1px solid #808080}
-.dots{background-image:radial-gradient(#000a 1px,transparent 1.3px);background-size:4px 4px}
-.stripes{background-image:repeating-linear-gradient(0deg,#0009 0 1px,transparent 1px 4px)}
-.unread{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}
-"""
-
 
 def heading(snapshot: Snapshot, view: DeviceView, bar: Bar) -> str:
     """A line of HTML above a device's bar; with the bar in words for who cannot see it."""
@@ -93,13 +77,12 @@ class _Card:
 
     def __init__(self) -> None:
         self.chart = BarChart()
-        self.head = pn.pane.HTML("", sizing_mode="stretch_width", stylesheets=[CSS], margin=(6, 10, 0, 10))
+        self.head = Prose(margin=(6, 10, 0, 10))
         self.panel = pn.Column(self.head, pn.pane.Bokeh(self.chart.figure, sizing_mode="stretch_width", margin=(0, 6)),
                                sizing_mode="stretch_width", styles={"min-width": "320px"})
 
     def show(self, head: str, drawn: Drawing) -> None:
-        if self.head.object != head:
-            self.head.object = head
+        self.head.show(head)
         self.chart.show(drawn)
 
 
@@ -113,20 +96,18 @@ class Now(Tab):
         self._dark, self._home = False, True
         self._drawn: history.Drawing | None = None
         self._cards: dict[str, _Card] = {}
-        self._notice = pn.pane.HTML("", sizing_mode="stretch_width", stylesheets=[CSS], margin=(4, 10))
+        self._notice = Prose(margin=(4, 10))
         self._grid = pn.layout.FlexBox(sizing_mode="stretch_width", gap="0")
         self._device = pmui.RadioButtonGroup(options=[], **BUTTONS)
         self._window = pmui.RadioButtonGroup(options=list(history.WINDOWS), value="15 min", **BUTTONS)
         self._chart = HistoryChart()
-        self._plot = pn.pane.Bokeh(self._chart.figure, sizing_mode="stretch_width", visible=False)
-        self._silence = pn.pane.HTML("", stylesheets=[CSS], margin=(4, 10), sizing_mode="stretch_width")
-        self._chips = pn.pane.HTML("", stylesheets=[CSS], margin=(0, 10, 8, 10), sizing_mode="stretch_width")
+        self._silence, self._chips = Prose(margin=(4, 10)), Prose(margin=(0, 10, 8, 10))
         self._device.param.watch(self._turned, "value")
         self._window.param.watch(self._turned, "value")
-        title = pn.pane.HTML(_TITLE, stylesheets=[CSS], margin=(10, 10, 0, 10), sizing_mode="stretch_width")
+        title = Prose(_TITLE, margin=(10, 10, 0, 10))
         self.panel = pn.Column(
             self._notice, self._grid, title, pn.FlexBox(self._device, self._window, sizing_mode="stretch_width"),
-            self._silence, self._plot, self._chips,
+            self._silence, pn.pane.Bokeh(self._chart.figure, sizing_mode="stretch_width"), self._chips,
             sizing_mode="stretch_width")
 
     def dark(self, on: bool) -> None:
@@ -134,9 +115,7 @@ class Now(Tab):
 
     def update(self, snapshot: Snapshot) -> None:
         drawn = self.watch.once(f"now {self._dark}", snapshot, lambda seen: cards(seen, self._dark))
-        said = self.watch.once("notice", snapshot, notice)
-        if self._notice.object != said:
-            self._notice.object = said
+        self._notice.show(self.watch.once("notice", snapshot, notice))
         self._lay_out(list(drawn))
         for id, (head, drawing) in drawn.items():
             self._cards[id].show(head, drawing)
@@ -167,22 +146,27 @@ class Now(Tab):
         seconds = history.WINDOWS[window]
         told = self.watch.latest(f"history {window}", lambda rt: rt.history(seconds, points=history.POINTS),
                                  every=min(30.0, max(5.0, seconds / 300)))
-        if told is None or device is None:
+        if device is None:
             return
-        drawn, legend, silence = self.watch.once(
+        drawn, legend, silence = past_of(None, device, seconds, snapshot) if told is None else self.watch.once(
             f"chart {window} {device}", told, lambda past: past_of(past, device, seconds, snapshot))
         if not self._home and drawn is self._drawn:
             return
         self._chart.show(drawn, home=self._home)
         self._home, self._drawn = False, drawn
-        self._plot.visible, self._silence.visible = not silence, bool(silence)
-        self._silence.object, self._chips.object = esc(silence), legend
+        self._silence.show(esc(silence))
+        self._chips.show(legend)
 
 
-def past_of(past: History, device: str, seconds: float, snapshot: Snapshot) -> tuple[history.Drawing, str, str]:
-    """A device's chart, its legend as HTML, and what to say instead where there is nothing to draw."""
-    end = max((moment.wall for moment in past.moments), default=snapshot.wall)
-    chart = history.chart(past.moments, past.events, device, end - seconds, end)
+def past_of(past: History | None, device: str, seconds: float, snapshot: Snapshot
+            ) -> tuple[history.Drawing, str, str]:
+    """A device's chart, its legend as HTML, and what to say where nothing is drawn. None: the record is being read."""
+    moments, events = (past.moments, past.events) if past else ((), ())
+    end = max((moment.wall for moment in moments), default=snapshot.wall)
+    total = next((view.device.total_bytes for view in snapshot.devices if view.device.id == device), 0)
+    chart = history.chart(moments, events, device, end - seconds, end)
+    silence = history.silence(chart) if past else "Reading the record …"
+    chart = chart if chart.total_bytes else chart._replace(total_bytes=total)  # an empty chart has its axes too
     looks = SHARED.looks(chart.labels)
     named = history.titles((*chart.labels, history.OTHERS, history.UNLEASED), snapshot)
-    return history.drawing(chart, looks, named), chips(chart, looks, named), history.silence(chart)
+    return history.drawing(chart, looks, named), chips(chart, looks, named), silence

@@ -31,8 +31,8 @@ from gpu_runtime.units import parse_room, show_bytes, show_seconds
 
 from . import bars, drawings
 from .barchart import BarChart
-from .now import CSS as NOW_CSS
 from .palette import SHARED
+from .prose import Prose
 from .tab import Tab
 
 FETCH_SECONDS = 2.0
@@ -203,19 +203,11 @@ def _lines(said: str) -> str:
 
 # -- the tab ------------------------------------------------------------------------------------------------------
 
-CSS = NOW_CSS + """
-.verdict{font-size:17px;font-weight:600;margin:6px 0 4px} p{margin:2px 0 6px;font-size:14px} h4{margin:12px 0 4px}
-ul,ol{margin:2px 0 8px;padding-left:22px;font-size:14px;line-height:1.6} table{border-collapse:collapse;font-size:13px}
-th{text-align:left;font-weight:500;opacity:.75}
-td,th{padding:3px 18px 3px 0;border-bottom:1px solid rgba(128,128,128,.3)}
-"""
-
-
 class _Pair:
     """A device now, and as the plan would leave it."""
 
     def __init__(self) -> None:
-        self.head = pn.pane.HTML("", stylesheets=[CSS], sizing_mode="stretch_width", margin=(6, 10, 0, 10))
+        self.head = Prose(margin=(6, 10, 0, 10))
         self.now, self.then = BarChart(), BarChart()
         self.panel = pn.Column(self.head, *(pn.pane.Bokeh(chart.figure, sizing_mode="stretch_width", margin=(0, 6))
                                             for chart in (self.now, self.then)), sizing_mode="stretch_width")
@@ -235,10 +227,8 @@ class WhatIf(Tab):
         self.size = pmui.TextInput(label="or a size, such as 14 GiB", size="small", width=300, margin=(10, 10))
         self.model.param.watch(lambda event: self._asked(self.size, "", event.new != NO_MODEL), "value")
         self.size.param.watch(lambda event: self._asked(self.model, NO_MODEL, bool(event.new)), "value")
-        self.told = pn.pane.HTML(f'<div class="hint">{HINT}</div>', stylesheets=[CSS], sizing_mode="stretch_width",
-                                 margin=(4, 10))
+        self.told, self.details = Prose(f'<div class="hint">{HINT}</div>', margin=(4, 10)), Prose(margin=(4, 10))
         self.bars = pn.Column(sizing_mode="stretch_width")
-        self.details = pn.pane.HTML("", stylesheets=[CSS], sizing_mode="stretch_width", margin=(4, 10))
         self.panel = pn.Column(pn.FlexBox(self.model, self.size, sizing_mode="stretch_width"), self.told,
                                self.bars, self.details, sizing_mode="stretch_width")
 
@@ -255,9 +245,8 @@ class WhatIf(Tab):
         said = f'<div class="hint">{HINT}</div>' if not subject else (
             answer(found, snapshot) if found is not None else '<div class="hint">Asking …</div>')
         more = details(found, snapshot) if found else ""
-        for pane, html in ((self.told, said), (self.details, more)):
-            if pane.object != html:
-                pane.object = html
+        self.told.show(said)
+        self.details.show(more)
         self._draw(snapshot, found.plan.steps if found and found.plan else ())
 
     def _plan(self, subject: str, models: list[str]) -> Answer | None:
@@ -279,8 +268,7 @@ class WhatIf(Tab):
             head = (f'<div class="head"><span class="name">{esc(one.device.id)}</span><span class="soft">above now, '
                     f"{esc(show_bytes(one.used_bytes))}; below as it would be, {esc(show_bytes(other.used_bytes))}"
                     f'</span><span class="unread">{esc(other.told)}</span></div>')
-            if pair.head.object != head:
-                pair.head.object = head
+            pair.head.show(head)
             pair.now.show(drawings.drawing(one, looks, self._dark))
             pair.then.show(drawings.drawing(other, looks, self._dark))
 

@@ -49,7 +49,7 @@ def test_a_card_for_every_device_and_the_first_ones_history():
     tab = looked_at(Now, samples.eight, history=lambda seconds, points: pasts.day(seconds=seconds, cards=1, gib=80))
     assert len(tab._grid) == 9 and tab._device.value == "cuda:0"
     assert [card.chart.source.data["title"] for card in tab._cards.values()][1] == ["meta-llama/Llama-3.1-8B-Instruct"]
-    assert tab._silence.visible and not tab._plot.visible, "the past is of sim:0, not of cuda:0"
+    assert tab._silence.html.startswith("Nothing is recorded of cuda:0"), "the past is of sim:0"
 
 
 def test_figures_are_made_once():
@@ -60,7 +60,7 @@ def test_figures_are_made_once():
         replace(view, level=Level.CRITICAL) for view in samples.waiting.devices))
     refresh(tab)
     assert made == [card.chart.figure for card in tab._cards.values()] + [tab._chart.figure]
-    assert "● CRITICAL" in tab._cards["sim:0"].head.object
+    assert "● CRITICAL" in tab._cards["sim:0"].head.html
     assert tab._cards["sim:0"].chart.source.data["kind"] == ["settled", "leaving"]
 
 
@@ -75,9 +75,12 @@ def test_another_window_is_asked_for_and_shown_whole():
     assert tab._chart.time.end - tab._chart.time.start == 86_400_000
 
 
-def test_nothing_recorded_says_so_instead_of_an_empty_chart():
+def test_nothing_recorded_says_so_above_a_chart_that_has_its_axes():
+    """The last quarter of an hour, up to the device's size: not the first of January 1970."""
     tab = looked_at(Now, samples.busy, history=lambda seconds, points: History((), (), seconds))
-    assert tab._silence.object.startswith("Nothing is recorded of sim:0 yet") and not tab._plot.visible
+    assert tab._silence.html.startswith("Nothing is recorded of sim:0 yet")
+    assert (tab._chart.time.end, tab._chart.time.end - tab._chart.time.start) == (samples.WALL * 1e3, 900_000)
+    assert tab._chart.height.end > 24
 
 
 def test_a_device_that_goes_takes_its_card_with_it():

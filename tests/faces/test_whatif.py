@@ -112,11 +112,11 @@ def test_a_plan_for_a_model_or_a_size_changes_nothing(rt):
 def test_the_tab_asks_answers_and_draws_the_devices_that_change():
     asked = []
     tab = looked_at(WhatIf, samples.busy, plan=lambda words: asked.append(words) or PLAN)
-    assert "Choose a model" in tab.told.object and tab.model.options == [NO_MODEL, "llama", "qwen", "reranker"]
+    assert "Choose a model" in tab.told.html and tab.model.options == [NO_MODEL, "llama", "qwen", "reranker"]
     tab.model.value = "qwen"
-    assert "Asking" in tab.told.object
+    assert "Asking" in tab.told.html
     refresh(tab)
-    assert asked == ["qwen"] and "fits once 1 other" in tab.told.object
+    assert asked == ["qwen"] and "fits once 1 other" in tab.told.html
     assert list(tab._pairs) == ["sim:0", "host"]
     pair = tab._pairs["sim:0"]
     assert (pair.now.source.data["title"], pair.then.source.data["title"]) == (
@@ -130,6 +130,6 @@ def test_a_size_takes_the_place_of_the_model_and_the_other_way_round():
     tab.size.value = "3 GiB"
     refresh(tab)
     assert tab.model.value == NO_MODEL and asked[-1] == 3 * GIB
-    assert tab._pairs == {} and "would not get its room" in tab.told.object
+    assert tab._pairs == {} and "would not get its room" in tab.told.html
     tab.model.value = "llama"
     assert tab.size.value == ""

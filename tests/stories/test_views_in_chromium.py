@@ -60,7 +60,7 @@ def page_at(browser, url, tab="Now", **context):
     made = browser.new_context(viewport={"width": 1280, "height": 900}, **context)
     page, complaints = made.new_page(), []
     page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("pageerror", lambda error: complaints.append(f"{error}\n{error.stack}"))
     page.on("request", lambda asked: complaints.append(asked.url) if not asked.url.startswith(
         ("http://127.0.0.1:", "ws://127.0.0.1:", "data:", "blob:")) else None)
     page.goto(url)
@@ -73,8 +73,8 @@ def page_at(browser, url, tab="Now", **context):
         made.close()
 
 
-SHOWN = {"Now": "18.0 of 21.6 GiB leased", "Decisions": "sim:1: too full", "Evictions": "evictions",
-         "What if": "Choose a model, or type a size"}
+SHOWN = {"Now": "18.0 of 21.6 GiB leased", "Decisions": "sim:1: too full", "Evictions": "since this machine started",
+         "What if": "Choose a model, or type a size such as"}
 
 
 @pytest.mark.parametrize("tab", SHOWN)
