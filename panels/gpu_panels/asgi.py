@@ -79,10 +79,15 @@ class Asgi(RequestHandler):
             return
         if message.get("body"):
             self.write(message["body"])
-        try:
-            if message.get("more_body"):
-                await self.flush()
-            else:
-                await self.finish()
-        except StreamClosedError:  # they have hung up; the application hears of it by `receive`
-            self._gone.set()
+        await self._on_its_way(self.flush() if message.get("more_body") else self.finish())
+
+    async def _on_its_way(self, written: asyncio.Future[None]) -> None:
+        """Until it is written, or they have hung up: of a write to nobody Tornado forgets the future, and it never ends."""
+        if not written.done():
+            gone = asyncio.ensure_future(self._gone.wait())
+            try:
+                await asyncio.wait({written, gone}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                gone.cancel()
+        if written.done() and not written.cancelled() and isinstance(written.exception(), StreamClosedError):
+            self._gone.set()  # the application hears of it by `receive`

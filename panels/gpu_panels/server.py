@@ -118,11 +118,21 @@ def run(*, host: str = "127.0.0.1", port: int | None = None, socket_path: str | 
         server.io_loop.start()
     finally:
         if beside.close is not None:
-            server.io_loop.asyncio_loop.run_until_complete(beside.close())
+            server.io_loop.asyncio_loop.run_until_complete(_ended(beside.close()))
         server.stop(wait=False)
         for left in (opened, Path(where["unix_socket"]) if socket_path is not None else None):
             if left is not None:
                 left.unlink(missing_ok=True)
+
+
+async def _ended(closing: Awaitable[None]) -> None:
+    """Closes, and ends what is still under way, such as calls of clients that wait: their threads would keep us."""
+    await closing
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    if rest:
+        await asyncio.wait(rest, timeout=5.0)
 
 
 def terms(*, read_only: bool = False) -> Terms:

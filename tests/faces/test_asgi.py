@@ -100,6 +100,28 @@ def test_the_application_hears_of_whoever_hangs_up():
     assert heard == ["http.disconnect"]
 
 
+def test_a_write_to_somebody_who_reads_nothing_and_leaves_comes_to_an_end():
+    """A task that did not would stay for good."""
+    ended = []
+
+    async def app(scope, receive, send):
+        await body_of(receive)
+        await send(FINE)
+        await send({"type": "http.response.body", "body": b"x" * (64 << 20), "more_body": True})
+        ended.append(True)
+
+    async def talk(url, client):
+        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.sleep(0.2)  # until all buffers are full
+        assert not ended
+        writer.transport.abort()
+        while not ended:
+            await asyncio.sleep(0.005)
+
+    serving(app, talk)
+
+
 def test_one_that_fails_is_a_server_error_and_no_more(caplog):
     async def app(scope, receive, send):
         raise ValueError("of its own")
