@@ -315,6 +315,8 @@ def _entry(manifest: Manifest, file: Path, base: str = "") -> Entry:
     base = base or str(file.parent)
     if path := spec.get("path"):
         spec["path"] = absolute(path, base)
+    if (template := spec.get("chat_template")) and "{" not in template:
+        spec["chat_template"] = absolute(template, base)
     if (source := spec.get("source")) and (source[0] in ".~" or os.path.exists(absolute(source, base))):
         spec["source"] = absolute(source, base)
     return Entry(manifest.name, {**manifest.body, "spec": spec}, str(file))

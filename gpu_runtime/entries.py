@@ -16,6 +16,7 @@ from .settings import Settings
 
 _OPTIONS = ("context_length", "sequences", "cache_dtype", "gpu_layers", "dtype", "revision", "attn_implementation", "task",
             "chat_template", "thinking")
+MOST_TEMPLATE = 1 << 20  # letters
 _BY_CATEGORY = {"diffusion": "diffusers"}
 
 
@@ -44,6 +45,8 @@ def spec_of(entry: Entry, settings: Settings) -> ModelSpec:
     if said["gpu_layers"] is None:
         said["gpu_layers"] = settings.inference_gpu_layers
     options = {name: said[name] for name in _OPTIONS if said[name] is not None}
+    if "chat_template" in options:
+        options["chat_template"] = _template(options["chat_template"])
     if words:
         options["runtime_args"] = list(passed_on(words, settings))
     if settings.gpu_trust_remote_code and _asks_for_trust(fields):
@@ -72,6 +75,17 @@ def _placement(fields: Fields, said: dict[str, Any]) -> dict[str, Any]:
 
 def _source(entry: Entry, fields: Fields) -> str:
     return fields.path or fields.source or fields.id or entry.name
+
+
+def _template(said: str) -> str:
+    """The text of a chat template, also where its file is named; a file that cannot be read is told when it is used."""
+    if "{" in said:
+        return said
+    try:
+        with open(os.path.expanduser(said), encoding="utf-8") as file:
+            return file.read(MOST_TEMPLATE)
+    except (OSError, UnicodeDecodeError):
+        return said
 
 
 def _backend(source: str, model_type: str) -> str:

@@ -285,6 +285,7 @@ class Gateway:
 
     async def _put_away(self, model: str) -> bool:
         """Its time on the device is over: it steps aside, to RAM where there is room. False where it is in use."""
+        await self._holds.ended(model)
         try:
             await in_thread(lambda: self._rt.evict(model, timeout=0.0, wait=False))
         except StillInUse:

@@ -87,6 +87,12 @@ class Holds:
         start(lambda: self._run(hold))
         return hold
 
+    async def ended(self, model: str) -> None:
+        """Comes back once the pins of that model that were let go of are gone: their threads take a moment."""
+        ending = [hold.ended for hold in list(self._by_thread.values()) if hold.model == model and hold.let_go_of]
+        if ending:
+            await asyncio.wait(ending, timeout=CLOSING_SECONDS)
+
     async def close(self) -> None:
         """Lets go of what is still held, and waits a while for the ends."""
         holds = list(self._by_thread.values())

@@ -56,12 +56,16 @@ def usage(last: Piece) -> dict[str, int]:
 
 async def streamed(pieces: AsyncGenerator[Piece], header: Header, body: dict[str, Any]
                    ) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of a streamed answer; with `stream_options.include_usage` the last one has the usage and no choice."""
-    if header.chat:
-        yield header.part("", first=True)
-    last = Piece(finish="stop")
+    """The chunks of a streamed answer; with `stream_options.include_usage` the last one has the usage and no choice.
+
+    None comes before the engine has said something: what fails until then is told by a status, or answered by another.
+    """
+    last, begun = Piece(finish="stop"), not header.chat
     async with aclosing(pieces):
         async for piece in pieces:
+            if not begun:
+                begun = True
+                yield header.part("", first=True)
             if piece.text:
                 yield header.part(piece.text)
             if piece.finish:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 
 STAY_WARM_SECONDS = {"diffusion": 900.0, "llm": 300.0, "vision": 60.0}
 OTHERS_SECONDS = 300.0
+AGAIN_SECONDS = 5.0  # how soon to try again with a model that is in use
 
 
 def wished(seconds: float | None, model_type: str) -> float:
@@ -34,13 +35,14 @@ class Warmth:
 
     def keep(self, model: str, seconds: float) -> None:
         """A call has ended. Of several wishes the longest counts; an earlier call's is not shortened by a later one."""
-        self._until[model] = max(self._until.get(model, 0.0), self._clock() + seconds)
+        now = self._clock()
+        self._until[model] = now if model in self._leaving else max(self._until.get(model, 0.0), now + seconds)
         self._schedule()
 
     def leave(self, model: str) -> None:
         """It goes at the end of the calls that hold it, whatever was wished; its next call loads it anew."""
         self._leaving.add(model)
-        self._until.setdefault(model, self._clock())
+        self._until[model] = self._clock()
         self._schedule()
 
     def until(self, model: str) -> float | None:
@@ -50,7 +52,7 @@ class Warmth:
     def look(self) -> None:
         """Puts away those whose time is over."""
         now = self._clock()
-        for model in [name for name, until in self._until.items() if until <= now or name in self._leaving]:
+        for model in [name for name, until in self._until.items() if until <= now]:
             del self._until[model]
             task = asyncio.ensure_future(self._go(model))
             self._tasks.add(task)
@@ -58,15 +60,18 @@ class Warmth:
         self._schedule()
 
     async def _go(self, model: str) -> None:
-        if await self._put_away(model):  # else a call holds it, whose end brings it here again
+        if await self._put_away(model):
             self._leaving.discard(model)
+        elif not self._closed:  # a call of ours holds it, whose end brings it here again, or somebody else
+            self._until.setdefault(model, self._clock() + AGAIN_SECONDS)
+            self._schedule()
 
     def _schedule(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._until and not self._closed:
-            first = min(0.0 if name in self._leaving else until for name, until in self._until.items())
+            first = min(self._until.values())
             self._timer = asyncio.get_running_loop().call_later(max(0.0, first - self._clock()), self.look)
 
     async def close(self) -> None:

@@ -95,6 +95,19 @@ def test_what_is_to_be_said_of_several_models_is_said_once(catalog, file):
                           "b: unknown here, and kept: colour")
 
 
+def test_a_chat_template_is_text_or_a_file_beside_the_one_that_names_it(catalog, file, tmp_path):
+    """Read when the model is looked up, so that every engine is given its text; whether it thinks is passed on too."""
+    (tmp_path / "brief.jinja").write_text("{{ messages[-1].content }}")
+    catalog.apply(file("""
+models:
+  a: {backend: fake, memory: 1GiB, chat_template: brief.jinja, thinking: false}
+  b: {backend: fake, memory: 1GiB, chat_template: "{{ messages }}"}
+"""))
+    specs = {spec.name: spec.options for spec in catalog.specs()}
+    assert specs["a"] == {"chat_template": "{{ messages[-1].content }}", "thinking": False}
+    assert specs["b"] == {"chat_template": "{{ messages }}"}
+
+
 def test_paths_are_relative_to_the_file_that_says_them(catalog, file, tmp_path):
     catalog.apply(file("models: {a: {path: sub/../a.gguf}, b: {path: /abs/b}, c: {source: ./c}, d: {source: org/d}}"))
     assert {spec.name: spec.source for spec in catalog.specs()} == {

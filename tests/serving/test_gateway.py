@@ -132,6 +132,9 @@ async def test_a_model_that_fails_is_answered_for_only_where_that_was_configured
         assert (reply.model, said(reply), reply.json["model"]) == ("phi", "hello", "phi")
         assert reply.json["x_gpu"] == {"asked": "qwen", "model": "phi", "because": because}
         assert reply.headers["X-GPU-Because"] == because
+        k.scripts["qwen"] = [DIED]
+        stream = await k.chat("qwen", "hello", stream=True)  # before its first word it may be answered by another
+        assert (stream.model, stream.events.first["x_gpu"]["model"], await heard(stream)) == ("phi", "phi", "hello")
     async with kitchen(qwen=4, phi=4, scripts={"qwen": [DIED]}) as k:
         with pytest.raises(Refused, match="qwen could not be answered. qwen: the engine of qwen .* is gone") as refused:
             await k.chat("qwen", "hello")
@@ -182,6 +185,22 @@ async def test_five_failures_open_the_breaker_and_one_probe_closes_it():
             await k.chat("qwen")
         gate.set()
         assert said(await probe) == said(await k.chat("qwen")) == "one two three"
+
+
+@in_loop
+async def test_a_probe_whose_caller_went_away_leaves_the_probing_to_the_next():
+    """Else the model would be left alone for ever."""
+    async with kitchen(qwen=4, scripts={"qwen": [DIED] * 5}) as k:
+        for _ in range(5):
+            with pytest.raises(Refused):
+                await k.chat("qwen")
+        k.clock.now += 30.0
+        k.scripts["qwen"] = [asyncio.Event()]
+        probe = asyncio.ensure_future(k.chat("qwen"))
+        await until(lambda: k.log[-1] != "qwen ended")
+        probe.cancel()
+        await asyncio.gather(probe, return_exceptions=True)
+        assert said(await k.chat("qwen")) == "one two three"
 
 
 @in_loop
@@ -299,7 +318,7 @@ async def test_a_budget_that_is_spent_ends_the_call():
         with pytest.raises(Refused) as refused:
             await k.chat("a", x_budget=0.05)
         assert (refused.value.status, refused.value.code) == (504, "budget_spent")
-        reply = await k.chat("a", x_budget=0.05, stream=True)
+        reply = await k.chat("a", x_budget=1.0, stream=True)  # in which even a busy machine says its first word
         assert [event async for event in reply.events][-1]["error"]["code"] == "budget_spent"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gpu_runtime.serving.calls import Refused
+from gpu_runtime.serving.speak import speaker_for
 from tests import tiny_models
 from tests.serving.kitchen import Kitchen, heard, kitchen, said
 from tests.serving.loops import in_loop, until
@@ -71,7 +72,7 @@ async def test_the_model_sees_the_conversation_through_its_own_chat_template(nam
 async def test_a_prompt_too_long_is_told_with_the_figures(name, sources):
     """The model is not to blame, and answers the next."""
     async with with_models(sources, name, **({"context_length": 64} if name == "gguf" else {})) as k:
-        for body in ({"text": "word " * 400}, {"max_tokens": 100_000}):
+        for body in ({"text": "word " * 400}, {"max_tokens": 100_000}, {"text": "word " * 400, "stream": True}):
             with pytest.raises(Refused, match="its context is [0-9]+ tokens; the prompt has [0-9]+") as refused:
                 await k.chat(name, **body)
             assert refused.value.status == 400
@@ -106,6 +107,45 @@ async def test_an_answer_ends_at_a_stop_string(name, sources):
         assert said(cut) == full[:full.index(stop)] and cut.json["choices"][0]["finish_reason"] == "stop"
         stream = await k.chat(name, max_tokens=16, temperature=0, stop=stop, stream=True)
         assert await heard(stream) == said(cut)
+
+
+@in_loop
+async def test_a_stream_that_is_not_read_to_its_end_is_closed():
+    """That is how an engine hears that nobody listens; nothing is left to the collector of garbage."""
+    class Stream:
+        closed = False
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> Any:
+            return {"choices": [{"text": "a", "finish_reason": None}]}
+
+        def close(self) -> None:
+            self.closed = True
+
+    class Proxy:
+        metadata = {"tokenizer.chat_template": "{{ messages[0].content }}"}
+        streams: list[Stream] = []
+
+        def n_ctx(self) -> int:
+            return 512
+
+        def tokenize(self, text: bytes, **_: Any) -> list[int]:
+            return list(text)
+
+        def create_chat_completion(self) -> None: ...
+
+        def create_completion(self, prompt: Any, **_: Any) -> Stream:
+            self.streams.append(Stream())
+            return self.streams[-1]
+
+    proxy = Proxy()
+    async with kitchen(qwen=4, speak=lambda value, spec, http: speaker_for(proxy, spec, http)) as k:
+        reply = await k.chat("qwen", stream=True)
+        await anext(reply.events)
+        await reply.aclose()
+        assert [stream.closed for stream in proxy.streams] == [True]
 
 
 @in_loop
