@@ -101,6 +101,8 @@ def run(*, host: str = "127.0.0.1", port: int | None = None, socket_path: str | 
     del pn.state._servers[gate.COOKIE]
     gate.close(server._tornado, made)
     _mask_logs()
+    if page is None:
+        _warm_up()
     opened = None
     try:
         if socket_path is not None:
@@ -167,6 +169,15 @@ def _console(visitor: Visitor) -> Any:
     rt = gpu_runtime.runtime()
     rt.guest = True  # it holds no models; what it does it asks of those who do
     return console.page(visitor, watch.of(rt))
+
+
+def _warm_up() -> None:
+    """Imports what the first page is made of, before anybody waits for it: half a second of the first visitor's."""
+    from gpu_runtime import Runtime  # noqa: F401
+
+    from . import console, tabs  # noqa: F401
+
+    tabs.kind(tabs.titles()[0])
 
 
 def _names(text: str | None) -> frozenset[str]:
