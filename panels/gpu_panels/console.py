@@ -140,7 +140,15 @@ def page(visitor: Any, watch: Watch) -> pmui.Page:
     # Panel would give the style sheets of its CDN.
     pn.state.curdoc.template_variables.setdefault("dist_url", LOCAL_DIST)
     console = Console(watch, visitor)
+    document = pn.state.curdoc
     # Bokeh's own callback: Panel's tells the browser that it is busy, and that it is done, each time.
-    pn.state.curdoc.add_periodic_callback(console.tick, TICK_MILLISECONDS)
-    pn.state.on_session_destroyed(lambda _: console.close())
+    ticking = document.add_periodic_callback(console.tick, TICK_MILLISECONDS)
+
+    def ended(_: Any) -> None:
+        document.remove_periodic_callback(ticking)
+        # What Panel knows of the browser holds the document by which it is kept, and so all that the session ever had.
+        pn.state._browsers.pop(document, None)
+        console.close()
+
+    pn.state.on_session_destroyed(ended)
     return console.page

@@ -100,6 +100,15 @@ export function render({model}) {
     return seen.tr
   }
 
+  function tell(said) {  // what stands between backticks is to be typed
+    note.replaceChildren(...said.split("`").map((part, n) => {
+      const piece = document.createElement(n % 2 ? "code" : "span")
+      piece.textContent = part
+      return piece
+    }))
+    note.hidden = !said
+  }
+
   function draw() {
     const rows = JSON.parse(model.rows)
     const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean)
@@ -127,8 +136,7 @@ export function render({model}) {
     table.hidden = !kept.length
     tools.hidden = !model.filters || !rows.length
     count.textContent = words.length ? `${kept.length} of ${rows.length}` : `${rows.length}`
-    note.textContent = rows.length ? (kept.length ? "" : "No row contains all these words.") : model.empty
-    note.hidden = !note.textContent
+    tell(rows.length ? (kept.length ? "" : "No row contains all these words.") : model.empty)
   }
 
   filter.oninput = draw

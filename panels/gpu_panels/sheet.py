@@ -57,7 +57,7 @@ class Sheet(JSComponent):
 
     columns = param.List(doc="[title, numeric, hint] of each column.")
     rows = param.String("[]", doc="Rows, encoded.")
-    empty = param.String("", doc="What is said where there are no rows: what to do about it.")
+    empty = param.String("", doc="What is said where there are no rows; to be typed is what stands in `backticks`.")
     filters = param.Boolean(True, doc="Whether there is a field to filter by.")
 
     _esm = "sheet.js"

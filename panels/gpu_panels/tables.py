@@ -38,7 +38,7 @@ class _Table(Tab):
 class Models(_Table):
     title = "Models"
     columns = rows.MODELS
-    empty = "No model is known yet. In a notebook:  %gpu load NAME PATH   or in a terminal:  gpu apply -f FILE"
+    empty = "No model is known yet. In a notebook: `%gpu load NAME PATH`; or in a terminal: `gpu apply -f FILE`"
 
     def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
         return rows.models(snapshot, self.watch.latest("catalogue", _catalogue, CATALOGUE_SECONDS) or (),
@@ -52,7 +52,7 @@ class Models(_Table):
 class Leases(_Table):
     title = "Leases"
     columns = rows.LEASES
-    empty = "Nobody holds memory on a device. Load a model in a notebook:  %gpu load NAME PATH"
+    empty = "Nobody holds memory on a device. Load a model in a notebook: `%gpu load NAME PATH`"
 
     def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
         return rows.leases(snapshot, rows.looks(snapshot))

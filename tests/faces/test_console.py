@@ -5,10 +5,14 @@ import gc
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 
 import panel as pn
 import pytest
+from bokeh.application.handlers.document_lifecycle import _on_session_destroyed
+from bokeh.document import Document
 from bokeh.models import ImportedStyleSheet
+from bokeh.server.session import ServerSession
 from gpu_panels import console, header, tabs
 from gpu_panels.actions import DONE_SECONDS
 from gpu_panels.console import Console
@@ -16,6 +20,8 @@ from gpu_panels.guard import Visitor
 from gpu_panels.tab import Tab
 from gpu_panels.watch import Watch
 from msgspec.structs import replace
+from panel.io.state import set_curdoc, state
+from tornado.ioloop import IOLoop
 
 from gpu_runtime.errors import LedgerUnavailable
 
@@ -324,6 +330,36 @@ def test_a_session_that_ends_leaves_nothing_behind(watch, monkeypatch):
     gone = weakref.ref(made)
     made.close()
     del made
+    gc.collect()
+    assert gone() is None and len(watch._sessions) == 0
+
+
+class Context(SimpleNamespace):
+    """What a server keeps of one session."""
+
+
+def test_a_served_session_leaves_nothing_behind_when_its_browser_has_gone(watch, monkeypatch):
+    """Its page with all that was drawn, its callbacks and its place in the watch; also what Panel would keep."""
+    only(monkeypatch, "Now", "Models", "Leases", "Queue")
+    made = []
+    monkeypatch.setattr(console, "Console", lambda *given: made.append(Console(*given)) or made[-1])
+    doc, request = Document(), SimpleNamespace(arguments={}, path="/", headers={})
+    context = Context(id="1", _document=doc, session=SimpleNamespace(token=""), destroyed=False, server_context=None,
+                      request=request)
+    doc._session_context = weakref.ref(context)
+    with set_curdoc(doc):
+        console.page(OPERATOR, watch).server_doc(doc, location=False)
+        for n in range(4):
+            made[0]._tabs.active = n
+    gone = weakref.ref(made.pop())
+    loop = IOLoop(make_current=False)
+    session = ServerSession("1", doc, io_loop=loop)
+    assert len(watch._sessions) == 1
+    _on_session_destroyed(context)  # as the server does
+    state._destroy_session(context)
+    session.destroy()
+    loop.close()  # a tick that was under way would have let go by itself
+    del doc, context, session, loop
     gc.collect()
     assert gone() is None and len(watch._sessions) == 0
 
