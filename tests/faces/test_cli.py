@@ -53,6 +53,7 @@ SAYS = {
     ("delete", "phi:4b"): "phi:4b is no longer in the catalogue",
     ("help",): "gpu evict NAME", ("help", "evict"): "a model; another process's as NAME@PID", ("-h",): "gpu [status]",
     ("console", "-h"): "gpu console [--host HOST] [--port N] [--socket PATH] [--read-only] [--no-browser]",
+    ("serve", "-h"): "gpu serve [--host HOST] [--port N] [--socket PATH] [--read-only]",
     ("evict", "-h"): "gpu evict NAME", ("ledger", "-h"): "gpu ledger init --group G DIR",
 }
 

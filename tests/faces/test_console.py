@@ -352,7 +352,7 @@ def test_a_served_session_leaves_nothing_behind_when_its_browser_has_gone(watch,
         for n in range(4):
             made[0]._tabs.active = n
     gone = weakref.ref(made.pop())
-    loop = IOLoop(make_current=False)
+    loop = IOLoop()  # and the thread's current one: its sleeps are futures of that
     session = ServerSession("1", doc, io_loop=loop)
     assert len(watch._sessions) == 1
     _on_session_destroyed(context)  # as the server does

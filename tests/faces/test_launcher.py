@@ -20,11 +20,14 @@ GROUP = "jupyter_serverproxy_servers"
 
 
 def as_installed(place: Path) -> Path:
-    """A folder whose metadata declares the entry points of this checkout, as an installation of it would."""
+    """A folder whose metadata declares the entry points of this checkout, as an installation of it would.
+
+    It has the distribution's own name, and comes first on the path: what is installed, of whatever age, counts once.
+    """
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
-    folder = place / "installed" / "gpu_console_of_this_checkout-0.dist-info"
+    folder = place / "installed" / "gpu_console-0.dist-info"
     folder.mkdir(parents=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: gpu-console-of-this-checkout\nVersion: 0\n")
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: gpu-console\nVersion: 0\n")
     lines = "".join(f"{name} = {value}\n" for name, value in declared.items())
     (folder / "entry_points.txt").write_text(f"[{GROUP}]\n{lines}")
     return folder.parent
