@@ -158,7 +158,8 @@ def out_of_memory(error: BaseException, book: Book, world: World, me: str, maps:
     holders = sorted((lease for lease in book.leases() if lease.on_device), key=lambda lease: -lease.bytes)
     for lease in holders[:MOST_HOLDERS]:
         owner = book.owner(lease.owner)
-        use = "in use" if lease.pins else f"idle {show_seconds(lease.idle_seconds(world.now))}"
+        idle = "kept" if lease.keep else f"idle {show_seconds(lease.idle_seconds(world.now))}"
+        use = "in use" if lease.pins else idle
         who = "" if lease.owner == me or not owner else f"  {owner.label}"
         lines.append(f"  {show_bytes(lease.bytes):>9}  {lease.where:<8} {lease.name}, {use}{who}")
     for view in views(book, world):

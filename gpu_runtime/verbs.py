@@ -121,6 +121,15 @@ def _plan(rt: Any, args: argparse.Namespace) -> Any:
     return rt.plan(args.name, **given)
 
 
+def is_source(name: str) -> bool:
+    """Whether this name of a model says where it lies: a path, a hub id, a file of weights.
+
+    >>> is_source("models/writer"), is_source("phi-4-Q4_K_M.gguf"), is_source("qwen3:8b")
+    (True, True, False)
+    """
+    return "/" in name or name.endswith((".gguf", ".safetensors"))
+
+
 def _load(rt: Any, args: argparse.Namespace) -> Any:
     known = {*(spec.name for spec in rt.specs()), *rt.catalog_names()}
     options = _given(args, "backend", "size", "importance", "keep")
@@ -128,8 +137,8 @@ def _load(rt: Any, args: argparse.Namespace) -> Any:
     if source is None and options and args.name in rt.catalog_names():
         raise AlreadyRegistered(args.name, f"{args.name} stands in the catalogue, with a word of its own on that.\n"
                                            f"  Change it there:  %gpu apply -f FILE      or give its SOURCE here too")
-    if source is None and args.name not in known and "/" in args.name:
-        source = args.name  # a path or a hub id is its own name
+    if source is None and args.name not in known and is_source(args.name):
+        source = args.name
     if source is not None or options:
         rt.register(args.name, source, **options)
     try:

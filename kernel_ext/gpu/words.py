@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from gpu_runtime.facts import NORMAL, Event, Load, Part, Plan, Snapshot, Step, Ticket
 from gpu_runtime.units import show_bytes, show_seconds
+from gpu_runtime.verbs import is_source
 
 from .view import clean, clock, holder, importance_name, lease_name
 
@@ -104,7 +105,7 @@ def how(plan: Plan, subject: str, prompt: str) -> str:
         return f"It would not be loaded: {clean(plan.obstacle)}."
     if plan.name.startswith("a lease"):
         return f"Do it for a cell:  %{prompt} {subject}" if subject and prompt == "%gpu" else ""
-    if "/" in plan.name:  # a path or a hub id, which nobody has registered
+    if is_source(plan.name):  # which nobody has registered
         return f"Do it{'' if prompt == '%gpu' else ', in a notebook'}:  %gpu load {clean(plan.name)}"
     return f"Do it:  {prompt} preload {clean(plan.name)}" if plan.name else ""
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import pytest
 from gpu import html, plain, render, text, view
+from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Health, Level, Outcome, Share
 from gpu_runtime.settings import Settings, preset
@@ -88,6 +89,12 @@ then  host   ████▓▓▓▓▓▓▓·····│··········�
 Also considered:
   sim:1 2.0 GiB free of 12.0 GiB needed
 Nothing was done. Do it:  %gpu preload gemma"""
+
+
+@pytest.mark.parametrize("path", ["models/gemma", "gemma.Q4_K_M.gguf"])
+def test_a_plan_for_a_path_says_how_to_load_it(path):
+    """Nobody has registered it, so there is nothing to preload."""
+    assert text.plan(replace(samples.fits, name=path), samples.busy, path).endswith(f"Do it:  %gpu load {path}")
 
 
 def test_a_refusal_is_a_plan_too():

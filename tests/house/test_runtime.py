@@ -228,6 +228,9 @@ def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holde
         rt.probe.place("sim:0").squeeze(17 * GIB)
         with pytest.raises(OutOfMemory, match=r"(?s)while loading b.*5.0 GiB.*a, in use"), rt.use("b"):
             pass
+    rt.pin("a")
+    with pytest.raises(OutOfMemory, match="a, kept"), rt.use("b"):
+        pass
     rt.probe.place("sim:0").squeeze(0)
     with rt.use("b"):
         pass
