@@ -196,6 +196,28 @@ def _first_word(book: Book, truth: Truth, world: World) -> Book:
     return book.with_section(Section(owner=truth.owner))
 
 
+def stirs(before: Book, after: Book) -> bool:
+    """Whether whoever waits might be answered otherwise by the second book than by the first.
+
+    A request that was looked at once more, a use that was counted and a sample that was taken are no news: those who
+    wait would wake each other for ever.
+    """
+    if (before.ghosts, before.drained, before.limits) != (after.ghosts, after.drained, after.limits) \
+            or before.sections.keys() != after.sections.keys() or len(before.tickets) != len(after.tickets):
+        return True
+    if any(old is not new and replace(old, refreshed=0.0) != replace(new, refreshed=0.0)
+           for old, new in zip(before.tickets, after.tickets, strict=True)):
+        return True
+    return any(old is not (new := after.sections[id]) and old.leases != new.leases
+               and [*map(_standing, old.leases)] != [*map(_standing, new.leases)]
+               for id, old in before.sections.items())
+
+
+def _standing(lease: Lease) -> Lease:
+    """The lease as far as it stands in anybody's way."""
+    return replace(lease, pins=min(lease.pins, 1), pinned_since=0.0, last_used=0.0, uses=0, measured_bytes=None)
+
+
 def measure(book: Book, world: World) -> Book:
     """The book with our samples in the place of those that are getting old, and without the ghosts that they end.
 

@@ -245,7 +245,7 @@ class Keeper:
         answer, before, after = self.ledger.transact(deciding)
         if after is not before:
             fresh = [event for event in after.events if event.seq > before.seq]
-            self._tell(after, in_full(fresh, answer) if in_full and fresh else fresh)
+            self._tell(before, after, in_full(fresh, answer) if in_full and fresh else fresh)
             self.bound(after, world)
         return answer
 
@@ -349,12 +349,13 @@ class Keeper:
             self.decide(lambda book, world: (books.reap(book, dead, world), None))
         return len(dead)
 
-    def _tell(self, after: Book, fresh: list[Event]) -> None:
+    def _tell(self, before: Book, after: Book, fresh: list[Event]) -> None:
         if fresh:
             self.journal.append(fresh)
             for event in fresh:
                 self._log(event)
-        concerned = {ticket.owner for ticket in after.tickets}
+        waiting = {ticket.owner for ticket in after.tickets}
+        concerned = waiting if waiting and books.stirs(before, after) else set()
         for ticket in after.tickets:
             if ticket.owner == self.me:
                 concerned.update(id.partition("/")[0] for id in (*ticket.recalls, ticket.name) if "/" in id)

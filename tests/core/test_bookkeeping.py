@@ -172,6 +172,35 @@ def test_a_withdrawn_ticket_takes_its_recalls_along():
     assert books.withdraw(page, "other") is page
 
 
+# -- who waits -----------------------------------------------------------------------------------------------------
+
+WAITED_FOR = book(lease("a", sim0=8, pins=1, uses=3), tickets=[ticket("b", by=2), ticket("c", by=3)], owners=(1, 2, 3))
+
+
+@pytest.mark.parametrize("after", [
+    replace(WAITED_FOR, tickets=tuple(replace(one, refreshed=NOW + 1) for one in WAITED_FOR.tickets)),
+    replace(WAITED_FOR, samples={"sim:0": Sample("sim:0", NOW, 0)}),
+    book(lease("a", sim0=8, pins=2, uses=4, last_used=NOW), tickets=WAITED_FOR.tickets, owners=(1, 2, 3)),
+    replace(WAITED_FOR, sections=WAITED_FOR.sections | {ME.id: replace(WAITED_FOR.sections[ME.id], busy_since=NOW)}),
+], ids=["looked at once more", "measured", "used by more", "a cell began"])
+def test_what_helps_nobody_who_waits_wakes_nobody(after):
+    """Or two that wait in one process would wake each other for ever, each by looking."""
+    assert after != WAITED_FOR and not books.stirs(WAITED_FOR, after)
+
+
+@pytest.mark.parametrize("after", [
+    book(lease("a", sim0=8), tickets=WAITED_FOR.tickets, owners=(1, 2, 3)),
+    book(lease("a", sim0=7, pins=1, uses=3), tickets=WAITED_FOR.tickets, owners=(1, 2, 3)),
+    book(lease("a", sim0=8, pins=1, uses=3, keep=True), tickets=WAITED_FOR.tickets, owners=(1, 2, 3)),
+    WAITED_FOR.without_ticket("2:b"),
+    WAITED_FOR.with_ticket(ticket("b", by=2, recalls=(f"{ME.id}/a",))),
+    replace(WAITED_FOR, limits={"sim:0": size(20)}),
+    replace(WAITED_FOR, sections={id: one for id, one in WAITED_FOR.sections.items() if id != ME.id}),
+], ids=["came free", "grew less", "is kept", "one waits less", "is recalled", "a budget", "an owner less"])
+def test_what_may_help_somebody_who_waits_wakes_them(after):
+    assert books.stirs(WAITED_FOR, after)
+
+
 # -- publish ------------------------------------------------------------------------------------------------------
 
 def truth(*leases, keys=(), **fields):

@@ -101,6 +101,28 @@ def test_a_hopeless_request_evicts_nothing(runtime):
     assert rt.evictions().empty
 
 
+@pytest.mark.parametrize("ledger", ["memory:", "sqlite"])
+def test_who_waits_sleeps(runtime, tmp_path, monkeypatch, ledger):
+    """Two that wait in one process looked 6,000 times a second, each woken by the other's look."""
+    rt = runtime(monitor=False, ledger=ledger if ledger == "memory:" else f"sqlite://{tmp_path}/ledger")
+    fakes(rt, a="14GiB", b="14GiB", c="14GiB")
+    looks = []
+    decide = rt._keeper.decide
+    with rt.use("a"):
+        monkeypatch.setattr(rt._keeper, "decide", lambda *args, **named: looks.append(1) or decide(*args, **named))
+
+        def wait(name):
+            with pytest.raises(Busy), rt.use(name, timeout=1.5):
+                pass
+
+        waiting = [threading.Thread(target=wait, args=(name,)) for name in "bc"]
+        for thread in waiting:
+            thread.start()
+        for thread in waiting:
+            thread.join(30)
+    assert 4 <= len(looks) <= 20  # each at the beginning, a second later and at the end; and at what the other began
+
+
 def test_a_model_in_use_is_waited_for_and_the_wait_times_out_with_its_name(runtime):
     rt = runtime(monitor=False)
     fakes(rt, a="14GiB", b="14GiB")
