@@ -124,7 +124,7 @@ class Engine:
         self._over: GpuError | None = None  # why there is no more
         self._wanted = True  # False: it is ended on purpose
         self._lost: Lost | None = None
-        self._told = False
+        self._told = self._telling = False
         self._failures = 0
         self.facts: dict[str, Any] = {}
         threads.start(self._read)
@@ -188,8 +188,11 @@ class Engine:
         with self._lock:
             if self._over is None or self._lost is None or self._told or not self._wanted:
                 return
-            self._told, lost, over = True, self._lost, self._over
-        lost(over.facts["kind"], str(over).splitlines()[0])
+            self._told, self._telling, lost, over = True, True, self._lost, self._over
+        try:
+            lost(over.facts["kind"], str(over).splitlines()[0])
+        finally:
+            self._telling = False
 
     def end(self) -> None:
         """Ends it and all it started. Twice is once."""
@@ -202,6 +205,8 @@ class Engine:
             self._over = self._over or why  # first: the reader will find the channel closed, and has another story
         self._channel.close()
         self._tell_loss()
+        if self._telling:  # and puts us away meanwhile: callers hear of it once the book has it
+            return
         with self._lock:
             waiting, self._pending = list(self._pending.values()), {}
         self._news.put({"over": True})

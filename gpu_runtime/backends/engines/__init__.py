@@ -124,8 +124,9 @@ def as_it_was_told(order: Order, ask: Ask) -> str:
 def own_arguments(spec: ModelSpec) -> tuple[str, ...]:
     """The model's `runtime_args`, without those that the lease decides.
 
-    >>> own_arguments(ModelSpec("a", "vllm", options={"runtime_args": ["--seed", "1", "--gpu-memory-utilization",
-    "1"]})) ('--seed', '1')
+    >>> words = ["--seed", "1", "--gpu-memory-utilization", "1"]
+    >>> own_arguments(ModelSpec("a", "vllm", options={"runtime_args": words}))
+    ('--seed', '1')
     """
     from ...fields import OURS, grouped
 
