@@ -23,7 +23,7 @@ from . import Progress, gguf, sources
 from .absent import AbsentBackend
 from .calls import Channel, Engine, ProcessChannel, ThreadChannel
 from .cardenv import card_environment
-from .llama_worker import METHODS
+from .llama_worker import METHODS, OUR_METHODS
 from .processes import new_log
 
 CONTEXT_TOKENS = 4096  # where nobody asks for a length, and the model knows as many
@@ -58,7 +58,7 @@ class LlamaModel:
     def __getattr__(self, name: str) -> Any:
         if name == "metadata" or name == "chat_format":
             return self._call(name, (), {})
-        if name in METHODS:
+        if name in METHODS + OUR_METHODS:
             return lambda *args, **kwargs: self._call(name, args, kwargs)
         raise AttributeError(f"{self.name} has no {name!r}; a llama.cpp model has {', '.join(METHODS)}")
 

@@ -15,14 +15,14 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 METHODS = (  # of Llama, that can be called from outside
     "create_chat_completion", "create_completion", "__call__", "create_embedding", "embed", "tokenize", "detokenize",
     "n_ctx", "n_vocab", "n_embd", "token_bos", "token_eos", "token_nl", "metadata", "chat_format", "reset", "set_seed",
-    "drill",
 )
+OUR_METHODS = ("write", "drill")  # of Model, below
 LONGEST_LINE = 256 << 20
 _BUFFER = re.compile(r"([A-Za-z]+\d*)(?:_\w+)?\s+(model|KV|RS|output|compute) buffer size\s*=\s*([\d.]+) MiB")
 _loading = threading.Lock()
@@ -91,6 +91,33 @@ def _load(order: dict[str, Any], desk: Desk, progress: Callable[[float], None], 
                 raise Cancelled
             super().eval(tokens)
 
+        def write(self, prompt: str, add_bos: bool, most: int | None, by_piece: bool, stream: bool = True,
+                  **given: Any) -> Iterator[dict[str, Any]]:
+            """How the prompt goes on, in one round trip: texts, then how it ended, with the tokens of both.
+
+            A template writes the beginning of the sequence itself; to a plain prompt it is added, and nothing in it is
+            a special token. What is too long for the context is told in the place of an answer.
+            """
+            tokens = self.tokenize(prompt.encode(), add_bos=add_bos, special=not add_bos)
+            room = self.n_ctx() - len(tokens)
+            if room < (most or 1):
+                yield {"too_long": len(tokens)}
+                return
+            said, finish = [], "stop"
+            for chunk in self.create_completion(tokens, stream=True, max_tokens=most or room, **given):
+                choice = chunk["choices"][0]
+                finish = choice.get("finish_reason") or finish
+                if choice["text"]:
+                    said.append(choice["text"])
+                    if by_piece:
+                        yield {"text": choice["text"]}
+            text = "".join(said)
+            # The library counts nothing while it streams: the answer's tokens are those that its text is written in.
+            count = most if most and finish == "length" else len(
+                self.tokenize(text.encode(), add_bos=False, special=False)) if said else 0
+            yield {"text": "" if by_piece else text, "finish": finish, "prompt_tokens": len(tokens),
+                   "completion_tokens": count}
+
         def drill(self, words: str) -> None:
             """Fails with these words, as a driver would: for runbooks and tests."""
             raise RuntimeError(words)
@@ -152,7 +179,7 @@ def _answer(model: Any, job: dict[str, Any], desk: Desk, send: Callable[[dict[st
     try:
         if number in desk.cancelled:
             raise Cancelled
-        if job["call"] not in METHODS:
+        if job["call"] not in METHODS + OUR_METHODS:
             raise AttributeError(f"there is no {job['call']}")
         called = getattr(model, job["call"])
         result = called(*job["args"], **_grammar(job["kwargs"])) if callable(called) else called

@@ -90,35 +90,19 @@ class LlamaSpeaker(TextSpeaker):
 
     def pieces(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncGenerator[Piece]:
         def work(emit: Emit, gone: threading.Event) -> None:
-            self._write(self.prompt(kind, body, think), kind == "chat", body, emit, gone)
+            most = tokens_wanted(body)
+            given = {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
+            told = self.value.write(self.prompt(kind, body, think), kind != "chat", most, bool(body.get("stream")),
+                                    stop=stops_of(body), stream=True, **given)
+
+            def tell(part: dict[str, Any]) -> None:
+                if "too_long" in part:
+                    raise too_long(self.spec.name, part["too_long"], most, self.facts.context)
+                emit(Piece(**part))
+
+            _read(told, tell, gone)
 
         return pumped(work)
-
-    def _write(self, text: str, is_chat: bool, body: dict[str, Any], emit: Emit, gone: threading.Event) -> None:
-        # A template writes the beginning of the sequence itself; a plain prompt has it put before.
-        prompt = self.value.tokenize(text.encode(), add_bos=not is_chat, special=is_chat)
-        most, context = tokens_wanted(body), self.facts.context
-        if len(prompt) + (most or 1) > context:
-            raise too_long(self.spec.name, len(prompt), most, context)
-        given = {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
-        chunks = self.value.create_completion(prompt, stream=True, stop=stops_of(body),
-                                              max_tokens=most or context - len(prompt), **given)
-        said: list[str] = []
-        finish = "stop"
-
-        def tell(chunk: dict[str, Any]) -> None:
-            nonlocal finish
-            choice = chunk["choices"][0]
-            finish = choice.get("finish_reason") or finish
-            if choice["text"]:
-                said.append(choice["text"])
-                emit(Piece(choice["text"]))
-
-        _read(chunks, tell, gone)
-        # The library counts nothing while it streams: the answer's tokens are those that its text is written in.
-        count = most if most and finish == "length" else len(
-            self.value.tokenize("".join(said).encode(), add_bos=False, special=False)) if said else 0
-        emit(Piece(finish=finish, prompt_tokens=len(prompt), completion_tokens=count))
 
     async def vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
         if self.spec.model_type != "embedding":

@@ -119,7 +119,7 @@ async def test_a_stream_that_is_not_read_to_its_end_is_closed():
             return self
 
         def __next__(self) -> Any:
-            return {"choices": [{"text": "a", "finish_reason": None}]}
+            return {"text": "a"}
 
         def close(self) -> None:
             self.closed = True
@@ -131,12 +131,9 @@ async def test_a_stream_that_is_not_read_to_its_end_is_closed():
         def n_ctx(self) -> int:
             return 512
 
-        def tokenize(self, text: bytes, **_: Any) -> list[int]:
-            return list(text)
-
         def create_chat_completion(self) -> None: ...
 
-        def create_completion(self, prompt: Any, **_: Any) -> Stream:
+        def write(self, prompt: str, *_: Any, **__: Any) -> Stream:
             self.streams.append(Stream())
             return self.streams[-1]
 
