@@ -1,7 +1,7 @@
 """Apple's GPU under Metal, as system_profiler tells of it.
 
-Apple silicon has one GPU, and its memory is the machine's. An Intel Mac's discrete card is used where there is one, with
-memory of its own; nobody tells how full that is. Tested against recorded answers of the tool: not run on hardware.
+Apple silicon has one GPU, and its memory is the machine's. An Intel Mac's discrete card is used where there is one,
+with memory of its own; nobody tells how full that is. Tested against recorded answers of the tool: not run on hardware.
 """
 from __future__ import annotations
 

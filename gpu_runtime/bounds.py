@@ -1,7 +1,7 @@
 """How much of each card torch may take in this process, so that it never takes what somebody else has leased.
 
-Pure. A lease holds weights; what code needs beyond them (activations, caches) it may take from what nobody claims. torch
-refuses the rest with its own out-of-memory error, in the process that asks for too much and not in its neighbour.
+Pure. A lease holds weights; what code needs beyond them (activations, caches) it may take from what nobody claims.
+torch refuses the rest with its own out-of-memory error, in the process that asks for too much and not in its neighbour.
 """
 from __future__ import annotations
 

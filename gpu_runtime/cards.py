@@ -1,8 +1,8 @@
 """Cards as their vendors' drivers tell of them, and which of them this process may use.
 
-One module a vendor (`nvml`, `nvidia_smi`, `amd`, `apple`), a line in SOURCES for each, and all give the same facts: every
-card of the machine, those that this process sees, and what the driver says of one now. A call into a driver may hang for
-good, so a process on which others depend asks `patiently`.
+One module a vendor (`nvml`, `nvidia_smi`, `amd`, `apple`), a line in SOURCES for each, and all give the same facts:
+every card of the machine, those that this process sees, and what the driver says of one now. A call into a driver may
+hang for good, so a process on which others depend asks `patiently`.
 """
 from __future__ import annotations
 
@@ -147,9 +147,9 @@ def sample(card: Card, asked: ModuleType, now: float) -> Sample:
 def named_by(variable: str | None, cards: tuple[Card, ...], torch: str) -> tuple[Card, ...]:
     """The cards that a variable such as CUDA_VISIBLE_DEVICES names, as CUDA and HIP read it.
 
-    Indices into `cards`, UUIDs or their unique beginnings, instances by their UUID. The first wrong entry ends the list,
-    a card named twice leaves none. Of a partitioned card the first instance stands for it; and where one instance is
-    seen, nothing else is. Source: CUDA C++ Programming Guide, CUDA Environment Variables; MIG User Guide, Device
+    Indices into `cards`, UUIDs or their unique beginnings, instances by their UUID. The first wrong entry ends the
+    list, a card named twice leaves none. Of a partitioned card the first instance stands for it; and where one instance
+    is seen, nothing else is. Source: CUDA C++ Programming Guide, CUDA Environment Variables; MIG User Guide, Device
     Enumeration.
     """
     groups: dict[str, list[Card]] = {}
@@ -182,8 +182,8 @@ def _named(entry: str, groups: Mapping[str, list[Card]]) -> Card | None:
 
 
 def chosen(wanted: str, cards: tuple[Card, ...]) -> tuple[Card, ...] | str:
-    """Those of these cards that somebody names explicitly: `0,2`, or UUIDs or their unique beginnings; or the entry that
-    names none of them. Numbers are the driver's own, as in `cuda:2` and nvidia-smi."""
+    """Those of these cards that somebody names explicitly: `0,2`, or UUIDs or their unique beginnings; or the entry
+    that names none of them. Numbers are the driver's own, as in `cuda:2` and nvidia-smi."""
     found: list[Card] = []
     for entry in (entry.strip() for entry in wanted.split(",")):
         matches = [card for card in cards if entry and (

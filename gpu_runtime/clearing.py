@@ -188,7 +188,8 @@ def _whom(need: Mapping[str, int], idle: list[Lease], host_bytes: int, enough: E
 
 def _whom_under_cap(need: Mapping[str, int], idle: list[Lease], host_bytes: int, ground: Ground,
                     candidate: Candidate, enough: Enough) -> tuple[Lease, ...] | None:
-    """The victims, where the operator's cap may ask for the user's own to leave first, in whichever process they lie."""
+    """The victims, where the operator's cap may ask for the user's own to leave first, in whichever process they
+    lie."""
     ours = ground.ours
     over = {share.device: share.bytes - ground.allowed_later.get(share.device, share.bytes)
             for share in candidate.shares}

@@ -1,7 +1,7 @@
 """One report to paste into an issue: versions, drivers, devices, ledger, settings, last refusals. No secrets.
 
-Each chapter is gathered by itself, and where one cannot be, its reason stands in its place: a report is wanted most where
-something does not open.
+Each chapter is gathered by itself, and where one cannot be, its reason stands in its place: a report is wanted most
+where something does not open.
 """
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`drain`, as it is typed: the fact goes into the book, each owner moves its own, and what stays is told with its reason."""
+"""`drain`, as it is typed: the fact goes into the book, each owner moves its own, and what stays is told with its
+reason."""
 from __future__ import annotations
 
 from . import drains

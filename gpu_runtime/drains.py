@@ -1,7 +1,8 @@
 """Cards that an operator has drained: no new leases there, and what is idle leaves.
 
-Pure. That a card is drained is a fact of the book, and not of whoever wrote it: it outlives the terminal in which it was
-typed. It goes by the card's UUID. Who may write it, the runtime asks; that tensors leave, each owner sees to itself.
+Pure. That a card is drained is a fact of the book, and not of whoever wrote it: it outlives the terminal in which it
+was typed. It goes by the card's UUID. Who may write it, the runtime asks; that tensors leave, each owner sees to
+itself.
 """
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ def refusals(request: Request, world: World, sentences: Mapping[str, str]) -> di
 
 
 def vacate(book: Book, owner: str, world: World, key: str) -> tuple[Book, tuple[Step, ...]]:
-    """What this owner moves off drained cards now: what is idle. What is in use leaves when it is idle, and what is kept
-    once it is unpinned."""
+    """What this owner moves off drained cards now: what is idle. What is in use leaves when it is idle, and what is
+    kept once it is unpinned."""
     section = book.sections.get(owner)
     cards = drained(book, world)
     if section is None or not cards:

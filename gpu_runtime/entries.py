@@ -106,7 +106,8 @@ def _asks_for_trust(fields: Fields) -> bool:
 
 
 def require_loadable(spec: ModelSpec) -> None:
-    """Nothing, where it may be loaded. Raises ModelDisabled, or LoadFailed where no backend can: before anybody leaves."""
+    """Nothing, where it may be loaded. Raises ModelDisabled, or LoadFailed where no backend can: before anybody
+    leaves."""
     if not spec.enabled:
         raise ModelDisabled(spec.name)
     if because := obstacle(spec):

@@ -203,7 +203,8 @@ class EngineDied(GpuError):
 
 
 class EngineFault(GpuError):
-    """An engine failed by its driver, or again and again, and was put away. Attributes: name, kind, why, log, reloads."""
+    """An engine failed by its driver, or again and again, and was put away. Attributes: name, kind, why, log,
+    reloads."""
 
 
 class ProcessLost(GpuError):

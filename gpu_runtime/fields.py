@@ -1,7 +1,7 @@
 """The fields that a manifest may have: one table that checks them and that the README shows.
 
-Each is read into what the house uses: sizes into bytes, durations into seconds, others' words into ours. A field that is
-not in the table is kept, unless it looks like a slip of the pen.
+Each is read into what the house uses: sizes into bytes, durations into seconds, others' words into ours. A field that
+is not in the table is kept, unless it looks like a slip of the pen.
 
 Sources: Helix, Multi-GPU Scheduling, appendix B; Kitchen Brigade, GPU Allocation Semantics, section 4; Model Boss,
 Backend Registry and Model Pinning; NDIF, GPU Fraction Deployment.

@@ -271,7 +271,8 @@ class Keeper:
         return bool(self.blocks) or any(resident.handle is not None for resident in list(self.residents.values()))
 
     def _rename(self, names: dict[str, str]) -> None:
-        """Calls our cards as the book does. Raises LedgerUnavailable where something lies on them under the old names."""
+        """Calls our cards as the book does. Raises LedgerUnavailable where something lies on them under the old
+        names."""
         if self._holds():
             cards = ", ".join(f"{mine} is {theirs}" for mine, theirs in names.items())
             raise LedgerUnavailable(f"the book calls cards of this process otherwise by now: {cards}.\n"
@@ -494,8 +495,8 @@ class Keeper:
             reaped = False
 
     def _pause(self, verdict: Wait, deadline: float | None) -> None:
-        """Until the bell rings, somebody dies, a model of our own that stands in the way comes free, or time may have changed
-        things."""
+        """Until the bell rings, somebody dies, a model of our own that stands in the way comes free, or time may have
+        changed things."""
         now = self.clock()
         until = min(t for t in (now + POLL_SECONDS, verdict.retry_at, deadline) if t is not None)
         ours = [r for r in list(self.residents.values()) if r.lease.id in verdict.blockers and r.pins]
@@ -633,7 +634,8 @@ class Keeper:
         return True
 
     def carry(self, step: Move | Drop, key: Key, by: str = "") -> bool:
-        """Performs a step of our own where no interrupt cuts it in half; False where it was not to be, and nothing moved."""
+        """Performs a step of our own where no interrupt cuts it in half; False where it was not to be, and nothing
+        moved."""
         return self._uncut(key, lambda: self._step_aside(step, key, by))
 
     def evict(self, resident: Resident, because: str, *, drop: bool = False, by: str = "") -> Move | Drop | None:
@@ -699,7 +701,8 @@ class Keeper:
             for verdict in self._until_granted(key, wanted, Footprint.of(size),
                                                PlacementRules(policy=self.settings.gpu_placement), timeout,
                                                here=lambda: name in self.blocks):
-                # Its bytes need no bringing, so nothing is settled: the monitor, or the block's end, publishes what it is.
+                # Its bytes need no bringing, so nothing is settled: the monitor, or the block's end, publishes what it
+                # is.
                 lease = replace(verdict.lease, shares=verdict.lease.target, target=(), phase=Phase.SETTLED, key="",
                                 settled_at=self.clock())
                 self.blocks[name] = (lease, anchor)

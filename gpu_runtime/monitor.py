@@ -22,7 +22,8 @@ MOST_REST_SECONDS = 300.0
 
 
 class Breaker:
-    """After 5 failures in a row nothing is tried for 30 s, then once; each further failure doubles the rest, to 300 s."""
+    """After 5 failures in a row nothing is tried for 30 s, then once; each further failure doubles the rest, to 300
+    s."""
 
     def __init__(self) -> None:
         self.failures = 0

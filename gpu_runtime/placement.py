@@ -79,8 +79,8 @@ def claims_no_more(rules: PlacementRules) -> bool:
 def claim(footprint: Footprint, rules: PlacementRules, limit: int) -> int:
     """The bytes that the footprint claims of a single card with this budget; more than the budget: it does not fit.
 
-    With a factor, NDIF's rule: a share of the weights times the factor where that is less than the given fraction of the
-    card, else the whole card. Without one the estimate itself, which knows the KV cache and the rest by name.
+    With a factor, NDIF's rule: a share of the weights times the factor where that is less than the given fraction of
+    the card, else the whole card. Without one the estimate itself, which knows the KV cache and the rest by name.
 
     >>> rules = PlacementRules(factor=3.0, largest_fraction=0.8)
     >>> [claim(Footprint.of(size), rules, 80) for size in (10, 21, 22, 90)]

@@ -48,7 +48,8 @@ def policy(name: str) -> Policy:
 def victims(need: Mapping[str, int], idle: Iterable[Lease], world: World, rank: Policy) -> tuple[Lease, ...] | None:
     """Who leaves so that `need` bytes come free on each device; None where all of them together are not enough.
 
-    The least important first, then the lowest rank; then pruned until no member of the set can be spared. A key `owner:ID` in `need` stands for all the cards that this owner's leases lie on.
+    The least important first, then the lowest rank; then pruned until no member of the set can be spared. A key
+    `owner:ID` in `need` stands for all the cards that this owner's leases lie on.
     """
     return first_enough(need, in_order(idle, world, rank))
 

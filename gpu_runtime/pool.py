@@ -90,7 +90,8 @@ class Resident:
         self._clock = clock
 
     def pieces(self) -> tuple[int, ...]:
-        """Sizes, in proportion, of what it may be cut between; one: it must stay whole; none: it may be cut anywhere."""
+        """Sizes, in proportion, of what it may be cut between; one: it must stay whole; none: it may be cut
+        anywhere."""
         if self._pieces is None:
             self._pieces = self.backend.pieces(self.spec, self.origin)
         return self._pieces
@@ -170,7 +171,8 @@ class Resident:
         self.tell_loss(kind, because)
 
     def lose(self) -> None:
-        """Lets go of what is gone already, or cannot be used any more; whoever kept the object can go on with it later."""
+        """Lets go of what is gone already, or cannot be used any more; whoever kept the object can go on with it
+        later."""
         self._drop()
 
     def begin_moving(self) -> bool:
@@ -249,7 +251,8 @@ _residents: weakref.WeakKeyDictionary[Any, Resident] = weakref.WeakKeyDictionary
 
 
 def govern_calls(value: Any, resident: Resident) -> None:
-    """Makes a call of a module, its `forward` and its `generate` pin it for the length of the call, and bring it back if away.
+    """Makes a call of a module, its `forward` and its `generate` pin it for the length of the call, and bring it back
+    if away.
 
     The module's class becomes a subclass of itself. An attribute on the instance would be simpler, but a deep copy
     would carry it along and call the original's weights.
@@ -320,7 +323,8 @@ _moving: set[object] = set()
 
 
 def finish() -> None:
-    """Waits for work that goes on though nobody waits for it any more: an interpreter that ends would cut it in half."""
+    """Waits for work that goes on though nobody waits for it any more: an interpreter that ends would cut it in
+    half."""
     until = time.monotonic() + MOST_SECONDS
     while _moving and time.monotonic() < until:
         time.sleep(0.01)

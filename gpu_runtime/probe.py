@@ -1,8 +1,8 @@
 """The devices of this machine: which there are, how full they are, and what this process holds of them.
 
 Which cards there are their drivers are asked once, with a time limit. How full they are is read from what the host's
-helper process measures (`follow`); only a runtime that shares its book with nobody asks for itself. Simulated cards keep
-their own account. Nothing here decides anything.
+helper process measures (`follow`); only a runtime that shares its book with nobody asks for itself. Simulated cards
+keep their own account. Nothing here decides anything.
 """
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ class Probe:
             raise UnknownDevice(device, tuple(self._memories)) from None
 
     def named(self, torch: str) -> str:
-        """What everybody calls the card that torch calls so in this process; `cpu` is the host. Raises UnknownDevice."""
+        """What everybody calls the card that torch calls so in this process; `cpu` is the host. Raises
+        UnknownDevice."""
         if torch == "cpu":
             return HOST
         for id, card in self._cards.items():
@@ -151,7 +152,8 @@ class Probe:
         return {id: max(0, self._charged(card) - _torch_reserved(card)) for id, card in self._cards.items()}
 
     def watch_peaks(self) -> None:
-        """From now on `beyond_now` tells the most that torch has held on a card, beyond what it holds at this moment."""
+        """From now on `beyond_now` tells the most that torch has held on a card, beyond what it holds at this
+        moment."""
         cuda = _started_cuda() if self._cards else None
         for card in self._cards.values() if cuda else ():
             cuda.reset_peak_memory_stats(card.device.index)
@@ -164,12 +166,13 @@ class Probe:
         return cuda.max_memory_allocated(card.device.index) - cuda.memory_allocated(card.device.index)
 
     def charged(self, pid: int, devices: tuple[str, ...]) -> dict[str, int]:
-        """Bytes that the driver charges to that process on these cards, its CUDA context too; 0 where it does not tell."""
+        """Bytes that the driver charges to that process on these cards, its CUDA context too; 0 where it does not
+        tell."""
         return {id: self._charged(self._cards[id], pid) for id in devices if id in self._cards}
 
     def _charged(self, card: Card, pid: int = 0) -> int:
-        """Bytes that the driver charges to a process, this one unless another is named; 0 where it does not tell, or in a
-        container knows it by another number."""
+        """Bytes that the driver charges to a process, this one unless another is named; 0 where it does not tell, or in
+        a container knows it by another number."""
         pid = pid or os.getpid()
         if self._sampling is None:
             return self._ask(card, 0.0).processes.get(pid) or 0
@@ -232,9 +235,9 @@ def open_probe(devices: str = "auto", *, cpu_only: bool = False, environment: Ma
     """The probe of the devices that the text names.
 
     `auto`: the cards that this process sees if there are any and `cpu_only` does not forbid it, else one simulated card
-    of half this machine's memory. `cuda`, `rocm`, `metal`: those cards or an error; `cuda:0,2` or `cuda:GPU-8a41`: these
-    among them. `sim:2x24GiB,host:64GiB`: two simulated cards and a simulated host; without `host:` the host is this
-    machine's memory.
+    of half this machine's memory. `cuda`, `rocm`, `metal`: those cards or an error; `cuda:0,2` or `cuda:GPU-8a41`:
+    these among them. `sim:2x24GiB,host:64GiB`: two simulated cards and a simulated host; without `host:` the host is
+    this machine's memory.
 
     Raises BadSetting for anything else, and ProbeFailed where there is a driver and it fails.
     """

@@ -177,7 +177,8 @@ class Runtime:
 
     @property
     def _keeper(self) -> Keeper:
-        """Who carries things out. Raises LedgerUnavailable, in the same words whatever was asked, once this is closed."""
+        """Who carries things out. Raises LedgerUnavailable, in the same words whatever was asked, once this is
+        closed."""
         if self._closed:
             raise LedgerUnavailable(f"this runtime was closed, and its ledger {self._kept.ledger.url} with it.\n"
                                     "  Open another:  rt = gpu_runtime.runtime()", path=self._kept.ledger.url)
@@ -503,8 +504,8 @@ class Runtime:
         """Gives memory back that allocators hold and nobody uses: of every process that this user may ask, or of one.
 
         `process` is its number (`4121`), its id in the book, or a model that it has (`qwen@4121`). What stays is cut up
-        between blocks in use. Raises UnknownModel, AmbiguousName; and NotAllowed, GpuError and Busy where the one that was
-        named does not.
+        between blocks in use. Raises UnknownModel, AmbiguousName; and NotAllowed, GpuError and Busy where the one that
+        was named does not.
         """
         return defragmenting.defrag(self, process, timeout)
 
@@ -515,7 +516,8 @@ class Runtime:
         return freed
 
     def drain(self, device: str, *, undo: bool = False, timeout: str | float | None = 5.0) -> Outcome:
-        """Takes no new leases on that card from now on, whoever asks, and moves what is idle there away; `undo` ends that.
+        """Takes no new leases on that card from now on, whoever asks, and moves what is idle there away; `undo` ends
+        that.
 
         It holds for all processes of the ledger until it is undone or the machine restarts. Raises UnknownDevice, and
         NotAllowed where others share the cards and this user is no operator.
@@ -550,7 +552,8 @@ class Runtime:
         return Outcome(verb, name, False, verdict.because)
 
     def tell_waits(self, told: Callable[[str, Wait | None], None] | None) -> None:
-        """Has `told(name, wait)` called in the waiting thread, each time a wait is looked at, and with None at its end."""
+        """Has `told(name, wait)` called in the waiting thread, each time a wait is looked at, and with None at its
+        end."""
         self._keeper.on_wait = told
 
     def _foreign(self, verb: str, owner: Owner | None, name: str) -> str:
@@ -610,7 +613,8 @@ class Runtime:
                         seen_seconds=page.seen_seconds)
 
     def _look_after(self) -> None:
-        """Sees to it that the host's helper lives; on simulated cards not for a runtime that may be gone in a moment."""
+        """Sees to it that the host's helper lives; on simulated cards not for a runtime that may be gone in a
+        moment."""
         self.probe.look_after()
         if self._recording and time.monotonic() - self._opened_at > RECORD_AFTER_SECONDS:
             self._recording.look_after()
@@ -696,7 +700,8 @@ class Runtime:
         return frames.events(self._keeper.history(limit, actions=books.EVICTIONS))
 
     def history(self, seconds: str | float = 900.0, points: int = 600) -> History:
-        """How every device was used in the last `seconds`, at most `points` moments of each, and what happened meanwhile.
+        """How every device was used in the last `seconds`, at most `points` moments of each, and what happened
+        meanwhile.
 
         Of moments that lie too close together the fullest one is kept; the newest is of now. Between two moments
         nothing changed, unless they are further apart than a minute and than the others: then nobody was there. It
@@ -1006,7 +1011,8 @@ class Runtime:
         self.close()
 
     def _forked(self) -> None:
-        """In a forked child nothing is owned: another owner, an empty pool, and the parent's models as plain objects."""
+        """In a forked child nothing is owned: another owner, an empty pool, and the parent's models as plain
+        objects."""
         if self._closed:
             return
         for resident in self._kept.residents.values():
@@ -1064,8 +1070,8 @@ def importance_of(word: str | int) -> int:
 def notebook_path() -> str:
     """The notebook this kernel runs, where its front end says so; empty while it does not.
 
-    Jupyter sets a variable of the environment; Visual Studio Code, and some servers, set one in the notebook's own names,
-    and may do so only after the kernel has started.
+    Jupyter sets a variable of the environment; Visual Studio Code, and some servers, set one in the notebook's own
+    names, and may do so only after the kernel has started.
     """
     if path := os.environ.get("JPY_SESSION_NAME"):
         return path

@@ -60,7 +60,8 @@ def reranker(directory: str | Path, *, size: str | int | None = None, seed: int 
 
 
 def gguf_lm(file: str | Path, *, size: str | int | None = None, context: int = 512, seed: int = 0) -> Path:
-    """The file of a new Llama in GGUF, 0.5 MB or about `size`, with a vocabulary of bytes and signs and a chat template.
+    """The file of a new Llama in GGUF, 0.5 MB or about `size`, with a vocabulary of bytes and signs and a chat
+    template.
 
     It writes nothing but printable signs, and no end: so a text has just as many tokens as were asked for.
     """

@@ -1,7 +1,7 @@
 """How room is made on several cards at once: on which of them, and who leaves.
 
-Pure. One lease may lie on several of the cards, and free bytes on one may do for those on another; so leases leave one by
-one, in order, until what has come free holds the model, and then whoever can be spared stays after all.
+Pure. One lease may lie on several of the cards, and free bytes on one may do for those on another; so leases leave one
+by one, in order, until what has come free holds the model, and then whoever can be spared stays after all.
 """
 from __future__ import annotations
 

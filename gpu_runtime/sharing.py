@@ -90,7 +90,8 @@ def _gid(group: str) -> int:
 
 
 def _require_a_good_place(place: Path, gid: int, group: str) -> None:
-    """Raises where the ledger would lie badly: out of the members' reach, open to others, on a network, among strangers."""
+    """Raises where the ledger would lie badly: out of the members' reach, open to others, on a network, among
+    strangers."""
     def bad(expected: str) -> BadSetting:
         return BadSetting("DIR", str(place), expected)
 

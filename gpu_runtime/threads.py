@@ -34,8 +34,9 @@ class Running:
 def start(work: Callable[[], None]) -> Running:
     """Runs it in a thread of its own, for which the end of the process does not wait.
 
-    Not `threading.Thread`: its `start` waits until the new thread says that it lives, and an interrupt of that wait leaves
-    the lock held with which it would say so. The thread then never runs, and a process that waits for it never ends.
+    Not `threading.Thread`: its `start` waits until the new thread says that it lives, and an interrupt of that wait
+    leaves the lock held with which it would say so. The thread then never runs, and a process that waits for it never
+    ends.
     """
     running = Running(work)
     _thread.start_new_thread(running.run, ())

@@ -194,8 +194,8 @@ def activation_bytes(config: Mapping[str, Any], wanted: Wish) -> int | None:
     model's, for each token; with experts, those for each expert that a token goes to. Then the last token's scores.
     Attention written out (`attn_implementation="eager"`) holds a matrix of scores for each head, twice.
     An engine that reads in batches (llama.cpp: 512 tokens, in float32, and the scores of all of them) says so in its
-    config; it uses one buffer for one after the other, and beside it, where it writes attention out, the whole matrix of
-    each head and a mask.
+    config; it uses one buffer for one after the other, and beside it, where it writes attention out, the whole matrix
+    of each head and a mask.
     Checked against what a forward pass of transformers really keeps alive: `tests/backends/test_estimates.py`.
     """
     text = _text(config)

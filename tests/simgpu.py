@@ -1,4 +1,5 @@
-"""A simulated accelerator for torch: devices `simgpu:0` to `simgpu:3`, each with its own memory and out-of-memory error.
+"""A simulated accelerator for torch: devices `simgpu:0` to `simgpu:3`, each with its own memory and out-of-memory
+error.
 
 What runs on it is what would run on CUDA: `torch.empty(device=…)`, copies, views, storages, autograd, accelerate's
 hooks. So a model that is spread over two cards, moved to two others, or stopped half-way by a full card is really

@@ -74,7 +74,8 @@ class Backend(Protocol):
         ...
 
     def elsewhere(self, model: Any) -> tuple[str, ...]:
-        """Tensors that do not lie on the shares that it was loaded to, each as `NAME on DEVICE`; none, if all is well."""
+        """Tensors that do not lie on the shares that it was loaded to, each as `NAME on DEVICE`; none, if all is
+        well."""
         ...
 
     def droppable(self, model: Any) -> bool:

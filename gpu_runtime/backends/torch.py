@@ -297,7 +297,8 @@ def _config(module: nn.Module) -> dict[str, Any]:
 def _context_on(memory: Memory) -> contextlib.AbstractContextManager[Any]:
     """The card that torch takes for the current one meanwhile; in a process that has used none yet, from now on.
 
-    A context is some 400 MB of a card; one that comes along by the way lands on the current card, which is 0 unless told.
+    A context is some 400 MB of a card; one that comes along by the way lands on the current card, which is 0 unless
+    told.
     """
     device = torch.device(memory.torch)
     if device.type != "cuda":

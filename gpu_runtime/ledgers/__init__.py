@@ -54,7 +54,8 @@ class Ledger(Protocol):
 
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
         """The user whose process this owner is, and whose wish the ticket, as far as this ledger can vouch for it;
-        empty where it cannot, and then what is asked in that name is not done. See its own docstring for how it knows."""
+        empty where it cannot, and then what is asked in that name is not done. See its own docstring for how it
+        knows."""
         ...
 
     def ring(self, owners: Iterable[str]) -> None:

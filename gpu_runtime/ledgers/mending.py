@@ -71,7 +71,8 @@ def newest_roster_rev(directory: Path) -> int:
 
 
 def sealed(body: bytes, rev: int) -> bytes:
-    """A page as it stands in the file: one wrong digit in it would still be JSON, and grant memory that is not there."""
+    """A page as it stands in the file: one wrong digit in it would still be JSON, and grant memory that is not
+    there."""
     return zlib.crc32(body, rev & 0xFFFFFFFF).to_bytes(4, "big") + body
 
 

@@ -1,10 +1,10 @@
 """How fast one door may come back to a book that others want too.
 
-Whoever has just written is awake, and would be back before the one whose turn it is has woken up. Up to eight turns in a
-row that is welcome: the first costs five times as much as the others, whose memory lies in the processor's cache (64
+Whoever has just written is awake, and would be back before the one whose turn it is has woken up. Up to eight turns in
+a row that is welcome: the first costs five times as much as the others, whose memory lies in the processor's cache (64
 processes: 800 transactions a second with two turns each, 2,900 with eight). Then it lets the others in, where there are
-others. Whoever lost a race waits at random, the longer the more often it lost. All waits are multiples of what one attempt
-costs, so they fit a slow machine as well as a fast one.
+others. Whoever lost a race waits at random, the longer the more often it lost. All waits are multiples of what one
+attempt costs, so they fit a slow machine as well as a fast one.
 """
 from __future__ import annotations
 

@@ -143,7 +143,8 @@ class SqliteLedger:
         return replace(book, sections=sections, tickets=tuple(sorted(tickets, key=lambda ticket: ticket.arrived)))
 
     def _at_our_turn(self) -> Turnstile | None:
-        """The turnstile, where others now wait for us to leave it; None where it was better not to wait for our turn."""
+        """The turnstile, where others now wait for us to leave it; None where it was better not to wait for our
+        turn."""
         turnstile = self._turnstile
         if turnstile is None or turnstile.try_enter():
             return turnstile

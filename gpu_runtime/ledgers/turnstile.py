@@ -1,8 +1,8 @@
 """Where those who want to write the book at the same time line up, so that few of them decide in vain.
 
-A courtesy, not a lock: the book is safe without it, since a write counts only where the revision still stands. So nobody
-depends on whoever is inside: who ends there lets go (the operating system drops the lock); who is stopped there, or
-kept from Python by a thread that holds the GIL, is walked past after 5 ms.
+A courtesy, not a lock: the book is safe without it, since a write counts only where the revision still stands. So
+nobody depends on whoever is inside: who ends there lets go (the operating system drops the lock); who is stopped there,
+or kept from Python by a thread that holds the GIL, is walked past after 5 ms.
 
 Two files: a lock with a count of those who came out, and a pipe through which one of those who wait is woken, the first
 to have come. In a shared ledger a member may write to both, and so make others wait those 5 ms.

@@ -84,7 +84,8 @@ def test_an_option_that_cannot_be_is_one_clear_error(option, value):
 
 
 def test_its_bytes_are_what_it_says_that_it_allocated_on_each_card():
-    """What lies in RAM beside them is not theirs; the driver counts the context too, and is believed if it says more."""
+    """What lies in RAM beside them is not theirs; the driver counts the context too, and is believed if it says
+    more."""
     facts = {"weight_bytes": 9 * MIB, "buffers": {
         "CUDA0": {"model": 6 * MIB, "KV": MIB, "compute": MIB}, "CUDA1": {"model": 3 * MIB, "KV": MIB},
         "CPU": {"model": 2 * MIB}, "CUDA_Host": {"output": MIB}}}

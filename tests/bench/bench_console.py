@@ -2,9 +2,9 @@
 
     python -m tests.bench.bench_console [paint effect crowd memory zoom]
 
-A server and kernels are real processes, and the pages stand in a real Chromium. Only the sessions of `crowd` and `memory`
-are clients that open a page and its websocket as a browser does, and draw nothing: twenty browsers would take the
-processor from the server that is measured.
+A server and kernels are real processes, and the pages stand in a real Chromium. Only the sessions of `crowd` and
+`memory` are clients that open a page and its websocket as a browser does, and draw nothing: twenty browsers would take
+the processor from the server that is measured.
 """
 from __future__ import annotations
 

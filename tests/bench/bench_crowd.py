@@ -232,7 +232,8 @@ def _all_at_once(crowd: list[Child]) -> list[Any]:
 # -- somebody keeps Python to itself ----------------------------------------------------------------------------------
 
 def bystander(hogs: int = 2, hog_seconds: float = 0.2, seconds: float = 8.0) -> Waits:
-    """A kernel writes the book every 5 ms, while two others write it too and each keeps its own GIL for 200 ms at a time."""
+    """A kernel writes the book every 5 ms, while two others write it too and each keeps its own GIL for 200 ms at a
+    time."""
     def hog(told: Iterator[Any], say: Callable[[Any], None]) -> None:
         door = open_ledger(url)
         stay = ctypes.PyDLL(None).usleep  # PyDLL keeps the GIL during the call

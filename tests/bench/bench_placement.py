@@ -1,8 +1,8 @@
 """How long a plan over many cards takes, and how close it comes to the best: `python -m tests.bench.bench_placement`.
 
-*A 70B model over eight cards* that 200 idle leases fill: beside it, in the same run, `accelerate.infer_auto_device_map` on
-the same model, a Llama built without data. *Random worlds*: small enough that every set of leases on every card can be
-tried; the bytes that our plans free, against the fewest that could have been freed.
+*A 70B model over eight cards* that 200 idle leases fill: beside it, in the same run, `accelerate.infer_auto_device_map`
+on the same model, a Llama built without data. *Random worlds*: small enough that every set of leases on every card can
+be tried; the bytes that our plans free, against the fewest that could have been freed.
 """
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def accelerate_seconds(rounds: int = 5) -> float:
 # -- against an exact optimum -------------------------------------------------------------------------------------
 
 def small_worlds(count: int, seed: int = 0) -> Iterator[tuple[Book, Request, World]]:
-    """One to three cards, up to eight idle leases on each; one in five lies over two. Loading again takes a second a GiB."""
+    """One to three cards, up to eight idle leases on each; one in five lies over two. Loading again takes a second a
+    GiB."""
     random = Random(seed)
     while count:
         cards = random.randint(1, 3)

@@ -63,7 +63,8 @@ def test_a_model_that_came_off_a_drained_card_is_restored_to_another():
 
 
 def test_idle_leases_leave_also_those_just_used_kept_alive_or_important():
-    """A person's word: no grace. To the host while it has room, else to the disk; what exists nowhere else goes first."""
+    """A person's word: no grace. To the host while it has room, else to the disk; what exists nowhere else goes
+    first."""
     page = book(lease("a", sim0=2, last_used=NOW, importance="urgent", keep_alive=600.0), lease("b", sim0=2),
                 lease("only", sim0=2, droppable=False), lease("elsewhere", sim1=2), drained={"sim:0": ANN})
     there = world(sim0=20, sim1=20, host=4)

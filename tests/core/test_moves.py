@@ -1,4 +1,5 @@
-"""A model that goes from its card to others at somebody's word: free bytes only, and both places count until it is done."""
+"""A model that goes from its card to others at somebody's word: free bytes only, and both places count until it is
+done."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,5 @@
-"""How close the choice of who leaves comes to the best there is. The figures are in tests/bench; here is what must hold."""
+"""How close the choice of who leaves comes to the best there is. The figures are in tests/bench; here is what must
+hold."""
 from __future__ import annotations
 
 import pytest

@@ -43,7 +43,8 @@ def test_a_runbook_says_when_to_use_it_and_its_links_lead_somewhere(name):
 
 @pytest.mark.parametrize("name", RUNBOOKS)
 def test_a_runbook_is_kept_as_it_was_executed(name):
-    """Its outputs are read on the web, and are what nbval compares with; errors stand only where they are the lesson."""
+    """Its outputs are read on the web, and are what nbval compares with; errors stand only where they are the
+    lesson."""
     code = [cell for cell in RUNBOOKS[name]["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     failed = [cell["id"] for cell in code if any(output["output_type"] == "error" for output in cell["outputs"])]

@@ -1,4 +1,5 @@
-"""How the devices were used over the last day: what is kept, what is shown of it, and what becomes of a damaged file."""
+"""How the devices were used over the last day: what is kept, what is shown of it, and what becomes of a damaged
+file."""
 from __future__ import annotations
 
 import ctypes

@@ -165,7 +165,8 @@ def test_nobody_touches_another_users_proof_of_life(box):
 
 
 def test_nobody_is_led_elsewhere(box):
-    """A member puts links in the place of the ledger's files: nothing that they lead to is opened, closed or changed."""
+    """A member puts links in the place of the ledger's files: nothing that they lead to is opened, closed or
+    changed."""
     ann, bob = box.kernel(ANN, writer="1GiB"), box.kernel(BOB)
     precious = box.root / "precious"
     precious.mkdir()

@@ -120,7 +120,8 @@ def test_an_explicit_choice_comes_before_the_visible_devices_and_within_them(hos
 
 
 def test_the_cpu_is_used_where_it_is_asked_for_and_never_because_memory_ran_out(host, driver):
-    """What does not fit on any card is refused, with the figures; so is what the card that is full cannot make room for."""
+    """What does not fit on any card is refused, with the figures; so is what the card that is full cannot make room
+    for."""
     seen = "[d.id for d in rt.probe.devices]"
     assert host.kernel(devices="auto", INFERENCE_GPU_LAYERS="0").tell(seen) == ["sim:0", "host"]
     assert host.kernel(devices="auto", DEVELOPMENT_CPU_ONLY="true").tell(seen) == ["sim:0", "host"]

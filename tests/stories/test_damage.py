@@ -1,8 +1,9 @@
-"""A crowd at work while somebody damages its book, again and again: nobody's lease is lost, nothing is granted that is not
-there, and no kernel dies of it.
+"""A crowd at work while somebody damages its book, again and again: nobody's lease is lost, nothing is granted that is
+not there, and no kernel dies of it.
 
-The vandal strikes the book: its bytes, its file, CURRENT and SQLite's journal. (With the owners' own files gone too there
-is nothing left to rebuild from; each comes back with its next write, and until then what it holds is not in the book.)
+The vandal strikes the book: its bytes, its file, CURRENT and SQLite's journal. (With the owners' own files gone too
+there is nothing left to rebuild from; each comes back with its next write, and until then what it holds is not in the
+book.)
 """
 from __future__ import annotations
 

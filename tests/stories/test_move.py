@@ -1,4 +1,5 @@
-"""Two real processes and one book: a model of the one goes to another card at the word of the other, while it is wanted."""
+"""Two real processes and one book: a model of the one goes to another card at the word of the other, while it is
+wanted."""
 from __future__ import annotations
 
 import signal
