@@ -95,8 +95,8 @@ from .pool import Anchor, Held, Place, Resident, finish, release_calls
 from .pressure import views
 from .probe import Probe, open_probe
 from .recorder import record_in
-from .sampling import Sampling
 from .room import sight
+from .sampling import Sampling
 from .settings import Settings
 from .strangers import stranger_bytes, strangers
 from .units import MIB, parse_room, parse_seconds, show_bytes, show_seconds

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from .facts import Phase, Rules, Section, Snapshot, Ticket, Unanswered
 
-
 _USUAL = Rules()
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime import BadSetting
-from gpu_runtime.facts import Device, Event, Level, Moment, Sample
+from gpu_runtime.facts import Device, Level, Moment, Sample
 from gpu_runtime.ledgers.access import MARK
 from gpu_runtime.record import DAY, Record
 from gpu_runtime.recorder import Recorder, now_of, record_in
