@@ -6,6 +6,7 @@ A server's life is `servers.py`'s, and how each engine is started its recipe's (
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ from . import Progress
 from .cardenv import card_environment
 from .engines import Order, recipe
 from .ports import ports
-from .servers import Server, State
+from .servers import POLL_SECONDS, Server, State
 
 if TYPE_CHECKING:
     from ..settings import Settings
@@ -31,7 +32,7 @@ class Served:
     """What `use` yields for a server: where it answers, what it calls the model, and what to show it.
 
     `base_url` ends in `/v1`; an OpenAI client takes it with `api_key`. Valid inside `with rt.use(…)`: a restart may
-    change it.
+    change it, and is waited for where it is asked for meanwhile.
     """
 
     def __init__(self, name: str) -> None:
@@ -73,11 +74,18 @@ class Served:
     def state(self) -> State:
         return self._server.state if self._server else State.IDLE
 
+    @property
+    def starting(self) -> bool:
+        """Whether it ended by itself and is being started again: a while later it answers, or is gone for good."""
+        return self._server is not None and self._server.starting
+
     def health(self) -> bool:
         """Whether it answers at this moment."""
         return self._server is not None and self._server.healthy()
 
     def _present(self) -> Server:
+        while self.starting:
+            time.sleep(POLL_SECONDS)
         server = self._server
         if server is None:
             raise NotResident(f"{self.name} is not loaded.\n  Ask inside:  with rt.use({self.name!r}) as served:",

@@ -91,6 +91,11 @@ class Server:
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.order.key}"} if self.order and self.recipe.KEYED else {}
 
+    @property
+    def starting(self) -> bool:
+        """Whether it is being started again; each start has its time-out, and there are at most three."""
+        return self._wanted and self._over is None and self.state is not State.READY
+
     def healthy(self) -> bool:
         return self.state is State.READY and self._ask(ANSWER_SECONDS)("GET", self.recipe.HEALTH, None)[0] == 200
 

@@ -41,6 +41,10 @@ class Cloud(Value):
     key: str
     model: str  # the provider's own name for it
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
     def __repr__(self) -> str:
         return f"<{self.provider}:{self.model} at {self.base_url}>"  # never with its key
 

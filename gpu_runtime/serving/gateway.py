@@ -181,7 +181,7 @@ class Gateway:
             cloud = cloud_of(choice.model, self._environment)
             if isinstance(cloud, str):
                 raise EngineFailed(f"{choice.model} cannot be reached: {cloud}", name=choice.model, why=cloud)
-            return remote.RemoteSpeaker.of_cloud(choice.model, cloud, self._http), None
+            return remote.RemoteSpeaker(choice.model, cloud, self._http), None
         spec = self._rt.spec(choice.model)
         importance = spec.importance if call.importance is None else call.importance
         if not spec.keep:

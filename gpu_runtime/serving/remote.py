@@ -1,6 +1,7 @@
 """Talking to whatever speaks OpenAI's HTTP: an engine in a process of its own, or a cloud."""
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -18,7 +19,7 @@ from .speak import EngineFailed
 PATHS = {"chat": "/chat/completions", "completions": "/completions", "embeddings": "/embeddings",
          "images": "/images/generations"}
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # an engine may think for long before its first token
-LONGEST_LINE = 16 << 20
+POLL_SECONDS = 0.05
 _CALLERS = (400, 404, 413, 422)  # statuses that blame the request
 
 
@@ -29,25 +30,17 @@ def open_client() -> httpx.AsyncClient:
 
 
 class RemoteSpeaker:
-    """Passes a body on, under the other side's name for the model, and its answer back, under ours."""
+    """Passes a body on, under the other side's name for the model, and its answer back, under ours.
 
-    def __init__(self, name: str, theirs: str, base_url: str, headers: dict[str, str], http: httpx.AsyncClient,
-                 spec: ModelSpec | None = None) -> None:
-        self.name, self.theirs, self.base_url, self.headers, self._http = name, theirs, base_url, headers, http
+    `there` has `base_url`, `model` and `headers`; where it has `starting`, that tells whether to wait with asking.
+    """
+
+    def __init__(self, name: str, there: Any, http: httpx.AsyncClient, spec: ModelSpec | None = None) -> None:
+        self.name, self._there, self._http = name, there, http
         self._spec = spec  # None: a cloud's, which is told nothing but the body
 
-    @classmethod
-    def of_served(cls, value: Any, spec: ModelSpec, http: httpx.AsyncClient) -> RemoteSpeaker:
-        """An engine that runs as a server, as `rt.use` yields it."""
-        return cls(spec.name, value.model, value.base_url.rstrip("/"), dict(value.headers or {}), http, spec)
-
-    @classmethod
-    def of_cloud(cls, name: str, cloud: Cloud, http: httpx.AsyncClient) -> RemoteSpeaker:
-        headers = {"Authorization": f"Bearer {cloud.key}"} if cloud.key else {}
-        return cls(name, cloud.model, cloud.base_url, headers, http)
-
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
-        response = await self._sent(self._request(kind, {**body, "stream": None}, think))
+        response = await self._sent(await self._request(kind, {**body, "stream": None}, think))
         async with aclosing(response):
             data = await self._read(response)
         try:
@@ -58,18 +51,22 @@ class RemoteSpeaker:
         return {**said, "model": self.name} if kind != "images" else said
 
     async def stream(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncIterator[dict[str, Any]]:
-        response = await self._sent(self._request(kind, {**body, "stream": True}, think))
+        response = await self._sent(await self._request(kind, {**body, "stream": True}, think))
         async with aclosing(response):
             async for event in self._events(response):
                 if "error" in event and "choices" not in event:
                     raise self._failed(_message(event["error"]))
                 yield {**event, "model": self.name}
 
-    def _request(self, kind: str, body: dict[str, Any], think: bool | None) -> httpx.Request:
-        body = {name: value for name, value in body.items() if value is not None} | {"model": self.theirs}
+    async def _request(self, kind: str, body: dict[str, Any], think: bool | None) -> httpx.Request:
+        while getattr(self._there, "starting", False):  # a restart is soon over; to fail meanwhile would open breakers
+            await asyncio.sleep(POLL_SECONDS)
+        there = self._there
+        body = {name: value for name, value in body.items() if value is not None} | {"model": there.model}
         if kind == "chat" and self._spec is not None:
             body |= self._prompted(body, think, self._spec)
-        return self._http.build_request("POST", self.base_url + PATHS[kind], json=body, headers=self.headers)
+        return self._http.build_request("POST", there.base_url.rstrip("/") + PATHS[kind], json=body,
+                                        headers=there.headers)
 
     def _prompted(self, body: dict[str, Any], think: bool | None, spec: ModelSpec) -> dict[str, Any]:
         """Fields by which the engine makes another prompt: vLLM and llama-server take a template and its switches."""

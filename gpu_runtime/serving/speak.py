@@ -132,7 +132,7 @@ def speaker_for(value: Any, spec: ModelSpec, http: Any) -> Speaker:
     if hasattr(value, "base_url"):
         from .remote import RemoteSpeaker
 
-        return RemoteSpeaker.of_served(value, spec, http)
+        return RemoteSpeaker(spec.name, value, http, spec)
     if hasattr(value, "create_chat_completion"):
         from .llama import LlamaSpeaker
 

@@ -297,6 +297,18 @@ def test_what_use_yields_is_where_it_answers(record):
         served.base_url  # noqa: B018 - to ask is to fail
 
 
+def test_while_it_is_started_again_whoever_asks_where_it_answers_waits(record):
+    """They would be sent to a port on which nobody listens yet."""
+    backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
+    loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB), SHARES)
+    served = backend.value(loaded)
+    os.kill(loaded.pids[1], signal.SIGKILL)
+    assert soon(lambda: served.starting)
+    assert served.base_url and served.health() and not served.starting
+    backend.drop(loaded)
+    assert not served.starting
+
+
 def test_a_lost_server_says_so_to_whoever_asks(record, monkeypatch):
     monkeypatch.setattr("gpu_runtime.backends.servers.MOST_RESTARTS", 0)
     backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))

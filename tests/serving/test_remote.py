@@ -21,7 +21,7 @@ def engine(there: Loopback) -> Any:
     """Has every model of a kitchen answered by that server, as `rt.use` yields one."""
     def speak(value: Any, spec: Any, http: Any) -> RemoteSpeaker:
         served = SimpleNamespace(base_url=there.url, model="theirs", headers={"Authorization": "Bearer inside"})
-        return RemoteSpeaker.of_served(served, spec, http)
+        return RemoteSpeaker(spec.name, served, http, spec)
     return speak
 
 
@@ -59,6 +59,20 @@ async def test_whoever_goes_away_hangs_up_on_the_engine():
         await reply.aclose()
         gate.set()
         await until(lambda: there.hung_up == 1)
+
+
+@in_loop
+async def test_a_call_waits_while_its_engine_is_started_again():
+    """Else five quick calls would open the breaker for 30 s, for a restart of two. It then asks where it answers now."""
+    async with loopback() as there, kitchen(qwen=4) as k:
+        served = SimpleNamespace(base_url="http://127.0.0.1:9/v1", model="theirs", headers={}, starting=True)
+        k.gateway._speak = lambda value, spec, http: RemoteSpeaker(spec.name, served, http, spec)
+        there.answers = [completion("hello")]
+        asked = asyncio.ensure_future(k.chat("qwen"))
+        await until(lambda: k.gateway.queue.active() == {"qwen": 1})
+        assert not there.requests
+        served.base_url, served.starting = there.url, False
+        assert said(await asked) == "hello" and k.gateway.state().breakers["qwen"].failures == 0
 
 
 @pytest.mark.parametrize(("answer", "why"), [
