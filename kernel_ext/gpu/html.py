@@ -22,7 +22,7 @@ from gpu_runtime.facts import Applied, Event, Health, Level, Outcome, Plan, Snap
 from gpu_runtime.units import show_bytes
 
 from . import text, view, words
-from .view import Bar, Segment, clean
+from .view import Bar, Segment, clean, clock
 
 COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")
 TEXTURES = 3  # classes gpuc-t0 … of style.css: plain, stripes, dots
@@ -221,7 +221,7 @@ def _past(snapshot: Snapshot) -> str:
     last = ""
     if snapshot.events:
         event = snapshot.events[-1]
-        last = line(f'<span class="gpuc-soft">Last decision, {words.clock(event.wall)}:</span>',
+        last = line(f'<span class="gpuc-soft">Last decision, {clock(event.wall)}:</span>',
                     f"<b>{esc(event.model)}</b>", esc(words.told(event)))
     return last + (line(esc(words.counters(snapshot)), soft=True) if any(snapshot.totals.values()) else "")
 
@@ -276,7 +276,7 @@ def why(name: str, events: Sequence[Event]) -> str:
     """The last decisions as sentences, the newest first."""
     if not events:
         return page(line(with_code(text.why(name, events))))
-    rows = ((td(words.clock(event.wall), "gpuc-nowrap gpuc-soft"),
+    rows = ((td(clock(event.wall), "gpuc-nowrap gpuc-soft"),
              _left("td", f"<b>{esc(event.model)}</b> {esc(words.told(event))}"))
             for event in words.worth_a_line(events))
     return page(table(("when", f"why {name}"), rows))

@@ -9,7 +9,7 @@ from gpu_runtime.facts import Applied, Event, Health, Outcome, Plan, Snapshot
 from gpu_runtime.units import show_bytes, show_seconds
 
 from . import view, words
-from .view import Bar, clean
+from .view import Bar, clean, clock
 
 BAR_CELLS = 32
 _LEASES = "█▓"  # neighbours alternate, so that the eye can part them
@@ -69,7 +69,7 @@ def _past(snapshot: Snapshot) -> list[str]:
     lines = []
     if snapshot.events:
         last = snapshot.events[-1]
-        lines.append(f"Last decision  {words.clock(last.wall)}  {clean(last.model)} {clean(words.told(last))}")
+        lines.append(f"Last decision  {clock(last.wall)}  {clean(last.model)} {clean(words.told(last))}")
     return [*lines, words.counters(snapshot)] if any(snapshot.totals.values()) else lines
 
 
@@ -234,7 +234,7 @@ def why(name: str, events: Sequence[Event], prompt: str = "%gpu") -> str:
     """The last decisions, newest first."""
     if not events:
         return f"Nothing was decided on {clean(name)} yet. What would happen:  {prompt} plan {clean(name)}"
-    return "\n".join(f"{words.clock(event.wall)}  {clean(event.model)} {clean(words.told(event))}"
+    return "\n".join(f"{clock(event.wall)}  {clean(event.model)} {clean(words.told(event))}"
                      for event in words.worth_a_line(events))
 
 
