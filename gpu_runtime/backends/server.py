@@ -39,6 +39,7 @@ class Served:
         self.name = name
         self._server: Server | None = None
         self._where = ""
+        self.chat_template: str | None = ""  # the model's own, as Recipe.template tells
         self._calls_under: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __repr__(self) -> str:
@@ -166,6 +167,7 @@ class ServerBackend:
                 loaded.blocks.append(self.probe.place(share.device).allocate(share.bytes))
             if progress:
                 progress(total, total)
+            value.chat_template = self.recipe.template(server._known())
             value._server, value._where = server, where(loaded.shares)
             return loaded
         except BaseException:

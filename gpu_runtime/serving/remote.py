@@ -32,7 +32,8 @@ def open_client() -> httpx.AsyncClient:
 class RemoteSpeaker:
     """Passes a body on, under the other side's name for the model, and its answer back, under ours.
 
-    `there` has `base_url`, `model` and `headers`; where it has `starting`, that tells whether to wait with asking.
+    `there` has `base_url`, `model` and `headers`. Where it has `starting`, that tells whether to wait with asking, and
+    `chat_template` what its switches reach.
     """
 
     def __init__(self, name: str, there: Any, http: httpx.AsyncClient, spec: ModelSpec | None = None) -> None:
@@ -69,14 +70,15 @@ class RemoteSpeaker:
                                         headers=there.headers)
 
     def _prompted(self, body: dict[str, Any], think: bool | None, spec: ModelSpec) -> dict[str, Any]:
-        """Fields by which the engine makes another prompt: vLLM and llama-server take a template and its switches."""
-        template = templates.override(spec.options)
-        knows = "" if spec.backend == "ollama" else template or "enable_thinking"
-        messages, switches = thought(body["messages"], think, knows)
+        """Fields by which the engine makes another prompt: by a switch of its template, where it lets us have it."""
+        template = getattr(self._there, "chat_template", None)
+        if template != "":
+            template = templates.override(spec.options) or template or "enable_thinking"  # not known: newer ones do
+        messages, switches = thought(body["messages"], think, template)
         fields: dict[str, Any] = {"messages": messages}
         if switches:
             fields["chat_template_kwargs"] = {**(body.get("chat_template_kwargs") or {}), **switches}
-        return fields | ({"chat_template": template} if template else {})
+        return fields
 
     async def _sent(self, request: httpx.Request) -> httpx.Response:
         try:

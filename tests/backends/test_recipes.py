@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpu_runtime import samples
 from gpu_runtime.backends.engines import RECIPES, Order, recipe
+from gpu_runtime.errors import LoadFailed
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import GIB
 from tests.engine_stand_in import rejected
@@ -91,7 +93,8 @@ def test_llama_server_gets_layers_context_and_the_split_of_the_shares(installed)
     assert command.words == (
         "/opt/llama-server", "--model", "/m/phi.gguf", "--alias", "phi", "--host", "127.0.0.1", "--port", "8300",
         "--ctx-size", "16384", "--n-gpu-layers", "999", "--parallel", "2", "--split-mode", "layer", "--main-gpu", "0",
-        "--tensor-split", "0.75,0.25", "--cache-type-k", "q8_0", "--cache-type-v", "q8_0", "--flash-attn", "on")
+        "--tensor-split", "0.75,0.25", "--cache-type-k", "q8_0", "--cache-type-v", "q8_0", "--flash-attn", "on",
+        "--jinja")
     assert command.environment == {"LLAMA_API_KEY": "k3y"}
 
 
@@ -123,11 +126,42 @@ def test_the_python_server_s_flags_are_those_of_its_help(nothing_installed):
     assert flags <= set(re.findall(r"--\w+", said))
 
 
+def test_a_template_of_the_catalogue_goes_on_the_command_line(installed):
+    """Requests may bring none: vLLM refuses them, and llama-server does not look."""
+    for chat, engine, flag in (("{{ messages }}", "vllm", "--chat-template"), ("/m/a.jinja", "vllm", "--chat-template"),
+                               ("{{ messages }}", "llama-server", "--chat-template"),
+                               ("/m/a.jinja", "llama-server", "--chat-template-file")):
+        words = recipe(engine).command(order(engine, source="/m/phi.gguf", chat_template=chat)).words
+        assert words[words.index(flag) + 1] == chat
+
+
+def test_a_server_that_takes_no_template_is_not_started_with_one(nothing_installed):
+    """The model would be talked to by another, and nobody would notice."""
+    with pytest.raises(LoadFailed, match="takes no chat template but the model's own"):
+        recipe("llama-server").command(order("llama-server", source="/m/phi.gguf", chat_template="{{ messages }}"))
+
+
+def test_the_template_that_requests_switch_is_the_model_s_own(installed, tmp_path):
+    file = samples.gguf_lm(tmp_path / "phi.gguf")
+    assert "message" in recipe("llama-server").template(order("llama-server", source=str(file)))
+    assert recipe("vllm").template(order("vllm", source="org/name")) is None, "its files lie elsewhere"
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ one }}"}')
+    assert recipe("vllm").template(order("vllm", source=str(tmp_path))) == "{{ one }}"
+    (tmp_path / "chat_template.jinja").write_text("{{ two }}")
+    assert recipe("vllm").template(order("vllm", source=str(tmp_path))) == "{{ two }}"
+
+
+@pytest.mark.parametrize("name", ["ollama", "diffusers", "llama-server"])
+def test_where_requests_switch_nothing_there_is_no_template_to_switch(nothing_installed, name):
+    assert recipe(name).template(order(name, source="/m/phi.gguf")) == ""
+
+
 @pytest.mark.parametrize("engine", ["vllm", "ollama", "llama-server"])
 def test_no_flag_that_the_engine_s_help_does_not_have(installed, engine):
     """With every option that we have a flag for."""
     one = order(engine, source="/m/phi.gguf", gib=(30, 30), context_length=4096, sequences=2, cache_dtype="q8_0",
-                dtype="bfloat16", revision="main", trust_remote_code=True, gpu_layers=3, model_type="embedding")
+                dtype="bfloat16", revision="main", trust_remote_code=True, gpu_layers=3, model_type="embedding",
+                chat_template="{{ messages }}")
     words = list(recipe(engine).command(one).words[1:])
     assert rejected(engine, words) == []
     assert rejected(engine, [*words, "--gpu-memory"]) == ["--gpu-memory"], "this test can fail"

@@ -17,10 +17,11 @@ from tests.serving.loopback import Loopback, chunk, completion, loopback
 from tests.serving.loops import in_loop, until
 
 
-def engine(there: Loopback) -> Any:
+def engine(there: Loopback, chat_template: str | None = None) -> Any:
     """Has every model of a kitchen answered by that server, as `rt.use` yields one."""
     def speak(value: Any, spec: Any, http: Any) -> RemoteSpeaker:
-        served = SimpleNamespace(base_url=there.url, model="theirs", headers={"Authorization": "Bearer inside"})
+        served = SimpleNamespace(base_url=there.url, model="theirs", headers={"Authorization": "Bearer inside"},
+                                 chat_template=chat_template)
         return RemoteSpeaker(spec.name, served, http, spec)
     return speak
 
@@ -112,18 +113,19 @@ async def test_what_the_engine_refuses_is_the_callers_to_change():
 
 
 @in_loop
-async def test_thinking_mode_and_template_reach_an_engine_that_makes_its_own_prompt():
-    """As vLLM and llama-server take them; Ollama, which takes neither, reads the switch in the message."""
-    async with loopback() as there, kitchen(qwen=4, speak=engine(there), options={
-            "qwen": {"chat_template": "{{ messages[0].content }}"}}) as k:
-        there.answers = [completion("a")] * 2
-        await k.chat("qwen", "hi", x_thinking=False)
-        assert there.requests[0][2]["messages"][0]["content"] == "hi /no_think"
-        assert there.requests[0][2]["chat_template"] == "{{ messages[0].content }}"
-    async with loopback() as there, kitchen(qwen=4, speak=engine(there)) as k:
-        there.answers = [completion("a")]
-        await k.chat("qwen", "hi", x_thinking=False)
-        assert there.requests[0][2]["chat_template_kwargs"] == {"enable_thinking": False}
+async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
+    """By a switch where its template knows one, or is not known; else in the message, where every model sees it."""
+    knows, knows_not = "{% if enable_thinking %}", "{{ messages[0].content }}"
+    for own, options, switched in ((None, {}, True), (knows, {}, True), (knows_not, {}, False), ("", {}, False),
+                                   (knows, {"chat_template": knows_not}, False),
+                                   (knows_not, {"chat_template": knows}, True), ("", {"chat_template": knows}, False)):
+        async with loopback() as there, kitchen(qwen=4, speak=engine(there, own), options={"qwen": options}) as k:
+            there.answers = [completion("a")]
+            await k.chat("qwen", "hi", x_thinking=False)
+            body = there.requests[0][2]
+            assert body.get("chat_template_kwargs") == ({"enable_thinking": False} if switched else None)
+            assert body["messages"][0]["content"] == ("hi" if switched else "hi /no_think")
+            assert "chat_template" not in body, "vLLM refuses requests that bring one"
 
 
 @in_loop

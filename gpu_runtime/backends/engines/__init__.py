@@ -80,6 +80,12 @@ class Recipe(Protocol):
         ...
 
     @staticmethod
+    def template(order: Order) -> str | None:
+        """The model's own chat template, where requests may switch it (`chat_template_kwargs`); "": they may not, None:
+        it is not known here."""
+        ...
+
+    @staticmethod
     def prepare(order: Order, ask: Ask) -> None:
         """What is still to be done once it answers, such as loading the model. Raises LoadFailed."""
         ...
@@ -119,6 +125,16 @@ def nothing_to_do(order: Order, ask: Ask) -> None:
 def as_it_was_told(order: Order, ask: Ask) -> str:
     """For engines that take the cards they are given, or fail."""
     return ""
+
+
+def switched_by_nobody(order: Order) -> str:
+    """For engines whose requests say nothing to a chat template."""
+    return ""
+
+
+def own_template(spec: ModelSpec) -> str | None:
+    """The chat template that takes the place of the model's own; a file's path where it is one."""
+    return spec.options.get("chat_template") or None
 
 
 def own_arguments(spec: ModelSpec) -> tuple[str, ...]:

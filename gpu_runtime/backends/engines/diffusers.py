@@ -10,14 +10,14 @@ from pathlib import Path
 from ...errors import NotAModel
 from ...facts import Evidence, ModelSpec
 from ..processes import python_file
-from . import Command, Order, as_it_was_told, nothing_to_do, path_or_name
+from . import Command, Order, as_it_was_told, nothing_to_do, path_or_name, switched_by_nobody
 
 HEALTH = "/health"
 BASE = "/v1"
 LAYOUT = "balanced"
 KEYED = True
 NEEDED = ("diffusers", "fastapi", "uvicorn")
-source, prepare, misplaced = path_or_name, nothing_to_do, as_it_was_told
+source, template, prepare, misplaced = path_or_name, switched_by_nobody, nothing_to_do, as_it_was_told
 
 
 def evidence(spec: ModelSpec) -> Evidence:

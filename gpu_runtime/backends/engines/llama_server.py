@@ -8,10 +8,13 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
+from pathlib import Path
 
+from ...errors import LoadFailed
 from ...facts import ModelSpec
+from .. import gguf
 from ..llama_cpp import arguments, context_tokens, flash_attention, gguf_evidence, gguf_file, gpu_layers
-from . import Command, Order, as_it_was_told, nothing_to_do, own_arguments, said_already
+from . import Command, Order, as_it_was_told, nothing_to_do, own_arguments, own_template, said_already
 
 HEALTH = "/v1/models"  # both answer it, and only once the model is loaded
 BASE = "/v1"
@@ -60,10 +63,26 @@ def _native(order: Order, executable: str) -> Command:
         words += ["--flash-attn", "on"]
     if told["embedding"]:
         words += ["--embedding"]
+    if not said_already(own, "--jinja", "--no-jinja"):  # else it knows a few templates by heart, and no switches
+        words += ["--jinja"]
+    if (chat := own_template(spec)) and not said_already(own, "--chat-template", "--chat-template-file"):
+        words += ["--chat-template" if "{" in chat else "--chat-template-file", chat]
     return Command((executable, *words, *own), {"LLAMA_API_KEY": order.key})
 
 
+def template(order: Order) -> str:
+    """That of its file; llama-cpp-python's server lets nobody switch it."""
+    if not shutil.which("llama-server"):
+        return ""
+    said = gguf.read(Path(order.source), order.spec.name).metadata.get("tokenizer.chat_template")
+    return said if isinstance(said, str) else ""
+
+
 def _python(order: Order) -> Command:
+    if own_template(order.spec):
+        why = "llama-cpp-python's server takes no chat template but the model's own"
+        raise LoadFailed(f"{order.spec.name} cannot be loaded: {why}.\n  Install llama-server, or leave its runtime out: "
+                         f"llama_cpp takes one.", name=order.spec.name, source=order.source, why=why)
     told = arguments(order.spec, order.shares, order.source, dict(order.config), None)
     words = ["--model", order.source, "--model_alias", order.spec.name, "--host", "127.0.0.1",
              "--port", str(order.port), "--n_ctx", str(told["n_ctx"]), "--n_gpu_layers", str(told["n_gpu_layers"]),

@@ -10,13 +10,13 @@ import shutil
 
 from ...errors import LoadFailed
 from ...units import show_bytes
-from . import Ask, Command, Order, of_its_files, path_or_name
+from . import Ask, Command, Order, of_its_files, path_or_name, switched_by_nobody
 
 HEALTH = "/api/version"
 BASE = "/v1"
 LAYOUT = "proportional"
 KEYED = False
-evidence, source = of_its_files, path_or_name
+evidence, source, template = of_its_files, path_or_name, switched_by_nobody
 FOR_EVER = -1
 
 

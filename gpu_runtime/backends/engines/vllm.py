@@ -4,10 +4,22 @@ Source: vLLM, CLI reference, `vllm serve`.
 """
 from __future__ import annotations
 
+import json
 import math
 import shutil
+from pathlib import Path
 
-from . import Command, Order, as_it_was_told, nothing_to_do, of_its_files, own_arguments, path_or_name, said_already
+from . import (
+    Command,
+    Order,
+    as_it_was_told,
+    nothing_to_do,
+    of_its_files,
+    own_arguments,
+    own_template,
+    path_or_name,
+    said_already,
+)
 
 HEALTH = "/health"
 BASE = "/v1"
@@ -45,6 +57,20 @@ def command(order: Order) -> Command:
                           ("revision", ("--revision",)), ("cache_dtype", ("--kv-cache-dtype",))):
         if options.get(option) is not None and not said_already(own, *flags):
             words += [flags[0], str(options[option])]
+    if (chat := own_template(spec)) and not said_already(own, "--chat-template"):  # requests may bring none
+        words += ["--chat-template", chat]
     if options.get("trust_remote_code") and not said_already(own, "--trust-remote-code"):
         words += ["--trust-remote-code"]
     return Command((shutil.which("vllm") or "vllm", *words, *own), {"VLLM_API_KEY": order.key})
+
+
+def template(order: Order) -> str | None:
+    """As transformers saves it: in a file of its own, or in the tokenizer's."""
+    own, config = Path(order.source, "chat_template.jinja"), Path(order.source, "tokenizer_config.json")
+    try:
+        if own.exists():
+            return own.read_text()
+        said = json.loads(config.read_text()).get("chat_template") if config.exists() else None
+    except (OSError, ValueError, AttributeError):  # vLLM says what is wrong with it
+        return None
+    return said if isinstance(said, str) else None
