@@ -123,6 +123,7 @@ class Resident:
         """The lease as this process knows it, pins and last use included; None where nothing is held.
 
         A pin that ended since the last look counts as use until now: an upper bound, since its end leaves no stamp.
+        Asked for urgently for one block, it is no more than itself again once that ends.
         """
         if self.handle is None:
             return None
@@ -131,7 +132,8 @@ class Resident:
             self.last_used = self._clock()
         self._was_pinned = bool(pins)
         return replace(self.lease, pins=pins, pinned_since=self.pinned_since if pins else 0.0,
-                       last_used=self.last_used, uses=self.uses)
+                       last_used=self.last_used, uses=self.uses,
+                       importance=self.lease.importance if pins else self.spec.importance)
 
     # -- travelling; the caller has reserved the room
 

@@ -107,10 +107,7 @@ class Holds:
         self._by_thread[me] = hold
         try:
             was_here, hold.began = self._rt.here(hold.model), self._clock()
-            # A lease keeps the importance that it was loaded with. One made urgent for a single call would be displaced
-            # by nobody afterwards; one made for a batch call may be displaced by anybody.
-            importance = max(self._rt.spec(hold.model).importance, hold.importance)
-            with self._rt.use(hold.model, importance=importance) as value:
+            with self._rt.use(hold.model, importance=self._rank(hold)) as value:
                 if not was_here:
                     self._loaded(hold.model, self._clock() - hold.began)
                 hold._tell(hold.ready, value)
@@ -123,6 +120,13 @@ class Holds:
         finally:
             self._by_thread.pop(me, None)
             hold._tell(hold.ended, None)
+
+    def _rank(self, hold: Hold) -> int:
+        """The call's importance, among those of all notebooks too; as far as the operator's caps let this server ask."""
+        if hold.importance >= self._rt.spec(hold.model).importance:
+            return hold.importance
+        cap = self._rt.status().rules.cap
+        return max(hold.importance, (cap.importance if cap else None) or 0)
 
     def _told(self, model: str, wait: Wait | None) -> None:
         """The ledger's word, in the hold's own thread, each time its wait is looked at."""

@@ -575,6 +575,17 @@ def test_a_model_used_a_moment_ago_has_its_grace(runtime, shared_book):
     assert where(a)["qwen"] == "sim:0"
 
 
+def test_urgent_for_one_block_is_not_urgent_for_ever(runtime, shared_book):
+    """Its lease kept the importance of the block that had loaded it, and nobody could displace it any more."""
+    a, b = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "ab")
+    fakes(a, qwen="14GiB")
+    fakes(b, llama="14GiB")
+    with a.use("qwen", importance="urgent"):
+        assert a.leases()["importance"].tolist() == [1]
+    with b.use("llama", timeout=20):
+        assert where(a) == {"qwen": "host", "llama": "sim:0"}
+
+
 def test_a_model_in_use_elsewhere_is_never_moved(runtime, shared_book):
     a, b = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "ab")
     fakes(a, qwen="14GiB")

@@ -7,6 +7,7 @@ import pytest
 
 from gpu_runtime import Runtime
 from gpu_runtime.errors import EngineDied
+from gpu_runtime.facts import IMPORTANCE
 from gpu_runtime.serving.calls import Refused
 from gpu_runtime.serving.fallback import CloudGuard
 from gpu_runtime.serving.tasks import Profile, Serving, Task
@@ -81,6 +82,20 @@ async def test_whoever_goes_away_while_the_ledger_has_no_room_takes_the_ticket_a
                 await until(lambda: not k.rt.status().tickets)
     finally:
         other.close()
+
+
+@in_loop
+async def test_an_urgent_call_goes_before_other_processes_too():
+    """As `rt.use` with that importance would; and when it is answered its model is what it was."""
+    book = "memory:urgent-call"
+    with Runtime(devices="sim:24GiB,host:64GiB", ledger=book, eviction_grace_seconds=0) as other:
+        other.register("theirs", backend="fake", size="14 GiB", importance="high")
+        other.preload("theirs")
+        async with kitchen(ledger=book, ours=14) as k:
+            with pytest.raises(Refused, match="within its budget"):  # theirs is more important, and stays
+                await k.chat("ours", x_budget=0.5)
+            await k.chat("ours", x_priority="urgent")
+            await until(lambda: {lease.importance for lease in k.rt.status().leases()} == {5, IMPORTANCE["normal"]})
 
 
 @in_loop
