@@ -9,8 +9,8 @@ import html
 import itertools
 import logging
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import panel as pn
@@ -28,7 +28,7 @@ from .watch import Watch
 
 log = logging.getLogger("gpu_runtime")
 
-MOST_TOLD = 4  # outcomes that stay on the page
+MOST_TOLD = 4  # outcomes that stay on the page; what is still under way stays in any case
 DONE_SECONDS = 20.0  # how long one that went well stays there; one that failed stays until others push it out
 ANSWER_SECONDS = 30.0  # how long an owner is waited for
 
@@ -77,7 +77,8 @@ class Actions:
         self._wall, self._start = wall, start
         self._numbers = itertools.count(1)
         self._asked: Proposal | None = None
-        self._told: deque[Told] = deque(maxlen=MOST_TOLD)
+        self._told: tuple[Told, ...] = ()  # the newest last
+        self._came: SimpleQueue[Told] = SimpleQueue()  # from the threads that act
         self._ask = Ask(self._answer)
         # A click beside it, or Escape, closes it: that is a no.
         self.dialog = pmui.Dialog(self._ask, close_on_click=True, title_variant="h5", width_option="sm")
@@ -132,26 +133,35 @@ class Actions:
         except Exception as error:
             log.exception("%s", said.what)
             came = said._replace(state="failed", words=f"{type(error).__name__}: {error}")
-        came = came._replace(wall=self._wall())
-        self._told = deque((came if one.number == said.number else one for one in self._told), MOST_TOLD)
+        self._came.put(came._replace(wall=self._wall()))
         self.watch.nudge()
 
     def _tell(self, asked: Proposal, state: str, words: str) -> Told:
         what = f"{asked.verb} {asked.name}".strip()
         told = Told(next(self._numbers), self._wall(), what, state, words, asked.target)
-        self._told.append(told)
+        self._told = few((*self._told, told))
         self.update(None)
         return told
 
     def update(self, snapshot: Snapshot | None) -> None:
         """Shows what came of what was asked."""
         now = self._wall()
-        kept = (one for one in self._told if one.state != "done" or now - one.wall < DONE_SECONDS)
-        self._told = deque(kept, MOST_TOLD)
+        while not self._came.empty():
+            came = self._came.get()
+            self._told = tuple(came if one.number == came.number else one for one in self._told)
+        self._told = few(one for one in self._told if one.state != "done" or now - one.wall < DONE_SECONDS)
         snapshot = snapshot or self.watch.look.snapshot
         words = "".join(_line(one, silent(one, snapshot)) for one in reversed(self._told))
         if words != self.outcomes.object:
             self.outcomes.param.update(object=words, visible=bool(words))
+
+
+def few(told: Iterable[Told]) -> tuple[Told, ...]:
+    """The newest of them; one that is still waited for is kept, or its outcome would never be told."""
+    kept = list(told)
+    for one in [one for one in kept if one.state != "waiting"][:max(0, len(kept) - MOST_TOLD)]:
+        kept.remove(one)
+    return tuple(kept)
 
 
 def perform(rt: Any, asked: Proposal, name: str) -> Outcome:

@@ -14,9 +14,10 @@ from bokeh.document import Document
 from bokeh.models import ImportedStyleSheet
 from bokeh.server.session import ServerSession
 from gpu_panels import console, header, tabs
-from gpu_panels.actions import DONE_SECONDS
+from gpu_panels.actions import DONE_SECONDS, MOST_TOLD
 from gpu_panels.console import Console
 from gpu_panels.guard import Visitor
+from gpu_panels.proposals import propose
 from gpu_panels.tab import Tab
 from gpu_panels.watch import Watch
 from msgspec.structs import replace
@@ -228,6 +229,18 @@ def test_what_went_well_is_told_for_a_while(page, watch, waiting_threads):
     now[0] += DONE_SECONDS
     page.actions.update(None)
     assert not page.actions.outcomes.visible
+
+
+def test_what_is_still_waited_for_is_not_pushed_out_by_what_was_asked_since(page, watch, waiting_threads):
+    """Its outcome would never be told; a process that does not answer is what an operator must not lose sight of."""
+    page.actions.propose("evict", target(watch))
+    click(page, "confirm")
+    for n in range(MOST_TOLD + 1):
+        page.actions._tell(propose("pin", target(watch), watch.look.snapshot), "failed", f"no {n}")
+    assert "was asked" in page.actions.outcomes.object and "no 1" not in page.actions.outcomes.object
+    waiting_threads.pop()()
+    page.actions.update(None)
+    assert "14.0 GiB came free" in page.actions.outcomes.object
 
 
 def where(rt, name="qwen"):
