@@ -49,7 +49,8 @@ class Console:
         self._titles = tabs.titles()
         self._made: dict[str, Tab] = {}
         self._holders = {title: pn.Column(sizing_mode="stretch_width", margin=(10, 0)) for title in self._titles}
-        self.strip = header.Strip(sizing_mode="stretch_width", **strip)
+        self.strip = header.Strip(sizing_mode="stretch_width", chooses=theme_toggle, **strip)
+        self.strip.wanted = self._wanted
         self._banner = _alarm("", visible=False)
         self._tabs = pmui.Tabs(*self._holders.items(), sizing_mode="stretch_width")
         self._tabs.param.watch(self._turned, "active")
@@ -117,7 +118,12 @@ class Console:
         if snapshot := self.watch.look.snapshot:
             self._update(snapshot)
 
+    def _wanted(self, dark: bool) -> None:
+        """The browser wants that theme. It hears of no change before Panel has seen the page load."""
+        pn.state.onload(lambda: self.page.param.update(dark_theme=dark))
+
     def _toggled(self, _: Any) -> None:
+        self.strip.dark = self.page.dark_theme
         for tab in self._made.values():
             tab.dark(self.page.dark_theme)
 

@@ -25,15 +25,20 @@ class Strip(JSComponent):
     beat = param.Integer(0, doc="Another number each time something was heard.")
     silence = param.String("nothing heard from the server", doc="What to say when nothing is heard any more.")
     announces = param.Boolean(False, doc="Whether it says when its page is there, as `ready` then hears.")
+    chooses = param.Boolean(False, doc="Whether it says which theme the browser wants, as `wanted` then hears.")
+    dark = param.Boolean(False, doc="The page's theme, for the browser to remember.")
 
     _esm = "strip.js"
     _stylesheets = ["strip.css"]
 
     ready: Callable[[], None] | None = None
+    wanted: Callable[[bool], None] | None = None  # dark
 
     def _handle_msg(self, data: Any) -> None:
         if data == "ready" and self.ready:
             self.ready()
+        elif data in ("dark", "light") and self.wanted:
+            self.wanted(data == "dark")
 
 
 def words(snapshot: Snapshot, visitor: Any) -> str:
@@ -42,13 +47,14 @@ def words(snapshot: Snapshot, visitor: Any) -> str:
     look = LEVELS[level]
     place = f"{snapshot.host or snapshot.owner.host or 'this host'}"
     role = "operator" if visitor.may_act else "viewer, read only"
+    who = role if visitor.name == role.partition(",")[0] else f"{visitor.name} · {role}"
     parts = ['<span class="title">GPU console</span>',
              f'<span class="level" style="background:{look.colour};color:{look.ink}" title="The worst pressure of any '
              f'device">{_esc(level_word(level))}</span>']
     parts.append(_span(device_title(snapshot), "badge" if snapshot.simulated else "",
                        "These devices are simulated: no GPU is touched" if snapshot.simulated else ""))
     parts.append(_span(f"{place} · {_short(snapshot.ledger)}", "", f"Host {place}, ledger {_open(snapshot.ledger)}"))
-    parts.append(_span(f"{visitor.name} · {role}", "who"))
+    parts.append(_span(who, "who"))
     return "".join(parts)
 
 

@@ -9,6 +9,26 @@ function settled(view) {
   return roots.some(({id}) => id in (window.PyViz?.plot_index ?? {}) || id in (window.Bokeh?.index ?? {}))
 }
 
+// The theme: the one that was chosen in this browser, else the system's. Only a choice that differs from the system's is
+// kept, so whoever goes back to it follows it again.
+const CHOSEN = "gpu-console-theme"
+const SYSTEM = window.matchMedia("(prefers-color-scheme: dark)")
+
+function stored(dark) {  // a browser that keeps nothing forgets the choice, and no more
+  try {
+    if (dark === undefined) return localStorage.getItem(CHOSEN)
+    if (dark === SYSTEM.matches) localStorage.removeItem(CHOSEN)
+    else localStorage.setItem(CHOSEN, dark ? "dark" : "light")
+  } catch { }
+  return null
+}
+
+function follow(tell, shown) {
+  const wanted = () => ({dark: true, light: false}[stored()] ?? SYSTEM.matches)
+  if (wanted() !== shown) tell(wanted())
+  SYSTEM.onchange = () => tell(wanted())
+}
+
 export function render({model, view}) {
   const root = document.createElement("div")
   root.className = "strip"
@@ -36,6 +56,10 @@ export function render({model, view}) {
   tell()
   model.on("words", draw)
   model.on("beat", () => { heard = Date.now(); tell() })
+  if (model.chooses) {
+    follow((dark) => model.send_msg(dark ? "dark" : "light"), model.dark)
+    model.on("dark", () => stored(model.dark))
+  }
   const ticking = setInterval(tell, 1000)
   const announcing = model.announces && setInterval(() => {
     if (settled(view)) {

@@ -1,6 +1,7 @@
 """The served console in a real Chromium, over real kernels: seen, clicked, and seen again by another."""
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import sys
@@ -90,6 +91,36 @@ def test_every_tab_renders_without_an_error_or_a_request_elsewhere(opened, kerne
     background = seen.page.evaluate("getComputedStyle(document.querySelector('main, body')).backgroundColor")
     assert not seen.page.locator("text=could not be drawn").count()
     assert (seen.errors, seen.elsewhere) == ([], []), background
+
+
+def background(seen) -> str:
+    return seen.page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+
+def test_the_page_takes_the_systems_theme_until_another_is_chosen(opened, kernel):
+    """And keeps the choice over a reload; whoever goes back to the system's follows it again."""
+    light, dark = background(opened(color_scheme="light")), None
+    seen = opened(color_scheme="dark")
+    seen.page.wait_for_function("(light) => getComputedStyle(document.body).backgroundColor !== light", arg=light)
+    dark = background(seen)
+    seen.page.click("[aria-label='Toggle theme']")
+    seen.page.wait_for_function("() => localStorage.getItem('gpu-console-theme') === 'light'")
+    seen.page.reload()
+    seen.ready().page.wait_for_timeout(1000)  # in which it would become dark
+    assert background(seen) == light
+    seen.page.click("[aria-label='Toggle theme']")
+    seen.page.wait_for_function("() => localStorage.getItem('gpu-console-theme') === null")
+    assert background(seen) == dark != light and seen.errors == []
+
+
+def test_a_narrow_page_keeps_the_buttons_in_reach_and_tells_24_hours(opened, kernel):
+    seen = opened(viewport={"width": 760, "height": 700}, locale="en-US")
+    seen.tab("Models")
+    seen.row("qwen", pid(kernel)).locator("button", has_text="Pin").wait_for()
+    box = seen.row("qwen", pid(kernel)).locator("button", has_text="Pin").bounding_box()
+    assert 0 < box["x"] and box["x"] + box["width"] <= 760
+    seen.tab("Decisions")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", seen.row("granted", "qwen").first.locator("td").first.inner_text())
 
 
 def test_a_click_a_dialog_a_confirmation_and_the_model_has_left_in_its_own_kernel(opened, kernel):

@@ -150,6 +150,15 @@ def test_a_tab_takes_the_theme_when_it_is_made_and_when_it_is_toggled(two):
     assert Counted.themes == [False, True]
 
 
+def test_a_served_page_takes_the_theme_that_its_browser_wants_and_a_notebooks_does_not_ask(watch):
+    """A notebook's page follows the notebook. What a browser says may be anything."""
+    served = Console(watch, VIEWER)
+    for said, dark in (("dark", True), ({"dark": 1}, True), ("light", False)):
+        served.strip._handle_msg(said)
+        assert served.page.dark_theme is served.strip.dark is dark
+    assert served.strip.chooses and not Console(watch, VIEWER, theme_toggle=False).strip.chooses
+
+
 def test_a_tab_that_fails_says_so_and_the_others_go_on(watch, monkeypatch, caplog):
     only(monkeypatch, "Failing", "Counted")
     monkeypatch.setattr(tabs, "kind", {"Counted": Counted, "Failing": Failing}.__getitem__)
@@ -182,6 +191,7 @@ def test_the_strip_says_level_box_ledger_and_who_looks():
     for words in ("HIGH", "1 simulated GPU", "memory:", "ann · operator"):
         assert words in said
     assert "viewer, read only" in header.words(samples.busy, VIEWER)
+    assert ">viewer, read only<" in header.words(samples.busy, Visitor("viewer", False)), "not: viewer · viewer"
 
 
 def test_names_in_the_strip_are_escaped():
