@@ -271,6 +271,6 @@ def notices(snapshot: Snapshot, view: DeviceView) -> list[str]:
     if view.drained is not None:
         since = show_seconds(max(0.0, snapshot.wall - view.drained.wall))
         said.append(f"drained by {clean(view.drained.by)} {since} ago: it takes no new leases")
-    if view.device.simulated:
+    if view.device.simulated and not snapshot.simulated:  # where all are, the header says so
         said.append("simulated")
     return said

@@ -169,7 +169,14 @@ def test_a_drained_card_says_by_whom_and_since_when():
     assert bars.notices(samples.drained, samples.drained.devices[1]) == [
         "drained by ann 10 min ago: it takes no new leases"]
     view = replace(samples.busy.devices[0], drained=Drain("<b>", samples.WALL))
-    assert bars.notices(samples.busy, view)[-1] == "simulated"
+    assert bars.notices(samples.busy, view)[0].startswith("drained by <b>")
+
+
+def test_a_simulated_card_says_so_among_real_ones():
+    """Where all are simulated the header says it once."""
+    view = samples.busy.devices[0]
+    assert "simulated" in bars.notices(replace(samples.busy, simulated=False), view)
+    assert bars.notices(samples.busy, view) == []
 
 
 def test_a_small_device_has_an_axis_of_its_own_unit():

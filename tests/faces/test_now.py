@@ -24,7 +24,7 @@ def heading(snapshot, device=0):
 
 def test_the_heading_tells_level_room_and_use():
     assert words(heading(samples.busy)).startswith(
-        "sim:0 ◕ HIGH 3.6 GiB free 18.0 of 21.6 GiB leased · 4.0 GiB idle simulated")
+        "sim:0 ◕ HIGH 3.6 GiB free 18.0 of 21.6 GiB leased · 4.0 GiB idle")
 
 
 def test_the_bar_can_be_heard():
