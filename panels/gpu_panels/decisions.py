@@ -48,7 +48,7 @@ def _row(event: Event, snapshot: Snapshot) -> Row:
 
 
 def named(event: Event) -> Cell:
-    """The model; a long name is cut, and whole on hover."""
+    """The model; a long name is wrapped."""
     return Cell(clean(event.model), hint=clean(event.model), kind="short")
 
 

@@ -39,7 +39,8 @@ if (step >= 86400000 || time === "00:00")
   return date.toLocaleDateString(undefined, {month: "short", day: "numeric"});
 return time;
 """
-TIME = 'return new Date(value).toLocaleTimeString([], {hour: "2-digit", minute: "2-digit", second: "2-digit"});'
+TIME = ('return new Date(value).toLocaleTimeString([], '
+        '{hourCycle: "h23", hour: "2-digit", minute: "2-digit", second: "2-digit"});')
 
 RUN_TOOLTIP = """<div style="max-width:340px;font-size:12px;line-height:1.45"><b>@title</b>
 <div>@size, from @left{custom} to @right{custom}</div></div>"""

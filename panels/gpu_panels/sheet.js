@@ -1,4 +1,5 @@
 // Draws the rows of sheet.py, and changes the cells that differ. What stands in a cell is text, never HTML.
+const HOURS = {hourCycle: "h23", hour: "2-digit", minute: "2-digit", second: "2-digit"}
 const [TEXT, VALUE, HINT, KIND, COLOUR, TEXTURE] = [0, 1, 2, 3, 4, 5]
 
 function made(tag, kind, parent) {
@@ -15,11 +16,12 @@ function compare(one, other, numeric) {
   return one[TEXT].localeCompare(other[TEXT], undefined, {numeric: true})
 }
 
-function clock(cell, td) {  // by the clock of whoever looks
+function clock(cell, td) {  // by the clock of whoever looks, with the 24 hours of every other time on the page
   const date = new Date(1000 * cell[VALUE])
   td.title = date.toLocaleString()
-  if (date.toDateString() === new Date().toDateString()) return date.toLocaleTimeString()
-  return date.toLocaleString(undefined, {dateStyle: "short", timeStyle: "medium"})
+  const time = date.toLocaleTimeString(undefined, HOURS)
+  if (date.toDateString() === new Date().toDateString()) return time
+  return `${date.toLocaleDateString(undefined, {dateStyle: "short"})} ${time}`
 }
 
 function fill(td, cell, numeric) {
