@@ -29,7 +29,7 @@ from .facts import (
     World,
 )
 
-EVICTIONS = ("offloaded", "unloaded")
+LEFT = ("offloaded", "unloaded", "lost")  # its device, or the warm pool: by eviction, or with its engine
 DECISIONS = ("granted", "waiting", "refused")
 COUNTED = ("loaded", "offloaded", "restored", "unloaded", "refused")
 

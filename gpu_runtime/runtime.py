@@ -697,7 +697,7 @@ class Runtime:
         """The events in which a model left its device or the warm pool."""
         from . import frames
 
-        return frames.events(self._keeper.history(limit, actions=books.EVICTIONS))
+        return frames.events(self._keeper.history(limit, actions=books.LEFT))
 
     def history(self, seconds: str | float = 900.0, points: int = 600) -> History:
         """How every device was used in the last `seconds`, at most `points` moments of each, and what happened

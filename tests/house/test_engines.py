@@ -80,6 +80,7 @@ def test_killed_in_the_middle_it_costs_one_error_and_the_lease_is_free_when_that
         assert write(phi) == before and phi.pid != pid
     assert actions(rt) == ["granted", "loaded", "lost", "granted", "loaded"]
     assert rt.why("phi")[2].bytes > MIB
+    assert list(rt.evictions()["action"]) == ["lost"], "it has left its device, by whatever way"
 
 
 def test_killed_while_nobody_uses_it_its_lease_is_returned_too(rt):
