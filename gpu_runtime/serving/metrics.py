@@ -18,7 +18,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 from ..facts import Event, Snapshot
 
 SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-EVICTIONS = ("offloaded", "unloaded")
+LEFT = ("offloaded", "unloaded", "lost")
 BREAKER = {"closed": 0, "half-open": 1, "half_open": 1, "open": 2}
 
 
@@ -60,11 +60,11 @@ class Metrics:
         yield GaugeMetricFamily("gpu_processes", "Processes that take part", len(snapshot.sections))
         state = self._state()
         depth = GaugeMetricFamily("gpu_queue_depth", "Calls that wait for a model", labels=["model"])
-        for model, count in state.waiting.items():
-            depth.add_metric([model], count)
+        for model in {**state.breakers, **state.waiting}:  # also 0: a sum over nothing would be no figure
+            depth.add_metric([model], state.waiting.get(model, 0))
         active = GaugeMetricFamily("gpu_active_calls", "Calls that a model is answering", labels=["model"])
-        for model, count in state.running.items():
-            active.add_metric([model], count)
+        for model in {**state.breakers, **state.running}:
+            active.add_metric([model], state.running.get(model, 0))
         breakers = GaugeMetricFamily("gpu_breaker_state", "0 closed, 1 half open, 2 open", labels=["model"])
         for model, breaker in state.breakers.items():
             breakers.add_metric([model], BREAKER.get(breaker.state, 0))
@@ -86,7 +86,7 @@ class Metrics:
             self._seen = max([self._seen, *((event.wall, event.seq) for event in fresh)])
 
     def _count(self, event: Event) -> None:
-        if event.action in EVICTIONS:
+        if event.action in LEFT:
             self._evictions.labels(event.reason, event.action).inc()
         elif event.action in ("granted", "waiting", "refused"):
             self._verdicts.labels(event.action, event.reason).inc()

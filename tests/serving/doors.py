@@ -46,7 +46,8 @@ class Gateway:
 
     def state(self) -> Any:
         return SimpleNamespace(waiting={"echo": 2}, running={"echo": 1}, counts={"answered": 3},
-                               breakers={"echo": SimpleNamespace(state="open")})
+                               breakers={"echo": SimpleNamespace(state="open"),
+                                         "idle": SimpleNamespace(state="closed")})
 
     async def answer(self, kind: str, body: Any, who: str) -> Reply:
         call = read_call(kind, body, who)

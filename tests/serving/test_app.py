@@ -195,6 +195,7 @@ def test_metrics_tell_the_devices_the_book_and_the_queue(rt):
     told = samples(client(rt).get("/metrics").text)
     assert told["gpu_device_claimed_bytes", "sim:0", "simulated", "true"] == 6 * 2**30
     assert told["gpu_queue_depth", "echo"] == 2 and told["gpu_breaker_state", "echo"] == 2
+    assert told["gpu_queue_depth", "idle"] == told["gpu_active_calls", "idle"] == 0, "none is a figure too"
     assert not any(name == "gpu_device_power_watts" for name, *_ in told), "what no driver tells has no sample"
 
 
