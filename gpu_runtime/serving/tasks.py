@@ -134,10 +134,14 @@ def candidates(name: str, task: Task, *, warm: Callable[[str], bool], known: Cal
 
 
 def expected_seconds(model: str, is_warm: bool, cost: Cost) -> float | None:
-    """Seconds until a call of the model is answered, its load included; None where too little was seen to tell."""
-    if cost.answer is None or (cost.load is None and not is_warm):
-        return None
-    return cost.answer + (0.0 if is_warm else cost.load or 0.0)
+    """Seconds until a call of the model is answered, its load included; of what was never seen nothing, so that it may
+    take longer. None: nothing was seen.
+
+    >>> expected_seconds("a", False, Cost(load=40.0)), expected_seconds("a", True, Cost(load=40.0))
+    (40.0, None)
+    """
+    seen = [seconds for seconds in (cost.answer, None if is_warm else cost.load) if seconds is not None]
+    return sum(seen) if seen else None
 
 
 def fits(choice: Choice, budget: float | None, warm: Callable[[str], bool], cost: Callable[[str], Cost]) -> bool:
@@ -159,8 +163,9 @@ def too_short(asked: str, choices: Iterable[Choice], budget: float | None, warm:
         if choice.cloud or seconds is None:
             continue
         least = seconds if least is None else min(least, seconds)
-        said.append(f"{choice.model} about {seconds:.1f} s" + (
-            "" if is_warm else f" ({seen.load:.1f} s to load, {seen.answer:.1f} s to answer)"))
+        parts = ", ".join(f"{took:.1f} s to {what}" for what, took in (("load", seen.load), ("answer", seen.answer))
+                             if took is not None)
+        said.append(f"{choice.model} about {seconds:.1f} s" + ("" if is_warm else f" ({parts})"))
     return Refused(504, "budget_too_short", f"{asked} has a budget of {budget:g} s, and would take {', '.join(said)}. "
                    f"Raise the budget, or keep the model warm (keep_alive_s).", None, budget_seconds=budget,
                    expected_seconds=least)

@@ -60,7 +60,7 @@ def test_a_budget_too_short_for_all_is_told_with_both_numbers():
 
 @pytest.mark.parametrize(("cost", "is_warm", "seconds"), [
     (Cost(5.0, 2.0), False, 7.0), (Cost(5.0, 2.0), True, 2.0), (Cost(None, 2.0), True, 2.0),
-    (Cost(None, 2.0), False, None), (Cost(5.0, None), False, None), (Cost(), True, None)])
+    (Cost(None, 2.0), False, 2.0), (Cost(5.0, None), False, 5.0), (Cost(5.0, None), True, None), (Cost(), False, None)])
 def test_nothing_is_made_up_about_a_model_that_was_never_seen(cost, is_warm, seconds):
     """No figure is assumed."""
     assert expected_seconds("a", is_warm, cost) == seconds
