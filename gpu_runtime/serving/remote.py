@@ -90,8 +90,9 @@ class RemoteSpeaker:
         async with aclosing(response):
             text = _short(await self._read(response))
         try:
-            text = _message(json.loads(text)["error"])
-        except (ValueError, KeyError, TypeError):
+            said = json.loads(text)
+            text = _message(said.get("error") or said["detail"])  # the second where FastAPI refuses
+        except (ValueError, KeyError, TypeError, AttributeError):
             pass
         if response.status_code in _CALLERS:
             raise Refused(response.status_code if response.status_code != 404 else 400, "engine_refused",

@@ -98,6 +98,7 @@ def test_the_pipeline_s_own_words_are_taken_too(served):
 
 @pytest.mark.parametrize("words", [{"prompt": ""}, {"prompt": 3}, {"n": 11}, {"n": True}, {"size": "32"},
                                    {"size": "99999x99999"}, {"steps": 0}, {"steps": "many"},
+                                   {"num_inference_steps": 0},
                                    {"response_format": "url"}, {"size": "33x32"}])
 def test_what_cannot_be_drawn_is_refused_in_words(served, words):
     status, said = draw(served, **words)

@@ -101,8 +101,9 @@ def app(pipeline: Any, name: str, key: str) -> Any:
             if not (width.isdigit() and height.isdigit()) or not 0 < int(width) * int(height) <= MOST_PIXELS:
                 raise HTTPException(422, f"size must be like 512x512, and is {size!r}")
             words |= {"width": int(width), "height": int(height)}
-        if body.get("steps") is not None:
-            words["num_inference_steps"] = checked(body["steps"], "steps", MOST_STEPS)
+        for field in ("steps", "num_inference_steps"):  # the second is what diffusers calls it
+            if body.get(field) is not None:
+                words["num_inference_steps"] = checked(body[field], field, MOST_STEPS)
         for field in ("seed", "negative_prompt", "guidance_scale"):
             if body.get(field) is not None and (field in takes or field == "seed"):
                 words[field] = body[field]
