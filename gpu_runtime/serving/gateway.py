@@ -33,7 +33,7 @@ from .profiles import profiled, thinking
 from .pump import in_thread
 from .queue import Queue
 from .replies import Streamed, because, counted, signed
-from .speak import EngineFailed, Speaker, speaker_for
+from .speak import EngineFailed, Speaker, require, speaker_for
 from .tasks import Serving, candidates, fits, read_serving, too_short
 from .warmth import Warmth, wished
 
@@ -183,6 +183,7 @@ class Gateway:
                 raise EngineFailed(f"{choice.model} cannot be reached: {cloud}", name=choice.model, why=cloud)
             return remote.RemoteSpeaker(choice.model, cloud, self._http), None
         spec = self._rt.spec(choice.model)
+        require(call.kind, spec)
         importance = spec.importance if call.importance is None else call.importance
         if not spec.keep:
             stack.callback(lambda: self.warmth.keep(spec.name, self._stay_warm(call, spec)))

@@ -20,6 +20,10 @@ from .profiles import thought
 from .shapes import Header, Piece, embeddings, gathered, streamed
 
 
+TEXT_TYPES = ("llm", "embedding", "reranker")
+SILENT_TYPES = ("embedding", "reranker", "diffusion")
+
+
 class Speaker(Protocol):
     """Talks to one model for the length of one call.
 
@@ -38,6 +42,19 @@ class EngineFailed(GpuError):
 def cannot(model: str, why: str, param: str | None = None) -> Refused:
     """That the model cannot be asked this, whoever asks."""
     return Refused(400, "not_supported", f"{model} cannot be asked this: {why}", param=param)
+
+
+def require(kind: str, spec: ModelSpec) -> None:
+    """That a model of that type can be asked this, before it is loaded for nothing and others leave for it. Raises
+    Refused, 400. What an engine that is a server makes of it is its own to say."""
+    if kind == "images" and spec.model_type in TEXT_TYPES:
+        raise cannot(spec.name, f"it is of type {spec.model_type} and makes no images; those are for type diffusion",
+                     "model")
+    if kind in ("chat", "completions") and spec.model_type in SILENT_TYPES:
+        raise cannot(spec.name, f"it is of type {spec.model_type} and writes no text", "model")
+    if kind == "embeddings" and (spec.model_type == "diffusion" or spec.backend == "llama_cpp"
+                                 and spec.model_type != "embedding"):
+        raise cannot(spec.name, f"it is of type {spec.model_type}; embeddings want type embedding", "model")
 
 
 class TextSpeaker:

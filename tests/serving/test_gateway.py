@@ -11,7 +11,7 @@ from gpu_runtime.facts import IMPORTANCE
 from gpu_runtime.serving.calls import Refused
 from gpu_runtime.serving.fallback import CloudGuard
 from gpu_runtime.serving.tasks import Profile, Serving, Task
-from tests.serving.kitchen import heard, kitchen, said
+from tests.serving.kitchen import chat, heard, kitchen, said
 from tests.serving.loops import in_loop, settle, until
 
 ALONE = {"sequences": 1, "context_length": 64}  # one call at a time
@@ -164,6 +164,20 @@ async def test_a_model_that_cannot_be_loaded_is_told_with_its_figures_and_stood_
             "long": {"context_length": 32768}, "short": {"context_length": 4096}}) as k:
         reply = await k.chat("huge")
         assert reply.model == "short" and "huge needs 30.0 GiB on one device" in reply.because
+
+
+@pytest.mark.parametrize(("model_type", "backend", "kind", "body"), [
+    ("llm", "fake", "images", {"prompt": "a fox"}), ("diffusion", "fake", "chat", {"messages": chat("x")["messages"]}),
+    ("reranker", "fake", "completions", {"prompt": "a"}), ("diffusion", "fake", "embeddings", {"input": "a"}),
+    ("llm", "llama_cpp", "embeddings", {"input": "a"})])
+@in_loop
+async def test_what_a_model_s_type_cannot_do_it_is_not_loaded_for(model_type, backend, kind, body):
+    """Others would have to leave for an answer that is settled."""
+    async with kitchen() as k:
+        k.rt.register("m", backend=backend, size="4GiB", model_type=model_type, source="m.gguf" if backend != "fake" else "")
+        with pytest.raises(Refused, match="m cannot be asked this: it is of type") as refused:
+            await k.gateway.answer(kind, {"model": "m", **body})
+        assert refused.value.status == 400 and k.gateway.queue.loads == 0
 
 
 @in_loop
