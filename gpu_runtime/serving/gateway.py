@@ -11,10 +11,11 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import httpx
 from msgspec.structs import replace
@@ -32,7 +33,7 @@ from .hold import Holds
 from .profiles import profiled, thinking
 from .pump import in_thread
 from .queue import Queue
-from .replies import Streamed, because, counted, signed
+from .replies import Streamed, because, counted, ending, signed
 from .speak import EngineFailed, Speaker, require, speaker_for
 from .tasks import Serving, candidates, fits, read_serving, too_short
 from .warmth import Warmth, wished
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 CONCURRENCY = {"vllm": 256, "fake": 256}  # calls at once, where the model's `sequences` does not say; else one
 ONE_AT_A_TIME = ("llama_cpp",)  # whatever it says: the library computes one sequence after the other
+CLOSING_SECONDS = 5.0  # for calls to let go of what they hold
 log = logging.getLogger("gpu_runtime")
 Speak = Callable[[Any, ModelSpec, Any], Speaker]
 
@@ -94,6 +96,9 @@ class Gateway:
         self._counts: Counter[str] = Counter()
         self._decodes: Counter[str] = Counter()
         self._http: httpx.AsyncClient | None = None
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._streams: WeakSet[Streamed] = WeakSet()
+        self._closed = False
         self._began = int(time.time())
 
     # -- answering
@@ -104,7 +109,7 @@ class Gateway:
         A streamed reply begins with its first event, so that what fails before it is told by a status, or answered by
         another model where `tasks.yaml` names one.
         """
-        with counted(self._counts):
+        with counted(self._counts), self._until_closed():
             call = read_call(kind, body, client)
             call = profiled(call, self.serving.clients.get(call.profile))
             choices, call = self._choices(call)
@@ -112,6 +117,24 @@ class Gateway:
                 self.clients.enter(call.client, call.model, self._clock())
                 stack.callback(lambda: self.clients.left(call.client, call.cooldown, self._clock()))
                 return await self._first_that_can(call, choices, stack)
+
+    @contextlib.contextmanager
+    def _until_closed(self) -> Iterator[None]:
+        """Refuses the call where the gateway is closed meanwhile, whatever it waits for. Raises Refused, 503."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self._closed:
+            raise ending()
+        self._calls.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+            task.uncancel()
+            raise ending() from None
+        finally:
+            self._calls.discard(task)
 
     async def _first_that_can(self, call: Call, choices: tuple[Choice, ...], outer: AsyncExitStack) -> Reply:
         failed: list[tuple[str, BaseException]] = []
@@ -170,6 +193,7 @@ class Gateway:
             stack.push_async_exit(outer.pop_all())
             rest = Streamed(first, events, stack.pop_all(), deadline,
                             lambda error: self._ended(choice.model, entered, began, error))
+            self._streams.add(rest)
             self._counts["streamed"] += 1
             return Reply(choice.model, call.model, "", events=rest)
 
@@ -314,7 +338,15 @@ class Gateway:
                             self.queue.loads, self.queue.limit, self.clients.patterns(), self.guard.allowed)
 
     async def close(self) -> None:
-        """Ends what the gateway itself keeps going; calls that run are their callers' to end."""
+        """Ends what is under way, and tells the callers why; what comes now is refused. No load begins any more."""
+        self._closed = self.queue.closed = True
+        calls = set(self._calls)
+        for call in calls:
+            call.cancel()
+        for stream in list(self._streams):
+            stream.break_off(ending())
+        if calls:
+            await asyncio.wait(calls, timeout=CLOSING_SECONDS)
         await self.warmth.close()
         await self._holds.close()
         if self._http is not None:

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from ..errors import GpuError, StillInUse
 from ..facts import AllocatorMap, Health, Lease, Level, Snapshot
 from ..units import MIB
+from .pump import in_thread
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -220,20 +220,20 @@ def router(rt: Any, acts: Any) -> APIRouter:
     @routes.post("/defragment")
     async def post_defragment(who: str = acts) -> dict[str, Any]:
         """Gives memory back that allocators hold and nobody uses."""
-        outcome = await run_in_threadpool(_as, rt, who, rt.defrag)
+        outcome = await in_thread(lambda: _as(rt, who, rt.defrag))
         return {"status": "defragmentation_triggered", "memory_freed_mb": outcome.bytes // MIB}
 
     @routes.post("/evict/{model_type:path}", responses={400: {"description": "no such type or model"},
                                                         409: {"description": "its owner did not do it"}})
     async def post_evict(model_type: str, who: str = acts) -> JSONResponse:
         """Makes the idle models of a type leave their cards, or one model by its name."""
-        status, answer = await run_in_threadpool(_as, rt, who, evict, rt, model_type)
+        status, answer = await in_thread(lambda: _as(rt, who, evict, rt, model_type))
         return JSONResponse(answer, status)
 
     @routes.post("/preload")
     async def post_preload(wanted: Preload, who: str = acts) -> dict[str, Any]:
         """Brings models to their devices before they are needed."""
-        return await run_in_threadpool(_as, rt, who, preload, rt, wanted)
+        return await in_thread(lambda: _as(rt, who, preload, rt, wanted))
 
     return routes
 

@@ -66,6 +66,7 @@ class Queue:
         self._waiting: dict[int, Turn] = {}
         self._models: dict[str, _Running] = {}
         self._ends: deque[float] = deque(maxlen=RATES)
+        self.closed = False  # nothing begins any more
         self.loads = 0  # begun, for models that were not on their device
 
     @asynccontextmanager
@@ -100,11 +101,11 @@ class Queue:
         """Does what can be done now: at every arrival and end, and when a load has ended or begins to wait."""
         settled = True
         while settled:  # what was let go of may be taken anew by those who wait for it
-            if self._waiting:
+            if self._waiting and not self.closed:
                 waiting = [turn.waiting for turn in self._waiting.values()]
                 self._carry_out(next_out(waiting, self._engines(), self._clock()))
             idle = [model for model, running in self._models.items() if not running.active]
-            settled = any([self._settle(model) for model in idle]) and bool(self._waiting)
+            settled = any([self._settle(model) for model in idle]) and bool(self._waiting) and not self.closed
 
     def _engines(self) -> dict[str, Engine]:
         names = {*self._models, *(turn.waiting.model for turn in self._waiting.values())}
@@ -162,7 +163,7 @@ class Queue:
     def _settle(self, model: str) -> bool:
         """No call of the model runs: its pin ends, unless it is being loaded for somebody who waits. True: it ended."""
         running = self._models[model]
-        if running.hold is not None and not running.ready and any(
+        if running.hold is not None and not running.ready and not self.closed and any(
                 turn.waiting.model == model for turn in self._waiting.values()):
             self._in_earnest(model, running, running.hold)
             return False

@@ -26,6 +26,14 @@ class Streamed:
         self._first: dict[str, Any] | None = first
         self._events, self._held, self._deadline, self._ended = events, held, deadline, ended
         self._over = False
+        self._reader: asyncio.Task[Any] | None = None  # who waits for the next event
+        self._why: Refused | None = None  # it was broken off
+
+    def break_off(self, why: Refused) -> None:
+        """Ends it with that error as its last event, also while somebody waits for the next."""
+        self._why = why
+        if self._reader is not None:
+            self._reader.cancel()
 
     @property
     def first(self) -> dict[str, Any]:
@@ -42,7 +50,10 @@ class Streamed:
             return event
         if self._over:
             raise StopAsyncIteration
+        self._reader = asyncio.current_task()
         try:
+            if self._why is not None:
+                raise self._why
             if self._deadline is None:
                 return await anext(self._events)
             async with asyncio.timeout_at(self._deadline):
@@ -55,13 +66,26 @@ class Streamed:
             self._ended(error)
             await self.aclose()
             return _broken_off(error)
+        except asyncio.CancelledError:
+            await self.aclose()
+            if self._why is None or self._reader is None:
+                raise
+            self._reader.uncancel()
+            return _broken_off(self._why)
         except BaseException:
             await self.aclose()
             raise
+        finally:
+            self._reader = None
 
     async def aclose(self) -> None:
         self._over, self._first = True, None
         await self._held.aclose()
+
+
+def ending() -> Refused:
+    """That the server ends, and takes nobody along."""
+    return Refused(503, "ending", "the server is ending; another start of it may answer", 5.0)
 
 
 def _broken_off(error: BaseException) -> dict[str, Any]:

@@ -122,6 +122,8 @@ def run(*, host: str = "127.0.0.1", port: int | None = None, socket_path: str | 
         server.start()
         server.io_loop.start()
     finally:
+        if server._http is not None:
+            server._http.stop()  # who comes now is not let in; who is in is told
         if beside.close is not None:
             server.io_loop.asyncio_loop.run_until_complete(_ended(beside.close()))
         server.stop(wait=False)

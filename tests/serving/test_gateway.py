@@ -194,6 +194,32 @@ async def test_what_the_caller_does_wrong_nobody_else_is_asked():
 
 
 @in_loop
+async def test_whoever_is_being_answered_when_it_closes_is_told_and_nothing_begins_any_more():
+    """Who waits, who is answered, and who reads a stream, which would else look whole; no breaker hears of it."""
+    held, read = asyncio.Event(), asyncio.Event()
+    async with kitchen(qwen=12, phi=12, scripts={"qwen": [read, held]}) as k:
+        stream = await k.chat("qwen", "one two", stream=True)
+        calls = [asyncio.ensure_future(k.chat(model)) for model in ("qwen", "phi")]
+        await until(lambda: k.gateway.queue.active() == {"qwen": 2} and k.gateway.queue.depth() == {"phi": 1})
+        rest = asyncio.ensure_future(_errors(stream))
+        await settle()
+        await k.gateway.close()
+        for call in calls:
+            with pytest.raises(Refused, match="the server is ending") as refused:
+                await call
+            assert (refused.value.status, refused.value.headers) == (503, {"Retry-After": "5"})
+        assert await rest == ["ending"]
+        with pytest.raises(Refused, match="the server is ending"):
+            await k.chat("phi")
+        assert k.where()["phi"] == "disk" and k.gateway.queue.active() == {}
+        assert k.gateway.state().breakers["qwen"].failures == 0
+
+
+async def _errors(reply) -> list[str]:
+    return [event["error"]["code"] async for event in reply.events if "error" in event]
+
+
+@in_loop
 async def test_five_failures_open_the_breaker_and_one_probe_closes_it():
     """Meanwhile calls fail at once, with `Retry-After`; the probe's success lets all in again."""
     async with kitchen(qwen=4, scripts={"qwen": [DIED] * 5}) as k:
