@@ -67,8 +67,9 @@ def question(asked: Proposal, snapshot: Snapshot) -> Question:
         lines = (f"This frees {size} on {asked.where}.", *_users(asked, lease, who, snapshot), _fate(lease, snapshot))
         return Question(f"Evict {name}?", lines, f"Evict, freeing {size}", grave=True)
     if asked.verb in ("restore", "preload"):
-        at = {"disk": "is not loaded", HOST: f"lies in host memory ({size})"}.get(asked.where, f"is on {asked.where}")
-        lines = (f"It {at}; {who} brings it to a device.",
+        at = {"disk": "is not loaded, and its size not known here" if not asked.bytes else f"is not loaded ({size})",
+              HOST: f"lies in host memory ({size})"}.get(asked.where, f"is on {asked.where} ({size})")
+        lines = (f"It {at}.", f"It is brought to a device by {who if asked.pid else 'a process that can load it'}.",
                  "Idle models step aside where that needs room; what is in use is waited for.")
         return Question(f"{verb} {name}?", lines, verb)
     if asked.verb == "pin":
@@ -76,8 +77,9 @@ def question(asked: Proposal, snapshot: Snapshot) -> Question:
             f"Its {size} on {asked.where} stay taken: no other model can make it step aside until it is unpinned.",
             f"Held by {who}."), verb)
     if asked.verb == "unpin":
-        return Question(f"Unpin {name}?", ("From then on it steps aside when others need its room.", f"Held by {who}."),
-                        verb)
+        return Question(f"Unpin {name}?", (
+            f"From then on its {size} on {asked.where} may be taken: it steps aside when others need its room.",
+            f"Held by {who}."), verb)
     return Question(f"Defragment {who}?", (
         "Its allocator gives the blocks that it caches and does not use back to the device.",
         "Models stay where they are. What runs there may be slower for a moment, until it has its cache again."), verb)
@@ -131,4 +133,9 @@ def _lease(asked: Proposal, snapshot: Snapshot) -> Lease | None:
 
 
 def _held_by(asked: Proposal, snapshot: Snapshot) -> str:
-    return holder(snapshot, asked.owner) if asked.owner in snapshot.sections else "no process yet"
+    """`train.ipynb (pid 4121) of ann`: whoever looks, since who was let in may be another than who serves the page."""
+    section = snapshot.sections.get(asked.owner)
+    if section is None:
+        return "no process yet"
+    name = "this process" if asked.owner == snapshot.owner.id else section.owner.label
+    return clean(f"{name} of {section.owner.user}" if section.owner.user else name)

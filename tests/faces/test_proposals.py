@@ -30,10 +30,27 @@ def test_an_eviction_is_asked_with_the_model_the_bytes_who_has_it_and_what_becom
     assert question(asked, idle(restore_seconds=2.5)) == (
         "Evict qwen?",
         ("This frees 14.0 GiB on sim:0.",
-         "Held by this process, idle for 3 min. Nobody uses it now.",
+         "Held by this process of ann, idle for 3 min. Nobody uses it now.",
          "It steps aside to host memory where there is room, and it comes back by itself when it is used next, in "
          "about 2.5 s."),
         "Evict, freeing 14.0 GiB", True)
+
+
+@pytest.mark.parametrize("verb", ["evict", "restore", "pin", "unpin"])
+def test_every_question_names_the_model_its_bytes_and_the_person(verb):
+    """Whoever looks: who was let in may be another person than who serves the page."""
+    world = snapshot(lease("qwen", 14, HOST if verb == "restore" else "sim:0", owner=BOB))
+    asks = question(propose(verb, at(owner=BOB), world), world)
+    assert "qwen" in asks.title
+    for words in ("analysis.ipynb (pid 4121) of bob", "14.0 GiB"):
+        assert words in " ".join(asks.lines)
+
+
+def test_of_what_is_not_loaded_it_is_said_whether_its_size_is_known():
+    world = snapshot()
+    asks = question(propose("preload", "/catalogued", world), world)
+    assert asks.lines[:2] == ("It is not loaded, and its size not known here.",
+                              "It is brought to a device by a process that can load it.")
 
 
 def test_of_a_model_that_cannot_be_moved_it_is_said_that_it_is_loaded_anew():
