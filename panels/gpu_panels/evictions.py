@@ -28,7 +28,7 @@ from gpu_runtime.facts import Event, Snapshot
 from . import evicted
 from .evicted import ACTIONS, ANY, LOOKS, PIECES, WINDOWS, Filter
 from .historychart import CLOCK, TIME
-from .now import BUTTONS, NO_CAPITALS
+from .now import BUTTONS, NO_CAPITALS, SELECT
 from .palette import EDGE
 from .prose import Prose
 from .sheet import Sheet, encoded
@@ -118,9 +118,9 @@ class Evictions(Tab):
         self.chart = Timeline()
         self.window = pmui.RadioButtonGroup(options=list(WINDOWS), value="24 h", **BUTTONS)
         self.model = pmui.TextInput(label="Model contains", size="small", width=200, margin=(5, 10))
-        self.action = pmui.Select(label="What", options=list(ACTIONS), value="evictions", size="small", width=150,
-                                  margin=(5, 10))
-        self.reason = pmui.Select(label="Reason", options=[ANY], value=ANY, size="small", width=190, margin=(5, 10))
+        self.action = pmui.Select(label="What", options=list(ACTIONS), value="evictions", width=150, margin=(5, 10),
+                                  **SELECT)
+        self.reason = pmui.Select(label="Reason", options=[ANY], value=ANY, width=190, margin=(5, 10), **SELECT)
         self.save = pmui.FileDownload(callback=self._file, filename="evictions.csv", label="Save as CSV", size="small",
                                       variant="outlined", margin=(10, 10), **NO_CAPITALS)
         self.sheet = Sheet(evicted.COLUMNS, empty=EMPTY, filters=False, margin=(4, 10))

@@ -23,6 +23,8 @@ TWO_COLUMNS_FROM = 5  # devices
 _PLAIN = {"textTransform": "none", "whiteSpace": "nowrap"}
 NO_CAPITALS: dict[str, Any] = {"sx": {**_PLAIN, "& button": _PLAIN}}  # sim:0 is not SIM:0
 BUTTONS: dict[str, Any] = {"size": "small", "margin": (5, 10), **NO_CAPITALS}
+SELECT: dict[str, Any] = {"size": "small", "sx": {"& .MuiSelect-select": {"py": "8.5px"}}}  # as high as a field of text
+
 
 def heading(snapshot: Snapshot, view: DeviceView, bar: Bar) -> str:
     """A line of HTML above a device's bar; with the bar in words for who cannot see it."""

@@ -219,7 +219,7 @@ def _waits(ticket: Ticket, place: int, snapshot: Snapshot, silent: Sequence[Unan
     return Row(ticket.key, (
         Cell(str(place), place), Cell(clean(ticket.name), kind="strong"), _holder(ticket.owner, snapshot),
         Cell(need, size) if need else UNKNOWN, _since(ticket.arrived, snapshot), _importance(ticket.importance),
-        Cell(because, hint=because, kind="alarm" if silent else "")))
+        Cell(because, kind="prose alarm" if silent else "prose")))
 
 
 def _asks(ticket: Ticket, snapshot: Snapshot, silent: Sequence[Unanswered]) -> Row:
@@ -229,8 +229,8 @@ def _asks(ticket: Ticket, snapshot: Snapshot, silent: Sequence[Unanswered]) -> R
     return Row(ticket.key, (
         NOTHING, Cell(f"{ticket.verb} {clean(name)}", kind="strong"), _holder(ticket.owner, snapshot), NOTHING,
         _since(ticket.arrived, snapshot), NOTHING,
-        Cell(f"{_silent(silent, snapshot)}{told}", hint=f"{NO_ANSWER}.", kind="alarm") if silent else
-        Cell(f"the answer of {_holder(owner, snapshot).text}{by}")))
+        Cell(f"{_silent(silent, snapshot)}{told}", hint=f"{NO_ANSWER}.", kind="prose alarm") if silent else
+        Cell(f"the answer of {_holder(owner, snapshot).text}{by}", kind="prose")))
 
 
 def _since(arrived: float, snapshot: Snapshot) -> Cell:

@@ -31,6 +31,7 @@ from gpu_runtime.units import parse_room, show_bytes, show_seconds
 
 from . import bars, drawings
 from .barchart import BarChart
+from .now import SELECT
 from .palette import SHARED
 from .prose import Prose
 from .tab import Tab
@@ -222,8 +223,7 @@ class WhatIf(Tab):
         super().__init__(watch, actions)
         self._dark = False
         self._pairs: dict[str, _Pair] = {}
-        self.model = pmui.Select(label="A model", options=[NO_MODEL], value=NO_MODEL, size="small", width=300,
-                                 margin=(10, 10))
+        self.model = pmui.Select(label="A model", options=[NO_MODEL], value=NO_MODEL, width=300, margin=(10, 10), **SELECT)
         self.size = pmui.TextInput(label="or a size, such as 14 GiB", size="small", width=300, margin=(10, 10))
         self.model.param.watch(lambda event: self._asked(self.size, "", event.new != NO_MODEL), "value")
         self.size.param.watch(lambda event: self._asked(self.model, NO_MODEL, bool(event.new)), "value")

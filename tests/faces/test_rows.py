@@ -131,6 +131,7 @@ def test_the_queue_is_told_in_order_each_with_what_it_waits_for():
                             "qwen (14.0 GiB on sim:0) is in use"]
     assert texts(second) == ["–", "evict reranker", "this process", "–", "< 5 s", "–",
                              "the answer of analysis.ipynb (pid 4121), bob"]
+    assert all("prose" in row.cells[-1].kind for row in (first, second)), "a reason is wrapped, never cut"
 
 
 def test_a_request_of_a_stopped_process_is_said_to_be_passed():
@@ -145,7 +146,7 @@ def test_who_does_not_answer_is_named_with_since_when_beside_what_was_asked_and_
     silent = snapshot(lease("qwen", 4), tickets=(asked,))
     (row,) = rows.queue(silent)
     assert "does not answer since" in texts(row)[-1] and texts(row)[-1].endswith(". Asked by ann.")
-    assert row.cells[-1].kind == "alarm" and "when it runs again" in row.cells[-1].hint
+    assert row.cells[-1].kind == "prose alarm" and "when it runs again" in row.cells[-1].hint
     (held,) = rows.leases(silent)
     assert (held.cells[3].text, held.cells[3].kind) == ("silent 40 s", "alarm")
     (held,) = rows.leases(replace(silent, tickets=(replace(asked, arrived=NOW - 1),)))
