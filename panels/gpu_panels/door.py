@@ -40,6 +40,12 @@ def page(words: str, *, form: bool) -> str:
 <body><main><h1>GPU console</h1><p>{html.escape(words)}</p>{_FORM if form else ""}</main></body></html>"""
 
 
+def as_json(words: str, status: int) -> dict[str, Any]:
+    """The sentence for programs, as OpenAI's clients read errors."""
+    return {"error": {"message": words, "type": "rate_limit_error" if status == 429 else "invalid_request_error",
+                      "code": None, "param": None}}
+
+
 class Door(RequestHandler):
     """Refuses, after a while where somebody guessed; with a form, a token may be typed instead."""
 
@@ -66,10 +72,14 @@ class Door(RequestHandler):
     async def _refuse(self, status: int, words: str, wait: float) -> None:
         if wait:
             await asyncio.sleep(wait)
+        program = "text/html" not in self.request.headers.get("Accept", "text/html")
+        if program and status == 403 and self._form:  # a token would do: what HTTP calls unauthorized
+            status = 401
+            self.set_header("WWW-Authenticate", "Bearer")
         self.set_status(status)
         if status == 429:
             self.set_header("Retry-After", "10")
-        self.finish(page(words, form=self._form))
+        self.finish(as_json(words, status) if program else page(words, form=self._form))
 
 
 class Welcome(RequestHandler):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import stat
@@ -84,6 +85,17 @@ def test_no_route_tells_anything_without_a_token(one, route):
     for method in ("GET", "HEAD", "PUT", "OPTIONS"):
         answer = one.get(route, method=method, Cookie=f"gpu-console={OPERATORS}")
         assert answer.status == 403 and "SECRET" not in answer.body, (method, answer)
+
+
+def test_a_program_without_the_token_is_told_so_in_json(one):
+    """As clients of OpenAI's and HTTP's know it; a page with a form would be of no use to it."""
+    one.get()
+    for token in ({}, {"Authorization": "Bearer wrong"}):
+        answer = one.get(one.path, Accept="application/json", **token)
+        assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+        assert "token" in json.loads(answer.body)["error"]["message"] and "<" not in answer.body
+    assert one.get(one.path, Accept="*/*", Origin="http://evil.example").status == 403, "no token would help"
+    assert one.get(one.path, Accept="text/html,*/*").body.startswith("<!doctype html>")
 
 
 def test_the_token_leads_to_the_page_and_leaves_the_url(one):
