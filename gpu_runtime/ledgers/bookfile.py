@@ -27,7 +27,7 @@ from ..facts import SCHEMA, Book, decode_book, encode
 from ..owner import Life, OwnerFile, life
 from . import files
 from .access import access_to
-from .mending import Damaged, mend, newest_roster_rev, part_of, sealed, unsealed
+from .mending import Damaged, mend, newest_roster_rev, part_of, sealed, unsealed, with_living
 
 # A SELECT gives its row while it still holds its read lock, and Python must have the GIL before it can fetch on and let
 # go. Where another thread keeps the GIL for a second, nobody could write for a second (kept for 200 ms at a time:
@@ -74,6 +74,7 @@ class BookFile:
         self._page: Page | None = None
         self._least_rev = 0  # the book has been seen at this revision: it cannot be behind
         self._roster_doubtful = False
+        self._unfinished: Page | None = None  # on which a write was tried that has not come through
         self._ballast_dropped = False
 
     @property
@@ -101,6 +102,9 @@ class BookFile:
             if self._page is None or self._db is None or not self._in_force(self._page):
                 self._open()
             page = self._page = self._read(self._page, self._db)
+            if self._unfinished is not None and self._unfinished.name != page.name:
+                page = self._take_back(page, self._unfinished)
+            self._unfinished = None
             if self._roster_doubtful:
                 try:
                     self._write_roster(page.book, page.rev)
@@ -186,12 +190,33 @@ class BookFile:
         except (msgspec.MsgspecError, TypeError, ValueError) as error:
             raise Damaged(page.name, page.inode, f"its page cannot be read ({error})") from error
 
+    def _take_back(self, page: Page, before: Page) -> Page:
+        """The page with our own part as it last stood. The book was made anew while a write of ours had not come
+        through: what that wanted stood in our roster, and is taken for granted here, perhaps beside another's grant of
+        the same.
+
+        Done before anybody decides on it, in whichever thread. Raises Lost, and is then still to do.
+        """
+        me = self.owner_file.owner.id
+        ours = with_living(page.book, {me: part_of(before.book, me)})
+        book = replace(page.book, sections=ours.sections, tickets=ours.tickets)
+        if part_of(book, me) == part_of(page.book, me):
+            return page
+        try:
+            self._commit(page, book, encode(book))
+        except OSError as error:
+            raise files.cannot_write(self.path, error) from error
+        finally:
+            self._unfinished = before
+        assert self._page is not None
+        return self._page
+
     def _commit(self, page: Page, new: Book, body: bytes) -> None:
         me = self.owner_file.owner.id
         fresh = part_of(new, me) != part_of(page.book, me)
         if fresh:
             # Until the commit is known to stand, the roster may say more or less than the book: the next look mends it.
-            self._roster_doubtful = True
+            self._roster_doubtful, self._unfinished = True, page
             self._write_roster(new, page.rev + 1)
         try:
             stored = sealed(body, page.rev + 1)
@@ -204,7 +229,7 @@ class BookFile:
         self._page = page._replace(rev=page.rev + 1, book=new)
         self._least_rev = page.rev + 1
         if fresh:
-            self._roster_doubtful = False
+            self._roster_doubtful, self._unfinished = False, None
 
     def _write_roster(self, book: Book, rev: int) -> None:
         self.owner_file.write_roster(encode(part_of(book, self.owner_file.owner.id)), rev=rev, schema=SCHEMA)

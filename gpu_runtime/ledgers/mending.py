@@ -11,6 +11,7 @@ import zlib
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from ..errors import LedgerNewer
 from ..facts import SCHEMA, Book, Device, Section, Ticket, decode_book, encode
@@ -55,6 +56,15 @@ def union(parts: list[Book]) -> Book:
     drained = next((part.drained for part in reversed(parts) if part.sections), {})
     return Book(devices=tuple(devices.values()), limits=limits, sections=sections, drained=drained,
                 tickets=tuple(sorted(tickets, key=lambda ticket: ticket.arrived)))
+
+
+def with_living(book: Book, parts: dict[str, Book]) -> Book:
+    """The book with what these owners say of themselves in place of what it said of them."""
+    others = replace(book, sections={id: section for id, section in book.sections.items() if id not in parts},
+                     tickets=tuple(ticket for ticket in book.tickets if ticket.owner not in parts))
+    whole = union([others, *parts.values()])
+    return replace(others, devices=whole.devices, limits=whole.limits, sections=whole.sections, tickets=whole.tickets,
+                   drained=book.drained or whole.drained)
 
 
 def living_rosters(directory: Path) -> dict[str, Roster]:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 from redis.exceptions import NoScriptError, ResponseError
 
 from ..errors import LedgerNewer, LedgerRefused
@@ -31,7 +30,7 @@ from ..owner import Life, OwnerFile, life, read_roster
 from ..units import show_bytes
 from . import files
 from .bookfile import BookFile, Lost, Page
-from .mending import Damaged, part_of, union
+from .mending import Damaged, part_of, with_living
 from .redispage import (
     LOOK_OR_WRITE,
     MAKE,
@@ -121,26 +120,11 @@ class RedisBook(BookFile):
 
     def _open(self) -> None:
         """Looks whether this Redis keeps what it is told, and whether it has kept it. Raises Damaged."""
-        self._db, before = None, self._page
+        self._db = None
         seen = self._wire.converse(self._vet)
         self._vetted = True
         self._page = Page(seen.generation, 0, seen.rev, seen.book or Book())
         self._least_rev, self._db = seen.rev, self._wire
-        if before and before.name != seen.generation and self._roster_doubtful:
-            self._take_back(before.book)
-
-    def _take_back(self, before: Book) -> None:
-        """Restores our own part as it last stood. The page was made anew while a write of ours had not come through:
-        what it wanted stood in our roster, and is now taken for granted, perhaps beside another's grant of the same."""
-        me, page = self.owner_file.owner.id, self._page
-        book = with_living(page.book, {me: part_of(before, me)})
-        what, *_ = self._run("write", page.name, page.rev, page.rev + 1, secrets.token_hex(8), "", SCHEMA, encode(book))
-        if what != b"written":
-            self._page = page._replace(name="", book=before)  # still to do
-            self._vetted = False
-            raise Lost
-        self._page = page._replace(rev=page.rev + 1, book=book)
-        self._least_rev = page.rev + 1
 
     def _vet(self, ask: Ask) -> Seen:
         self._wire.require_safe(ask)
@@ -259,7 +243,7 @@ class RedisBook(BookFile):
                                 path=self._wire.url, why="too large", writer=me)
         before, after = part_of(page.book, me), part_of(new, me)
         if after != before:
-            self._roster_doubtful = True  # until the write is known to stand; the next look mends it
+            self._roster_doubtful, self._unfinished = True, page  # until the write is known to stand
             self._write_roster(new, page.rev + 1)
         what, *left = self._run("write", page.name, page.rev, page.rev + 1, secrets.token_hex(8),
                                 "yes" if _promises(after) - _promises(before) else "", SCHEMA, body)
@@ -272,7 +256,7 @@ class RedisBook(BookFile):
         self._page = page._replace(rev=page.rev + 1, book=new)
         self._least_rev = page.rev + 1
         if after != before:
-            self._roster_doubtful = False
+            self._roster_doubtful, self._unfinished = False, None
 
     def _run(self, *words: str | bytes | int) -> list[Any]:
         """What the script answers. Raises Lost where the Redis does not know it: then it has started again."""
@@ -283,15 +267,6 @@ class RedisBook(BookFile):
                 self._vetted = False
                 raise Lost from None
         return self._wire.converse(talk)
-
-
-def with_living(book: Book, parts: dict[str, Book]) -> Book:
-    """The book with what these owners say of themselves in place of what it said of them."""
-    others = replace(book, sections={id: section for id, section in book.sections.items() if id not in parts},
-                     tickets=tuple(ticket for ticket in book.tickets if ticket.owner not in parts))
-    whole = union([others, *parts.values()])
-    return replace(others, devices=whole.devices, limits=whole.limits, sections=whole.sections, tickets=whole.tickets,
-                   drained=book.drained or whole.drained)
 
 
 def _promises(part: Book) -> set[tuple[str, Any]]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from msgspec.structs import replace
 
 from ..errors import LedgerRefused, LedgerUnavailable
 from ..facts import AllocatorMap, Book, Owner, Ticket, decode_book
@@ -97,7 +96,6 @@ class SqliteLedger:
     def _agree(self, decide: Callable[[Book], tuple[Book, T]], paced: bool = False) -> T:
         deadline = time.monotonic() + self.patience_seconds
         lost = 0
-        tried: Page | None = None
         while True:
             self._require_open()
             # At first without waiting: mostly nobody is there, and who lost has now in his caches what deciding takes.
@@ -105,8 +103,7 @@ class SqliteLedger:
             try:
                 began = processor_seconds()
                 page = self._file.look()
-                new, answer = decide(self._without_what_was_lost(page, tried))
-                tried = page
+                new, answer = decide(page.book)
                 if new is not page.book:
                     self._require_lawful(page, new)
                     self._file.put(page, new)
@@ -125,22 +122,6 @@ class SqliteLedger:
                 raise self._too_long()
             if turnstile or lost > 1:
                 time.sleep(self._pace.lost(lost, now))
-
-    def _without_what_was_lost(self, page: Page, tried: Page | None) -> Book:
-        """The book; but in one that was rebuilt since our last try our part is what it was before.
-
-        A try is in our roster before it is in the book. Where it lost its race and the book was damaged in that very
-        moment, the new book holds a grant of memory that somebody else has.
-        """
-        if tried is None or tried.name == page.name:
-            return page.book
-        me, was, book = self.owner.id, tried.book, page.book
-        sections = {id: section for id, section in book.sections.items() if id != me}
-        if me in was.sections:
-            sections[me] = was.sections[me]
-        tickets = [ticket for ticket in book.tickets if ticket.owner != me]
-        tickets += [ticket for ticket in was.tickets if ticket.owner == me]
-        return replace(book, sections=sections, tickets=tuple(sorted(tickets, key=lambda ticket: ticket.arrived)))
 
     def _at_our_turn(self) -> Turnstile | None:
         """The turnstile, where others now wait for us to leave it; None where it was better not to wait for our
