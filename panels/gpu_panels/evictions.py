@@ -114,7 +114,7 @@ class Evictions(Tab):
     def __init__(self, watch: Any, actions: Any) -> None:
         super().__init__(watch, actions)
         self._shown: object = None
-        self._counts, self._key = Prose(margin=(8, 10)), Prose(margin=(0, 10))
+        self._counts, self._key = Prose(margin=(8, 10)), Prose(margin=(0, 10, 8, 10))
         self.chart = Timeline()
         self.window = pmui.RadioButtonGroup(options=list(WINDOWS), value="24 h", **BUTTONS)
         self.model = pmui.TextInput(label="Model contains", size="small", width=200, margin=(5, 10))

@@ -33,7 +33,7 @@ COLUMNS = (
                                       "block, or in new memory within the card's budget"),
     Column("Retries", True, "How often the allocator had to empty its cache to serve a request"),
     Column("OOMs", True, "How often it could not serve a request"))
-EMPTY = "No process holds memory on a card yet. Load a model in a notebook:  %gpu load NAME PATH"
+EMPTY = "No process holds memory on a card yet. Load a model in a notebook: `%gpu load NAME PATH`"
 
 
 class Cut(NamedTuple):
