@@ -90,7 +90,8 @@ async def _actor(request: Request) -> str:  # async, or FastAPI calls it in a th
     """The name of whoever acts. The role is asked here, at the moment of acting."""
     visitor = request.scope["state"]["visitor"]
     if not visitor.may_act:
-        raise HTTPException(403, f"{visitor.name} may look and not act; that takes the operator's token")
+        raise HTTPException(403, f"{visitor.name} may look and not act: that takes the operator's token, and a server "
+                                 f"that is not read-only")
     return visitor.name
 
 
