@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import html
 import logging
+from contextlib import suppress
 from typing import Any
 
 import panel as pn
@@ -151,10 +152,11 @@ def page(visitor: Any, watch: Watch) -> pmui.Page:
     ticking = document.add_periodic_callback(console.tick, TICK_MILLISECONDS)
 
     def ended(_: Any) -> None:
-        document.remove_periodic_callback(ticking)
+        console.close()
         # What Panel knows of the browser holds the document by which it is kept, and so all that the session ever had.
         pn.state._browsers.pop(document, None)
-        console.close()
+        with suppress(AttributeError):  # a server that has taken the document apart already has nobody to tell of it
+            document.remove_periodic_callback(ticking)
 
     pn.state.on_session_destroyed(ended)
     return console.page
