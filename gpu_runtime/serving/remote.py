@@ -12,7 +12,6 @@ import httpx
 from ..facts import ModelSpec
 from . import templates
 from .calls import Refused
-from .fallback import Cloud
 from .profiles import thought
 from .speak import EngineFailed
 

@@ -19,7 +19,6 @@ from .calls import Refused
 from .profiles import thought
 from .shapes import Header, Piece, embeddings, gathered, streamed
 
-
 TEXT_TYPES = ("llm", "embedding", "reranker")
 SILENT_TYPES = ("embedding", "reranker", "diffusion")
 
@@ -46,7 +45,7 @@ def cannot(model: str, why: str, param: str | None = None) -> Refused:
 
 def require(kind: str, spec: ModelSpec) -> None:
     """That a model of that type can be asked this, before it is loaded for nothing and others leave for it. Raises
-    Refused, 400. What an engine that is a server makes of it is its own to say."""
+    Refused, 400."""
     if kind == "images" and spec.model_type in TEXT_TYPES:
         raise cannot(spec.name, f"it is of type {spec.model_type} and makes no images; those are for type diffusion",
                      "model")

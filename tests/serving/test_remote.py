@@ -64,7 +64,7 @@ async def test_whoever_goes_away_hangs_up_on_the_engine():
 
 @in_loop
 async def test_a_call_waits_while_its_engine_is_started_again():
-    """Else five quick calls would open the breaker for 30 s, for a restart of two. It then asks where it answers now."""
+    """Else five quick calls would open the breaker for 30 s, for a restart of two. It asks where it answers by then."""
     async with loopback() as there, kitchen(qwen=4) as k:
         served = SimpleNamespace(base_url="http://127.0.0.1:9/v1", model="theirs", headers={}, starting=True)
         k.gateway._speak = lambda value, spec, http: RemoteSpeaker(spec.name, served, http, spec)
@@ -131,10 +131,12 @@ async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
 @in_loop
 async def test_other_kinds_go_to_their_own_paths():
     """Embeddings, images, and plain completions."""
-    async with loopback() as there, kitchen(qwen=4, speak=engine(there)) as k:
+    async with loopback() as there, kitchen(qwen=4, sdxl=4, speak=engine(there), options={
+            "sdxl": {"model_type": "diffusion"}}) as k:
         there.answers = [{"data": []}] * 3
-        for kind, field in (("embeddings", "input"), ("images", "prompt"), ("completions", "prompt")):
-            await k.gateway.answer(kind, {"model": "qwen", field: "a"})
+        for model, kind, field in (("qwen", "embeddings", "input"), ("sdxl", "images", "prompt"),
+                                   ("qwen", "completions", "prompt")):
+            await k.gateway.answer(kind, {"model": model, field: "a"})
         assert [path for path, _, _ in there.requests] == [
             "/v1/embeddings", "/v1/images/generations", "/v1/completions"]
 

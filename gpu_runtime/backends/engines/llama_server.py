@@ -81,8 +81,9 @@ def template(order: Order) -> str:
 def _python(order: Order) -> Command:
     if own_template(order.spec):
         why = "llama-cpp-python's server takes no chat template but the model's own"
-        raise LoadFailed(f"{order.spec.name} cannot be loaded: {why}.\n  Install llama-server, or leave its runtime out: "
-                         f"llama_cpp takes one.", name=order.spec.name, source=order.source, why=why)
+        raise LoadFailed(f"{order.spec.name} cannot be loaded: {why}.\n"
+                         f"  Install llama-server, or leave its runtime out: llama_cpp takes one.",
+                         name=order.spec.name, source=order.source, why=why)
     told = arguments(order.spec, order.shares, order.source, dict(order.config), None)
     words = ["--model", order.source, "--model_alias", order.spec.name, "--host", "127.0.0.1",
              "--port", str(order.port), "--n_ctx", str(told["n_ctx"]), "--n_gpu_layers", str(told["n_gpu_layers"]),
