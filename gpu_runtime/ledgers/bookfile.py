@@ -28,6 +28,7 @@ from ..owner import Life, OwnerFile, life
 from . import files
 from .access import access_to
 from .mending import Damaged, mend, newest_roster_rev, part_of, sealed, unsealed, with_living
+from .newest import Newest
 
 # A SELECT gives its row while it still holds its read lock, and Python must have the GIL before it can fetch on and let
 # go. Where another thread keeps the GIL for a second, nobody could write for a second (kept for 200 ms at a time:
@@ -40,6 +41,8 @@ SETTLED_NANOSECONDS = 50_000_000
 UPDATE = "UPDATE main.book SET rev=rev+1, schema=?, body=? WHERE host=? AND rev=?"
 
 
+# Where the schema is damaged, SQLite's message quotes it, and Python cannot read that.
+FAULTS = (sqlite3.Error, UnicodeDecodeError)
 MOST_BYTES = 32 << 20  # of a page; 256 leases take about 200 KiB
 
 
@@ -73,6 +76,7 @@ class BookFile:
         self._db: sqlite3.Connection | None = None
         self._page: Page | None = None
         self._least_rev = 0  # the book has been seen at this revision: it cannot be behind
+        self._newest = Newest(directory)  # and at this one by others
         self._roster_doubtful = False
         self._unfinished: Page | None = None  # on which a write was tried that has not come through
         self._ballast_dropped = False
@@ -101,16 +105,19 @@ class BookFile:
         with self._lock:
             if self._page is None or self._db is None or not self._in_force(self._page):
                 self._open()
+            self._least_rev = max(self._least_rev, self._newest.of(self._page.name))
             page = self._page = self._read(self._page, self._db)
             if self._unfinished is not None and self._unfinished.name != page.name:
                 page = self._take_back(page, self._unfinished)
-            self._unfinished = None
             if self._roster_doubtful:
                 try:
                     self._write_roster(page.book, page.rev)
                     self._roster_doubtful = False
                 except OSError:
                     pass  # a full disk is no reason not to read; the next look tries again
+            if self._unfinished is not None:
+                # Whoever makes a new book after this reads what we have just written; before it, perhaps not.
+                self._unfinished = None if not self._roster_doubtful and self._in_force(page) else page
             return page
 
     def put(self, page: Page, new: Book) -> None:
@@ -171,7 +178,7 @@ class BookFile:
     def _read(self, page: Page, db: sqlite3.Connection) -> Page:
         try:
             copied = db.execute(COPY, (page.rev, self.boot)).rowcount
-        except sqlite3.Error as error:
+        except FAULTS as error:
             raise self._failure(page, error) from error
         if not copied:
             raise Damaged(page.name, page.inode, "it has no page")
@@ -218,16 +225,19 @@ class BookFile:
             # Until the commit is known to stand, the roster may say more or less than the book: the next look mends it.
             self._roster_doubtful, self._unfinished = True, page
             self._write_roster(new, page.rev + 1)
+        if self._newest.of(page.name) > page.rev:
+            raise Lost  # also to an old copy, put over the book this moment: its revision may be the one that we know
         try:
             stored = sealed(body, page.rev + 1)
             written = self._db.execute(UPDATE, (SCHEMA, stored, self.boot, page.rev)).rowcount
-        except sqlite3.Error as error:
+        except FAULTS as error:
             raise self._failure(page, error) from error
         # Where a new book was made from the rosters while we wrote into the old, nobody saw what we wrote.
         if not written or not self._in_force(page):
             raise Lost
         self._page = page._replace(rev=page.rev + 1, book=new)
         self._least_rev = page.rev + 1
+        self._newest.tell(page.name, page.rev + 1)
         if fresh:
             self._roster_doubtful, self._unfinished = False, None
 
@@ -278,6 +288,7 @@ class BookFile:
                 raise Damaged(name, inode, "another file took its place")
             least_rev = max(least_rev, self._least_rev)
         page = Page(name, inode, -1, Book())
+        self._newest = Newest(self.directory)  # perhaps the directory was made anew
         db = self._connected(page)
         self._least_rev, self._page, self._db = least_rev, page, db
 
@@ -286,7 +297,7 @@ class BookFile:
         try:
             # Time-out 0: SQLite's own way of waiting starves; pace.py has ours.
             db = sqlite3.connect(url, uri=True, timeout=0, isolation_level=None, check_same_thread=False)
-        except sqlite3.Error as error:
+        except FAULTS as error:
             raise self._failure(page, error) from error
         # In a shared ledger another member may have put anything in the file: no code of its schema runs here.
         db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
@@ -309,11 +320,13 @@ class BookFile:
             # In one expression: a KeyboardInterrupt between the calls drops the cursor and ends its statement. Kept in
             # a variable, the traceback would keep it, and with it a read lock that no writer gets past.
             return db.execute(sql).fetchall()
-        except sqlite3.Error as error:
+        except FAULTS as error:
             raise self._failure(page, error) from error
 
-    def _failure(self, page: Page, error: sqlite3.Error) -> Exception:
+    def _failure(self, page: Page, error: Exception) -> Exception:
         """What an SQLite error means to us."""
+        if isinstance(error, UnicodeDecodeError):
+            return Damaged(page.name, page.inode, "its schema is no text")
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
         kind = code & 0xFF
         if kind in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL) or not self._in_force(page):

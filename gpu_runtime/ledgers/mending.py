@@ -18,6 +18,7 @@ from ..facts import SCHEMA, Book, Device, Section, Ticket, decode_book, encode
 from ..owner import Life, Roster, life, read_roster
 from . import files
 from .access import access_to
+from .newest import Newest
 
 log = logging.getLogger("gpu_runtime")
 
@@ -113,7 +114,9 @@ def mend(directory: Path, boot: str, damage: Damaged, patience_seconds: float) -
         # Of each only its own part: in a shared ledger nobody speaks for another.
         by_age = sorted(rosters.items(), key=lambda one: one[1].rev)
         book = union([part_of(_decoded(roster), id) for id, roster in by_age])
-        _make(directory, name, boot, book, rev=max((roster.rev for roster in rosters.values()), default=0) + 1)
+        rev = max((roster.rev for roster in rosters.values()), default=0) + 1
+        _make(directory, name, boot, book, rev)
+        Newest(directory).tell(name, rev)  # so that of another book of that name nothing is remembered
         kept = [path for old in files.other_books(directory, name) if (path := files.set_aside(directory, old))]
     if damage.name or kept:
         log.warning("the ledger %s was damaged (%s). Set aside: %s. Rebuilt as %s from %d living owners, %d leases.",

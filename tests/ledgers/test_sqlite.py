@@ -22,6 +22,7 @@ from gpu_runtime.errors import LedgerNewer, LedgerRefused, LedgerUnavailable
 from gpu_runtime.ledgers import default_url, files
 from gpu_runtime.ledgers.bookfile import Lost
 from gpu_runtime.ledgers.mending import Damaged
+from gpu_runtime.ledgers.newest import Newest
 from gpu_runtime.ledgers.sqlite import SqliteLedger
 from gpu_runtime.owner import start_ticks
 
@@ -331,6 +332,62 @@ def test_another_thread_keeps_what_it_is_granted_while_a_void_grant_is_taken_bac
     ledger.transact(decide)
     assert seen == [["mine"], ["mine"], ["mine", "beside"]]
     assert names(other) == ["beside", "ghost", "mine"]
+
+
+@pytest.mark.parametrize("seen_by_the_other", ["before the copy was taken", "while it decided"])
+def test_an_old_copy_is_not_believed_by_who_has_seen_nothing_newer(here, tmp_path, seen_by_the_other):
+    """To its eyes the copy is the book as it knows it; and what was granted since would be granted once more."""
+    ledger, other, tries = here(), here(), []
+    put(other, "theirs")
+
+    def damage():
+        old = copy_of(Path(ledger.path), tmp_path / "old")
+        put(ledger, "granted", "since")
+        copy_of(old, Path(ledger.path))
+
+    def decide(book):
+        tries.append(sorted(lease.name for lease in book.leases()))
+        if len(tries) == 1 and seen_by_the_other == "while it decided":
+            damage()
+        return book.with_section(section(other, "theirs", "wanted")), None
+
+    if seen_by_the_other == "before the copy was taken":
+        assert names(other) == ["theirs"]
+        damage()
+    other.transact(decide)
+    assert tries[-1] == ["granted", "since", "theirs"]
+    assert names(ledger) == ["granted", "since", "theirs", "wanted"]
+
+
+@pytest.mark.parametrize("what", ["nothing", "a link", "nonsense", "another book's"])
+def test_the_newest_revision_is_only_a_hint(here, tmp_path, what):
+    """Without it, or with a wrong one, the book is as good as before."""
+    ledger = here()
+    put(ledger, "one")
+    file = ledger.directory / "newest"
+    if what == "nonsense":
+        file.write_bytes(b"\xff" * 64)
+    elif what == "another book's":
+        Newest(ledger.directory).tell("book-99.db", 1 << 40)
+    else:
+        file.unlink()
+        if what == "a link":
+            (tmp_path / "precious").write_text("kept")
+            file.symlink_to(tmp_path / "precious")
+    other = here()
+    put(other, "two")
+    put(ledger, "one", "three")
+    assert names(other) == ["one", "three", "two"]
+    assert what != "a link" or (tmp_path / "precious").read_text() == "kept"
+
+
+def test_a_rebuilt_book_forgets_what_was_said_of_another_of_its_name(here):
+    """Else it would be damaged for ever."""
+    ledger = here()
+    put(ledger, "one")
+    Newest(ledger.directory).tell("book-2.db", 1 << 40)
+    os.unlink(ledger.path)
+    assert names(ledger) == ["one"] and ledger.path.endswith("book-2.db")
 
 
 def ours(book, ledger):

@@ -135,7 +135,8 @@ def look_for_leftovers(neighbour: Ledger, url: str) -> None:
     without(neighbour, neighbour.owner.id)
     open_ledger(url).close()
     neighbour.close()
-    kept = {"CURRENT", "owners", "ballast", "rebuild.lock", "turn", "turn.pipe", *files.other_books(neighbour.directory, "")}
+    kept = {"CURRENT", "owners", "ballast", "rebuild.lock", "turn", "turn.pipe", "newest",
+            *files.other_books(neighbour.directory, "")}
     left = {path.name for path in neighbour.directory.rglob("*")} - kept
     assert not {name for name in left if "-journal" not in name and "damaged" not in name}, left
 
