@@ -8,7 +8,7 @@ import asyncio
 import html
 from typing import TYPE_CHECKING, Any
 
-from tornado.web import RequestHandler
+from tornado.web import RequestHandler, stream_request_body
 
 if TYPE_CHECKING:
     from .gate import Gate
@@ -80,6 +80,23 @@ class Door(RequestHandler):
         if status == 429:
             self.set_header("Retry-After", "10")
         self.finish(as_json(words, status) if program else page(words, form=self._form))
+
+
+@stream_request_body
+class TooLarge(Door):
+    """Refuses a body by its head. A client that does not wait for that is let finish, and what it sends is forgotten:
+    hung up on while it sends, it would never hear why."""
+
+    async def prepare(self) -> None:
+        if self.request.headers.get("Expect", "").lower() == "100-continue":
+            await super().prepare()
+
+    def data_received(self, chunk: bytes) -> None: ...
+
+    async def post(self) -> None:
+        await self._refuse(self._status, self._words, 0.0)
+
+    get = head = put = patch = delete = options = post  # type: ignore[assignment]
 
 
 class Welcome(RequestHandler):

@@ -34,6 +34,7 @@ COOKIE = "gpu-console"
 TAKEN_FROM_QUERY = ("token", "bokeh-session-id", "bokeh-token")
 TAKEN_FROM_HEADERS = ("Authorization", "Bokeh-Session-Id")
 MOST_OF_A_STRANGERS_BODY = 4096  # bytes
+MOST_TO_FORGET = 1 << 30  # bytes of a body that is too large: so long a client is let finish, and hears why
 HEADERS = {
     "Referrer-Policy": "no-referrer",  # the lane goes nowhere
     "X-Content-Type-Options": "nosniff",
@@ -66,6 +67,7 @@ class Gate(ReversibleRouter):
         self.shut = ""  # why nobody at all is let in; empty: they are
         self.lane = secrets.token_urlsafe(16)
         self.guesses = Guesses(clock)
+        self.most_body_bytes = MOST_TO_FORGET  # what the server takes, where it told us
         self._app, self._routes = app, app.default_router
         # Cookies have values of their own, so that a stolen one does not tell a token that outlives this start.
         self._inside = replace(terms, operator_token=secrets.token_urlsafe(32),
@@ -217,6 +219,9 @@ class Gate(ReversibleRouter):
 
     def _route(self, request: HTTPServerRequest) -> Any:
         found = self._routes.find_handler(request)
+        sent = request.headers.get("Content-Length", "")
+        if found is not None and sent.isdigit() and self.most_body_bytes < int(sent) <= MOST_TO_FORGET:
+            return self._too_large(request, int(sent))
         if found is not None:
             found.handler_class = harden(found.handler_class)
             return found
@@ -228,6 +233,12 @@ class Gate(ReversibleRouter):
             request.connection.set_max_body_size(MOST_OF_A_STRANGERS_BODY)
         return self._app.get_handler_delegate(request, harden(door.Door), {
             "gate": self, "status": status, "words": words, "form": form, "wait": wait})
+
+    def _too_large(self, request: HTTPServerRequest, size: int) -> Any:
+        request.connection.set_max_body_size(size)  # type: ignore[union-attr] # else Tornado answers, without a word
+        words = f"The body has {size:,} bytes; at most {self.most_body_bytes:,} are taken."
+        return self._app.get_handler_delegate(request, harden(door.TooLarge), {
+            "gate": self, "status": 413, "words": words})
 
     def _take(self, request: HTTPServerRequest) -> Brought:
         """The request's credentials, taken out of it, and the lane out of its path."""

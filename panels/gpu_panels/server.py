@@ -102,7 +102,7 @@ def run(*, host: str = "127.0.0.1", port: int | None = None, socket_path: str | 
     # Panel turns a page's relative URLs into absolute ones for servers that it knows of (Location._sync_pathname), and
     # so out of the lane.
     del pn.state._servers[gate.COOKIE]
-    gate.close(server._tornado, made)
+    gate.close(server._tornado, made).most_body_bytes = beside.most_body_bytes
     _mask_logs()
     if page is None:
         _warm_up()

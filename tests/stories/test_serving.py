@@ -139,14 +139,22 @@ def test_what_is_wrong_with_a_call_is_said_and_nothing_is_lost(served, body, sta
     assert (answer.status, bool(json.loads(answer.body)["error"]["message"])) == (status, True)
 
 
-def test_a_body_beyond_the_bound_is_refused_before_it_is_sent(served):
-    """By what its head says; whoever sends it all the same is hung up on."""
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_body_beyond_the_bound_is_refused_by_what_its_head_says(served, waits):
+    """Whoever sends it without waiting hears it too, and the connection is good for the next call."""
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
     connection.putrequest("POST", "/v1/chat/completions")
     connection.putheader("Authorization", f"Bearer {TOKEN}")
+    connection.putheader("Accept", "application/json")
     connection.putheader("Content-Length", str(33 << 20))
-    connection.endheaders()
-    assert 400 <= connection.getresponse().status < 500
+    if waits:
+        connection.putheader("Expect", "100-continue")
+    connection.endheaders(None if waits else bytes(33 << 20))
+    answer = connection.getresponse()
+    assert answer.status == 413 and "at most 33,554,432 are taken" in json.load(answer)["error"]["message"]
+    if not waits:
+        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert connection.getresponse().status == 200
     connection.close()
 
 
