@@ -210,7 +210,7 @@ def _candidates(book: Book, request: Request, world: World, ground: Ground,
     drained_ = tuple([Candidate((Share(id, request.footprint.bytes),), False, because) for id, because in out.items()
                       if not rules.devices or id in rules.devices])
     if rules.layout == "single" and not rules.factor:  # a card alone, and no more of it than is needed
-        return place(request.footprint, free, rules) + drained_
+        return _kept(place(request.footprint, free, rules), ground) + drained_
     limits = {device: limit_of(book, world, device) for device in free}
     found = place(request.footprint, free, rules, limits)
     if ground.blind or ground.mine is not None:  # a sum of what each card may give
@@ -220,7 +220,24 @@ def _candidates(book: Book, request: Request, world: World, ground: Ground,
             [c for c in split(request.footprint, seen, rules, limits)
              if ground.mine is None or sum(share.bytes for share in c.shares) <= ground.mine])
         found = several + alone
-    return found + drained_
+    return _kept(found, ground) + drained_
+
+
+def _kept(candidates: tuple[Candidate, ...], ground: Ground) -> tuple[Candidate, ...]:
+    """The candidates, and of those without room what is kept there for others: it looks free to everybody else."""
+    return tuple([c if c.fits or not (kept := _kept_for_others(ground, c.shares)) else
+                  replace(c, because=f"{c.because}; {kept}") for c in candidates])
+
+
+def _kept_for_others(ground: Ground, shares: Shares) -> str:
+    """Who comes first on these cards, and how much of what is free there waits for them; empty where nothing does."""
+    cards = {share.device for share in shares}
+    first = [ticket for ticket in ground.stands if any(share.device in cards for share in ticket.need)]
+    kept = sum(max(0, ground.now.get(card, 0)) - max(0, ground.later.get(card, 0)) for card in cards)
+    if not first or kept <= 0:
+        return ""
+    who = f"{first[0].name} and {len(first) - 1} more, which come" if len(first) > 1 else f"{first[0].name}, which comes"
+    return f"{show_bytes(kept)} are kept for {who} first"
 
 
 def _at_best(book: Book, request: Request, world: World) -> tuple[Candidate, ...]:
@@ -332,6 +349,8 @@ def _what_stands_in_the_way(book: Book, request: Request, world: World, ground: 
             leased = leased or bool(why) or not lease.droppable
             told.append(f"{lease.name} ({show_bytes(lease.bytes)} on {lease.where if lease.shares else card}) "
                         + _in_words(book, lease, why, wanted, world, ground))
+    if kept := _kept_for_others(ground, candidates[0].shares):
+        told.insert(0, kept)
     if not told and ahead:
         told.append(f"{ahead} request{'s come' if ahead > 1 else ' comes'} first")
     if unseen := [ground.blind[card] for card in nearest if card in ground.blind]:

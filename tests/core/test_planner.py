@@ -239,6 +239,9 @@ def test_what_elders_need_is_set_aside():
     page = book(lease("busy", by=3, sim0=10, pins=1), tickets=[elder])
     _, verdict = decide(page, request("small", 4), world(sim0=20))
     assert isinstance(verdict, Wait) and verdict.ahead == 1
+    assert verdict.because.startswith("10.0 GiB are kept for big, which comes first; busy (10.0 GiB on sim:0) is in use")
+    [there] = plan(page, request("small", 4), world(sim0=20), lru).considered
+    assert there.because.endswith("10.0 GiB are kept for big, which comes first")  # all others see them free
     _, verdict = decide(book(lease("busy", by=3, sim0=1, pins=1), tickets=[elder]), request("small", 4), world(sim0=20))
     assert isinstance(verdict, Grant), "what is left beside it is free"
 
