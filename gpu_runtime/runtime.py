@@ -991,9 +991,13 @@ class Runtime:
         keeper.activity.watchers.discard(self._stir)
         if self._monitor:
             self._monitor.stop(lambda: keeper.ledger.ring([keeper.me]))
-        for resident in list(keeper.residents.values()):
+        residents = list(keeper.residents.values())
+        engines = [resident for resident in residents if resident.engines]
+        for resident in residents:
             release_calls(resident.value)
-            resident.forget()
+            if resident not in engines:
+                resident.forget()
+        threads.side_by_side([resident.forget for resident in engines])  # each may take seconds to end in order
         keeper.residents.clear()
         keeper.blocks.clear()
         try:

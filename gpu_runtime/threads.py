@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class Running:
@@ -41,3 +41,17 @@ def start(work: Callable[[], None]) -> Running:
     running = Running(work)
     _thread.start_new_thread(running.run, ())
     return running
+
+
+def side_by_side(works: Sequence[Callable[[], None]]) -> None:
+    """Does them all at the same time, and comes back when all are done. None of them may raise."""
+    running = []
+    for work in works[1:]:
+        try:
+            running.append(start(work))
+        except RuntimeError:  # too late for new threads: the interpreter is ending
+            work()
+    for work in works[:1]:
+        work()
+    for one in running:
+        one.wait()

@@ -5,6 +5,8 @@ import signal
 import threading
 import time
 
+import pytest
+
 from gpu_runtime import threads
 
 
@@ -38,3 +40,22 @@ def test_an_interrupt_while_it_is_started_leaves_it_running():
         signal.signal(signal.SIGALRM, old)
     assert all(running.wait(20) for running in begun)
     assert len(ended) >= len(begun) > 0
+
+
+@pytest.mark.parametrize("many", [0, 1, 3])
+def test_works_are_done_side_by_side(many):
+    """Each of these waits for all others."""
+    all_here, done = threading.Barrier(many or 1, timeout=20), []
+    threads.side_by_side([lambda: done.append(all_here.wait())] * many)
+    assert sorted(done) == list(range(many))
+
+
+def test_works_are_done_one_after_the_other_where_it_is_too_late_for_threads(monkeypatch):
+    """While the interpreter ends none can be started."""
+    def too_late(work):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    done = []
+    monkeypatch.setattr(threads, "start", too_late)
+    threads.side_by_side([lambda: done.append(1), lambda: done.append(2)])
+    assert sorted(done) == [1, 2]
