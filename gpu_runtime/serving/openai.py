@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
@@ -82,7 +83,7 @@ async def events(reply: Reply) -> AsyncIterator[bytes]:
     try:
         assert reply.events is not None
         async for chunk in reply.events:
-            yield f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n".encode()
+            yield b"data: %b\n\n" % msgspec.json.encode(chunk)
         yield b"data: [DONE]\n\n"
     except Refused as refused:
         yield f"data: {json.dumps(refused.body())}\n\n".encode()

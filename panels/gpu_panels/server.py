@@ -89,9 +89,6 @@ def run(*, host: str = "127.0.0.1", port: int | None = None, socket_path: str | 
         port = sockets.free_port(host, DEFAULT_PORT if port is None else port, PORTS_TRIED if port is None else 1)
         where = {"port": port, "address": host}
     pn.config.reuse_sessions = False
-    # Panel asks models for attributes that they do not have, and Bokeh would look each time for names like theirs: a
-    # third of the time that a page takes to be made.
-    os.environ.setdefault("BOKEH_PERFORM_ERROR_DIAGNOSTICS", "no")
     try:
         server = get_server({"/": lambda: (page or _console)(guard.visitor())}, title=TITLE, sign_sessions=True,
                             http_server_kwargs={"max_body_size": beside.most_body_bytes},
