@@ -97,7 +97,7 @@ def end_of(owner: Owner) -> io.FileIO | None:
     return None
 
 
-def life(path: Path, inode: int = 0) -> Life:
+def life(path: Path | str, inode: int = 0) -> Life:
     """What the lock on an owner's file says. Looks without taking it, so that two who look see the same.
 
     Dead is only who has his file, the very one (`inode`; 0: any), and nobody holds it. A missing or another file says

@@ -146,7 +146,7 @@ class SqliteLedger:
         def is_dead(id: str) -> bool:
             owner = book.owner(id)
             # Who has a ticket only left no inode in the book; the name of the file, never used again, must do.
-            return life(self.directory / "owners" / id, owner.inode if owner else 0) is Life.DEAD
+            return life(f"{self.directory}/owners/{id}", owner.inode if owner else 0) is Life.DEAD
 
         return frozenset(filter(is_dead, _owner_ids(book) - {self.owner.id}))
 
