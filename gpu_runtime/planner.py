@@ -236,8 +236,8 @@ def _kept_for_others(ground: Ground, shares: Shares) -> str:
     kept = sum(max(0, ground.now.get(card, 0)) - max(0, ground.later.get(card, 0)) for card in cards)
     if not first or kept <= 0:
         return ""
-    who = f"{first[0].name} and {len(first) - 1} more, which come" if len(first) > 1 else f"{first[0].name}, which comes"
-    return f"{show_bytes(kept)} are kept for {who} first"
+    who = f" and {len(first) - 1} more, which come" if len(first) > 1 else ", which comes"
+    return f"{show_bytes(kept)} are kept for {first[0].name}{who} first"
 
 
 def _at_best(book: Book, request: Request, world: World) -> tuple[Candidate, ...]:

@@ -33,12 +33,15 @@ class Channel:
     child: Child | None = None
 
     def send(self, message: dict[str, Any]) -> None:
+        """Never fails: where nobody is there any more, `receive` says so. Raises TypeError for what cannot be sent."""
         raise NotImplementedError
 
     def receive(self) -> dict[str, Any] | None:
+        """The next message; waits for it."""
         raise NotImplementedError
 
     def close(self) -> None:
+        """Ends whoever computes there, and wakes who waits in `receive`."""
         raise NotImplementedError
 
 
@@ -75,7 +78,7 @@ class ProcessChannel(Channel):
         self.child.end()
         try:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever reads; the file is closed with its last reader
-        except OSError:
+        except OSError:  # the other side was faster
             pass
         self._socket.close()
 

@@ -224,7 +224,7 @@ class _Bytes:
                 for left in range(left, 0, -1):  # noqa: B007, B020 - what is left when the data ends
                     at += 8 + unpack(data, at)[0]
                 left = 0
-            except (struct.error, OverflowError):
+            except (struct.error, OverflowError):  # the data ends within a string: more is read, from where it begins
                 pass
             self.position = at
             self._need(8 if left else 0)

@@ -53,7 +53,7 @@ def end_all(patience: float, server: int | None) -> None:
 def _signal(pid: int, number: int) -> None:
     try:
         os.kill(pid, number)
-    except ProcessLookupError:
+    except ProcessLookupError:  # it ended by itself meanwhile
         pass
 
 
@@ -61,7 +61,7 @@ def _reap() -> None:
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    except ChildProcessError:
+    except ChildProcessError:  # there are none left
         pass
 
 

@@ -96,7 +96,8 @@ def _load(order: dict[str, Any], desk: Desk, progress: Callable[[float], None], 
             """How the prompt goes on, in one round trip: texts, then how it ended, with the tokens of both.
 
             A template writes the beginning of the sequence itself; to a plain prompt it is added, and nothing in it is
-            a special token. What is too long for the context is told in the place of an answer.
+            a special token. What is too long for the context is told in the place of an answer. `stream` is for the
+            proxy, which brings items one by one where it stands among the words of a call.
             """
             tokens = self.tokenize(prompt.encode(), add_bos=add_bos, special=not add_bos)
             room = self.n_ctx() - len(tokens)

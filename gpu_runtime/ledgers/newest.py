@@ -1,7 +1,8 @@
 """The newest revision of the book that anybody has written, in a file beside it.
 
-An old copy that is put over the book is a lawful book. Whoever has seen a newer one knows better; this tells the others,
-who would grant from it what has been granted since. Told after each write, asked before each look and each write: 2 µs.
+An old copy that is put over the book is a lawful book. Whoever has seen a newer one knows better; this tells the
+others, who would grant from it what has been granted since. Told after each write, asked before each look and each
+write: 2 µs.
 A hint that can only warn: without it, or where it is wrong, a book is good until somebody remembers a newer one.
 """
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Newest:
         return rev if which == zlib.crc32(book.encode()) else 0
 
     def tell(self, book: str, rev: int) -> None:
+        """Says that the book of that name has been written at this revision."""
         body = _SAID.pack(zlib.crc32(book.encode()), rev)
         with contextlib.suppress(OSError):  # a full disk
             os.pwrite(self._fd, body + _SUM.pack(zlib.crc32(body)), 0)

@@ -122,7 +122,7 @@ class Holds:
             hold._tell(hold.ended, None)
 
     def _rank(self, hold: Hold) -> int:
-        """The call's importance, among those of all notebooks too; as far as the operator's caps let this server ask."""
+        """The call's importance, among all notebooks' too, as far as the operator's caps let this server ask."""
         if hold.importance >= self._rt.spec(hold.model).importance:
             return hold.importance
         cap = self._rt.status().rules.cap

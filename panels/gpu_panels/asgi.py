@@ -82,7 +82,8 @@ class Asgi(RequestHandler):
         await self._on_its_way(self.flush() if message.get("more_body") else self.finish())
 
     async def _on_its_way(self, written: asyncio.Future[None]) -> None:
-        """Until it is written, or they have hung up: of a write to nobody Tornado forgets the future, and it never ends."""
+        """Until it is written, or they have hung up: the future of a write to nobody Tornado forgets, and it never
+        ends."""
         if not written.done():
             gone = asyncio.ensure_future(self._gone.wait())
             try:

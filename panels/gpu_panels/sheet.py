@@ -20,7 +20,7 @@ class Cell(NamedTuple):
     text: str
     value: float | None = None  # what it is sorted by; None: its text
     hint: str = ""  # shown on hover
-    kind: str = ""  # strong, soft, alarm; prose, which is wrapped; short, which is wrapped early; time, of epoch seconds
+    kind: str = ""  # strong, soft, alarm; prose, wrapped, and short, wrapped early; time, of epoch seconds
     colour: str = ""  # of a swatch before it
     texture: str = ""  # of that swatch, one of palette.TEXTURES
 

@@ -223,7 +223,8 @@ class WhatIf(Tab):
         super().__init__(watch, actions)
         self._dark = False
         self._pairs: dict[str, _Pair] = {}
-        self.model = pmui.Select(label="A model", options=[NO_MODEL], value=NO_MODEL, width=300, margin=(10, 10), **SELECT)
+        self.model = pmui.Select(label="A model", options=[NO_MODEL], value=NO_MODEL, width=300, margin=(10, 10),
+                                 **SELECT)
         self.size = pmui.TextInput(label="or a size, such as 14 GiB", size="small", width=300, margin=(10, 10))
         self.model.param.watch(lambda event: self._asked(self.size, "", event.new != NO_MODEL), "value")
         self.size.param.watch(lambda event: self._asked(self.model, NO_MODEL, bool(event.new)), "value")

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -221,13 +222,20 @@ async def _errors(reply) -> list[str]:
     return [event["error"]["code"] async for event in reply.events if "error" in event]
 
 
-@in_loop
-async def test_five_failures_open_the_breaker_and_one_probe_closes_it():
-    """Meanwhile calls fail at once, with `Retry-After`; the probe's success lets all in again."""
+@asynccontextmanager
+async def broken():
+    """A kitchen whose one model has failed five times in a row."""
     async with kitchen(qwen=4, scripts={"qwen": [DIED] * 5}) as k:
         for _ in range(5):
             with pytest.raises(Refused):
                 await k.chat("qwen")
+        yield k
+
+
+@in_loop
+async def test_five_failures_open_the_breaker_and_one_probe_closes_it():
+    """Meanwhile calls fail at once, with `Retry-After`; the probe's success lets all in again."""
+    async with broken() as k:
         asked = len(k.log)
         with pytest.raises(Refused) as refused:
             await k.chat("qwen")
@@ -247,10 +255,7 @@ async def test_five_failures_open_the_breaker_and_one_probe_closes_it():
 @in_loop
 async def test_a_probe_whose_caller_went_away_leaves_the_probing_to_the_next():
     """Else the model would be left alone for ever."""
-    async with kitchen(qwen=4, scripts={"qwen": [DIED] * 5}) as k:
-        for _ in range(5):
-            with pytest.raises(Refused):
-                await k.chat("qwen")
+    async with broken() as k:
         k.clock.now += 30.0
         k.scripts["qwen"] = [asyncio.Event()]
         probe = asyncio.ensure_future(k.chat("qwen"))
