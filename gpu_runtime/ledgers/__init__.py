@@ -169,11 +169,11 @@ def refuse_unlawful(old: Book, new: Book, writer: str, dead: Callable[[Book], fr
 def _sections_refusal(old: Book, new: Book, writer: str, dead: Callable[[Book], frozenset[str]]) -> str:
     if new.sections is old.sections:
         return ""
-    for id, section in new.sections.items():
-        before = old.sections.get(id)
-        if section is before or (id != writer and section == before):
-            continue
+    changed = [(id, section) for id, section in new.sections.items() if old.sections.get(id) is not section]
+    for id, section in changed:
         if id != writer:
+            if section == old.sections.get(id):
+                continue
             return f"the section of {id} is its owner's to write"
         if section.owner.id != writer:
             return f"the section under {writer} says it is {section.owner.id}'s"

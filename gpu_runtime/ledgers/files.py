@@ -8,6 +8,8 @@
         owners/ID.bell        its doorbell (doorbell.py)
         owners/ID.map         how its allocators have cut what they hold (maps.py)
         rebuild.lock          held by whoever makes a new book
+        newest                the newest revision that anybody has written (newest.py)
+        turn, turn.pipe       where writers line up (turnstile.py)
         ballast               room to let go of when the disk is full
 
 Who may open what is `access.py`'s to say. Nothing here opens a database: to open and close its file beside SQLite would

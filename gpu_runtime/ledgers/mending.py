@@ -84,15 +84,19 @@ def newest_roster_rev(directory: Path) -> int:
 def sealed(body: bytes, rev: int) -> bytes:
     """A page as it stands in the file: one wrong digit in it would still be JSON, and grant memory that is not
     there."""
-    return zlib.crc32(body, rev & 0xFFFFFFFF).to_bytes(4, "big") + body
+    return _sum(body, rev) + body
 
 
-def unsealed(stored: bytes, rev: int) -> bytes:
+def unsealed(stored: bytes, rev: int) -> memoryview:
     """The page's JSON. Raises ValueError where it is not what was written at that revision."""
-    body = stored[4:]
-    if sealed(body, rev) != stored:
+    body = memoryview(stored)[4:]
+    if _sum(body, rev) != stored[:4]:
         raise ValueError("its check sum is wrong")
     return body
+
+
+def _sum(body: bytes | memoryview, rev: int) -> bytes:
+    return zlib.crc32(body, rev & 0xFFFFFFFF).to_bytes(4, "big")
 
 
 def mend(directory: Path, boot: str, damage: Damaged, patience_seconds: float) -> None:

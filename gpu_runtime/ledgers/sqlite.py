@@ -96,32 +96,42 @@ class SqliteLedger:
     def _agree(self, decide: Callable[[Book], tuple[Book, T]], paced: bool = False) -> T:
         deadline = time.monotonic() + self.patience_seconds
         lost = 0
-        while True:
-            self._require_open()
-            # At first without waiting: mostly nobody is there, and who lost has now in his caches what deciding takes.
-            turnstile = self._at_our_turn() if paced and (lost or self._pace.lines_up) else None
-            try:
-                began = processor_seconds()
-                page = self._file.look()
-                new, answer = decide(page.book)
-                if new is not page.book:
-                    self._require_lawful(page, new)
-                    self._file.put(page, new)
-                if paced:
-                    self._pace.ended(processor_seconds() - began, time.monotonic())
-                return answer
-            except Lost:
-                pass
-            except Damaged as damage:
-                self._file.mend(damage, self.patience_seconds)
-            finally:
+        turnstile: Turnstile | None = None
+        try:
+            while True:
+                self._require_open()
+                # At first without lining up: mostly nobody is there, and who lost has now in his caches what deciding
+                # takes. Once inside we stay until it is written: the next attempt costs a third of the first.
+                if paced and turnstile is None and (lost or self._pace.lines_up):
+                    turnstile = self._at_our_turn()
+                try:
+                    began = processor_seconds()
+                    page = self._file.look()
+                    new, answer = decide(page.book)
+                    if new is not page.book:
+                        self._require_lawful(page, new)
+                        if paced and turnstile is None and self._turnstile and self._turnstile.held_up:
+                            turnstile = self._at_our_turn()
+                            if turnstile and self._file.is_behind(page):
+                                continue
+                        self._file.put(page, new)
+                    if paced:
+                        self._pace.ended(processor_seconds() - began, time.monotonic())
+                    return answer
+                except Lost:
+                    pass
+                except Damaged as damage:
+                    self._file.mend(damage, self.patience_seconds)
+                lost, now = lost + 1, time.monotonic()
+                if now > deadline:
+                    raise self._too_long()
                 if turnstile:
-                    turnstile.leave(wake=not self._pace.goes_on)
-            lost, now = lost + 1, time.monotonic()
-            if now > deadline:
-                raise self._too_long()
-            if turnstile or lost > 1:
-                time.sleep(self._pace.lost(lost, now))
+                    turnstile.hold_up()
+                elif lost > 1:
+                    time.sleep(self._pace.lost(lost, now))
+        finally:
+            if turnstile:
+                turnstile.leave(wake=not self._pace.goes_on)
 
     def _at_our_turn(self) -> Turnstile | None:
         """The turnstile, where others now wait for us to leave it; None where it was better not to wait for our
@@ -136,7 +146,7 @@ class SqliteLedger:
         """Raises LedgerRefused; but Lost where the page is no longer in force: somebody else may have reaped the same
         dead meanwhile, and the next to open a door has swept away the file that proved it."""
         try:
-            refuse_unlawful(page.book, new, self.owner.id, self.dead, self.path)
+            refuse_unlawful(page.book, new, self.owner.id, self.dead, self.url)
         except LedgerRefused:
             if self._file.look() is not page:
                 raise Lost from None

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gpu_runtime.facts import Ticket
+from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.turnstile import STALLED_SECONDS, Turnstile, turnstile_in
 
 from .conftest import REPO
@@ -18,8 +20,9 @@ from .conftest import REPO
 INSIDE = """
 import sys; from pathlib import Path; from gpu_runtime.ledgers.turnstile import turnstile_in
 turnstile = turnstile_in(Path(sys.argv[1]))
+say = {"enter": turnstile.try_enter, "leave": turnstile.leave, "hold up": turnstile.hold_up}
 for line in sys.stdin:
-    print(turnstile.try_enter() if line == "enter\\n" else turnstile.leave(), flush=True)
+    print(say[line.strip()](), flush=True)
 """
 
 
@@ -36,15 +39,18 @@ class Other:
         self.process.stdin.flush()
         return self.process.stdout.readline().strip()
 
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        self.process.stdin.close()
+        self.process.stdout.close()
+
 
 @pytest.fixture
 def other(tmp_path):
     one = Other(tmp_path)
     yield one
-    one.process.kill()
-    one.process.wait(10)
-    one.process.stdin.close()
-    one.process.stdout.close()
+    one.end()
 
 
 @pytest.fixture
@@ -86,6 +92,66 @@ def test_whoever_does_not_come_out_is_walked_past(ours, other, how):
     if how == "thinking":
         other.say("leave")
         assert ours.try_enter(), "the line is in order again"
+
+
+def test_who_is_inside_and_not_served_holds_the_others_up_until_it_leaves(ours, other):
+    assert not ours.held_up
+    other.say("enter")
+    assert not ours.held_up
+    other.say("hold up")
+    assert ours.held_up
+    other.say("leave")
+    assert not ours.held_up
+
+
+@pytest.fixture
+def ledger(tmp_path, monkeypatch):
+    monkeypatch.setattr("gpu_runtime.ledgers.turnstile.STALLED_SECONDS", 30.0)
+    door = open_ledger(f"sqlite://{tmp_path}/ledger")
+    yield door
+    door.close()
+
+
+@pytest.fixture
+def inside(ledger):
+    """Another process, inside the turnstile of that ledger."""
+    one = Other(ledger.directory)
+    one.say("enter")
+    yield one
+    one.end()
+
+
+def writing(door, decided: threading.Semaphore) -> threading.Thread:
+    """A thread that writes once; each time it decides is counted."""
+    def decide(book):
+        decided.release()
+        return book.with_ticket(Ticket("ours", door.owner.id, "use", "qwen", arrived=0, refreshed=0)), None
+
+    thread = threading.Thread(target=door.transact, args=[decide])
+    thread.start()
+    return thread
+
+
+def test_who_comes_while_nobody_is_held_up_does_not_wait_for_the_one_inside(ledger, inside):
+    writing(ledger, threading.Semaphore(0)).join(20)
+    assert ledger.read().ticket("ours")
+
+
+def test_who_comes_while_one_is_held_up_lines_up_and_decides_on_what_that_one_wrote(ledger, inside, tmp_path):
+    inside.say("hold up")
+    decided, held_up = threading.Semaphore(0), open_ledger(f"sqlite://{tmp_path}/ledger")
+    thread = writing(ledger, decided)
+    assert decided.acquire(timeout=20)
+    thread.join(0.05)
+    assert not held_up.read().tickets
+    held_up._turnstile = None  # it is inside, so to speak
+    held_up.transact(lambda book: (book.with_ticket(Ticket("theirs", held_up.owner.id, "use", "qwen", 0, 0)), None))
+    inside.say("leave")
+    thread.join(20)
+    assert {ticket.key for ticket in ledger.read().tickets} == {"ours", "theirs"}
+    assert decided.acquire(blocking=False), "it decided again before it wrote"
+    assert not decided.acquire(blocking=False), "once: it lost no race"
+    held_up.close()
 
 
 def test_death_lets_go(ours, other):
