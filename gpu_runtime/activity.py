@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
+from .facts import NEVER
+
 
 class State(NamedTuple):
     """Seconds of CLOCK_BOOTTIME; 0.0 where it does not apply, or nobody tells, as in a script."""
 
-    busy_since: float = 0.0
-    idle_since: float = 0.0
+    busy_since: float = NEVER
+    idle_since: float = NEVER
 
 
 class Activity:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from .facts import (
     HOST,
     MOST_EVENTS,
+    NEVER,
     Book,
     Device,
     Drop,
@@ -42,8 +43,8 @@ class Truth(Value):
     keys: tuple[str, ...] = ()  # decisions of its own that are under way
     residue: dict[str, int] = {}
     names: tuple[str, ...] = ()
-    busy_since: float = 0.0
-    idle_since: float = 0.0
+    busy_since: float = NEVER
+    idle_since: float = NEVER
     engines: tuple[int, ...] = ()  # processes that it runs models in
 
 
@@ -52,7 +53,7 @@ def note(book: Book, world: World, lease: Lease, action: str, reason: str, becau
     """The book with one more event, and the owner's counter of that action moved on."""
     event = Event(book.seq + 1, world.wall, lease.name, action, reason, because, size,
                   device or (lease.shares or lease.target or (_NOWHERE,))[0].device, lease.owner, by,
-                  lease.shares if len(lease.shares) > 1 else (), answers, seconds=round(seconds, 3))
+                  lease.shares if len(lease.shares) > 1 else (), answers, seconds=round(seconds, 3) or NEVER)
     book = replace(book, events=(*book.events[-MOST_EVENTS + 1:], event), seq=event.seq)
     section = book.sections.get(lease.owner)
     if section is None or action not in COUNTED:

@@ -21,6 +21,8 @@ SCHEMA = 1
 MOST_ENTRIES = 256  # leases and tickets in one page
 MOST_EVENTS = 16  # events in one page, which all pay for; older ones live in the journal
 
+NEVER = 0.0  # of a time, or not measured; say it by this name: what *is* the default takes no room in the page
+
 IMPORTANCE = {"urgent": 1, "high": 5, "normal": 10, "low": 20, "batch": 30}  # lower is more important
 NORMAL = IMPORTANCE["normal"]
 
@@ -320,8 +322,8 @@ class Section(Value):
     names: tuple[str, ...] = ()  # models that it can load when asked
     counts: dict[str, int] = {}  # loaded, offloaded, restored, unloaded, refused
     engines: tuple[int, ...] = ()  # processes that it has started to run models in; their memory is its leases'
-    busy_since: float = 0.0  # since when its kernel runs a cell; 0: it runs none, or is no kernel
-    idle_since: float = 0.0  # when its last cell ended; 0: unknown, or it runs one
+    busy_since: float = NEVER  # since when its kernel runs a cell; 0: it runs none, or is no kernel
+    idle_since: float = NEVER  # when its last cell ended; 0: unknown, or it runs one
 
     def lease(self, name: str) -> Lease | None:
         return next((lease for lease in self.leases if lease.name == name), None)
@@ -388,7 +390,7 @@ class Event(Value):
     answers: str = ""  # the key of the ticket that this answers
     # What else was considered, and why it lost, in sentences. In the journal only: the page must stay small.
     runners_up: tuple[str, ...] = ()
-    seconds: float = 0.0  # that a load or a return took; 0: not measured
+    seconds: float = NEVER  # that a load or a return took; 0: not measured
 
     def __str__(self) -> str:
         return f"{self.model} {self.action}: {self.because}"
@@ -889,7 +891,7 @@ def encode(value: Value) -> bytes:
     return _encoder.encode(value)
 
 
-def decode_book(data: bytes | str) -> Book:
+def decode_book(data: bytes | memoryview | str) -> Book:
     """The book that a page holds. Raises msgspec.DecodeError or msgspec.ValidationError for anything else."""
     return _decode_book(data)
 
@@ -918,8 +920,10 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
     bytes that are newly *promised* (targets) may not.
     """
     # What a section promised before and does still cancels out: most writes change one of many.
-    promised = _promised(section for id, section in old.sections.items() if new.sections.get(id) is not section)
-    promises = _promised(section for id, section in new.sections.items() if old.sections.get(id) is not section)
+    changed = [id for id, section in new.sections.items() if old.sections.get(id) is not section]
+    promises = _promised(new.sections[id] for id in changed)
+    gone = old.sections.keys() - new.sections.keys() if promises else ()
+    promised = _promised(old.sections[id] for id in (*changed, *gone) if id in old.sections)
     more = {device for device, size in promises.items() if size > promised.get(device, 0)}
     if not more:
         return {}

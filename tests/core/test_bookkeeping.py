@@ -336,3 +336,13 @@ def test_bytes_are_conserved_however_leases_end(leases, residue):
         page = books.release(page, lease_.owner, lease_.name, THERE)
     page = books.resign(books.reap(page, [owner(2).id, owner(3).id], THERE), ME.id)
     assert page.claims() == {} and page.sections == {}
+
+
+def test_what_is_not_so_takes_no_room_in_the_page():
+    """Everybody decodes everybody's: a script's section is its name and nothing else."""
+    page = publish(Book(), Truth(ME), THERE)
+    written = encode(page.sections[ME.id]).decode()
+    assert "since" not in written
+    assert encode(decode_book(encode(page))) == encode(page)
+    noted = books.note(page, THERE, lease("qwen"), "granted", "request", "")
+    assert '"seconds"' not in encode(noted.events[0]).decode()
