@@ -83,8 +83,8 @@ log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0  # where no ring comes
-LOOKS_PER_SECOND = 16  # by all idle kernels of a host together, at most; below that many, each looks every second
-DOZE_SECONDS = 5.0  # at most
+LOOKS_PER_SECOND = 12  # by all idle kernels of a host together, at most; below that many, each looks every second
+DOZE_SECONDS = 6.0  # at most: what does not come with a ring is noticed so late in a crowd
 NEAR_SECONDS = 0.05  # how often we look whether a model of our own, that somebody waits for, has come free
 IN_TORCH = ("torch", "transformers")  # backends whose bytes torch's allocator holds
 LOAD_ATTEMPTS = 2  # after an out-of-memory error while loading what may go leaves; then it is tried once more
@@ -321,7 +321,7 @@ class Keeper:
     def reap_near(self, book: Book) -> int:
         """Removes whoever is proven dead, where the next in the row of owners is, or one more in turn; how many.
 
-        So every owner is looked at once a second, by the one before it. (All of 64 looking at all cost 7 % of a core.)
+        So every owner is looked at as often as the one before it looks. (All of 64 looking at all cost 7 % of a core.)
         """
         row = sorted(book.sections.keys() | {ticket.owner for ticket in book.tickets} | {self.me})
         me = row.index(self.me)

@@ -8,9 +8,12 @@ import pytest
 
 from gpu_runtime.activity import Activity
 from gpu_runtime.facts import Ticket
+from gpu_runtime.keeper import LOOKS_PER_SECOND
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.monitor import promptly
 from tests.house.conftest import claims, fakes
+
+LONG = 64 / LOOKS_PER_SECOND  # seconds between two looks in a crowd of 64
 
 
 @pytest.fixture
@@ -36,7 +39,7 @@ def counted(monkeypatch, rt):
 
 def test_an_idle_kernel_writes_nothing_and_looks_the_less_the_more_there_are(crowd, monkeypatch):
     made = counted(monkeypatch, crowd[5])
-    assert [crowd[5].tick() for _ in range(5)] == [4.0] * 5
+    assert [crowd[5].tick() for _ in range(5)] == [LONG] * 5
     assert made == []
 
 
@@ -51,7 +54,7 @@ def test_a_use_wakes_a_monitor_that_sleeps_long(crowd):
     """Its pin must be in the book within a second."""
     rt = crowd[5]
     ledger = rt._keeper.ledger
-    assert rt.tick() == 4.0
+    assert rt.tick() == LONG
     while ledger.wait(0):
         pass
     with rt.use("m"):
@@ -60,7 +63,7 @@ def test_a_use_wakes_a_monitor_that_sleeps_long(crowd):
         assert ledger.read().lease(rt._keeper.me, "m").pins == 1
         with rt.use("m"):
             assert not ledger.wait(0), "once is enough"
-    assert [rt.tick(), rt.tick()] == [1.0, 4.0]
+    assert [rt.tick(), rt.tick()] == [1.0, LONG]
     assert ledger.read().lease(rt._keeper.me, "m").pins == 0
 
 
@@ -70,7 +73,7 @@ def test_a_cell_is_told_within_a_second_and_takes_no_transaction_of_its_own(crow
     kernel = rt._keeper.activity = Activity(clock)
     kernel.watchers.add(rt._stir)
     ledger, made = rt._keeper.ledger, counted(monkeypatch, rt)
-    assert rt.tick() == 4.0
+    assert rt.tick() == LONG
     while ledger.wait(0):
         pass
     kernel.began("cell")
@@ -82,7 +85,7 @@ def test_a_cell_is_told_within_a_second_and_takes_no_transaction_of_its_own(crow
     assert rt.tick() == 1.0 and len(made) == told, "a long cell is told once"
     kernel.ended("cell")
     assert len(made) == told
-    assert [rt.tick(), rt.tick()] == [1.0, 4.0]
+    assert [rt.tick(), rt.tick()] == [1.0, LONG]
     assert _told(ledger, rt) == (0.0, clock.now)
 
 
@@ -98,7 +101,7 @@ def test_nobody_sleeps_long_while_anybody_waits(crowd):
     ledger.transact(lambda book: (book.with_ticket(wish), None))
     assert crowd[5].tick() == 1.0
     ledger.transact(lambda book: (book.without_ticket("k"), None))
-    assert crowd[5].tick() == 4.0
+    assert crowd[5].tick() == LONG
 
 
 @pytest.mark.parametrize("dead", [6, 40])
