@@ -231,6 +231,8 @@ def _kept(candidates: tuple[Candidate, ...], ground: Ground) -> tuple[Candidate,
 
 def _kept_for_others(ground: Ground, shares: Shares) -> str:
     """Who comes first on these cards, and how much of what is free there waits for them; empty where nothing does."""
+    if not ground.stands:
+        return ""
     cards = {share.device for share in shares}
     first = [ticket for ticket in ground.stands if any(share.device in cards for share in ticket.need)]
     kept = sum(max(0, ground.now.get(card, 0)) - max(0, ground.later.get(card, 0)) for card in cards)
