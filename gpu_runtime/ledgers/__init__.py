@@ -171,9 +171,9 @@ def _sections_refusal(old: Book, new: Book, writer: str, dead: Callable[[Book], 
         return ""
     changed = [(id, section) for id, section in new.sections.items() if old.sections.get(id) is not section]
     for id, section in changed:
+        if id != writer and section == old.sections.get(id):
+            continue
         if id != writer:
-            if section == old.sections.get(id):
-                continue
             return f"the section of {id} is its owner's to write"
         if section.owner.id != writer:
             return f"the section under {writer} says it is {section.owner.id}'s"

@@ -1,0 +1,11 @@
+"""The faults that the tests must notice stand where the script puts them; `python -m tests.mutants` tries each."""
+from __future__ import annotations
+
+import pytest
+
+from tests.mutants import FAULTS, ROOT
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_line_of_each_fault_stands_once(fault):
+    assert (ROOT / "gpu_runtime" / f"{fault.module}.py").read_text().count(fault.line) == 1
