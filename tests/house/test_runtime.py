@@ -317,10 +317,14 @@ def test_a_load_that_fails_after_its_bytes_have_come_gives_them_back(runtime, mo
     def fail(model):
         raise RuntimeError("the source is gone")
 
-    monkeypatch.setattr(rt._mine("m").backend, "droppable", fail)
+    backend, dropped = rt._mine("m").backend, []
+    drop = backend.drop
+    monkeypatch.setattr(backend, "droppable", fail)
+    monkeypatch.setattr(backend, "drop", lambda model: dropped.append(model) or drop(model))
     with pytest.raises(LoadFailed, match="the source is gone"), rt.use("m"):
         pass
     assert claims(rt) == {} and rt.probe.used()["sim:0"] == 0
+    assert len(dropped) == 1, "they are not left to whoever still holds the model, such as a traceback"
 
 
 def test_a_pin_taken_after_the_decision_still_keeps_the_model(runtime):
