@@ -91,12 +91,17 @@ LOAD_ATTEMPTS = 2  # after an out-of-memory error while loading what may go leav
 
 
 class Key:
-    """Names a decision under way; known to its owner for as long as this object lives, however its frame ends."""
+    """Names a decision under way; known to its owner for as long as this object lives, however its frame ends, or until
+    `done_with(key.note)`.
 
-    __slots__ = ("text", "__weakref__")
+    That is one call into C, and not a function of ours: an interrupt may come as such a one is entered, before its
+    first line, and who keeps the error keeps the frame that has the key.
+    """
+
+    __slots__ = ("text", "note", "__weakref__")
 
     def __init__(self, text: str) -> None:
-        self.text = text
+        self.text, self.note = text, weakref.ref(self)
 
 
 class _Renamed(Exception):
@@ -125,6 +130,7 @@ class Keeper:
         self.on_wait: Callable[[str, Wait | None], None] | None = None
         self.lost_to = ""  # what has made this process useless to the driver; empty: it serves us
         self._keys: set[weakref.ref[Key]] = set()
+        self.done_with = self._keys.discard
         self._standing: dict[Key, Ask] = {}  # asks that nobody waits for
         self._numbers = itertools.count(1)
         self._turn = 0
@@ -166,19 +172,16 @@ class Keeper:
 
         Whoever was interrupted before it began has let go of the key: then it does not begin.
         """
-        wanted = weakref.ref(key)
+        wanted = key.note
 
         def act() -> T:
             held = self._note(Key(key.text))  # before the look: from here on the key is known, or nothing happens
             try:
                 return work() if wanted in self._keys else None  # type: ignore[return-value]
             finally:
-                self.done_with(held)
+                self.done_with(held.note)
 
         return uninterrupted(act)
-
-    def done_with(self, key: Key) -> None:
-        self._keys.discard(weakref.ref(key))
 
     def truth(self) -> Truth:
         """What this process knows of itself at this moment."""
@@ -410,7 +413,7 @@ class Keeper:
                         raise self._told_of_load(resident, step, error) from error.__cause__
                     losses.make_room(self, resident, step.shares)
         finally:
-            self.done_with(key)  # first: from now on the monitor would withdraw it, were we interrupted once more
+            self.done_with(key.note)  # first: from now on the monitor would withdraw it, were we interrupted once more
             self._withdraw(key)
 
     def wanted(self, resident: Resident, importance: int | None = None, keep_alive: float | None = None) -> Lease:
@@ -666,7 +669,7 @@ class Keeper:
                 return self.evict(resident, because, by=by)  # a user came in between, or it may not be dropped: decide again
             return step
         finally:
-            self.done_with(key)
+            self.done_with(key.note)
 
     # -- out of memory inside a block
 
@@ -710,7 +713,7 @@ class Keeper:
                 return lease
             return self.blocks[name][0]
         finally:
-            self.done_with(key)  # first: from now on the monitor would withdraw it, were we interrupted once more
+            self.done_with(key.note)  # first: from now on the monitor would withdraw it, were we interrupted once more
             if not granted:
                 self._withdraw(key)
 
@@ -732,7 +735,7 @@ class Keeper:
                 self._step_aside(step, key, by=step.by)
             return orders
         finally:
-            self.done_with(key)
+            self.done_with(key.note)
 
     def vacate(self) -> None:
         """Moves what is idle off cards that are drained."""
@@ -744,7 +747,7 @@ class Keeper:
             for step in self.decide(lambda book, world: drains.vacate(book, self.me, world, key.text)):
                 self._step_aside(step, key)
         finally:
-            self.done_with(key)
+            self.done_with(key.note)
 
     @property
     def shared(self) -> bool:
@@ -813,7 +816,7 @@ class Keeper:
             for step in steps:
                 self._step_aside(step, key)
         finally:
-            self.done_with(key)
+            self.done_with(key.note)
 
     def _log_pressure(self) -> None:
         for view in views(self.ledger.read(), self.world()):
@@ -881,7 +884,7 @@ class Keeper:
                 self.reap()
         finally:
             if wait or settled:
-                self.done_with(key)
+                self.done_with(key.note)
                 if not settled:
                     self._withdraw(key)
             else:
@@ -895,7 +898,7 @@ class Keeper:
         """Notes that something was wanted of another owner which may not even be asked."""
         key = self.new_key(f"{verb} {target}")
         self._declined(self._as_asked(key, verb, target), because)
-        self.done_with(key)
+        self.done_with(key.note)
 
     def _declined(self, asked: Ask, because: str) -> None:
         self.decide(lambda book, world: (declined(book, asked, world, because), None))
@@ -917,7 +920,7 @@ class Keeper:
             verdict = self.decide(lambda book, world, asked=asked: ask(book, asked, world))
             if not isinstance(verdict, Wait):
                 self._standing.pop(key, None)
-                self.done_with(key)
+                self.done_with(key.note)
 
 
 def _split(answer: tuple[Book, tuple[Step, ...], tuple[Order, ...]]) -> tuple[Book, tuple[tuple[Step, ...], tuple[Order, ...]]]:

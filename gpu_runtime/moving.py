@@ -72,7 +72,7 @@ def move(keeper: Keeper, resident: Resident, wanted: tuple[str, ...], *, by: str
             if keeper.carry(step, key, by):
                 break  # else a user came in between, or its bytes had changed: decide again
     finally:
-        keeper.done_with(key)
+        keeper.done_with(key.note)
     there = resident.lease.where
     return Outcome("move", name, True, f"{name} went from {where(step.source)} to {there}", resident.lease.bytes, there,
                    keeper.clock() - began)

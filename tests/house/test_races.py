@@ -1,7 +1,9 @@
 """Two threads, or the stop button, at the worst moment: each was met by a storm or a crowd once."""
 from __future__ import annotations
 
+import sys
 import threading
+from inspect import CO_GENERATOR
 
 import pytest
 
@@ -148,3 +150,59 @@ def test_an_eviction_that_nobody_waits_for_is_done_once(runtime, shared_book):
     for rt in (owner, asker):
         rt.tick()
     assert where(owner) == {"m": "sim:0"} and not owner._keeper.ledger.read().tickets
+
+
+def stopped_at(call: int, act) -> BaseException | None:
+    """Acts, with a KeyboardInterrupt as that many functions of ours are entered, where the interpreter looks for one;
+    what came of it, frames and all, or None where it ended sooner."""
+    left = call
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_globals.get("__name__", "").startswith("gpu_runtime") and not frame.f_code.co_flags & CO_GENERATOR:
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    except KeyboardInterrupt as error:
+        return error
+    finally:
+        sys.settrace(before)
+    return None if left > 0 else KeyboardInterrupt("in a destructor, which passed over it")
+
+
+@pytest.mark.parametrize("deed", ["lease", "use", "evict", "preload"])
+def test_an_interrupt_at_the_entry_of_any_function_leaves_nothing_once_the_monitor_has_looked(runtime, deed):
+    """Not even while the notebook keeps the error: the `finally` that was to let a key go is a function's entry too."""
+    rt = runtime(monitor=False)
+    fakes(rt, m="3GiB", n="3GiB")
+    deeds = {"lease": lambda: _leased(rt), "use": lambda: _used(rt, "m"),
+             "evict": lambda: rt.evict("n"), "preload": lambda: rt.preload("n")}
+    call = 0
+    while True:
+        rt.evict("m")
+        rt.evict("n") if deed == "preload" else rt.preload("n")
+        kept = stopped_at(call := call + 1, deeds[deed])
+        if kept is None:
+            break
+        rt.tick()
+        book = rt._keeper.ledger.read()
+        assert {lease.name for lease in book.leases()} <= {"m", "n"}, call
+        assert not book.tickets, call
+        assert not [lease for lease in book.leases() if lease.target or lease.pins], call
+        assert not [ref().text for ref in rt._keeper._keys.copy() if ref()], call
+    assert call > 100
+
+
+def _used(rt: Runtime, name: str) -> None:
+    with rt.use(name):
+        pass
+
+
+def _leased(rt: Runtime) -> None:
+    with rt.lease("1GiB"):
+        pass
