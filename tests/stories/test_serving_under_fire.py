@@ -59,7 +59,7 @@ class Fire:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(FAR_FUTURE)
+            thread.join(max(0.0, self.until - time.monotonic()) + FAR_FUTURE)
         assert not any(thread.is_alive() for thread in threads), "a call never ended"
 
     def _call(self, seed: int) -> None:
