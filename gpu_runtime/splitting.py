@@ -80,7 +80,8 @@ def fitting(footprint: Footprint, cards: Sequence[str], rules: PlacementRules,
 
     def holds(room: Room) -> bool:
         spend = [_to_spend(room[card], card, rules) for card in cards]
-        enough = sum([part for part in spend if part > 0]) >= size
+        # A card without room has no part in it, though the others may have enough: a single one of them may be ruled out.
+        enough = min(spend) > 0 and sum(spend) >= size
         return enough and (not sums or _packed(sums, spend) is not None)
 
     return holds

@@ -384,11 +384,17 @@ def follow(page: Book, wanted: list[Request], there: World, rounds: int) -> tupl
     return page, answers
 
 
+# Any card alone would be claimed whole, and of none so much may be taken.
+NO_CARD_ALONE = {"factor": 3.0, "margin_bytes": 0, "card_bytes": {"sim:0": 7, "sim:1": 4}}
+
+
 @given(situations(quiet=True))
 @example((book(lease("a", by=2, sim0=8 * B, droppable=False), lease("b", by=3, sim0=8 * B, droppable=False),
                owners=(1,)), request("new", 16 * B), world(sim0=16 * B, sim1=4 * B, host=8 * B)))
 @example((book(lease("a", by=2, sim0=8 * B, droppable=False), lease("b", by=3, host=8 * B), owners=(1,)),
           request("new", 16 * B), world(sim0=16 * B, sim1=4 * B, host=8 * B)))
+@example((book(lease("a", sim1=4 * B, droppable=False)), request("new", 5 * B, layout="auto", rules=NO_CARD_ALONE),
+          world(sim0=8 * B, sim1=4 * B, host=4 * B)))
 def test_progress_with_nobody_in_use_a_request_is_granted_or_refused_within_a_few_rounds(situation):
     """Unless what stands in its way is more important: then it says so, and waits."""
     page, wanted, there = situation
