@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, pairwise
 from math import ceil, comb
 
 from .facts import Candidate, Footprint, PlacementRules, Share, Shares, where
@@ -63,35 +63,47 @@ def divide(footprint: Footprint, room: Room, rules: PlacementRules, limits: Room
 
 def fitting(footprint: Footprint, cards: Sequence[str], rules: PlacementRules,
             limits: Room) -> Callable[[Room], bool]:
-    """A function that tells whether so much room on these cards holds it. More room never holds less."""
+    """A function that tells whether so much room on these cards holds it, a part on each of them: what `divide` divides.
+
+    (Were it to say so of cards that do not all get a part, nobody would be asked to leave them, and it could go nowhere.)
+    """
     size = footprint.bytes
+    if size < len(cards):
+        return lambda room: False
     if rules.layout == "whole":
-        enough = sum(limits[card] for card in cards) >= size
-        if not enough or (footprint.pieces and _packed(_sums(footprint), [limits[card] for card in cards]) is None):
+        if _in_proportion(footprint, [limits[card] for card in cards]) is None:
             return lambda room: False
         return lambda room: all([room[card] >= limits[card] for card in cards])
     if rules.layout == "balanced":
         if footprint.heads and footprint.heads % len(cards):
             return lambda room: False
-        # Each card must be able to take the largest part, whichever it gets.
-        part = _with_overhead(max(_equal(footprint, len(cards)) or (size,)), rules)
+        equal = _equal(footprint, len(cards))
+        if equal is None:
+            return lambda room: False
+        part = _with_overhead(max(equal), rules)  # each card must be able to take the largest, whichever it gets
         return lambda room: all([_held_to(room[card], card, rules) >= part for card in cards])
     sums = _sums(footprint) if footprint.pieces else []
 
     def holds(room: Room) -> bool:
         spend = [_to_spend(room[card], card, rules) for card in cards]
-        # A card without room has no part in it, though the others may have enough: a single one of them may be ruled out.
-        enough = min(spend) > 0 and sum(spend) >= size
-        return enough and (not sums or _packed(sums, spend) is not None)
+        if min(spend) <= 0 or sum(spend) < size:
+            return False
+        if not sums:
+            return True
+        ends = _packed(sums, spend)
+        if ends is None:
+            return False
+        all_have_some = all([before < end for before, end in pairwise([0, *ends])])  # mostly: then no cut need be looked for
+        return all_have_some or _proportionally(sums, spend) is not None
 
     return holds
 
 
 def claimed(footprint: Footprint, cards: Sequence[str], rules: PlacementRules, limits: Room) -> int:
-    """Bytes that it claims of these cards together."""
+    """Bytes that it claims of these cards together, at most: each card's part of an overhead is rounded up."""
     if rules.layout == "whole":
         return sum(limits[card] for card in cards)
-    return _with_overhead(footprint.bytes, rules)
+    return _with_overhead(footprint.bytes, rules) + (len(cards) - 1 if rules.overhead else 0)
 
 
 def could_split(rules: PlacementRules) -> bool:
@@ -184,7 +196,7 @@ def _in_proportion(footprint: Footprint, free: Sequence[int]) -> tuple[int, ...]
     if min(free) <= 0 or total < size:
         return None
     if footprint.pieces:
-        return _cut(_sums(footprint), [size * until / total for until in accumulate(free)], free)
+        return _proportionally(_sums(footprint), free)
     ends = [size * until // total for until in accumulate(free)]
     # A difference of two roundings may be a byte too large; the next card then has a byte to spare.
     parts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -200,6 +212,12 @@ def _in_proportion(footprint: Footprint, free: Sequence[int]) -> tuple[int, ...]
         parts[parts.index(max(parts))] -= 1
         parts[parts.index(0)] += 1
     return tuple(parts)
+
+
+def _proportionally(sums: Sequence[int], free: Sequence[int]) -> tuple[int, ...] | None:
+    """Whole pieces, in proportion to what is free; where they cannot be cut so, as much to each in turn as it can take."""
+    until, total = list(accumulate(free)), sum(free)
+    return _cut(sums, [sums[-1] * end / total for end in until], free) or _cut(sums, until, free)
 
 
 def _sums(footprint: Footprint) -> list[int]:
