@@ -84,8 +84,10 @@ def fitting(footprint: Footprint, cards: Sequence[str], rules: PlacementRules,
         return lambda room: all([_held_to(room[card], card, rules) >= part for card in cards])
     sums = _sums(footprint) if footprint.pieces else []
 
-    def holds(room: Room) -> bool:
-        spend = [_to_spend(room[card], card, rules) for card in cards]
+    plain, margin = not (rules.card_bytes or rules.overhead), rules.margin_bytes
+
+    def holds(room: Room) -> bool:  # some hundred times for one plan
+        spend = [room[card] - margin if plain else _to_spend(room[card], card, rules) for card in cards]
         if min(spend) <= 0 or sum(spend) < size:
             return False
         if not sums:
