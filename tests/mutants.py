@@ -136,7 +136,7 @@ FAULTS = [
           "{**book.limits, **world.limits}"),
     Fault("ignore the revision", "ledgers/bookfile", "WHERE host=? AND rev=?\"\n", "WHERE host=? AND (rev=? OR 1)\"\n", LEDGER),
     Fault("no roster before the commit", "ledgers/bookfile",
-          "            self._write_roster(part, page.rev + 1)\n", "", LEDGER),
+          "            self._write_roster(new, page.rev + 1)\n", "", LEDGER),
     Fault("a grant in a book that was replaced", "ledgers/bookfile",
           "        if not written or not self._in_force(page):", "        if not written:", LEDGER),
     Fault("write another owner's section", "ledgers/__init__",

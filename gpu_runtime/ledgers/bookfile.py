@@ -111,7 +111,7 @@ class BookFile:
                 page = self._take_back(page, self._unfinished)
             if self._roster_doubtful:
                 try:
-                    self._write_roster(part_of(page.book, self.owner_file.owner.id), page.rev)
+                    self._write_roster(page.book, page.rev)
                     self._roster_doubtful = False
                 except OSError:
                     pass  # a full disk is no reason not to read; the next look tries again
@@ -156,8 +156,7 @@ class BookFile:
             if not self.owner_file.in_place():
                 self._come_back()
                 if self._page:  # the last that is known of us
-                    book = self._with_own_inode(self._page.book)
-                    self._write_roster(part_of(book, self.owner_file.owner.id), self._page.rev)
+                    self._write_roster(self._with_own_inode(self._page.book), self._page.rev)
             try:
                 mend(self.directory, self.boot, damage, patience_seconds)
             except (OSError, sqlite3.Error) as error:
@@ -225,12 +224,11 @@ class BookFile:
 
     def _commit(self, page: Page, new: Book, body: bytes) -> None:
         me = self.owner_file.owner.id
-        part = part_of(new, me)
-        fresh = part != part_of(page.book, me)
+        fresh = part_of(new, me) != part_of(page.book, me)
         if fresh:
             # Until the commit is known to stand, the roster may say more or less than the book: the next look mends it.
             self._roster_doubtful, self._unfinished = True, page
-            self._write_roster(part, page.rev + 1)
+            self._write_roster(new, page.rev + 1)
         if self._newest.of(page.name) > page.rev:
             raise Lost  # also to an old copy, put over the book this moment: its revision may be the one that we know
         try:
@@ -247,8 +245,8 @@ class BookFile:
         if fresh:
             self._roster_doubtful, self._unfinished = False, None
 
-    def _write_roster(self, part: Book, rev: int) -> None:
-        self.owner_file.write_roster(encode(part), rev=rev, schema=SCHEMA)
+    def _write_roster(self, book: Book, rev: int) -> None:
+        self.owner_file.write_roster(encode(part_of(book, self.owner_file.owner.id)), rev=rev, schema=SCHEMA)
 
     def _with_own_inode(self, book: Book) -> Book:
         """The lock file is the ledger's matter: where it was made anew, the section learns its new inode."""

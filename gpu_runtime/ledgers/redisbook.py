@@ -96,8 +96,7 @@ class RedisBook(BookFile):
                 if not self.owner_file.in_place():
                     self._come_back()
                     if self._page:  # the last that is known of us
-                        book = self._with_own_inode(self._page.book)
-                        self._write_roster(part_of(book, self.owner_file.owner.id), self._page.rev)
+                        self._write_roster(self._with_own_inode(self._page.book), self._page.rev)
             except OSError as error:
                 raise files.cannot_write(self.directory, error) from error
             self._wire.converse(self._make)
@@ -245,7 +244,7 @@ class RedisBook(BookFile):
         before, after = part_of(page.book, me), part_of(new, me)
         if after != before:
             self._roster_doubtful, self._unfinished = True, page  # until the write is known to stand
-            self._write_roster(after, page.rev + 1)
+            self._write_roster(new, page.rev + 1)
         what, *left = self._run("write", page.name, page.rev, page.rev + 1, secrets.token_hex(8),
                                 "yes" if _promises(after) - _promises(before) else "", SCHEMA, body)
         if what == b"closed":

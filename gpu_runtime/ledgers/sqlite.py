@@ -29,6 +29,8 @@ from .turnstile import Turnstile, turnstile_in
 
 T = TypeVar("T")
 
+MOST_LOST_INSIDE = 3  # races in a row, before who is inside the turnstile waits as others do
+
 
 class SqliteLedger:
     """A door to the book in a directory. Each door is another owner."""
@@ -127,7 +129,8 @@ class SqliteLedger:
                     raise self._too_long()
                 if turnstile:
                     turnstile.hold_up()
-                elif lost > 1:
+                # Who is inside and loses all the same is kept out by something else, such as a writer that is stopped.
+                if lost > (MOST_LOST_INSIDE if turnstile else 1):
                     time.sleep(self._pace.lost(lost, now))
         finally:
             if turnstile:

@@ -7,8 +7,9 @@ or kept from Python by a thread that holds the GIL, is walked past after 5 ms.
 Whoever comes with a decision made need not line up, as long as that does not keep the one inside from writing: else the
 line would stand still while all others pass it (48 processes, 10 writes a second each: p99 of 409 ms, and so 14).
 
-Two files: a lock with a count of those who came out, and a pipe through which one of those who wait is woken, the first
-to have come. In a shared ledger a member may write to both, and so make others wait those 5 ms.
+Two files: a lock with a count of those who came out and whether others are held up, and a pipe through which one of
+those who wait is woken, the first to have come. In a shared ledger a member may write to both, and so make others wait
+those 5 ms.
 """
 from __future__ import annotations
 

@@ -398,6 +398,9 @@ NO_CARD_ALONE = {"factor": 3.0, "margin_bytes": 0, "card_bytes": {"sim:0": 7, "s
 @example((book(lease("a", sim1=4 * B, droppable=False)),
           request("new", 5 * B, layout="auto", pieces=(3, 2), rules=NO_CARD_ALONE | {"overhead": 0.1}),
           world(sim0=8 * B, sim1=6 * B, host=4 * B)))
+@example((book(lease("a", sim1=1 * B)),
+          request("new", 2 * B, layout="proportional", rules={"margin_bytes": 0, "overhead": 0.1, "least_cards": 2}),
+          world(sim0=4 * B, sim1=5 * B, host=9 * B, limit_bytes=4)))
 def test_progress_with_nobody_in_use_a_request_is_granted_or_refused_within_a_few_rounds(situation):
     """Unless what stands in its way is more important: then it says so, and waits."""
     page, wanted, there = situation

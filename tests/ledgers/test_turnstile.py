@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from gpu_runtime.errors import LedgerUnavailable
 from gpu_runtime.facts import Ticket
 from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.ledgers.bookfile import Lost
+from gpu_runtime.ledgers.sqlite import MOST_LOST_INSIDE
 from gpu_runtime.ledgers.turnstile import STALLED_SECONDS, Turnstile, turnstile_in
 
 from .conftest import REPO
@@ -152,6 +155,23 @@ def test_who_comes_while_one_is_held_up_lines_up_and_decides_on_what_that_one_wr
     assert decided.acquire(blocking=False), "it decided again before it wrote"
     assert not decided.acquire(blocking=False), "once: it lost no race"
     held_up.close()
+
+
+def test_who_is_inside_and_cannot_write_at_all_does_not_spin(ledger, monkeypatch):
+    """A writer that is stopped holds SQLite's lock for as long as it is: then it waits as everybody does."""
+    ledger.patience_seconds, decided, slept = 0.2, [], []
+    sleep = time.sleep
+
+    def lose(page, new):
+        raise Lost
+
+    with monkeypatch.context() as patch, pytest.raises(LedgerUnavailable):
+        patch.setattr(ledger._file, "put", lose)
+        patch.setattr("gpu_runtime.ledgers.sqlite.time.sleep", lambda seconds: slept.append(seconds) or sleep(seconds))
+        ledger.transact(lambda book: (decided.append(book) or book.with_ticket(
+            Ticket("ours", ledger.owner.id, "use", "qwen", arrived=0, refreshed=0)), None))
+    assert len(slept) >= len(decided) - MOST_LOST_INSIDE - 1 > 0
+    assert all(slept)
 
 
 def test_death_lets_go(ours, other):
