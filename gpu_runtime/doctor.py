@@ -14,13 +14,14 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from . import cards, machine
+from . import cards
+from .ledgers import host_config
 from .drains import drained
 from .errors import GpuError, ProbeFailed
 from .facts import Value
 from .ledgers import files
 from .ledgers.access import access_to
-from .owner import name_of
+from .ledgers.liveness import name_of
 from .pressure import views
 from .settings import Settings, masked
 from .telling import first_line
@@ -203,10 +204,10 @@ def _machine(settings: Settings) -> Rows:
     file = settings.gpu_config_file
     if not os.path.exists(file):
         return [(file, "there is none")]
-    known = machine.read(file)
+    known = host_config.read(file)
     user = name_of(os.geteuid())
-    cap = known.cap(user, machine.groups_of(user))
+    cap = known.cap(user, host_config.groups_of(user))
     limits = ", ".join(f"[{table}] {key}" for key, table in cap.tables.items()) if cap else "none"
     return [(file, f"ledger {known.ledger or 'not named'}"), (f"caps on {user}", limits),
-            (f"{user} is", "an operator" if known.is_operator(user, machine.groups_of(user)) else "no operator")]
+            (f"{user} is", "an operator" if known.is_operator(user, host_config.groups_of(user)) else "no operator")]
 

@@ -64,7 +64,7 @@ from .leaving import leave as mark_leaving
 from .leaving import may_leave, way_out
 from .ledgers import Ledger
 from .ledgers.access import access_to
-from .machine import Machine, groups_of
+from .ledgers.host_config import Machine, groups_of
 from .measurements import Measurements
 from .persons import attributed, speaking_for
 from .planner import admit, room

@@ -22,7 +22,7 @@ from .cards import Card, Listing
 from .errors import BadSetting, BadSize, ProbeFailed, UnknownDevice
 from .facts import HOST, AllocatorMap, Device, Sample
 from .memory import Memory
-from .owner import name_of
+from .ledgers.liveness import name_of
 from .sampling import Sampling
 from .units import GIB, KIB, parse_bytes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .facts import Book, Moment, Sample, World
 from .ledgers.access import journal_in
-from .ledgers.peek import Peek, peek
+from .ledgers.reader import Peek, peek
 from .moments import Telling, moments_of
 from .pressure import views
 from .record import Record

@@ -26,7 +26,6 @@ from . import (
     doctor,
     draining,
     losses,
-    machine,
     moving,
     naming,
     persons,
@@ -36,6 +35,7 @@ from . import (
     telling,
     threads,
 )
+from .ledgers import host_config
 from .asks import Order, answer, foreign
 from .backends import LAYERED, Backend, Progress, backend_for, backend_names, is_out_of_memory, open_backend
 from .backends.absent import AbsentBackend
@@ -140,7 +140,7 @@ class Runtime:
         _runtimes.add(self)
 
     def _open(self) -> None:
-        known, slug = machine.read(self.settings.gpu_config_file), _slug(self.probe)
+        known, slug = host_config.read(self.settings.gpu_config_file), _slug(self.probe)
         url = self.settings.gpu_ledger or shared_url(known.ledger, slug) or default_url(slug)
         ledger = open_ledger(url, notebook=notebook_path())
         try:

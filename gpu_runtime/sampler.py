@@ -31,7 +31,7 @@ from .errors import ProbeFailed
 from .facts import HOST, Sample, encode
 from .ledgers.access import access_to
 from .ledgers.files import owner_files
-from .owner import Life, life
+from .ledgers.liveness import Life, life
 from .sampling import Figures, Person, boot_seconds
 
 BUSY_SECONDS, REST_SECONDS = 1.0, 2.0

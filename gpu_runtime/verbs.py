@@ -226,9 +226,10 @@ def _serve(rt: Any, args: argparse.Namespace) -> Any:
 
 
 def _ledger(rt: Any, args: argparse.Namespace) -> Any:
-    from . import settings, sharing
+    from . import settings
+    from .ledgers import setup
 
-    return sharing.init(args.directory, args.group, settings.Settings.load().gpu_config_file)
+    return setup.init(args.directory, args.group, settings.Settings.load().gpu_config_file)
 
 
 NAME = Argument(("name",), {"metavar": "NAME", "help": "a model; another process's as NAME@PID"}, "models")

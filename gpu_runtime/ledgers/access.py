@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import LedgerUnavailable
-from ..owner import name_of
+from .liveness import name_of
 
 MARK = ".shared"
 _LEVELS = 4  # LEDGER/WORLD/BOOT/owners

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from ..errors import LedgerNewer, LedgerUnavailable
 from ..facts import SCHEMA, Book, decode_book, encode
-from ..owner import Life, OwnerFile, life
+from .liveness import Life, OwnerFile, life
 from . import files
 from .access import access_to
 from .mending import Damaged, mend, newest_roster_rev, part_of, sealed, unsealed, with_living

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import LedgerUnavailable
-from ..owner import Life, life
+from .liveness import Life, life
 from .access import access_to, outsider
 
 BALLAST_BYTES = 1 << 20

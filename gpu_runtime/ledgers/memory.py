@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from ..errors import LedgerUnavailable
 from ..facts import AllocatorMap, Book, Owner, Ticket
-from ..owner import describe_self
+from .liveness import describe_self
 from . import refuse_unlawful
-from .doorbell import Bell
+from .notify import Bell
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ..errors import LedgerNewer
 from ..facts import SCHEMA, Book, Device, Section, Ticket, decode_book, encode
-from ..owner import Life, Roster, life, read_roster
+from .liveness import Life, Roster, life, read_roster
 from . import files
 from .access import access_to
 from .newest import Newest

@@ -18,11 +18,11 @@ from urllib.parse import parse_qsl, urlencode
 from msgspec.structs import replace
 
 from ..errors import LedgerUnavailable
-from ..owner import OwnerFile, boot_id, describe_self
+from .liveness import OwnerFile, boot_id, describe_self
 from . import default_url, files
 from .access import access_to
-from .doorbell import Doorbell
-from .maps import MapFiles
+from .notify import Doorbell
+from .allocator_files import MapFiles
 from .pace import Pace
 from .redisbook import RedisBook
 from .redispage import HostPage

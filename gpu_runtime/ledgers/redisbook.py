@@ -26,7 +26,7 @@ from redis.exceptions import NoScriptError, ResponseError
 
 from ..errors import LedgerNewer, LedgerRefused
 from ..facts import SCHEMA, Book, decode_book, encode
-from ..owner import Life, OwnerFile, life, read_roster
+from .liveness import Life, OwnerFile, life, read_roster
 from ..units import show_bytes
 from . import files
 from .bookfile import BookFile, Lost, Page

@@ -17,12 +17,12 @@ import msgspec
 
 from ..errors import LedgerRefused, LedgerUnavailable
 from ..facts import AllocatorMap, Book, Owner, Ticket, decode_book
-from ..owner import Life, OwnerFile, boot_id, describe_self, life, testimony
+from .liveness import Life, OwnerFile, boot_id, describe_self, life, testimony
 from . import files, refuse_unlawful
 from .access import access_to
 from .bookfile import BookFile, Lost, Page
-from .doorbell import Doorbell
-from .maps import MapFiles
+from .notify import Doorbell
+from .allocator_files import MapFiles
 from .mending import Damaged
 from .pace import Pace, processor_seconds
 from .turnstile import Turnstile, turnstile_in

@@ -10,7 +10,7 @@ from gpu_runtime import nvml
 from gpu_runtime.allocators import bounded, of_segments, of_torch
 from gpu_runtime.cards import Card, Listing
 from gpu_runtime.facts import AllocatorMap, Block, BlockState, Device, DeviceView, Level, SegmentMap, encode
-from gpu_runtime.ledgers.maps import MOST_BYTES
+from gpu_runtime.ledgers.allocator_files import MOST_BYTES
 from gpu_runtime.memory import Memory
 from gpu_runtime.probe import Probe, open_probe
 from gpu_runtime.segments import FREE, HOLE, Run, Segment, Segments

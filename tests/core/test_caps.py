@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from gpu_runtime import machine
+from gpu_runtime.ledgers import host_config
 from gpu_runtime.errors import BadSetting
 from gpu_runtime.facts import Cap, Grant, Refuse, Wait
 
@@ -99,7 +99,7 @@ def test_the_longest_lease():
 # The configuration
 
 def test_a_users_own_table_wins_and_of_several_groups_the_most_generous():
-    said = machine.parse("""
+    said = host_config.parse("""
         [users.ann]
         keep = false
         [groups.students]
@@ -119,13 +119,13 @@ def test_a_users_own_table_wins_and_of_several_groups_the_most_generous():
 
 
 def test_operators():
-    said = machine.parse('[operators]\nusers = ["ops"]\ngroups = ["admins"]')
+    said = host_config.parse('[operators]\nusers = ["ops"]\ngroups = ["admins"]')
     assert [said.is_operator(user, groups) for user, groups in (
         ("root", ()), ("ops", ()), ("ann", ("admins",)), ("ann", ("students",)))] == [True, True, True, False]
 
 
 def test_without_a_file_nothing_is_shared_and_nobody_capped(tmp_path):
-    assert machine.read(str(tmp_path / "none.toml")) == machine.Machine(str(tmp_path / "none.toml"))
+    assert host_config.read(str(tmp_path / "none.toml")) == host_config.Machine(str(tmp_path / "none.toml"))
 
 
 @pytest.mark.parametrize(("text", "key", "expected"), [
@@ -141,11 +141,11 @@ def test_without_a_file_nothing_is_shared_and_nobody_capped(tmp_path):
 ])
 def test_what_is_wrong_in_the_file_is_named_with_its_key(text, key, expected):
     with pytest.raises(BadSetting) as error:
-        machine.parse(text)
+        host_config.parse(text)
     assert f"{FILE}: {key}=" in str(error.value) and expected in str(error.value)
 
 
 def test_what_is_no_toml_is_told_with_its_line(tmp_path):
     (tmp_path / "config.toml").write_text("ledger = 'x'\n[users.ann\n")
     with pytest.raises(BadSetting, match=r"GPU_CONFIG_FILE='.*config.toml' cannot be used: it must be TOML; here: .*line 2"):
-        machine.read(str(tmp_path / "config.toml"))
+        host_config.read(str(tmp_path / "config.toml"))

@@ -11,7 +11,7 @@ import pytest
 
 from gpu_runtime import DoesNotFit, MemoryLimitExceeded, NotAllowed, Runtime
 from gpu_runtime.facts import Drop, Move
-from gpu_runtime.owner import name_of
+from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.serving.gateway import Gateway
 from gpu_runtime.settings import Settings
 from gpu_runtime.units import GIB

@@ -21,7 +21,7 @@ import gpu_runtime.runtime, gpu_runtime.frames, gpu_runtime.ledgers.sqlite, gpu_
 from gpu_runtime import Runtime, keeper
 from gpu_runtime.facts import Book, Lease, Section, Share, Ticket, encode
 from gpu_runtime.ledgers import open_ledger
-from gpu_runtime.owner import name_of
+from gpu_runtime.ledgers.liveness import name_of
 from msgspec.structs import replace
 from tests.ledgers.conftest import lease, names, put, section
 uid, gids = {uid}, {gids}

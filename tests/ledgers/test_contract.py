@@ -340,7 +340,7 @@ def test_an_ear_that_is_being_closed_cannot_be_heard_of_again(monkeypatch):
     import os
     import weakref
 
-    from gpu_runtime.ledgers.doorbell import _Ear
+    from gpu_runtime.ledgers.notify import _Ear
 
     alive_at_close, close = [], os.close
     monkeypatch.setattr(os, "close", lambda fd: (alive_at_close.append(ref() is not None), close(fd)))

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from gpu_runtime.facts import AllocatorMap
-from gpu_runtime.ledgers.maps import MOST_BYTES
+from gpu_runtime.ledgers.allocator_files import MOST_BYTES
 
 
 def drawn(ledger, wall: float = 1.0) -> AllocatorMap:
@@ -32,7 +32,7 @@ def test_a_map_that_has_not_changed_is_not_read_again(pair, monkeypatch):
     """A console looks every second, at up to two hundred of them."""
     a, b, _ = pair
     first = a.maps()
-    monkeypatch.setattr("gpu_runtime.ledgers.maps._decode", pytest.fail)
+    monkeypatch.setattr("gpu_runtime.ledgers.allocator_files._decode", pytest.fail)
     assert a.maps() == first
     monkeypatch.undo()
     b.publish_maps((drawn(b, wall=2.0),))

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime.ledgers import open_ledger
-from gpu_runtime.ledgers.peek import peek
+from gpu_runtime.ledgers.reader import peek
 from tests.redis_server import redis_server
 
 

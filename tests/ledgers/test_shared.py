@@ -16,7 +16,7 @@ import pytest
 
 from gpu_runtime.errors import BadSetting, GpuError, LedgerUnavailable, NotAllowed
 from gpu_runtime.ledgers import files
-from gpu_runtime.sharing import init
+from gpu_runtime.ledgers.setup import init
 
 from .people import Person, require_root, run
 

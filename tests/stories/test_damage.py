@@ -18,7 +18,7 @@ import pytest
 
 from gpu_runtime.errors import LedgerUnavailable
 from gpu_runtime.ledgers import files
-from gpu_runtime.owner import boot_id
+from gpu_runtime.ledgers.liveness import boot_id
 from tests import soak
 from tests.stories.crowd import Report, Warden, crowd
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from gpu_runtime.owner import name_of
+from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.sampling import Sampling
 from gpu_runtime.units import GIB
 from tests.nvml_driver import PATIENCE, Host, until

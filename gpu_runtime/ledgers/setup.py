@@ -14,12 +14,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from . import machine
-from .errors import BadSetting, GpuError, NotAllowed
-from .facts import Outcome
-from .ledgers import files
-from .ledgers.access import MARK, Access
-from .owner import boot_id
+from . import host_config
+from ..errors import BadSetting, GpuError, NotAllowed
+from ..facts import Outcome
+from . import files
+from .access import MARK, Access
+from .liveness import boot_id
 
 TEMPLATE = """\
 # gpu-console on this machine. Every user's runtime reads this when it opens.
@@ -49,7 +49,7 @@ def init(directory: str, group: str, config_file: str) -> Outcome:
     gid = _gid(group)
     _require_a_good_place(place, gid, group)
     url = f"sqlite://{place}"
-    known = machine.read(config_file)
+    known = host_config.read(config_file)
     if known.ledger not in ("", url):
         raise GpuError(f"{config_file} names another ledger already: {known.ledger}.\n"
                        f"  Change the line  ledger = …  there first, once nobody uses it.", path=config_file)
@@ -126,14 +126,14 @@ def _name(gid: int) -> str:
         return f"group {gid}"
 
 
-def _write_configuration(file: Path, url: str, known: machine.Machine) -> None:
+def _write_configuration(file: Path, url: str, known: host_config.Machine) -> None:
     """Names the ledger in the configuration; what is written there already stays."""
     if known.ledger == url:
         return
     text = TEMPLATE.format(url=url)
     if file.exists():
         text = f'ledger = "{url}"\n\n{file.read_text()}'  # at the top: below a table it would belong to it
-        if machine.parse(text, str(file)) != replace(known, ledger=url):
+        if host_config.parse(text, str(file)) != replace(known, ledger=url):
             raise GpuError(f"{file} could not be changed without changing its meaning.\n  Add at its top:  ledger = \"{url}\"")
     file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     draft = file.with_name(f".{file.name}-{secrets.token_hex(4)}")

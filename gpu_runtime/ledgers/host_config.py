@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import BadSetting, BadSize
-from .facts import IMPORTANCE, Cap, Value
-from .units import parse_bytes, parse_seconds
+from ..errors import BadSetting, BadSize
+from ..facts import IMPORTANCE, Cap, Value
+from ..units import parse_bytes, parse_seconds
 
 CONFIG_FILE = "/etc/gpu-console/config.toml"
 

@@ -25,8 +25,8 @@ from typing import IO, NamedTuple
 
 from msgspec.structs import replace
 
-from .errors import LedgerUnavailable
-from .facts import Owner
+from ..errors import LedgerUnavailable
+from ..facts import Owner
 
 _serials = itertools.count()
 

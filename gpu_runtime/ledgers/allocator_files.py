@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from ..facts import AllocatorMap
-from ..owner import Life, life
+from .liveness import Life, life
 
 MOST_BYTES = 1 << 20  # of one owner's: more is no map of ours; one of 8,192 blocks has half of that at most
 _encode = msgspec.json.Encoder().encode

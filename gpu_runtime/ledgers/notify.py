@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..facts import Owner
-from ..owner import end_of
+from .liveness import end_of
 
 
 class Bell:
