@@ -33,7 +33,7 @@ from .facts import (
     World,
 )
 from .leaving import leave, may_leave, warm_that_go, way_out
-from .persons import attributed
+from .attribution import attributed
 from .policy import lru
 from .pressure import level, pressure, relief, views
 from .queueing import awake

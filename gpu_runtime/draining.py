@@ -6,7 +6,7 @@ from . import drains
 from .errors import NotAllowed, UnknownDevice
 from .facts import Book, Device, Lease, Outcome, World
 from .keeper import Keeper
-from .persons import attributed, speaking_for
+from .attribution import attributed, speaking_for
 from .units import show_bytes, show_seconds
 
 LOOK_SECONDS = 0.1

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from . import bookkeeping as books
 from . import bounds, caps, drains, losses, naming, telling
-from .activity import activity
+from .kernel_activity import activity
 from .asks import Ask, Order, ask, declined, obey, relieve
 from .backends import Progress, is_out_of_memory
 from .backends.faults import recognise
@@ -66,7 +66,7 @@ from .ledgers import Ledger
 from .ledgers.access import access_to
 from .ledgers.host_config import Machine, groups_of
 from .measurements import Measurements
-from .persons import attributed, speaking_for
+from .attribution import attributed, speaking_for
 from .planner import admit, room
 from .policy import policy
 from .pool import Anchor, Place, Resident, Stays, held_by, uninterrupted

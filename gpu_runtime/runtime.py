@@ -28,7 +28,7 @@ from . import (
     losses,
     moving,
     naming,
-    persons,
+    attribution,
     planning,
     showing,
     silence,
@@ -418,7 +418,7 @@ class Runtime:
 
         A name for display: what may be done goes by this process's user, as ever.
         """
-        return persons.on_behalf_of(name)
+        return attribution.on_behalf_of(name)
 
     def preload(self, name: str, *, progress: Progress | None = None, timeout: str | float | None = None) -> Outcome:
         """Brings the model onto its device now, so that the next `use` finds it there. Raises as `use`."""

@@ -18,7 +18,7 @@ from IPython.core.magic_arguments import MagicArgumentParser
 
 import gpu_runtime
 from gpu_runtime import GpuError, facts, verbs
-from gpu_runtime.activity import activity
+from gpu_runtime.kernel_activity import activity
 
 from .completion import matcher_for
 from .waiting import Waiting

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_runtime.activity import Activity, State
+from gpu_runtime.kernel_activity import Activity, State
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import threading
 
-from gpu_runtime.persons import MOST_LETTERS, attributed, on_behalf_of, printable, speaking_for
+from gpu_runtime.attribution import MOST_LETTERS, attributed, on_behalf_of, printable, speaking_for
 
 
 def test_it_holds_for_the_thread_that_said_so_and_ends_with_its_block():

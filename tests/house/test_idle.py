@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gpu_runtime.activity import Activity
+from gpu_runtime.kernel_activity import Activity
 from gpu_runtime.facts import Ticket
 from gpu_runtime.keeper import LOOKS_PER_SECOND
 from gpu_runtime.ledgers import open_ledger
