@@ -20,26 +20,13 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from . import bookkeeping as books
-from . import (
-    caps,
-    defragmenting,
-    doctor,
-    draining,
-    losses,
-    moving,
-    naming,
-    attribution,
-    planning,
-    showing,
-    silence,
-    telling,
-    threads,
-)
+from . import caps, naming, attribution, silence, telling, threads
+from .owner import defragment, doctor, drain as draining, failures, migrate, dry_run, console_hook
 from .ledgers import host_config
 from .asks import Order, answer, foreign
 from .backends import LAYERED, Backend, Progress, backend_for, backend_names, is_out_of_memory, open_backend
 from .backends.absent import AbsentBackend
-from .blocks import Block
+from .owner.blocks import Block
 from .catalog import Catalog
 from .catalogued import Catalogued
 from .entries import require_loadable
@@ -82,16 +69,16 @@ from .facts import (
     World,
 )
 from .journal import Journal
-from .keeper import DOZE_SECONDS, LOOKS_PER_SECOND, POLL_SECONDS, Keeper, log
+from .owner.session import DOZE_SECONDS, LOOKS_PER_SECOND, POLL_SECONDS, Keeper, log
 from .ledgers import default_url, open_ledger
 from .ledgers.access import journal_in
-from .maps import Maps
+from .owner.allocator_maps import Maps
 from .measurements import Measurements, measurements_in
 from .moments import moments_of
-from .monitor import Breaker, Monitor
+from .owner.monitor import Breaker, Monitor
 from .placement import check_layout, check_policy
 from .planner import plan, queue
-from .pool import Anchor, Held, Place, Resident, finish, release_calls
+from .owner.resident import Anchor, Held, Place, Resident, finish, release_calls
 from .pressure import views
 from .probe import Probe, open_probe
 from .recorder import record_in
@@ -104,7 +91,7 @@ from .units import MIB, parse_room, parse_seconds, show_bytes, show_seconds
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from .doctor import Report
+    from .owner.doctor import Report
     from .ledgers.redispage import HostPage
 
 ASK_SECONDS = 30.0
@@ -262,7 +249,7 @@ class Runtime:
     def _resident(self, spec: ModelSpec, origin: Any, restore_on_call: bool) -> Resident:
         resident = Resident(spec, self._backend(spec.backend), self._keeper.me, self._clock, origin)
         resident.calling = lambda: self._calling(resident, restore_on_call)
-        resident.tell_loss = lambda kind, because: losses.tell(self._kept, resident, kind, because)
+        resident.tell_loss = lambda kind, because: failures.tell(self._kept, resident, kind, because)
         resident.footprint = lambda: self._keeper.sizing.footprint(resident, self._keeper.places(resident))
         return resident
 
@@ -374,7 +361,7 @@ class Runtime:
 
         One by which the driver has let the model down is raised as what it means for whoever goes on.
         """
-        if error is not None and resident is not None and (lost := losses.struck(self._keeper, resident, error)):
+        if error is not None and resident is not None and (lost := failures.struck(self._keeper, resident, error)):
             raise lost from error
         if error is None or not is_out_of_memory(error) or getattr(error, "report", None):
             return
@@ -466,10 +453,10 @@ class Runtime:
         named `qwen@4121`; its owner is asked. Raises UnknownDevice, DoesNotFit, StillInUse, NotResident, Busy.
         """
         owner, bare = self._resolve(name)
-        cards = moving.cards(self._keeper, bare, device)
+        cards = migrate.cards(self._keeper, bare, device)
         if owner != self._keeper.me:
             return self._asked("move", owner, bare, timeout, places=cards)
-        return moving.move(self._keeper, self._mine(bare), cards, by=self._keeper.person)
+        return migrate.move(self._keeper, self._mine(bare), cards, by=self._keeper.person)
 
     def pin(self, name: str) -> Outcome:
         """Keeps the model on its device: nothing but `unpin` or its owner lets it go."""
@@ -507,7 +494,7 @@ class Runtime:
         between blocks in use. Raises UnknownModel, AmbiguousName; and NotAllowed, GpuError and Busy where the one that
         was named does not.
         """
-        return defragmenting.defrag(self, process, timeout)
+        return defragment.defrag(self, process, timeout)
 
     def _empty_cache(self) -> int:
         """Gives this process's cache back, and says so in its maps; the bytes."""
@@ -631,7 +618,7 @@ class Runtime:
 
     def models(self) -> DataFrame:
         """Every model registered here or held by anybody."""
-        from . import frames
+        from .owner import frames
 
         book, world = self._look()
         sizes = {}
@@ -654,7 +641,7 @@ class Runtime:
 
     def catalog(self) -> DataFrame:
         """The models of the catalogue. Raises CatalogUnavailable, BadDocument."""
-        from . import frames
+        from .owner import frames
 
         return frames.catalog(self._catalogue.catalog.specs())
 
@@ -682,20 +669,20 @@ class Runtime:
 
     def leases(self) -> DataFrame:
         """Who holds what on which device, one row a share."""
-        from . import frames
+        from .owner import frames
 
         book, world = self._look()
         return frames.leases(self._keeper.as_known(book), world.now)
 
     def events(self, limit: int | None = None) -> DataFrame:
         """What happened and why, the newest last."""
-        from . import frames
+        from .owner import frames
 
         return frames.events(self._keeper.history(limit))
 
     def evictions(self, limit: int | None = None) -> DataFrame:
         """The events in which a model left its device or the warm pool."""
-        from . import frames
+        from .owner import frames
 
         return frames.events(self._keeper.history(limit, actions=books.LEFT))
 
@@ -721,7 +708,7 @@ class Runtime:
 
     def fragmentation(self) -> DataFrame:
         """What each process's allocator holds on each card; one that does not tell has a row of unknowns."""
-        from . import frames
+        from .owner import frames
 
         book, _ = self._look()
         sections = {self._keeper.me: Section(self._keeper.owner)} | self._keeper.as_known(book)
@@ -763,20 +750,20 @@ class Runtime:
         request = Request("plan", asked.wanted, asked.footprint, world.now, asked.rules, wait=False)
         return replace(plan(book, request, world, keeper.rank), obstacle=asked.obstacle)
 
-    def _subject(self, words: str | int, options: dict[str, Any]) -> planning.Subject:
+    def _subject(self, words: str | int, options: dict[str, Any]) -> dry_run.Subject:
         """What a plan is asked about: first what is ours, then a size, then another process's, then what lies there."""
         name, keeper = str(words), self._keeper
         resident = keeper.residents.get(name) or self._by_key(name) or self._from_catalogue(name)
         if resident is None:
-            if (size := planning.size_in(words)) is not None:
-                return planning.of_bytes(size, keeper)
+            if (size := dry_run.size_in(words)) is not None:
+                return dry_run.of_bytes(size, keeper)
             try:
                 owner, bare = self._resolve(name, loadable=True)
                 section = keeper.ledger.read().sections[owner]
-                return planning.of_lease(section.lease(bare) or Lease(owner, bare), section.owner)
+                return dry_run.of_lease(section.lease(bare) or Lease(owner, bare), section.owner)
             except (UnknownModel, KeyError):
-                return planning.of_nobody(planning.unregistered(name, self._names(), keeper, options), keeper)
-        return planning.of_resident(resident, keeper, options)
+                return dry_run.of_nobody(dry_run.unregistered(name, self._names(), keeper, options), keeper)
+        return dry_run.of_resident(resident, keeper, options)
 
     def why(self, name: str) -> tuple[Event, ...]:
         """The last decisions on this model, the newest first. Raises UnknownModel where there never was one."""
@@ -793,7 +780,7 @@ class Runtime:
 
     def console(self) -> Any:
         """The operator's console over this runtime, as a Panel object; in a notebook it is live. Raises GpuError."""
-        return showing.console(self)
+        return console_hook.console(self)
 
     @property
     def simulated(self) -> bool:
@@ -963,7 +950,7 @@ class Runtime:
             if order.verb in ("preload", "restore"):
                 outcome = self.preload(order.name, timeout=ASK_SECONDS)
             elif order.verb == "move":
-                outcome = moving.move(keeper, keeper.residents[order.name], order.places, by=order.who)
+                outcome = migrate.move(keeper, keeper.residents[order.name], order.places, by=order.who)
             elif order.verb == "defrag":
                 freed = self._empty_cache()
                 outcome = Outcome("defrag", "", True, f"{show_bytes(freed)} came free", freed)

@@ -167,7 +167,7 @@ def _fragmentation(rt: Any, args: argparse.Namespace) -> Any:
 
 
 def _doctor(rt: Any, args: argparse.Namespace) -> Any:
-    from . import doctor
+    from .owner import doctor
 
     return rt.doctor() if rt is not None else doctor.examine()
 
@@ -189,7 +189,7 @@ def _catalog(rt: Any) -> Any:
 
 
 def _listed(rt: Any, args: argparse.Namespace) -> Any:
-    from . import frames
+    from .owner import frames
 
     return rt.catalog() if rt is not None else frames.catalog(_catalog(None).specs())
 

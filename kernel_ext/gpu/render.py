@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from gpu_runtime.doctor import Report
+from gpu_runtime.owner.doctor import Report
 from gpu_runtime.facts import Applied, Health, Outcome, Plan, Snapshot
 
 from . import html, maps, text

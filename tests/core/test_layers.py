@@ -113,7 +113,7 @@ def test_every_module_keeps_to_its_room(path):
     ("gpu_runtime.facts", "import gpu_runtime.policy", "imports gpu_runtime.policy (mind)"),
     ("gpu_runtime.runtime", "from .cli import main", "imports gpu_runtime.cli (faces)"),
     ("gpu_runtime.runtime", "import torch", "imports torch as soon as it is imported"),
-    ("gpu.magics", "from gpu_runtime.pool import Pool", "imports gpu_runtime.pool (hands)"),
+    ("gpu.magics", "from gpu_runtime.owner.resident import Pool", "imports gpu_runtime.owner.resident (hands)"),
     ("gpu.magics", "from gpu_runtime import monitor", "which only the house knows"),
     ("gpu_runtime.cellar", "", "lies in no room"),
 ])
@@ -125,7 +125,7 @@ def test_a_forbidden_import_is_caught(module, source, complaint):
 
 @pytest.mark.parametrize(("module", "source"), [
     ("gpu_runtime.planner", "from .facts import Book\nfrom .policy import lru"),
-    ("gpu_runtime.pool", "from .backends import open_backend\ndef f():\n    import torch"),
+    ("gpu_runtime.owner.resident", "from .backends import open_backend\ndef f():\n    import torch"),
     ("gpu_runtime.runtime", "from . import planner, probe"),
     ("gpu_runtime.backends.torch", "import torch\nfrom ..units import show_bytes"),
     ("gpu.magics", "from gpu_runtime import Runtime, runtime\nfrom gpu_runtime.units import show_bytes"),

@@ -15,7 +15,8 @@ from gpu_panels import inline, lean
 from gpu_panels.inline import Inline
 from panel.io.resources import CDN_DIST
 
-from gpu_runtime import GpuError, NotAllowed, showing
+from gpu_runtime import GpuError, NotAllowed
+from gpu_runtime.owner import console_hook
 
 from .test_magics import run
 
@@ -24,7 +25,7 @@ from .test_magics import run
 def installed(monkeypatch):
     """As the package's metadata has it."""
     entry = SimpleNamespace(load=lambda: Inline)
-    monkeypatch.setattr(showing, "entry_points", lambda **group: [entry] if group == {
+    monkeypatch.setattr(console_hook, "entry_points", lambda **group: [entry] if group == {
         "group": "gpu_runtime", "name": "console"} else [])
 
 
@@ -42,7 +43,7 @@ def test_the_runtime_gives_its_console_as_a_panel_object(rt, installed):
 
 
 def test_without_a_console_it_says_what_to_install(rt, monkeypatch):
-    monkeypatch.setattr(showing, "entry_points", lambda **_: [])
+    monkeypatch.setattr(console_hook, "entry_points", lambda **_: [])
     with pytest.raises(GpuError, match=r"pip install 'gpu-console\[console\]'"):
         rt.console()
 
@@ -51,7 +52,7 @@ def test_where_panel_is_missing_it_names_what_is_missing(rt, monkeypatch):
     def load():
         raise ImportError("No module named 'panel'", name="panel")
 
-    monkeypatch.setattr(showing, "entry_points", lambda **_: [SimpleNamespace(load=load)])
+    monkeypatch.setattr(console_hook, "entry_points", lambda **_: [SimpleNamespace(load=load)])
     with pytest.raises(GpuError, match="the console needs panel, which is not installed"):
         rt.console()
 

@@ -7,7 +7,7 @@ from typing import Any
 from gpu_panels.watch import Watch
 from msgspec.structs import replace
 
-from gpu_runtime import frames
+from gpu_runtime.owner import frames
 from gpu_runtime.facts import History
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from gpu_runtime import Runtime
 from gpu_runtime.errors import DoesNotFit, NotAllowed, UnknownDevice
-from gpu_runtime.keeper import Keeper
+from gpu_runtime.owner.session import Keeper
 from gpu_runtime.ledgers.memory import MemoryLedger
 
 

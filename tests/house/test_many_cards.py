@@ -222,7 +222,7 @@ def test_what_lies_elsewhere_after_a_load_is_told_by_name(runtime, monkeypatch, 
 # -- torch's own bound ------------------------------------------------------------------------------------------------
 
 def test_torchs_bound_is_told_once_and_lifted_when_the_last_model_leaves(runtime, monkeypatch):
-    from gpu_runtime import keeper as house
+    from gpu_runtime.owner import session as house
 
     rt, told, wanted = runtime(devices=FOUR, monitor=False), [], {}
     keeper = rt._keeper

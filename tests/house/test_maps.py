@@ -6,7 +6,8 @@ import os
 import pandas
 import pytest
 
-from gpu_runtime import GpuError, maps
+from gpu_runtime import GpuError
+from gpu_runtime.owner import allocator_maps
 from gpu_runtime.units import GIB, MIB
 
 from .conftest import fakes
@@ -73,7 +74,7 @@ def test_a_map_is_published_at_a_calm_pace(runtime, shared_book, clock):
     assert rt._maps.publish()
     rt.preload("b")
     assert not rt._maps.publish()
-    clock.advance(maps.PACE_SECONDS)
+    clock.advance(allocator_maps.PACE_SECONDS)
     assert rt._maps.publish()
     clock.advance(1000)
     assert not rt._maps.publish()
@@ -84,7 +85,7 @@ def test_what_takes_long_to_draw_is_drawn_seldom(runtime, clock, monkeypatch):
     rt = runtime(monitor=False, clock=clock)
     fakes(rt, a="1GiB", b="1GiB")
     times = iter([0.0, 0.5, 1.0, 1.5])
-    monkeypatch.setattr(maps.time, "thread_time", lambda: next(times))
+    monkeypatch.setattr(allocator_maps.time, "thread_time", lambda: next(times))
     rt.preload("a")
     assert rt._maps.publish()
     rt.preload("b")

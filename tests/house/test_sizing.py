@@ -9,7 +9,7 @@ from gpu_runtime.errors import LoadFailed, UnknownSize
 from gpu_runtime.estimate import CONTEXT_BYTES
 from gpu_runtime.facts import HOST, Device, Evidence, ModelSpec, Share
 from gpu_runtime.measurements import Measurements
-from gpu_runtime.sizing import Sizing
+from gpu_runtime.owner.footprints import Sizing
 from gpu_runtime.units import GIB, MIB
 
 CARDS = (Device("cuda:0", 80 * GIB, "NVIDIA H100"), Device("cuda:1", 80 * GIB, "NVIDIA H100"), Device(HOST, 64 * GIB))

@@ -4,12 +4,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from .errors import GpuError
-from .facts import Book, Outcome
-from .units import parse_seconds, show_bytes
+from ..errors import GpuError
+from ..facts import Book, Outcome
+from ..units import parse_seconds, show_bytes
 
 if TYPE_CHECKING:
-    from .runtime import Runtime
+    from ..runtime import Runtime
 
 
 def defrag(rt: Runtime, process: str, timeout: str | float | None) -> Outcome:

@@ -5,12 +5,12 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from . import moves, telling
-from .errors import BadSetting, DoesNotFit, GpuError, NotResident, StillInUse, UnknownDevice
-from .facts import HOST, Book, Lease, Move, Outcome, PlacementRules, Refuse, World, where
-from .keeper import Keeper
-from .pool import Place, Resident
-from .units import show_bytes
+from .. import moves, telling
+from ..errors import BadSetting, DoesNotFit, GpuError, NotResident, StillInUse, UnknownDevice
+from ..facts import HOST, Book, Lease, Move, Outcome, PlacementRules, Refuse, World, where
+from .session import Keeper
+from .resident import Place, Resident
+from ..units import show_bytes
 
 
 def cards(keeper: Keeper, name: str, wanted: str | Iterable[str]) -> tuple[str, ...]:

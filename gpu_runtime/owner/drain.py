@@ -2,12 +2,12 @@
 reason."""
 from __future__ import annotations
 
-from . import drains
-from .errors import NotAllowed, UnknownDevice
-from .facts import Book, Device, Lease, Outcome, World
-from .keeper import Keeper
-from .attribution import attributed, speaking_for
-from .units import show_bytes, show_seconds
+from .. import drains
+from ..errors import NotAllowed, UnknownDevice
+from ..facts import Book, Device, Lease, Outcome, World
+from .session import Keeper
+from ..attribution import attributed, speaking_for
+from ..units import show_bytes, show_seconds
 
 LOOK_SECONDS = 0.1
 

@@ -11,8 +11,8 @@ import sys
 import threading
 from collections.abc import Callable
 
-from . import threads
-from .errors import GpuError, ProbeFailed
+from .. import threads
+from ..errors import GpuError, ProbeFailed
 
 log = logging.getLogger("gpu_runtime")
 

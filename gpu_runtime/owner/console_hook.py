@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Any
 
-from .errors import GpuError
+from ..errors import GpuError
 
 INSTALL = "Install it:  pip install 'gpu-console[console]'"
 

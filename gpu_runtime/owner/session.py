@@ -18,23 +18,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
-from . import bookkeeping as books
-from . import bounds, caps, drains, losses, naming, telling
-from .kernel_activity import activity
-from .asks import Ask, Order, ask, declined, obey, relieve
-from .backends import Progress, is_out_of_memory
-from .backends.faults import recognise
-from .bookkeeping import Truth
-from .errors import (
-    DoesNotFit,
-    GpuError,
-    LedgerUnavailable,
-    LoadFailed,
-    OutOfMemory,
-    ProbeFailed,
-    StillInUse,
-)
-from .facts import (
+from .. import bookkeeping as books
+from .. import bounds, caps, drains, naming, telling
+from . import failures
+from ..kernel_activity import activity
+from ..asks import Ask, Order, ask, declined, obey, relieve
+from ..backends import Progress, is_out_of_memory
+from ..backends.faults import recognise
+from ..bookkeeping import Truth
+from ..errors import DoesNotFit, GpuError, LedgerUnavailable, LoadFailed, OutOfMemory, ProbeFailed, StillInUse
+from ..facts import (
     HOST,
     Asker,
     Book,
@@ -60,24 +53,24 @@ from .facts import (
     Wait,
     World,
 )
-from .leaving import leave as mark_leaving
-from .leaving import may_leave, way_out
-from .ledgers import Ledger
-from .ledgers.access import access_to
-from .ledgers.host_config import Machine, groups_of
-from .measurements import Measurements
-from .attribution import attributed, speaking_for
-from .planner import admit, room
-from .policy import policy
-from .pool import Anchor, Place, Resident, Stays, held_by, uninterrupted
-from .pressure import views
-from .sizing import Sizing
-from .units import MIB, show_bytes
+from ..leaving import leave as mark_leaving
+from ..leaving import may_leave, way_out
+from ..ledgers import Ledger
+from ..ledgers.access import access_to
+from ..ledgers.host_config import Machine, groups_of
+from ..measurements import Measurements
+from ..attribution import attributed, speaking_for
+from ..planner import admit, room
+from ..policy import policy
+from .resident import Anchor, Place, Resident, Stays, held_by, uninterrupted
+from ..pressure import views
+from .footprints import Sizing
+from ..units import MIB, show_bytes
 
 if TYPE_CHECKING:
-    from .journal import Journal
-    from .probe import Probe
-    from .settings import Settings
+    from ..journal import Journal
+    from ..probe import Probe
+    from ..settings import Settings
 
 log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")
@@ -390,7 +383,7 @@ class Keeper:
 
         Whatever goes wrong, an interrupt too, the book is as it was.
         """
-        losses.require_served(self, resident)
+        failures.require_served(self, resident)
         if not self.settings.enable_memory_governor:
             return self._load_ungoverned(resident, anchor, progress)
         attempts = 0
@@ -411,7 +404,7 @@ class Keeper:
                 except Exception as error:
                     if not is_out_of_memory(error) or attempts >= LOAD_ATTEMPTS:
                         raise self._told_of_load(resident, step, error) from error.__cause__
-                    losses.make_room(self, resident, step.shares)
+                    failures.make_room(self, resident, step.shares)
         finally:
             self.done_with(key.note)  # first: from now on the monitor would withdraw it, were we interrupted once more
             self._withdraw(key)

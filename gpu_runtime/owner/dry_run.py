@@ -11,17 +11,17 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .backends import open_backend
-from .backends.absent import AbsentBackend
-from .entries import obstacle
-from .errors import BadSize, NotAModel, UnknownModel, UnknownSize
-from .estimate import from_name
-from .facts import Footprint, Lease, ModelSpec, Owner, Part, PlacementRules
-from .pool import Resident
-from .units import parse_room, show_bytes
+from ..backends import open_backend
+from ..backends.absent import AbsentBackend
+from ..entries import obstacle
+from ..errors import BadSize, NotAModel, UnknownModel, UnknownSize
+from ..estimate import from_name
+from ..facts import Footprint, Lease, ModelSpec, Owner, Part, PlacementRules
+from .resident import Resident
+from ..units import parse_room, show_bytes
 
 if TYPE_CHECKING:
-    from .keeper import Keeper
+    from .session import Keeper
 
 _PARAMETERS = re.compile(r"(\d+x)?\d+(\.\d+)?[bB]")  # 7B, as people call a model's size: not seven bytes
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from .facts import Device, Lease
-from .units import show_bytes
+from ..facts import Device, Lease
+from ..units import show_bytes
 
 
 class Block:

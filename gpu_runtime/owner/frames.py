@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .entries import state
-from .facts import AllocatorMap, DeviceView, Event, Lease, ModelSpec, Owner, Section
+from ..entries import state
+from ..facts import AllocatorMap, DeviceView, Event, Lease, ModelSpec, Owner, Section
 
 if TYPE_CHECKING:
     from pandas import DataFrame

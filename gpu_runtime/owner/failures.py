@@ -10,17 +10,17 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from . import bookkeeping as books
-from .backends import runs_here
-from .backends.faults import Fault, Kind, recognise
-from .errors import EngineFault, GpuError, ProcessLost
-from .facts import Share
-from .leaving import may_leave
-from .pool import Place
+from .. import bookkeeping as books
+from ..backends import runs_here
+from ..backends.faults import Fault, Kind, recognise
+from ..errors import EngineFault, GpuError, ProcessLost
+from ..facts import Share
+from ..leaving import may_leave
+from .resident import Place
 
 if TYPE_CHECKING:
-    from .keeper import Keeper
-    from .pool import Resident
+    from .session import Keeper
+    from .resident import Resident
 
 log = logging.getLogger("gpu_runtime")
 LEAVE_SECONDS = 5.0  # for another process to let an idle model go, after an out-of-memory error

@@ -10,12 +10,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from .errors import GpuError
-from .estimate import CONTEXT_BYTES, footprint
-from .facts import HOST, Evidence, Footprint, Measurement, Shares
-from .measurements import Measurements
-from .pool import Resident
-from .probe import Probe
+from ..errors import GpuError
+from ..estimate import CONTEXT_BYTES, footprint
+from ..facts import HOST, Evidence, Footprint, Measurement, Shares
+from ..measurements import Measurements
+from .resident import Resident
+from ..probe import Probe
 
 _WORTH_TELLING = 0.01  # a peak that is higher by less is not written down again
 

@@ -23,9 +23,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from . import threads
-from .backends import Backend, Progress
-from .facts import Drop, Footprint, Lease, Measurement, ModelSpec, Move, Shares
+from .. import threads
+from ..backends import Backend, Progress
+from ..facts import Drop, Footprint, Lease, Measurement, ModelSpec, Move, Shares
 
 
 class Place(enum.Enum):

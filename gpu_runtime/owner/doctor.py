@@ -14,21 +14,21 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from . import cards
-from .ledgers import host_config
-from .drains import drained
-from .errors import GpuError, ProbeFailed
-from .facts import Value
-from .ledgers import files
-from .ledgers.access import access_to
-from .ledgers.liveness import name_of
-from .pressure import views
-from .settings import Settings, masked
-from .telling import first_line
-from .units import show_bytes
+from .. import cards
+from ..ledgers import host_config
+from ..drains import drained
+from ..errors import GpuError, ProbeFailed
+from ..facts import Value
+from ..ledgers import files
+from ..ledgers.access import access_to
+from ..ledgers.liveness import name_of
+from ..pressure import views
+from ..settings import Settings, masked
+from ..telling import first_line
+from ..units import show_bytes
 
 if TYPE_CHECKING:
-    from .runtime import Runtime
+    from ..runtime import Runtime
 
 PACKAGES = ("gpu-console", "torch", "transformers", "accelerate", "safetensors", "nvidia-ml-py", "amdsmi", "msgspec",
             "pydantic-settings", "psutil", "redis", "ipython", "ipykernel", "panel")
