@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .backends import backend_names, looks_like_hub_id, missing
+from .backends.registry import backend_names, looks_like_hub_id, missing
 from .errors import LoadFailed, ModelDisabled
 from .facts import NORMAL, ModelSpec, Value
 from .fields import BACKENDS, OURS, TRUST, Fields, grouped, is_trust, read_arguments, unknown_fields

@@ -24,8 +24,8 @@ from . import caps, naming, attribution, silence, telling, threads
 from .owner import defragment, doctor, drain as draining, failures, migrate, dry_run, console_hook
 from .ledgers import host_config
 from .asks import Order, answer, foreign
-from .backends import LAYERED, Backend, Progress, backend_for, backend_names, is_out_of_memory, open_backend
-from .backends.absent import AbsentBackend
+from .backends.registry import LAYERED, Backend, Progress, backend_for, backend_names, is_out_of_memory, open_backend
+from .backends.missing import AbsentBackend
 from .owner.blocks import Block
 from .catalog import Catalog
 from .catalogued import Catalogued

@@ -17,7 +17,7 @@ from .. import threads
 from ..errors import BadCall, EngineDied, EngineFault, GpuError, LoadFailed, ProcessLost
 from ..memory import out_of_memory
 from . import llama_worker as worker
-from .faults import MOST_DECODE_FAILURES, Fault, Kind, decode_failures, recognise
+from .fault_texts import MOST_DECODE_FAILURES, Fault, Kind, decode_failures, recognise
 from .processes import Child, in_words
 
 _REFUSED = ("ValueError", "TypeError", "KeyError", "IndexError", "AttributeError", "NotImplementedError",

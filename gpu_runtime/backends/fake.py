@@ -12,7 +12,7 @@ from ..errors import LoadFailed
 from ..facts import Evidence, ModelSpec, Shares, where
 from ..memory import Block
 from ..probe import Probe
-from . import Progress
+from .registry import Progress
 
 Hook = Callable[[str], Any]
 

@@ -19,8 +19,9 @@ from ..errors import BadSetting, CannotGovern, NotAModel, NotResident
 from ..facts import Evidence, ModelSpec, Share, Shares, beside, where
 from ..memory import Block
 from ..probe import Probe
-from . import Progress, gguf, sources
-from .absent import AbsentBackend
+from .registry import Progress
+from . import gguf, sources
+from .missing import AbsentBackend
 from .calls import Channel, Engine, ProcessChannel, ThreadChannel
 from .cardenv import card_environment
 from .llama_worker import METHODS, OUR_METHODS

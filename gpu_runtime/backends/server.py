@@ -16,7 +16,7 @@ from ..errors import CannotGovern, LoadFailed, NotResident
 from ..facts import Evidence, ModelSpec, Share, Shares, where
 from ..memory import Block
 from ..probe import Probe
-from . import Progress
+from .registry import Progress
 from .cardenv import card_environment
 from .engines import Order, recipe
 from .ports import ports

@@ -24,7 +24,7 @@ from ..errors import EngineDied, GpuError, LoadFailed
 from ..facts import ModelSpec
 from ..memory import out_of_memory
 from .engines import Ask, Order, Recipe
-from .faults import Kind, recognise
+from .fault_texts import Kind, recognise
 from .guard import descendants
 from .ports import Port, claim
 from .processes import Child, in_words, new_log, script

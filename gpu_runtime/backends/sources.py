@@ -12,7 +12,8 @@ from typing import Any
 
 from ..errors import LoadFailed, NotAModel
 from ..facts import Evidence
-from . import checkpoints, gguf, looks_like_hub_id
+from . import checkpoints, gguf
+from .registry import looks_like_hub_id
 from .checkpoints import Checkpoint, Stamp
 
 DTYPE_BYTES = {"float64": 8, "double": 8, "float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}

@@ -19,7 +19,8 @@ from ..errors import CannotGovern, LoadFailed
 from ..facts import HOST, Evidence, ModelSpec, Share, Shares
 from ..memory import Block, Memory
 from ..probe import Probe
-from . import Progress, refusals
+from .registry import Progress
+from . import refusals
 from . import storages as st
 from .dispatch import Dispatch
 from .pieces import cut, holder, pieces

@@ -18,7 +18,8 @@ from torch import nn
 from ..errors import BadSetting, CannotGovern, GpuError, LoadFailed
 from ..facts import Evidence, ModelSpec, Shares
 from ..probe import Probe
-from . import Progress, checkpoints, is_out_of_memory, sources
+from .registry import Progress, is_out_of_memory
+from . import checkpoints, sources
 from . import storages as st
 from .checkpoints import Checkpoint
 from .digests import digest

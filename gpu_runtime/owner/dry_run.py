@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..backends import open_backend
-from ..backends.absent import AbsentBackend
+from ..backends.registry import open_backend
+from ..backends.missing import AbsentBackend
 from ..entries import obstacle
 from ..errors import BadSize, NotAModel, UnknownModel, UnknownSize
 from ..estimate import from_name

@@ -11,8 +11,8 @@ import os
 from typing import TYPE_CHECKING
 
 from .. import bookkeeping as books
-from ..backends import runs_here
-from ..backends.faults import Fault, Kind, recognise
+from ..backends.registry import runs_here
+from ..backends.fault_texts import Fault, Kind, recognise
 from ..errors import EngineFault, GpuError, ProcessLost
 from ..facts import Share
 from ..leaving import may_leave

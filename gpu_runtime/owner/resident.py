@@ -24,7 +24,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from .. import threads
-from ..backends import Backend, Progress
+from ..backends.registry import Backend, Progress
 from ..facts import Drop, Footprint, Lease, Measurement, ModelSpec, Move, Shares
 
 

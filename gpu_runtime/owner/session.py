@@ -23,8 +23,8 @@ from .. import bounds, caps, drains, naming, telling
 from . import failures
 from ..kernel_activity import activity
 from ..asks import Ask, Order, ask, declined, obey, relieve
-from ..backends import Progress, is_out_of_memory
-from ..backends.faults import recognise
+from ..backends.registry import Progress, is_out_of_memory
+from ..backends.fault_texts import recognise
 from ..bookkeeping import Truth
 from ..errors import DoesNotFit, GpuError, LedgerUnavailable, LoadFailed, OutOfMemory, ProbeFailed, StillInUse
 from ..facts import (

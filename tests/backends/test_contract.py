@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from gpu_runtime.backends import Backend, is_out_of_memory, open_backend
+from gpu_runtime.backends.registry import Backend, is_out_of_memory, open_backend
 from gpu_runtime.backends.calls import Engine
 from gpu_runtime.backends.servers import Server
 from gpu_runtime.errors import CannotGovern

@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from gpu_runtime.backends import open_backend
+from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.errors import NotAModel
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.probe import open_probe

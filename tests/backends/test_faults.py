@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_runtime.backends.faults import Kind, recognise
+from gpu_runtime.backends.fault_texts import Kind, recognise
 
 KNOWN = {
     Kind.ASSERT: [

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_runtime.backends import open_backend
+from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.facts import ModelSpec, Share
 
 CARD, HOST = (Share("sim:0", 0),), (Share("host", 0),)

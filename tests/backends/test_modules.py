@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_runtime.backends import backend_for, open_backend
+from gpu_runtime.backends.registry import backend_for, open_backend
 from gpu_runtime.errors import BadSetting, CannotGovern, LoadFailed, NotAModel, UnknownSize
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import KIB

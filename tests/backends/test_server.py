@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_runtime.backends import is_out_of_memory, open_backend
+from gpu_runtime.backends.registry import is_out_of_memory, open_backend
 from gpu_runtime.backends.engines import Order, recipe
 from gpu_runtime.backends.ports import claim, ports
 from gpu_runtime.backends.servers import MOST_RESTARTS, NEXT, Server, State

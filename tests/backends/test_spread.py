@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_runtime.backends import digests, is_out_of_memory, open_backend
+from gpu_runtime.backends import digests
+from gpu_runtime.backends.registry import is_out_of_memory, open_backend
 from gpu_runtime.backends.pieces import cut, pieces
 from gpu_runtime.backends.storages import grouped, slots
 from gpu_runtime.errors import CannotGovern

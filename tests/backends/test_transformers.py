@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_runtime.backends import open_backend
+from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.errors import BadSetting, CannotGovern, LoadFailed, NotAModel
 from gpu_runtime.facts import ModelSpec, Share
 from tests import tiny_models

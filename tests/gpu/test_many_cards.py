@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from gpu_runtime import Runtime
-from gpu_runtime.backends import open_backend
+from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.probe import open_probe
 from gpu_runtime.units import GIB, MIB

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from gpu_runtime.backends import is_out_of_memory, open_backend
+from gpu_runtime.backends.registry import is_out_of_memory, open_backend
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.probe import open_probe
 from gpu_runtime.units import MIB

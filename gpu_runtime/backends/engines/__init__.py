@@ -103,7 +103,7 @@ def recipe(name: str) -> Recipe:
 
 def of_its_files(spec: ModelSpec) -> Evidence:
     """What the files tell, where they lie here. The engine takes room for a context when it starts, asked or not."""
-    from ..absent import AbsentBackend
+    from ..missing import AbsentBackend
 
     found = AbsentBackend(spec.backend).evidence(spec)
     known = {**found.config, **(found.config.get("text_config") or {})}.get("max_position_embeddings")

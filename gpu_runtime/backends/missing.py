@@ -7,7 +7,8 @@ from typing import Any, NoReturn
 
 from ..errors import LoadFailed
 from ..facts import Evidence, ModelSpec
-from . import looks_like_hub_id, sources
+from .registry import looks_like_hub_id
+from . import sources
 
 
 class AbsentBackend:
