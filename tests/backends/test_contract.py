@@ -14,7 +14,7 @@ from torch import nn
 
 from gpu_runtime.backends.registry import Backend, is_out_of_memory, open_backend
 from gpu_runtime.backends.calls import Engine
-from gpu_runtime.backends.servers import Server
+from gpu_runtime.backends.engines.server import Server
 from gpu_runtime.errors import CannotGovern
 from gpu_runtime.facts import Measurement, ModelSpec, Share, Shares
 from gpu_runtime.probe import Probe

@@ -22,9 +22,9 @@ from pathlib import Path
 import pytest
 
 from gpu_runtime.backends.registry import is_out_of_memory, open_backend
-from gpu_runtime.backends.engines import Order, recipe
-from gpu_runtime.backends.ports import claim, ports
-from gpu_runtime.backends.servers import MOST_RESTARTS, NEXT, Server, State
+from gpu_runtime.backends.engines.recipe import Order, recipe
+from gpu_runtime.backends.engines.ports import claim, ports
+from gpu_runtime.backends.engines.server import MOST_RESTARTS, NEXT, Server, State
 from gpu_runtime.errors import BadSetting, EngineDied, LoadFailed, NotResident
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.probe import open_probe
@@ -246,7 +246,7 @@ def test_two_servers_never_get_one_port_and_an_ended_one_gives_it_back(server):
 def test_a_port_is_claimed_for_all_processes_at_once():
     """By the kernel: no file stays behind, and no two see it free."""
     held = claim(range(18730, 18732), "a")
-    trial = "from gpu_runtime.backends.ports import claim; print(claim(range(18730, 18732), 'b').number)"
+    trial = "from gpu_runtime.backends.engines.ports import claim; print(claim(range(18730, 18732), 'b').number)"
     other = subprocess.run([sys.executable, "-c", trial], capture_output=True, text=True, timeout=60, check=True)
     assert (held.number, other.stdout.strip()) == (18730, "18731")
     held.close()
@@ -266,7 +266,7 @@ def test_a_port_that_a_stranger_listens_on_is_passed_over():
 
 def test_a_port_that_a_stranger_takes_meanwhile_costs_another_try(server, monkeypatch):
     """Nobody can claim against who does not ask: the engine finds out, and gets the next port."""
-    monkeypatch.setattr("gpu_runtime.backends.ports._listened_on", lambda number: False)
+    monkeypatch.setattr("gpu_runtime.backends.engines.ports._listened_on", lambda number: False)
     with socket.create_server(("127.0.0.1", PORTS[0])):
         one = server()
         one.start()
@@ -310,7 +310,7 @@ def test_while_it_is_started_again_whoever_asks_where_it_answers_waits(record):
 
 
 def test_a_lost_server_says_so_to_whoever_asks(record, monkeypatch):
-    monkeypatch.setattr("gpu_runtime.backends.servers.MOST_RESTARTS", 0)
+    monkeypatch.setattr("gpu_runtime.backends.engines.server.MOST_RESTARTS", 0)
     backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
     loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB), SHARES)
     lost = threading.Event()
@@ -371,7 +371,7 @@ def test_a_server_does_not_outlive_its_guard_though_its_owner_is_stopped(owner):
 
 def test_a_port_stays_claimed_until_the_server_has_ended_though_its_owner_is_gone(owner, monkeypatch):
     """The guard holds the claim as well: else the next server would be sent to a port that is still answered."""
-    monkeypatch.setattr("gpu_runtime.backends.ports._listened_on", lambda number: False)
+    monkeypatch.setattr("gpu_runtime.backends.engines.ports._listened_on", lambda number: False)
     process, guard, engine, port = owner
     os.kill(guard, signal.SIGSTOP)
     process.kill()

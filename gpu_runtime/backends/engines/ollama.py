@@ -10,7 +10,7 @@ import shutil
 
 from ...errors import LoadFailed
 from ...units import show_bytes
-from . import Ask, Command, Order, of_its_files, path_or_name, switched_by_nobody
+from .recipe import Ask, Command, Order, of_its_files, path_or_name, switched_by_nobody
 
 HEALTH = "/api/version"
 BASE = "/v1"

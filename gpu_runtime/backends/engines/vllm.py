@@ -9,7 +9,7 @@ import math
 import shutil
 from pathlib import Path
 
-from . import (
+from .recipe import (
     Command,
     Order,
     as_it_was_told,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import socket
 
-from ..errors import BadSetting, LoadFailed
+from ...errors import BadSetting, LoadFailed
 
 _NAME = "\0gpu-console-port-{}"
 

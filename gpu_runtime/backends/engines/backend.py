@@ -12,18 +12,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..errors import CannotGovern, LoadFailed, NotResident
-from ..facts import Evidence, ModelSpec, Share, Shares, where
-from ..memory import Block
-from ..probe import Probe
-from .registry import Progress
-from .cardenv import card_environment
-from .engines import Order, recipe
+from ...errors import CannotGovern, LoadFailed, NotResident
+from ...facts import Evidence, ModelSpec, Share, Shares, where
+from ...memory import Block
+from ...probe import Probe
+from ..registry import Progress
+from ..cardenv import card_environment
+from .recipe import Order, recipe
 from .ports import ports
-from .servers import POLL_SECONDS, Server, State
+from .server import POLL_SECONDS, Server, State
 
 if TYPE_CHECKING:
-    from ..settings import Settings
+    from ...settings import Settings
 
 PORTS, START_SECONDS = "8300-8399", 600.0  # unless the settings say otherwise
 
