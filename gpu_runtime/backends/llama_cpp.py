@@ -20,7 +20,7 @@ from ..facts import Evidence, ModelSpec, Share, Shares, beside, where
 from ..memory import Block
 from ..probe import Probe
 from .registry import Progress
-from . import gguf, sources
+from .formats import gguf, sources
 from .missing import AbsentBackend
 from .calls import Channel, Engine, ProcessChannel, ThreadChannel
 from .cardenv import card_environment

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from ..errors import LoadFailed
 from ..facts import Evidence, ModelSpec
 from .registry import looks_like_hub_id
-from . import sources
+from .formats import sources
 
 
 class AbsentBackend:

@@ -19,9 +19,9 @@ from ..errors import BadSetting, CannotGovern, GpuError, LoadFailed
 from ..facts import Evidence, ModelSpec, Shares
 from ..probe import Probe
 from .registry import Progress, is_out_of_memory
-from . import checkpoints, sources
+from .formats import safetensors, sources
 from . import storages as st
-from .checkpoints import Checkpoint
+from .formats.safetensors import Checkpoint
 from .digests import digest
 from .torch import TorchBackend, TorchModel
 
@@ -119,7 +119,7 @@ class TransformersBackend(TorchBackend):
         return model.reproducible
 
     def _checkpoint(self, spec: ModelSpec) -> Checkpoint:
-        return checkpoints.read(sources.directory(spec.source, spec.name, spec.options.get("revision")), spec.name)
+        return safetensors.read(sources.directory(spec.source, spec.name, spec.options.get("revision")), spec.name)
 
 
 def _fingerprint(model: TransformersModel) -> dict[tuple[Any, ...], torch.Tensor]:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from gpu_runtime.backends.registry import open_backend
-from gpu_runtime.backends import sources
+from gpu_runtime.backends.formats import sources
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import MIB
 from gpu_runtime.working import Wish, activation_bytes, cache_layers, kv_cache_bytes

@@ -13,8 +13,8 @@ from gguf.constants import GGMLQuantizationType as Type
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpu_runtime.backends import gguf as ours
-from gpu_runtime.backends import sources
+from gpu_runtime.backends.formats import gguf as ours
+from gpu_runtime.backends.formats import sources
 from gpu_runtime.errors import LoadFailed, NotAModel
 from gpu_runtime.estimate import footprint
 from gpu_runtime.working import cache_layers, kv_cache_bytes

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from gpu_runtime.backends import sources
+from gpu_runtime.backends.formats import sources
 from gpu_runtime.estimate import footprint
 
 LAYERS, HIDDEN, INNER, KV, VOCABULARY, SHARDS = 80, 8192, 28672, 1024, 128256, 30  # Llama 3 70B

@@ -14,8 +14,8 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import LoadFailed
-from ..units import MIB
+from ...errors import LoadFailed
+from ...units import MIB
 
 BLOCKS = {  # type -> its name, weights in a block, bytes of a block. Source: ggml, ggml-common.h
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),

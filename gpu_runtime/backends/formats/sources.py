@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..errors import LoadFailed, NotAModel
-from ..facts import Evidence
-from . import checkpoints, gguf
-from .registry import looks_like_hub_id
-from .checkpoints import Checkpoint, Stamp
+from ...errors import LoadFailed, NotAModel
+from ...facts import Evidence
+from . import safetensors, gguf
+from ..registry import looks_like_hub_id
+from .safetensors import Checkpoint, Stamp
 
 DTYPE_BYTES = {"float64": 8, "double": 8, "float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 
@@ -32,7 +32,7 @@ def evidence(source: str, name: str, options: dict[str, Any] | None = None) -> E
         return _of_one_file(path, name, item_bytes)
     if path.is_dir() and (pointers := _pointers(path)):
         return pointers
-    return of_checkpoint(checkpoints.read(path, name), item_bytes)
+    return of_checkpoint(safetensors.read(path, name), item_bytes)
 
 
 def directory(source: str, name: str, revision: str | None = None) -> Path:
@@ -73,7 +73,7 @@ def of_gguf(path: Path, name: str) -> Evidence:
 def _of_one_file(path: Path, name: str, item_bytes: int | None) -> Evidence:
     if size := _promised([path]):
         return Evidence(file_bytes=size, file_format="safetensors")
-    tensors = checkpoints.read_header(path, name)
+    tensors = safetensors.read_header(path, name)
     return of_checkpoint(Checkpoint(path.parent, {}, tensors, (Stamp.of(path),)), item_bytes)
 
 

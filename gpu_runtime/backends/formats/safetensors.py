@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import LoadFailed, NotAModel
-from ..units import MIB
+from ...errors import LoadFailed, NotAModel
+from ...units import MIB
 
 ITEM_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
