@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from gpu_runtime.backends.registry import Backend, is_out_of_memory, open_backend
-from gpu_runtime.backends.calls import Engine
+from gpu_runtime.backends.llama_cpp.rpc import Engine
 from gpu_runtime.backends.engines.server import Server
 from gpu_runtime.errors import CannotGovern
 from gpu_runtime.facts import Measurement, ModelSpec, Share, Shares

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from gpu_runtime.backends.cardenv import card_environment
-from gpu_runtime.backends.llama_cpp import arguments, check, taken
+from gpu_runtime.backends.llama_cpp.backend import arguments, check, taken
 from gpu_runtime.errors import BadSetting, LoadFailed
 from gpu_runtime.facts import HOST, Device, ModelSpec, Share
 from gpu_runtime.probe import Probe
@@ -57,7 +57,7 @@ def test_a_build_without_gpu_support_is_refused_for_a_real_card(tmp_path, tiny_g
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     if llama_cpp.llama_supports_gpu_offload():
         pytest.skip("this build of llama-cpp-python has GPU support")
-    from gpu_runtime.backends.calls import Engine, ThreadChannel
+    from gpu_runtime.backends.llama_cpp.rpc import Engine, ThreadChannel
 
     engine = Engine("phi", ThreadChannel(lambda line: None), None)
     with pytest.raises(LoadFailed,
