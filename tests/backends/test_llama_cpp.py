@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_runtime.backends.cardenv import card_environment
+from gpu_runtime.backends.processes.visible_devices import card_environment
 from gpu_runtime.backends.llama_cpp.backend import arguments, check, taken
 from gpu_runtime.errors import BadSetting, LoadFailed
 from gpu_runtime.facts import HOST, Device, ModelSpec, Share

@@ -17,7 +17,7 @@ from ...facts import Evidence, ModelSpec, Share, Shares, where
 from ...memory import Block
 from ...probe import Probe
 from ..registry import Progress
-from ..cardenv import card_environment
+from ..processes.visible_devices import card_environment
 from .recipe import Order, recipe
 from .ports import ports
 from .server import POLL_SECONDS, Server, State

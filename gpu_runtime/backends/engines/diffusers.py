@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...errors import NotAModel
 from ...facts import Evidence, ModelSpec
-from ..processes import python_file
+from ..processes.processes import python_file
 from .recipe import Command, Order, as_it_was_told, nothing_to_do, path_or_name, switched_by_nobody
 
 HEALTH = "/health"

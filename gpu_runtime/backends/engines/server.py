@@ -25,9 +25,9 @@ from ...facts import ModelSpec
 from ...memory import out_of_memory
 from .recipe import Ask, Order, Recipe
 from ..fault_texts import Kind, recognise
-from ..guard import descendants
+from ..processes.orphan_guard import descendants
 from .ports import Port, claim
-from ..processes import Child, in_words, new_log, script
+from ..processes.processes import Child, in_words, new_log, script
 
 MOST_RESTARTS = 3
 MOST_PORTS = 5  # tried where somebody who claims none is faster

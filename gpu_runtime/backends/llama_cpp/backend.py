@@ -23,9 +23,9 @@ from ..registry import Progress
 from ..formats import gguf, sources
 from ..missing import AbsentBackend
 from .rpc import Channel, Engine, ProcessChannel, ThreadChannel
-from ..cardenv import card_environment
+from ..processes.visible_devices import card_environment
 from .worker import METHODS, OUR_METHODS
-from ..processes import new_log
+from ..processes.processes import new_log
 
 CONTEXT_TOKENS = 4096  # where nobody asks for a length, and the model knows as many
 CACHE_TYPES = {"float32": 0, "f32": 0, "float16": 1, "f16": 1, "fp16": 1, "half": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6,

@@ -18,7 +18,7 @@ from ...errors import BadCall, EngineDied, EngineFault, GpuError, LoadFailed, Pr
 from ...memory import out_of_memory
 from . import worker
 from ..fault_texts import MOST_DECODE_FAILURES, Fault, Kind, decode_failures, recognise
-from ..processes import Child, in_words
+from ..processes.processes import Child, in_words
 
 _REFUSED = ("ValueError", "TypeError", "KeyError", "IndexError", "AttributeError", "NotImplementedError",
             "AssertionError", "RecursionError", "UnicodeDecodeError", "TemplateError", "UndefinedError",
@@ -84,7 +84,7 @@ class ProcessChannel(Channel):
 
 
 def worker_command() -> list[str]:
-    from ..processes import script
+    from ..processes.processes import script
 
     return script("llama_worker")
 

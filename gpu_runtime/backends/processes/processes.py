@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import threads
+from ... import threads
 
 KEPT_LOGS = 50
 TAIL_BYTES = 8192
