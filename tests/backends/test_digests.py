@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime.backends import digests
-from gpu_runtime.backends.digests import WORDS, digest
+from gpu_runtime.backends.pytorch import fingerprint
+from gpu_runtime.backends.pytorch.fingerprint import WORDS, digest
 
 ROW = 4 * WORDS
 
@@ -59,6 +59,6 @@ def test_accidents_that_fool_plain_sums_show(edit):
 def test_both_ways_to_sum_agree():
     """A card sums products, the CPU multiplies matrices; the fingerprint of a model moves with it."""
     rows = content(4 * ROW).view(torch.int32).view(-1, WORDS)
-    keys = digests._keys(torch.device("cpu"))
+    keys = fingerprint._keys(torch.device("cpu"))
     products = torch.stack([(rows.long() * key).sum(1) for key in keys], dim=1)
     assert torch.equal(products, digest(content(4 * ROW)))

@@ -348,7 +348,7 @@ def test_the_wrappers_real_names_are_those_that_are_refused():
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
-    from gpu_runtime.backends.refusals import _WRAPPERS
+    from gpu_runtime.backends.pytorch.unsupported import _WRAPPERS
 
     for wrapper in (FSDPModule, FullyShardedDataParallel, DistributedDataParallel):
         assert wrapper.__name__ in _WRAPPERS

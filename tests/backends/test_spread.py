@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_runtime.backends import digests
+from gpu_runtime.backends.pytorch import fingerprint
 from gpu_runtime.backends.registry import is_out_of_memory, open_backend
-from gpu_runtime.backends.pieces import cut, pieces
-from gpu_runtime.backends.storages import grouped, slots
+from gpu_runtime.backends.pytorch.pieces import cut, pieces
+from gpu_runtime.backends.pytorch.storages import grouped, slots
 from gpu_runtime.errors import CannotGovern
 from gpu_runtime.facts import HOST, ModelSpec, Share, Shares
 from gpu_runtime.probe import Probe, open_probe
@@ -52,7 +52,7 @@ def boxed(kind: str) -> Box:
     else:
         probe = simgpu.SimProbe()
         for card in range(simgpu.CARDS):
-            digests._keys(torch.device("simgpu", card))  # fingerprints need them on the card, once for all models
+            fingerprint._keys(torch.device("simgpu", card))  # fingerprints need them on the card, once for all models
     return Box(probe, kind, probe.used())
 
 

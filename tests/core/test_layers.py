@@ -127,7 +127,7 @@ def test_a_forbidden_import_is_caught(module, source, complaint):
     ("gpu_runtime.planner", "from .facts import Book\nfrom .policy import lru"),
     ("gpu_runtime.owner.resident", "from .backends import open_backend\ndef f():\n    import torch"),
     ("gpu_runtime.runtime", "from . import planner, probe"),
-    ("gpu_runtime.backends.torch", "import torch\nfrom ..units import show_bytes"),
+    ("gpu_runtime.backends.pytorch.torch_backend", "import torch\nfrom ..units import show_bytes"),
     ("gpu.magics", "from gpu_runtime import Runtime, runtime\nfrom gpu_runtime.units import show_bytes"),
 ])
 def test_an_allowed_import_is_not(module, source):

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..memory import Memory
-from ..units import MIB
+from ...memory import Memory
+from ...units import MIB
 
 LEG_BYTES = 64 * MIB  # so often a load reports its progress, and can be interrupted
 _set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]

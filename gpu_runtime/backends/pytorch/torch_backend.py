@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..errors import CannotGovern, LoadFailed
-from ..facts import HOST, Evidence, ModelSpec, Share, Shares
-from ..memory import Block, Memory
-from ..probe import Probe
-from .registry import Progress
-from . import refusals
+from ...errors import CannotGovern, LoadFailed
+from ...facts import HOST, Evidence, ModelSpec, Share, Shares
+from ...memory import Block, Memory
+from ...probe import Probe
+from ..registry import Progress
+from . import unsupported
 from . import storages as st
-from .dispatch import Dispatch
+from .device_hooks import Dispatch
 from .pieces import cut, holder, pieces
 
 
@@ -193,7 +193,7 @@ class TorchBackend:
 
     def _check(self, model: TorchModel) -> None:
         known = {"cpu", "cuda", *(torch.device(name).type for name in self._on_torch)}
-        refusals.check(model.spec.name, model.module, list(st.slots(model.module, model.optimizer)), known=known,
+        unsupported.check(model.spec.name, model.module, list(st.slots(model.module, model.optimizer)), known=known,
                        ours=model.hooked_by_us)
 
     def _place(self, model: TorchModel, group: st.Group) -> Memory:

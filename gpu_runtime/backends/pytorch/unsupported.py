@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch import Tensor, nn
 
-from ..errors import CannotGovern
+from ...errors import CannotGovern
 from .storages import Group, Slot, grouped
 
 _PLAIN = (Tensor, nn.Parameter)

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import BadSetting, CannotGovern, GpuError, LoadFailed
-from ..facts import Evidence, ModelSpec, Shares
-from ..probe import Probe
-from .registry import Progress, is_out_of_memory
-from .formats import safetensors, sources
+from ...errors import BadSetting, CannotGovern, GpuError, LoadFailed
+from ...facts import Evidence, ModelSpec, Shares
+from ...probe import Probe
+from ..registry import Progress, is_out_of_memory
+from ..formats import safetensors, sources
 from . import storages as st
-from .formats.safetensors import Checkpoint
-from .digests import digest
-from .torch import TorchBackend, TorchModel
+from ..formats.safetensors import Checkpoint
+from .fingerprint import digest
+from .torch_backend import TorchBackend, TorchModel
 
 AUTO_CLASSES = {
     "llm": "AutoModelForCausalLM", "embedding": "AutoModel", "reranker": "AutoModelForSequenceClassification",
