@@ -27,9 +27,9 @@ from .asks import Order, answer, foreign
 from .backends.registry import LAYERED, Backend, Progress, backend_for, backend_names, is_out_of_memory, open_backend
 from .backends.missing import AbsentBackend
 from .owner.blocks import Block
-from .catalog import Catalog
-from .catalogued import Catalogued
-from .entries import require_loadable
+from .catalog.store import Catalog
+from .catalog.resolve import Catalogued
+from .catalog.entries import require_loadable
 from .errors import (
     AlreadyRegistered,
     AmbiguousName,

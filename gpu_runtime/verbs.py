@@ -183,7 +183,7 @@ def _config(rt: Any, args: argparse.Namespace) -> Any:
 def _catalog(rt: Any) -> Any:
     """Whatever answers for the catalogue: the runtime, or, where none is open, the catalogue itself."""
     from . import settings
-    from .catalog import Catalog
+    from .catalog.store import Catalog
 
     return rt if rt is not None else Catalog(settings.Settings.load())
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..backends.registry import open_backend
 from ..backends.missing import AbsentBackend
-from ..entries import obstacle
+from ..catalog.entries import obstacle
 from ..errors import BadSize, NotAModel, UnknownModel, UnknownSize
 from ..estimate import from_name
 from ..facts import Footprint, Lease, ModelSpec, Owner, Part, PlacementRules

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..entries import state
+from ..catalog.entries import state
 from ..facts import AllocatorMap, DeviceView, Event, Lease, ModelSpec, Owner, Section
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import gpu_runtime
-from gpu_runtime.fields import Fields
+from gpu_runtime.catalog.schema import Fields
 from gpu_runtime.settings import Settings
 from gpu_runtime.verbs import VERBS
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime.documents import DEEPEST, MOST_BYTES, read
+from gpu_runtime.catalog.documents import DEEPEST, MOST_BYTES, read
 from gpu_runtime.errors import BadDocument
 
 

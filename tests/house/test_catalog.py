@@ -26,8 +26,8 @@ from gpu_runtime import (
     UnknownDevice,
     UnknownModel,
 )
-from gpu_runtime import catalog as catalogs
-from gpu_runtime.catalog import Catalog
+from gpu_runtime.catalog import store as catalogs
+from gpu_runtime.catalog.store import Catalog
 from gpu_runtime.settings import Settings
 from gpu_runtime.units import GIB
 
@@ -281,7 +281,7 @@ def test_by_default_it_lies_in_the_state_directory(environment, tmp_path):
 
 APPLY = """
 import sys
-from gpu_runtime.catalog import Catalog
+from gpu_runtime.catalog.store import Catalog
 from gpu_runtime.settings import Settings
 catalog = Catalog(Settings.load())
 for number in range(6):

@@ -144,7 +144,7 @@ def own_arguments(spec: ModelSpec) -> tuple[str, ...]:
     >>> own_arguments(ModelSpec("a", "vllm", options={"runtime_args": words}))
     ('--seed', '1')
     """
-    from ...fields import OURS, grouped
+    from ...catalog.schema import OURS, grouped
 
     words = tuple(str(word) for word in spec.options.get("runtime_args", ()))
     return tuple(word for flag, _, took in grouped(words) if flag not in OURS for word in took)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .backends.registry import backend_names, looks_like_hub_id, missing
-from .errors import LoadFailed, ModelDisabled
-from .facts import NORMAL, ModelSpec, Value
-from .fields import BACKENDS, OURS, TRUST, Fields, grouped, is_trust, read_arguments, unknown_fields
-from .settings import Settings
+from ..backends.registry import backend_names, looks_like_hub_id, missing
+from ..errors import LoadFailed, ModelDisabled
+from ..facts import NORMAL, ModelSpec, Value
+from .schema import BACKENDS, OURS, TRUST, Fields, grouped, is_trust, read_arguments, unknown_fields
+from ..settings import Settings
 
 _OPTIONS = ("context_length", "sequences", "cache_dtype", "gpu_layers", "dtype", "revision", "attn_implementation", "task",
             "chat_template", "thinking")

@@ -24,10 +24,10 @@ from filelock import FileLock, Timeout
 
 from .documents import MOST_BYTES, read
 from .entries import Entry, notes, spec_of
-from .errors import BadDocument, BadSetting, CatalogUnavailable, UnknownModel
-from .facts import Applied, ModelSpec
+from ..errors import BadDocument, BadSetting, CatalogUnavailable, UnknownModel
+from ..facts import Applied, ModelSpec
 from .manifests import Manifest, manifests
-from .settings import Settings
+from ..settings import Settings
 
 OURS = "catalog.json"
 MOST_STORED_BYTES = 64 << 20

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from .facts import IMPORTANCE
-from .units import MIB, parse_bytes, parse_seconds
+from ..facts import IMPORTANCE
+from ..units import MIB, parse_bytes, parse_seconds
 
 TYPES = {  # as others call it -> as we do
     "llm": "llm", "chat": "llm", "text": "llm", "completion": "llm", "embedding": "embedding", "embeddings": "embedding",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from .errors import BadDocument
+from ..errors import BadDocument
 
 MOST_BYTES = 1 << 20  # of one file
 MOST_VALUES = 50_000  # in one file, whatever its aliases stand for counted each time
