@@ -14,7 +14,7 @@ from .ledgers.reader import Peek, peek
 from .moments import Telling, moments_of
 from .pressure import views
 from .record import Record
-from .sampling import Figures, boot_seconds
+from .devices.sampler_client import Figures, boot_seconds
 
 EVERY_SECONDS = 2.0
 REST_SECONDS = 30.0  # while nothing changes

@@ -80,10 +80,10 @@ from .placement import check_layout, check_policy
 from .planner import plan, queue
 from .owner.resident import Anchor, Held, Place, Resident, finish, release_calls
 from .pressure import views
-from .probe import Probe, open_probe
+from .devices.probe import Probe, open_probe
 from .recorder import record_in
 from .room import sight
-from .sampling import Sampling
+from .devices.sampler_client import Sampling
 from .settings import Settings
 from .strangers import stranger_bytes, strangers
 from .units import MIB, parse_room, parse_seconds, show_bytes, show_seconds

@@ -25,14 +25,14 @@ from typing import Any
 
 import psutil
 
-from . import cards as drivers
-from .cards import Card, Listing, Silent
+from .devices import drivers
+from .devices.drivers import Card, Listing, Silent
 from .errors import ProbeFailed
 from .facts import HOST, Sample, encode
 from .ledgers.access import access_to
 from .ledgers.files import owner_files
 from .ledgers.liveness import Life, life
-from .sampling import Figures, Person, boot_seconds
+from .devices.sampler_client import Figures, Person, boot_seconds
 
 BUSY_SECONDS, REST_SECONDS = 1.0, 2.0
 MOVING_SECONDS = 10.0  # figures that have not changed for so long rest

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from gpu_runtime.sampling import Figures, Sampling
+from gpu_runtime.devices.sampler_client import Figures, Sampling
 
 PATIENCE = 20.0  # for what must happen at all; what must happen soon has a number of its own
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..errors import LoadFailed
 from ..facts import Evidence, ModelSpec, Shares, where
-from ..memory import Block
-from ..probe import Probe
+from ..devices.process_memory import Block
+from ..devices.probe import Probe
 from .registry import Progress
 
 Hook = Callable[[str], Any]

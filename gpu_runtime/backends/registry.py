@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import BadSetting, NotAModel, OutOfMemory
 from ..facts import Evidence, ModelSpec, Shares
-from ..probe import Probe
+from ..devices.probe import Probe
 from .engines.recipe import RECIPES, recipe
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from ..allocators import bounded
+from ..devices.allocator_stats import bounded
 from ..facts import AllocatorMap, Book
 from ..ledgers import Ledger
-from ..probe import Probe
+from ..devices.probe import Probe
 
 log = logging.getLogger("gpu_runtime")
 

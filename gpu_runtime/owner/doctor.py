@@ -14,7 +14,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from .. import cards
+from ..devices import drivers
 from ..ledgers import host_config
 from ..drains import drained
 from ..errors import GpuError, ProbeFailed
@@ -120,10 +120,10 @@ def _versions() -> Rows:
 def _drivers() -> Rows:
     """Whom each kind of card was asked of, and what each said."""
     rows: Rows = []
-    for name in cards.SOURCES:
-        source = cards.source(name)
+    for name in drivers.SOURCES:
+        source = drivers.source(name)
         try:
-            rows.append((f"{source.KIND} by {source.NAME}", cards.patiently(source.NAME, lambda source=source: _said(source))))
+            rows.append((f"{source.KIND} by {source.NAME}", drivers.patiently(source.NAME, lambda source=source: _said(source))))
         except ProbeFailed as error:
             rows.append((f"{source.KIND} by {source.NAME}", str(error).splitlines()[0]))
     return rows + [(name, os.environ[name] or "(empty)") for name in VARIABLES if name in os.environ]
@@ -135,7 +135,7 @@ def _said(source: Any) -> str:
         if listing.absent:
             return listing.absent
         known = ", ".join(f"{what} {version}" for what, version in source.versions().items())
-    except cards.Silent as error:
+    except drivers.Silent as error:
         return f"fails: {error}"
     lost = "".join(f"; card {number}: {why}" for number, why in listing.failed.items())
     return f"{len(listing.cards)} devices, {known}{lost}"

@@ -15,7 +15,7 @@ from ..estimate import CONTEXT_BYTES, footprint
 from ..facts import HOST, Evidence, Footprint, Measurement, Shares
 from ..measurements import Measurements
 from .resident import Resident
-from ..probe import Probe
+from ..devices.probe import Probe
 
 _WORTH_TELLING = 0.01  # a peak that is higher by less is not written down again
 

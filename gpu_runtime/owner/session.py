@@ -69,7 +69,7 @@ from ..units import MIB, show_bytes
 
 if TYPE_CHECKING:
     from ..journal import Journal
-    from ..probe import Probe
+    from ..devices.probe import Probe
     from ..settings import Settings
 
 log = logging.getLogger("gpu_runtime")

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_runtime.probe import open_probe
+from gpu_runtime.devices.probe import open_probe
 from tests import tiny_models
 
 

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime import nvml
-from gpu_runtime.allocators import bounded, of_segments, of_torch
-from gpu_runtime.cards import Card, Listing
+from gpu_runtime.devices import nvml
+from gpu_runtime.devices.allocator_stats import bounded, of_segments, of_torch
+from gpu_runtime.devices.drivers import Card, Listing
 from gpu_runtime.facts import AllocatorMap, Block, BlockState, Device, DeviceView, Level, SegmentMap, encode
 from gpu_runtime.ledgers.allocator_files import MOST_BYTES
-from gpu_runtime.memory import Memory
-from gpu_runtime.probe import Probe, open_probe
-from gpu_runtime.segments import FREE, HOLE, Run, Segment, Segments
+from gpu_runtime.devices.process_memory import Memory
+from gpu_runtime.devices.probe import Probe, open_probe
+from gpu_runtime.devices.simulated_allocator import FREE, HOLE, Run, Segment, Segments
 from gpu_runtime.units import GIB, KIB, MIB
 
 ALLOCATED, PENDING, INACTIVE, RELEASED, MIXED = BlockState
@@ -224,7 +224,7 @@ class FakeCuda:
 def on_cuda(monkeypatch):
     """A probe of two real cards, of which torch sees the second first."""
     def make(cuda: FakeCuda) -> Probe:
-        monkeypatch.setattr("gpu_runtime.probe._started_cuda", lambda: cuda)
+        monkeypatch.setattr("gpu_runtime.devices.probe._started_cuda", lambda: cuda)
         cards = tuple(Card(Device(id, 24 * GIB, uuid=id), None, torch=torch)
                       for id, torch in (("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")))
         return Probe((*(card.device for card in cards), Device("host", GIB)), Listing(nvml, cards))

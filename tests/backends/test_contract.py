@@ -17,7 +17,7 @@ from gpu_runtime.backends.llama_cpp.rpc import Engine
 from gpu_runtime.backends.engines.server import Server
 from gpu_runtime.errors import CannotGovern
 from gpu_runtime.facts import Measurement, ModelSpec, Share, Shares
-from gpu_runtime.probe import Probe
+from gpu_runtime.devices.probe import Probe
 from gpu_runtime.units import MIB
 from tests.worlds import footprint
 
@@ -334,7 +334,7 @@ def test_the_registry_imports_no_framework():
     """Neither torch nor transformers, until a backend that needs them is opened."""
     import subprocess
 
-    code = ("import sys, gpu_runtime.backends as b, gpu_runtime.probe as p;"
+    code = ("import sys, gpu_runtime.backends as b, gpu_runtime.devices.probe as p;"
             "b.open_backend('fake', p.open_probe('sim:1GiB'));"
             "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys(), sorted(sys.modules)")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -27,7 +27,7 @@ from gpu_runtime.backends.engines.ports import claim, ports
 from gpu_runtime.backends.engines.server import MOST_RESTARTS, NEXT, Server, State
 from gpu_runtime.errors import BadSetting, EngineDied, LoadFailed, NotResident
 from gpu_runtime.facts import ModelSpec, Share
-from gpu_runtime.probe import open_probe
+from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.units import GIB
 
 STAND_IN = Path(__file__).parents[1] / "engine_stand_in.py"
@@ -336,7 +336,7 @@ def owner(record):
         import time
         from gpu_runtime.backends import open_backend
         from gpu_runtime.facts import ModelSpec, Share
-        from gpu_runtime.probe import open_probe
+        from gpu_runtime.devices.probe import open_probe
         backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
         loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name"), (Share("sim:0", 1000),))
         print(*loaded.pids, loaded.server.order.port, flush=True)

@@ -19,7 +19,7 @@ from gpu_runtime.backends.pytorch.pieces import cut, pieces
 from gpu_runtime.backends.pytorch.storages import grouped, slots
 from gpu_runtime.errors import CannotGovern
 from gpu_runtime.facts import HOST, ModelSpec, Share, Shares
-from gpu_runtime.probe import Probe, open_probe
+from gpu_runtime.devices.probe import Probe, open_probe
 from tests import simgpu, tiny_models
 
 IDS = torch.tensor([[5, 6, 7, 8]])

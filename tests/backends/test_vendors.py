@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gpu_runtime import amd, apple, cards, nvidia_smi
-from gpu_runtime.cards import Silent
+from gpu_runtime.devices import amd, apple, drivers, nvidia_smi
+from gpu_runtime.devices.drivers import Silent
 from gpu_runtime.errors import BadSetting, ProbeFailed
 from gpu_runtime.facts import Device, Sample
-from gpu_runtime.probe import open_probe
+from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.units import GIB, MIB
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -45,7 +45,7 @@ def tool(tmp_path, monkeypatch):
 def test_on_windows_the_card_is_known_and_what_a_process_holds_is_not(tool):
     """Under WDDM the driver does not know it: unknown, not zero."""
     tool("nvidia_smi_windows.xml")
-    listing = cards.seen({})
+    listing = drivers.seen({})
     [card] = listing.cards
     assert listing.source is nvidia_smi
     assert card.device == Device("cuda:0", 8192 * MIB, "NVIDIA GeForce RTX 2070 SUPER",
@@ -64,7 +64,7 @@ def test_instances_are_devices_with_the_uuids_that_only_the_list_tells(tool):
     assert nvidia_smi.ask(whole[0], 5.0) == Sample("cuda:0.0", 5.0, 40151 * MIB, {4121: 260 * MIB}, None, 34.0, 61.20)
     assert nvidia_smi.ask(whole[1], 5.0).processes == {}
     assert nvidia_smi.ask(whole[2], 5.0) == Sample("cuda:1", 5.0, 81369 * MIB, {}, 0.0, 31.0, 58.10)
-    seen = cards.seen({"CUDA_VISIBLE_DEVICES": "MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d"}).cards
+    seen = drivers.seen({"CUDA_VISIBLE_DEVICES": "MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d"}).cards
     assert [(card.device.id, card.torch) for card in seen] == [("cuda:0.1", "cuda:0")]
 
 
@@ -82,7 +82,7 @@ def test_a_tool_that_fails_is_no_reason_to_pretend_that_there_is_no_card(tool):
     tool("Failed to initialize NVML: Driver/library version mismatch", code=18)
     with pytest.raises(ProbeFailed, match="the driver of the cuda cards does not answer nvidia-smi: "
                                           "Failed to initialize NVML: Driver/library version mismatch"):
-        cards.seen({})
+        drivers.seen({})
 
 
 def test_a_tool_that_hangs_is_left_behind(tool, monkeypatch):
@@ -189,7 +189,7 @@ def test_rocm_s_cards_give_the_same_facts(rocm):
     ({"ROCR_VISIBLE_DEVICES": "1,2", "HIP_VISIBLE_DEVICES": "1"}, ["rocm:2"]), ({"HIP_VISIBLE_DEVICES": ""}, [])])
 def test_hip_s_variables_choose_as_hip_reads_them(rocm, environment, seen):
     rocm(mi300(0), mi300(1), mi300(2))
-    found = cards.seen(environment).cards
+    found = drivers.seen(environment).cards
     assert [card.device.id for card in found] == seen
     assert [card.torch for card in found] == [f"cuda:{n}" for n in range(len(seen))]
 
@@ -198,7 +198,7 @@ def test_what_a_rocm_card_does_not_tell_is_unknown(rocm):
     told = {name: said for name, said in mi300(0).items() if name in (
         "amdsmi_get_gpu_vram_usage", "amdsmi_get_gpu_device_uuid")}
     rocm(told)
-    [card] = cards.seen({}).cards
+    [card] = drivers.seen({}).cards
     assert card.device.uuid == told["amdsmi_get_gpu_device_uuid"]
     told["amdsmi_get_gpu_vram_usage"] = {"vram_total": 196592, "vram_used": "N/A"}
     assert amd.ask(card, 5.0) == Sample("rocm:0", 5.0, None)
@@ -210,7 +210,7 @@ def test_what_a_rocm_card_does_not_tell_is_unknown(rocm):
 def test_a_rocm_driver_that_fails_is_told(rocm):
     rocm()
     with pytest.raises(ProbeFailed, match="the driver of the rocm cards does not answer amdsmi: .*DRIVER_NOT_LOADED"):
-        cards.seen({}, "rocm")
+        drivers.seen({}, "rocm")
 
 
 def test_rocm_asked_for_by_name_where_there_is_none():
@@ -252,6 +252,6 @@ def test_a_mac_without_metal_has_no_card_and_nonsense_is_told(said, absent):
 
 def test_every_source_gives_what_a_source_gives():
     """A new vendor is one module and one name in the table."""
-    wanted = [name for name in vars(cards.Source) if not name.startswith("_")] + ["KIND", "NAME"]
-    for name in cards.SOURCES:
-        assert [what for what in wanted if not hasattr(cards.source(name), what)] == []
+    wanted = [name for name in vars(drivers.Source) if not name.startswith("_")] + ["KIND", "NAME"]
+    for name in drivers.SOURCES:
+        assert [what for what in wanted if not hasattr(drivers.source(name), what)] == []

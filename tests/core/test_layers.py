@@ -105,7 +105,7 @@ def test_every_module_keeps_to_its_room(path):
 
 @pytest.mark.parametrize(("module", "source", "complaint"), [
     ("gpu_runtime.policy", "from .ledgers import memory", "imports gpu_runtime.ledgers (hands)"),
-    ("gpu_runtime.policy", "def f():\n    from . import probe", "imports gpu_runtime.probe (hands)"),
+    ("gpu_runtime.policy", "def f():\n    from . import probe", "imports gpu_runtime.devices.probe (hands)"),
     ("gpu_runtime.policy", "import time", "decides, and imports time"),
     ("gpu_runtime.policy", "from gpu_runtime import Runtime", "imports gpu_runtime (house)"),
     ("gpu_runtime.ledgers.sqlite", "from ..planner import admit", "imports gpu_runtime.planner (mind)"),

@@ -13,7 +13,7 @@ from gpu_panels.palette import EDGE
 from gpu_panels.watch import Look
 from msgspec.structs import replace
 
-from gpu_runtime.allocators import bounded
+from gpu_runtime.devices.allocator_stats import bounded
 from gpu_runtime.facts import AllocatorMap
 from gpu_runtime.units import GIB, MIB
 

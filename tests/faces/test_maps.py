@@ -9,9 +9,9 @@ from gpu.maps import ALLOCATED, COLOURS, KINDS, RELEASABLE, STUCK, as_text, left
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime.allocators import bounded
+from gpu_runtime.devices.allocator_stats import bounded
 from gpu_runtime.facts import AllocatorMap, Block, BlockState, SegmentMap
-from gpu_runtime.memory import Memory
+from gpu_runtime.devices.process_memory import Memory
 from gpu_runtime.units import GIB, KIB, MIB
 from tests.backends.test_allocators import drawn
 

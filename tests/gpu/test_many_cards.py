@@ -9,7 +9,7 @@ import pytest
 from gpu_runtime import Runtime
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.facts import ModelSpec, Share
-from gpu_runtime.probe import open_probe
+from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.units import GIB, MIB
 from tests import tiny_models
 
@@ -55,7 +55,7 @@ def test_the_first_context_lands_on_the_models_card(tmp_path):
 import torch
 from gpu_runtime.backends import open_backend
 from gpu_runtime.facts import ModelSpec, Share
-from gpu_runtime.probe import open_probe
+from gpu_runtime.devices.probe import open_probe
 probe = open_probe("cuda")
 card = [device.id for device in probe.devices if not device.is_host][{last}]
 assert not torch.cuda.is_initialized()

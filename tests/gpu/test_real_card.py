@@ -7,7 +7,7 @@ import pytest
 
 from gpu_runtime.backends.registry import is_out_of_memory, open_backend
 from gpu_runtime.facts import ModelSpec, Share
-from gpu_runtime.probe import open_probe
+from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.units import MIB
 from tests import tiny_models
 

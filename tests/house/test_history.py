@@ -19,7 +19,7 @@ from gpu_runtime.facts import Device, Level, Moment, Sample
 from gpu_runtime.ledgers.access import MARK
 from gpu_runtime.record import DAY, Record
 from gpu_runtime.recorder import Recorder, now_of, record_in
-from gpu_runtime.sampling import Figures
+from gpu_runtime.devices.sampler_client import Figures
 from gpu_runtime.units import GIB
 from tests.worlds import book, lease
 

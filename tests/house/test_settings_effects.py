@@ -91,9 +91,9 @@ def test_the_devices(runtime):
 
 @proves("development_cpu_only")
 def test_simulated_even_where_there_is_a_gpu(runtime, monkeypatch):
-    from gpu_runtime import cards
+    from gpu_runtime.devices import drivers
 
-    monkeypatch.setattr(cards, "seen", lambda *a, **k: pytest.fail("asked the driver"))
+    monkeypatch.setattr(drivers, "seen", lambda *a, **k: pytest.fail("asked the driver"))
     assert runtime(devices="auto", development_cpu_only=True).simulated
 
 

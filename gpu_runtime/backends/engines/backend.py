@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...errors import CannotGovern, LoadFailed, NotResident
 from ...facts import Evidence, ModelSpec, Share, Shares, where
-from ...memory import Block
-from ...probe import Probe
+from ...devices.process_memory import Block
+from ...devices.probe import Probe
 from ..registry import Progress
 from ..processes.visible_devices import card_environment
 from .recipe import Order, recipe

@@ -22,7 +22,7 @@ from typing import Any
 from ... import threads
 from ...errors import EngineDied, GpuError, LoadFailed
 from ...facts import ModelSpec
-from ...memory import out_of_memory
+from ...devices.process_memory import out_of_memory
 from .recipe import Ask, Order, Recipe
 from ..fault_texts import Kind, recognise
 from ..processes.orphan_guard import descendants

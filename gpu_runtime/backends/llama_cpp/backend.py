@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 from ...errors import BadSetting, CannotGovern, NotAModel, NotResident
 from ...facts import Evidence, ModelSpec, Share, Shares, beside, where
-from ...memory import Block
-from ...probe import Probe
+from ...devices.process_memory import Block
+from ...devices.probe import Probe
 from ..registry import Progress
 from ..formats import gguf, sources
 from ..missing import AbsentBackend

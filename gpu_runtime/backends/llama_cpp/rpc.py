@@ -15,7 +15,7 @@ from typing import Any
 
 from ... import threads
 from ...errors import BadCall, EngineDied, EngineFault, GpuError, LoadFailed, ProcessLost
-from ...memory import out_of_memory
+from ...devices.process_memory import out_of_memory
 from . import worker
 from ..fault_texts import MOST_DECODE_FAILURES, Fault, Kind, decode_failures, recognise
 from ..processes.processes import Child, in_words

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from ...facts import HOST, Shares
-from ...probe import Probe
+from ...devices.probe import Probe
 
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
 

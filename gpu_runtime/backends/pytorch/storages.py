@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...memory import Memory
+from ...devices.process_memory import Memory
 from ...units import MIB
 
 LEG_BYTES = 64 * MIB  # so often a load reports its progress, and can be interrupted

@@ -17,8 +17,8 @@ from torch import nn
 
 from ...errors import CannotGovern, LoadFailed
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares
-from ...memory import Block, Memory
-from ...probe import Probe
+from ...devices.process_memory import Block, Memory
+from ...devices.probe import Probe
 from ..registry import Progress
 from . import unsupported
 from . import storages as st

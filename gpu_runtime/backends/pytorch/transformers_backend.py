@@ -17,7 +17,7 @@ from torch import nn
 
 from ...errors import BadSetting, CannotGovern, GpuError, LoadFailed
 from ...facts import Evidence, ModelSpec, Shares
-from ...probe import Probe
+from ...devices.probe import Probe
 from ..registry import Progress, is_out_of_memory
 from ..formats import safetensors, sources
 from . import storages as st

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from .errors import ProbeFailed
-from .facts import Device, Sample
+from ..errors import ProbeFailed
+from ..facts import Device, Sample
 
 SOURCES = ("nvml", "nvidia_smi", "amd", "apple")  # of one kind the first that finds its driver speaks
 ANSWER_SECONDS = 5.0

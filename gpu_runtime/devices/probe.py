@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import psutil
 from msgspec.structs import replace
 
-from . import allocators, cards
-from .cards import Card, Listing
-from .errors import BadSetting, BadSize, ProbeFailed, UnknownDevice
-from .facts import HOST, AllocatorMap, Device, Sample
-from .memory import Memory
-from .ledgers.liveness import name_of
-from .sampling import Sampling
-from .units import GIB, KIB, parse_bytes
+from . import allocator_stats, drivers as cards
+from .drivers import Card, Listing
+from ..errors import BadSetting, BadSize, ProbeFailed, UnknownDevice
+from ..facts import HOST, AllocatorMap, Device, Sample
+from .process_memory import Memory
+from ..ledgers.liveness import name_of
+from .sampler_client import Sampling
+from ..units import GIB, KIB, parse_bytes
 
 _EXPECTED = "auto, cuda, cuda:0,2, rocm, metal, sim:24GiB, sim:2x24GiB or sim:2x24GiB,host:64GiB"
 KINDS = {"cuda": "CUDA card", "rocm": "ROCm card", "metal": "Apple GPU"}
@@ -196,7 +196,7 @@ class Probe:
             said = [self._memories[id].map() for id in self._simulated()]
         else:
             cut = cuda.memory_snapshot(**_without_traces(cuda.memory_snapshot))
-            said = [allocators.of_torch(id, number, cut, cuda.memory_stats(number)) for id, number in self._numbered()]
+            said = [allocator_stats.of_torch(id, number, cut, cuda.memory_stats(number)) for id, number in self._numbered()]
         return tuple(one for one in said if one.reserved_bytes or one.alloc_retries or one.ooms)
 
     def pulse(self) -> tuple[object, ...]:

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from . import allocators, segments
-from .errors import OutOfMemory
-from .facts import AllocatorMap
-from .units import MIB, show_bytes
+from . import allocator_stats, simulated_allocator
+from ..errors import OutOfMemory
+from ..facts import AllocatorMap
+from ..units import MIB, show_bytes
 
 _keys = itertools.count(1)
 _TOUCH_BYTES = 64 * MIB  # one thread's piece
@@ -29,7 +29,7 @@ _TOUCH_BYTES = 64 * MIB  # one thread's piece
 class Note(weakref.ref):
     """Tells a memory that a block is gone. Its callback is a deque's append, C code that no interrupt can split."""
 
-    key = segments.FREE  # until it has one of its own
+    key = simulated_allocator.FREE  # until it has one of its own
 
 
 class Block:
@@ -66,7 +66,7 @@ class Memory:
         self.torch = torch  # what torch calls it in this process: its number is not everybody's
         self.squeezed_bytes = 0
         self.alloc_retries = self.ooms = 0
-        self._state = segments.Segments()
+        self._state = simulated_allocator.Segments()
         self._regions: dict[int, _Region] = {}
         self._sizes: dict[int, int] = {}  # of the segments, for their regions
         self._freed: collections.deque[Note] = collections.deque()
@@ -97,12 +97,12 @@ class Memory:
             if not force and (short or self._failures):
                 self._failures = max(0, self._failures - 1)
                 self._refuse(state, wanted, room)
-            state, spot, retried = segments.allocate(state, sizes, [block.note.key for block in blocks], room)
+            state, spot, retried = simulated_allocator.allocate(state, sizes, [block.note.key for block in blocks], room)
             self.alloc_retries += retried
             offset = spot.offset
             for block in blocks:
                 block.segment, block.offset = spot.segment, offset
-                offset += segments.rounded(block.size)
+                offset += simulated_allocator.rounded(block.size)
             self._settle(state)
         return blocks
 
@@ -112,14 +112,14 @@ class Memory:
             state = self._swept()
             waiting = 0 if self.simulated else sum(
                 run.size for segment in state.segments if segment.id in self._regions
-                for run in segment.runs if run.key == segments.FREE)
+                for run in segment.runs if run.key == simulated_allocator.FREE)
             return state.requested + waiting
 
     def map(self) -> AllocatorMap:
         """How the allocator has cut what it holds. Not on a real card, where torch is to be asked."""
         with self._lock:
             state = self._swept()
-        return allocators.of_segments(self.device, state, alloc_retries=self.alloc_retries, ooms=self.ooms)
+        return allocator_stats.of_segments(self.device, state, alloc_retries=self.alloc_retries, ooms=self.ooms)
 
     def pulse(self) -> tuple[object, ...]:
         """Equal for as long as the map is. The same state is the same object, so that is told at once."""
@@ -132,7 +132,7 @@ class Memory:
             return 0
         with self._lock:
             state = self._swept()
-            after = segments.emptied(state)
+            after = simulated_allocator.emptied(state)
             self._settle(after)
             return state.reserved - after.reserved
 
@@ -155,17 +155,17 @@ class Memory:
         self._notes[note.key] = note
         return note
 
-    def _swept(self) -> segments.Segments:
+    def _swept(self) -> simulated_allocator.Segments:
         """The state without what was freed meanwhile. A note is removed only once it has been heeded."""
         gone = tuple(self._freed)
         if gone:
-            self._settle(segments.release(self._state, frozenset(note.key for note in gone)))
+            self._settle(simulated_allocator.release(self._state, frozenset(note.key for note in gone)))
             for note in gone:
                 self._freed.popleft()
                 self._notes.pop(note.key, None)
         return self._state
 
-    def _settle(self, state: segments.Segments) -> None:
+    def _settle(self, state: simulated_allocator.Segments) -> None:
         self._state = state  # the one moment at which anything changes
         alive = {segment.id: segment.span for segment in state.segments}
         self._sizes = alive
@@ -179,7 +179,7 @@ class Memory:
                 region = self._regions[segment] = _map(self, self._sizes[segment])
             return region
 
-    def _refuse(self, state: segments.Segments, wanted: int, room: int) -> None:
+    def _refuse(self, state: simulated_allocator.Segments, wanted: int, room: int) -> None:
         self.ooms += 1
         free = max(0, room - state.requested)
         raise out_of_memory(

@@ -30,8 +30,8 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from .facts import Device, Sample, Value
-from .units import show_seconds
+from ..facts import Device, Sample, Value
+from ..units import show_seconds
 
 HANG_SECONDS = 5.0  # without any card's answer
 START_SECONDS = 30.0  # before the first: a driver that nobody uses may take as long to wake eight cards

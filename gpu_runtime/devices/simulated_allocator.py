@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from .units import MIB
+from ..units import MIB
 
 STEP = 512
 FREE, HOLE = 0, -1  # the key of a run that is reserved but free, and of one that was given back
