@@ -15,7 +15,7 @@ from ..backends.registry import open_backend
 from ..backends.missing import AbsentBackend
 from ..catalog.entries import obstacle
 from ..errors import BadSize, NotAModel, UnknownModel, UnknownSize
-from ..estimate import from_name
+from ..estimation.footprint import from_name
 from ..facts import Footprint, Lease, ModelSpec, Owner, Part, PlacementRules
 from .resident import Resident
 from ..units import parse_room, show_bytes

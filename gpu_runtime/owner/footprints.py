@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..errors import GpuError
-from ..estimate import CONTEXT_BYTES, footprint
+from ..estimation.footprint import CONTEXT_BYTES, footprint
 from ..facts import HOST, Evidence, Footprint, Measurement, Shares
 from ..measurements import Measurements
 from .resident import Resident

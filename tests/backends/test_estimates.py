@@ -14,7 +14,7 @@ from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.backends.formats import sources
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import MIB
-from gpu_runtime.working import Wish, activation_bytes, cache_layers, kv_cache_bytes
+from gpu_runtime.estimation.kv_cache import Wish, activation_bytes, cache_layers, kv_cache_bytes
 from tests import tiny_models
 from tests.worlds import footprint
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from gpu_runtime.backends.formats import gguf as ours
 from gpu_runtime.backends.formats import sources
 from gpu_runtime.errors import LoadFailed, NotAModel
-from gpu_runtime.estimate import footprint
-from gpu_runtime.working import cache_layers, kv_cache_bytes
+from gpu_runtime.estimation.footprint import footprint
+from gpu_runtime.estimation.kv_cache import cache_layers, kv_cache_bytes
 
 
 def write(path: Path, kinds: list[Type] = (Type.Q4_K, Type.F32), *, arch: str = "llama", vocabulary: int = 1000,

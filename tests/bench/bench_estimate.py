@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from gpu_runtime.backends.formats import sources
-from gpu_runtime.estimate import footprint
+from gpu_runtime.estimation.footprint import footprint
 
 LAYERS, HIDDEN, INNER, KV, VOCABULARY, SHARDS = 80, 8192, 28672, 1024, 128256, 30  # Llama 3 70B
 CONFIG = dict(architectures=["LlamaForCausalLM"], model_type="llama", num_hidden_layers=LAYERS, hidden_size=HIDDEN,

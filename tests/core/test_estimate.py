@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.errors import BadSetting, UnknownSize
-from gpu_runtime.estimate import CONTEXT_BYTES, QUANT_BITS, footprint, from_name
+from gpu_runtime.estimation.footprint import CONTEXT_BYTES, QUANT_BITS, footprint, from_name
 from gpu_runtime.facts import Evidence, Footprint, Measurement, Part
 from gpu_runtime.units import GIB, MIB
-from gpu_runtime.working import (
+from gpu_runtime.estimation.kv_cache import (
     Layer,
     Wish,
     activation_bytes,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from gpu_runtime.errors import LoadFailed, UnknownSize
-from gpu_runtime.estimate import CONTEXT_BYTES
+from gpu_runtime.estimation.footprint import CONTEXT_BYTES
 from gpu_runtime.facts import HOST, Device, Evidence, ModelSpec, Share
 from gpu_runtime.measurements import Measurements
 from gpu_runtime.owner.footprints import Sizing

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .errors import BadSetting
+from ..errors import BadSetting
 
 CACHE_BITS = {  # of one value in the cache, scales included
     "float32": 32.0, "f32": 32.0, "float16": 16.0, "f16": 16.0, "fp16": 16.0, "half": 16.0, "bfloat16": 16.0,

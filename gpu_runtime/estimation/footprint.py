@@ -23,10 +23,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from . import working
-from .errors import UnknownSize
-from .facts import Evidence, Footprint, Measurement, Part
-from .units import show_bytes
+from . import kv_cache
+from ..errors import UnknownSize
+from ..facts import Evidence, Footprint, Measurement, Part
+from ..units import show_bytes
 
 FILE_FACTORS = {"gguf": 1.1, "safetensors": 1.3}  # Source: the estimation chain of the Model Boss coordinator
 CONTEXT_BYTES = 500 * 2**20  # of a CUDA context, until this process has measured one. Source: NDIF, about 400 MiB
@@ -57,7 +57,7 @@ def footprint(name: str, evidence: Evidence, *, declared: int | None = None, mea
     beyond it, 0 where that is there already or the devices are simulated.
     Raises UnknownSize, which asks for a size, where nothing is known; BadSetting for an option that cannot be.
     """
-    wanted = working.wish(options or {}, evidence.config)
+    wanted = kv_cache.wish(options or {}, evidence.config)
     weights = _weights(name, evidence, measured, quantization)
     if declared is not None:
         parts = _declared(declared, weights, wanted is not None)
@@ -71,7 +71,7 @@ def footprint(name: str, evidence: Evidence, *, declared: int | None = None, mea
         parts = (*parts, Part("context", context_bytes, "measured" if context_bytes != CONTEXT_BYTES else "typical",
                               "of CUDA, once for this process on that card"))
     total = sum(part.bytes for part in parts)
-    return Footprint(parts, working.attention_heads(evidence.config), _stretched(evidence.pieces, total),
+    return Footprint(parts, kv_cache.attention_heads(evidence.config), _stretched(evidence.pieces, total),
                      _notes(evidence, measured, wanted), evidence.at_load)
 
 
@@ -95,18 +95,18 @@ def _declared(declared: int, weights: Part | None, asked: bool) -> tuple[Part, .
     return weights, Part("room", declared - weights.bytes, "declared", "what is left of the declared size, for use")
 
 
-def _room(name: str, config: Mapping[str, Any], wanted: working.Wish | None) -> tuple[Part, ...]:
+def _room(name: str, config: Mapping[str, Any], wanted: kv_cache.Wish | None) -> tuple[Part, ...]:
     if wanted is None:
         return ()
-    layers, parts = working.cache_layers(config), []
+    layers, parts = kv_cache.cache_layers(config), []
     if layers is None:
         raise UnknownSize(name, "its config does not tell what its cache takes, so no context_length can be reserved "
                                 "for; a declared size can include it")
-    cache = working.kv_cache_bytes(layers, tokens=wanted.tokens, sequences=wanted.sequences, bits=wanted.cache_bits)
+    cache = kv_cache.kv_cache_bytes(layers, tokens=wanted.tokens, sequences=wanted.sequences, bits=wanted.cache_bits)
     if cache:
         parts.append(Part("kv_cache", cache, "config", _cache_in_words(layers, wanted)))
-    if active := working.activation_bytes(config, wanted):
-        at_once = min(wanted.tokens, working.batch_tokens(config) or wanted.tokens)
+    if active := kv_cache.activation_bytes(config, wanted):
+        at_once = min(wanted.tokens, kv_cache.batch_tokens(config) or wanted.tokens)
         parts.append(Part("activations", active, "config", f"{_times(wanted)}{at_once:,} tokens read in one pass"))
     return tuple(parts)
 
@@ -121,7 +121,7 @@ def _margin(weights: Part, evidence: Evidence) -> tuple[Part, ...]:
                  f"× {factor} for cache and activations, which it does not tell"),)
 
 
-def _cache_in_words(layers: tuple[working.Layer, ...], wanted: working.Wish) -> str:
+def _cache_in_words(layers: tuple[kv_cache.Layer, ...], wanted: kv_cache.Wish) -> str:
     windows = sorted({layer.window for layer in layers if layer.window})
     count = sum(1 for layer in layers if layer.values)
     several = "s" if count > 1 else ""
@@ -130,17 +130,17 @@ def _cache_in_words(layers: tuple[working.Layer, ...], wanted: working.Wish) -> 
     return what + (f", {some} of them within {windows[-1]:,} tokens" if windows else "")
 
 
-def _times(wanted: working.Wish) -> str:
+def _times(wanted: kv_cache.Wish) -> str:
     return f"{wanted.sequences} × " if wanted.sequences > 1 else ""
 
 
-def _notes(evidence: Evidence, measured: Measurement | None, wanted: working.Wish | None) -> tuple[str, ...]:
+def _notes(evidence: Evidence, measured: Measurement | None, wanted: kv_cache.Wish | None) -> tuple[str, ...]:
     notes = []
     if measured is not None and measured.day and (measured.peak_bytes or 0) > measured.resident_bytes:
         notes.append(f"At its peak it took {show_bytes(measured.peak_bytes)}, measured on {measured.day}.")
-    if wanted is None and (layers := working.cache_layers(evidence.config) if evidence.config else None):
-        bits = 8.0 * working.item_bytes({}, evidence.config)
-        one = working.kv_cache_bytes(layers, tokens=1, bits=bits)
+    if wanted is None and (layers := kv_cache.cache_layers(evidence.config) if evidence.config else None):
+        bits = 8.0 * kv_cache.item_bytes({}, evidence.config)
+        one = kv_cache.kv_cache_bytes(layers, tokens=1, bits=bits)
         if one:
             notes.append(f"Its KV cache grows by {show_bytes(one)} a token while it writes, and is not counted. "
                          f"Reserve for it:  context_length=TOKENS")
