@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from .owner.doctor import Report
-    from .ledgers.redispage import HostPage
+    from .ledgers.redis.scripts import HostPage
 
 ASK_SECONDS = 30.0
 RECORD_AFTER_SECONDS = 5.0  # that a runtime on simulated cards has lived, before its host is given a helper

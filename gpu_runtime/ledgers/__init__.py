@@ -104,7 +104,7 @@ def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
         return SqliteLedger(_directory(url, rest), notebook=notebook, user=user)
     if scheme in ("redis", "rediss", "unix") and rest.startswith("//"):
         try:
-            from .redis import RedisLedger
+            from .redis.ledger import RedisLedger
         except ModuleNotFoundError as error:
             raise LedgerUnavailable("a ledger in Redis needs the package redis, which is not installed here.\n"
                                     "  Install it:  pip install 'gpu-console[redis]'", path=scheme) from error

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from gpu_runtime.errors import BadSetting, LedgerNewer, LedgerRefused, LedgerUnavailable
 from gpu_runtime.facts import Share
 from gpu_runtime.ledgers import open_ledger
-from gpu_runtime.ledgers import redis as redis_ledger
+from gpu_runtime.ledgers.redis import ledger as redis_ledger
 from tests.redis_server import redis_server
 
 from .conftest import GIB, count, lease, names, put, section, ticket, without

@@ -93,7 +93,7 @@ def test_one_view_over_all_hosts(monkeypatch, ledger, here):
     fakes(here, llama="14GiB")
     here.preload("llama")
     with monkeypatch.context() as there:
-        there.setattr("gpu_runtime.ledgers.redis.boot_id", lambda: "00000000-0000-0000-0000-000000000000")
+        there.setattr("gpu_runtime.ledgers.redis.ledger.boot_id", lambda: "00000000-0000-0000-0000-000000000000")
         there.setattr("socket.gethostname", lambda: "far-away")
         far = Runtime(devices="sim:2x40GiB,host:100GiB", ledger=ledger)
     try:

@@ -20,8 +20,8 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from ..errors import BadSetting, LedgerUnavailable
-from ..settings import masked
+from ...errors import BadSetting, LedgerUnavailable
+from ...settings import masked
 
 T = TypeVar("T")
 Ask = Callable[..., Any]  # one command and its answer

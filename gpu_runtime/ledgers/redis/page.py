@@ -24,14 +24,14 @@ from typing import Any
 import msgspec
 from redis.exceptions import NoScriptError, ResponseError
 
-from ..errors import LedgerNewer, LedgerRefused
-from ..facts import SCHEMA, Book, decode_book, encode
-from .liveness import Life, OwnerFile, life, read_roster
-from ..units import show_bytes
-from . import files
-from .bookfile import BookFile, Lost, Page
-from .mending import Damaged, part_of, with_living
-from .redispage import (
+from ...errors import LedgerNewer, LedgerRefused
+from ...facts import SCHEMA, Book, decode_book, encode
+from ..liveness import Life, OwnerFile, life, read_roster
+from ...units import show_bytes
+from .. import files
+from ..bookfile import BookFile, Lost, Page
+from ..mending import Damaged, part_of, with_living
+from .scripts import (
     LOOK_OR_WRITE,
     MAKE,
     MARKER,
@@ -44,7 +44,7 @@ from .redispage import (
     all_pages,
     look_at,
 )
-from .wire import Ask, Wire
+from .connection import Ask, Wire
 
 log = logging.getLogger("gpu_runtime")
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..facts import SCHEMA, Book, decode_book
-from .wire import Ask
+from ...facts import SCHEMA, Book, decode_book
+from .connection import Ask
 
 MOST_BYTES = 4 << 20  # of a page: more is no book of ours
 KEPT_SECONDS = 7 * 86400  # a page that no owner has looked at for so long goes; were any left, they would make it anew

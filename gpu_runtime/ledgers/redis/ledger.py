@@ -17,18 +17,18 @@ from urllib.parse import parse_qsl, urlencode
 
 from msgspec.structs import replace
 
-from ..errors import LedgerUnavailable
-from .liveness import OwnerFile, boot_id, describe_self
-from . import default_url, files
-from .access import access_to
-from .notify import Doorbell
-from .allocator_files import MapFiles
-from .pace import Pace
-from .redisbook import RedisBook
-from .redispage import HostPage
-from .sqlite import SqliteLedger, _doors, _owner_ids
-from .turnstile import turnstile_in
-from .wire import Wire
+from ...errors import LedgerUnavailable
+from ..liveness import OwnerFile, boot_id, describe_self
+from .. import default_url, files
+from ..access import access_to
+from ..notify import Doorbell
+from ..allocator_files import MapFiles
+from ..pace import Pace
+from .page import RedisBook
+from .scripts import HostPage
+from ..sqlite import SqliteLedger, _doors, _owner_ids
+from ..turnstile import turnstile_in
+from .connection import Wire
 
 
 class RedisLedger(SqliteLedger):
