@@ -30,7 +30,7 @@ from .devices.drivers import Card, Listing, Silent
 from .errors import ProbeFailed
 from .facts import HOST, Sample, encode
 from .ledgers.access import access_to
-from .ledgers.files import owner_files
+from .ledgers.sqlite.files import owner_files
 from .ledgers.liveness import Life, life
 from .devices.sampler_client import Figures, Person, boot_seconds
 

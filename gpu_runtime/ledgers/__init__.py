@@ -99,7 +99,7 @@ def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
 
         return MemoryLedger(rest, notebook=notebook, user=user)
     if scheme == "sqlite" and rest.startswith("///"):
-        from .sqlite import SqliteLedger
+        from .sqlite.ledger import SqliteLedger
 
         return SqliteLedger(_directory(url, rest), notebook=notebook, user=user)
     if scheme in ("redis", "rediss", "unix") and rest.startswith("//"):
@@ -138,7 +138,7 @@ def default_url(devices_slug: str = "") -> str:
 
     The slug keeps apart books of different worlds, such as simulated and real devices.
     """
-    from .files import file_system_of, is_network
+    from .sqlite.files import file_system_of, is_network
 
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     directory = Path(home) / "gpu-console" / "ledger"

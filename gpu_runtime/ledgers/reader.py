@@ -17,9 +17,9 @@ import msgspec
 
 from ..errors import GpuError
 from ..facts import SCHEMA, Book, decode_book
-from . import files
-from .bookfile import MOST_BYTES, SETTLED_NANOSECONDS
-from .mending import unsealed
+from .sqlite import files
+from .sqlite.page import MOST_BYTES, SETTLED_NANOSECONDS
+from .sqlite.recovery import unsealed
 
 SELECT = "SELECT rev, schema, body FROM main.book WHERE host=?"
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from . import host_config
 from ..errors import BadSetting, GpuError, NotAllowed
 from ..facts import Outcome
-from . import files
+from .sqlite import files
 from .access import MARK, Access
 from .liveness import boot_id
 

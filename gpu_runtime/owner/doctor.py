@@ -19,7 +19,7 @@ from ..ledgers import host_config
 from ..drains import drained
 from ..errors import GpuError, ProbeFailed
 from ..facts import Value
-from ..ledgers import files
+from ..ledgers.sqlite import files
 from ..ledgers.access import access_to
 from ..ledgers.liveness import name_of
 from ..pressure import views

@@ -6,7 +6,7 @@ import pytest
 from gpu_runtime import drains
 from gpu_runtime.errors import DoesNotFit
 from gpu_runtime.facts import Device, Drain, Drop, Grant, Move, Refuse, Share, Wait
-from gpu_runtime.ledgers.mending import part_of, union
+from gpu_runtime.ledgers.sqlite.recovery import part_of, union
 from gpu_runtime.planner import plan
 from gpu_runtime.policy import lru
 from gpu_runtime.pressure import views

@@ -45,7 +45,7 @@ def sources() -> list[Path]:
 
 
 def module_of(path: Path) -> tuple[str, ...]:
-    """`gpu_runtime/ledgers/sqlite.py` -> ("gpu_runtime", "ledgers", "sqlite"); a package ends in "__init__"."""
+    """`gpu_runtime/ledgers/sqlite/ledger.py` -> ("gpu_runtime", "ledgers", "sqlite"); a package ends in "__init__"."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return parts if parts[0] == "gpu_runtime" else parts[1:]
 
@@ -108,7 +108,7 @@ def test_every_module_keeps_to_its_room(path):
     ("gpu_runtime.policy", "def f():\n    from . import probe", "imports gpu_runtime.devices.probe (hands)"),
     ("gpu_runtime.policy", "import time", "decides, and imports time"),
     ("gpu_runtime.policy", "from gpu_runtime import Runtime", "imports gpu_runtime (house)"),
-    ("gpu_runtime.ledgers.sqlite", "from ..planner import admit", "imports gpu_runtime.planner (mind)"),
+    ("gpu_runtime.ledgers.sqlite.ledger", "from ..planner import admit", "imports gpu_runtime.planner (mind)"),
     ("gpu_runtime.ledgers.__init__", "from ..runtime import Runtime", "imports gpu_runtime.runtime (house)"),
     ("gpu_runtime.facts", "import gpu_runtime.policy", "imports gpu_runtime.policy (mind)"),
     ("gpu_runtime.runtime", "from .cli import main", "imports gpu_runtime.cli (faces)"),

@@ -1,7 +1,7 @@
 """Who may come back to the book at once, and who waits."""
 from __future__ import annotations
 
-from gpu_runtime.ledgers.pace import CROWDED_SECONDS, FREE_TURNS, IN_A_ROW_SECONDS, Pace
+from gpu_runtime.ledgers.sqlite.backoff import CROWDED_SECONDS, FREE_TURNS, IN_A_ROW_SECONDS, Pace
 
 
 def turns(pace: Pace, count: int, now: float = 10.0) -> list[float]:

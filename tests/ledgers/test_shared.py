@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gpu_runtime.errors import BadSetting, GpuError, LedgerUnavailable, NotAllowed
-from gpu_runtime.ledgers import files
+from gpu_runtime.ledgers.sqlite import files
 from gpu_runtime.ledgers.setup import init
 
 from .people import Person, require_root, run
@@ -216,7 +216,7 @@ def test_a_reader_does_not_keep_the_dead_alive(box):
 
 
 FORGE = """ledger.transact = lambda decide: ledger._agree(decide)
-import gpu_runtime.ledgers.sqlite as s
+import gpu_runtime.ledgers.sqlite.ledger as s
 s.refuse_unlawful = lambda *a: None
 """.replace("\n", "; ").rstrip("; ")
 

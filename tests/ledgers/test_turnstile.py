@@ -14,14 +14,14 @@ import pytest
 from gpu_runtime.errors import LedgerUnavailable
 from gpu_runtime.facts import Ticket
 from gpu_runtime.ledgers import open_ledger
-from gpu_runtime.ledgers.bookfile import Lost
-from gpu_runtime.ledgers.sqlite import MOST_LOST_INSIDE
-from gpu_runtime.ledgers.turnstile import STALLED_SECONDS, Turnstile, turnstile_in
+from gpu_runtime.ledgers.sqlite.page import Lost
+from gpu_runtime.ledgers.sqlite.ledger import MOST_LOST_INSIDE
+from gpu_runtime.ledgers.sqlite.writer_queue import STALLED_SECONDS, Turnstile, turnstile_in
 
 from .conftest import REPO
 
 INSIDE = """
-import sys; from pathlib import Path; from gpu_runtime.ledgers.turnstile import turnstile_in
+import sys; from pathlib import Path; from gpu_runtime.ledgers.sqlite.writer_queue import turnstile_in
 turnstile = turnstile_in(Path(sys.argv[1]))
 say = {"enter": turnstile.try_enter, "leave": turnstile.leave, "hold up": turnstile.hold_up}
 for line in sys.stdin:
@@ -70,7 +70,7 @@ def test_one_process_is_inside_at_a_time(ours, other):
 
 
 def test_whoever_waits_is_woken_when_the_one_inside_leaves(ours, other, monkeypatch):
-    monkeypatch.setattr("gpu_runtime.ledgers.turnstile.STALLED_SECONDS", 30.0)
+    monkeypatch.setattr("gpu_runtime.ledgers.sqlite.writer_queue.STALLED_SECONDS", 30.0)
     other.say("enter")
     leaving = threading.Timer(0.05, other.say, ["leave"])
     leaving.start()
@@ -109,7 +109,7 @@ def test_who_is_inside_and_not_served_holds_the_others_up_until_it_leaves(ours, 
 
 @pytest.fixture
 def ledger(tmp_path, monkeypatch):
-    monkeypatch.setattr("gpu_runtime.ledgers.turnstile.STALLED_SECONDS", 30.0)
+    monkeypatch.setattr("gpu_runtime.ledgers.sqlite.writer_queue.STALLED_SECONDS", 30.0)
     door = open_ledger(f"sqlite://{tmp_path}/ledger")
     yield door
     door.close()
@@ -167,7 +167,7 @@ def test_who_is_inside_and_cannot_write_at_all_does_not_spin(ledger, monkeypatch
 
     with monkeypatch.context() as patch, pytest.raises(LedgerUnavailable):
         patch.setattr(ledger._file, "put", lose)
-        patch.setattr("gpu_runtime.ledgers.sqlite.time.sleep", lambda seconds: slept.append(seconds) or sleep(seconds))
+        patch.setattr("gpu_runtime.ledgers.sqlite.ledger.time.sleep", lambda seconds: slept.append(seconds) or sleep(seconds))
         ledger.transact(lambda book: (decided.append(book) or book.with_ticket(
             Ticket("ours", ledger.owner.id, "use", "qwen", arrived=0, refreshed=0)), None))
     assert len(slept) >= len(decided) - MOST_LOST_INSIDE - 1 > 0

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from gpu_runtime.errors import LedgerUnavailable
-from gpu_runtime.ledgers import files
+from gpu_runtime.ledgers.sqlite import files
 from gpu_runtime.ledgers.liveness import boot_id
 from tests import soak
 from tests.stories.crowd import Report, Warden, crowd

@@ -28,9 +28,9 @@ from ...errors import LedgerNewer, LedgerRefused
 from ...facts import SCHEMA, Book, decode_book, encode
 from ..liveness import Life, OwnerFile, life, read_roster
 from ...units import show_bytes
-from .. import files
-from ..bookfile import BookFile, Lost, Page
-from ..mending import Damaged, part_of, with_living
+from ..sqlite import files
+from ..sqlite.page import BookFile, Lost, Page
+from ..sqlite.recovery import Damaged, part_of, with_living
 from .scripts import (
     LOOK_OR_WRITE,
     MAKE,

@@ -22,13 +22,13 @@ from urllib.parse import quote
 import msgspec
 from msgspec.structs import replace
 
-from ..errors import LedgerNewer, LedgerUnavailable
-from ..facts import SCHEMA, Book, decode_book, encode
-from .liveness import Life, OwnerFile, life
+from ...errors import LedgerNewer, LedgerUnavailable
+from ...facts import SCHEMA, Book, decode_book, encode
+from ..liveness import Life, OwnerFile, life
 from . import files
-from .access import access_to
-from .mending import Damaged, mend, newest_roster_rev, part_of, sealed, unsealed, with_living
-from .newest import Newest
+from ..access import access_to
+from .recovery import Damaged, mend, newest_roster_rev, part_of, sealed, unsealed, with_living
+from .revision_hint import Newest
 
 # A SELECT gives its row while it still holds its read lock, and Python must have the GIL before it can fetch on and let
 # go. Where another thread keeps the GIL for a second, nobody could write for a second (kept for 200 ms at a time:

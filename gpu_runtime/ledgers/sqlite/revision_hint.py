@@ -14,7 +14,7 @@ import weakref
 import zlib
 from pathlib import Path
 
-from .access import access_to
+from ..access import access_to
 
 FILE = "newest"
 _SAID = struct.Struct("<IQ")  # which book, by the sum of its name, and its revision

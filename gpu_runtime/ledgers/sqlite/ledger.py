@@ -15,17 +15,18 @@ from typing import TypeVar
 
 import msgspec
 
-from ..errors import LedgerRefused, LedgerUnavailable
-from ..facts import AllocatorMap, Book, Owner, Ticket, decode_book
-from .liveness import Life, OwnerFile, boot_id, describe_self, life, testimony
-from . import files, refuse_unlawful
-from .access import access_to
-from .bookfile import BookFile, Lost, Page
-from .notify import Doorbell
-from .allocator_files import MapFiles
-from .mending import Damaged
-from .pace import Pace, processor_seconds
-from .turnstile import Turnstile, turnstile_in
+from ...errors import LedgerRefused, LedgerUnavailable
+from ...facts import AllocatorMap, Book, Owner, Ticket, decode_book
+from ..liveness import Life, OwnerFile, boot_id, describe_self, life, testimony
+from . import files
+from .. import refuse_unlawful
+from ..access import access_to
+from .page import BookFile, Lost, Page
+from ..notify import Doorbell
+from ..allocator_files import MapFiles
+from .recovery import Damaged
+from .backoff import Pace, processor_seconds
+from .writer_queue import Turnstile, turnstile_in
 
 T = TypeVar("T")
 

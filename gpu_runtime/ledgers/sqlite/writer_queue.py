@@ -21,7 +21,7 @@ import time
 import weakref
 from pathlib import Path
 
-from .access import Access, access_to
+from ..access import Access, access_to
 
 STALLED_SECONDS = 0.005
 MOST_SECONDS = 1.0

@@ -29,9 +29,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from ..errors import LedgerUnavailable
-from .liveness import Life, life
-from .access import access_to, outsider
+from ...errors import LedgerUnavailable
+from ..liveness import Life, life
+from ..access import access_to, outsider
 
 BALLAST_BYTES = 1 << 20
 OLD_SECONDS = 86400.0
