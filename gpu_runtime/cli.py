@@ -93,7 +93,7 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
         if not verb.loads:
             value = verb.act(rt, args)
         else:
-            from gpu.progress import TerminalProgress
+            from gpu_runtime.rendering.progress import TerminalProgress
 
             with TerminalProgress(args.name) as args.progress:
                 value = verb.act(rt, args)
@@ -104,7 +104,7 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
 
 
 def _print(verb: Verb, args: argparse.Namespace, value: Any, around: Any) -> int:
-    from gpu import render
+    from gpu_runtime.rendering import render
 
     if args.json:
         print(render.as_json(value))

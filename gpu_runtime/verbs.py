@@ -161,7 +161,7 @@ def _evictions(rt: Any, args: argparse.Namespace) -> Any:
 def _fragmentation(rt: Any, args: argparse.Namespace) -> Any:
     if not args.map:
         return rt.fragmentation()
-    from gpu.maps import mapped
+    from gpu_runtime.rendering.allocator_map import mapped
 
     return mapped(rt.allocator_maps(), rt.status())
 

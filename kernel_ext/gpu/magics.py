@@ -72,7 +72,7 @@ class GpuMagics(Magics):
 
     def line(self, words: list[str]) -> Any:
         """One verb's answer. Raises UnknownVerb, UsageError for bad syntax, and whatever the runtime does."""
-        from . import render
+        from gpu_runtime.rendering import render
 
         if not words or words[0].startswith("-") and words[0] not in ("-h", "--help"):
             words = ["status", *words]
@@ -96,8 +96,8 @@ class GpuMagics(Magics):
         return args
 
     def _answer(self, verb: verbs.Verb, args: argparse.Namespace) -> Any:
-        from . import render
-        from .progress import NotebookProgress, TerminalProgress
+        from gpu_runtime.rendering import render
+        from gpu_runtime.rendering.progress import NotebookProgress, TerminalProgress
 
         if verb.in_notebook:
             return verb.in_notebook(self._runtime())
@@ -130,7 +130,7 @@ class GpuMagics(Magics):
 
     def cell(self, words: list[str], body: str) -> None:
         """Runs the cell with room of its own and, if asked, a model held; says what it took."""
-        from . import render
+        from gpu_runtime.rendering import render
         from .cell import Compiled
 
         if words and words[0] in verbs.VERBS:
@@ -273,7 +273,7 @@ _loaded: dict[int, _Loaded] = {}  # by the shell's identity
 
 
 def _bundle(opens: Callable[[], Any], value: Any) -> dict[str, Any]:
-    from . import render
+    from gpu_runtime.rendering import render
 
     around = opens().status() if isinstance(value, facts.Plan) else None
     return render.shown("", value, around=around)._repr_mimebundle_()

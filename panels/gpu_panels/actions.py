@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import panel as pn
 import panel_material_ui as pmui
 import param
-from gpu.view import clean, clock
+from gpu_runtime.rendering.views import clean, clock
 from panel.custom import JSComponent
 
 from gpu_runtime import threads

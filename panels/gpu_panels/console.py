@@ -11,7 +11,7 @@ from typing import Any
 
 import panel as pn
 import panel_material_ui as pmui
-from gpu.view import clock
+from gpu_runtime.rendering.views import clock
 from panel.io.document import unlocked
 from panel.io.resources import LOCAL_DIST
 from panel.util import edit_readonly

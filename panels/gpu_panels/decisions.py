@@ -9,7 +9,7 @@ from typing import Any
 
 import panel as pn
 import panel_material_ui as pmui
-from gpu.view import clean
+from gpu_runtime.rendering.views import clean
 
 from gpu_runtime.facts import Event, Snapshot
 from gpu_runtime.units import show_bytes

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from gpu.view import clean
-from gpu.words import deed
+from gpu_runtime.rendering.views import clean
+from gpu_runtime.rendering.words import deed
 
 from gpu_runtime.facts import Event, Snapshot
 from gpu_runtime.units import show_bytes, show_seconds

@@ -21,7 +21,7 @@ from bokeh.models import (
     SingleIntervalTicker,
 )
 from bokeh.plotting import figure
-from gpu.html import esc
+from gpu_runtime.rendering.html import esc
 
 from gpu_runtime.facts import Event, Snapshot
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import panel as pn
-from gpu import maps as drawing
-from gpu.html import esc
-from gpu.view import clean
+from gpu_runtime.rendering import allocator_map as drawing
+from gpu_runtime.rendering.html import esc
+from gpu_runtime.rendering.views import clean
 
 from gpu_runtime.facts import AllocatorMap, DeviceView, Snapshot
 from gpu_runtime.units import show_bytes

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import param
-from gpu.view import clean, device_title, worst_level
+from gpu_runtime.rendering.views import clean, device_title, worst_level
 from panel.custom import JSComponent
 
 from gpu_runtime.facts import Snapshot

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from gpu.view import clean
-from gpu.words import told
+from gpu_runtime.rendering.views import clean
+from gpu_runtime.rendering.words import told
 
 from gpu_runtime.facts import Event, Level, Moment, Share, Snapshot
 from gpu_runtime.units import show_bytes

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import panel as pn
-from gpu import render
+from gpu_runtime.rendering import render
 from panel.io.model import diff
 from panel.io.notebook import block_comm, push, send
 from panel.io.state import state

@@ -1,6 +1,6 @@
 """An allocator's map, drawn: a Bokeh figure made once, whose sources are brought up to date.
 
-What is drawn where is decided in `gpu.maps`, for notebooks and terminals too.
+What is drawn where is decided in `gpu_runtime.rendering.allocator_map`, for notebooks and terminals too.
 """
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from bokeh.models import BoxZoomTool, ColumnDataSource, FixedTicker, HoverTool, Range1d, ResetTool, WheelZoomTool
 from bokeh.plotting import figure
-from gpu.maps import COLOURS, RELEASED, STUCK, WORDS, Picture
+from gpu_runtime.rendering.allocator_map import COLOURS, RELEASED, STUCK, WORDS, Picture
 
 from gpu_runtime.units import show_bytes
 

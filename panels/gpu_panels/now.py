@@ -5,8 +5,8 @@ from typing import Any
 
 import panel as pn
 import panel_material_ui as pmui
-from gpu.html import esc
-from gpu.words import alarms
+from gpu_runtime.rendering.html import esc
+from gpu_runtime.rendering.words import alarms
 
 from gpu_runtime.facts import DeviceView, History, Snapshot
 

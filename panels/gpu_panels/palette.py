@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from gpu.html import COLOURS, look
+from gpu_runtime.rendering.html import COLOURS, look
 
 from gpu_runtime.facts import Lease, Level
 

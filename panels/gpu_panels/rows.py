@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from gpu.view import RESIDUE, clean, clock, importance_name, lease_name, strangers_bytes
+from gpu_runtime.rendering.views import RESIDUE, clean, clock, importance_name, lease_name, strangers_bytes
 
 from gpu_runtime.facts import (
     HOST,

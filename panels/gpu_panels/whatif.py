@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import panel as pn
 import panel_material_ui as pmui
-from gpu import words
-from gpu.html import esc
-from gpu.view import clean, lease_name
+from gpu_runtime.rendering import words
+from gpu_runtime.rendering.html import esc
+from gpu_runtime.rendering.views import clean, lease_name
 from msgspec.structs import replace
 
 from gpu_runtime.errors import BadSize, GpuError

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from gpu.view import remarks
+from gpu_runtime.rendering.views import remarks
 
 from gpu_runtime.facts import HOST, Grant, Load, Phase, Refuse, Share, Snapshot, Wait
 from gpu_runtime.planner import admit, plan, room

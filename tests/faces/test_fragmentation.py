@@ -5,7 +5,7 @@ import json
 
 import pytest
 from bokeh.models import ColumnDataSource
-from gpu.maps import MOST_ROWS, picture
+from gpu_runtime.rendering.allocator_map import MOST_ROWS, picture
 from gpu_panels import fragmentation
 from gpu_panels.fragmentation import COLUMNS, EMPTY, Fetch, FragmentationTab, Told, cuts, report, rows
 from gpu_panels.mapchart import MapChart
@@ -128,7 +128,7 @@ def test_a_map_of_thousands_of_blocks_is_drawn_in_bounded_pieces():
 @pytest.mark.parametrize("sight", SIGHT)
 def test_neighbours_are_told_apart_by_everybody_on_both_pages(sight):
     """A free block lies beside one in use; its edge stands out from the page, and what is stuck is hatched too."""
-    from gpu.maps import ALLOCATED, COLOURS, RELEASABLE, STUCK
+    from gpu_runtime.rendering.allocator_map import ALLOCATED, COLOURS, RELEASABLE, STUCK
 
     assert distance(COLOURS[ALLOCATED], COLOURS[STUCK], sight) > 25
     assert distance(COLOURS[ALLOCATED], COLOURS[RELEASABLE], sight) > 25

@@ -5,7 +5,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from gpu import html, render
+from gpu_runtime.rendering import html, render
 
 from gpu_runtime.facts import Health, Level, Outcome
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import panel as pn
 import pytest
 from bokeh.document import Document
-from gpu import render
+from gpu_runtime.rendering import render
 from gpu_panels import inline, lean
 from gpu_panels.inline import Inline
 from panel.io.resources import CDN_DIST

@@ -7,7 +7,8 @@ import sys
 
 import pandas
 import pytest
-from gpu import magics, progress, render
+from gpu import magics
+from gpu_runtime.rendering import progress, render
 from IPython.core.error import UsageError
 from IPython.utils.capture import capture_output
 

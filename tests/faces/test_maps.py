@@ -4,8 +4,19 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from gpu import maps, render
-from gpu.maps import ALLOCATED, COLOURS, KINDS, RELEASABLE, STUCK, as_text, left_out, legend, picture, verdict
+from gpu_runtime.rendering import allocator_map, render
+from gpu_runtime.rendering.allocator_map import (
+    ALLOCATED,
+    COLOURS,
+    KINDS,
+    RELEASABLE,
+    STUCK,
+    as_text,
+    left_out,
+    legend,
+    picture,
+    verdict,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,14 +96,14 @@ def test_area_is_bytes(rows):
         spans = sorted((piece.left, piece.right) for piece in shown.pieces if piece.row == row)
         assert all(left[1] <= right[0] for left, right in itertools.pairwise(spans))
         assert spans[-1][1] <= shown.row_bytes
-    assert shown.rows <= maps.MOST_ROWS
+    assert shown.rows <= allocator_map.MOST_ROWS
 
 
 def test_one_small_tensor_in_a_large_segment_is_seen():
     """It may be all that keeps 10 GiB from being given back: it is drawn as wide as can be seen, and on top."""
     map = drawn(segment(0, (5 * KIB, FREE), (1 / 1024, USED), (5 * KIB, FREE)))
     last = picture(map).pieces[-1]
-    assert (last.kind, last.right - last.left) == (ALLOCATED, pytest.approx(picture(map).row_bytes / maps.CELLS))
+    assert (last.kind, last.right - last.left) == (ALLOCATED, pytest.approx(picture(map).row_bytes / allocator_map.CELLS))
 
 
 def test_blocks_too_small_to_be_told_apart_are_told_by_how_much_of_them_is_in_use():
@@ -109,8 +120,8 @@ def test_thousands_of_blocks_make_a_bounded_picture():
     """What a page draws and a notebook keeps does not grow with the number of blocks."""
     row = [(0.3, USED), (0.7, FREE)] * 4000
     map, = bounded([drawn(*(segment(n << 40, *row) for n in range(8)))])
-    assert len(picture(map).pieces) < 2 * maps.MOST_ROWS * maps.CELLS
-    assert len(maps.as_svg(map, "")) < 400 * KIB
+    assert len(picture(map).pieces) < 2 * allocator_map.MOST_ROWS * allocator_map.CELLS
+    assert len(allocator_map.as_svg(map, "")) < 400 * KIB
 
 
 def test_a_private_pools_memory_is_not_shown_as_coming_back():
@@ -126,7 +137,7 @@ def test_the_kinds_are_told_apart_by_everybody(sight):
 
 
 def test_all_maps_are_shown_with_whose_they_are_the_worst_first():
-    shown = maps.mapped((empty, adapters), samples.busy)
+    shown = allocator_map.mapped((empty, adapters), samples.busy)
     assert shown.titles == ("analysis.ipynb (pid 4121) on sim:0", "train.ipynb (pid 4000) on sim:0")
     page = render.shown("fragmentation", shown)
     assert repr(page).count("reserved are allocated") == 2
@@ -134,12 +145,12 @@ def test_all_maps_are_shown_with_whose_they_are_the_worst_first():
 
 
 def test_a_notebook_named_like_a_script_is_only_a_name():
-    page = maps.as_html(adapters, '<script>alert("1")</script>')
+    page = allocator_map.as_html(adapters, '<script>alert("1")</script>')
     assert "<script>" not in page and "&lt;script&gt;" in page
 
 
 def test_where_nobody_holds_anything_it_says_what_to_type():
-    assert "Load a model" in repr(render.shown("fragmentation", maps.mapped((), samples.empty)))
+    assert "Load a model" in repr(render.shown("fragmentation", allocator_map.mapped((), samples.empty)))
 
 
 def test_a_simulated_cards_map_is_drawn():

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from gpu import html, plain, render, text, view
+from gpu_runtime.rendering import html, plain, render, text, views
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Health, Level, Outcome, Share
@@ -147,11 +147,11 @@ def test_a_name_cannot_steer_the_terminal():
 @pytest.mark.parametrize("name", ["busy", "overdraft", "eight", "empty", "waiting"])
 def test_a_bar_is_as_long_as_promised_whatever_it_holds(name, cells):
     """Also in an overdraft, where more is claimed than there is."""
-    assert {len(text.draw(bar, cells)[0]) for bar in view.bars(getattr(samples, name))} == {cells}
+    assert {len(text.draw(bar, cells)[0]) for bar in views.bars(getattr(samples, name))} == {cells}
 
 
 def test_a_small_lease_beside_a_large_one_is_seen():
-    (card, _) = view.bars(snapshot(lease("tiny", 0.001), lease("large", 20)))
+    (card, _) = views.bars(snapshot(lease("tiny", 0.001), lease("large", 20)))
     assert text.draw(card)[0].startswith("█▓▓▓")
 
 
@@ -173,8 +173,8 @@ def test_a_plan_for_a_size_says_how_to_run_a_cell_under_it(rt):
 
 def test_the_bars_after_a_plan_conserve_bytes():
     """What a step takes from one device it puts on another."""
-    before = {bar.device.id: bar.used_bytes for bar in view.bars(samples.busy)}
-    after = {bar.device.id: bar.used_bytes for bar in view.bars_after(samples.busy, samples.fits.steps)}
+    before = {bar.device.id: bar.used_bytes for bar in views.bars(samples.busy)}
+    after = {bar.device.id: bar.used_bytes for bar in views.bars_after(samples.busy, samples.fits.steps)}
     assert sum(after.values()) == sum(before.values()) + 12 * GIB
 
 
@@ -182,7 +182,7 @@ def test_a_drained_card_says_by_whom_and_since_when():
     """In both, with the name as text."""
     seen = samples.drained
     line = next(line for line in text.status(seen).splitlines() if line.startswith("cuda:1"))
-    assert "drained by ann since " + view.clock(samples.WALL - 600) in line
+    assert "drained by ann since " + views.clock(samples.WALL - 600) in line
     assert "drained by ann since" in html.status(seen)
     assert plain.status(seen)["devices"][1]["drained_by"] == "ann"
 

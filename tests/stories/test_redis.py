@@ -88,7 +88,7 @@ def test_a_recall_crosses_kernels_at_the_speed_of_the_bell(other, here):
 
 def test_one_view_over_all_hosts(monkeypatch, ledger, here):
     """A page for each host: this one first, the others by name, each with what is held there."""
-    from gpu.render import shown
+    from gpu_runtime.rendering.render import shown
 
     fakes(here, llama="14GiB")
     here.preload("llama")

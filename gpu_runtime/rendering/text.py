@@ -8,8 +8,8 @@ from typing import Any
 from gpu_runtime.facts import Applied, Event, Health, Outcome, Plan, Snapshot
 from gpu_runtime.units import show_bytes, show_seconds
 
-from . import view, words
-from .view import Bar, clean, clock
+from . import views, words
+from .views import Bar, clean, clock
 
 BAR_CELLS = 32
 _LEASES = "█▓"  # neighbours alternate, so that the eye can part them
@@ -20,7 +20,7 @@ LONGEST = 44  # characters of a cell; the middle of longer ones is left out
 
 def status(snapshot: Snapshot, prompt: str = "%gpu") -> str:
     """Everything at a glance: devices, who holds what, who waits, the last decision."""
-    sections = [[f"{view.device_title(snapshot)} · pressure {view.worst_level(snapshot)}", *words.alarms(snapshot)],
+    sections = [[f"{views.device_title(snapshot)} · pressure {views.worst_level(snapshot)}", *words.alarms(snapshot)],
                 list(_devices(snapshot)), _who(snapshot, prompt), _queue(snapshot), _past(snapshot)]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
@@ -32,31 +32,31 @@ def host(snapshot: Snapshot, prompt: str = "%gpu") -> str:
 
 def _devices(snapshot: Snapshot) -> Iterable[str]:
     width = max((len(view_.device.id) for view_ in snapshot.devices), default=0)
-    fills = max((len(view.fill(view_)) for view_ in snapshot.devices), default=0)
-    for view_, bar in zip(snapshot.devices, view.bars(snapshot), strict=True):
+    fills = max((len(views.fill(view_)) for view_ in snapshot.devices), default=0)
+    for view_, bar in zip(snapshot.devices, views.bars(snapshot), strict=True):
         drawn, legend = draw(bar)
-        remarks = ", ".join(view.remarks(snapshot, view_))
-        yield (f"{view_.device.id:{width}}  {drawn}  {view.fill(view_):>{fills}}  {view_.pressure:>5.0%}  "
+        remarks = ", ".join(views.remarks(snapshot, view_))
+        yield (f"{view_.device.id:{width}}  {drawn}  {views.fill(view_):>{fills}}  {view_.pressure:>5.0%}  "
                f"{view_.level:8}  {remarks}").rstrip()
         if legend:
             yield f"{'':{width}}  {legend}"
 
 
 def _who(snapshot: Snapshot, prompt: str) -> list[str]:
-    rows = view.holdings(snapshot)
+    rows = views.holdings(snapshot)
     if not any(row.kind in ("model", "block") for row in rows):
         hint = nothing_yet(prompt, registered=[spec.name for spec in snapshot.specs])
         return [hint, *table(_cells(rows), _WHO, right=(1,))] if rows else [hint]
-    lines = table(_cells(rows[:view.MOST_ROWS]), _WHO, right=(1,))
-    if len(rows) > view.MOST_ROWS:
-        lines.append(f"and {len(rows) - view.MOST_ROWS} more:  {prompt} leases")
+    lines = table(_cells(rows[:views.MOST_ROWS]), _WHO, right=(1,))
+    if len(rows) > views.MOST_ROWS:
+        lines.append(f"and {len(rows) - views.MOST_ROWS} more:  {prompt} leases")
     return lines
 
 
 _WHO = ("MODEL", "SIZE", "WHERE", "HELD BY", "IMPORTANCE", "STATE")  # the state last: its width changes with the clock
 
 
-def _cells(rows: Iterable[view.Holding]) -> list[tuple[str, ...]]:
+def _cells(rows: Iterable[views.Holding]) -> list[tuple[str, ...]]:
     return [(row.name, size(row.bytes), row.where, row.holder, ", ".join(row.marks), row.state) for row in rows]
 
 
@@ -217,7 +217,7 @@ def plan(plan_: Plan, snapshot: Snapshot, subject: str = "", prompt: str = "%gpu
               if words.parts(plan_)]
     lines += [f"  {clean(note)}" for note in words.notes(plan_)]
     lines += [f"  {n}. {clean(words.step_sentence(snapshot, step))}" for n, step in enumerate(plan_.steps, 1)]
-    after = view.bars_after(snapshot, plan_.steps)
+    after = views.bars_after(snapshot, plan_.steps)
     names = max((len(bar.device.id) for bar in after), default=0)
     for bar in after:
         drawn, legend = draw(bar)

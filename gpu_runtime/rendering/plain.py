@@ -7,7 +7,7 @@ from typing import Any
 
 from gpu_runtime.facts import Lease, Snapshot, Ticket, Value
 
-from . import view
+from . import views
 
 
 def as_json(value: Any) -> str:
@@ -50,7 +50,7 @@ def status(snapshot: Snapshot) -> dict[str, Any]:
         "governed": snapshot.governed,
         "degraded": snapshot.degraded or None,
         "ledger": snapshot.ledger,
-        "pressure_level": str(view.worst_level(snapshot)),
+        "pressure_level": str(views.worst_level(snapshot)),
         "devices": [{
             "id": seen.device.id, "name": seen.device.name, "uuid": seen.device.uuid,
             "total_bytes": seen.device.total_bytes, "limit_bytes": seen.limit_bytes,

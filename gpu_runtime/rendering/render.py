@@ -11,8 +11,8 @@ from typing import Any
 from gpu_runtime.owner.doctor import Report
 from gpu_runtime.facts import Applied, Health, Outcome, Plan, Snapshot
 
-from . import html, maps, text
-from .plain import as_json as as_json  # a face needs this module only
+from . import html, allocator_map, text
+from .plain import as_json  # a face needs this module only
 
 EMPTY = {
     "models": "No model is registered yet. Load one:  %gpu load NAME PATH",
@@ -85,7 +85,7 @@ def shown(verb: str, value: Any, *, subject: str = "", around: Snapshot | None =
         return Shown(value, lambda: text.preset(value), lambda: html.preset(value))
     if verb == "config":
         return Shown(value, lambda: text.config(value), lambda: html.config(value))
-    if isinstance(value, maps.Mapped):
+    if isinstance(value, allocator_map.Mapped):
         return _maps(value, prompt)
     if isinstance(value, Report):
         return Shown(value, lambda: value.text, lambda: html.page(html.pre(value.text)))
@@ -94,12 +94,12 @@ def shown(verb: str, value: Any, *, subject: str = "", around: Snapshot | None =
     return value
 
 
-def _maps(value: maps.Mapped, prompt: str) -> Shown:
+def _maps(value: allocator_map.Mapped, prompt: str) -> Shown:
     if not value.maps:
         return hint(nothing("fragmentation", prompt))
     pairs = list(zip(value.maps, value.titles, strict=True))
-    return Shown(value, lambda: "\n\n".join(maps.as_text(one, title) for one, title in pairs),
-                 lambda: "".join(maps.as_html(one, title) for one, title in pairs))
+    return Shown(value, lambda: "\n\n".join(allocator_map.as_text(one, title) for one, title in pairs),
+                 lambda: "".join(allocator_map.as_html(one, title) for one, title in pairs))
 
 
 def nothing(verb: str, prompt: str = "%gpu") -> str:

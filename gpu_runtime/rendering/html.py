@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from gpu_runtime.facts import Applied, Event, Health, Level, Outcome, Plan, Snapshot
 from gpu_runtime.units import show_bytes
 
-from . import text, view, words
-from .view import Bar, Segment, clean, clock
+from . import text, views, words
+from .views import Bar, Segment, clean, clock
 
 COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")
 TEXTURES = 3  # classes gpuc-t0 … of style.css: plain, stripes, dots
@@ -111,7 +111,7 @@ def stretch(part: float, colour: str, ink: str = "transparent", classes: str = "
             f'overflow:hidden;white-space:nowrap;background-color:{colour};color:{ink}">{esc(label)}</div>')
 
 
-def swatch(row: view.Holding) -> str:
+def swatch(row: views.Holding) -> str:
     seen = look(row.name) if row.kind in ("model", "block") else Look(_GREY, "", f"gpuc-{row.kind}")
     return (f'<span class="gpuc-swatch {seen.texture}" style="display:inline-block;width:11px;height:11px;'
             f'margin-right:7px;background-color:{seen.colour}"></span>')
@@ -160,10 +160,10 @@ def td(said: object, kind: str = "") -> str:
 
 def status(snapshot: Snapshot) -> str:
     """How full, who holds what, who waits, what was decided last: from top to bottom."""
-    users = len(view.owners(snapshot))
+    users = len(views.owners(snapshot))
     shared = f'<span class="gpuc-soft">shared by {users} processes</span>' if users > 1 else ""
-    head = (f'<div class="gpuc-head"><span class="gpuc-title">{esc(view.device_title(snapshot))}</span>'
-            f" {pill(view.worst_level(snapshot))} {simulated(snapshot)} {shared}</div>")
+    head = (f'<div class="gpuc-head"><span class="gpuc-title">{esc(views.device_title(snapshot))}</span>'
+            f" {pill(views.worst_level(snapshot))} {simulated(snapshot)} {shared}</div>")
     alarms = "".join(f'<div class="gpuc-alarm">{esc(alarm)}</div>' for alarm in words.alarms(snapshot))
     return page(head, alarms, _devices(snapshot), _queue(snapshot), _who(snapshot), _past(snapshot))
 
@@ -175,23 +175,23 @@ def host(snapshot: Snapshot) -> str:
 
 def _devices(snapshot: Snapshot) -> str:
     rows = []
-    for seen, drawn in zip(snapshot.devices, view.bars(snapshot), strict=True):
-        fill = f'{esc(view.fill(seen))} <span class="gpuc-soft">{seen.pressure:.0%}</span>'
+    for seen, drawn in zip(snapshot.devices, views.bars(snapshot), strict=True):
+        fill = f'{esc(views.fill(seen))} <span class="gpuc-soft">{seen.pressure:.0%}</span>'
         rows.append((f"<b>{esc(seen.device.id)}</b>", bar(drawn), fill, pill(seen.level),
-                     esc(", ".join(view.remarks(snapshot, seen)))))
+                     esc(", ".join(views.remarks(snapshot, seen)))))
     return devices(rows)
 
 
 def _who(snapshot: Snapshot) -> str:
-    rows = view.holdings(snapshot)
+    rows = views.holdings(snapshot)
     hint = ""
     if not any(row.kind in ("model", "block") for row in rows):
         hint = line(with_code(text.nothing_yet("%gpu", [spec.name for spec in snapshot.specs])))
     if not rows:
         return hint
-    more = len(rows) - view.MOST_ROWS
+    more = len(rows) - views.MOST_ROWS
     headers = ("model", "size", "where", "held by", "importance", "state")
-    return hint + table(headers, map(_holding, rows[:view.MOST_ROWS])) + (
+    return hint + table(headers, map(_holding, rows[:views.MOST_ROWS])) + (
         line(f"and {more} more:", code("%gpu leases"), soft=True) if more > 0 else "")
 
 
@@ -201,7 +201,7 @@ def with_code(sentence: str) -> str:
     return f"{esc(said)}: {code(typed)}" if colon else esc(sentence)
 
 
-def _holding(row: view.Holding) -> tuple[str, ...]:
+def _holding(row: views.Holding) -> tuple[str, ...]:
     in_use = " gpuc-in-use" if row.state.startswith("in use") else ""
     marks = " ".join(f'<span class="gpuc-mark">{esc(mark)}</span>' for mark in row.marks)
     return (_left("td", f'{swatch(row)}<span title="{esc(row.name)}">{esc(row.name)}</span>', "gpuc-swatched"),
@@ -259,7 +259,7 @@ def plan(found: Plan, snapshot: Snapshot, subject: str = "") -> str:
     if found.steps:
         steps = "".join(f"<li>{esc(words.step_sentence(snapshot, step))}</li>" for step in found.steps)
         parts.append(f'<ol class="gpuc-list">{steps}</ol>')
-    after = view.bars_after(snapshot, found.steps)
+    after = views.bars_after(snapshot, found.steps)
     if after:
         parts.append(line("Then:", soft=True) + devices(
             (f"<b>{esc(drawn.device.id)}</b>", bar(drawn), esc(show_bytes(drawn.used_bytes)), "", "")

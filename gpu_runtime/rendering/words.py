@@ -7,7 +7,7 @@ from gpu_runtime.facts import NORMAL, Event, Load, Part, Plan, Snapshot, Step, T
 from gpu_runtime.units import show_bytes, show_seconds
 from gpu_runtime.verbs import is_source
 
-from .view import clean, holder, importance_name, lease_name
+from .views import clean, holder, importance_name, lease_name
 
 QUIET_SECONDS = 10.0  # a host whose owners show nothing for longer is said to be quiet
 

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from gpu_runtime.units import show_bytes
 
-from . import html, text, view
+from . import html, text, views
 from .render import Shown
 
 REDRAW_SECONDS = 0.1
@@ -23,7 +23,7 @@ class Progress:
     """Called with (bytes so far, bytes in all); used as a context around the load. Subclasses say where it shows."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.title = f"loading {view.clean(name)}"
+        self.title = f"loading {views.clean(name)}"
         self._clock = clock
         self._drawn_at = float("-inf")
         self.done_bytes = self.all_bytes = 0
