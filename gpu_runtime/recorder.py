@@ -12,7 +12,7 @@ from .facts import Book, Moment, Sample, World
 from .ledgers.access import journal_in
 from .ledgers.reader import Peek, peek
 from .moments import Telling, moments_of
-from .pressure import views
+from .scheduler.pressure import views
 from .record import Record
 from .devices.sampler_client import Figures, boot_seconds
 

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from . import bookkeeping as books
-from . import caps, naming, attribution, silence, telling, threads
+from .scheduler import transitions as books
+from .scheduler import quotas, device_names, unresponsive, explain
+from . import attribution, threads
 from .owner import defragment, doctor, drain as draining, failures, migrate, dry_run, console_hook
 from .ledgers import host_config
-from .asks import Order, answer, foreign
+from .scheduler.recall import Order, answer, foreign
 from .backends.registry import LAYERED, Backend, Progress, backend_for, backend_names, is_out_of_memory, open_backend
 from .backends.missing import AbsentBackend
 from .owner.blocks import Block
@@ -76,16 +77,16 @@ from .owner.allocator_maps import Maps
 from .measurements import Measurements, measurements_in
 from .moments import moments_of
 from .owner.monitor import Breaker, Monitor
-from .placement import check_layout, check_policy
-from .planner import plan, queue
+from .scheduler.placement import check_layout, check_policy
+from .scheduler.admission import plan, queue
 from .owner.resident import Anchor, Held, Place, Resident, finish, release_calls
-from .pressure import views
+from .scheduler.pressure import views
 from .devices.probe import Probe, open_probe
 from .recorder import record_in
-from .room import sight
+from .scheduler.capacity import sight
 from .devices.sampler_client import Sampling
 from .settings import Settings
-from .strangers import stranger_bytes, strangers
+from .scheduler.unmanaged import stranger_bytes, strangers
 from .units import MIB, parse_room, parse_seconds, show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class Runtime:
         url = self.settings.gpu_ledger or shared_url(known.ledger, slug) or default_url(slug)
         ledger = open_ledger(url, notebook=notebook_path())
         try:
-            self.probe.rename(naming.names(self.probe.devices, ledger.read()))
+            self.probe.rename(device_names.names(self.probe.devices, ledger.read()))
             self._check_index()
         except BaseException:
             ledger.close()
@@ -483,7 +484,7 @@ class Runtime:
 
     def _require_allowed(self, name: str, importance: int, keep: bool) -> None:
         """Raises NotAllowed where the operator's caps on this user forbid holding a model so."""
-        if because := caps.forbidden(name, importance, keep, self._keeper.rules.cap):
+        if because := quotas.forbidden(name, importance, keep, self._keeper.rules.cap):
             raise NotAllowed(f"{because}.\n  The operator can change it.", name=name, because=because,
                              user=self._keeper.owner.user)
 
@@ -571,7 +572,7 @@ class Runtime:
                          self.specs(), all(view.device.simulated or view.device.is_host for view in seen), governed,
                          self._breaker.told() or self.probe.trouble(world.rules.stale_seconds), keeper.ledger.url,
                          books.totals(book), strangers(book, world, self.probe.people()), rules=world.rules)
-        return replace(found, unanswered=silence.unanswered(found, world.rules))
+        return replace(found, unanswered=unresponsive.unanswered(found, world.rules))
 
     def reap(self) -> int:
         """Removes from the book whoever is proven dead, as every process with a model does once a second; how many.
@@ -866,7 +867,7 @@ class Runtime:
     def _in_use(self, resident: Resident) -> GpuError:
         book, world = self._look()
         lease = book.lease(self._keeper.me, resident.spec.name) or resident.lease
-        return telling.still_here(book, self._keeper.me, lease, "in use", world)
+        return explain.still_here(book, self._keeper.me, lease, "in use", world)
 
     def _known_devices(self, devices: tuple[str, ...]) -> tuple[str, ...]:
         from .errors import UnknownDevice
@@ -932,7 +933,7 @@ class Runtime:
         try:
             self.probe.check(now, self._keeper.rules.stale_seconds)
         except ProbeFailed as error:
-            self._breaker.failed(now, telling.first_line(error))
+            self._breaker.failed(now, explain.first_line(error))
             return
         self._breaker.succeeded()
         self._keeper.relieve()
@@ -959,7 +960,7 @@ class Runtime:
             asked = f", as {order.who} asked" if order.who else ""
             action, because, size = order.verb, outcome.because + asked, outcome.bytes
         except GpuError as error:
-            action, because, size = "failed", telling.first_line(error), 0
+            action, because, size = "failed", explain.first_line(error), 0
         try:
             keeper.decide(lambda book, world: (answer(book, world, keeper.me, order, action, because, size), None))
         except GpuError as error:

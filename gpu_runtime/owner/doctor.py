@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..devices import drivers
 from ..ledgers import host_config
-from ..drains import drained
+from ..scheduler.drain import drained
 from ..errors import GpuError, ProbeFailed
 from ..facts import Value
 from ..ledgers.sqlite import files
 from ..ledgers.access import access_to
 from ..ledgers.liveness import name_of
-from ..pressure import views
+from ..scheduler.pressure import views
 from ..settings import Settings, masked
-from ..telling import first_line
+from ..scheduler.explain import first_line
 from ..units import show_bytes
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 reason."""
 from __future__ import annotations
 
-from .. import drains
+from ..scheduler import drain as drains
 from ..errors import NotAllowed, UnknownDevice
 from ..facts import Book, Device, Lease, Outcome, World
 from .session import Keeper

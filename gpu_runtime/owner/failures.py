@@ -10,12 +10,12 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from .. import bookkeeping as books
+from ..scheduler import transitions as books
 from ..backends.registry import runs_here
 from ..backends.fault_texts import Fault, Kind, recognise
 from ..errors import EngineFault, GpuError, ProcessLost
 from ..facts import Share
-from ..leaving import may_leave
+from ..scheduler.eligibility import may_leave
 from .resident import Place
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from .. import moves, telling
+from ..scheduler import migration, explain
 from ..errors import BadSetting, DoesNotFit, GpuError, NotResident, StillInUse, UnknownDevice
 from ..facts import HOST, Book, Lease, Move, Outcome, PlacementRules, Refuse, World, where
 from .session import Keeper
@@ -18,7 +18,7 @@ def cards(keeper: Keeper, name: str, wanted: str | Iterable[str]) -> tuple[str, 
     book = keeper.look()
     known = {device.id: device for device in (*book.devices, *keeper.world().devices) if not device.is_host}
     found: list[str] = []
-    for word in moves.asked_for(wanted if isinstance(wanted, str) else ",".join(wanted)):
+    for word in migration.asked_for(wanted if isinstance(wanted, str) else ",".join(wanted)):
         if word == HOST:
             raise BadSetting("device", word, f"a card; to RAM it goes with  %gpu evict {name}")
         device = next((device for device in known.values() if word in (device.id, device.uuid)), None)
@@ -60,7 +60,7 @@ def move(keeper: Keeper, resident: Resident, wanted: tuple[str, ...], *, by: str
                                   where=resident.place.value)
 
             def decided(book: Book, world: World) -> tuple[Book, Move | GpuError | None]:
-                after, step = moves.move(book, keeper.me, name, footprint, placement, world, key.text, because)
+                after, step = migration.move(book, keeper.me, name, footprint, placement, world, key.text, because)
                 return (book, _told(book, keeper.me, resident, step, world)) if isinstance(step, Refuse) else (after, step)
 
             step = keeper.decide(decided, fresh=True)
@@ -81,7 +81,7 @@ def move(keeper: Keeper, resident: Resident, wanted: tuple[str, ...], *, by: str
 def _told(book: Book, me: str, resident: Resident, refusal: Refuse, world: World) -> GpuError:
     lease = book.lease(me, resident.spec.name) or resident.lease
     if refusal.kind in ("in use", "busy"):
-        return telling.still_here(book, me, lease, refusal.because, world)
+        return explain.still_here(book, me, lease, refusal.because, world)
     if refusal.kind == "away":
         return StillInUse(f"{lease.name} is on its way; try again.", name=lease.name)
     return DoesNotFit(f"{refusal.because}.{_whom_to_evict(book, me, refusal)}", name=lease.name,

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
-from .. import bookkeeping as books
-from .. import bounds, caps, drains, naming, telling
+from ..scheduler import transitions as books
+from ..scheduler import torch_limit, quotas, drain, device_names, explain
 from . import failures
 from ..kernel_activity import activity
-from ..asks import Ask, Order, ask, declined, obey, relieve
+from ..scheduler.recall import Ask, Order, ask, declined, obey, relieve
 from ..backends.registry import Progress, is_out_of_memory
 from ..backends.fault_texts import recognise
-from ..bookkeeping import Truth
+from ..scheduler.transitions import Truth
 from ..errors import DoesNotFit, GpuError, LedgerUnavailable, LoadFailed, OutOfMemory, ProbeFailed, StillInUse
 from ..facts import (
     HOST,
@@ -53,17 +53,17 @@ from ..facts import (
     Wait,
     World,
 )
-from ..leaving import leave as mark_leaving
-from ..leaving import may_leave, way_out
+from ..scheduler.eligibility import leave as mark_leaving
+from ..scheduler.eligibility import may_leave, way_out
 from ..ledgers import Ledger
 from ..ledgers.access import access_to
 from ..ledgers.host_config import Machine, groups_of
 from ..measurements import Measurements
 from ..attribution import attributed, speaking_for
-from ..planner import admit, room
-from ..policy import policy
+from ..scheduler.admission import admit, room
+from ..scheduler.eviction_policy import policy
 from .resident import Anchor, Place, Resident, Stays, held_by, uninterrupted
-from ..pressure import views
+from ..scheduler.pressure import views
 from .footprints import Sizing
 from ..units import MIB, show_bytes
 
@@ -249,7 +249,7 @@ class Keeper:
         """Raises _Renamed where the book calls a card of ours otherwise than when this door was opened: two that see
         different cards opened it at the same moment, or the book was begun anew by another."""
         if book.devices is not self._named:
-            if other := naming.names(self.probe.devices, book):
+            if other := device_names.names(self.probe.devices, book):
                 raise _Renamed(other)
             self._named = book.devices
 
@@ -294,10 +294,10 @@ class Keeper:
         if self.probe.simulated or not (self._bounds or self.residents):
             return
         busy = {share.device for lease, _ in list(self.blocks.values()) for share in lease.shares}
-        wanted = bounds.bounds(book, self.me, world, self.probe.contexts(), busy)
+        wanted = torch_limit.bounds(book, self.me, world, self.probe.contexts(), busy)
         for card in (self._bounds.keys() | wanted.keys()) - busy:
-            fraction = wanted.get(card, bounds.ALL)
-            if abs(self._bounds.get(card, bounds.ALL) - fraction) >= 0.001 and self.probe.bound(card, fraction):
+            fraction = wanted.get(card, torch_limit.ALL)
+            if abs(self._bounds.get(card, torch_limit.ALL) - fraction) >= 0.001 and self.probe.bound(card, fraction):
                 self._bounds[card] = fraction
 
     def history(self, limit: int | None = None, model: str | None = None, actions: Collection[str] = (),
@@ -331,7 +331,7 @@ class Keeper:
         """Whether the book says of us what is true, and asks nothing of anybody: then there is nothing to write."""
         if book.tickets or book.ghosts or self.me not in book.sections:
             return False
-        if book.drained and drains.lies_on(book, self.me, self.world()):
+        if book.drained and drain.lies_on(book, self.me, self.world()):
             return False
         return books.publish(book, self.truth(), self.world()) is book
 
@@ -461,7 +461,7 @@ class Keeper:
             request = Request(key.text, wanted, footprint, began, placement,
                               held_by(list(self.residents.values()), threading.get_ident()))
             verdict = self.decide(lambda book, world: admit(book, request, world, self.rank), fresh=True,
-                                  in_full=partial(telling.with_runners_up, rules=placement, room_made=made))
+                                  in_full=partial(explain.with_runners_up, rules=placement, room_made=made))
             if isinstance(verdict, Wait) and (verdict.steps or verdict.asked):
                 made = verdict.considered
             if isinstance(verdict, Grant):
@@ -473,14 +473,14 @@ class Keeper:
                 if self.reap():
                     continue
             if isinstance(verdict, Refuse):
-                raise telling.refusal(wanted.name, verdict)
+                raise explain.refusal(wanted.name, verdict)
             for step in verdict.steps:
                 self._uncut(key, partial(self._step_aside, step, key))
             if verdict.steps:
                 continue
             waited = self.clock() - began
             if timeout is not None and waited >= timeout:
-                raise telling.busy(self.ledger.read(), wanted.name, verdict, waited)
+                raise explain.busy(self.ledger.read(), wanted.name, verdict, waited)
             yield verdict
             # Pins are published within a second; whoever is said to be in the way is asked to say so now.
             late = self.clock() - POLL_SECONDS
@@ -523,7 +523,7 @@ class Keeper:
         self.sizing.learn(resident, shares)
         self._settle(resident, step.because, reload_seconds=seconds)
         if elsewhere := resident.backend.elsewhere(handle):
-            because = telling.elsewhere(resident.spec.name, resident.lease.where, elsewhere)
+            because = explain.elsewhere(resident.spec.name, resident.lease.where, elsewhere)
             log.warning("%s", because)
             self.decide(lambda book, world: (books.note(book, world, resident.lease, "misplaced", "load", because), None))
 
@@ -562,7 +562,7 @@ class Keeper:
         self.decide(settle, fresh=True)
 
     def _abandon(self, name: str, key: Key, error: BaseException) -> None:
-        because = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {telling.first_line(error)}"
+        because = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {explain.first_line(error)}"
         self.decide(lambda book, world: (books.abandon(book, self.me, name, key.text, world, because), None))
 
     def _withdraw(self, key: Key) -> None:
@@ -583,7 +583,7 @@ class Keeper:
         if isinstance(error, GpuError) or not isinstance(error, Exception):
             return error
         fault = recognise(str(error))
-        return telling.load_failed(name, resident.spec.source, error,
+        return explain.load_failed(name, resident.spec.source, error,
                                    driver_failed=fault is not None and fault.clears_model)
 
     def _load_ungoverned(self, resident: Resident, anchor: Callable[[], Anchor | None] | None,
@@ -614,7 +614,7 @@ class Keeper:
         except BaseException as error:
             resident.lease = replace(resident.lease, droppable=resident.droppable())
             resident.stay()
-            because = str(error) if isinstance(error, Stays) else f"{type(error).__name__}: {telling.first_line(error)}"
+            because = str(error) if isinstance(error, Stays) else f"{type(error).__name__}: {explain.first_line(error)}"
             self.decide(lambda book, world: (books.abandon(
                 book, self.me, name, key.text, world, f"{name} stays where it is: {because}."), None))
             if isinstance(error, Stays):
@@ -645,7 +645,7 @@ class Keeper:
             if lease is None:
                 return book, StillInUse(f"{resident.spec.name} is on its way.", name=resident.spec.name)
             if why := may_leave(lease, world, asker=self.me, importance=-1):
-                return book, telling.still_here(book, self.me, lease, why, world)
+                return book, explain.still_here(book, self.me, lease, why, world)
             step = way_out(lease, room(book, world).get(HOST, 0), world, drop=drop, because=because, reason="evict")
             if step is None:
                 return book, DoesNotFit(
@@ -671,7 +671,7 @@ class Keeper:
         """The readable report of an out-of-memory error, as things stand now."""
         world = self.world()
         book = books.publish(self.ledger.read(), self.truth(), world)
-        return telling.out_of_memory(error, book, world, self.me, self.probe.maps(), loading=loading,
+        return explain.out_of_memory(error, book, world, self.me, self.probe.maps(), loading=loading,
                                      device=device, declared_bytes=declared_bytes)
 
     def make_room_after(self, error: BaseException) -> None:
@@ -733,11 +733,11 @@ class Keeper:
     def vacate(self) -> None:
         """Moves what is idle off cards that are drained."""
         book = self.ledger.read()
-        if not book.drained or not drains.lies_on(book, self.me, self.world()):
+        if not book.drained or not drain.lies_on(book, self.me, self.world()):
             return
         key = self.new_key("drain")
         try:
-            for step in self.decide(lambda book, world: drains.vacate(book, self.me, world, key.text)):
+            for step in self.decide(lambda book, world: drain.vacate(book, self.me, world, key.text)):
                 self._step_aside(step, key)
         finally:
             self.done_with(key.note)
@@ -791,10 +791,10 @@ class Keeper:
         if not self.blocks or self.rules.cap is None or self.rules.cap.longest_lease_seconds is None:
             return
         book, world = self.ledger.read(), self.world()
-        for lease in caps.overstaying(book, world):
+        for lease in quotas.overstaying(book, world):
             if lease.owner == self.me and lease.name not in self._overstayed:
                 self._overstayed.add(lease.name)
-                because = caps.overstay(book, lease, world)
+                because = quotas.overstay(book, lease, world)
                 log.warning("%s", because)
                 self.decide(lambda book, world, lease=lease, because=because: (
                     books.note(book, world, lease, "overstayed", "cap", because, size=lease.bytes), None))

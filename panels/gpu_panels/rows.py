@@ -22,7 +22,7 @@ from gpu_runtime.facts import (
     Ticket,
     Unanswered,
 )
-from gpu_runtime.silence import unanswered
+from gpu_runtime.scheduler.unresponsive import unanswered
 from gpu_runtime.units import show_bytes, show_seconds
 
 from . import palette

@@ -13,8 +13,8 @@ from random import Random
 from typing import Any
 
 from gpu_runtime.facts import MOST_ENTRIES, Book, Lease, Request, Wait, World
-from gpu_runtime.planner import admit
-from gpu_runtime.policy import lru
+from gpu_runtime.scheduler.admission import admit
+from gpu_runtime.scheduler.eviction_policy import lru
 from tests.worlds import NOW, book, lease, request, ticket, world
 
 Situation = tuple[Book, Request, World]

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime import bookkeeping as books
-from gpu_runtime.bookkeeping import Truth, publish
+from gpu_runtime.scheduler import transitions as books
+from gpu_runtime.scheduler.transitions import Truth, publish
 from gpu_runtime.facts import (
     HOST,
     MOST_EVENTS,

@@ -5,9 +5,9 @@ import pytest
 from gpu_runtime.rendering.views import remarks
 
 from gpu_runtime.facts import HOST, Grant, Load, Phase, Refuse, Share, Snapshot, Wait
-from gpu_runtime.planner import admit, plan, room
-from gpu_runtime.policy import lru
-from gpu_runtime.pressure import views
+from gpu_runtime.scheduler.admission import admit, plan, room
+from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.pressure import views
 from tests.worlds import GIB, NOW, ask_until, at, book, decide, lease, owner, request, size, world
 
 TWO = dict(sim0=80, sim1=80, host=400)

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpu_runtime.facts import Grant, Refuse, Rules, Wait
-from gpu_runtime.planner import aged, deadlocked, queue
+from gpu_runtime.scheduler.admission import aged, deadlocked, queue
 from tests.worlds import NOW, at, book, decide, lease, request, ticket, world
 
 

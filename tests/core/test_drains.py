@@ -3,14 +3,14 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_runtime import drains
+from gpu_runtime.scheduler import drain
 from gpu_runtime.errors import DoesNotFit
 from gpu_runtime.facts import Device, Drain, Drop, Grant, Move, Refuse, Share, Wait
 from gpu_runtime.ledgers.sqlite.recovery import part_of, union
-from gpu_runtime.planner import plan
-from gpu_runtime.policy import lru
-from gpu_runtime.pressure import views
-from gpu_runtime.telling import refusal
+from gpu_runtime.scheduler.admission import plan
+from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.pressure import views
+from gpu_runtime.scheduler.explain import refusal
 from gpu_runtime.units import GIB
 from tests.worlds import NOW, WALL, at, block, book, decide, lease, owner, replayed, request, world
 
@@ -68,7 +68,7 @@ def test_idle_leases_leave_also_those_just_used_kept_alive_or_important():
     page = book(lease("a", sim0=2, last_used=NOW, importance="urgent", keep_alive=600.0), lease("b", sim0=2),
                 lease("only", sim0=2, droppable=False), lease("elsewhere", sim1=2), drained={"sim:0": ANN})
     there = world(sim0=20, sim1=20, host=4)
-    _, steps = replayed(lambda book: drains.vacate(book, owner(1).id, there, "k"), page)
+    _, steps = replayed(lambda book: drain.vacate(book, owner(1).id, there, "k"), page)
     assert [(type(step), step.lease) for step in steps] == [
         (Move, at(1, "only")), (Move, at(1, "a")), (Drop, at(1, "b"))]
     assert {step.reason for step in steps} == {"drain"}
@@ -81,23 +81,23 @@ def test_idle_leases_leave_also_those_just_used_kept_alive_or_important():
 def test_what_must_not_move_stays_and_is_told(stays, why):
     page = book(stays, drained={"sim:0": ANN})
     there = world(sim0=20)
-    assert drains.vacate(page, owner(1).id, there, "k") == (page, ())
-    assert [(lease.name, said) for lease, said in drains.staying(page, "sim:0", there)] == [("m", why)]
+    assert drain.vacate(page, owner(1).id, there, "k") == (page, ())
+    assert [(lease.name, said) for lease, said in drain.staying(page, "sim:0", there)] == [("m", why)]
 
 
 def test_an_owner_moves_its_own_and_nobody_else_s():
     page = book(lease("mine", sim0=2), lease("yours", by=2, sim0=2), drained={"sim:0": ANN})
-    _, steps = drains.vacate(page, owner(1).id, world(sim0=20), "k")
+    _, steps = drain.vacate(page, owner(1).id, world(sim0=20), "k")
     assert [step.lease for step in steps] == [at(1, "mine")]
 
 
 def test_a_drain_is_told_and_undone_and_both_are_in_the_history():
     there = world(sim0=20, sim1=20)
-    page = drains.drain(book(), there.devices[0], "ann", there)
-    assert drains.drain(page, there.devices[0], "bob", there) is page, "it is ann's already"
+    page = drain.drain(book(), there.devices[0], "ann", there)
+    assert drain.drain(page, there.devices[0], "bob", there) is page, "it is ann's already"
     assert [view.drained and view.drained.by for view in views(page, there)] == ["ann", None, None]
-    again = drains.undrain(page, there.devices[0], "bob", there)
-    assert again.drained == {} and drains.undrain(again, there.devices[0], "bob", there) is again
+    again = drain.undrain(page, there.devices[0], "bob", there)
+    assert again.drained == {} and drain.undrain(again, there.devices[0], "bob", there) is again
     assert [(event.model, event.action) for event in again.events] == [("sim:0", "drained"), ("sim:0", "undrained")]
 
 
@@ -105,10 +105,10 @@ def test_a_drain_goes_by_the_card_and_not_by_its_name():
     """All owners left, and another that sees other cards came first: the drained card has another name now."""
     card = Device("cuda:0", 80 * GIB, uuid="GPU-a")
     there = world(cuda0=80)
-    page = drains.drain(book(), card, "ann", there)
+    page = drain.drain(book(), card, "ann", there)
     renamed = [Device("cuda:1", 80 * GIB, uuid="GPU-a"), Device("cuda:0", 80 * GIB, uuid="GPU-b")]
     from msgspec.structs import replace
-    assert list(drains.drained(page, replace(there, devices=tuple(renamed)))) == ["cuda:1"]
+    assert list(drain.drained(page, replace(there, devices=tuple(renamed)))) == ["cuda:1"]
 
 
 def test_a_book_that_is_rebuilt_knows_what_its_newest_owner_knew():

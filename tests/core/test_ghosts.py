@@ -4,9 +4,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from gpu_runtime import bookkeeping as books
+from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.facts import Grant, Phase, Sample, Wait
-from gpu_runtime.planner import room
+from gpu_runtime.scheduler.admission import room
 from tests.worlds import NOW, block, book, decide, lease, owner, request, size, world
 
 DEAD = owner(2)

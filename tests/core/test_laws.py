@@ -11,8 +11,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime import bookkeeping as books
-from gpu_runtime.asks import obey, relieve
+from gpu_runtime.scheduler import transitions as books
+from gpu_runtime.scheduler.recall import obey, relieve
 from gpu_runtime.facts import (
     HOST,
     IMPORTANCE,
@@ -32,10 +32,10 @@ from gpu_runtime.facts import (
     overdrafts,
 )
 from gpu_runtime.ledgers import refuse_unlawful
-from gpu_runtime.placement import PLACEMENTS, place
-from gpu_runtime.planner import admit, plan, room
-from gpu_runtime.policy import cost_aware, lru
-from gpu_runtime.pressure import level, pressure
+from gpu_runtime.scheduler.placement import PLACEMENTS, place
+from gpu_runtime.scheduler.admission import admit, plan, room
+from gpu_runtime.scheduler.eviction_policy import cost_aware, lru
+from gpu_runtime.scheduler.pressure import level, pressure
 from tests.worlds import NOW, book, lease, owner, replayed, request, ticket, world
 
 PLACES = ("sim0", "sim1", "sim2", "host")

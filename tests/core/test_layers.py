@@ -104,13 +104,13 @@ def test_every_module_keeps_to_its_room(path):
 
 
 @pytest.mark.parametrize(("module", "source", "complaint"), [
-    ("gpu_runtime.policy", "from .ledgers import memory", "imports gpu_runtime.ledgers (hands)"),
-    ("gpu_runtime.policy", "def f():\n    from . import probe", "imports gpu_runtime.devices.probe (hands)"),
-    ("gpu_runtime.policy", "import time", "decides, and imports time"),
-    ("gpu_runtime.policy", "from gpu_runtime import Runtime", "imports gpu_runtime (house)"),
-    ("gpu_runtime.ledgers.sqlite.ledger", "from ..planner import admit", "imports gpu_runtime.planner (mind)"),
+    ("gpu_runtime.scheduler.eviction_policy", "from .ledgers import memory", "imports gpu_runtime.ledgers (hands)"),
+    ("gpu_runtime.scheduler.eviction_policy", "def f():\n    from . import probe", "imports gpu_runtime.devices.probe (hands)"),
+    ("gpu_runtime.scheduler.eviction_policy", "import time", "decides, and imports time"),
+    ("gpu_runtime.scheduler.eviction_policy", "from gpu_runtime import Runtime", "imports gpu_runtime (house)"),
+    ("gpu_runtime.ledgers.sqlite.ledger", "from ..planner import admit", "imports gpu_runtime.scheduler.admission (mind)"),
     ("gpu_runtime.ledgers.__init__", "from ..runtime import Runtime", "imports gpu_runtime.runtime (house)"),
-    ("gpu_runtime.facts", "import gpu_runtime.policy", "imports gpu_runtime.policy (mind)"),
+    ("gpu_runtime.facts", "import gpu_runtime.scheduler.eviction_policy", "imports gpu_runtime.scheduler.eviction_policy (mind)"),
     ("gpu_runtime.runtime", "from .cli import main", "imports gpu_runtime.cli (faces)"),
     ("gpu_runtime.runtime", "import torch", "imports torch as soon as it is imported"),
     ("gpu.magics", "from gpu_runtime.owner.resident import Pool", "imports gpu_runtime.owner.resident (hands)"),
@@ -124,7 +124,7 @@ def test_a_forbidden_import_is_caught(module, source, complaint):
 
 
 @pytest.mark.parametrize(("module", "source"), [
-    ("gpu_runtime.planner", "from .facts import Book\nfrom .policy import lru"),
+    ("gpu_runtime.scheduler.admission", "from .facts import Book\nfrom .policy import lru"),
     ("gpu_runtime.owner.resident", "from .backends import open_backend\ndef f():\n    import torch"),
     ("gpu_runtime.runtime", "from . import planner, probe"),
     ("gpu_runtime.backends.pytorch.torch_backend", "import torch\nfrom ..units import show_bytes"),

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
-from gpu_runtime import bookkeeping as books
-from gpu_runtime.asks import Ask, ask, obey, relieve
-from gpu_runtime.bookkeeping import Truth
+from gpu_runtime.scheduler import transitions as books
+from gpu_runtime.scheduler.recall import Ask, ask, obey, relieve
+from gpu_runtime.scheduler.transitions import Truth
 from gpu_runtime.facts import (
     HOST,
     Book,
@@ -42,8 +42,8 @@ from gpu_runtime.facts import (
     World,
 )
 from gpu_runtime.ledgers import refuse_unlawful
-from gpu_runtime.planner import admit
-from gpu_runtime.policy import cost_aware, lru
+from gpu_runtime.scheduler.admission import admit
+from gpu_runtime.scheduler.eviction_policy import cost_aware, lru
 from tests.worlds import NOW, WALL, owner, replayed
 
 LIMITS = {"sim:0": 12, "sim:1": 8, "cuda:0": 10, HOST: 14}

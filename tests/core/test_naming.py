@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Book, Device
-from gpu_runtime.naming import names
+from gpu_runtime.scheduler.device_names import names
 
 
 def card(id, uuid, **fields):

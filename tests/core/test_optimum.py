@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime.policy import fewest_enough
+from gpu_runtime.scheduler.eviction_policy import fewest_enough
 from tests.bench.bench_placement import excess, freed_bytes, lawful, small_worlds, ways_out
 from tests.worlds import book, lease, request, size, world
 

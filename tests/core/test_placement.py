@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gpu_runtime.errors import BadSetting
 from gpu_runtime.facts import Candidate, Footprint, PlacementRules, Share
-from gpu_runtime.placement import check_policy, place
+from gpu_runtime.scheduler.placement import check_policy, place
 from gpu_runtime.units import GIB
 
 

@@ -18,8 +18,8 @@ from gpu_runtime.facts import (
     Share,
     Wait,
 )
-from gpu_runtime.planner import admit, plan, room
-from gpu_runtime.policy import lru
+from gpu_runtime.scheduler.admission import admit, plan, room
+from gpu_runtime.scheduler.eviction_policy import lru
 from tests.worlds import (
     GIB,
     NOW,
@@ -537,7 +537,7 @@ def test_strangers_memory_is_in_the_way_and_said_so():
 
 def test_nobody_else_leaves_for_bytes_that_left_after_the_sample():
     """The measurement comes once a second; without this each round in between would evict another model."""
-    from gpu_runtime.bookkeeping import left
+    from gpu_runtime.scheduler.transitions import left
 
     there = real(0, taken_at=NOW - 1)
     page = book(lease("a", cuda0=10, last_used=1), lease("b", cuda0=10, last_used=2))

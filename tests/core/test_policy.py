@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.errors import BadSetting
-from gpu_runtime.policy import cost_aware, lru, policy, victims
+from gpu_runtime.scheduler.eviction_policy import cost_aware, lru, policy, victims
 from tests.worlds import NOW, lease, size, world
 
 THERE = world(sim0=100, sim1=100)

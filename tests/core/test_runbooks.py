@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpu_runtime.facts import Level, Rules
-from gpu_runtime.pressure import level, relief
+from gpu_runtime.scheduler.pressure import level, relief
 
 ROOT = Path(__file__).parents[2]
 RUNBOOKS = {path.name: json.loads(path.read_text()) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}

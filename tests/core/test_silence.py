@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from gpu_runtime.facts import Phase, Snapshot
-from gpu_runtime.silence import unanswered
+from gpu_runtime.scheduler.unresponsive import unanswered
 from tests.worlds import NOW, at, book, lease, owner, ticket
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Footprint, PlacementRules
-from gpu_runtime.placement import place
-from gpu_runtime.splitting import display, divide, split
+from gpu_runtime.scheduler.placement import place
+from gpu_runtime.scheduler.splitting import display, divide, split
 from tests.worlds import GIB
 
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from gpu_runtime.facts import Candidate, Event, Grant, Lease, PlacementRules, Refuse, Share, Wait
-from gpu_runtime.telling import MOST_RUNNERS_UP, alternatives, with_runners_up
+from gpu_runtime.scheduler.explain import MOST_RUNNERS_UP, alternatives, with_runners_up
 from gpu_runtime.units import GIB
 from tests.worlds import book, decide, lease, request, world
 

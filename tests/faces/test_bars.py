@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime.bookkeeping import totals
+from gpu_runtime.scheduler.transitions import totals
 from gpu_runtime.facts import HOST, Drain, Ghost, Lease, Phase, Rules, Share, Snapshot, Stranger
-from gpu_runtime.pressure import views
+from gpu_runtime.scheduler.pressure import views
 from gpu_runtime.units import GIB, MIB
 
 from .. import worlds

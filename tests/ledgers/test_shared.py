@@ -294,7 +294,7 @@ def test_a_name_from_the_page_only_chooses_among_registered_models(box):
     ann, other = box.kernel(ANN, writer="1GiB"), box.kernel(ANN, reader="1GiB")
     other.say("rt.preload('reader')"), other.say("rt.evict('reader')")
     evil = box.root / "evil"
-    ann.say("from gpu_runtime.asks import Order")
+    ann.say("from gpu_runtime.scheduler.recall import Order")
     for name in (str(evil), f"reader@{other.pid}", f"__import__('os').system('touch {evil}')"):
         assert "has not registered" in other.say(f"rt._keeper.ask('preload', {ann.say('rt._keeper.me')} + '/' + {name!r}, "
                                                  "timeout=10).because")

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from gpu_runtime import Runtime
-from gpu_runtime.silence import unanswered
+from gpu_runtime.scheduler.unresponsive import unanswered
 from tests.nvml_driver import until
 from tests.stories.test_processes import DEVICES, Kernel
 

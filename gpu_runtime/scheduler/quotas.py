@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .facts import HOST, IMPORTANCE, Book, Cap, Lease, Phase, Refuse, Request, World
-from .leaving import never_leaves
+from ..facts import HOST, IMPORTANCE, Book, Cap, Lease, Phase, Refuse, Request, World
+from .eligibility import never_leaves
 from .placement import claim
-from .room import limit_of
-from .units import show_bytes, show_seconds
+from .capacity import limit_of
+from ..units import show_bytes, show_seconds
 
 
 def refusal(book: Book, request: Request, world: World) -> Refuse | None:

@@ -5,7 +5,7 @@ is stopped, swaps, or keeps the interpreter to itself.
 """
 from __future__ import annotations
 
-from .facts import Phase, Rules, Section, Snapshot, Ticket, Unanswered
+from ..facts import Phase, Rules, Section, Snapshot, Ticket, Unanswered
 
 _USUAL = Rules()
 

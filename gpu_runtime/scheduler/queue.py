@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from .facts import IMPORTANCE, Book, Request, Ticket, World
+from ..facts import IMPORTANCE, Book, Request, Ticket, World
 
 _CLASSES = sorted(IMPORTANCE.values())
 

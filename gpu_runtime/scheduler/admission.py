@@ -13,13 +13,13 @@ from collections.abc import Container, Iterable, Mapping
 
 from msgspec.structs import replace
 
-from . import caps
-from .bookkeeping import note, perform
-from .clearing import Ground, cheapest_way, make_room
+from . import quotas
+from .transitions import note, perform
+from .eviction import Ground, cheapest_way, make_room
 from .deadlock import deadlocked
-from .drains import drained
-from .drains import refusals as drained_cards
-from .facts import (
+from .drain import drained
+from .drain import refusals as drained_cards
+from ..facts import (
     HOST,
     MOST_ENTRIES,
     Book,
@@ -44,14 +44,14 @@ from .facts import (
     one_memory,
     where,
 )
-from .hopeless import at_best, hopeless, hopeless_cards
-from .leaving import leave, may_leave, undone, way_out
+from .feasibility import at_best, hopeless, hopeless_cards
+from .eligibility import leave, may_leave, undone, way_out
 from .placement import place, runners_up
 from .pressure import sample_of
-from .queueing import aged, queue
-from .room import limit_of, room
+from .queue import aged, queue
+from .capacity import limit_of, room
 from .splitting import could_split, display, one_card_may_do, split
-from .units import show_bytes, show_seconds
+from ..units import show_bytes, show_seconds
 
 __all__ = ["admit", "aged", "deadlocked", "leave", "may_leave", "plan", "queue", "room", "way_out"]
 
@@ -99,10 +99,10 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
 
     # 3. hopeless, or beyond the operator's caps
     out = drained(book, world)
-    never = {**drained_cards(request, world, out), **caps.capped_cards(book, request, world),
+    never = {**drained_cards(request, world, out), **quotas.capped_cards(book, request, world),
              **hopeless_cards(book, request, world)}
     request = _with_layout(request, world, never)
-    if refusal := caps.refusal(book, request, world) or hopeless(book, request, world, never):
+    if refusal := quotas.refusal(book, request, world) or hopeless(book, request, world, never):
         return _refuse(book, request, world, refusal)
 
     # 4. fits in what is free

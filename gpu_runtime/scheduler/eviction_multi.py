@@ -11,12 +11,12 @@ from itertools import combinations
 from math import comb
 from typing import TYPE_CHECKING
 
-from .facts import Candidate, Lease, Request
-from .leaving import that_fit
+from ..facts import Candidate, Lease, Request
+from .eligibility import that_fit
 from .splitting import claimed, divide, fitting, split
 
 if TYPE_CHECKING:
-    from .clearing import Ground
+    from .eviction import Ground
 
 FEW_CARDS = 4  # of so many, every set of cards is tried
 MOST_SETS = 2_000  # of leases, when the fewest are looked for

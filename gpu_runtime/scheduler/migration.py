@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from .asks import PERSON
-from .clearing import Ground
-from .drains import drained
-from .facts import Book, Footprint, Lease, Move, PlacementRules, Refuse, Request, Share, World, where
-from .leaving import leave, may_leave
+from .recall import PERSON
+from .eviction import Ground
+from .drain import drained
+from ..facts import Book, Footprint, Lease, Move, PlacementRules, Refuse, Request, Share, World, where
+from .eligibility import leave, may_leave
 from .placement import place
-from .units import show_bytes
+from ..units import show_bytes
 
 
 def move(book: Book, owner: str, name: str, footprint: Footprint, rules: PlacementRules, world: World, key: str,

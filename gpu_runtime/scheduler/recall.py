@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from .bookkeeping import note
-from .facts import (
+from .transitions import note
+from ..facts import (
     HOST,
     MOST_ENTRIES,
     Asker,
@@ -32,13 +32,13 @@ from .facts import (
     Wait,
     World,
 )
-from .leaving import leave, may_leave, warm_that_go, way_out
-from .attribution import attributed
-from .policy import lru
+from .eligibility import leave, may_leave, warm_that_go, way_out
+from ..attribution import attributed
+from .eviction_policy import lru
 from .pressure import level, pressure, relief, views
-from .queueing import awake
-from .room import room
-from .units import show_bytes, show_seconds
+from .queue import awake
+from .capacity import room
+from ..units import show_bytes, show_seconds
 
 ASKS = ("evict", "restore", "preload", "move", "pin", "unpin", "defrag")
 PERSON = -1  # the importance of what a person asks: above every model's

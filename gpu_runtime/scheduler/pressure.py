@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .facts import Book, Device, DeviceView, Level, Rules, Sample, Value, World
+from ..facts import Book, Device, DeviceView, Level, Rules, Sample, Value, World
 
 
 class Relief(Value):

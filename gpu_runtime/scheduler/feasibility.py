@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from . import caps
-from .drains import drained
-from .facts import HOST, Book, Candidate, Device, Lease, Refuse, Request, Share, World, where
-from .leaving import never_leaves, that_fit
+from . import quotas
+from .drain import drained
+from ..facts import HOST, Book, Candidate, Device, Lease, Refuse, Request, Share, World, where
+from .eligibility import never_leaves, that_fit
 from .placement import claim, claims_no_more, place
-from .room import limit_of
+from .capacity import limit_of
 from .splitting import could_split, one_card_may_do, split
-from .units import show_bytes
+from ..units import show_bytes
 
 GB = 2**30
 MOST_TRIED = 8  # leases that exist nowhere else, of which every combination is tried on several cards
@@ -83,7 +83,7 @@ def at_best(book: Book, request: Request, world: World) -> Candidate | Refuse:
     stuck = _stuck(book, request, world)
     out = drained(book, world)
     limits = {card: limit_of(book, world, card) for card in _cards(request, world) if card not in out}
-    allowed = caps.at_most(book, world)
+    allowed = quotas.at_most(book, world)
     for remain in _what_may_remain(stuck):
         room = {card: min(limit - _stuck_on(card, stuck, remain), allowed.get(card, limit))
                 for card, limit in limits.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from .facts import Book, Device
+from ..facts import Book, Device
 
 
 def names(mine: Iterable[Device], book: Book) -> dict[str, str]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import ceil
 
-from .errors import BadSetting
-from .facts import Candidate, Footprint, PlacementRules, Share, Shares
+from ..errors import BadSetting
+from ..facts import Candidate, Footprint, PlacementRules, Share, Shares
 from .splitting import could_split, one_card_may_do, split
-from .units import show_bytes, show_seconds
+from ..units import show_bytes, show_seconds
 
 PLACEMENTS = ("best-fit", "most-free", "fewest-evictions")
 LAYOUTS = ("auto", "single", "balanced", "proportional", "whole")

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .facts import Book, Ticket, World
-from .room import limit_of
+from ..facts import Book, Ticket, World
+from .capacity import limit_of
 
 
 def deadlocked(book: Book, world: World) -> tuple[Ticket, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from .facts import (
+from ..facts import (
     HOST,
     MOST_EVENTS,
     NEVER,

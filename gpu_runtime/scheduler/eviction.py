@@ -7,16 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from . import caps
-from .drains import drained
-from .facts import HOST, Book, Candidate, Drop, Lease, Move, Phase, Policy, Request, Step, Ticket, Wait, World, where
-from .leaving import can_move, leave, may_leave, that_fit, warm, warm_that_go, way_out
-from .policy import fewest_enough, first_enough, in_order
-from .queueing import elders, may_pass
-from .room import freed_since, limit_of, on_cards, sight
-from .several import ways as ways_over_several
+from . import quotas
+from .drain import drained
+from ..facts import HOST, Book, Candidate, Drop, Lease, Move, Phase, Policy, Request, Step, Ticket, Wait, World, where
+from .eligibility import can_move, leave, may_leave, that_fit, warm, warm_that_go, way_out
+from .eviction_policy import fewest_enough, first_enough, in_order
+from .queue import elders, may_pass
+from .capacity import freed_since, limit_of, on_cards, sight
+from .eviction_multi import ways as ways_over_several
 from .splitting import could_split
-from .units import show_bytes, show_seconds
+from ..units import show_bytes, show_seconds
 
 LOOK_AGAIN_SECONDS = 0.1  # how soon, where a driver is about to free what a dead process held
 
@@ -65,8 +65,8 @@ class Ground(NamedTuple):
             mine, mine_later = limit - on_cards(book, owner), limit - on_cards(book, owner, leaving=False)
         return cls(leases, now, later, leaving, blind, before, stands, promised, mine, mine_later,
                    _silent(book.ticket(request.key), leases, world),
-                   caps.left(book, world), caps.left(book, world, leaving=False),
-                   caps.owners_of(book, world.rules.cap.user) if world.rules.cap else frozenset())
+                   quotas.left(book, world), quotas.left(book, world, leaving=False),
+                   quotas.owners_of(book, world.rules.cap.user) if world.rules.cap else frozenset())
 
     def free(self) -> dict[str, int]:
         """What the request may take now on each card without taking what an elder was promised."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from .errors import (
+from ..errors import (
     Busy,
     Deadlock,
     DoesNotFit,
@@ -21,7 +21,7 @@ from .errors import (
     OutOfMemory,
     StillInUse,
 )
-from .facts import (
+from ..facts import (
     AllocatorMap,
     Book,
     Candidate,
@@ -37,7 +37,7 @@ from .facts import (
 )
 from .placement import runners_up
 from .pressure import views
-from .units import MIB, show_bytes, show_seconds
+from ..units import MIB, show_bytes, show_seconds
 
 MOST_HOLDERS = 8  # lines of a report
 MOST_RUNNERS_UP = 8  # sentences beside a decision

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from .facts import HOST, Book, Drop, Lease, Move, Phase, Policy, Share, World
-from .policy import victims
+from ..facts import HOST, Book, Drop, Lease, Move, Phase, Policy, Share, World
+from .eviction_policy import victims
 
 MOST_TRIED = 12  # leases of which every combination is tried; beyond it the largest are taken first
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .facts import Book, Stranger, World
+from ..facts import Book, Stranger, World
 from .pressure import sample_of
-from .room import freed_since
+from .capacity import freed_since
 
 
 def stranger_bytes(book: Book, world: World) -> dict[str, int | None]:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, combinations, pairwise
 from math import ceil, comb
 
-from .facts import Candidate, Footprint, PlacementRules, Share, Shares, where
-from .units import show_bytes
+from ..facts import Candidate, Footprint, PlacementRules, Share, Shares, where
+from ..units import show_bytes
 
 MOST_TRIED = 300  # sets of cards of which every one is tried; beyond it the first in order and those with the most room
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
-from .errors import BadSetting
-from .facts import HOST, Lease, Policy, World
-from .units import GIB
+from ..errors import BadSetting
+from ..facts import HOST, Lease, Policy, World
+from ..units import GIB
 
 MOST_TRIED = 12  # leases that might be spared, of which every set is tried
 MOST_LOOKS = 5_000  # steps of a search for the fewest

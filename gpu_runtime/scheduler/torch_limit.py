@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from .facts import HOST, Book, World
+from ..facts import HOST, Book, World
 
 LEAST, MOST = 0.01, 0.99
 ALL = 1.0
