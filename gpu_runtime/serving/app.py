@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException as StarletteError
 
 from ..errors import DoesNotFit, GpuError, NotAllowed, UnknownModel
 from . import memory, openai
-from .calls import Refused
+from .requests import Refused
 from .jobs import Jobs
 from .metrics import Metrics
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from .. import errors
 from .breaker import Open
-from .calls import Refused
+from .requests import Refused
 from .queue import LoadShared
 
 DECODE_FAILURES = 3  # in a row; then the model is loaded anew

@@ -24,7 +24,7 @@ from ..errors import GpuError, StillInUse, UnknownModel
 from ..facts import ModelSpec, Value
 from . import remote
 from .breaker import Breakers, BreakerState, Open, Pass
-from .calls import Call, Refused, Reply, read_call
+from .requests import Call, Refused, Reply, read_call
 from .clients import Clients, Pattern
 from .costs import Costs
 from .failures import DECODE_FAILURES, Blame, blame, could_not, first_line, is_decode_failure

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import Any
 
 from ..facts import ModelSpec, Value
-from .calls import Refused
+from .requests import Refused
 from .pump import Emit, in_thread, pumped
 from .shapes import Piece, stops_of, tokens_wanted
 from .speak import TextSpeaker, cannot

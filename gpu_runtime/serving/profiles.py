@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..facts import IMPORTANCE
-from .calls import Call
+from .requests import Call
 from .tasks import Profile
 
 SWITCHES = {True: "/think", False: "/no_think"}  # what models without a template switch read in the last user message

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from ..facts import NORMAL
-from .calls import Refused
+from .requests import Refused
 from .hold import Hold
 from .order import Engine, Next, Place, Waiting, next_out
 

@@ -11,7 +11,7 @@ import httpx
 
 from ..facts import ModelSpec
 from . import templates
-from .calls import Refused
+from .requests import Refused
 from .profiles import thought
 from .speak import EngineFailed
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from .calls import Refused, Reply
+from .requests import Refused, Reply
 from .failures import first_line
 from .fallback import Choice
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ..errors import GpuError
 from ..facts import ModelSpec
 from . import templates
-from .calls import Refused
+from .requests import Refused
 from .profiles import thought
 from .shapes import Header, Piece, embeddings, gathered, streamed
 

@@ -27,7 +27,7 @@ from msgspec import Meta
 
 from ..errors import BadDocument
 from ..facts import IMPORTANCE, Value
-from .calls import Refused, check_numbers
+from .requests import Refused, check_numbers
 from .fallback import Choice, guarded, is_cloud
 
 MOST_BYTES = 1 << 20

@@ -9,7 +9,7 @@ from gpu_panels.guard import Visitor
 from starlette.testclient import TestClient
 
 from gpu_runtime.serving.app import application
-from gpu_runtime.serving.calls import Refused, Reply, read_call
+from gpu_runtime.serving.requests import Refused, Reply, read_call
 from gpu_runtime.serving.fallback import CloudGuard
 
 OPERATOR, VIEWER = Visitor("ann", True), Visitor("viewer", False)

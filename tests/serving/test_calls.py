@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime.serving.calls import KINDS, Call, Refused, read_call
+from gpu_runtime.serving.requests import KINDS, Call, Refused, read_call
 
 CHAT = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}]}
 ASKS = {

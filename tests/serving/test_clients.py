@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.serving import templates
-from gpu_runtime.serving.calls import Refused, read_call
+from gpu_runtime.serving.requests import Refused, read_call
 from gpu_runtime.serving.clients import MOST_CLIENTS, MOST_MODELS, Clients, Pattern
 from gpu_runtime.serving.costs import Costs
 from gpu_runtime.serving.profiles import profiled

@@ -9,7 +9,7 @@ import pytest
 from gpu_runtime import Runtime
 from gpu_runtime.errors import EngineDied
 from gpu_runtime.facts import IMPORTANCE
-from gpu_runtime.serving.calls import Refused
+from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.fallback import CloudGuard
 from gpu_runtime.serving.tasks import Profile, Serving, Task
 from tests.serving.kitchen import chat, heard, kitchen, said

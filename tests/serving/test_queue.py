@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.facts import IMPORTANCE
-from gpu_runtime.serving.calls import Refused
+from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.hold import Hold
 from gpu_runtime.serving.queue import LoadShared, Queue
 from tests.serving.loops import in_loop, settle

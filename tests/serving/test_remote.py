@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpu_runtime.serving.calls import Refused
+from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.fallback import Cloud, CloudGuard
 from gpu_runtime.serving.remote import RemoteSpeaker
 from gpu_runtime.serving.tasks import Serving, Task

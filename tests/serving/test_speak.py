@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpu_runtime.serving.calls import Refused
+from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.speak import speaker_for
 from tests import tiny_models
 from tests.serving.kitchen import Kitchen, heard, kitchen, said

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.errors import BadDocument, BadSetting
-from gpu_runtime.serving.calls import Refused
+from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.fallback import Choice, CloudGuard, chain, cloud_of, guarded
 from gpu_runtime.serving.tasks import Cost, Profile, Serving, Task, candidates, expected_seconds, read_serving
 
