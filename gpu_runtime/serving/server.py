@@ -6,7 +6,7 @@ import gc
 from importlib.metadata import version
 from typing import Any
 
-from .app import application
+from .api.app import application
 
 DEFAULT_PORT = 8210
 ROUTES = r"/(?:memory|v1|api|health|metrics|docs|openapi\.json|static-offline-docs)(?:/.*)?"

@@ -8,7 +8,7 @@ from typing import Any
 from gpu_panels.guard import Visitor
 from starlette.testclient import TestClient
 
-from gpu_runtime.serving.app import application
+from gpu_runtime.serving.api.app import application
 from gpu_runtime.serving.requests import Refused, Reply, read_call
 from gpu_runtime.serving.fallback import CloudGuard
 

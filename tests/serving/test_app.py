@@ -7,8 +7,8 @@ import json
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpu_runtime.serving.app import READS, application
-from gpu_runtime.serving.jobs import MOST, Jobs
+from gpu_runtime.serving.api.app import READS, application
+from gpu_runtime.serving.api.jobs import MOST, Jobs
 
 from .doors import OPERATOR, VIEWER, Gateway, Words, client, let_in
 

@@ -10,7 +10,7 @@ from tests.serving.loops import in_loop, until
 @in_loop
 async def test_a_stream_whose_client_is_gone_before_its_first_word_is_closed():
     """Its generator never began, so nothing in it would ever be cleaned up."""
-    from gpu_runtime.serving.openai import Sent
+    from gpu_runtime.serving.api.openai import Sent
 
     async with kitchen(qwen=4) as k:
         sent = Sent(await k.chat("qwen", stream=True))

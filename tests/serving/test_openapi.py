@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from gpu_runtime.serving.app import application
+from gpu_runtime.serving.api.app import application
 
 from .doors import OPERATOR, Gateway, let_in
 

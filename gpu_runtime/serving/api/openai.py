@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from .requests import Refused, Reply
+from ..requests import Refused, Reply
 from .jobs import ENDPOINTS, Jobs
 
 T = TypeVar("T")

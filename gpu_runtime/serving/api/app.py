@@ -14,9 +14,9 @@ from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 from starlette.exceptions import HTTPException as StarletteError
 
-from ..errors import DoesNotFit, GpuError, NotAllowed, UnknownModel
+from ...errors import DoesNotFit, GpuError, NotAllowed, UnknownModel
 from . import memory, openai
-from .requests import Refused
+from ..requests import Refused
 from .jobs import Jobs
 from .metrics import Metrics
 

@@ -12,10 +12,10 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
-from ..errors import GpuError, StillInUse
-from ..facts import AllocatorMap, Health, Lease, Level, Snapshot
-from ..units import MIB
-from .pump import in_thread
+from ...errors import GpuError, StillInUse
+from ...facts import AllocatorMap, Health, Lease, Level, Snapshot
+from ...units import MIB
+from ..pump import in_thread
 
 if TYPE_CHECKING:
     from pandas import DataFrame
