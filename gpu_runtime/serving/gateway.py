@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from ..errors import GpuError, StillInUse, UnknownModel
 from ..facts import ModelSpec, Value
-from . import remote
+from .engines import openai_http
 from .breaker import Breakers, BreakerState, Open, Pass
 from .requests import Call, Refused, Reply, read_call
 from .clients import Clients, Pattern
@@ -34,7 +34,7 @@ from .profiles import profiled, thinking
 from .pump import in_thread
 from .queue import Queue
 from .replies import Streamed, because, counted, ending, signed
-from .speak import EngineFailed, Speaker, require, speaker_for
+from .engines.base import EngineFailed, Speaker, require, speaker_for
 from .tasks import Serving, candidates, fits, read_serving, too_short
 from .warmth import Warmth, wished
 
@@ -200,12 +200,12 @@ class Gateway:
     async def _reached(self, choice: Choice, call: Call, stack: AsyncExitStack) -> tuple[Speaker, bool | None]:
         """Who talks to the model, once it is the call's turn and the model is on its device."""
         if self._http is None:
-            self._http = remote.open_client()
+            self._http = openai_http.open_client()
         if choice.cloud:
             cloud = cloud_of(choice.model, self._environment)
             if isinstance(cloud, str):
                 raise EngineFailed(f"{choice.model} cannot be reached: {cloud}", name=choice.model, why=cloud)
-            return remote.RemoteSpeaker(choice.model, cloud, self._http), None
+            return openai_http.RemoteSpeaker(choice.model, cloud, self._http), None
         spec = self._rt.spec(choice.model)
         require(call.kind, spec)
         importance = spec.importance if call.importance is None else call.importance

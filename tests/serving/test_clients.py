@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime.serving import templates
+from gpu_runtime.serving.engines import chat_template
 from gpu_runtime.serving.requests import Refused, read_call
 from gpu_runtime.serving.clients import MOST_CLIENTS, MOST_MODELS, Clients, Pattern
 from gpu_runtime.serving.costs import Costs
 from gpu_runtime.serving.profiles import profiled
-from gpu_runtime.serving.shapes import StopText
+from gpu_runtime.serving.engines.openai_format import StopText
 from gpu_runtime.serving.tasks import Cost, Profile
 
 CHAT = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}]}
@@ -77,14 +77,14 @@ def test_a_template_is_a_strangers_file_and_cannot_reach_out():
     """It comes with the model."""
     for evil in ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}",
                  "{% for i in range(10**9) %}{% endfor %}"):
-        with pytest.raises(templates.BadConversation):
-            templates.render(evil, CHAT["messages"])
+        with pytest.raises(chat_template.BadConversation):
+            chat_template.render(evil, CHAT["messages"])
 
 
 def test_a_template_may_refuse_a_conversation():
     """With its own words."""
-    with pytest.raises(templates.BadConversation, match="roles must alternate"):
-        templates.render("{{ raise_exception('roles must alternate') }}", CHAT["messages"])
+    with pytest.raises(chat_template.BadConversation, match="roles must alternate"):
+        chat_template.render("{{ raise_exception('roles must alternate') }}", CHAT["messages"])
 
 
 @given(st.text("abEND", max_size=30), st.lists(st.integers(0, 30), max_size=6), st.lists(

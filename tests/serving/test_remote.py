@@ -10,7 +10,7 @@ import pytest
 
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.fallback import Cloud, CloudGuard
-from gpu_runtime.serving.remote import RemoteSpeaker
+from gpu_runtime.serving.engines.openai_http import RemoteSpeaker
 from gpu_runtime.serving.tasks import Serving, Task
 from tests.serving.kitchen import heard, kitchen, said
 from tests.serving.loopback import Loopback, chunk, completion, loopback

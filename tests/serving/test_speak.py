@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpu_runtime.serving.requests import Refused
-from gpu_runtime.serving.speak import speaker_for
+from gpu_runtime.serving.engines.base import speaker_for
 from tests import tiny_models
 from tests.serving.kitchen import Kitchen, heard, kitchen, said
 from tests.serving.loops import in_loop, until

@@ -9,11 +9,11 @@ from typing import Any
 
 import httpx
 
-from ..facts import ModelSpec
-from . import templates
-from .requests import Refused
-from .profiles import thought
-from .speak import EngineFailed
+from ...facts import ModelSpec
+from . import chat_template
+from ..requests import Refused
+from ..profiles import thought
+from .base import EngineFailed
 
 PATHS = {"chat": "/chat/completions", "completions": "/completions", "embeddings": "/embeddings",
          "images": "/images/generations"}
@@ -72,7 +72,7 @@ class RemoteSpeaker:
         """Fields by which the engine makes another prompt: by a switch of its template, where it lets us have it."""
         template = getattr(self._there, "chat_template", None)
         if template != "":
-            template = templates.override(spec.options) or template or "enable_thinking"  # not known: newer ones do
+            template = chat_template.override(spec.options) or template or "enable_thinking"  # not known: newer ones do
         messages, switches = thought(body["messages"], think, template)
         fields: dict[str, Any] = {"messages": messages}
         if switches:

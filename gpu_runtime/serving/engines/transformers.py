@@ -8,11 +8,11 @@ import threading
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from ..facts import ModelSpec
-from .llama import too_long
-from .pump import Emit, in_thread, pumped
-from .shapes import Piece, StopText, stops_of, tokens_wanted
-from .speak import TextSpeaker, cannot
+from ...facts import ModelSpec
+from .llama_cpp import too_long
+from ..pump import Emit, in_thread, pumped
+from .openai_format import Piece, StopText, stops_of, tokens_wanted
+from .base import TextSpeaker, cannot
 
 TOKENS = 512  # of an answer, where neither the caller nor the model says
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")

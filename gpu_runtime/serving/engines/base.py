@@ -12,12 +12,12 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from ..errors import GpuError
-from ..facts import ModelSpec
-from . import templates
-from .requests import Refused
-from .profiles import thought
-from .shapes import Header, Piece, embeddings, gathered, streamed
+from ...errors import GpuError
+from ...facts import ModelSpec
+from . import chat_template
+from ..requests import Refused
+from ..profiles import thought
+from .openai_format import Header, Piece, embeddings, gathered, streamed
 
 TEXT_TYPES = ("llm", "embedding", "reranker")
 SILENT_TYPES = ("embedding", "reranker", "diffusion")
@@ -72,15 +72,15 @@ class TextSpeaker:
         """What the engine is given: the conversation by its chat template, or the text as it came."""
         if kind == "completions":
             return body["prompt"]
-        template = templates.override(self.spec.options) or self.template()
+        template = chat_template.override(self.spec.options) or self.template()
         messages, switches = thought(body["messages"], think, template)
         try:
             if template is None:
                 raise cannot(self.spec.name, "it has no chat template; give it one (chat_template in the catalogue), "
                                              "or use /v1/completions")
             tools = {"tools": body["tools"]} if body.get("tools") else {}
-            return templates.render(template, messages, **self.tokens(), **tools, **switches)
-        except templates.BadConversation as error:
+            return chat_template.render(template, messages, **self.tokens(), **tools, **switches)
+        except chat_template.BadConversation as error:
             raise Refused(400, "bad_conversation", str(error), param="messages") from None
 
     def template(self) -> str | None:
@@ -146,17 +146,17 @@ class EchoSpeaker(TextSpeaker):
 def speaker_for(value: Any, spec: ModelSpec, http: Any) -> Speaker:
     """Who talks to what `rt.use` yielded. `http` is the client for engines that are servers. Raises Refused."""
     if hasattr(value, "base_url"):
-        from .remote import RemoteSpeaker
+        from .openai_http import RemoteSpeaker
 
         return RemoteSpeaker(spec.name, value, http, spec)
     if hasattr(value, "create_chat_completion"):
-        from .llama import LlamaSpeaker
+        from .llama_cpp import LlamaSpeaker
 
         return LlamaSpeaker(value, spec)
     if spec.backend == "fake":
         return EchoSpeaker(value, spec)
     if hasattr(value, "config") and hasattr(value, "forward"):
-        from .modules import ModuleSpeaker
+        from .transformers import ModuleSpeaker
 
         return ModuleSpeaker(value, spec)
     raise cannot(spec.name, f"it is a {type(value).__name__}, and nothing here knows how to talk to one", "model")

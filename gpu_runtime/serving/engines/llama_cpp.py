@@ -12,11 +12,11 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from ..facts import ModelSpec, Value
-from .requests import Refused
-from .pump import Emit, in_thread, pumped
-from .shapes import Piece, stops_of, tokens_wanted
-from .speak import TextSpeaker, cannot
+from ...facts import ModelSpec, Value
+from ..requests import Refused
+from ..pump import Emit, in_thread, pumped
+from .openai_format import Piece, stops_of, tokens_wanted
+from .base import TextSpeaker, cannot
 
 _PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty",
               "repeat_penalty", "seed", "mirostat_mode", "mirostat_tau", "mirostat_eta", "logit_bias")

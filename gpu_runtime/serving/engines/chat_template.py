@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..errors import BadSetting
+from ...errors import BadSetting
 
 MOST_LETTERS = 1 << 20
 

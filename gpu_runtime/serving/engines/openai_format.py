@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from ..facts import Value
+from ...facts import Value
 
 
 class Piece(Value):
