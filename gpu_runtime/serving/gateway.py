@@ -23,11 +23,11 @@ from msgspec.structs import replace
 from ..errors import GpuError, StillInUse, UnknownModel
 from ..facts import ModelSpec, Value
 from .engines import openai_http
-from .breaker import Breakers, BreakerState, Open, Pass
+from .health.breaker import Breakers, BreakerState, Open, Pass
 from .requests import Call, Refused, Reply, read_call
-from .clients import Clients, Pattern
-from .costs import Costs
-from .failures import DECODE_FAILURES, Blame, blame, could_not, first_line, is_decode_failure
+from .health.clients import Clients, Pattern
+from .health.costs import Costs
+from .health.blame import DECODE_FAILURES, Blame, blame, could_not, first_line, is_decode_failure
 from .fallback import Choice, CloudGuard, chain, cloud_of, is_cloud
 from .hold import Holds
 from .profiles import profiled, thinking

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from .requests import Refused, Reply
-from .failures import first_line
+from .health.blame import first_line
 from .fallback import Choice
 
 LONGEST_HEADER = 400

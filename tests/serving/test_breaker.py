@@ -5,7 +5,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hypothesis.strategies import data, integers, sampled_from
 
-from gpu_runtime.serving.breaker import FAILURES, MOST_BREAKERS, OPEN_SECONDS, Breakers, BreakerState, Open, Pass
+from gpu_runtime.serving.health.breaker import FAILURES, MOST_BREAKERS, OPEN_SECONDS, Breakers, BreakerState, Open, Pass
 
 
 class Clock:

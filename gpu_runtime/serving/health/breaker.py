@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pybreaker
 
-from ..facts import Value
+from ...facts import Value
 
 FAILURES = 5
 OPEN_SECONDS = 30.0

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from ..facts import Value
-from .requests import Refused
+from ...facts import Value
+from ..requests import Refused
 
 MOST_CLIENTS = 1000  # remembered; the one that was quiet for longest goes first
 MOST_MODELS = 20  # remembered of each
