@@ -29,14 +29,14 @@ from .health.clients import Clients, Pattern
 from .health.costs import Costs
 from .health.blame import DECODE_FAILURES, Blame, blame, could_not, first_line, is_decode_failure
 from .fallback import Choice, CloudGuard, chain, cloud_of, is_cloud
-from .hold import Holds
+from .queue.model_hold import Holds
 from .profiles import profiled, thinking
-from .pump import in_thread
-from .queue import Queue
+from .queue.thread_stream import in_thread
+from .queue.queue import Queue
 from .replies import Streamed, because, counted, ending, signed
 from .engines.base import EngineFailed, Speaker, require, speaker_for
 from .tasks import Serving, candidates, fits, read_serving, too_short
-from .warmth import Warmth, wished
+from .queue.keep_warm import Warmth, wished
 
 if TYPE_CHECKING:
     from ..runtime import Runtime

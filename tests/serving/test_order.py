@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.facts import IMPORTANCE
-from gpu_runtime.serving.order import (
+from gpu_runtime.serving.queue.order import (
     AGEING_SECONDS,
     MOST_LOADS,
     Engine,

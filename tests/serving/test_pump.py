@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from gpu_runtime.serving.pump import in_thread, pumped
+from gpu_runtime.serving.queue.thread_stream import in_thread, pumped
 from tests.serving.loops import in_loop, until
 
 

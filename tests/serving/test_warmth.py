@@ -1,7 +1,7 @@
 """How long models stay warm: the longest wish of their calls, then they go, as soon as nobody holds them."""
 from __future__ import annotations
 
-from gpu_runtime.serving.warmth import AGAIN_SECONDS, Warmth
+from gpu_runtime.serving.queue.keep_warm import AGAIN_SECONDS, Warmth
 from tests.serving.kitchen import Clock
 from tests.serving.loops import in_loop, settle
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from ...errors import GpuError, StillInUse
 from ...facts import AllocatorMap, Health, Lease, Level, Snapshot
 from ...units import MIB
-from ..pump import in_thread
+from ..queue.thread_stream import in_thread
 
 if TYPE_CHECKING:
     from pandas import DataFrame

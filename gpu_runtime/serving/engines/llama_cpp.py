@@ -14,7 +14,7 @@ from typing import Any
 
 from ...facts import ModelSpec, Value
 from ..requests import Refused
-from ..pump import Emit, in_thread, pumped
+from ..queue.thread_stream import Emit, in_thread, pumped
 from .openai_format import Piece, stops_of, tokens_wanted
 from .base import TextSpeaker, cannot
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...facts import ModelSpec
 from .llama_cpp import too_long
-from ..pump import Emit, in_thread, pumped
+from ..queue.thread_stream import Emit, in_thread, pumped
 from .openai_format import Piece, StopText, stops_of, tokens_wanted
 from .base import TextSpeaker, cannot
 

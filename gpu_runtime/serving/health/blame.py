@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ... import errors
 from .breaker import Open
 from ..requests import Refused
-from ..queue import LoadShared
+from ..queue.queue import LoadShared
 
 DECODE_FAILURES = 3  # in a row; then the model is loaded anew
 _DECODE = re.compile(r"llama_(?:decode|encode)\W* *(?:returned|failed)|failed to decode", re.IGNORECASE)

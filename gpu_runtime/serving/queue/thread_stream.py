@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from ..threads import start
+from ...threads import start
 
 Emit = Callable[[Any], None]
 

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from ..facts import NORMAL
-from .requests import Refused
-from .hold import Hold
+from ...facts import NORMAL
+from ..requests import Refused
+from .model_hold import Hold
 from .order import Engine, Next, Place, Waiting, next_out
 
 RATES = 64  # ends that the rate of the queue is told from

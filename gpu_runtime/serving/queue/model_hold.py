@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..facts import Wait
-from ..threads import start
+from ...facts import Wait
+from ...threads import start
 
 if TYPE_CHECKING:
-    from ..runtime import Runtime
+    from ...runtime import Runtime
 
 
 CLOSING_SECONDS = 10.0

@@ -9,7 +9,7 @@ import enum
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
-from ..facts import IMPORTANCE, NORMAL, Value
+from ...facts import IMPORTANCE, NORMAL, Value
 
 AGEING_SECONDS = 30.0
 MOST_LOADS = 16  # begun at once; each waits for its room in a thread of its own
