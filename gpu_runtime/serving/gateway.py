@@ -28,14 +28,14 @@ from .requests import Call, Refused, Reply, read_call
 from .health.clients import Clients, Pattern
 from .health.costs import Costs
 from .health.blame import DECODE_FAILURES, Blame, blame, could_not, first_line, is_decode_failure
-from .fallback import Choice, CloudGuard, chain, cloud_of, is_cloud
+from .routing.fallback import Choice, CloudGuard, chain, cloud_of, is_cloud
 from .queue.model_hold import Holds
-from .profiles import profiled, thinking
+from .routing.profiles import profiled, thinking
 from .queue.thread_stream import in_thread
 from .queue.queue import Queue
 from .replies import Streamed, because, counted, ending, signed
 from .engines.base import EngineFailed, Speaker, require, speaker_for
-from .tasks import Serving, candidates, fits, read_serving, too_short
+from .routing.tasks import Serving, candidates, fits, read_serving, too_short
 from .queue.keep_warm import Warmth, wished
 
 if TYPE_CHECKING:

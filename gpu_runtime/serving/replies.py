@@ -9,7 +9,7 @@ from typing import Any
 
 from .requests import Refused, Reply
 from .health.blame import first_line
-from .fallback import Choice
+from .routing.fallback import Choice
 
 LONGEST_HEADER = 400
 

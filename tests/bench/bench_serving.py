@@ -21,7 +21,7 @@ from gpu_runtime.samples import gguf_lm
 from gpu_runtime.serving.queue import order as ordering
 from gpu_runtime.serving.gateway import Gateway
 from gpu_runtime.serving.queue.order import Engine, Place, Waiting, next_out, overtaken_for_seconds
-from gpu_runtime.serving.tasks import Serving
+from gpu_runtime.serving.routing.tasks import Serving
 
 MODELS, ROOM = "abcdef", 2
 LOAD_SECONDS, ANSWER_SECONDS, EVERY_SECONDS, CONCURRENCY = 5.0, 1.0, 0.5, 2

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from gpu_runtime.serving.api.app import application
 from gpu_runtime.serving.requests import Refused, Reply, read_call
-from gpu_runtime.serving.fallback import CloudGuard
+from gpu_runtime.serving.routing.fallback import CloudGuard
 
 OPERATOR, VIEWER = Visitor("ann", True), Visitor("viewer", False)
 

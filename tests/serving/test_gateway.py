@@ -10,8 +10,8 @@ from gpu_runtime import Runtime
 from gpu_runtime.errors import EngineDied
 from gpu_runtime.facts import IMPORTANCE
 from gpu_runtime.serving.requests import Refused
-from gpu_runtime.serving.fallback import CloudGuard
-from gpu_runtime.serving.tasks import Profile, Serving, Task
+from gpu_runtime.serving.routing.fallback import CloudGuard
+from gpu_runtime.serving.routing.tasks import Profile, Serving, Task
 from tests.serving.kitchen import chat, heard, kitchen, said
 from tests.serving.loops import in_loop, settle, until
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from gpu_runtime.errors import BadDocument, BadSetting
 from gpu_runtime.serving.requests import Refused
-from gpu_runtime.serving.fallback import Choice, CloudGuard, chain, cloud_of, guarded
-from gpu_runtime.serving.tasks import Cost, Profile, Serving, Task, candidates, expected_seconds, read_serving
+from gpu_runtime.serving.routing.fallback import Choice, CloudGuard, chain, cloud_of, guarded
+from gpu_runtime.serving.routing.tasks import Cost, Profile, Serving, Task, candidates, expected_seconds, read_serving
 
 LOCAL = ("a", "b", "c", "d:local")
 

@@ -16,7 +16,7 @@ from ...errors import GpuError
 from ...facts import ModelSpec
 from . import chat_template
 from ..requests import Refused
-from ..profiles import thought
+from ..routing.profiles import thought
 from .openai_format import Header, Piece, embeddings, gathered, streamed
 
 TEXT_TYPES = ("llm", "embedding", "reranker")

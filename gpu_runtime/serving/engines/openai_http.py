@@ -12,7 +12,7 @@ import httpx
 from ...facts import ModelSpec
 from . import chat_template
 from ..requests import Refused
-from ..profiles import thought
+from ..routing.profiles import thought
 from .base import EngineFailed
 
 PATHS = {"chat": "/chat/completions", "completions": "/completions", "embeddings": "/embeddings",

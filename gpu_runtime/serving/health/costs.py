@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from ..tasks import Cost
+from ..routing.tasks import Cost
 
 LOADS = 5  # the last of each model; the slowest counts, since a file is not always in the cache
 ANSWERS = 100

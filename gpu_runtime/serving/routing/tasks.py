@@ -25,9 +25,9 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from ..errors import BadDocument
-from ..facts import IMPORTANCE, Value
-from .requests import Refused, check_numbers
+from ...errors import BadDocument
+from ...facts import IMPORTANCE, Value
+from ..requests import Refused, check_numbers
 from .fallback import Choice, guarded, is_cloud
 
 MOST_BYTES = 1 << 20

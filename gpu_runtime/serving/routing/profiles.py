@@ -9,8 +9,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..facts import IMPORTANCE
-from .requests import Call
+from ...facts import IMPORTANCE
+from ..requests import Call
 from .tasks import Profile
 
 SWITCHES = {True: "/think", False: "/no_think"}  # what models without a template switch read in the last user message

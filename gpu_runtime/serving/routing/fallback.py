@@ -14,8 +14,8 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from ..errors import BadSetting
-from ..facts import Value
+from ...errors import BadSetting
+from ...facts import Value
 
 KNOWN_CLOUDS = {  # each provider's OpenAI-compatible address, where the environment gives no other
     "openai": "https://api.openai.com/v1",
