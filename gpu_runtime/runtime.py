@@ -69,20 +69,20 @@ from .facts import (
     Wait,
     World,
 )
-from .journal import Journal
+from .telemetry.journal import Journal
 from .owner.session import DOZE_SECONDS, LOOKS_PER_SECOND, POLL_SECONDS, Keeper, log
 from .ledgers import default_url, open_ledger
 from .ledgers.access import journal_in
 from .owner.allocator_maps import Maps
-from .measurements import Measurements, measurements_in
-from .moments import moments_of
+from .telemetry.measurements import Measurements, measurements_in
+from .telemetry.moments import moments_of
 from .owner.monitor import Breaker, Monitor
 from .scheduler.placement import check_layout, check_policy
 from .scheduler.admission import plan, queue
 from .owner.resident import Anchor, Held, Place, Resident, finish, release_calls
 from .scheduler.pressure import views
 from .devices.probe import Probe, open_probe
-from .recorder import record_in
+from .telemetry.recorder import record_in
 from .scheduler.capacity import sight
 from .devices.sampler_client import Sampling
 from .settings import Settings

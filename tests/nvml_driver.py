@@ -135,7 +135,7 @@ class Host:
         found = []
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
-            if "gpu_runtime.sampler" in words and words[-1] == str(self.directory):
+            if "gpu_runtime.telemetry.sampler" in words and words[-1] == str(self.directory):
                 found.append(process.pid)
         return found
 

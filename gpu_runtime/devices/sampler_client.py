@@ -235,7 +235,7 @@ class Sampling:
             package = Path(__file__).parents[1]
             paths = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH", ""))))
             _children.append(subprocess.Popen(
-                [sys.executable, "-m", "gpu_runtime.sampler", *(["--simulated"] if self._simulated else []),
+                [sys.executable, "-m", "gpu_runtime.telemetry.sampler", *(["--simulated"] if self._simulated else []),
                  str(self.directory)],
                 cwd="/",  # a module of the notebook's directory would be taken for the standard library's
                 # The ledger in the environment: its URL may hold a password, and everybody sees a command line.

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ..errors import GpuError
 from ..estimation.footprint import CONTEXT_BYTES, footprint
 from ..facts import HOST, Evidence, Footprint, Measurement, Shares
-from ..measurements import Measurements
+from ..telemetry.measurements import Measurements
 from .resident import Resident
 from ..devices.probe import Probe
 

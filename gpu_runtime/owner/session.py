@@ -58,7 +58,7 @@ from ..scheduler.eligibility import may_leave, way_out
 from ..ledgers import Ledger
 from ..ledgers.access import access_to
 from ..ledgers.host_config import Machine, groups_of
-from ..measurements import Measurements
+from ..telemetry.measurements import Measurements
 from ..attribution import attributed, speaking_for
 from ..scheduler.admission import admit, room
 from ..scheduler.eviction_policy import policy
@@ -68,7 +68,7 @@ from .footprints import Sizing
 from ..units import MIB, show_bytes
 
 if TYPE_CHECKING:
-    from ..journal import Journal
+    from ..telemetry.journal import Journal
     from ..devices.probe import Probe
     from ..settings import Settings
 

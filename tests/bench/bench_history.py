@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from gpu_runtime.facts import Event, Level, Moment
-from gpu_runtime.journal import KEPT, Journal
-from gpu_runtime.record import DAY, Record
+from gpu_runtime.telemetry.journal import KEPT, Journal
+from gpu_runtime.telemetry.timeline import DAY, Record
 from gpu_runtime.units import GIB
 
 DEVICES, LEASES, ROUNDS = 8, 25, 15

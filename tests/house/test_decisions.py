@@ -7,7 +7,7 @@ import pytest
 
 from gpu_runtime import Busy, DoesNotFit, NotAllowed, StillInUse
 from gpu_runtime.facts import Event
-from gpu_runtime.journal import Journal
+from gpu_runtime.telemetry.journal import Journal
 from tests.nvml_driver import until
 
 from .conftest import fakes

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from gpu_runtime import BadSetting
 from gpu_runtime.facts import Device, Level, Moment, Sample
 from gpu_runtime.ledgers.access import MARK
-from gpu_runtime.record import DAY, Record
-from gpu_runtime.recorder import Recorder, now_of, record_in
+from gpu_runtime.telemetry.timeline import DAY, Record
+from gpu_runtime.telemetry.recorder import Recorder, now_of, record_in
 from gpu_runtime.devices.sampler_client import Figures
 from gpu_runtime.units import GIB
 from tests.worlds import book, lease
@@ -259,7 +259,7 @@ def test_a_reader_who_may_not_write_reads(record):
     record.path.chmod(0o400)
     record.path.parent.chmod(0o500)
     try:
-        program = f"from gpu_runtime.record import Record; from pathlib import Path\n" \
+        program = f"from gpu_runtime.telemetry.timeline import Record; from pathlib import Path\n" \
                   f"print(len(Record(Path({str(record.path)!r})).between(0, {WALL + 1}, 10)))"
         assert _as_nobody(program) == "1"
     finally:

@@ -10,9 +10,9 @@ import shutil
 import pytest
 from msgspec.structs import replace
 
-from gpu_runtime import measurements
+from gpu_runtime.telemetry import measurements
 from gpu_runtime.facts import Evidence, Measurement, ModelSpec
-from gpu_runtime.measurements import Measurements
+from gpu_runtime.telemetry.measurements import Measurements
 from gpu_runtime.units import MIB
 from tests import tiny_models
 

@@ -12,7 +12,7 @@ import pytest
 
 from gpu_runtime import Runtime
 from gpu_runtime.facts import Moment
-from gpu_runtime.recorder import record_in
+from gpu_runtime.telemetry.recorder import record_in
 from gpu_runtime.units import GIB
 from tests.nvml_driver import until
 from tests.redis_server import redis_server
@@ -52,7 +52,7 @@ class Box:
 
     def helpers(self) -> list[int]:
         return [process.pid for process in psutil.process_iter(["cmdline"])
-                if "gpu_runtime.sampler" in (words := process.info["cmdline"] or []) and words[-1] == str(self.directory)]
+                if "gpu_runtime.telemetry.sampler" in (words := process.info["cmdline"] or []) and words[-1] == str(self.directory)]
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from .facts import Evidence, Measurement, ModelSpec, Value
-from .ledgers.access import access_to
+from ..facts import Evidence, Measurement, ModelSpec, Value
+from ..ledgers.access import access_to
 
 KEPT = 1000  # models; whoever was measured longest ago goes first
 LONGEST = 1 << 20  # bytes of a file that is believed
@@ -166,6 +166,6 @@ def _newest(models: dict[str, Measurement], name: str, measurement: Measurement)
 
 def measurements_in(ledger: Path) -> Path:
     """Where a ledger's measurements lie: beside its journal, since whoever may write the one may write the other."""
-    from .ledgers.access import journal_in
+    from ..ledgers.access import journal_in
 
     return journal_in(ledger).with_name("measured.json")

@@ -1,6 +1,6 @@
 """The helper process of a host that talks to the driver, so that nobody else has to.
 
-    GPU_LEDGER=URL python -m gpu_runtime.sampler [--simulated] DIRECTORY
+    GPU_LEDGER=URL python -m gpu_runtime.telemetry.sampler [--simulated] DIRECTORY
 
 Measures the cards, and the machine's memory, once a second while the figures move, every other second while they rest,
 and at once when somebody rings; publishes them in the ledger's directory (`sampling.py`). It ends by itself: when
@@ -25,14 +25,14 @@ from typing import Any
 
 import psutil
 
-from .devices import drivers
-from .devices.drivers import Card, Listing, Silent
-from .errors import ProbeFailed
-from .facts import HOST, Sample, encode
-from .ledgers.access import access_to
-from .ledgers.sqlite.files import owner_files
-from .ledgers.liveness import Life, life
-from .devices.sampler_client import Figures, Person, boot_seconds
+from ..devices import drivers
+from ..devices.drivers import Card, Listing, Silent
+from ..errors import ProbeFailed
+from ..facts import HOST, Sample, encode
+from ..ledgers.access import access_to
+from ..ledgers.sqlite.files import owner_files
+from ..ledgers.liveness import Life, life
+from ..devices.sampler_client import Figures, Person, boot_seconds
 
 BUSY_SECONDS, REST_SECONDS = 1.0, 2.0
 MOVING_SECONDS = 10.0  # figures that have not changed for so long rest

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from .facts import Event
-from .ledgers.access import access_to
+from ..facts import Event
+from ..ledgers.access import access_to
 
 KEPT = 10_000  # events in the file; the oldest go first
 EVERY_SECONDS = 1.0

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from .facts import Moment
-from .ledgers.access import access_to
+from ..facts import Moment
+from ..ledgers.access import access_to
 
 DAY = 86400.0
 THINNED = ((1800.0, 15.0), (10800.0, 60.0))  # older than so many seconds: one moment in so many

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .facts import DeviceView, Moment, Section
+from ..facts import DeviceView, Moment, Section
 
 
 def moments_of(views: Iterable[DeviceView], sections: Iterable[Section], wall: float) -> tuple[Moment, ...]:
