@@ -31,8 +31,8 @@ from tornado.websocket import WebSocketClosedError
 from gpu_runtime.errors import GpuError, NotAllowed
 from gpu_runtime.settings import Settings, masked
 
-from . import flags, gate, guard, sockets
-from .guard import Terms, Visitor
+from gpu_runtime.web import unsafe_options, gate, auth, sockets
+from gpu_runtime.web.auth import Terms, Visitor
 
 DEFAULT_PORT = 8211
 PORTS_TRIED = 50  # on a shared box others' consoles lie at the first ones
@@ -60,7 +60,7 @@ def serve_page(page: Page | None = None) -> None:
             pn.config.authorize_callback = lambda user, path: _again(context.request)  # of this session only
             return
     try:
-        visitor = guard.visitor()
+        visitor = auth.visitor()
     except NotAllowed:  # a guest of Panel's login: their page stays empty, and the gate opens no websocket to it
         return
     pn.panel((page or _console)(visitor)).servable(title=TITLE)
@@ -90,7 +90,7 @@ def run(*, host: str = "127.0.0.1", port: int | None = None, socket_path: str | 
         where = {"port": port, "address": host}
     pn.config.reuse_sessions = False
     try:
-        server = get_server({"/": lambda: (page or _console)(guard.visitor())}, title=TITLE, sign_sessions=True,
+        server = get_server({"/": lambda: (page or _console)(auth.visitor())}, title=TITLE, sign_sessions=True,
                             http_server_kwargs={"max_body_size": beside.most_body_bytes},
                             secret_key=secrets.token_bytes(32), extra_patterns=list(beside.patterns),
                             server_id=gate.COOKIE, **where)
@@ -216,7 +216,7 @@ def _close(server: BaseServer) -> str:
     except GpuError as error:
         made, shut = Terms(getpass.getuser(), secrets.token_urlsafe(32)), " ".join(str(error).split())
     stands = gate.close(app, made)
-    stands.shut = shut or flags.objection(app, made)
+    stands.shut = shut or unsafe_options.objection(app, made)
     _mask_logs()
     if stands.shut:
         print(f"gpu: no console is served. {stands.shut}", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ import pytest
 NEEDED_LATER = ["torch", "transformers", "accelerate", "panel", "bokeh", "llama_cpp", "pandas", "pydantic_settings"]
 
 
-@pytest.mark.parametrize("package", ["gpu_runtime", "gpu", "gpu_panels.guard", "gpu_panels.launcher"])
+@pytest.mark.parametrize("package", ["gpu_runtime", "gpu", "gpu_runtime.web.auth", "gpu_panels.launcher"])
 def test_an_import_loads_nothing_that_is_only_needed_later(package, tmp_path):
     """torch alone takes a second; a notebook that only looks must not pay for it."""
     program = f"import sys, {package}; print(*(name for name in {NEEDED_LATER} if name in sys.modules))"

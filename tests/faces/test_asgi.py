@@ -5,8 +5,8 @@ import asyncio
 import socket
 
 import pytest
-from gpu_panels.asgi import Asgi
-from gpu_panels.gate import COOKIE
+from gpu_runtime.web.asgi import Asgi
+from gpu_runtime.web.gate import COOKIE
 from tornado.httpclient import AsyncHTTPClient, HTTPClientError
 from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets

@@ -16,7 +16,7 @@ from bokeh.server.session import ServerSession
 from gpu_panels import console, header, tabs
 from gpu_panels.actions import DONE_SECONDS, MOST_TOLD
 from gpu_panels.console import Console
-from gpu_panels.guard import Visitor
+from gpu_runtime.web.auth import Visitor
 from gpu_panels.proposals import propose
 from gpu_panels.tab import Tab
 from gpu_panels.watch import Watch

@@ -5,8 +5,8 @@ import doctest
 import secrets
 
 import pytest
-from gpu_panels import guard
-from gpu_panels.guard import OPERATOR, VIEWER, Guesses, Terms, Visitor, check, role_of, same_origin
+from gpu_runtime.web import auth
+from gpu_runtime.web.auth import OPERATOR, VIEWER, Guesses, Terms, Visitor, check, role_of, same_origin
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +22,7 @@ def brought(place: str, token: str) -> dict[str, str]:
 
 
 def test_the_examples_hold():
-    assert doctest.testmod(guard).failed == 0
+    assert doctest.testmod(auth).failed == 0
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -54,7 +54,7 @@ def test_nothing_else_gives_a_role(text, place):
 def test_tokens_are_compared_in_constant_time_and_none_is_skipped(monkeypatch):
     """Each that was brought with each that there is, whether or not one fitted already."""
     compared = []
-    monkeypatch.setattr(guard.hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b)
+    monkeypatch.setattr(auth.hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b)
     check(TERMS, authorization=f"Bearer {OPERATORS}", query="x")
     assert compared == [(32, 32)] * 6
 
@@ -127,4 +127,4 @@ def test_without_a_page_in_the_making_there_is_no_visitor():
     """Fail closed: what the gate did not let in is nobody, whoever asks."""
     pytest.importorskip("panel")
     with pytest.raises(NotAllowed, match="token"):
-        guard.visitor()
+        auth.visitor()

@@ -17,7 +17,8 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
 from bokeh.util.token import get_token_payload
-from gpu_panels import server, sockets
+from gpu_panels import server
+from gpu_runtime.web import sockets
 
 from gpu_runtime.errors import GpuError
 from tests.faces.served import OPERATORS, console, free_port, panel_serve, serving

@@ -5,7 +5,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from gpu_panels.guard import Visitor
+from gpu_runtime.web.auth import Visitor
 from starlette.testclient import TestClient
 
 from gpu_runtime.serving.api.app import application

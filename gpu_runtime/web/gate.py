@@ -26,8 +26,8 @@ from tornado.httputil import HTTPServerRequest, parse_cookie
 from tornado.routing import ReversibleRouter
 from tornado.web import RequestHandler, decode_signed_value
 
-from . import door, guard
-from .guard import OPERATOR, Guesses, Role, Terms, Visitor
+from . import login as door, auth
+from .auth import OPERATOR, Guesses, Role, Terms, Visitor
 
 COOKIE = "gpu-console"
 # Names of a token, and of a session that somebody else chose: who follows such a link would share it with its sender.
@@ -56,7 +56,7 @@ class Brought:
 
     @property
     def something(self) -> bool:
-        return bool(guard.bearer(self.authorization) or self.query or (self.inside and self.ours))
+        return bool(auth.bearer(self.authorization) or self.query or (self.inside and self.ours))
 
 
 class Gate(ReversibleRouter):
@@ -101,7 +101,7 @@ class Gate(ReversibleRouter):
         wait = self.guesses.wait_seconds()
         if wait is None:
             return None, None
-        role = guard.check(self.terms, query=token)
+        role = auth.check(self.terms, query=token)
         if role is None:
             self.guesses.count()
         return role, wait
@@ -135,9 +135,9 @@ class Gate(ReversibleRouter):
     def _for_a_token(self, request: HTTPServerRequest, brought: Brought) -> Any:
         if brought.something and not brought.inside and self.guesses.wait_seconds() is None:
             return self._refuse(request, 429, door.MANY)
-        role = guard.check(self.terms, authorization=brought.authorization, query=brought.query)
+        role = auth.check(self.terms, authorization=brought.authorization, query=brought.query)
         if brought.inside and role is None:
-            roles = [guard.check(self._inside, cookie=value) for value in brought.ours]
+            roles = [auth.check(self._inside, cookie=value) for value in brought.ours]
             role = next((one for one in roles if one is not None), None)
         if role is None:
             wait = 0.0
@@ -152,7 +152,7 @@ class Gate(ReversibleRouter):
     def _for_a_name(self, request: HTTPServerRequest, brought: Brought) -> Any:
         """Panel's login asks for names; here they get their roles. Strangers see the way to the login and no more."""
         name = self._name(brought.cookies)
-        role = guard.role_of(name, self.terms)
+        role = auth.role_of(name, self.terms)
         if role is not None:
             return self._let_in(request, self.terms.visitor(role, name))
         handler = self._route(request)
@@ -190,7 +190,7 @@ class Gate(ReversibleRouter):
         """Whether no page of another origin asks. Bokeh is spared the question: its own list knows no tunnels."""
         origins = [request.headers.pop(name) for name in ("Origin", "Sec-Websocket-Origin") if name in request.headers]
         named = {*self._app.websocket_origins, *(settings.allowed_ws_origin() or ())}
-        return all(guard.same_origin(origin, request.host, named) for origin in origins)
+        return all(auth.same_origin(origin, request.host, named) for origin in origins)
 
     # -- what becomes of them
 

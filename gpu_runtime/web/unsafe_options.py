@@ -30,7 +30,7 @@ from panel.io.state import state
 from tornado import process
 from tornado.web import FallbackHandler, StaticFileHandler
 
-from .guard import Terms
+from .auth import Terms
 
 KNOWN = {DocHandler, WSHandler, AutoloadJsHandler, MetadataHandler, RootHandler, StaticHandler, MultiRootStaticHandler,
          IcoHandler, ComponentResourceHandler}
