@@ -20,7 +20,7 @@ def run(rt: Any, *, host: str = "127.0.0.1", port: int | None = None, socket_pat
 
     The runtime is a full member of the ledger: models of the catalogue are loaded here when they are called.
     """
-    from gpu_panels import console, server, watch
+    from gpu_panels import console, server, poller
     from gpu_runtime.web.asgi import Asgi
 
     from .gateway import Gateway
@@ -44,5 +44,5 @@ def run(rt: Any, *, host: str = "127.0.0.1", port: int | None = None, socket_pat
     app = application(rt, gateway, version("gpu-console"))
     gc.freeze()  # what is imported stays: to search it again and again took a fifth of the time, 0.2 s at a stretch
     server.run(host=host, port=DEFAULT_PORT if port is None else port, socket_path=socket_path, read_only=read_only,
-               browser=False, page=lambda visitor: console.page(visitor, watch.of(rt)),
+               browser=False, page=lambda visitor: console.page(visitor, poller.of(rt)),
                beside=server.Beside("gpu serve", ((ROUTES, Asgi, {"app": app}),), MOST_BODY_BYTES, end))

@@ -24,7 +24,7 @@ from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import Outcome, Snapshot
 
 from .proposals import VERBS, Proposal, changed, propose, question
-from .watch import Watch
+from .poller import Watch
 
 log = logging.getLogger("gpu_runtime")
 

@@ -21,7 +21,7 @@ from gpu_runtime.facts import Snapshot
 from . import header, tabs
 from .actions import Actions
 from .tab import Tab
-from .watch import Look, Watch
+from .poller import Look, Watch
 
 log = logging.getLogger("gpu_runtime")
 

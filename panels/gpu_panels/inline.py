@@ -22,9 +22,9 @@ from panel.io.state import state
 from gpu_runtime import threads
 from gpu_runtime.errors import NotAllowed
 
-from . import lean
+from . import inline_assets
 from .console import Console
-from .watch import of
+from .poller import of
 
 TICK_SECONDS = 0.25
 SILENCE = "nothing heard, as while a cell runs that lets no other thread run,"
@@ -58,7 +58,7 @@ class Inline(pn.Column):
         shell = _browser()
         if shell is None:
             return still
-        resources = lean.Resources(shell)
+        resources = inline_assets.Resources(shell)
         resources.publish(lambda: pn.extension(inline=True))
         self._console.watch.join(self._console)
         with self._turn:
@@ -68,7 +68,7 @@ class Inline(pn.Column):
             for ref in new:  # from here on: what came before is in the page
                 _, _, doc, comm = state._views[ref]
                 doc.on_change(partial(self._let_go, doc, comm))
-        page, said_once = lean.split(data["text/html"], still["text/html"])
+        page, said_once = inline_assets.split(data["text/html"], still["text/html"])
         resources.publish_texts(said_once)
         threads.start(lambda: self._settle(resources, new))
         if not self._driven:
@@ -84,7 +84,7 @@ class Inline(pn.Column):
 
     def _render_model(self, doc: Any = None, comm: Any = None) -> Any:
         if doc is not None and comm is not None:
-            state._stylesheets[doc] = lean.LocalStyles()
+            state._stylesheets[doc] = inline_assets.LocalStyles()
         return super()._render_model(doc, comm)
 
     def _let_go(self, doc: Any, comm: Any, event: Any) -> None:
@@ -130,7 +130,7 @@ class Inline(pn.Column):
             pause.wait(TICK_SECONDS)
         self._driven = False
 
-    def _settle(self, resources: lean.Resources, refs: set[str]) -> None:
+    def _settle(self, resources: inline_assets.Resources, refs: set[str]) -> None:
         """Takes back what the browser has by now. One that never came is forgotten, and its page stays a picture."""
         pause, waited = threading.Event(), 0.0
         while waited < OPENING_SECONDS and refs & set(self._models) - self._ready:

@@ -166,11 +166,11 @@ def url(host: str, port: int, prefix: str, token: str) -> str:
 def _console(visitor: Visitor) -> Any:
     import gpu_runtime
 
-    from . import console, watch
+    from . import console, poller
 
     rt = gpu_runtime.runtime()
     rt.guest = True  # it holds no models; what it does it asks of those who do
-    return console.page(visitor, watch.of(rt))
+    return console.page(visitor, poller.of(rt))
 
 
 def _warm_up() -> None:

@@ -24,7 +24,7 @@ from gpu_runtime.facts import Snapshot
 
 if TYPE_CHECKING:
     from .actions import Actions
-    from .watch import Watch
+    from .poller import Watch
 
 
 class Tab:

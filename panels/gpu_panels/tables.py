@@ -11,7 +11,7 @@ from . import rows
 from .actions import Actions
 from .sheet import Column, Row, Sheet, encoded
 from .tab import Tab
-from .watch import Watch
+from .poller import Watch
 
 CATALOGUE_SECONDS = 10.0  # how often the catalogue is read
 

@@ -19,7 +19,7 @@ from gpu_panels.console import Console
 from gpu_runtime.web.auth import Visitor
 from gpu_panels.proposals import propose
 from gpu_panels.tab import Tab
-from gpu_panels.watch import Watch
+from gpu_panels.poller import Watch
 from msgspec.structs import replace
 from panel.io.state import set_curdoc, state
 from tornado.ioloop import IOLoop

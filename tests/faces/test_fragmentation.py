@@ -10,7 +10,7 @@ from gpu_panels import fragmentation
 from gpu_panels.fragmentation import COLUMNS, EMPTY, Fetch, FragmentationTab, Told, cuts, report, rows
 from gpu_panels.mapchart import MapChart
 from gpu_panels.palette import EDGE
-from gpu_panels.watch import Look
+from gpu_panels.poller import Look
 from msgspec.structs import replace
 
 from gpu_runtime.devices.allocator_stats import bounded

@@ -11,7 +11,7 @@ import panel as pn
 import pytest
 from bokeh.document import Document
 from gpu_runtime.rendering import render
-from gpu_panels import inline, lean
+from gpu_panels import inline, inline_assets
 from gpu_panels.inline import Inline
 from panel.io.resources import CDN_DIST
 
@@ -100,7 +100,7 @@ def test_what_was_never_shown_leaves_nothing_behind(rt):
 
 PAGE = ('<div id="x" data-root-id="y"></div>\n<script type="application/javascript">(function(root) {\n  var docs_json = {document};\n'
         "  root.embed(docs_json)\n})(window);</script>")
-LONG = "x" * (lean.LONG + 1) + '</script><!--"'
+LONG = "x" * (inline_assets.LONG + 1) + '</script><!--"'
 
 
 def page(document):
@@ -108,7 +108,7 @@ def page(document):
 
 
 def test_a_long_text_is_said_once_and_outside_the_page():
-    found, texts = lean.split(page({"a": [LONG, "short"], "b": {"esm": LONG}}), "<p>still</p>")
+    found, texts = inline_assets.split(page({"a": [LONG, "short"], "b": {"esm": LONG}}), "<p>still</p>")
     (key,) = (key for key, text in texts.items() if text == LONG)
     assert found.count(f'root.gpuc["{key}"]') == 2 and LONG[:50] not in found and '"short"' in found
     assert found.startswith("<div data-gpuc="), "the picture is there until the page is"
@@ -119,21 +119,21 @@ def test_a_long_text_is_said_once_and_outside_the_page():
 def test_texts_cannot_end_the_script_that_they_are_in():
     shown = []
     publisher = SimpleNamespace(publish=lambda data, *_, **__: shown.append(data))
-    resources = lean.Resources(SimpleNamespace(display_pub=publisher))
+    resources = inline_assets.Resources(SimpleNamespace(display_pub=publisher))
     resources.publish_texts({"k": LONG})
-    assert "</script>" not in shown[0][lean.LOAD] and "<!--" not in shown[0][lean.LOAD]
+    assert "</script>" not in shown[0][inline_assets.LOAD] and "<!--" not in shown[0][inline_assets.LOAD]
 
 
 def test_a_page_that_is_made_otherwise_is_left_as_it_is():
     """A later Panel may write it in another way: then it is large, and works."""
-    assert lean.split("<div>something else</div>", "still") == ("<div>something else</div>", {})
+    assert inline_assets.split("<div>something else</div>", "still") == ("<div>something else</div>", {})
 
 
 def test_what_a_browser_has_taken_is_taken_out_of_the_output():
     published = []
     shell = SimpleNamespace(display_pub=SimpleNamespace(
         publish=lambda data, metadata, transient, update: published.append((transient["display_id"], update, data))))
-    resources = lean.Resources(shell)
+    resources = inline_assets.Resources(shell)
     resources.publish_texts({"k": "text"})
     resources.clear()
     (id, update, _), (again, updated, data) = published
@@ -142,7 +142,7 @@ def test_what_a_browser_has_taken_is_taken_out_of_the_output():
 
 def test_panels_own_styles_come_with_the_page():
     """Panel names its CDN where a part of the page changes later: without internet a page without style."""
-    styles = lean.LocalStyles()
+    styles = inline_assets.LocalStyles()
     url = f"{CDN_DIST}css/loading.css?v=1"
     assert url in styles and "https://elsewhere/x.css" not in styles and f"{CDN_DIST}../../secret.css" not in styles
     found = styles[url].url

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 from gpu_panels import watch as watches
-from gpu_panels.watch import REFRESH_SECONDS, Watch
+from gpu_panels.poller import REFRESH_SECONDS, Watch
 from msgspec.structs import replace
 
 from gpu_runtime.errors import LedgerUnavailable

@@ -4,7 +4,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from gpu_panels.watch import Watch
+from gpu_panels.poller import Watch
 from msgspec.structs import replace
 
 from gpu_runtime.owner import frames
