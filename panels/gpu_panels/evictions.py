@@ -27,12 +27,12 @@ from gpu_runtime.facts import Event, Snapshot
 
 from . import evicted
 from .evicted import ACTIONS, ANY, LOOKS, PIECES, WINDOWS, Filter
-from .historychart import CLOCK, TIME
+from .charts.history_chart import CLOCK, TIME
 from .now import BUTTONS, NO_CAPITALS, SELECT
 from .palette import EDGE
 from .prose import Prose
 from .sheet import Sheet, encoded
-from .sources import bring
+from .charts.data_sources import bring
 from .tab import Tab
 
 FETCH_SECONDS = 10.0  # of the journal: what has just happened stands in the snapshot

@@ -15,7 +15,7 @@ from gpu_runtime.rendering.views import clean
 from gpu_runtime.facts import AllocatorMap, DeviceView, Snapshot
 from gpu_runtime.units import show_bytes
 
-from .mapchart import MapChart
+from .charts.map_chart import MapChart
 from .palette import EDGE
 from .rows import UNKNOWN, owner_cell
 from .sheet import Button, Cell, Column, Row, Sheet, encoded

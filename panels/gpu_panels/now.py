@@ -11,10 +11,10 @@ from gpu_runtime.rendering.words import alarms
 from gpu_runtime.facts import DeviceView, History, Snapshot
 
 from . import bars, drawings, history
-from .barchart import BarChart
+from .charts.bar_chart import BarChart
 from .bars import Bar
 from .drawings import Drawing
-from .historychart import HistoryChart
+from .charts.history_chart import HistoryChart
 from .palette import LEVELS, SHARED, level_word
 from .prose import Prose
 from .tab import Tab

@@ -30,7 +30,7 @@ from gpu_runtime.facts import (
 from gpu_runtime.units import parse_room, show_bytes, show_seconds
 
 from . import bars, drawings
-from .barchart import BarChart
+from .charts.bar_chart import BarChart
 from .now import SELECT
 from .palette import SHARED
 from .prose import Prose

@@ -6,9 +6,9 @@ from copy import deepcopy
 import pytest
 from bokeh.models import ColumnDataSource
 from gpu_panels import bars, drawings
-from gpu_panels.barchart import BarChart
+from gpu_panels.charts.bar_chart import BarChart
 from gpu_panels.palette import Palette
-from gpu_panels.sources import bring
+from gpu_panels.charts.data_sources import bring
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -8,7 +8,7 @@ from bokeh.models import ColumnDataSource
 from gpu_runtime.rendering.allocator_map import MOST_ROWS, picture
 from gpu_panels import fragmentation
 from gpu_panels.fragmentation import COLUMNS, EMPTY, Fetch, FragmentationTab, Told, cuts, report, rows
-from gpu_panels.mapchart import MapChart
+from gpu_panels.charts.map_chart import MapChart
 from gpu_panels.palette import EDGE
 from gpu_panels.poller import Look
 from msgspec.structs import replace

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 from gpu_panels import history
 from gpu_panels.history import OTHERS, UNLEASED, Band, Run, chart
-from gpu_panels.historychart import HistoryChart
+from gpu_panels.charts.history_chart import HistoryChart
 from gpu_panels.palette import Palette
 from hypothesis import given
 from hypothesis import strategies as st

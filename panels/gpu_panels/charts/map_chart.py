@@ -12,8 +12,8 @@ from gpu_runtime.rendering.allocator_map import COLOURS, RELEASED, STUCK, WORDS,
 
 from gpu_runtime.units import show_bytes
 
-from .palette import EDGE
-from .sources import bring
+from ..palette import EDGE
+from .data_sources import bring
 
 COLUMNS = ("left", "right", "bottom", "top", "colour", "alpha", "hatch", "what", "told")
 EDGES = ("left", "right", "bottom", "top")

@@ -22,11 +22,11 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from .barchart import interval
-from .drawings import unit_of
-from .history import BANDS, MARKS, RUNS, TOP, Drawing
-from .palette import EDGE
-from .sources import bring
+from .bar_chart import interval
+from ..drawings import unit_of
+from ..history import BANDS, MARKS, RUNS, TOP, Drawing
+from ..palette import EDGE
+from .data_sources import bring
 
 HEIGHT = 300
 

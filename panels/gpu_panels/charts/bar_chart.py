@@ -23,9 +23,9 @@ from bokeh.models import (
     Text,
 )
 
-from .drawings import COLUMNS, GROUND, LINES, Drawing
-from .palette import EDGE, LEVELS
-from .sources import bring
+from ..drawings import COLUMNS, GROUND, LINES, Drawing
+from ..palette import EDGE, LEVELS
+from .data_sources import bring
 
 HEIGHT = 76
 
