@@ -23,7 +23,7 @@ from gpu_runtime import threads
 from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import Outcome, Snapshot
 
-from .proposals import VERBS, Proposal, changed, propose, question
+from .data.confirmations import VERBS, Proposal, changed, propose, question
 from .poller import Watch
 
 log = logging.getLogger("gpu_runtime")

@@ -14,7 +14,7 @@ from gpu_runtime.rendering.views import clean
 from gpu_runtime.facts import Event, Snapshot
 from gpu_runtime.units import show_bytes
 
-from .bars import holder
+from .data.bars import holder
 from .now import BUTTONS
 from .sheet import Cell, Column, Row, Sheet, encoded
 from .tab import Tab

@@ -25,8 +25,8 @@ from gpu_runtime.rendering.html import esc
 
 from gpu_runtime.facts import Event, Snapshot
 
-from . import evicted
-from .evicted import ACTIONS, ANY, LOOKS, PIECES, WINDOWS, Filter
+from .data import evictions
+from .data.evictions import ACTIONS, ANY, LOOKS, PIECES, WINDOWS, Filter
 from .charts.history_chart import CLOCK, TIME
 from .now import BUTTONS, NO_CAPITALS, SELECT
 from .palette import EDGE
@@ -46,7 +46,7 @@ _SPENT_TOOLTIP = """<div style="font-size:12px"><b>@y{0.0} s</b> spent on loadin
 
 def counted(snapshot: Snapshot) -> str:
     """The totals of this boot as HTML: evictions, which are offloads and unloads, first."""
-    first, offloads, unloads, *rest = evicted.counters(snapshot)
+    first, offloads, unloads, *rest = evictions.counters(snapshot)
 
     def count(told: tuple[str, int, str], kind: str = "") -> str:
         name, number, means = told
@@ -93,17 +93,17 @@ class Timeline:
                        HoverTool(renderers=[points], tooltips=_SPENT_TOOLTIP))
         return plot
 
-    def show(self, told: evicted.Timeline) -> None:
+    def show(self, told: evictions.Timeline) -> None:
         """Brings the chart up to date."""
         self.time.update(start=told.start * 1e3, end=told.end * 1e3)
-        top = evicted.top(told)
+        top = evictions.top(told)
         self.height.update(end=top)
         self._interval.update(interval=top / 4)
         self.seconds.update(end=max(*told.seconds, 1e-3) * 1.15)
         for part in self._timed:
             part.visible = told.timed
-        bring(self.source, evicted.pieces(told))
-        bring(self.spent, evicted.spent(told))
+        bring(self.source, evictions.pieces(told))
+        bring(self.spent, evictions.spent(told))
 
 
 class Evictions(Tab):
@@ -123,7 +123,7 @@ class Evictions(Tab):
         self.reason = pmui.Select(label="Reason", options=[ANY], value=ANY, width=190, margin=(5, 10), **SELECT)
         self.save = pmui.FileDownload(callback=self._file, filename="evictions.csv", label="Save as CSV", size="small",
                                       variant="outlined", margin=(10, 10), **NO_CAPITALS)
-        self.sheet = Sheet(evicted.COLUMNS, empty=EMPTY, filters=False, margin=(4, 10))
+        self.sheet = Sheet(evictions.COLUMNS, empty=EMPTY, filters=False, margin=(4, 10))
         for widget, name in ((self.window, "value"), (self.model, "value_input"), (self.action, "value"),
                              (self.reason, "value")):
             widget.param.watch(lambda _: self._again(), name)
@@ -136,20 +136,20 @@ class Evictions(Tab):
     def update(self, snapshot: Snapshot) -> None:
         self._counts.show(self.watch.once("eviction counters", snapshot, counted))
         everything = self._events(snapshot)
-        options = evicted.reasons(everything)
+        options = evictions.reasons(everything)
         if options != self.reason.options:
             self.reason.param.update(options=options, value=self.reason.value if self.reason.value in options else ANY)
-        told = self.watch.once(f"timeline {self.window.value}", snapshot, lambda seen: evicted.timeline(
-            everything, *evicted.window(WINDOWS[self.window.value], seen.wall)))
+        told = self.watch.once(f"timeline {self.window.value}", snapshot, lambda seen: evictions.timeline(
+            everything, *evictions.window(WINDOWS[self.window.value], seen.wall)))
         self.chart.show(told)
         self._key.show(f'<div class="key">{_KEY}{_SPENT_KEY if told.timed else ""}</div>')
         wanted = self._filter(snapshot)
-        shown = evicted.matching(everything, wanted)
+        shown = evictions.matching(everything, wanted)
         if (shown, set(snapshot.sections)) == self._shown:
             return
         self._shown = (shown, set(snapshot.sections))  # whose names the rows tell
         self.sheet.empty = EMPTY if wanted[:3] == Filter()[:3] else NO_MATCH
-        self.sheet.show(encoded(evicted.rows(shown, snapshot)))
+        self.sheet.show(encoded(evictions.rows(shown, snapshot)))
 
     def _filter(self, snapshot: Snapshot) -> Filter:
         return Filter(self.model.value_input or "", self.action.value, self.reason.value,
@@ -160,7 +160,7 @@ class Evictions(Tab):
         window = self.window.value
         told = self.watch.latest(f"events {window}", lambda rt: rt.history(WINDOWS[window], points=2).events,
                                  every=FETCH_SECONDS)
-        return self.watch.once(f"events {window}", snapshot, lambda seen: evicted.merged(told or (), seen.events))
+        return self.watch.once(f"events {window}", snapshot, lambda seen: evictions.merged(told or (), seen.events))
 
     def _again(self) -> None:
         if self.watch.look.snapshot is not None:
@@ -169,5 +169,5 @@ class Evictions(Tab):
     def _file(self) -> io.BytesIO:
         """What the filter lets through, all of it, as a file."""
         snapshot = self.watch.look.snapshot
-        shown = evicted.matching(self._events(snapshot), self._filter(snapshot)) if snapshot else ()
-        return io.BytesIO(evicted.csv_of(shown, snapshot).encode()) if snapshot else io.BytesIO()
+        shown = evictions.matching(self._events(snapshot), self._filter(snapshot)) if snapshot else ()
+        return io.BytesIO(evictions.csv_of(shown, snapshot).encode()) if snapshot else io.BytesIO()

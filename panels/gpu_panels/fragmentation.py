@@ -17,7 +17,7 @@ from gpu_runtime.units import show_bytes
 
 from .charts.map_chart import MapChart
 from .palette import EDGE
-from .rows import UNKNOWN, owner_cell
+from .data.rows import UNKNOWN, owner_cell
 from .sheet import Button, Cell, Column, Row, Sheet, encoded
 from .tab import Tab
 

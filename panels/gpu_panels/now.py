@@ -10,10 +10,10 @@ from gpu_runtime.rendering.words import alarms
 
 from gpu_runtime.facts import DeviceView, History, Snapshot
 
-from . import bars, drawings, history
+from .data import bars, bar_columns, history
 from .charts.bar_chart import BarChart
-from .bars import Bar
-from .drawings import Drawing
+from .data.bars import Bar
+from .data.bar_columns import Drawing
 from .charts.history_chart import HistoryChart
 from .palette import LEVELS, SHARED, level_word
 from .prose import Prose
@@ -43,8 +43,8 @@ def heading(snapshot: Snapshot, view: DeviceView, bar: Bar) -> str:
 def cards(snapshot: Snapshot, dark: bool) -> dict[str, tuple[str, Drawing]]:
     """Each device's heading and bar, by its id."""
     drawn = bars.bars(snapshot)
-    looks = SHARED.looks(drawings.labels(drawn))
-    return {view.device.id: (heading(snapshot, view, bar), drawings.drawing(bar, looks, dark))
+    looks = SHARED.looks(bar_columns.labels(drawn))
+    return {view.device.id: (heading(snapshot, view, bar), bar_columns.drawing(bar, looks, dark))
             for view, bar in zip(snapshot.devices, drawn, strict=True)}
 
 

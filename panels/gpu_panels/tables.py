@@ -7,7 +7,7 @@ import panel as pn
 
 from gpu_runtime.facts import ModelSpec, Snapshot
 
-from . import rows
+from .data import rows
 from .actions import Actions
 from .sheet import Column, Row, Sheet, encoded
 from .tab import Tab

@@ -29,7 +29,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.units import parse_room, show_bytes, show_seconds
 
-from . import bars, drawings
+from .data import bars, bar_columns
 from .charts.bar_chart import BarChart
 from .now import SELECT
 from .palette import SHARED
@@ -261,7 +261,7 @@ class WhatIf(Tab):
         if not changed:
             return
         now, then = bars.bars(snapshot), bars.bars(after(snapshot, steps))
-        looks = SHARED.looks(drawings.labels((*now, *then)))
+        looks = SHARED.looks(bar_columns.labels((*now, *then)))
         for one, other in zip(now, then, strict=True):
             pair = self._pairs.get(one.device.id)
             if pair is None:
@@ -270,8 +270,8 @@ class WhatIf(Tab):
                     f"{esc(show_bytes(one.used_bytes))}; below as it would be, {esc(show_bytes(other.used_bytes))}"
                     f'</span><span class="unread">{esc(other.told)}</span></div>')
             pair.head.show(head)
-            pair.now.show(drawings.drawing(one, looks, self._dark))
-            pair.then.show(drawings.drawing(other, looks, self._dark))
+            pair.now.show(bar_columns.drawing(one, looks, self._dark))
+            pair.then.show(bar_columns.drawing(other, looks, self._dark))
 
     def _asked(self, other: Any, nothing: str, something: bool) -> None:
         """One of the two is asked about; the other is emptied."""

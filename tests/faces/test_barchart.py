@@ -5,7 +5,7 @@ from copy import deepcopy
 
 import pytest
 from bokeh.models import ColumnDataSource
-from gpu_panels import bars, drawings
+from gpu_panels.data import bars, bar_columns
 from gpu_panels.charts.bar_chart import BarChart
 from gpu_panels.palette import Palette
 from gpu_panels.charts.data_sources import bring
@@ -24,7 +24,7 @@ def shown(snapshot, device=0, dark=False):
 
 def drawn(snapshot, device=0, dark=False):
     bar = bars.bars(snapshot)[device]
-    return drawings.drawing(bar, Palette().looks(drawings.labels([bar])), dark)
+    return bar_columns.drawing(bar, Palette().looks(bar_columns.labels([bar])), dark)
 
 
 def test_the_figure_shows_every_stretch_and_mark():

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from gpu_panels import bars, drawings
+from gpu_panels.data import bars, bar_columns
 from gpu_panels.palette import PLAIN, Palette
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,7 +51,7 @@ def test_a_bar_is_the_books_claims_to_the_byte(drawn, residue, held_by_the_dead,
     claims = book.claims()
     for view, one in zip(snapshot.devices, bars.bars(snapshot), strict=True):
         assert sum(s.bytes for s in one.stretches if s.kind != "strangers") == claims.get(view.device.id, 0)
-        columns = drawings.columns(one, Palette().looks(drawings.labels([one])))
+        columns = bar_columns.columns(one, Palette().looks(bar_columns.labels([one])))
         assert sum(columns["bytes"]) == one.used_bytes <= one.scale_bytes
         assert columns["left"][1:] == columns["right"][:-1], "no gap and no overlap"
 
@@ -83,7 +83,7 @@ def test_a_part_of_a_split_model_says_of_how_much_it_is():
 def test_comers_and_goers_are_hatched_and_say_so():
     """Nobody takes bytes on their way for bytes that lie there."""
     leaving = bar(samples.waiting).stretches
-    columns = drawings.columns(bar(samples.waiting), {})
+    columns = bar_columns.columns(bar(samples.waiting), {})
     assert [one.kind for one in leaving] == ["settled", "leaving"]
     assert columns["hatch"] == [PLAIN, "\\"] and columns["alpha"][1] < 1
     assert "4.0 GiB, stepping aside" in leaving[1].told
@@ -109,7 +109,7 @@ def test_memory_that_nobody_leased_names_its_processes():
     other = stretches(samples.overdraft)["other programs"]
     assert other.bytes == GIB // 2
     assert "python3, carol, pid 999" in other.told
-    assert drawings.columns(bar(samples.overdraft), {})["hatch"][-1] == "x", "no lease looks like it"
+    assert bar_columns.columns(bar(samples.overdraft), {})["hatch"][-1] == "x", "no lease looks like it"
 
 
 def test_a_strangers_size_that_the_driver_will_not_say_is_unknown():
@@ -182,8 +182,8 @@ def test_a_simulated_card_says_so_among_real_ones():
 def test_a_small_device_has_an_axis_of_its_own_unit():
     """A card of 96 MiB would be all in the first hundredth of a GiB."""
     small = samples.snapshot(samples.lease("m", 0.0625), gib=0.09375)
-    assert drawings.unit_of(small.devices[0].device.total_bytes) == (MIB, "MiB")
-    assert drawings.columns(bar(small), {})["right"] == [64.0]
+    assert bar_columns.unit_of(small.devices[0].device.total_bytes) == (MIB, "MiB")
+    assert bar_columns.columns(bar(small), {})["right"] == [64.0]
 
 
 def test_a_bar_can_be_read_aloud():

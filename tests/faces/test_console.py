@@ -17,7 +17,7 @@ from gpu_panels import console, header, tabs
 from gpu_panels.actions import DONE_SECONDS, MOST_TOLD
 from gpu_panels.console import Console
 from gpu_runtime.web.auth import Visitor
-from gpu_panels.proposals import propose
+from gpu_panels.data.confirmations import propose
 from gpu_panels.tab import Tab
 from gpu_panels.poller import Watch
 from msgspec.structs import replace

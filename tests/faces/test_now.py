@@ -4,7 +4,7 @@ from __future__ import annotations
 import re
 
 from gpu_panels import now
-from gpu_panels.bars import bars
+from gpu_panels.data.bars import bars
 from gpu_panels.now import Now
 from msgspec.structs import replace
 

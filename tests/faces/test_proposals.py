@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from gpu_panels.proposals import Proposal, changed, propose, question
+from gpu_panels.data.confirmations import Proposal, changed, propose, question
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Phase

@@ -4,7 +4,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from gpu_panels import rows
+from gpu_panels.data import rows
 from gpu_panels.sheet import Button, Cell, Sheet, encoded
 from msgspec.structs import replace
 

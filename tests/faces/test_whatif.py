@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import pytest
-from gpu_panels import bars, whatif
+from gpu_panels.data import bars
+from gpu_panels import whatif
 from gpu_panels.whatif import NO_MODEL, Answer, WhatIf, after, answer, ask, details, displaced, known
 from msgspec.structs import replace
 

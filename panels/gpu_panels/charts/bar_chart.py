@@ -23,7 +23,7 @@ from bokeh.models import (
     Text,
 )
 
-from ..drawings import COLUMNS, GROUND, LINES, Drawing
+from ..data.bar_columns import COLUMNS, GROUND, LINES, Drawing
 from ..palette import EDGE, LEVELS
 from .data_sources import bring
 

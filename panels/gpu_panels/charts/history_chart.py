@@ -23,8 +23,8 @@ from bokeh.models import (
 from bokeh.plotting import figure
 
 from .bar_chart import interval
-from ..drawings import unit_of
-from ..history import BANDS, MARKS, RUNS, TOP, Drawing
+from ..data.bar_columns import unit_of
+from ..data.history import BANDS, MARKS, RUNS, TOP, Drawing
 from ..palette import EDGE
 from .data_sources import bring
 

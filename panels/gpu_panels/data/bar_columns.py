@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from gpu_runtime.units import GIB, MIB
 
 from .bars import Bar
-from .palette import PLAIN, UNOWNED, Look
+from ..palette import PLAIN, UNOWNED, Look
 
 
 class Drawing(NamedTuple):

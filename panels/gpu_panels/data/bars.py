@@ -13,7 +13,7 @@ from gpu_runtime.rendering.views import RESIDUE, STRANGERS, clean, fill, importa
 from gpu_runtime.facts import Device, DeviceView, Lease, Phase, Section, Snapshot
 from gpu_runtime.units import show_bytes, show_seconds
 
-from .palette import label_of
+from ..palette import label_of
 from .rows import lasting
 
 ENDED = "ended, not yet freed"

@@ -17,9 +17,9 @@ from gpu_runtime.rendering.words import deed
 from gpu_runtime.facts import Event, Snapshot
 from gpu_runtime.units import show_bytes, show_seconds
 
-from .decisions import named, row_id, when, who
-from .palette import PLAIN
-from .sheet import Cell, Column, Row
+from ..decisions import named, row_id, when, who
+from ..palette import PLAIN
+from ..sheet import Cell, Column, Row
 
 EVICTIONS = ("offloaded", "unloaded")
 ACTIONS = {  # what may be looked at -> the events' actions
