@@ -18,9 +18,10 @@ from panel.util import edit_readonly
 
 from gpu_runtime.facts import Snapshot
 
-from . import header, tabs
+from . import header
+from .tabs import registry
 from .actions import Actions
-from .tab import Tab
+from .tabs.base import Tab
 from .poller import Look, Watch
 
 log = logging.getLogger("gpu_runtime")
@@ -47,7 +48,7 @@ class Console:
         self.watch, self.visitor = watch, visitor
         self.actions = Actions(watch, visitor)
         self._shown: int | None = None
-        self._titles = tabs.titles()
+        self._titles = registry.titles()
         self._made: dict[str, Tab] = {}
         self._holders = {title: pn.Column(sizing_mode="stretch_width", margin=(10, 0)) for title in self._titles}
         self.strip = header.Strip(sizing_mode="stretch_width", chooses=theme_toggle, **strip)
@@ -103,7 +104,7 @@ class Console:
         try:
             tab = self._made.get(title)
             if tab is None:
-                tab = tabs.kind(title)(self.watch, self.actions)
+                tab = registry.kind(title)(self.watch, self.actions)
                 tab.dark(self.page.dark_theme)
                 tab.update(snapshot)
                 holder.objects = [tab.panel]

@@ -177,9 +177,10 @@ def _warm_up() -> None:
     """Imports what the first page is made of, before anybody waits for it: half a second of the first visitor's."""
     from gpu_runtime import Runtime  # noqa: F401
 
-    from . import console, tabs  # noqa: F401
+    from . import console
+    from .tabs import registry  # noqa: F401
 
-    tabs.kind(tabs.titles()[0])
+    registry.kind(registry.titles()[0])
 
 
 def _names(text: str | None) -> frozenset[str]:

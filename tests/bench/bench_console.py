@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from gpu_panels import tabs
+from gpu_panels.tabs import registry
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.websocket import websocket_connect
 
@@ -179,7 +179,7 @@ class Session:
         """As a click on that tab does; until the server has made the tab."""
         self._answered.clear()
         await self._patch({"kind": "ModelChanged", "model": {"id": self._tabs}, "attr": "active",
-                           "new": tabs.titles().index(tab)})
+                           "new": registry.titles().index(tab)})
         await asyncio.wait_for(self._answered.wait(), ANSWER_SECONDS)
 
     async def close(self) -> None:

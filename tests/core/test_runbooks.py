@@ -77,7 +77,7 @@ def test_every_symptom_of_the_troubleshooting_table_has_its_section():
 
 def test_the_runbook_of_the_console_says_what_each_tab_answers():
     """A tab that came or went is told there."""
-    from gpu_panels import tabs
+    from gpu_panels.tabs import registry
 
     told = re.findall(r"\*\*([^*]+)\*\*", prose("05_operator_console.ipynb"))
-    assert [title for title in tabs.TABS if not any(re.search(rf"\b{title}\b", words) for words in told)] == []
+    assert [title for title in registry.TABS if not any(re.search(rf"\b{title}\b", words) for words in told)] == []

@@ -13,12 +13,13 @@ from bokeh.application.handlers.document_lifecycle import _on_session_destroyed
 from bokeh.document import Document
 from bokeh.models import ImportedStyleSheet
 from bokeh.server.session import ServerSession
-from gpu_panels import console, header, tabs
+from gpu_panels import console, header
+from gpu_panels.tabs import registry
 from gpu_panels.actions import DONE_SECONDS, MOST_TOLD
 from gpu_panels.console import Console
 from gpu_runtime.web.auth import Visitor
 from gpu_panels.data.confirmations import propose
-from gpu_panels.tab import Tab
+from gpu_panels.tabs.base import Tab
 from gpu_panels.poller import Watch
 from msgspec.structs import replace
 from panel.io.state import set_curdoc, state
@@ -65,7 +66,7 @@ def page(watch, waiting_threads, monkeypatch):
 
 
 def only(monkeypatch, *titles):
-    monkeypatch.setattr(tabs, "titles", lambda: list(titles))
+    monkeypatch.setattr(registry, "titles", lambda: list(titles))
 
 
 def target(watch, name="qwen"):
@@ -110,8 +111,8 @@ def two(watch, monkeypatch):
     Counted.made = Counted.updates = 0
     Counted.themes = []
     only(monkeypatch, "Models", "Counted")
-    monkeypatch.setattr(tabs, "kind", {"Counted": Counted, "Failing": Failing, "Models": Counted}.__getitem__)
-    monkeypatch.setattr(tabs, "kind", lambda title, known=tabs.kind: known(title) if title != "Models" else Other)
+    monkeypatch.setattr(registry, "kind", {"Counted": Counted, "Failing": Failing, "Models": Counted}.__getitem__)
+    monkeypatch.setattr(registry, "kind", lambda title, known=registry.kind: known(title) if title != "Models" else Other)
     return Console(watch, VIEWER)
 
 
@@ -161,7 +162,7 @@ def test_a_served_page_takes_the_theme_that_its_browser_wants_and_a_notebooks_do
 
 def test_a_tab_that_fails_says_so_and_the_others_go_on(watch, monkeypatch, caplog):
     only(monkeypatch, "Failing", "Counted")
-    monkeypatch.setattr(tabs, "kind", {"Counted": Counted, "Failing": Failing}.__getitem__)
+    monkeypatch.setattr(registry, "kind", {"Counted": Counted, "Failing": Failing}.__getitem__)
     made = Console(watch, VIEWER)
     assert "division by zero" in made._holders["Failing"].objects[0].object and "Traceback" in caplog.text
     made._tabs.active = 1

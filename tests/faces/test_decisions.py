@@ -1,8 +1,8 @@
 """The tab Decisions: each verdict with its because and what else was considered."""
 from __future__ import annotations
 
-from gpu_panels import decisions
-from gpu_panels.decisions import Decisions, rows
+from gpu_panels.tabs import decisions
+from gpu_panels.tabs.decisions import Decisions, rows
 from msgspec.json import decode
 from msgspec.structs import replace
 

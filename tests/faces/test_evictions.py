@@ -7,7 +7,7 @@ import io
 import pytest
 from gpu_panels.data import evictions as evicted
 from gpu_panels.data.evictions import ANY, BINS, Filter, csv_of, matching, merged, timeline
-from gpu_panels.evictions import NO_MATCH, Evictions, counted
+from gpu_panels.tabs.evictions import NO_MATCH, Evictions, counted
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.json import decode

@@ -6,8 +6,8 @@ import json
 import pytest
 from bokeh.models import ColumnDataSource
 from gpu_runtime.rendering.allocator_map import MOST_ROWS, picture
-from gpu_panels import fragmentation
-from gpu_panels.fragmentation import COLUMNS, EMPTY, Fetch, FragmentationTab, Told, cuts, report, rows
+from gpu_panels.tabs import fragmentation
+from gpu_panels.tabs.fragmentation import COLUMNS, EMPTY, Fetch, FragmentationTab, Told, cuts, report, rows
 from gpu_panels.charts.map_chart import MapChart
 from gpu_panels.palette import EDGE
 from gpu_panels.poller import Look
@@ -218,6 +218,6 @@ def test_a_newer_snapshot_is_another_table():
 
 
 def test_the_console_finds_the_tab():
-    from gpu_panels import tabs
+    from gpu_panels.tabs import registry
 
-    assert tabs.kind("Fragmentation") is fragmentation.FragmentationTab
+    assert registry.kind("Fragmentation") is fragmentation.FragmentationTab

@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import re
 
-from gpu_panels import now
+from gpu_panels.tabs import now
 from gpu_panels.data.bars import bars
-from gpu_panels.now import Now
+from gpu_panels.tabs.now import Now
 from msgspec.structs import replace
 
 from gpu_runtime.facts import History, Level

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import pytest
 from gpu_panels.data import bars
-from gpu_panels import whatif
-from gpu_panels.whatif import NO_MODEL, Answer, WhatIf, after, answer, ask, details, displaced, known
+from gpu_panels.tabs import whatif
+from gpu_panels.tabs.whatif import NO_MODEL, Answer, WhatIf, after, answer, ask, details, displaced, known
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Drop, Lease, Load, ModelSpec, Move, Plan, Share

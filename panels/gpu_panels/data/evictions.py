@@ -17,7 +17,7 @@ from gpu_runtime.rendering.words import deed
 from gpu_runtime.facts import Event, Snapshot
 from gpu_runtime.units import show_bytes, show_seconds
 
-from ..decisions import named, row_id, when, who
+from ..tabs.decisions import named, row_id, when, who
 from ..palette import PLAIN
 from ..sheet import Cell, Column, Row
 

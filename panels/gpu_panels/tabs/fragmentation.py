@@ -15,11 +15,11 @@ from gpu_runtime.rendering.views import clean
 from gpu_runtime.facts import AllocatorMap, DeviceView, Snapshot
 from gpu_runtime.units import show_bytes
 
-from .charts.map_chart import MapChart
-from .palette import EDGE
-from .data.rows import UNKNOWN, owner_cell
-from .sheet import Button, Cell, Column, Row, Sheet, encoded
-from .tab import Tab
+from ..charts.map_chart import MapChart
+from ..palette import EDGE
+from ..data.rows import UNKNOWN, owner_cell
+from ..sheet import Button, Cell, Column, Row, Sheet, encoded
+from .base import Tab
 
 MAP_SECONDS = 0.5  # how often the maps are looked at; those that have not changed are not read again
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 
-from .tab import Tab
+from .base import Tab
 
 TABS = {  # title -> module:class
     "Now": "now:Now",

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from gpu_runtime.facts import Snapshot
 
 if TYPE_CHECKING:
-    from .actions import Actions
-    from .poller import Watch
+    from ..actions import Actions
+    from ..poller import Watch
 
 
 class Tab:

@@ -10,14 +10,14 @@ from gpu_runtime.rendering.words import alarms
 
 from gpu_runtime.facts import DeviceView, History, Snapshot
 
-from .data import bars, bar_columns, history
-from .charts.bar_chart import BarChart
-from .data.bars import Bar
-from .data.bar_columns import Drawing
-from .charts.history_chart import HistoryChart
-from .palette import LEVELS, SHARED, level_word
-from .prose import Prose
-from .tab import Tab
+from ..data import bars, bar_columns, history
+from ..charts.bar_chart import BarChart
+from ..data.bars import Bar
+from ..data.bar_columns import Drawing
+from ..charts.history_chart import HistoryChart
+from ..palette import LEVELS, SHARED, level_word
+from ..prose import Prose
+from .base import Tab
 
 TWO_COLUMNS_FROM = 5  # devices
 _PLAIN = {"textTransform": "none", "whiteSpace": "nowrap"}

@@ -14,10 +14,10 @@ from gpu_runtime.rendering.views import clean
 from gpu_runtime.facts import Event, Snapshot
 from gpu_runtime.units import show_bytes
 
-from .data.bars import holder
+from ..data.bars import holder
 from .now import BUTTONS
-from .sheet import Cell, Column, Row, Sheet, encoded
-from .tab import Tab
+from ..sheet import Cell, Column, Row, Sheet, encoded
+from .base import Tab
 
 MOST = 300  # decisions that are shown, the newest
 FETCH_SECONDS = 2.0

@@ -29,12 +29,12 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.units import parse_room, show_bytes, show_seconds
 
-from .data import bars, bar_columns
-from .charts.bar_chart import BarChart
+from ..data import bars, bar_columns
+from ..charts.bar_chart import BarChart
 from .now import SELECT
-from .palette import SHARED
-from .prose import Prose
-from .tab import Tab
+from ..palette import SHARED
+from ..prose import Prose
+from .base import Tab
 
 FETCH_SECONDS = 2.0
 NO_MODEL = "choose …"

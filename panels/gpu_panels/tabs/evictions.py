@@ -25,15 +25,15 @@ from gpu_runtime.rendering.html import esc
 
 from gpu_runtime.facts import Event, Snapshot
 
-from .data import evictions
-from .data.evictions import ACTIONS, ANY, LOOKS, PIECES, WINDOWS, Filter
-from .charts.history_chart import CLOCK, TIME
+from ..data import evictions
+from ..data.evictions import ACTIONS, ANY, LOOKS, PIECES, WINDOWS, Filter
+from ..charts.history_chart import CLOCK, TIME
 from .now import BUTTONS, NO_CAPITALS, SELECT
-from .palette import EDGE
-from .prose import Prose
-from .sheet import Sheet, encoded
-from .charts.data_sources import bring
-from .tab import Tab
+from ..palette import EDGE
+from ..prose import Prose
+from ..sheet import Sheet, encoded
+from ..charts.data_sources import bring
+from .base import Tab
 
 FETCH_SECONDS = 10.0  # of the journal: what has just happened stands in the snapshot
 EMPTY = ("Nothing was evicted in this time: every model found room. Whatever steps aside will stand here with its "
