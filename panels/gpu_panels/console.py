@@ -18,7 +18,7 @@ from panel.util import edit_readonly
 
 from gpu_runtime.facts import Snapshot
 
-from . import header
+from .widgets import header
 from .tabs import registry
 from .actions import Actions
 from .tabs.base import Tab

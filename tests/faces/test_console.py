@@ -13,7 +13,8 @@ from bokeh.application.handlers.document_lifecycle import _on_session_destroyed
 from bokeh.document import Document
 from bokeh.models import ImportedStyleSheet
 from bokeh.server.session import ServerSession
-from gpu_panels import console, header
+from gpu_panels import console
+from gpu_panels.widgets import header
 from gpu_panels.tabs import registry
 from gpu_panels.actions import DONE_SECONDS, MOST_TOLD
 from gpu_panels.console import Console

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from gpu_panels.data import rows
-from gpu_panels.sheet import Button, Cell, Sheet, encoded
+from gpu_panels.widgets.table import Button, Cell, Sheet, encoded
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Lease, ModelSpec, Share, Ticket

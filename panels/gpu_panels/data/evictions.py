@@ -19,7 +19,7 @@ from gpu_runtime.units import show_bytes, show_seconds
 
 from ..tabs.decisions import named, row_id, when, who
 from ..palette import PLAIN
-from ..sheet import Cell, Column, Row
+from ..widgets.table import Cell, Column, Row
 
 EVICTIONS = ("offloaded", "unloaded")
 ACTIONS = {  # what may be looked at -> the events' actions

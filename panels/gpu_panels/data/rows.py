@@ -26,7 +26,7 @@ from gpu_runtime.scheduler.unresponsive import unanswered
 from gpu_runtime.units import show_bytes, show_seconds
 
 from .. import palette
-from ..sheet import Button, Cell, Column, Row
+from ..widgets.table import Button, Cell, Column, Row
 
 UNKNOWN = Cell("unknown", None, kind="soft")
 NOTHING = Cell("–", None, kind="soft")

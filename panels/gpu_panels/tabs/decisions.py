@@ -16,7 +16,7 @@ from gpu_runtime.units import show_bytes
 
 from ..data.bars import holder
 from .now import BUTTONS
-from ..sheet import Cell, Column, Row, Sheet, encoded
+from ..widgets.table import Cell, Column, Row, Sheet, encoded
 from .base import Tab
 
 MOST = 300  # decisions that are shown, the newest

@@ -30,8 +30,8 @@ from ..data.evictions import ACTIONS, ANY, LOOKS, PIECES, WINDOWS, Filter
 from ..charts.history_chart import CLOCK, TIME
 from .now import BUTTONS, NO_CAPITALS, SELECT
 from ..palette import EDGE
-from ..prose import Prose
-from ..sheet import Sheet, encoded
+from ..widgets.prose import Prose
+from ..widgets.table import Sheet, encoded
 from ..charts.data_sources import bring
 from .base import Tab
 

@@ -18,7 +18,7 @@ from gpu_runtime.units import show_bytes
 from ..charts.map_chart import MapChart
 from ..palette import EDGE
 from ..data.rows import UNKNOWN, owner_cell
-from ..sheet import Button, Cell, Column, Row, Sheet, encoded
+from ..widgets.table import Button, Cell, Column, Row, Sheet, encoded
 from .base import Tab
 
 MAP_SECONDS = 0.5  # how often the maps are looked at; those that have not changed are not read again

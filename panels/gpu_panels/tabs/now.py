@@ -16,7 +16,7 @@ from ..data.bars import Bar
 from ..data.bar_columns import Drawing
 from ..charts.history_chart import HistoryChart
 from ..palette import LEVELS, SHARED, level_word
-from ..prose import Prose
+from ..widgets.prose import Prose
 from .base import Tab
 
 TWO_COLUMNS_FROM = 5  # devices

@@ -9,7 +9,7 @@ from gpu_runtime.facts import ModelSpec, Snapshot
 
 from ..data import rows
 from ..actions import Actions
-from ..sheet import Column, Row, Sheet, encoded
+from ..widgets.table import Column, Row, Sheet, encoded
 from .base import Tab
 from ..poller import Watch
 

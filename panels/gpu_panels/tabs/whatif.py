@@ -33,7 +33,7 @@ from ..data import bars, bar_columns
 from ..charts.bar_chart import BarChart
 from .now import SELECT
 from ..palette import SHARED
-from ..prose import Prose
+from ..widgets.prose import Prose
 from .base import Tab
 
 FETCH_SECONDS = 2.0

@@ -14,7 +14,7 @@ from panel.custom import JSComponent
 
 from gpu_runtime.facts import Snapshot
 
-from .palette import LEVELS, level_word
+from ..palette import LEVELS, level_word
 
 
 class Strip(JSComponent):
