@@ -19,18 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from .scheduler import transitions as books
-from .scheduler import quotas, device_names, unresponsive, explain
 from . import attribution, threads
-from .owner import defragment, doctor, drain as draining, failures, migrate, dry_run, console_hook
-from .ledgers import host_config
-from .scheduler.recall import Order, answer, foreign
-from .backends.registry import LAYERED, Backend, Progress, backend_for, backend_names, is_out_of_memory, open_backend
+from .backends.base import Backend, Progress, is_out_of_memory
 from .backends.missing import AbsentBackend
-from .owner.blocks import Block
-from .catalog.store import Catalog
-from .catalog.resolve import Catalogued
+from .backends.registry import LAYERED, backend_for, backend_names, open_backend
 from .catalog.entries import require_loadable
+from .catalog.resolve import Catalogued
+from .catalog.store import Catalog
+from .devices.probe import Probe, open_probe
+from .devices.sampler_client import Sampling
 from .errors import (
     AlreadyRegistered,
     AmbiguousName,
@@ -69,31 +66,39 @@ from .facts import (
     Wait,
     World,
 )
-from .telemetry.journal import Journal
-from .owner.session import DOZE_SECONDS, LOOKS_PER_SECOND, POLL_SECONDS, Keeper, log
-from .ledgers import default_url, open_ledger
+from .ledgers import default_url, host_config, open_ledger
 from .ledgers.access import journal_in
+from .owner import console_hook, defragment, doctor, dry_run, failures, migrate
+from .owner import drain as draining
 from .owner.allocator_maps import Maps
+from .owner.blocks import Block
+from .owner.governed_calls import release_calls
+from .owner.monitor import Breaker, Monitor
+from .owner.pins import Anchor, Held
+from .owner.resident import Place, Resident
+from .owner.session import DOZE_SECONDS, LOOKS_PER_SECOND, POLL_SECONDS, Keeper, log
+from .scheduler import device_names, explain, quotas, unresponsive
+from .scheduler import transitions as books
+from .scheduler.admission import queue
+from .scheduler.capacity import sight
+from .scheduler.placement import check_layout, check_policy
+from .scheduler.plan import plan
+from .scheduler.pressure import views
+from .scheduler.recall import Order, answer, foreign
+from .scheduler.unmanaged import stranger_bytes, strangers
+from .settings import Settings
+from .telemetry.journal import Journal
 from .telemetry.measurements import Measurements, measurements_in
 from .telemetry.moments import moments_of
-from .owner.monitor import Breaker, Monitor
-from .scheduler.placement import check_layout, check_policy
-from .scheduler.admission import plan, queue
-from .owner.resident import Anchor, Held, Place, Resident, finish, release_calls
-from .scheduler.pressure import views
-from .devices.probe import Probe, open_probe
 from .telemetry.recorder import record_in
-from .scheduler.capacity import sight
-from .devices.sampler_client import Sampling
-from .settings import Settings
-from .scheduler.unmanaged import stranger_bytes, strangers
+from .threads import finish
 from .units import MIB, parse_room, parse_seconds, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from .owner.doctor import Report
     from .ledgers.redis.scripts import HostPage
+    from .owner.doctor import Report
 
 ASK_SECONDS = 30.0
 RECORD_AFTER_SECONDS = 5.0  # that a runtime on simulated cards has lived, before its host is given a helper

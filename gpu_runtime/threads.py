@@ -3,7 +3,11 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from . import threads
 
 
 class Running:
@@ -55,3 +59,38 @@ def side_by_side(works: Sequence[Callable[[], None]]) -> None:
         work()
     for one in running:
         one.wait()
+
+
+MOST_SECONDS = 60.0
+_moving: set[object] = set()
+
+
+def finish() -> None:
+    """Waits for work that goes on though nobody waits for it any more: an interpreter that ends would cut it in
+    half."""
+    until = time.monotonic() + MOST_SECONDS
+    while _moving and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def uninterrupted(work: Callable[[], Any]) -> Any:
+    """Runs `work` in a thread of its own, where no KeyboardInterrupt is delivered, and waits for it.
+
+    An interrupt ends the waiting, not the work: a move once begun finishes, and settles itself.
+    """
+    outcome: list[Any] = []
+
+    def run() -> None:
+        _moving.add(mark := object())
+        try:
+            outcome.append((work(), None))
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            outcome.append((None, error))
+        finally:
+            _moving.discard(mark)
+
+    threads.start(run).wait()
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result

@@ -109,3 +109,12 @@ def show_seconds(seconds: float) -> str:
     if seconds < 7200:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.0f} h" if seconds < 172800 else f"{seconds / 86400:.0f} d"
+
+
+def is_source(name: str) -> bool:
+    """Whether this name of a model says where it lies: a path, a hub id, a file of weights.
+
+    >>> is_source("models/writer"), is_source("phi-4-Q4_K_M.gguf"), is_source("qwen3:8b")
+    (True, True, False)
+    """
+    return "/" in name or name.endswith((".gguf", ".safetensors"))

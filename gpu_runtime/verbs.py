@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from .errors import AlreadyRegistered, GpuError, LoadFailed, UnknownVerb
 from .facts import IMPORTANCE, Outcome
-from .units import parse_seconds
+from .units import is_source, parse_seconds
 
 MAGIC, CLI = "%gpu", "gpu"  # where a verb can be typed, as it is typed there
 
@@ -121,13 +121,6 @@ def _plan(rt: Any, args: argparse.Namespace) -> Any:
     return rt.plan(args.name, **given)
 
 
-def is_source(name: str) -> bool:
-    """Whether this name of a model says where it lies: a path, a hub id, a file of weights.
-
-    >>> is_source("models/writer"), is_source("phi-4-Q4_K_M.gguf"), is_source("qwen3:8b")
-    (True, True, False)
-    """
-    return "/" in name or name.endswith((".gguf", ".safetensors"))
 
 
 def _load(rt: Any, args: argparse.Namespace) -> Any:

@@ -30,9 +30,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils import backend_registration
 
-from gpu_runtime.facts import HOST, Device
-from gpu_runtime.devices.process_memory import Memory
 from gpu_runtime.devices.probe import Probe
+from gpu_runtime.devices.process_memory import Memory
+from gpu_runtime.facts import HOST, Device
 from gpu_runtime.units import MIB
 
 CARDS = 4

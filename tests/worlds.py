@@ -12,8 +12,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from gpu_runtime.estimation import footprint as estimate
-from gpu_runtime.scheduler.recall import obey
-from gpu_runtime.scheduler.transitions import left
 from gpu_runtime.facts import (
     HOST,
     IMPORTANCE,
@@ -38,6 +36,8 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.recall import obey
+from gpu_runtime.scheduler.transitions import left
 from gpu_runtime.units import GIB, parse_bytes
 
 NOW = 1000.0

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ..devices.probe import Probe
+from ..devices.process_memory import Block
 from ..errors import LoadFailed
 from ..facts import Evidence, ModelSpec, Shares, where
-from ..devices.process_memory import Block
-from ..devices.probe import Probe
-from .registry import Progress
+from .base import Progress
 
 Hook = Callable[[str], Any]
 

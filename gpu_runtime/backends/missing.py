@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from ..errors import LoadFailed
 from ..facts import Evidence, ModelSpec
-from .registry import looks_like_hub_id
+from .base import looks_like_hub_id
 from .formats import sources
 
 

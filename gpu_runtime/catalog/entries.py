@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..backends.registry import backend_names, looks_like_hub_id, missing
+from ..backends.base import looks_like_hub_id
+from ..backends.engines.arguments import OURS, grouped
+from ..backends.registry import backend_names, missing
 from ..errors import LoadFailed, ModelDisabled
 from ..facts import NORMAL, ModelSpec, Value
-from .schema import BACKENDS, OURS, TRUST, Fields, grouped, is_trust, read_arguments, unknown_fields
 from ..settings import Settings
+from .schema import BACKENDS, TRUST, Fields, is_trust, read_arguments, unknown_fields
 
 _OPTIONS = ("context_length", "sequences", "cache_dtype", "gpu_layers", "dtype", "revision", "attn_implementation", "task",
             "chat_template", "thinking")

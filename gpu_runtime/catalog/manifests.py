@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from .documents import Document, Path
 from ..errors import BadDocument
+from .documents import Document, Path
 from .schema import SAME, Fields, in_words, read_arguments, slips
 
 API_VERSION = "model.aispec.org/v1alpha1"

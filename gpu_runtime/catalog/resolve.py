@@ -10,9 +10,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from .store import Catalog
 from ..errors import BadDocument, CatalogUnavailable, UnknownDevice
 from ..facts import Device, ModelSpec
+from .store import Catalog
 
 log = logging.getLogger("gpu_runtime")
 

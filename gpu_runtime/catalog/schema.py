@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from ..backends.engines.arguments import grouped
 from ..facts import IMPORTANCE
 from ..units import MIB, parse_bytes, parse_seconds
 
@@ -245,25 +246,9 @@ _ARGUMENTS: dict[str, tuple[str, Callable[[str], Any]]] = {  # flag -> the field
     "-ctk": ("cache_dtype", _unless_auto),
     "--tensor-parallel-size": ("max_tensor_parallel", int), "-tp": ("max_tensor_parallel", int),
 }
-OURS = ("--gpu-memory-utilization", "--tensor-split", "--main-gpu", "--device", "--split-mode", "-ts", "-mg", "-sm")
 TRUST = "--trust-remote-code"
 
 
-def grouped(words: tuple[str, ...]) -> Iterator[tuple[str, str | None, tuple[str, ...]]]:
-    """Each flag, its value (None: it has none), and the words that said so.
-
-    >>> list(grouped(("--seed", "1", "-ngl", "-1", "--fast", "--top=5")))
-    [('--seed', '1', ('--seed', '1')), ('-ngl', '-1', ('-ngl', '-1')), ('--fast', None, ('--fast',)), ('--top', '5', ('--top=5',))]
-    """
-    index = 0
-    while index < len(words):
-        flag, equals, value = words[index].partition("=")
-        took = words[index:index + 1]
-        if not equals and flag.startswith("-") and words[index + 1:] and re.match(r"(?!-)|-\d", words[index + 1]):
-            took = words[index:index + 2]
-            equals, value = "=", took[1]
-        index += len(took)
-        yield flag, value if equals else None, took
 
 
 def read_arguments(words: tuple[str, ...]) -> Iterator[tuple[str, str, Any]]:

@@ -22,12 +22,12 @@ import msgspec
 import yaml
 from filelock import FileLock, Timeout
 
-from .documents import MOST_BYTES, read
-from .entries import Entry, notes, spec_of
 from ..errors import BadDocument, BadSetting, CatalogUnavailable, UnknownModel
 from ..facts import Applied, ModelSpec
-from .manifests import Manifest, manifests
 from ..settings import Settings
+from .documents import MOST_BYTES, read
+from .entries import Entry, notes, spec_of
+from .manifests import Manifest, manifests
 
 OURS = "catalog.json"
 MOST_STORED_BYTES = 64 << 20

@@ -12,8 +12,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..facts import AllocatorMap, Block, BlockState, SegmentMap
-from .simulated_allocator import FREE, HOLE, Segment, Segments
 from ..units import MIB
+from .simulated_allocator import FREE, HOLE, Segment, Segments
 
 MOST_BLOCKS = 8192  # of all of one owner's maps: 500 KiB as JSON at most
 PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}  # what torch maps and unmaps of an expandable segment at a time

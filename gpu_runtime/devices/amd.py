@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .drivers import Card, Listing, Silent, named_by
 from ..facts import Device, Sample
 from ..units import MIB
+from .drivers import Card, Listing, Silent, named_by
 
 KIND, NAME = "rocm", "amdsmi"
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 
-from .drivers import Card, Listing, Silent
 from ..errors import BadSize
 from ..facts import Device, Sample
 from ..units import parse_bytes
+from .drivers import Card, Listing, Silent
 
 KIND, NAME = "metal", "system_profiler"
 SECONDS = 10.0  # it asks every display

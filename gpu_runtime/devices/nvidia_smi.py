@@ -17,10 +17,10 @@ from xml.etree import ElementTree
 
 import psutil
 
-from . import nvml
-from .drivers import Card, Listing, Silent
 from ..facts import Device, Sample
 from ..units import GIB, KIB, MIB
+from . import nvml
+from .drivers import Card, Listing, Silent
 
 KIND, NAME = nvml.KIND, "nvidia-smi"
 ALSO_AT = ("/usr/lib/wsl/lib/nvidia-smi",)  # WSL does not put it on every PATH

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
-from .drivers import Card, Listing, Silent, named_by
 from ..facts import Device, Sample
+from .drivers import Card, Listing, Silent, named_by
 
 KIND, NAME = "cuda", "NVML"
 T = TypeVar("T")

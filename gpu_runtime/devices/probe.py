@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 import psutil
 from msgspec.structs import replace
 
-from . import allocator_stats, drivers as cards
-from .drivers import Card, Listing
 from ..errors import BadSetting, BadSize, ProbeFailed, UnknownDevice
 from ..facts import HOST, AllocatorMap, Device, Sample
-from .process_memory import Memory
 from ..ledgers.liveness import name_of
-from .sampler_client import Sampling
 from ..units import GIB, KIB, parse_bytes
+from . import allocator_stats
+from . import drivers as cards
+from .drivers import Card, Listing
+from .process_memory import Memory
+from .sampler_client import Sampling
 
 _EXPECTED = "auto, cuda, cuda:0,2, rocm, metal, sim:24GiB, sim:2x24GiB or sim:2x24GiB,host:64GiB"
 KINDS = {"cuda": "CUDA card", "rocm": "ROCm card", "metal": "Apple GPU"}

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from . import allocator_stats, simulated_allocator
 from ..errors import OutOfMemory
 from ..facts import AllocatorMap
 from ..units import MIB, show_bytes
+from . import allocator_stats, simulated_allocator
 
 _keys = itertools.count(1)
 _TOUCH_BYTES = 64 * MIB  # one thread's piece

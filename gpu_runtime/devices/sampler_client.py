@@ -232,7 +232,7 @@ class Sampling:
         try:
             os.close(os.open(stamp, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
             self._why = self._last_words()
-            package = Path(__file__).parents[1]
+            package = Path(__file__).parents[2]
             paths = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH", ""))))
             _children.append(subprocess.Popen(
                 [sys.executable, "-m", "gpu_runtime.telemetry.sampler", *(["--simulated"] if self._simulated else []),

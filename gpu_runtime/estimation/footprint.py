@@ -23,10 +23,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from . import kv_cache
 from ..errors import UnknownSize
 from ..facts import Evidence, Footprint, Measurement, Part
 from ..units import show_bytes
+from . import kv_cache
 
 FILE_FACTORS = {"gguf": 1.1, "safetensors": 1.3}  # Source: the estimation chain of the Model Boss coordinator
 CONTEXT_BYTES = 500 * 2**20  # of a CUDA context, until this process has measured one. Source: NDIF, about 400 MiB

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from ..errors import LedgerUnavailable
 from ..facts import AllocatorMap, Book, Owner, Ticket
+from .invariants import refuse_unlawful
 from .liveness import describe_self
-from . import refuse_unlawful
 from .notify import Bell
 
 T = TypeVar("T")

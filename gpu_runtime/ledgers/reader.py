@@ -81,9 +81,9 @@ class RedisPeek:
     """The page of one host in a Redis."""
 
     def __init__(self, url: str, boot: str) -> None:
+        from .redis.connection import Wire
         from .redis.ledger import _split
         from .redis.scripts import PAGE, look_at
-        from .redis.connection import Wire
 
         self._wire = Wire(_split(url)[0])
         self._look = lambda ask: look_at(ask, PAGE + boot)

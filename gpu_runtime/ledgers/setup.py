@@ -14,12 +14,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from . import host_config
 from ..errors import BadSetting, GpuError, NotAllowed
 from ..facts import Outcome
-from .sqlite import files
+from . import host_config
 from .access import MARK, Access
 from .liveness import boot_id
+from .sqlite import files
 
 TEMPLATE = """\
 # gpu-console on this machine. Every user's runtime reads this when it opens.

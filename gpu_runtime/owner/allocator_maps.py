@@ -13,9 +13,9 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from ..devices.allocator_stats import bounded
-from ..facts import AllocatorMap, Book
-from ..ledgers import Ledger
 from ..devices.probe import Probe
+from ..facts import AllocatorMap, Book
+from ..ledgers.base import Ledger
 
 log = logging.getLogger("gpu_runtime")
 

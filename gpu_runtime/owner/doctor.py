@@ -15,16 +15,16 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from ..devices import drivers
-from ..ledgers import host_config
-from ..scheduler.drain import drained
 from ..errors import GpuError, ProbeFailed
 from ..facts import Value
-from ..ledgers.sqlite import files
+from ..ledgers import host_config
 from ..ledgers.access import access_to
 from ..ledgers.liveness import name_of
+from ..ledgers.sqlite import files
+from ..scheduler.drain import drained
+from ..scheduler.explain import first_line
 from ..scheduler.pressure import views
 from ..settings import Settings, masked
-from ..scheduler.explain import first_line
 from ..units import show_bytes
 
 if TYPE_CHECKING:

@@ -2,12 +2,12 @@
 reason."""
 from __future__ import annotations
 
-from ..scheduler import drain as drains
+from ..attribution import attributed, speaking_for
 from ..errors import NotAllowed, UnknownDevice
 from ..facts import Book, Device, Lease, Outcome, World
-from .session import Keeper
-from ..attribution import attributed, speaking_for
+from ..scheduler import drain as drains
 from ..units import show_bytes, show_seconds
+from .session import Keeper
 
 LOOK_SECONDS = 0.1
 

@@ -11,14 +11,14 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..backends.registry import open_backend
 from ..backends.missing import AbsentBackend
+from ..backends.registry import open_backend
 from ..catalog.entries import obstacle
 from ..errors import BadSize, NotAModel, UnknownModel, UnknownSize
 from ..estimation.footprint import from_name
 from ..facts import Footprint, Lease, ModelSpec, Owner, Part, PlacementRules
-from .resident import Resident
 from ..units import parse_room, show_bytes
+from .resident import Resident
 
 if TYPE_CHECKING:
     from .session import Keeper

@@ -10,17 +10,17 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from ..scheduler import transitions as books
-from ..backends.registry import runs_here
 from ..backends.fault_texts import Fault, Kind, recognise
+from ..backends.registry import runs_here
 from ..errors import EngineFault, GpuError, ProcessLost
 from ..facts import Share
+from ..scheduler import transitions as books
 from ..scheduler.eligibility import may_leave
 from .resident import Place
 
 if TYPE_CHECKING:
-    from .session import Keeper
     from .resident import Resident
+    from .session import Keeper
 
 log = logging.getLogger("gpu_runtime")
 LEAVE_SECONDS = 5.0  # for another process to let an idle model go, after an out-of-memory error

@@ -10,12 +10,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ..devices.probe import Probe
 from ..errors import GpuError
 from ..estimation.footprint import CONTEXT_BYTES, footprint
 from ..facts import HOST, Evidence, Footprint, Measurement, Shares
 from ..telemetry.measurements import Measurements
 from .resident import Resident
-from ..devices.probe import Probe
 
 _WORTH_TELLING = 0.01  # a peak that is higher by less is not written down again
 

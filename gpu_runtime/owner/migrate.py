@@ -5,12 +5,12 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from ..scheduler import migration, explain
 from ..errors import BadSetting, DoesNotFit, GpuError, NotResident, StillInUse, UnknownDevice
 from ..facts import HOST, Book, Lease, Move, Outcome, PlacementRules, Refuse, World, where
-from .session import Keeper
-from .resident import Place, Resident
+from ..scheduler import explain, migration
 from ..units import show_bytes
+from .resident import Place, Resident
+from .session import Keeper
 
 
 def cards(keeper: Keeper, name: str, wanted: str | Iterable[str]) -> tuple[str, ...]:

@@ -10,11 +10,8 @@ callback, C code that no signal handler can interrupt, takes it off the set.
 """
 from __future__ import annotations
 
-import contextlib
-import copyreg
 import enum
 import functools
-import sys
 import threading
 import time
 import weakref
@@ -23,9 +20,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from .. import threads
-from ..backends.registry import Backend, Progress
+from ..backends.base import Backend, Progress
 from ..facts import Drop, Footprint, Lease, Measurement, ModelSpec, Move, Shares
+from .governed_calls import govern_calls
+from .pins import Anchor, Held, Pin
 
 
 class Place(enum.Enum):
@@ -37,24 +35,8 @@ class Place(enum.Enum):
     MOVING = "on its way"
 
 
-class Anchor:
-    """Lives exactly as long as a `with` block runs, and knows the thread that runs it."""
-
-    __slots__ = ("thread", "__weakref__")
-
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
 
 
-class Pin(weakref.ref):
-    """A user of a model, known by the life of its anchor, and the thread it runs in."""
-
-    __slots__ = ("thread",)
-
-    def __new__(cls, anchor: Anchor, ended: Callable[[Any], None]) -> Pin:
-        pin = super().__new__(cls, anchor, ended)
-        pin.thread = anchor.thread
-        return pin
 
 
 class Stays(Exception):
@@ -249,159 +231,29 @@ def held_by(residents: Iterable[Resident], thread: int) -> tuple[str, ...]:
 
 # -- calls on a kept reference --------------------------------------------------------------------------------------
 
-_residents: weakref.WeakKeyDictionary[Any, Resident] = weakref.WeakKeyDictionary()
 
 
-def govern_calls(value: Any, resident: Resident) -> None:
-    """Makes a call of a module, its `forward` and its `generate` pin it for the length of the call, and bring it back
-    if away.
-
-    The module's class becomes a subclass of itself. An attribute on the instance would be simpler, but a deep copy
-    would carry it along and call the original's weights.
-    """
-    if hasattr(value, "_calls_under"):  # a proxy of ours: it pins by itself
-        value._calls_under = resident.calling
-        return
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(value, torch.nn.Module):
-        return
-    if not hasattr(type(value), "_gpu_base"):
-        value.__class__ = _governed_class(type(value))
-    _residents[value] = resident
 
 
-def release_calls(value: Any) -> None:
-    """Gives a module that leaves our care its own class back; a proxy of ours governs its calls no more."""
-    if hasattr(value, "_calls_under"):
-        value._calls_under = contextlib.nullcontext
-        return
-    base = getattr(type(value), "_gpu_base", None)
-    if base is not None:
-        value.__class__ = base
-        _residents.pop(value, None)
 
 
-@functools.cache
-def _governed_class(base: type) -> type:
-    body: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
-                            "_gpu_base": base, "__reduce_ex__": _reduce_as_base}
-    # A call as well as its `forward`: what brings inputs to a model's card asks first where that is now.
-    for name in ("__call__", "forward", "generate"):
-        original = getattr(base, name, None)
-        if callable(original):
-            body[name] = _pinning(original)
-    return type(base.__name__, (base,), body)
 
 
-def _pinning(original: Callable[..., Any]) -> Callable[..., Any]:
-    inner = original.__name__ == "forward"
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        resident = _residents.get(self)
-        if resident is None:  # a copy of a governed module is nobody's
-            return original(self, *args, **kwargs)
-        if inner and resident.pinned_by(threading.get_ident()):  # by the call that has led here: it is one use
-            return original(self, *args, **kwargs)
-        with resident.calling():
-            return original(self, *args, **kwargs)
-
-    return call
 
 
-def _reduce_as_base(self: Any, protocol: int) -> Any:
-    """Pickles and copies as the class that the user wrote."""
-    governed = type(self)
-    made, args, *rest = super(governed, self).__reduce_ex__(protocol)
-    if args and args[0] is governed and made is copyreg.__newobj__:  # pickle insists on the object's own class there
-        made, args = copyreg._reconstructor, (governed._gpu_base, object, None)
-    return made, args, *rest
 
 
 # -- work that the stop button must not cut in half -----------------------------------------------------------------
 
-MOST_SECONDS = 60.0
-_moving: set[object] = set()
 
 
-def finish() -> None:
-    """Waits for work that goes on though nobody waits for it any more: an interpreter that ends would cut it in
-    half."""
-    until = time.monotonic() + MOST_SECONDS
-    while _moving and time.monotonic() < until:
-        time.sleep(0.01)
 
 
-def uninterrupted(work: Callable[[], Any]) -> Any:
-    """Runs `work` in a thread of its own, where no KeyboardInterrupt is delivered, and waits for it.
-
-    An interrupt ends the waiting, not the work: a move once begun finishes, and settles itself.
-    """
-    outcome: list[Any] = []
-
-    def run() -> None:
-        _moving.add(mark := object())
-        try:
-            outcome.append((work(), None))
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-            outcome.append((None, error))
-        finally:
-            _moving.discard(mark)
-
-    threads.start(run).wait()
-    result, error = outcome[0]
-    if error is not None:
-        raise error
-    return result
 
 
-class _Leave:
-    """`__exit__`, looked up on a `Held`: a C callable that alone keeps the anchor alive.
-
-    The interpreter looks `__exit__` up before it calls `__enter__`, keeps what it got on its stack, and drops it
-    when the block has ended, at whatever instruction an interrupt strikes. `contextlib.ExitStack` looks it up on the
-    class instead; it gets a plain function, and the anchor lives as long as the stack holds the `Held`.
-    """
-
-    def __get__(self, held: Held | None, kind: type | None = None) -> Any:
-        if held is None:
-            return _leave_late
-        anchor = Anchor()
-        held._anchor = weakref.ref(anchor)
-        leave = functools.partial(_leave, held._finish)
-        leave.anchor = anchor  # type: ignore[attr-defined]
-        return leave
 
 
-def _leave(finish: Callable[[BaseException | None], None], kind: Any, error: Any, trace: Any) -> None:
-    finish(error)
 
 
-def _leave_late(held: Held, kind: Any, error: Any, trace: Any) -> None:
-    held._kept = None
-    held._finish(error)
 
 
-class Held:
-    """A `with` block that holds something for exactly as long as it runs, whatever interrupts it.
-
-    `start(anchor)` gives what the block yields, and registers the anchor (a weak reference) with whatever is held;
-    `finish(error)` runs at the end for what is better done at once, but nothing may depend on its running.
-    """
-
-    __slots__ = ("_start", "_finish", "_anchor", "_kept")
-
-    def __init__(self, start: Callable[[Callable[[], Anchor | None]], Any],
-                 finish: Callable[[BaseException | None], None]) -> None:
-        self._start, self._finish = start, finish
-        self._anchor: Callable[[], Anchor | None] | None = None
-        self._kept: Anchor | None = None
-
-    def __enter__(self) -> Any:
-        anchor, self._anchor = self._anchor, None
-        if anchor is None:  # entered by hand, or by an ExitStack
-            self._kept = Anchor()
-            anchor = weakref.ref(self._kept)
-        return self._start(anchor)
-
-    __exit__ = _Leave()

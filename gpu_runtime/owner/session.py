@@ -18,14 +18,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
-from ..scheduler import transitions as books
-from ..scheduler import torch_limit, quotas, drain, device_names, explain
-from . import failures
-from ..kernel_activity import activity
-from ..scheduler.recall import Ask, Order, ask, declined, obey, relieve
-from ..backends.registry import Progress, is_out_of_memory
+from ..attribution import attributed, speaking_for
+from ..backends.base import Progress, is_out_of_memory
 from ..backends.fault_texts import recognise
-from ..scheduler.transitions import Truth
 from ..errors import DoesNotFit, GpuError, LedgerUnavailable, LoadFailed, OutOfMemory, ProbeFailed, StillInUse
 from ..facts import (
     HOST,
@@ -53,24 +48,32 @@ from ..facts import (
     Wait,
     World,
 )
+from ..kernel_activity import activity
+from ..ledgers.access import access_to
+from ..ledgers.base import Ledger
+from ..ledgers.host_config import Machine, groups_of
+from ..scheduler import device_names, drain, explain, quotas, torch_limit
+from ..scheduler import transitions as books
+from ..scheduler.admission import admit, room
 from ..scheduler.eligibility import leave as mark_leaving
 from ..scheduler.eligibility import may_leave, way_out
-from ..ledgers import Ledger
-from ..ledgers.access import access_to
-from ..ledgers.host_config import Machine, groups_of
-from ..telemetry.measurements import Measurements
-from ..attribution import attributed, speaking_for
-from ..scheduler.admission import admit, room
 from ..scheduler.eviction_policy import policy
-from .resident import Anchor, Place, Resident, Stays, held_by, uninterrupted
 from ..scheduler.pressure import views
-from .footprints import Sizing
+from ..scheduler.recall import Ask, Order, ask, declined, obey
+from ..scheduler.relief import relieve
+from ..scheduler.transitions import Truth
+from ..telemetry.measurements import Measurements
+from ..threads import uninterrupted
 from ..units import MIB, show_bytes
+from . import failures
+from .footprints import Sizing
+from .pins import Anchor
+from .resident import Place, Resident, Stays, held_by
 
 if TYPE_CHECKING:
-    from ..telemetry.journal import Journal
     from ..devices.probe import Probe
     from ..settings import Settings
+    from ..telemetry.journal import Journal
 
 log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")

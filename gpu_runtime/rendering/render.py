@@ -8,11 +8,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from gpu_runtime.owner.doctor import Report
 from gpu_runtime.facts import Applied, Health, Outcome, Plan, Snapshot
+from gpu_runtime.owner.doctor import Report
 
-from . import html, allocator_map, text
-from .plain import as_json  # a face needs this module only
+from . import allocator_map, html, text
 
 EMPTY = {
     "models": "No model is registered yet. Load one:  %gpu load NAME PATH",

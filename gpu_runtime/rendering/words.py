@@ -4,8 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpu_runtime.facts import NORMAL, Event, Load, Part, Plan, Snapshot, Step, Ticket
-from gpu_runtime.units import show_bytes, show_seconds
-from gpu_runtime.verbs import is_source
+from gpu_runtime.units import is_source, show_bytes, show_seconds
 
 from .views import clean, holder, importance_name, lease_name
 

@@ -13,14 +13,7 @@ from collections.abc import Container, Iterable, Mapping
 
 from msgspec.structs import replace
 
-from . import quotas
-from .transitions import note, perform
-from .eviction import Ground, cheapest_way, make_room
-from .deadlock import deadlocked
-from .drain import drained
-from .drain import refusals as drained_cards
 from ..facts import (
-    HOST,
     MOST_ENTRIES,
     Book,
     Candidate,
@@ -30,7 +23,6 @@ from ..facts import (
     Move,
     Part,
     Phase,
-    Plan,
     Policy,
     Refuse,
     Request,
@@ -41,19 +33,24 @@ from ..facts import (
     Verdict,
     Wait,
     World,
-    one_memory,
     where,
 )
-from .feasibility import at_best, hopeless, hopeless_cards
-from .eligibility import leave, may_leave, undone, way_out
-from .placement import place, runners_up
-from .pressure import sample_of
-from .queue import aged, queue
-from .capacity import limit_of, room
-from .splitting import could_split, display, one_card_may_do, split
 from ..units import show_bytes, show_seconds
+from . import quotas
+from .capacity import limit_of, room
+from .context import Ground
+from .deadlock import deadlocked
+from .drain import drained
+from .drain import refusals as drained_cards
+from .eligibility import leave, may_leave, undone, way_out
+from .eviction import cheapest_way, make_room
+from .feasibility import at_best, hopeless, hopeless_cards
+from .placement import place
+from .queue import aged, queue
+from .splitting import could_split, one_card_may_do, split
+from .transitions import note
 
-__all__ = ["admit", "aged", "deadlocked", "leave", "may_leave", "plan", "queue", "room", "way_out"]
+__all__ = ["admit", "aged", "deadlocked", "leave", "may_leave", "queue", "room", "way_out"]
 
 
 MOST_TOLD = 4  # leases in the way, by name
@@ -136,57 +133,10 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     return queued, verdict
 
 
-def plan(book: Book, request: Request, world: World, rank: Policy) -> Plan:
-    """What would happen, doing nothing: the same decisions, with every step taken to succeed."""
-    steps: tuple[Step, ...] = ()
-    asked: tuple[str, ...] = ()
-    reasons: list[str] = []
-    considered: tuple[Candidate, ...] = ()
-    for _ in range(MOST_ENTRIES):
-        book, verdict = admit(book, request, world, rank)
-        considered = considered or verdict.considered
-        reasons.append(verdict.because)
-        if isinstance(verdict, Grant):
-            shares, rules = verdict.lease.target or verdict.lease.shares, request.placement
-            return Plan(True, steps + verdict.steps, shares, " ".join(_sentences(reasons)),
-                        runners_up(considered, shares, rules), asked, request.footprint, request.lease.name,
-                        display(shares, rules.layout))
-        if isinstance(verdict, Refuse):
-            break
-        round_steps = [*verdict.steps, *_obedience(book, verdict.asked, world)]
-        if not round_steps:
-            break
-        for step in round_steps:
-            book, world = perform(book, step, world), _as_if_measured(book, step, world)
-        steps += tuple(round_steps)
-        asked += tuple(id for id in verdict.asked if id not in asked)
-    return Plan(False, (), (), reasons[-1], considered, asked, request.footprint, request.lease.name)
 
 
-def _obedience(book: Book, asked: Iterable[str], world: World) -> list[Step]:
-    """What those who are asked to step aside would do, taken to comply."""
-    host_room = room(book, world).get(HOST, 0)
-    steps: list[Step] = []
-    for lease in sorted(filter(None, map(book.find, asked)), key=lambda lease: lease.droppable):
-        step = way_out(lease, host_room, world)
-        if isinstance(step, Move):
-            host_room -= lease.own_bytes
-        if step:
-            steps.append(step)
-    return steps
 
 
-def _as_if_measured(book: Book, step: Step, world: World) -> World:
-    """The world with samples that show what the step freed."""
-    samples = dict(world.samples)
-    shared = one_memory(world.devices)
-    for device in world.devices:
-        same = shared if device.id in shared else (device.id,)
-        freed = sum(s.bytes for s in getattr(step, "source", ()) if s.device in same)
-        sample = None if device.simulated else sample_of(device, book, world)
-        if freed and sample and sample.free_bytes is not None:
-            samples[device.id] = replace(sample, free_bytes=sample.free_bytes + freed)
-    return replace(world, samples=samples)
 
 
 def _with_layout(request: Request, world: World, never: Container[str]) -> Request:
@@ -418,5 +368,3 @@ def _name(lease_id: str) -> str:
     return lease_id.partition("/")[2]
 
 
-def _sentences(reasons: list[str]) -> list[str]:
-    return [reason if reason.endswith(".") else reason + "." for reason in dict.fromkeys(reasons)]

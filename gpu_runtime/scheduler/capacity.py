@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..facts import HOST, Book, Phase, Sample, Share, World, one_memory
-from .pressure import sample_of
 from ..units import show_seconds
+from .pressure import sample_of
 
 FREEING = ("offloaded", "unloaded", "moved", "released", "lost")  # events after which a device has more room
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
+from ..facts import HOST, Book, Device, Drain, Lease, Move, Phase, Refuse, Request, Step, World
+from ..units import show_bytes, show_seconds
+from .capacity import room
+from .eligibility import leave, may_leave, way_out
 from .recall import PERSON
 from .transitions import note
-from ..facts import HOST, Book, Device, Drain, Lease, Move, Phase, Refuse, Request, Step, World
-from .eligibility import leave, may_leave, way_out
-from .capacity import room
-from ..units import show_bytes, show_seconds
 
 
 def drain(book: Book, device: Device, by: str, world: World) -> Book:

@@ -16,7 +16,7 @@ from .eligibility import that_fit
 from .splitting import claimed, divide, fitting, split
 
 if TYPE_CHECKING:
-    from .eviction import Ground
+    from .context import Ground
 
 FEW_CARDS = 4  # of so many, every set of cards is tried
 MOST_SETS = 2_000  # of leases, when the fewest are looked for

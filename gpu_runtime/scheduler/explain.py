@@ -35,9 +35,9 @@ from ..facts import (
     World,
     where,
 )
+from ..units import MIB, show_bytes, show_seconds
 from .placement import runners_up
 from .pressure import views
-from ..units import MIB, show_bytes, show_seconds
 
 MOST_HOLDERS = 8  # lines of a report
 MOST_RUNNERS_UP = 8  # sentences beside a decision

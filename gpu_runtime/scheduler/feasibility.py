@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from . import quotas
-from .drain import drained
 from ..facts import HOST, Book, Candidate, Device, Lease, Refuse, Request, Share, World, where
+from ..units import show_bytes
+from . import quotas
+from .capacity import limit_of
+from .drain import drained
 from .eligibility import never_leaves, that_fit
 from .placement import claim, claims_no_more, place
-from .capacity import limit_of
 from .splitting import could_split, one_card_may_do, split
-from ..units import show_bytes
 
 GB = 2**30
 MOST_TRIED = 8  # leases that exist nowhere else, of which every combination is tried on several cards

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from .recall import PERSON
-from .eviction import Ground
-from .drain import drained
 from ..facts import Book, Footprint, Lease, Move, PlacementRules, Refuse, Request, Share, World, where
+from ..units import show_bytes
+from .context import Ground
+from .drain import drained
 from .eligibility import leave, may_leave
 from .placement import place
-from ..units import show_bytes
+from .recall import PERSON
 
 
 def move(book: Book, owner: str, name: str, footprint: Footprint, rules: PlacementRules, world: World, key: str,

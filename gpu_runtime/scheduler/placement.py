@@ -9,8 +9,8 @@ from math import ceil
 
 from ..errors import BadSetting
 from ..facts import Candidate, Footprint, PlacementRules, Share, Shares
-from .splitting import could_split, one_card_may_do, split
 from ..units import show_bytes, show_seconds
+from .splitting import could_split, one_card_may_do, split
 
 PLACEMENTS = ("best-fit", "most-free", "fewest-evictions")
 LAYOUTS = ("auto", "single", "balanced", "proportional", "whole")

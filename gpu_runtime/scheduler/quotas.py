@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..facts import HOST, IMPORTANCE, Book, Cap, Lease, Phase, Refuse, Request, World
+from ..units import show_bytes, show_seconds
+from .capacity import limit_of
 from .eligibility import never_leaves
 from .placement import claim
-from .capacity import limit_of
-from ..units import show_bytes, show_seconds
 
 
 def refusal(book: Book, request: Request, world: World) -> Refuse | None:

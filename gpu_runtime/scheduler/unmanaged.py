@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..facts import Book, Stranger, World
-from .pressure import sample_of
 from .capacity import freed_since
+from .pressure import sample_of
 
 
 def stranger_bytes(book: Book, world: World) -> dict[str, int | None]:

@@ -23,20 +23,21 @@ from msgspec.structs import replace
 from ..errors import GpuError, StillInUse, UnknownModel
 from ..facts import ModelSpec, Value
 from .engines import openai_http
+from .engines.base import EngineFailed, Speaker, require
+from .engines.registry import speaker_for
+from .health.blame import DECODE_FAILURES, Blame, blame, could_not, first_line, is_decode_failure
 from .health.breaker import Breakers, BreakerState, Open, Pass
-from .requests import Call, Refused, Reply, read_call
 from .health.clients import Clients, Pattern
 from .health.costs import Costs
-from .health.blame import DECODE_FAILURES, Blame, blame, could_not, first_line, is_decode_failure
-from .routing.fallback import Choice, CloudGuard, chain, cloud_of, is_cloud
-from .queue.model_hold import Holds
-from .routing.profiles import profiled, thinking
-from .queue.thread_stream import in_thread
-from .queue.queue import Queue
-from .replies import Streamed, because, counted, ending, signed
-from .engines.base import EngineFailed, Speaker, require, speaker_for
-from .routing.tasks import Serving, candidates, fits, read_serving, too_short
 from .queue.keep_warm import Warmth, wished
+from .queue.model_hold import Holds
+from .queue.queue import Queue
+from .queue.thread_stream import in_thread
+from .replies import Streamed, because, counted, ending, signed
+from .requests import Call, Refused, Reply, read_call
+from .routing.fallback import Choice, CloudGuard, chain, cloud_of, is_cloud
+from .routing.profiles import profiled, thinking
+from .routing.tasks import Serving, candidates, fits, read_serving, too_short
 
 if TYPE_CHECKING:
     from ..runtime import Runtime

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from .requests import Refused, Reply
 from .health.blame import first_line
+from .requests import Refused, Reply
 from .routing.fallback import Choice
 
 LONGEST_HEADER = 400

@@ -20,7 +20,8 @@ def run(rt: Any, *, host: str = "127.0.0.1", port: int | None = None, socket_pat
 
     The runtime is a full member of the ledger: models of the catalogue are loaded here when they are called.
     """
-    from gpu_panels import console, server, poller
+    from gpu_panels import console, poller, server
+
     from gpu_runtime.web.asgi import Asgi
 
     from .gateway import Gateway

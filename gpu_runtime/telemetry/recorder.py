@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from ..devices.sampler_client import Figures, boot_seconds
 from ..facts import Book, Moment, Sample, World
 from ..ledgers.access import journal_in
 from ..ledgers.reader import Peek, peek
-from .moments import Telling, moments_of
 from ..scheduler.pressure import views
+from .moments import Telling, moments_of
 from .timeline import Record
-from ..devices.sampler_client import Figures, boot_seconds
 
 EVERY_SECONDS = 2.0
 REST_SECONDS = 30.0  # while nothing changes

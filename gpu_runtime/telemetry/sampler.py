@@ -27,12 +27,12 @@ import psutil
 
 from ..devices import drivers
 from ..devices.drivers import Card, Listing, Silent
+from ..devices.sampler_client import Figures, Person, boot_seconds
 from ..errors import ProbeFailed
 from ..facts import HOST, Sample, encode
 from ..ledgers.access import access_to
-from ..ledgers.sqlite.files import owner_files
 from ..ledgers.liveness import Life, life
-from ..devices.sampler_client import Figures, Person, boot_seconds
+from ..ledgers.sqlite.files import owner_files
 
 BUSY_SECONDS, REST_SECONDS = 1.0, 2.0
 MOVING_SECONDS = 10.0  # figures that have not changed for so long rest

@@ -26,7 +26,8 @@ from tornado.httputil import HTTPServerRequest, parse_cookie
 from tornado.routing import ReversibleRouter
 from tornado.web import RequestHandler, decode_signed_value
 
-from . import login as door, auth
+from . import auth
+from . import login as door
 from .auth import OPERATOR, Guesses, Role, Terms, Visitor
 
 COOKIE = "gpu-console"

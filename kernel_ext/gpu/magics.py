@@ -131,6 +131,7 @@ class GpuMagics(Magics):
     def cell(self, words: list[str], body: str) -> None:
         """Runs the cell with room of its own and, if asked, a model held; says what it took."""
         from gpu_runtime.rendering import render
+
         from .cell import Compiled
 
         if words and words[0] in verbs.VERBS:

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import panel as pn
 import panel_material_ui as pmui
 import param
-from gpu_runtime.rendering.views import clean, clock
 from panel.custom import JSComponent
 
 from gpu_runtime import threads
 from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import Outcome, Snapshot
+from gpu_runtime.rendering.views import clean, clock
 
 from .data.confirmations import VERBS, Proposal, changed, propose, question
 from .poller import Watch

@@ -11,18 +11,18 @@ from typing import Any
 
 import panel as pn
 import panel_material_ui as pmui
-from gpu_runtime.rendering.views import clock
 from panel.io.document import unlocked
 from panel.io.resources import LOCAL_DIST
 from panel.util import edit_readonly
 
 from gpu_runtime.facts import Snapshot
+from gpu_runtime.rendering.views import clock
 
-from .widgets import header
-from .tabs import registry
 from .actions import Actions
-from .tabs.base import Tab
 from .poller import Look, Watch
+from .tabs import registry
+from .tabs.base import Tab
+from .widgets import header
 
 log = logging.getLogger("gpu_runtime")
 

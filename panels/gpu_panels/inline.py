@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import panel as pn
-from gpu_runtime.rendering import render
 from panel.io.model import diff
 from panel.io.notebook import block_comm, push, send
 from panel.io.state import state
 
 from gpu_runtime import threads
 from gpu_runtime.errors import NotAllowed
+from gpu_runtime.rendering import render
 
 from . import inline_assets
 from .console import Console

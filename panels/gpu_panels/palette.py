@@ -13,9 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from gpu_runtime.rendering.html import COLOURS, look
-
 from gpu_runtime.facts import Lease, Level
+from gpu_runtime.rendering.html import COLOURS, look
 
 EDGE = "#808080"  # 3 : 1 and more against a white and against a dark page
 UNOWNED = "#8c8c8c"  # bytes that belong to no lease; always under a hatch, so that no lease looks like it

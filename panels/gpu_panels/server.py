@@ -30,8 +30,7 @@ from tornado.websocket import WebSocketClosedError
 
 from gpu_runtime.errors import GpuError, NotAllowed
 from gpu_runtime.settings import Settings, masked
-
-from gpu_runtime.web import unsafe_options, gate, auth, sockets
+from gpu_runtime.web import auth, gate, sockets, unsafe_options
 from gpu_runtime.web.auth import Terms, Visitor
 
 DEFAULT_PORT = 8211
@@ -177,7 +176,6 @@ def _warm_up() -> None:
     """Imports what the first page is made of, before anybody waits for it: half a second of the first visitor's."""
     from gpu_runtime import Runtime  # noqa: F401
 
-    from . import console
     from .tabs import registry  # noqa: F401
 
     registry.kind(registry.titles()[0])

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from gpu_runtime.devices import nvml
 from gpu_runtime.devices.allocator_stats import bounded, of_segments, of_torch
 from gpu_runtime.devices.drivers import Card, Listing
+from gpu_runtime.devices.probe import Probe, open_probe
+from gpu_runtime.devices.process_memory import Memory
+from gpu_runtime.devices.simulated_allocator import FREE, HOLE, Run, Segment, Segments
 from gpu_runtime.facts import AllocatorMap, Block, BlockState, Device, DeviceView, Level, SegmentMap, encode
 from gpu_runtime.ledgers.allocator_files import MOST_BYTES
-from gpu_runtime.devices.process_memory import Memory
-from gpu_runtime.devices.probe import Probe, open_probe
-from gpu_runtime.devices.simulated_allocator import FREE, HOLE, Run, Segment, Segments
 from gpu_runtime.units import GIB, KIB, MIB
 
 ALLOCATED, PENDING, INACTIVE, RELEASED, MIXED = BlockState

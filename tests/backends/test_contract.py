@@ -12,12 +12,13 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from gpu_runtime.backends.registry import Backend, is_out_of_memory, open_backend
-from gpu_runtime.backends.llama_cpp.rpc import Engine
+from gpu_runtime.backends.base import Backend, is_out_of_memory
 from gpu_runtime.backends.engines.server import Server
+from gpu_runtime.backends.llama_cpp.rpc import Engine
+from gpu_runtime.backends.registry import open_backend
+from gpu_runtime.devices.probe import Probe
 from gpu_runtime.errors import CannotGovern
 from gpu_runtime.facts import Measurement, ModelSpec, Share, Shares
-from gpu_runtime.devices.probe import Probe
 from gpu_runtime.units import MIB
 from tests.worlds import footprint
 

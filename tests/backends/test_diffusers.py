@@ -9,9 +9,9 @@ import urllib.request
 import pytest
 
 from gpu_runtime.backends.registry import open_backend
+from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import NotAModel
 from gpu_runtime.facts import ModelSpec, Share
-from gpu_runtime.devices.probe import open_probe
 from tests.worlds import footprint
 
 pytest.importorskip("diffusers", reason="diffusers is not installed: pip install 'gpu-console[diffusion]'")

@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.backends.formats import sources
+from gpu_runtime.backends.registry import open_backend
+from gpu_runtime.estimation.kv_cache import Wish, activation_bytes, cache_layers, kv_cache_bytes
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import MIB
-from gpu_runtime.estimation.kv_cache import Wish, activation_bytes, cache_layers, kv_cache_bytes
 from tests import tiny_models
 from tests.worlds import footprint
 

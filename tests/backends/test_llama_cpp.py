@@ -3,11 +3,11 @@ from __future__ import annotations
 
 import pytest
 
+from gpu_runtime.backends.llama_cpp.options import arguments, check, taken
 from gpu_runtime.backends.processes.visible_devices import card_environment
-from gpu_runtime.backends.llama_cpp.backend import arguments, check, taken
+from gpu_runtime.devices.probe import Probe
 from gpu_runtime.errors import BadSetting, LoadFailed
 from gpu_runtime.facts import HOST, Device, ModelSpec, Share
-from gpu_runtime.devices.probe import Probe
 from gpu_runtime.units import GIB, MIB
 
 CONFIG = {"num_hidden_layers": 32, "max_position_embeddings": 131072}

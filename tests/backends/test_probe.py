@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from gpu_runtime.devices import drivers as cards
+from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import BadSetting, ProbeFailed, UnknownDevice
 from gpu_runtime.facts import Device, Sample
-from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.units import GIB
 
 

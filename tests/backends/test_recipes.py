@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime import samples
-from gpu_runtime.backends.engines.recipe import RECIPES, Order, recipe
+from gpu_runtime.backends.engines.recipe import Order
+from gpu_runtime.backends.engines.registry import RECIPES, recipe
 from gpu_runtime.errors import LoadFailed
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import GIB

@@ -21,13 +21,15 @@ from pathlib import Path
 
 import pytest
 
-from gpu_runtime.backends.registry import is_out_of_memory, open_backend
-from gpu_runtime.backends.engines.recipe import Order, recipe
+from gpu_runtime.backends.base import is_out_of_memory
 from gpu_runtime.backends.engines.ports import claim, ports
+from gpu_runtime.backends.engines.recipe import Order
+from gpu_runtime.backends.engines.registry import recipe
 from gpu_runtime.backends.engines.server import MOST_RESTARTS, NEXT, Server, State
+from gpu_runtime.backends.registry import open_backend
+from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import BadSetting, EngineDied, LoadFailed, NotResident
 from gpu_runtime.facts import ModelSpec, Share
-from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.units import GIB
 
 STAND_IN = Path(__file__).parents[1] / "engine_stand_in.py"

@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import nn
 
+from gpu_runtime.backends.base import is_out_of_memory
 from gpu_runtime.backends.pytorch import fingerprint
-from gpu_runtime.backends.registry import is_out_of_memory, open_backend
 from gpu_runtime.backends.pytorch.pieces import cut, pieces
 from gpu_runtime.backends.pytorch.storages import grouped, slots
+from gpu_runtime.backends.registry import open_backend
+from gpu_runtime.devices.probe import Probe, open_probe
 from gpu_runtime.errors import CannotGovern
 from gpu_runtime.facts import HOST, ModelSpec, Share, Shares
-from gpu_runtime.devices.probe import Probe, open_probe
 from tests import simgpu, tiny_models
 
 IDS = torch.tensor([[5, 6, 7, 8]])

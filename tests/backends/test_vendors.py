@@ -10,9 +10,9 @@ import pytest
 
 from gpu_runtime.devices import amd, apple, drivers, nvidia_smi
 from gpu_runtime.devices.drivers import Silent
+from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import BadSetting, ProbeFailed
 from gpu_runtime.facts import Device, Sample
-from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.units import GIB, MIB
 
 RECORDED = Path(__file__).parent / "recorded"

@@ -18,7 +18,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Book, Lease, Section, Share, Ticket, encode
-from gpu_runtime.ledgers import Ledger, open_ledger
+from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.ledgers.base import Ledger
 from tests.redis_server import redis_server
 
 LEASES, OWNERS = 50, 5

@@ -16,9 +16,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Book, Footprint, Lease, PlacementRules, Request, Wait, World
-from gpu_runtime.scheduler.placement import PLACEMENTS
-from gpu_runtime.scheduler.admission import admit, plan, room
+from gpu_runtime.scheduler.admission import admit, room
 from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.placement import PLACEMENTS
+from gpu_runtime.scheduler.plan import plan
 from tests.worlds import GIB, NOW, book, lease, request, world
 
 LAYERS, LAYER_BYTES, END_BYTES = 80, 1_711_292_416, 2_101_346_304  # of Llama 3 70B in bfloat16

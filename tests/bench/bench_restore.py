@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from gpu_runtime.backends.registry import open_backend
-from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.devices.probe import open_probe
+from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import GIB
 
 

@@ -18,8 +18,8 @@ from unittest import mock
 
 from gpu_runtime import Runtime
 from gpu_runtime.samples import gguf_lm
-from gpu_runtime.serving.queue import order as ordering
 from gpu_runtime.serving.gateway import Gateway
+from gpu_runtime.serving.queue import order as ordering
 from gpu_runtime.serving.queue.order import Engine, Place, Waiting, next_out, overtaken_for_seconds
 from gpu_runtime.serving.routing.tasks import Serving
 

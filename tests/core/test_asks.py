@@ -4,10 +4,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from gpu_runtime.scheduler.recall import Ask, Order, answer, ask, declined, obey
-from gpu_runtime.scheduler.transitions import left
 from gpu_runtime.facts import HOST, MOST_ENTRIES, Asker, Drop, Grant, Lease, Move, Phase, Refuse, Share, Wait
 from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.recall import Ask, Order, answer, ask, declined, obey
+from gpu_runtime.scheduler.transitions import left
 from tests.worlds import NOW, at, block, book, lease, owner, replayed, size, ticket, world
 
 THERE = world(sim0=20)

@@ -6,8 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime.scheduler import transitions as books
-from gpu_runtime.scheduler.transitions import Truth, publish
 from gpu_runtime.facts import (
     HOST,
     MOST_EVENTS,
@@ -23,6 +21,8 @@ from gpu_runtime.facts import (
     encode,
     overdrafts,
 )
+from gpu_runtime.scheduler import transitions as books
+from gpu_runtime.scheduler.transitions import Truth, publish
 from tests.worlds import NOW, at, block, book, decide, lease, owner, request, size, ticket, world
 
 ME = owner(1)

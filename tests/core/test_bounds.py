@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime.scheduler.torch_limit import bounds
 from gpu_runtime.facts import Phase, Share
+from gpu_runtime.scheduler.torch_limit import bounds
 from gpu_runtime.units import GIB
 from tests.worlds import block, book, lease, owner, size, world
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from gpu_runtime.ledgers import host_config
 from gpu_runtime.errors import BadSetting
 from gpu_runtime.facts import Cap, Grant, Refuse, Wait
+from gpu_runtime.ledgers import host_config
 
 from ..worlds import NOW, at, block, book, decide, lease, owner, request, size, world
 

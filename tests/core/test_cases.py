@@ -2,11 +2,12 @@
 from __future__ import annotations
 
 import pytest
-from gpu_runtime.rendering.views import remarks
 
 from gpu_runtime.facts import HOST, Grant, Load, Phase, Refuse, Share, Snapshot, Wait
-from gpu_runtime.scheduler.admission import admit, plan, room
+from gpu_runtime.rendering.views import remarks
+from gpu_runtime.scheduler.admission import admit, room
 from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.scheduler.pressure import views
 from tests.worlds import GIB, NOW, ask_until, at, book, decide, lease, owner, request, size, world
 

@@ -3,14 +3,14 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_runtime.scheduler import drain
 from gpu_runtime.errors import DoesNotFit
 from gpu_runtime.facts import Device, Drain, Drop, Grant, Move, Refuse, Share, Wait
 from gpu_runtime.ledgers.sqlite.recovery import part_of, union
-from gpu_runtime.scheduler.admission import plan
+from gpu_runtime.scheduler import drain
 from gpu_runtime.scheduler.eviction_policy import lru
-from gpu_runtime.scheduler.pressure import views
 from gpu_runtime.scheduler.explain import refusal
+from gpu_runtime.scheduler.plan import plan
+from gpu_runtime.scheduler.pressure import views
 from gpu_runtime.units import GIB
 from tests.worlds import NOW, WALL, at, block, book, decide, lease, owner, replayed, request, world
 

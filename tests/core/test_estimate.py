@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 
 from gpu_runtime.errors import BadSetting, UnknownSize
 from gpu_runtime.estimation.footprint import CONTEXT_BYTES, QUANT_BITS, footprint, from_name
-from gpu_runtime.facts import Evidence, Footprint, Measurement, Part
-from gpu_runtime.units import GIB, MIB
 from gpu_runtime.estimation.kv_cache import (
     Layer,
     Wish,
@@ -18,6 +16,8 @@ from gpu_runtime.estimation.kv_cache import (
     kv_cache_bytes,
     longest_context,
 )
+from gpu_runtime.facts import Evidence, Footprint, Measurement, Part
+from gpu_runtime.units import GIB, MIB
 
 LLAMA_3_8B = dict(architectures=["LlamaForCausalLM"], model_type="llama", num_hidden_layers=32, hidden_size=4096,
                   intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,

@@ -11,8 +11,6 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime.scheduler import transitions as books
-from gpu_runtime.scheduler.recall import obey, relieve
 from gpu_runtime.facts import (
     HOST,
     IMPORTANCE,
@@ -31,11 +29,15 @@ from gpu_runtime.facts import (
     World,
     overdrafts,
 )
-from gpu_runtime.ledgers import refuse_unlawful
-from gpu_runtime.scheduler.placement import PLACEMENTS, place
-from gpu_runtime.scheduler.admission import admit, plan, room
+from gpu_runtime.ledgers.invariants import refuse_unlawful
+from gpu_runtime.scheduler import transitions as books
+from gpu_runtime.scheduler.admission import admit, room
 from gpu_runtime.scheduler.eviction_policy import cost_aware, lru
+from gpu_runtime.scheduler.placement import PLACEMENTS, place
+from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.scheduler.pressure import level, pressure
+from gpu_runtime.scheduler.recall import obey
+from gpu_runtime.scheduler.relief import relieve
 from tests.worlds import NOW, book, lease, owner, replayed, request, ticket, world
 
 PLACES = ("sim0", "sim1", "sim2", "host")

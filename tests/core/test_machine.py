@@ -18,9 +18,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
-from gpu_runtime.scheduler import transitions as books
-from gpu_runtime.scheduler.recall import Ask, ask, obey, relieve
-from gpu_runtime.scheduler.transitions import Truth
 from gpu_runtime.facts import (
     HOST,
     Book,
@@ -41,9 +38,13 @@ from gpu_runtime.facts import (
     Wait,
     World,
 )
-from gpu_runtime.ledgers import refuse_unlawful
+from gpu_runtime.ledgers.invariants import refuse_unlawful
+from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.eviction_policy import cost_aware, lru
+from gpu_runtime.scheduler.recall import Ask, ask, obey
+from gpu_runtime.scheduler.relief import relieve
+from gpu_runtime.scheduler.transitions import Truth
 from tests.worlds import NOW, WALL, owner, replayed
 
 LIMITS = {"sim:0": 12, "sim:1": 8, "cuda:0": 10, HOST: 14}

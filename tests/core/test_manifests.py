@@ -5,8 +5,8 @@ import pytest
 
 from gpu_runtime.catalog.documents import read
 from gpu_runtime.catalog.entries import Entry, notes, spec_of
-from gpu_runtime.errors import BadDocument
 from gpu_runtime.catalog.manifests import API_VERSION, manifests
+from gpu_runtime.errors import BadDocument
 from gpu_runtime.settings import Settings
 from gpu_runtime.units import GIB, MIB
 

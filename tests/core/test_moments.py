@@ -4,8 +4,8 @@ from __future__ import annotations
 import pytest
 
 from gpu_runtime.facts import Level, Moment, Share
-from gpu_runtime.telemetry.moments import Telling, moments_of
 from gpu_runtime.scheduler.pressure import views
+from gpu_runtime.telemetry.moments import Telling, moments_of
 from gpu_runtime.units import GIB
 from tests.worlds import WALL, book, lease, world
 

@@ -7,9 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime.scheduler.recall import Ask, Order, ask, obey
-from gpu_runtime.scheduler.transitions import abandon, left
-from gpu_runtime.scheduler.drain import drain
 from gpu_runtime.facts import (
     Asker,
     Footprint,
@@ -22,8 +19,11 @@ from gpu_runtime.facts import (
     Wait,
     overdrafts,
 )
-from gpu_runtime.scheduler.migration import asked_for, move
+from gpu_runtime.scheduler.drain import drain
 from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.migration import asked_for, move
+from gpu_runtime.scheduler.recall import Ask, Order, ask, obey
+from gpu_runtime.scheduler.transitions import abandon, left
 from tests.worlds import NOW, at, block, book, lease, owner, replayed, size, ticket, world
 
 FOUR = world(sim0=8, sim1=8, sim2=8, sim3=8)

@@ -18,8 +18,9 @@ from gpu_runtime.facts import (
     Share,
     Wait,
 )
-from gpu_runtime.scheduler.admission import admit, plan, room
+from gpu_runtime.scheduler.admission import admit, room
 from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.plan import plan
 from tests.worlds import (
     GIB,
     NOW,

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime.scheduler.recall import relieve
 from gpu_runtime.facts import HOST, Drop, Level, Move, Phase, Rules, Share
 from gpu_runtime.scheduler.admission import room
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.pressure import Relief, level, pressure, relief, views
+from gpu_runtime.scheduler.relief import relieve
 from tests.worlds import NOW, block, book, lease, replayed, size, ticket, world
 
 CARD = dict(sim0="14400 MB", total={"sim:0": "16000 MB"})

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Drop, Grant, Phase, Refuse, Share, Wait, overdrafts
+from gpu_runtime.scheduler.admission import room
 from gpu_runtime.scheduler.eligibility import way_out
-from gpu_runtime.scheduler.admission import plan, room
 from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.units import GIB
 from tests.worlds import ask_until, at, book, decide, lease, owner, request, size, world
 

@@ -5,12 +5,13 @@ import asyncio
 import socket
 
 import pytest
-from gpu_runtime.web.asgi import Asgi
-from gpu_runtime.web.gate import COOKIE
 from tornado.httpclient import AsyncHTTPClient, HTTPClientError
 from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
 from tornado.web import Application
+
+from gpu_runtime.web.asgi import Asgi
+from gpu_runtime.web.gate import COOKIE
 
 FINE = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain"), (b"x-a", b"1"),
                                                                   (b"x-a", b"2"), (b"connection", b"close")]}

@@ -5,10 +5,10 @@ from copy import deepcopy
 
 import pytest
 from bokeh.models import ColumnDataSource
-from gpu_panels.data import bars, bar_columns
 from gpu_panels.charts.bar_chart import BarChart
-from gpu_panels.palette import Palette
 from gpu_panels.charts.data_sources import bring
+from gpu_panels.data import bar_columns, bars
+from gpu_panels.palette import Palette
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -2,15 +2,15 @@
 from __future__ import annotations
 
 import pytest
-from gpu_panels.data import bars, bar_columns
+from gpu_panels.data import bar_columns, bars
 from gpu_panels.palette import PLAIN, Palette
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime.scheduler.transitions import totals
 from gpu_runtime.facts import HOST, Drain, Ghost, Lease, Phase, Rules, Share, Snapshot, Stranger
 from gpu_runtime.scheduler.pressure import views
+from gpu_runtime.scheduler.transitions import totals
 from gpu_runtime.units import GIB, MIB
 
 from .. import worlds

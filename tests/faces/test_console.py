@@ -14,19 +14,19 @@ from bokeh.document import Document
 from bokeh.models import ImportedStyleSheet
 from bokeh.server.session import ServerSession
 from gpu_panels import console
-from gpu_panels.widgets import header
-from gpu_panels.tabs import registry
 from gpu_panels.actions import DONE_SECONDS, MOST_TOLD
 from gpu_panels.console import Console
-from gpu_runtime.web.auth import Visitor
 from gpu_panels.data.confirmations import propose
-from gpu_panels.tabs.base import Tab
 from gpu_panels.poller import Watch
+from gpu_panels.tabs import registry
+from gpu_panels.tabs.base import Tab
+from gpu_panels.widgets import header
 from msgspec.structs import replace
 from panel.io.state import set_curdoc, state
 from tornado.ioloop import IOLoop
 
 from gpu_runtime.errors import LedgerUnavailable
+from gpu_runtime.web.auth import Visitor
 
 from . import samples
 

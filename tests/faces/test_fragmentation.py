@@ -5,16 +5,16 @@ import json
 
 import pytest
 from bokeh.models import ColumnDataSource
-from gpu_runtime.rendering.allocator_map import MOST_ROWS, picture
-from gpu_panels.tabs import fragmentation
-from gpu_panels.tabs.fragmentation import COLUMNS, EMPTY, Fetch, FragmentationTab, Told, cuts, report, rows
 from gpu_panels.charts.map_chart import MapChart
 from gpu_panels.palette import EDGE
 from gpu_panels.poller import Look
+from gpu_panels.tabs import fragmentation
+from gpu_panels.tabs.fragmentation import COLUMNS, EMPTY, Fetch, FragmentationTab, Told, cuts, report, rows
 from msgspec.structs import replace
 
 from gpu_runtime.devices.allocator_stats import bounded
 from gpu_runtime.facts import AllocatorMap
+from gpu_runtime.rendering.allocator_map import MOST_ROWS, picture
 from gpu_runtime.units import GIB, MIB
 
 from . import samples

@@ -5,12 +5,12 @@ import doctest
 import secrets
 
 import pytest
-from gpu_runtime.web import auth
-from gpu_runtime.web.auth import OPERATOR, VIEWER, Guesses, Terms, Visitor, check, role_of, same_origin
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.errors import NotAllowed
+from gpu_runtime.web import auth
+from gpu_runtime.web.auth import OPERATOR, VIEWER, Guesses, Terms, Visitor, check, role_of, same_origin
 
 OPERATORS, VIEWERS = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
 TERMS = Terms("ann", operator_token=OPERATORS, viewer_token=VIEWERS)

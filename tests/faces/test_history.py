@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 import pytest
+from gpu_panels.charts.history_chart import HistoryChart
 from gpu_panels.data import history
 from gpu_panels.data.history import OTHERS, UNLEASED, Band, Run, chart
-from gpu_panels.charts.history_chart import HistoryChart
 from gpu_panels.palette import Palette
 from hypothesis import given
 from hypothesis import strategies as st

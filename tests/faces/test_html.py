@@ -5,9 +5,9 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from gpu_runtime.rendering import html, render
 
 from gpu_runtime.facts import Health, Level, Outcome
+from gpu_runtime.rendering import html, render
 
 from . import samples
 

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import panel as pn
 import pytest
 from bokeh.document import Document
-from gpu_runtime.rendering import render
 from gpu_panels import inline, inline_assets
 from gpu_panels.inline import Inline
 from panel.io.resources import CDN_DIST
 
 from gpu_runtime import GpuError, NotAllowed
 from gpu_runtime.owner import console_hook
+from gpu_runtime.rendering import render
 
 from .test_magics import run
 

@@ -18,9 +18,9 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 import pytest
 from bokeh.util.token import get_token_payload
 from gpu_panels import server
-from gpu_runtime.web import sockets
 
 from gpu_runtime.errors import GpuError
+from gpu_runtime.web import sockets
 from tests.faces.served import OPERATORS, console, free_port, panel_serve, serving
 from tests.faces.test_gate import opened, refused, talk, websocket_of
 

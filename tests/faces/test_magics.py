@@ -8,12 +8,12 @@ import sys
 import pandas
 import pytest
 from gpu import magics
-from gpu_runtime.rendering import progress, render
 from IPython.core.error import UsageError
 from IPython.utils.capture import capture_output
 
 import gpu_runtime
 from gpu_runtime import errors, facts, verbs
+from gpu_runtime.rendering import progress, render
 
 pytestmark = pytest.mark.filterwarnings("ignore:To exit", "ignore::IPython.core.completer.ProvisionalCompleterWarning")
 GIB = 2**30

@@ -4,6 +4,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.devices.allocator_stats import bounded
+from gpu_runtime.devices.process_memory import Memory
+from gpu_runtime.facts import AllocatorMap, Block, BlockState, SegmentMap
 from gpu_runtime.rendering import allocator_map, render
 from gpu_runtime.rendering.allocator_map import (
     ALLOCATED,
@@ -17,12 +23,6 @@ from gpu_runtime.rendering.allocator_map import (
     picture,
     verdict,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
-from gpu_runtime.devices.allocator_stats import bounded
-from gpu_runtime.facts import AllocatorMap, Block, BlockState, SegmentMap
-from gpu_runtime.devices.process_memory import Memory
 from gpu_runtime.units import GIB, KIB, MIB
 from tests.backends.test_allocators import drawn
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import re
 
-from gpu_panels.tabs import now
 from gpu_panels.data.bars import bars
+from gpu_panels.tabs import now
 from gpu_panels.tabs.now import Now
 from msgspec.structs import replace
 

@@ -2,10 +2,10 @@
 from __future__ import annotations
 
 import pytest
-from gpu_runtime.rendering import html, plain, render, text, views
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Health, Level, Outcome, Share
+from gpu_runtime.rendering import html, plain, render, text, views
 from gpu_runtime.settings import Settings, preset
 
 from . import samples

@@ -7,8 +7,8 @@ from typing import Any
 from gpu_panels.poller import Watch
 from msgspec.structs import replace
 
-from gpu_runtime.owner import frames
 from gpu_runtime.facts import History
+from gpu_runtime.owner import frames
 
 
 class Told:

@@ -8,8 +8,8 @@ import pytest
 
 from gpu_runtime import Runtime
 from gpu_runtime.backends.registry import open_backend
-from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.devices.probe import open_probe
+from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import GIB, MIB
 from tests import tiny_models
 

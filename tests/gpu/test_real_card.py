@@ -5,9 +5,10 @@ import os
 
 import pytest
 
-from gpu_runtime.backends.registry import is_out_of_memory, open_backend
-from gpu_runtime.facts import ModelSpec, Share
+from gpu_runtime.backends.base import is_out_of_memory
+from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import open_probe
+from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import MIB
 from tests import tiny_models
 

@@ -8,8 +8,8 @@ import types
 import pytest
 
 from gpu_runtime import DoesNotFit
-from gpu_runtime.owner import doctor
 from gpu_runtime.errors import LedgerUnavailable
+from gpu_runtime.owner import doctor
 
 
 def chapter(report, title):

@@ -7,8 +7,8 @@ import pytest
 
 from gpu_runtime import Runtime
 from gpu_runtime.errors import DoesNotFit, NotAllowed, UnknownDevice
-from gpu_runtime.owner.session import Keeper
 from gpu_runtime.ledgers.memory import MemoryLedger
+from gpu_runtime.owner.session import Keeper
 
 
 def fake(rt, name, gib=4, **options):

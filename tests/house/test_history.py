@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime import BadSetting
+from gpu_runtime.devices.sampler_client import Figures
 from gpu_runtime.facts import Device, Level, Moment, Sample
 from gpu_runtime.ledgers.access import MARK
-from gpu_runtime.telemetry.timeline import DAY, Record
 from gpu_runtime.telemetry.recorder import Recorder, now_of, record_in
-from gpu_runtime.devices.sampler_client import Figures
+from gpu_runtime.telemetry.timeline import DAY, Record
 from gpu_runtime.units import GIB
 from tests.worlds import book, lease
 

@@ -10,8 +10,8 @@ import shutil
 import pytest
 from msgspec.structs import replace
 
-from gpu_runtime.telemetry import measurements
 from gpu_runtime.facts import Evidence, Measurement, ModelSpec
+from gpu_runtime.telemetry import measurements
 from gpu_runtime.telemetry.measurements import Measurements
 from gpu_runtime.units import MIB
 from tests import tiny_models

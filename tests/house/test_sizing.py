@@ -8,8 +8,8 @@ import pytest
 from gpu_runtime.errors import LoadFailed, UnknownSize
 from gpu_runtime.estimation.footprint import CONTEXT_BYTES
 from gpu_runtime.facts import HOST, Device, Evidence, ModelSpec, Share
-from gpu_runtime.telemetry.measurements import Measurements
 from gpu_runtime.owner.footprints import Sizing
+from gpu_runtime.telemetry.measurements import Measurements
 from gpu_runtime.units import GIB, MIB
 
 CARDS = (Device("cuda:0", 80 * GIB, "NVIDIA H100"), Device("cuda:1", 80 * GIB, "NVIDIA H100"), Device(HOST, 64 * GIB))

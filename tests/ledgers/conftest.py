@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import AllocatorMap as AllocatorMap  # for what other processes are told to do
 from gpu_runtime.facts import Book, Lease, Section, Share, Ticket
-from gpu_runtime.ledgers import Ledger, open_ledger
+from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.ledgers.base import Ledger
 from tests.redis_server import RedisServer, redis_server
 
 GIB = 2**30

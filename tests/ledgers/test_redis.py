@@ -422,7 +422,7 @@ def test_hosts_have_pages_of_their_own(here, monkeypatch):
     other._shut(remove=False)  # it dies
     assert ledger.dead(book) == frozenset()
     with pytest.raises(LedgerRefused, match="proof of death"):
-        from gpu_runtime.ledgers import refuse_unlawful
+        from gpu_runtime.ledgers.invariants import refuse_unlawful
         refuse_unlawful(book, replace(book, sections={}), ledger.owner.id, ledger.dead)
 
 

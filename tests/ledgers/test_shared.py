@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from gpu_runtime.errors import BadSetting, GpuError, LedgerUnavailable, NotAllowed
-from gpu_runtime.ledgers.sqlite import files
 from gpu_runtime.ledgers.setup import init
+from gpu_runtime.ledgers.sqlite import files
 
 from .people import Person, require_root, run
 

@@ -17,15 +17,15 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gpu_runtime.ledgers import liveness as owner_module
 from gpu_runtime.errors import LedgerNewer, LedgerRefused, LedgerUnavailable
 from gpu_runtime.ledgers import default_url
+from gpu_runtime.ledgers import liveness as owner_module
+from gpu_runtime.ledgers.liveness import start_ticks
 from gpu_runtime.ledgers.sqlite import files
+from gpu_runtime.ledgers.sqlite.ledger import SqliteLedger
 from gpu_runtime.ledgers.sqlite.page import Lost
 from gpu_runtime.ledgers.sqlite.recovery import Damaged
 from gpu_runtime.ledgers.sqlite.revision_hint import Newest
-from gpu_runtime.ledgers.sqlite.ledger import SqliteLedger
-from gpu_runtime.ledgers.liveness import start_ticks
 
 from .conftest import REPO, Notebook, count, lease, names, put, section, ticket, without
 

@@ -14,8 +14,8 @@ import pytest
 from gpu_runtime.errors import LedgerUnavailable
 from gpu_runtime.facts import Ticket
 from gpu_runtime.ledgers import open_ledger
-from gpu_runtime.ledgers.sqlite.page import Lost
 from gpu_runtime.ledgers.sqlite.ledger import MOST_LOST_INSIDE
+from gpu_runtime.ledgers.sqlite.page import Lost
 from gpu_runtime.ledgers.sqlite.writer_queue import STALLED_SECONDS, Turnstile, turnstile_in
 
 from .conftest import REPO

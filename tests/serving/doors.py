@@ -5,12 +5,12 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from gpu_runtime.web.auth import Visitor
 from starlette.testclient import TestClient
 
 from gpu_runtime.serving.api.app import application
 from gpu_runtime.serving.requests import Refused, Reply, read_call
 from gpu_runtime.serving.routing.fallback import CloudGuard
+from gpu_runtime.web.auth import Visitor
 
 OPERATOR, VIEWER = Visitor("ann", True), Visitor("viewer", False)
 

@@ -7,9 +7,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from gpu_runtime import Runtime
-from gpu_runtime.serving.routing.fallback import CloudGuard
+from gpu_runtime.serving.engines.base import Speaker
+from gpu_runtime.serving.engines.registry import EchoSpeaker, speaker_for
 from gpu_runtime.serving.gateway import Gateway
-from gpu_runtime.serving.engines.base import EchoSpeaker, Speaker, speaker_for
+from gpu_runtime.serving.routing.fallback import CloudGuard
 from gpu_runtime.serving.routing.tasks import Serving
 from tests.serving.loops import settle, until
 

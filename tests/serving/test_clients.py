@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.serving.engines import chat_template
-from gpu_runtime.serving.requests import Refused, read_call
+from gpu_runtime.serving.engines.openai_format import StopText
 from gpu_runtime.serving.health.clients import MOST_CLIENTS, MOST_MODELS, Clients, Pattern
 from gpu_runtime.serving.health.costs import Costs
+from gpu_runtime.serving.requests import Refused, read_call
 from gpu_runtime.serving.routing.profiles import profiled
-from gpu_runtime.serving.engines.openai_format import StopText
 from gpu_runtime.serving.routing.tasks import Cost, Profile
 
 CHAT = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}]}

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.facts import IMPORTANCE
-from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.queue.model_hold import Hold
 from gpu_runtime.serving.queue.queue import LoadShared, Queue
+from gpu_runtime.serving.requests import Refused
 from tests.serving.loops import in_loop, settle
 
 

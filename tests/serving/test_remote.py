@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from gpu_runtime.serving.engines.openai_http import RemoteSpeaker
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing.fallback import Cloud, CloudGuard
-from gpu_runtime.serving.engines.openai_http import RemoteSpeaker
 from gpu_runtime.serving.routing.tasks import Serving, Task
 from tests.serving.kitchen import heard, kitchen, said
 from tests.serving.loopback import Loopback, chunk, completion, loopback

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from gpu_runtime.serving.engines.registry import speaker_for
 from gpu_runtime.serving.requests import Refused
-from gpu_runtime.serving.engines.base import speaker_for
 from tests import tiny_models
 from tests.serving.kitchen import Kitchen, heard, kitchen, said
 from tests.serving.loops import in_loop, until

@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from gpu_runtime import Runtime
-from gpu_runtime.ledgers import Ledger, open_ledger
+from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.ledgers.base import Ledger
 from gpu_runtime.ledgers.sqlite import files
 from tests.ledgers.conftest import names, put, without
 

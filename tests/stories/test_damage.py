@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from gpu_runtime.errors import LedgerUnavailable
-from gpu_runtime.ledgers.sqlite import files
 from gpu_runtime.ledgers.liveness import boot_id
+from gpu_runtime.ledgers.sqlite import files
 from tests import soak
 from tests.stories.crowd import Report, Warden, crowd
 

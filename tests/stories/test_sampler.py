@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.devices.sampler_client import Sampling
+from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.units import GIB
 from tests.nvml_driver import PATIENCE, Host, until
 

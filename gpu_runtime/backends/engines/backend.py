@@ -12,14 +12,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ...devices.probe import Probe
+from ...devices.process_memory import Block
 from ...errors import CannotGovern, LoadFailed, NotResident
 from ...facts import Evidence, ModelSpec, Share, Shares, where
-from ...devices.process_memory import Block
-from ...devices.probe import Probe
-from ..registry import Progress
+from ..base import Progress
 from ..processes.visible_devices import card_environment
-from .recipe import Order, recipe
 from .ports import ports
+from .recipe import Order
+from .registry import recipe
 from .server import POLL_SECONDS, Server, State
 
 if TYPE_CHECKING:

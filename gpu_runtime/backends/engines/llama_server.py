@@ -13,7 +13,7 @@ from pathlib import Path
 from ...errors import LoadFailed
 from ...facts import ModelSpec
 from ..formats import gguf
-from ..llama_cpp.backend import arguments, context_tokens, flash_attention, gguf_evidence, gguf_file, gpu_layers
+from ..llama_cpp.options import arguments, context_tokens, flash_attention, gguf_evidence, gguf_file, gpu_layers
 from .recipe import Command, Order, as_it_was_told, nothing_to_do, own_arguments, own_template, said_already
 
 HEALTH = "/v1/models"  # both answer it, and only once the model is loaded

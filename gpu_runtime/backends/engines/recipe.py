@@ -5,7 +5,6 @@ starts nothing and asks nothing itself. What is common to all (ports, health, re
 """
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -13,13 +12,6 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from ...facts import Evidence, ModelSpec, Shares
-
-RECIPES = {  # name of the backend -> its module here
-    "llama-server": "llama_server",
-    "vllm": "vllm",
-    "ollama": "ollama",
-    "diffusers": "diffusers",
-}
 
 USUAL_CONTEXT = 8192  # tokens, where nobody asks for more and the model knows as many
 
@@ -96,9 +88,6 @@ class Recipe(Protocol):
         ...
 
 
-def recipe(name: str) -> Recipe:
-    """The recipe of that engine."""
-    return importlib.import_module(f"{__name__}.{RECIPES[name]}")  # type: ignore[return-value]
 
 
 def of_its_files(spec: ModelSpec) -> Evidence:
@@ -144,7 +133,7 @@ def own_arguments(spec: ModelSpec) -> tuple[str, ...]:
     >>> own_arguments(ModelSpec("a", "vllm", options={"runtime_args": words}))
     ('--seed', '1')
     """
-    from ...catalog.schema import OURS, grouped
+    from .arguments import OURS, grouped
 
     words = tuple(str(word) for word in spec.options.get("runtime_args", ()))
     return tuple(word for flag, _, took in grouped(words) if flag not in OURS for word in took)

@@ -17,17 +17,19 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ... import threads
+from ...devices.process_memory import out_of_memory
 from ...errors import EngineDied, GpuError, LoadFailed
 from ...facts import ModelSpec
-from ...devices.process_memory import out_of_memory
-from .recipe import Ask, Order, Recipe
 from ..fault_texts import Kind, recognise
+from ..processes import orphan_guard
 from ..processes.orphan_guard import descendants
+from ..processes.processes import Child, in_words, new_log, python_file
 from .ports import Port, claim
-from ..processes.processes import Child, in_words, new_log, script
+from .recipe import Ask, Order, Recipe
 
 MOST_RESTARTS = 3
 MOST_PORTS = 5  # tried where somebody who claims none is faster
@@ -144,7 +146,7 @@ class Server:
             command = self.recipe.command(self.order)
             self._line, theirs = socket.socketpair()
             with theirs:
-                words = [*script("guard"), str(theirs.fileno()), str(os.getpid()), str(STOP_SECONDS), *command.words]
+                words = [*python_file(Path(orphan_guard.__file__)), str(theirs.fileno()), str(os.getpid()), str(STOP_SECONDS), *command.words]
                 self._child = Child(words, log=self.log, env={**self._env, **command.environment},
                                     fds=(theirs.fileno(), port.fileno()))
         until = self._clock() + self._seconds

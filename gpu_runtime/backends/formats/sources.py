@@ -12,8 +12,8 @@ from typing import Any
 
 from ...errors import LoadFailed, NotAModel
 from ...facts import Evidence
-from . import safetensors, gguf
-from ..registry import looks_like_hub_id
+from ..base import looks_like_hub_id
+from . import gguf, safetensors
 from .safetensors import Checkpoint, Stamp
 
 DTYPE_BYTES = {"float64": 8, "double": 8, "float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ... import threads
-from ...errors import BadCall, EngineDied, EngineFault, GpuError, LoadFailed, ProcessLost
 from ...devices.process_memory import out_of_memory
-from . import worker
+from ...errors import BadCall, EngineDied, EngineFault, GpuError, LoadFailed, ProcessLost
 from ..fault_texts import MOST_DECODE_FAILURES, Fault, Kind, decode_failures, recognise
 from ..processes.processes import Child, in_words
+from . import worker
 
 _REFUSED = ("ValueError", "TypeError", "KeyError", "IndexError", "AttributeError", "NotImplementedError",
             "AssertionError", "RecursionError", "UnicodeDecodeError", "TemplateError", "UndefinedError",
@@ -84,9 +84,9 @@ class ProcessChannel(Channel):
 
 
 def worker_command() -> list[str]:
-    from ..processes.processes import script
+    from ..processes.processes import python_file
 
-    return script("llama_worker")
+    return python_file(Path(__file__).with_name("worker.py"))
 
 
 class ThreadChannel(Channel):

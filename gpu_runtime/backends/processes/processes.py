@@ -153,14 +153,9 @@ def new_log(name: str) -> Path:
     return log
 
 
-def script(module: str) -> list[str]:
+def python_file(file: Path) -> list[str]:
     """The command that runs a file of this package by itself, without what the package imports.
 
-    `-P`, since its directory has files that are called as the libraries are: torch, transformers, llama_cpp.
+    `-P` keeps the file's directory off `sys.path`: modules beside it may have the names of libraries.
     """
-    return python_file(Path(__file__).with_name(f"{module}.py"))
-
-
-def python_file(file: Path) -> list[str]:
-    """The same for any file."""
     return [sys.executable, "-P", str(file)]

@@ -1,8 +1,8 @@
 """Which cards another process sees: the variables of its environment, from the shares of a lease."""
 from __future__ import annotations
 
-from ...facts import HOST, Shares
 from ...devices.probe import Probe
+from ...facts import HOST, Shares
 
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
 

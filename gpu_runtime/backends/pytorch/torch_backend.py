@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...devices.probe import Probe
+from ...devices.process_memory import Block, Memory
 from ...errors import CannotGovern, LoadFailed
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares
-from ...devices.process_memory import Block, Memory
-from ...devices.probe import Probe
-from ..registry import Progress
-from . import unsupported
+from ..base import Progress
 from . import storages as st
+from . import unsupported
 from .device_hooks import Dispatch
 from .pieces import cut, holder, pieces
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...devices.probe import Probe
 from ...errors import BadSetting, CannotGovern, GpuError, LoadFailed
 from ...facts import Evidence, ModelSpec, Shares
-from ...devices.probe import Probe
-from ..registry import Progress, is_out_of_memory
+from ..base import Progress, is_out_of_memory
 from ..formats import safetensors, sources
-from . import storages as st
 from ..formats.safetensors import Checkpoint
+from . import storages as st
 from .fingerprint import digest
 from .torch_backend import TorchBackend, TorchModel
 

@@ -18,18 +18,18 @@ from urllib.parse import parse_qsl, urlencode
 from msgspec.structs import replace
 
 from ...errors import LedgerUnavailable
-from ..liveness import OwnerFile, boot_id, describe_self
 from .. import default_url
-from ..sqlite import files
 from ..access import access_to
-from ..notify import Doorbell
 from ..allocator_files import MapFiles
+from ..liveness import OwnerFile, boot_id, describe_self
+from ..notify import Doorbell
+from ..sqlite import files
 from ..sqlite.backoff import Pace
-from .page import RedisBook
-from .scripts import HostPage
 from ..sqlite.ledger import SqliteLedger, _doors, _owner_ids
 from ..sqlite.writer_queue import turnstile_in
 from .connection import Wire
+from .page import RedisBook
+from .scripts import HostPage
 
 
 class RedisLedger(SqliteLedger):

@@ -26,11 +26,12 @@ from redis.exceptions import NoScriptError, ResponseError
 
 from ...errors import LedgerNewer, LedgerRefused
 from ...facts import SCHEMA, Book, decode_book, encode
-from ..liveness import Life, OwnerFile, life, read_roster
 from ...units import show_bytes
+from ..liveness import Life, OwnerFile, life, read_roster
 from ..sqlite import files
 from ..sqlite.page import BookFile, Lost, Page
 from ..sqlite.recovery import Damaged, part_of, with_living
+from .connection import Ask, Wire
 from .scripts import (
     LOOK_OR_WRITE,
     MAKE,
@@ -44,7 +45,6 @@ from .scripts import (
     all_pages,
     look_at,
 )
-from .connection import Ask, Wire
 
 log = logging.getLogger("gpu_runtime")
 

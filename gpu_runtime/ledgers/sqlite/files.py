@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import IO
 
 from ...errors import LedgerUnavailable
-from ..liveness import Life, life
 from ..access import access_to, outsider
+from ..liveness import Life, life
 
 BALLAST_BYTES = 1 << 20
 OLD_SECONDS = 86400.0

@@ -17,15 +17,15 @@ import msgspec
 
 from ...errors import LedgerRefused, LedgerUnavailable
 from ...facts import AllocatorMap, Book, Owner, Ticket, decode_book
-from ..liveness import Life, OwnerFile, boot_id, describe_self, life, testimony
-from . import files
-from .. import refuse_unlawful
 from ..access import access_to
-from .page import BookFile, Lost, Page
-from ..notify import Doorbell
 from ..allocator_files import MapFiles
-from .recovery import Damaged
+from ..invariants import refuse_unlawful
+from ..liveness import Life, OwnerFile, boot_id, describe_self, life, testimony
+from ..notify import Doorbell
+from . import files
 from .backoff import Pace, processor_seconds
+from .page import BookFile, Lost, Page
+from .recovery import Damaged
 from .writer_queue import Turnstile, turnstile_in
 
 T = TypeVar("T")

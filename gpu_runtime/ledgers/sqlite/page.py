@@ -24,9 +24,9 @@ from msgspec.structs import replace
 
 from ...errors import LedgerNewer, LedgerUnavailable
 from ...facts import SCHEMA, Book, decode_book, encode
+from ..access import access_to
 from ..liveness import Life, OwnerFile, life
 from . import files
-from ..access import access_to
 from .recovery import Damaged, mend, newest_roster_rev, part_of, sealed, unsealed, with_living
 from .revision_hint import Newest
 

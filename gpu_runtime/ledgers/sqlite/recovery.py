@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from ...errors import LedgerNewer
 from ...facts import SCHEMA, Book, Device, Section, Ticket, decode_book, encode
+from ..access import access_to
 from ..liveness import Life, Roster, life, read_roster
 from . import files
-from ..access import access_to
 from .revision_hint import Newest
 
 log = logging.getLogger("gpu_runtime")

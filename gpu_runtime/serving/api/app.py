@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 from starlette.exceptions import HTTPException as StarletteError
 
 from ...errors import DoesNotFit, GpuError, NotAllowed, UnknownModel
-from . import memory, openai
 from ..requests import Refused
+from . import memory, openai
 from .jobs import Jobs
 from .metrics import Metrics
 

@@ -13,10 +13,10 @@ from contextlib import aclosing
 from typing import Any
 
 from ...facts import ModelSpec, Value
-from ..requests import Refused
 from ..queue.thread_stream import Emit, in_thread, pumped
-from .openai_format import Piece, stops_of, tokens_wanted
+from ..requests import Refused
 from .base import TextSpeaker, cannot
+from .openai_format import Piece, stops_of, tokens_wanted
 
 _PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty",
               "repeat_penalty", "seed", "mirostat_mode", "mirostat_tau", "mirostat_eta", "logit_bias")

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 
 from ...facts import ModelSpec
-from . import chat_template
 from ..requests import Refused
 from ..routing.profiles import thought
+from . import chat_template
 from .base import EngineFailed
 
 PATHS = {"chat": "/chat/completions", "completions": "/completions", "embeddings": "/embeddings",

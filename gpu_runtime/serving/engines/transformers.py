@@ -9,10 +9,10 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ...facts import ModelSpec
-from .llama_cpp import too_long
 from ..queue.thread_stream import Emit, in_thread, pumped
-from .openai_format import Piece, StopText, stops_of, tokens_wanted
 from .base import TextSpeaker, cannot
+from .llama_cpp import too_long
+from .openai_format import Piece, StopText, stops_of, tokens_wanted
 
 TOKENS = 512  # of an answer, where neither the caller nor the model says
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")

@@ -10,9 +10,9 @@ import re
 from collections.abc import Sequence
 
 from ... import errors
-from .breaker import Open
-from ..requests import Refused
 from ..queue.queue import LoadShared
+from ..requests import Refused
+from .breaker import Open
 
 DECODE_FAILURES = 3  # in a row; then the model is loaded anew
 _DECODE = re.compile(r"llama_(?:decode|encode)\W* *(?:returned|failed)|failed to decode", re.IGNORECASE)

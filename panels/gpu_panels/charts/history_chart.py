@@ -22,10 +22,10 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from .bar_chart import interval
 from ..data.bar_columns import unit_of
 from ..data.history import BANDS, MARKS, RUNS, TOP, Drawing
 from ..palette import EDGE
+from .bar_chart import interval
 from .data_sources import bring
 
 HEIGHT = 300

@@ -8,8 +8,8 @@ from typing import Any
 
 from bokeh.models import BoxZoomTool, ColumnDataSource, FixedTicker, HoverTool, Range1d, ResetTool, WheelZoomTool
 from bokeh.plotting import figure
-from gpu_runtime.rendering.allocator_map import COLOURS, RELEASED, STUCK, WORDS, Picture
 
+from gpu_runtime.rendering.allocator_map import COLOURS, RELEASED, STUCK, WORDS, Picture
 from gpu_runtime.units import show_bytes
 
 from ..palette import EDGE

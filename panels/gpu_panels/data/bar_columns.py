@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from gpu_runtime.units import GIB, MIB
 
-from .bars import Bar
 from ..palette import PLAIN, UNOWNED, Look
+from .bars import Bar
 
 
 class Drawing(NamedTuple):

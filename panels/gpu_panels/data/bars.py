@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from gpu_runtime.rendering.views import RESIDUE, STRANGERS, clean, fill, importance_name, state, strangers_bytes
-
 from gpu_runtime.facts import Device, DeviceView, Lease, Phase, Section, Snapshot
+from gpu_runtime.rendering.views import RESIDUE, STRANGERS, clean, fill, importance_name, state, strangers_bytes
 from gpu_runtime.units import show_bytes, show_seconds
 
 from ..palette import label_of

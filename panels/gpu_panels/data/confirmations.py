@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpu_runtime.rendering.views import clean, holder
-
 from gpu_runtime.facts import HOST, Lease, Phase, Snapshot
+from gpu_runtime.rendering.views import clean, holder
 from gpu_runtime.units import show_bytes, show_seconds
 
 VERBS = {"preload": "Preload", "evict": "Evict", "restore": "Restore", "pin": "Pin", "unpin": "Unpin",

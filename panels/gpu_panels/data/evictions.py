@@ -11,14 +11,13 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from gpu_runtime.facts import Event, Snapshot
 from gpu_runtime.rendering.views import clean
 from gpu_runtime.rendering.words import deed
-
-from gpu_runtime.facts import Event, Snapshot
 from gpu_runtime.units import show_bytes, show_seconds
 
-from ..tabs.decisions import named, row_id, when, who
 from ..palette import PLAIN
+from ..tabs.decisions import named, row_id, when, who
 from ..widgets.table import Cell, Column, Row
 
 EVICTIONS = ("offloaded", "unloaded")

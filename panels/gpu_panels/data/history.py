@@ -10,15 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from gpu_runtime.facts import Event, Level, Moment, Share, Snapshot
 from gpu_runtime.rendering.views import clean
 from gpu_runtime.rendering.words import told
-
-from gpu_runtime.facts import Event, Level, Moment, Share, Snapshot
 from gpu_runtime.units import show_bytes
 
-from .bars import notebook
-from .bar_columns import unit_of
 from ..palette import LEVELS, PLAIN, UNOWNED, Look, label_of, level_word
+from .bar_columns import unit_of
+from .bars import notebook
 
 WINDOWS = {"15 min": 900.0, "2 h": 7200.0, "24 h": 86400.0}
 POINTS = 600  # moments of a device that are asked for

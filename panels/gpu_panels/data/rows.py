@@ -7,8 +7,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from gpu_runtime.rendering.views import RESIDUE, clean, clock, importance_name, lease_name, strangers_bytes
-
 from gpu_runtime.facts import (
     HOST,
     Lease,
@@ -22,6 +20,7 @@ from gpu_runtime.facts import (
     Ticket,
     Unanswered,
 )
+from gpu_runtime.rendering.views import RESIDUE, clean, clock, importance_name, lease_name, strangers_bytes
 from gpu_runtime.scheduler.unresponsive import unanswered
 from gpu_runtime.units import show_bytes, show_seconds
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import panel as pn
 import panel_material_ui as pmui
-from gpu_runtime.rendering.views import clean
 
 from gpu_runtime.facts import Event, Snapshot
+from gpu_runtime.rendering.views import clean
 from gpu_runtime.units import show_bytes
 
 from ..data.bars import holder
-from .now import BUTTONS
 from ..widgets.table import Cell, Column, Row, Sheet, encoded
 from .base import Tab
+from .now import BUTTONS
 
 MOST = 300  # decisions that are shown, the newest
 FETCH_SECONDS = 2.0

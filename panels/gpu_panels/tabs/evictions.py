@@ -21,19 +21,19 @@ from bokeh.models import (
     SingleIntervalTicker,
 )
 from bokeh.plotting import figure
-from gpu_runtime.rendering.html import esc
 
 from gpu_runtime.facts import Event, Snapshot
+from gpu_runtime.rendering.html import esc
 
+from ..charts.data_sources import bring
+from ..charts.history_chart import CLOCK, TIME
 from ..data import evictions
 from ..data.evictions import ACTIONS, ANY, LOOKS, PIECES, WINDOWS, Filter
-from ..charts.history_chart import CLOCK, TIME
-from .now import BUTTONS, NO_CAPITALS, SELECT
 from ..palette import EDGE
 from ..widgets.prose import Prose
 from ..widgets.table import Sheet, encoded
-from ..charts.data_sources import bring
 from .base import Tab
+from .now import BUTTONS, NO_CAPITALS, SELECT
 
 FETCH_SECONDS = 10.0  # of the journal: what has just happened stands in the snapshot
 EMPTY = ("Nothing was evicted in this time: every model found room. Whatever steps aside will stand here with its "

@@ -8,16 +8,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import panel as pn
+
+from gpu_runtime.facts import AllocatorMap, DeviceView, Snapshot
 from gpu_runtime.rendering import allocator_map as drawing
 from gpu_runtime.rendering.html import esc
 from gpu_runtime.rendering.views import clean
-
-from gpu_runtime.facts import AllocatorMap, DeviceView, Snapshot
 from gpu_runtime.units import show_bytes
 
 from ..charts.map_chart import MapChart
-from ..palette import EDGE
 from ..data.rows import UNKNOWN, owner_cell
+from ..palette import EDGE
 from ..widgets.table import Button, Cell, Column, Row, Sheet, encoded
 from .base import Tab
 

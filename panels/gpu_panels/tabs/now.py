@@ -5,16 +5,16 @@ from typing import Any
 
 import panel as pn
 import panel_material_ui as pmui
+
+from gpu_runtime.facts import DeviceView, History, Snapshot
 from gpu_runtime.rendering.html import esc
 from gpu_runtime.rendering.words import alarms
 
-from gpu_runtime.facts import DeviceView, History, Snapshot
-
-from ..data import bars, bar_columns, history
 from ..charts.bar_chart import BarChart
-from ..data.bars import Bar
-from ..data.bar_columns import Drawing
 from ..charts.history_chart import HistoryChart
+from ..data import bar_columns, bars, history
+from ..data.bar_columns import Drawing
+from ..data.bars import Bar
 from ..palette import LEVELS, SHARED, level_word
 from ..widgets.prose import Prose
 from .base import Tab

@@ -7,11 +7,11 @@ import panel as pn
 
 from gpu_runtime.facts import ModelSpec, Snapshot
 
-from ..data import rows
 from ..actions import Actions
+from ..data import rows
+from ..poller import Watch
 from ..widgets.table import Column, Row, Sheet, encoded
 from .base import Tab
-from ..poller import Watch
 
 CATALOGUE_SECONDS = 10.0  # how often the catalogue is read
 

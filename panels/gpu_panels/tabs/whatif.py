@@ -6,9 +6,6 @@ from typing import Any, NamedTuple
 
 import panel as pn
 import panel_material_ui as pmui
-from gpu_runtime.rendering import words
-from gpu_runtime.rendering.html import esc
-from gpu_runtime.rendering.views import clean, lease_name
 from msgspec.structs import replace
 
 from gpu_runtime.errors import BadSize, GpuError
@@ -27,14 +24,17 @@ from gpu_runtime.facts import (
     Snapshot,
     Step,
 )
+from gpu_runtime.rendering import words
+from gpu_runtime.rendering.html import esc
+from gpu_runtime.rendering.views import clean, lease_name
 from gpu_runtime.units import parse_room, show_bytes, show_seconds
 
-from ..data import bars, bar_columns
 from ..charts.bar_chart import BarChart
-from .now import SELECT
+from ..data import bar_columns, bars
 from ..palette import SHARED
 from ..widgets.prose import Prose
 from .base import Tab
+from .now import SELECT
 
 FETCH_SECONDS = 2.0
 NO_MODEL = "choose …"

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import param
-from gpu_runtime.rendering.views import clean, device_title, worst_level
 from panel.custom import JSComponent
 
 from gpu_runtime.facts import Snapshot
+from gpu_runtime.rendering.views import clean, device_title, worst_level
 
 from ..palette import LEVELS, level_word
 
@@ -28,8 +28,8 @@ class Strip(JSComponent):
     chooses = param.Boolean(False, doc="Whether it says which theme the browser wants, as `wanted` then hears.")
     dark = param.Boolean(False, doc="The page's theme, for the browser to remember.")
 
-    _esm = "strip.js"
-    _stylesheets = ["strip.css"]
+    _esm = "header.js"
+    _stylesheets = ["header.css"]
 
     ready: Callable[[], None] | None = None
     wanted: Callable[[bool], None] | None = None  # dark

@@ -60,8 +60,8 @@ class Sheet(JSComponent):
     empty = param.String("", doc="What is said where there are no rows; to be typed is what stands in `backticks`.")
     filters = param.Boolean(True, doc="Whether there is a field to filter by.")
 
-    _esm = "sheet.js"
-    _stylesheets = ["sheet.css"]
+    _esm = "table.js"
+    _stylesheets = ["table.css"]
 
     def __init__(self, columns: Iterable[Column], pressed: Callable[[str, str], None] | None = None,
                  **params: Any) -> None:

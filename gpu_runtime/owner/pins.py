@@ -1,0 +1,80 @@
+"""Pins: what keeps a model where it is while a block of code uses it."""
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+class Anchor:
+    """Lives exactly as long as a `with` block runs, and knows the thread that runs it."""
+
+    __slots__ = ("thread", "__weakref__")
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+
+class Pin(weakref.ref):
+    """A user of a model, known by the life of its anchor, and the thread it runs in."""
+
+    __slots__ = ("thread",)
+
+    def __new__(cls, anchor: Anchor, ended: Callable[[Any], None]) -> Pin:
+        pin = super().__new__(cls, anchor, ended)
+        pin.thread = anchor.thread
+        return pin
+
+
+class _Leave:
+    """`__exit__`, looked up on a `Held`: a C callable that alone keeps the anchor alive.
+
+    The interpreter looks `__exit__` up before it calls `__enter__`, keeps what it got on its stack, and drops it
+    when the block has ended, at whatever instruction an interrupt strikes. `contextlib.ExitStack` looks it up on the
+    class instead; it gets a plain function, and the anchor lives as long as the stack holds the `Held`.
+    """
+
+    def __get__(self, held: Held | None, kind: type | None = None) -> Any:
+        if held is None:
+            return _leave_late
+        anchor = Anchor()
+        held._anchor = weakref.ref(anchor)
+        leave = functools.partial(_leave, held._finish)
+        leave.anchor = anchor  # type: ignore[attr-defined]
+        return leave
+
+
+def _leave(finish: Callable[[BaseException | None], None], kind: Any, error: Any, trace: Any) -> None:
+    finish(error)
+
+
+def _leave_late(held: Held, kind: Any, error: Any, trace: Any) -> None:
+    held._kept = None
+    held._finish(error)
+
+
+class Held:
+    """A `with` block that holds something for exactly as long as it runs, whatever interrupts it.
+
+    `start(anchor)` gives what the block yields, and registers the anchor (a weak reference) with whatever is held;
+    `finish(error)` runs at the end for what is better done at once, but nothing may depend on its running.
+    """
+
+    __slots__ = ("_start", "_finish", "_anchor", "_kept")
+
+    def __init__(self, start: Callable[[Callable[[], Anchor | None]], Any],
+                 finish: Callable[[BaseException | None], None]) -> None:
+        self._start, self._finish = start, finish
+        self._anchor: Callable[[], Anchor | None] | None = None
+        self._kept: Anchor | None = None
+
+    def __enter__(self) -> Any:
+        anchor, self._anchor = self._anchor, None
+        if anchor is None:  # entered by hand, or by an ExitStack
+            self._kept = Anchor()
+            anchor = weakref.ref(self._kept)
+        return self._start(anchor)
+
+    __exit__ = _Leave()
