@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-MIND = [f"tests/core/test_{name}.py" for name in (
-    "planner", "policy", "placement", "pressure", "asks", "bookkeeping", "deadlock", "laws",
-    "machine")]
+MIND = [f"tests/scheduler/test_{name}.py" for name in (
+    "admission", "eviction_policy", "placement", "pressure", "recall", "transitions", "deadlock", "laws",
+    "audited_processes")]
 LEDGER = ["tests/ledgers/test_contract.py", "tests/ledgers/test_sqlite.py"]
-CATALOGUE = ["tests/core/test_documents.py", "tests/core/test_manifests.py", "tests/house/test_catalog.py"]
-HOUSE = ["tests/house/test_runtime.py", "tests/house/test_real_models.py"]
+CATALOGUE = ["tests/catalog/test_documents.py", "tests/catalog/test_manifests.py", "tests/owner/test_catalog.py"]
+HOUSE = ["tests/owner/test_runtime.py", "tests/owner/test_real_models.py"]
 
 
 class Fault(NamedTuple):

@@ -19,7 +19,7 @@ from gpu_runtime.units import GIB, MIB
 
 from . import samples
 from .sight import SIGHT, contrast, distance
-from .test_maps import FREE, USED, adapters, drawn, segment
+from .test_allocator_map import FREE, USED, adapters, drawn, segment
 
 here = replace(samples.busy, devices=tuple(replace(view, room_bytes=3 * GIB) for view in samples.busy.devices))
 mine = AllocatorMap(samples.ME.id, "sim:0", 1.0, 14 * GIB, 15 * GIB, GIB, GIB, 512 * MIB, 2, 1,

@@ -7,4 +7,4 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("kernel_ext", "panels")]  # this checkout's, installed or not
 
-from tests.house.conftest import clock, runtime  # noqa: E402, F401
+from tests.owner.conftest import clock, runtime  # noqa: E402, F401

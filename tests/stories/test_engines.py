@@ -15,8 +15,8 @@ import pytest
 
 from gpu_runtime import EngineDied, Runtime
 from tests import tiny_models
-from tests.backends.test_server import alive, soon
-from tests.house.conftest import claims
+from tests.backends.test_engine_server import alive, soon
+from tests.owner.conftest import claims
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install 'gpu-console[llama]'")
 

@@ -10,7 +10,7 @@ import pytest
 
 from gpu_runtime import GpuError, Runtime
 from gpu_runtime.units import GIB
-from tests.house.conftest import claims
+from tests.owner.conftest import claims
 from tests.stories.test_processes import Kernel
 
 DEVICES = "sim:3x24GiB,host:64GiB"

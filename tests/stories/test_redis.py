@@ -8,7 +8,7 @@ import pytest
 
 from gpu_runtime import Busy, LedgerUnavailable, Runtime
 from gpu_runtime.units import GIB
-from tests.house.conftest import claims, fakes, where
+from tests.owner.conftest import claims, fakes, where
 from tests.redis_server import RedisServer, redis_server
 from tests.stories.test_processes import DEVICES, Kernel
 

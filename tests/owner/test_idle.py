@@ -11,7 +11,7 @@ from gpu_runtime.kernel_activity import Activity
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.owner.monitor import promptly
 from gpu_runtime.owner.session import LOOKS_PER_SECOND
-from tests.house.conftest import claims, fakes
+from tests.owner.conftest import claims, fakes
 
 LONG = 64 / LOOKS_PER_SECOND  # seconds between two looks in a crowd of 64
 

@@ -7,7 +7,7 @@ import pytest
 
 from gpu_runtime.errors import BadSetting, DoesNotFit, GpuError, NotResident, StillInUse, UnknownDevice
 from gpu_runtime.units import GIB
-from tests.house.conftest import claims, fakes, where
+from tests.owner.conftest import claims, fakes, where
 
 FOUR = "sim:4x10GiB,host:64GiB"
 

@@ -24,7 +24,7 @@ from gpu_runtime.rendering.allocator_map import (
     verdict,
 )
 from gpu_runtime.units import GIB, KIB, MIB
-from tests.backends.test_allocators import drawn
+from tests.devices.test_allocator_stats import drawn
 
 from . import samples
 from .sight import SIGHT, distance

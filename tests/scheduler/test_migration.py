@@ -7,18 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime.facts import (
-    Asker,
-    Footprint,
-    Grant,
-    Move,
-    Phase,
-    PlacementRules,
-    Refuse,
-    Share,
-    Wait,
-    overdrafts,
-)
+from gpu_runtime.facts import Asker, Footprint, Grant, Move, Phase, PlacementRules, Refuse, Share, Wait, overdrafts
 from gpu_runtime.scheduler.drain import drain
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.migration import asked_for, move

@@ -21,21 +21,7 @@ from gpu_runtime.facts import (
 from gpu_runtime.scheduler.admission import admit, room
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.plan import plan
-from tests.worlds import (
-    GIB,
-    NOW,
-    WALL,
-    ask_until,
-    at,
-    block,
-    book,
-    decide,
-    lease,
-    request,
-    size,
-    ticket,
-    world,
-)
+from tests.worlds import GIB, NOW, WALL, ask_until, at, block, book, decide, lease, request, size, ticket, world
 
 
 def whole(device: str, gib: float) -> tuple[Share, ...]:
