@@ -8,6 +8,7 @@
 
 Importing this imports no torch, and nothing heavy: the runtime's own parts load when it is first opened.
 """
+
 from __future__ import annotations
 
 import sys
@@ -53,11 +54,37 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Runtime", "runtime",
-    "AlreadyRegistered", "AmbiguousName", "BadCall", "BadDocument", "BadSetting", "BadSize", "Busy", "CannotGovern",
-    "CatalogUnavailable", "Deadlock", "DoesNotFit", "EngineDied", "EngineFault", "GpuError", "LedgerNewer",
-    "LedgerUnavailable", "LoadFailed", "MemoryLimitExceeded", "ModelDisabled", "NotAllowed", "NotAModel", "NotLoaded",
-    "NotResident", "OutOfMemory", "ProbeFailed", "ProcessLost", "StillInUse", "UnknownDevice", "UnknownModel",
+    "Runtime",
+    "runtime",
+    "AlreadyRegistered",
+    "AmbiguousName",
+    "BadCall",
+    "BadDocument",
+    "BadSetting",
+    "BadSize",
+    "Busy",
+    "CannotGovern",
+    "CatalogUnavailable",
+    "Deadlock",
+    "DoesNotFit",
+    "EngineDied",
+    "EngineFault",
+    "GpuError",
+    "LedgerNewer",
+    "LedgerUnavailable",
+    "LoadFailed",
+    "MemoryLimitExceeded",
+    "ModelDisabled",
+    "NotAllowed",
+    "NotAModel",
+    "NotLoaded",
+    "NotResident",
+    "OutOfMemory",
+    "ProbeFailed",
+    "ProcessLost",
+    "StillInUse",
+    "UnknownDevice",
+    "UnknownModel",
     "UnknownSize",
 ]
 

@@ -2,6 +2,7 @@
 
 A name for display. What may be done goes by the process that asks, and by nothing that it says.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -34,7 +35,9 @@ def printable(name: str) -> str:
     >>> printable("ann\\n (operator)")
     'ann (operator)'
     """
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in name).split())[:MOST_LETTERS]
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in name).split())[
+        :MOST_LETTERS
+    ]
 
 
 def attributed(said_by: str, process: str) -> str:

@@ -3,6 +3,7 @@
 It holds no models. What needs a kernel it asks of that kernel, through the ledger. Exit codes: 0 done, 1 failed, 2 not
 understood.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -67,18 +68,25 @@ def _run(words: list[str]) -> int:
         return DONE
     args = _read(verb, words[1:])
     if verb.name == "help":
-        print(verbs.details(verbs.find(args.verb, CLI), CLI) if args.verb else
-              f"gpu: the GPUs of this machine, shared\n\n{verbs.overview(CLI)}")
+        print(
+            verbs.details(verbs.find(args.verb, CLI), CLI)
+            if args.verb
+            else f"gpu: the GPUs of this machine, shared\n\n{verbs.overview(CLI)}"
+        )
         return DONE
     return _act(verb, args)
 
 
 def _read(verb: Verb, words: list[str]) -> argparse.Namespace:
-    parser = _Parser(prog=f"gpu {verb.name}", usage=verb.synopsis(CLI), add_help=False, allow_abbrev=False)
+    parser = _Parser(
+        prog=f"gpu {verb.name}", usage=verb.synopsis(CLI), add_help=False, allow_abbrev=False
+    )
     verbs.fill(parser, verb.arguments).add_argument("--json", action="store_true")
     if "-o" in words or "--output" in words:
-        raise _NotUnderstood(f"-o stores an answer under a Python name, which a terminal has not. "
-                             f"To a file:  {CLI} {verb.name} … --json > FILE")
+        raise _NotUnderstood(
+            f"-o stores an answer under a Python name, which a terminal has not. "
+            f"To a file:  {CLI} {verb.name} … --json > FILE"
+        )
     return parser.parse_args(words)
 
 
@@ -109,9 +117,17 @@ def _print(verb: Verb, args: argparse.Namespace, value: Any, around: Any) -> int
     if args.json:
         print(render.as_json(value))
     elif render.is_frame(value):
-        print(render.frame_text(value) if len(value) else verbs.typed_in(CLI, render.nothing(verb.name, CLI)))
+        print(
+            render.frame_text(value)
+            if len(value)
+            else verbs.typed_in(CLI, render.nothing(verb.name, CLI))
+        )
     else:
-        print(render.shown(verb.name, value, subject=getattr(args, "name", ""), around=around, prompt=CLI))
+        print(
+            render.shown(
+                verb.name, value, subject=getattr(args, "name", ""), around=around, prompt=CLI
+            )
+        )
     sys.stdout.flush()  # so that a reader that went away is noticed here, and not at exit
     return FAILED if isinstance(value, Outcome) and not value.done else DONE
 

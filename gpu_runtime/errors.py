@@ -30,6 +30,7 @@
 
 In a notebook each shows as its own sentence, never as a traceback of ours.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -90,25 +91,40 @@ class OutOfMemory(GpuError, MemoryError):
 class UnknownModel(GpuError, LookupError):
     """No model of that name. Attributes: name, known."""
 
-    def __init__(self, name: str, known: tuple[str, ...] = (), *, none: str = "No model is registered yet.",
-                 advice: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        known: tuple[str, ...] = (),
+        *,
+        none: str = "No model is registered yet.",
+        advice: str = "",
+    ) -> None:
         import difflib
 
         close = difflib.get_close_matches(name, known, n=1)
-        listed = ", ".join(sorted(known)[:MOST_NAMES]) + (f" and {len(known) - MOST_NAMES} more"
-                                                          if len(known) > MOST_NAMES else "")
+        listed = ", ".join(sorted(known)[:MOST_NAMES]) + (
+            f" and {len(known) - MOST_NAMES} more" if len(known) > MOST_NAMES else ""
+        )
         hint = f"Did you mean {close[0]}? " if close else ""
-        advice = advice or f"Register it:  %gpu load {name} PATH      or  rt.register({name!r}, PATH)"
-        super().__init__(f"no model is called {name!r}. {hint}{f'Known: {listed}.' if known else none}\n  {advice}",
-                         name=name, known=known)
+        advice = (
+            advice or f"Register it:  %gpu load {name} PATH      or  rt.register({name!r}, PATH)"
+        )
+        super().__init__(
+            f"no model is called {name!r}. {hint}{f'Known: {listed}.' if known else none}\n  {advice}",
+            name=name,
+            known=known,
+        )
 
 
 class UnknownDevice(GpuError, LookupError):
     """No device of that name. Attributes: device, known."""
 
     def __init__(self, device: str, known: tuple[str, ...] = ()) -> None:
-        super().__init__(f"no device is called {device!r}. This machine has {', '.join(known) or 'none'}.",
-                         device=device, known=known)
+        super().__init__(
+            f"no device is called {device!r}. This machine has {', '.join(known) or 'none'}.",
+            device=device,
+            known=known,
+        )
 
 
 class UnknownVerb(GpuError, LookupError):
@@ -119,24 +135,36 @@ class AmbiguousName(GpuError, LookupError):
     """Several owners have a model of that name. Attributes: name, choices."""
 
     def __init__(self, name: str, choices: tuple[str, ...]) -> None:
-        super().__init__(f"{name!r} is held by several: {', '.join(choices)}. Say which, as in {choices[0]}.",
-                         name=name, choices=choices)
+        super().__init__(
+            f"{name!r} is held by several: {', '.join(choices)}. Say which, as in {choices[0]}.",
+            name=name,
+            choices=choices,
+        )
 
 
 class AlreadyRegistered(GpuError, ValueError):
     """Two registrations under one name. Attributes: name."""
 
     def __init__(self, name: str, told: str = "") -> None:
-        super().__init__(told or (
-            f"{name!r} is registered already, from another source or with other options.\n"
-            f"  Forget the old one first:  rt.forget({name!r})      or choose another name."), name=name)
+        super().__init__(
+            told
+            or (
+                f"{name!r} is registered already, from another source or with other options.\n"
+                f"  Forget the old one first:  rt.forget({name!r})      or choose another name."
+            ),
+            name=name,
+        )
 
 
 class BadSize(GpuError, ValueError):
     """Not a size (or a duration). Attributes: value."""
 
-    def __init__(self, value: Any, what: str = "size", example: str = "'8 GiB', '10GB' or bytes as a number") -> None:
-        super().__init__(f"{value!r} is not a {what}. Write it like {example}.", value=value, what=what)
+    def __init__(
+        self, value: Any, what: str = "size", example: str = "'8 GiB', '10GB' or bytes as a number"
+    ) -> None:
+        super().__init__(
+            f"{value!r} is not a {what}. Write it like {example}.", value=value, what=what
+        )
 
 
 class UnknownSize(BadSize):
@@ -144,34 +172,54 @@ class UnknownSize(BadSize):
 
     def __init__(self, name: str, why: str) -> None:
         GpuError.__init__(
-            self, f"the size of {name} is unknown: {why}.\n"
-                  f"  Say it:  rt.register({name!r}, …, size='8 GiB'), or  memory: 8GiB  in the catalogue\n"
-                  f"  Or plan for a size:  %gpu plan 8GiB",
-            name=name, why=why)
+            self,
+            f"the size of {name} is unknown: {why}.\n"
+            f"  Say it:  rt.register({name!r}, …, size='8 GiB'), or  memory: 8GiB  in the catalogue\n"
+            f"  Or plan for a size:  %gpu plan 8GiB",
+            name=name,
+            why=why,
+        )
 
 
 class BadSetting(GpuError, ValueError):
     """A setting whose value cannot be used. Attributes: setting, value, expected."""
 
     def __init__(self, setting: str, value: Any, expected: str) -> None:
-        super().__init__(f"{setting}={value!r} cannot be used: it must be {expected}.",
-                         setting=setting, value=value, expected=expected)
+        super().__init__(
+            f"{setting}={value!r} cannot be used: it must be {expected}.",
+            setting=setting,
+            value=value,
+            expected=expected,
+        )
 
 
 class BadDocument(GpuError, ValueError):
     """A file of models that says what cannot be. Attributes: file, line, field, problem; others: all further ones."""
 
-    def __init__(self, file: str, line: int, field: str, problem: str, others: tuple[BadDocument, ...] = ()) -> None:
+    def __init__(
+        self, file: str, line: int, field: str, problem: str, others: tuple[BadDocument, ...] = ()
+    ) -> None:
         place = file + (f", line {line}" if line else "") + (f", {field}" if field else "")
         more = "".join(f"\n  {other}" for other in others[:9])
         more += f"\n  and {len(others) - 9} more" if len(others) > 9 else ""
-        super().__init__(f"{place}: {problem}.{more}", file=file, line=line, field=field, problem=problem, others=others)
+        super().__init__(
+            f"{place}: {problem}.{more}",
+            file=file,
+            line=line,
+            field=field,
+            problem=problem,
+            others=others,
+        )
 
     @classmethod
     def of(cls, found: list[BadDocument]) -> BadDocument:
         """All that is wrong with a file, as one error: the first, then the others."""
         first, *others = found
-        return cls(first.file, first.line, first.field, first.problem, tuple(others)) if others else first
+        return (
+            cls(first.file, first.line, first.field, first.problem, tuple(others))
+            if others
+            else first
+        )
 
 
 class CatalogUnavailable(GpuError):
@@ -182,8 +230,11 @@ class ModelDisabled(GpuError):
     """Its entry in the catalogue says `enabled: false`. Attributes: name."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"{name} is disabled in the catalogue (enabled: false), so it is not loaded.\n"
-                         f"  Enable it:  gpu inspect {name} > FILE, write enabled: true, gpu apply -f FILE", name=name)
+        super().__init__(
+            f"{name} is disabled in the catalogue (enabled: false), so it is not loaded.\n"
+            f"  Enable it:  gpu inspect {name} > FILE, write enabled: true, gpu apply -f FILE",
+            name=name,
+        )
 
 
 class LoadFailed(GpuError):
@@ -219,8 +270,11 @@ class NotLoaded(GpuError):
     """It is in the catalogue, and no process has loaded it that could be asked. Attributes: name."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"{name} is in the catalogue, and no process has loaded it; a command cannot hold a model.\n"
-                         f"  In a notebook:  %gpu load {name}", name=name)
+        super().__init__(
+            f"{name} is in the catalogue, and no process has loaded it; a command cannot hold a model.\n"
+            f"  In a notebook:  %gpu load {name}",
+            name=name,
+        )
 
 
 class NotResident(GpuError):
@@ -242,7 +296,10 @@ class LedgerNewer(LedgerUnavailable):
         super().__init__(
             f"the ledger {path} has schema {found}; this gpu-console reads up to {ours}.\n"
             f"  Upgrade this environment, or use another ledger:  GPU_LEDGER=sqlite:///PATH",
-            path=path, found=found, ours=ours)
+            path=path,
+            found=found,
+            ours=ours,
+        )
 
 
 class LedgerRefused(LedgerUnavailable):

@@ -3,6 +3,7 @@
 The IPython extension notes each cell's begin and end here, in memory: that costs under a microsecond and touches no
 ledger. The monitor publishes it with whatever else it says of this process.
 """
+
 from __future__ import annotations
 
 import os
@@ -25,7 +26,9 @@ class Activity:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.watchers: set[Callable[[], None]] = set()  # called as a cell begins: monitors that sleep long
+        self.watchers: set[Callable[[], None]] = (
+            set()
+        )  # called as a cell begins: monitors that sleep long
         self.forget()
 
     def forget(self) -> None:
@@ -51,7 +54,11 @@ class Activity:
         To a tenth of a second: it goes into the page with everybody's.
         """
         since = list(self._running.values())
-        return State(busy_since=round(min(since), 1)) if since else State(idle_since=round(self._ended, 1))
+        return (
+            State(busy_since=round(min(since), 1))
+            if since
+            else State(idle_since=round(self._ended, 1))
+        )
 
 
 activity = Activity(lambda: time.clock_gettime(time.CLOCK_BOOTTIME))

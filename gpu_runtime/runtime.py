@@ -3,6 +3,7 @@
 It registers models, hands them out, and answers every question the faces ask. What is decided is decided in the
 planner; what is carried out is carried out by the keeper.
 """
+
 from __future__ import annotations
 
 import atexit
@@ -101,7 +102,9 @@ if TYPE_CHECKING:
     from .owner.doctor import Report
 
 ASK_SECONDS = 30.0
-RECORD_AFTER_SECONDS = 5.0  # that a runtime on simulated cards has lived, before its host is given a helper
+RECORD_AFTER_SECONDS = (
+    5.0  # that a runtime on simulated cards has lived, before its host is given a helper
+)
 
 
 class Runtime:
@@ -113,12 +116,26 @@ class Runtime:
 
     guest = False  # True: a command's, which asks others and holds no model itself
 
-    def __init__(self, *, devices: str | None = None, ledger: str | None = None, catalog: str | None = None,
-                 policy: str | None = None, clock: Callable[[], float] | None = None,
-                 wall: Callable[[], float] = time.time, probe: Probe | None = None, monitor: bool = True,
-                 **settings: Any) -> None:
-        self.settings = Settings.load(gpu_devices=devices, gpu_ledger=ledger, gpu_catalog=catalog, gpu_policy=policy,
-                                      **settings)
+    def __init__(
+        self,
+        *,
+        devices: str | None = None,
+        ledger: str | None = None,
+        catalog: str | None = None,
+        policy: str | None = None,
+        clock: Callable[[], float] | None = None,
+        wall: Callable[[], float] = time.time,
+        probe: Probe | None = None,
+        monitor: bool = True,
+        **settings: Any,
+    ) -> None:
+        self.settings = Settings.load(
+            gpu_devices=devices,
+            gpu_ledger=ledger,
+            gpu_catalog=catalog,
+            gpu_policy=policy,
+            **settings,
+        )
         check_policy(self.settings.gpu_placement)
         cpu_only = self.settings.development_cpu_only or self.settings.inference_gpu_layers == 0
         self.probe = probe or open_probe(self.settings.gpu_devices, cpu_only=cpu_only)
@@ -126,7 +143,9 @@ class Runtime:
         self._wall = wall
         self._catalogue = Catalogued(Catalog(self.settings), lambda: self.probe.devices)
         self._backends: dict[str, Backend] = {}
-        self._lock = threading.Lock()  # of the registry and of the monitor's start; never held while loading
+        self._lock = (
+            threading.Lock()
+        )  # of the registry and of the monitor's start; never held while loading
         self._monitor_wanted = monitor
         self._numbers = itertools.count(1)
         self._open()
@@ -144,12 +163,21 @@ class Runtime:
             raise
         directory = getattr(ledger, "directory", None)  # of this boot; the journal outlives it
         journal = Journal(journal_in(directory.parent) if directory else None)
-        self._kept = Keeper(ledger, self.probe, self.settings, journal, clock=self._clock, wall=self._wall,
-                            machine=known,
-                            measurements=Measurements(measurements_in(directory.parent) if directory else None))
+        self._kept = Keeper(
+            ledger,
+            self.probe,
+            self.settings,
+            journal,
+            clock=self._clock,
+            wall=self._wall,
+            machine=known,
+            measurements=Measurements(measurements_in(directory.parent) if directory else None),
+        )
         self.probe.follow(directory, url)
         # Of simulated cards there is nothing to measure; what they were used for is written down all the same.
-        self._recording = Sampling(directory, url, simulated=True) if directory and self.probe.simulated else None
+        self._recording = (
+            Sampling(directory, url, simulated=True) if directory and self.probe.simulated else None
+        )
         self._record = record_in(directory) if directory else None
         self._opened_at = time.monotonic()
         self._maps = Maps(ledger, self.probe, clock=self._clock, wall=self._wall)
@@ -165,24 +193,44 @@ class Runtime:
         index = self.settings.inference_gpu_index
         cards = [device for device in self.probe.devices if not device.is_host]
         if index is not None and index not in {card.index for card in cards}:
-            raise BadSetting("INFERENCE_GPU_INDEX", index, "the index of a GPU that this process sees: "
-                             + ", ".join(f"{card.index} ({card.id})" for card in cards))
+            raise BadSetting(
+                "INFERENCE_GPU_INDEX",
+                index,
+                "the index of a GPU that this process sees: "
+                + ", ".join(f"{card.index} ({card.id})" for card in cards),
+            )
 
     @property
     def _keeper(self) -> Keeper:
         """Who carries things out. Raises LedgerUnavailable, in the same words whatever was asked, once this is
         closed."""
         if self._closed:
-            raise LedgerUnavailable(f"this runtime was closed, and its ledger {self._kept.ledger.url} with it.\n"
-                                    "  Open another:  rt = gpu_runtime.runtime()", path=self._kept.ledger.url)
+            raise LedgerUnavailable(
+                f"this runtime was closed, and its ledger {self._kept.ledger.url} with it.\n"
+                "  Open another:  rt = gpu_runtime.runtime()",
+                path=self._kept.ledger.url,
+            )
         return self._kept
 
     # -- models
 
-    def register(self, name: str, source: Any = None, *, backend: str = "auto", size: str | int | None = None,
-                 importance: str | int = "normal", keep: bool = False, keep_alive: str | float = 0.0,
-                 layout: str = "auto", model_type: str = "", quantization: str = "", devices: tuple[str, ...] = (),
-                 restore_on_call: bool = True, **options: Any) -> ModelSpec:
+    def register(
+        self,
+        name: str,
+        source: Any = None,
+        *,
+        backend: str = "auto",
+        size: str | int | None = None,
+        importance: str | int = "normal",
+        keep: bool = False,
+        keep_alive: str | float = 0.0,
+        layout: str = "auto",
+        model_type: str = "",
+        quantization: str = "",
+        devices: tuple[str, ...] = (),
+        restore_on_call: bool = True,
+        **options: Any,
+    ) -> ModelSpec:
         """Makes a model known by name; nothing is loaded yet.
 
         `source` is a Hugging Face model directory, a downloaded hub id, a callable that returns an nn.Module, or a
@@ -191,18 +239,35 @@ class Runtime:
         """
         _check_name(name)
         if _is_module(source):
-            return self.adopt(name, source, importance=importance, keep=keep, keep_alive=keep_alive,
-                              restore_on_call=restore_on_call, **options)
+            return self.adopt(
+                name,
+                source,
+                importance=importance,
+                keep=keep,
+                keep_alive=keep_alive,
+                restore_on_call=restore_on_call,
+                **options,
+            )
         chosen = backend_for(source, backend)
         text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
         if self.settings.inference_gpu_layers is not None and chosen in LAYERED:
             options.setdefault("gpu_layers", self.settings.inference_gpu_layers)
         if self.settings.gpu_trust_remote_code and chosen == "transformers":
             options.setdefault("trust_remote_code", True)
-        spec = ModelSpec(name, chosen, source=text, size=None if size is None else parse_room(size),
-                         model_type=model_type or "other", quantization=quantization,
-                         importance=importance_of(importance), keep=keep, keep_alive=parse_seconds(keep_alive),
-                         layout=check_layout(layout), devices=self._known_devices(devices), options=options)
+        spec = ModelSpec(
+            name,
+            chosen,
+            source=text,
+            size=None if size is None else parse_room(size),
+            model_type=model_type or "other",
+            quantization=quantization,
+            importance=importance_of(importance),
+            keep=keep,
+            keep_alive=parse_seconds(keep_alive),
+            layout=check_layout(layout),
+            devices=self._known_devices(devices),
+            options=options,
+        )
         origin = source if callable(source) and not text else None
         known = self._keeper.residents.get(name)
         if known is not None:
@@ -210,14 +275,25 @@ class Runtime:
                 return spec
             if known.catalogued is None or known.place is not Place.GONE:
                 raise AlreadyRegistered(name)
-            self._keeper.residents.pop(name, None)  # the catalogue's, not loaded: what is registered here wins
+            self._keeper.residents.pop(
+                name, None
+            )  # the catalogue's, not loaded: what is registered here wins
         resident = self._resident(spec, origin, restore_on_call)
         resident.footprint()  # what cannot be loaded is said now, not at the first use
         return self._add(resident)
 
-    def adopt(self, name: str, module: Any, *, optimizer: Any = None, importance: str | int = "normal",
-              keep: bool = False, keep_alive: str | float = 0.0, model_type: str = "",
-              restore_on_call: bool = True) -> ModelSpec:
+    def adopt(
+        self,
+        name: str,
+        module: Any,
+        *,
+        optimizer: Any = None,
+        importance: str | int = "normal",
+        keep: bool = False,
+        keep_alive: str | float = 0.0,
+        model_type: str = "",
+        restore_on_call: bool = True,
+    ) -> ModelSpec:
         """Takes a module that you have already into care, with its optimizer where it is in training.
 
         Its weights exist nowhere else, so they are moved, never dropped. Raises CannotGovern, AlreadyRegistered.
@@ -225,7 +301,9 @@ class Runtime:
         _check_name(name)
         if not _is_module(module):
             kind = type(module).__name__
-            raise CannotGovern(f"{name!r} cannot be governed: a {kind} is no torch.nn.Module.", name=name, why=kind)
+            raise CannotGovern(
+                f"{name!r} cannot be governed: a {kind} is no torch.nn.Module.", name=name, why=kind
+            )
         known = self._keeper.residents.get(name)
         if known is not None:
             if known.value is module:
@@ -233,36 +311,74 @@ class Runtime:
             raise AlreadyRegistered(name)
         for other in list(self._keeper.residents.values()):
             if other.value is module:
-                raise CannotGovern(f"this module is in care already, as {other.spec.name!r}; its bytes would count "
-                                   f"twice.", name=name, why=f"it is {other.spec.name}")
-        spec = ModelSpec(name, "torch", model_type=model_type or "other", importance=importance_of(importance),
-                         keep=keep, keep_alive=parse_seconds(keep_alive))
+                raise CannotGovern(
+                    f"this module is in care already, as {other.spec.name!r}; its bytes would count "
+                    f"twice.",
+                    name=name,
+                    why=f"it is {other.spec.name}",
+                )
+        spec = ModelSpec(
+            name,
+            "torch",
+            model_type=model_type or "other",
+            importance=importance_of(importance),
+            keep=keep,
+            keep_alive=parse_seconds(keep_alive),
+        )
         self._require_allowed(name, spec.importance, keep)
         resident = self._resident(spec, None, restore_on_call)
         resident.adopted = True
         handle = resident.backend.adopt(spec, module, optimizer)  # type: ignore[attr-defined]
         shares = resident.backend.measure(handle)
         now = self._clock()
-        lease = replace(resident.lease, shares=shares, settled_at=now, last_used=now, importance=spec.importance,
-                        keep=keep, keep_alive=spec.keep_alive, backend="torch", model_type=spec.model_type)
+        lease = replace(
+            resident.lease,
+            shares=shares,
+            settled_at=now,
+            last_used=now,
+            importance=spec.importance,
+            keep=keep,
+            keep_alive=spec.keep_alive,
+            backend="torch",
+            model_type=spec.model_type,
+        )
         resident.install(handle, lease, None)
         spec = self._add(resident)
-        self._keeper.decide(lambda book, world: (books.note(
-            book, world, lease, "adopted", "request", f"{name} was adopted where it lies, on {lease.where}.",
-            size=lease.bytes), None))
+        self._keeper.decide(
+            lambda book, world: (
+                books.note(
+                    book,
+                    world,
+                    lease,
+                    "adopted",
+                    "request",
+                    f"{name} was adopted where it lies, on {lease.where}.",
+                    size=lease.bytes,
+                ),
+                None,
+            )
+        )
         return spec
 
     def _resident(self, spec: ModelSpec, origin: Any, restore_on_call: bool) -> Resident:
         resident = Resident(spec, self._backend(spec.backend), self._keeper.me, self._clock, origin)
         resident.calling = lambda: self._calling(resident, restore_on_call)
-        resident.tell_loss = lambda kind, because: failures.tell(self._kept, resident, kind, because)
-        resident.footprint = lambda: self._keeper.sizing.footprint(resident, self._keeper.places(resident))
+        resident.tell_loss = lambda kind, because: failures.tell(
+            self._kept, resident, kind, because
+        )
+        resident.footprint = lambda: self._keeper.sizing.footprint(
+            resident, self._keeper.places(resident)
+        )
         return resident
 
     def _backend(self, name: str) -> Backend:
         backend = self._backends.get(name)
         if backend is None:
-            made = open_backend(name, self.probe, self.settings) if name in backend_names() else AbsentBackend(name)
+            made = (
+                open_backend(name, self.probe, self.settings)
+                if name in backend_names()
+                else AbsentBackend(name)
+            )
             backend = self._backends.setdefault(name, made)
         return backend
 
@@ -290,7 +406,9 @@ class Runtime:
                 self._monitor.start()
                 self._kept.activity.watchers.add(self._stir)
         budget = sum(self._keeper.limits[d.id] for d in self.probe.devices if not d.is_host)
-        log.info("GovernedModelManager initialized with memory governor (gpu_budget=%dMB)", budget // MIB)
+        log.info(
+            "GovernedModelManager initialized with memory governor (gpu_budget=%dMB)", budget // MIB
+        )
 
     def forget(self, name: str) -> None:
         """Gives a model up: its memory is freed and its name free. An adopted module stays with you, where it lies.
@@ -321,8 +439,14 @@ class Runtime:
 
     # -- using
 
-    def use(self, name: str, *, importance: str | int | None = None, timeout: str | float | None = None,
-            keep_alive: str | float | None = None) -> Held:
+    def use(
+        self,
+        name: str,
+        *,
+        importance: str | int | None = None,
+        timeout: str | float | None = None,
+        keep_alive: str | float | None = None,
+    ) -> Held:
         """`with rt.use("qwen") as model:` — the model, on its device for the length of the block.
 
         Whoever is idle steps aside for it; what is in use is waited for, at most `timeout` seconds (None: for ever).
@@ -332,8 +456,13 @@ class Runtime:
         resident = self._mine(name)
         return self._use(resident, importance, timeout, keep_alive)
 
-    def _use(self, resident: Resident, importance: str | int | None, timeout: str | float | None,
-             keep_alive: str | float | None) -> Held:
+    def _use(
+        self,
+        resident: Resident,
+        importance: str | int | None,
+        timeout: str | float | None,
+        keep_alive: str | float | None,
+    ) -> Held:
         def start(anchor: Callable[[], Anchor | None]) -> Any:
             if not resident.enter(anchor):
                 self._obtain(resident, anchor, importance, timeout, keep_alive, None)
@@ -343,23 +472,35 @@ class Runtime:
 
         return Held(start, partial(self._finish, resident=resident))
 
-    def _obtain(self, resident: Resident, anchor: Callable[[], Anchor | None] | None, importance: str | int | None,
-                timeout: str | float | None, keep_alive: str | float | None, progress: Progress | None) -> None:
+    def _obtain(
+        self,
+        resident: Resident,
+        anchor: Callable[[], Anchor | None] | None,
+        importance: str | int | None,
+        timeout: str | float | None,
+        keep_alive: str | float | None,
+        progress: Progress | None,
+    ) -> None:
         spec = resident.spec
         require_loadable(spec)
         self._keeper.obtain(
-            resident, anchor, progress=progress,
+            resident,
+            anchor,
+            progress=progress,
             importance=spec.importance if importance is None else importance_of(importance),
             keep_alive=spec.keep_alive if keep_alive is None else parse_seconds(keep_alive),
-            timeout=None if timeout is None else parse_seconds(timeout))
+            timeout=None if timeout is None else parse_seconds(timeout),
+        )
 
     def _calling(self, resident: Resident, restore: bool) -> Held:
         """What a call on a kept reference runs under."""
         if not restore and resident.place is not Place.HERE:
             raise NotResident(
                 f"{resident.spec.name} is {resident.place.value}, and was registered with restore_on_call=False.\n"
-                f"  Call it inside:  with rt.use({resident.spec.name!r}) as model:", name=resident.spec.name,
-                where=resident.place.value)
+                f"  Call it inside:  with rt.use({resident.spec.name!r}) as model:",
+                name=resident.spec.name,
+                where=resident.place.value,
+            )
         return self._use(resident, None, None, None)
 
     def _finish(self, error: BaseException | None, resident: Resident | None = None) -> None:
@@ -367,7 +508,11 @@ class Runtime:
 
         One by which the driver has let the model down is raised as what it means for whoever goes on.
         """
-        if error is not None and resident is not None and (lost := failures.struck(self._keeper, resident, error)):
+        if (
+            error is not None
+            and resident is not None
+            and (lost := failures.struck(self._keeper, resident, error))
+        ):
             raise lost from error
         if error is None or not is_out_of_memory(error) or getattr(error, "report", None):
             return
@@ -375,8 +520,14 @@ class Runtime:
         self._keeper.make_room_after(error)
         raise report from error
 
-    def lease(self, size: str | int | None, *, purpose: str = "", importance: str | int = "normal",
-              timeout: str | float | None = None) -> Held:
+    def lease(
+        self,
+        size: str | int | None,
+        *,
+        purpose: str = "",
+        importance: str | int = "normal",
+        timeout: str | float | None = None,
+    ) -> Held:
         """`with rt.lease("8 GiB", purpose="training") as block:` — room for your own code.
 
         Claimed in the ledger, capped in torch where there is a card, given back at the end whatever happens. Others
@@ -413,10 +564,14 @@ class Runtime:
         """
         return attribution.on_behalf_of(name)
 
-    def preload(self, name: str, *, progress: Progress | None = None, timeout: str | float | None = None) -> Outcome:
+    def preload(
+        self, name: str, *, progress: Progress | None = None, timeout: str | float | None = None
+    ) -> Outcome:
         """Brings the model onto its device now, so that the next `use` finds it there. Raises as `use`."""
         if not self.guest and self._by_key(name) is None and self._catalogue.spec(name):
-            name = self._mine(name).spec.name  # the catalogue's are ours as much as if they were registered here
+            name = self._mine(
+                name
+            ).spec.name  # the catalogue's are ours as much as if they were registered here
         owner, bare = self._resolve(name, loadable=True)
         if owner != self._keeper.me:
             return self._asked("preload", owner, bare, timeout)
@@ -433,7 +588,9 @@ class Runtime:
 
     restore = preload
 
-    def evict(self, name: str, *, timeout: str | float | None = ASK_SECONDS, wait: bool = True) -> Outcome:
+    def evict(
+        self, name: str, *, timeout: str | float | None = ASK_SECONDS, wait: bool = True
+    ) -> Outcome:
         """Makes the model step aside: to host memory, or, where that is full, to its source.
 
         Another process's model is named `qwen@4121`; its owner is asked. Raises StillInUse, UnknownModel, Busy.
@@ -449,10 +606,19 @@ class Runtime:
             return Outcome("evict", bare, True, f"{bare} is on no device", 0, where)
         freed = sum(share.bytes for share in step.source)
         where = "host" if isinstance(step, Move) else "disk"
-        return Outcome("evict", bare, True, f"{bare} stepped aside to {where}; {show_bytes(freed)} came free", freed,
-                       where, self._clock() - began)
+        return Outcome(
+            "evict",
+            bare,
+            True,
+            f"{bare} stepped aside to {where}; {show_bytes(freed)} came free",
+            freed,
+            where,
+            self._clock() - began,
+        )
 
-    def move(self, name: str, device: str | Iterable[str], *, timeout: str | float | None = ASK_SECONDS) -> Outcome:
+    def move(
+        self, name: str, device: str | Iterable[str], *, timeout: str | float | None = ASK_SECONDS
+    ) -> Outcome:
         """Carries an idle model from its card to others: `rt.move("qwen", "cuda:1")`, or `"cuda:0,1"` for both.
 
         Only free memory is spent: its room there is reserved first, and nobody steps aside. Another process's model is
@@ -482,16 +648,33 @@ class Runtime:
         resident.spec = replace(resident.spec, keep=keep)
         resident.lease = replace(resident.lease, keep=keep)
         self._keeper.decide(lambda book, world: (book, None))
-        away = "" if resident.place is Place.HERE else f" once it is there; it is {resident.place.value} now"
-        told = f"{bare} is kept on its device{away}" if keep else f"{bare} may leave its device again"
+        away = (
+            ""
+            if resident.place is Place.HERE
+            else f" once it is there; it is {resident.place.value} now"
+        )
+        told = (
+            f"{bare} is kept on its device{away}" if keep else f"{bare} may leave its device again"
+        )
         self._keeper.acted(verb, bare, told)
-        return Outcome(verb, bare, True, told, 0, resident.lease.where if resident.handle is not None else "disk")
+        return Outcome(
+            verb,
+            bare,
+            True,
+            told,
+            0,
+            resident.lease.where if resident.handle is not None else "disk",
+        )
 
     def _require_allowed(self, name: str, importance: int, keep: bool) -> None:
         """Raises NotAllowed where the operator's caps on this user forbid holding a model so."""
         if because := quotas.forbidden(name, importance, keep, self._keeper.rules.cap):
-            raise NotAllowed(f"{because}.\n  The operator can change it.", name=name, because=because,
-                             user=self._keeper.owner.user)
+            raise NotAllowed(
+                f"{because}.\n  The operator can change it.",
+                name=name,
+                because=because,
+                user=self._keeper.owner.user,
+            )
 
     def defrag(self, process: str = "", *, timeout: str | float | None = 5.0) -> Outcome:
         """Gives memory back that allocators hold and nobody uses: of every process that this user may ask, or of one.
@@ -508,40 +691,72 @@ class Runtime:
         self._maps.publish(at_once=True)
         return freed
 
-    def drain(self, device: str, *, undo: bool = False, timeout: str | float | None = 5.0) -> Outcome:
+    def drain(
+        self, device: str, *, undo: bool = False, timeout: str | float | None = 5.0
+    ) -> Outcome:
         """Takes no new leases on that card from now on, whoever asks, and moves what is idle there away; `undo` ends
         that.
 
         It holds for all processes of the ledger until it is undone or the machine restarts. Raises UnknownDevice, and
         NotAllowed where others share the cards and this user is no operator.
         """
-        return draining.drain(self._keeper, device, undo=undo, timeout=0.0 if timeout is None else parse_seconds(timeout))
+        return draining.drain(
+            self._keeper,
+            device,
+            undo=undo,
+            timeout=0.0 if timeout is None else parse_seconds(timeout),
+        )
 
-    def _asked(self, verb: str, owner: str, name: str, timeout: str | float | None, wait: bool = True,
-               must: bool = True, places: tuple[str, ...] = ()) -> Outcome:
+    def _asked(
+        self,
+        verb: str,
+        owner: str,
+        name: str,
+        timeout: str | float | None,
+        wait: bool = True,
+        must: bool = True,
+        places: tuple[str, ...] = (),
+    ) -> Outcome:
         """What came of asking another owner."""
         book = self._keeper.ledger.read()
         if because := self._foreign(verb, book.owner(owner), name):
             self._keeper.decline(verb, f"{owner}/{name}", because)
-            raise NotAllowed(f"{because}.", name=name, because=because, user=self._keeper.owner.user)
+            raise NotAllowed(
+                f"{because}.", name=name, because=because, user=self._keeper.owner.user
+            )
         self._awake()
         before = book.lease(owner, name)
         seconds = None if timeout is None else parse_seconds(timeout)
-        verdict = self._keeper.ask(verb, f"{owner}/{name}", timeout=seconds, wait=wait, places=places)
+        verdict = self._keeper.ask(
+            verb, f"{owner}/{name}", timeout=seconds, wait=wait, places=places
+        )
         if isinstance(verdict, Grant):
             size = before.bytes if before and verb == "evict" else verdict.bytes
-            return Outcome(verb, name, True, verdict.because, size,
-                           verdict.lease.where if verdict.lease.shares else "")
+            return Outcome(
+                verb,
+                name,
+                True,
+                verdict.because,
+                size,
+                verdict.lease.where if verdict.lease.shares else "",
+            )
         if isinstance(verdict, Refuse):
             if not must:
                 return Outcome(verb, name, False, verdict.because)
             because = verdict.because.rstrip(".") + "."
-            raise StillInUse(because, name=name, lease=f"{owner}/{name}", owner=owner) \
-                if verdict.kind in ("in use", "kept") else GpuError(because, name=name)
+            raise (
+                StillInUse(because, name=name, lease=f"{owner}/{name}", owner=owner)
+                if verdict.kind in ("in use", "kept")
+                else GpuError(because, name=name)
+            )
         if wait and must:
-            raise Busy(f"{verdict.because}, and has not answered for {show_seconds(seconds or 0)}.\n"
-                       f"  It answers once its kernel runs again. Watch:  %gpu status", name=name,
-                       waited_seconds=seconds, because=verdict.because)
+            raise Busy(
+                f"{verdict.because}, and has not answered for {show_seconds(seconds or 0)}.\n"
+                f"  It answers once its kernel runs again. Watch:  %gpu status",
+                name=name,
+                waited_seconds=seconds,
+                because=verdict.because,
+            )
         return Outcome(verb, name, False, verdict.because)
 
     def tell_waits(self, told: Callable[[str, Wait | None], None] | None) -> None:
@@ -569,14 +784,34 @@ class Runtime:
             seen = tuple(replace(view, level=Level.UNKNOWN) for view in seen)
         beyond = stranger_bytes(book, world)
         free, blind = sight(book, world)
-        seen = tuple(replace(view, stranger_bytes=beyond.get(view.device.id), blind=blind.get(view.device.id, ""),
-                             room_bytes=None if view.device.id in blind else free.get(view.device.id)) for view in seen)
+        seen = tuple(
+            replace(
+                view,
+                stranger_bytes=beyond.get(view.device.id),
+                blind=blind.get(view.device.id, ""),
+                room_bytes=None if view.device.id in blind else free.get(view.device.id),
+            )
+            for view in seen
+        )
         waiting = queue(book, world)
         tickets = (*waiting, *(ticket for ticket in book.tickets if ticket not in waiting))
-        found = Snapshot(world.now, world.wall, keeper.owner, seen, book.sections, tickets, book.events,
-                         self.specs(), all(view.device.simulated or view.device.is_host for view in seen), governed,
-                         self._breaker.told() or self.probe.trouble(world.rules.stale_seconds), keeper.ledger.url,
-                         books.totals(book), strangers(book, world, self.probe.people()), rules=world.rules)
+        found = Snapshot(
+            world.now,
+            world.wall,
+            keeper.owner,
+            seen,
+            book.sections,
+            tickets,
+            book.events,
+            self.specs(),
+            all(view.device.simulated or view.device.is_host for view in seen),
+            governed,
+            self._breaker.told() or self.probe.trouble(world.rules.stale_seconds),
+            keeper.ledger.url,
+            books.totals(book),
+            strangers(book, world, self.probe.people()),
+            rules=world.rules,
+        )
         return replace(found, unanswered=unresponsive.unanswered(found, world.rules))
 
     def reap(self) -> int:
@@ -589,21 +824,46 @@ class Runtime:
     def status_all(self) -> tuple[Snapshot, ...]:
         """This host as `status` shows it, then every other host that shares the ledger (one in Redis), by name."""
         read_all = getattr(self._keeper.ledger, "read_all", None)
-        others = [page for page in read_all() if page.host != self._keeper.owner.boot] if read_all else []
-        return self.status(), *(self._far(page) for page in sorted(others, key=lambda page: page.name))
+        others = (
+            [page for page in read_all() if page.host != self._keeper.owner.boot]
+            if read_all
+            else []
+        )
+        return self.status(), *(
+            self._far(page) for page in sorted(others, key=lambda page: page.name)
+        )
 
     def _far(self, page: HostPage) -> Snapshot:
         """Another host's page. Its stamps are of its own clock, so its newest one stands for now."""
         book, wall = page.book or Book(), self._wall()
-        stamps = [lease.last_used for lease in book.leases()] + [lease.settled_at for lease in book.leases()]
-        now = max([*stamps, *(ticket.refreshed for ticket in book.tickets),
-                   *(sample.taken_at for sample in book.samples.values())], default=0.0)
+        stamps = [lease.last_used for lease in book.leases()] + [
+            lease.settled_at for lease in book.leases()
+        ]
+        now = max(
+            [
+                *stamps,
+                *(ticket.refreshed for ticket in book.tickets),
+                *(sample.taken_at for sample in book.samples.values()),
+            ],
+            default=0.0,
+        )
         world = World(now, wall, book.devices, dict(book.limits), book.samples, self._keeper.rules)
-        return Snapshot(now, wall, self._keeper.owner, views(book, world) if book.limits else (), book.sections,
-                        queue(book, world), book.events, (), any(device.simulated for device in book.devices),
-                        degraded="" if page.book else "a newer version wrote this page, or it cannot be read",
-                        ledger=self._keeper.ledger.url, totals=books.totals(book), host=page.name,
-                        seen_seconds=page.seen_seconds)
+        return Snapshot(
+            now,
+            wall,
+            self._keeper.owner,
+            views(book, world) if book.limits else (),
+            book.sections,
+            queue(book, world),
+            book.events,
+            (),
+            any(device.simulated for device in book.devices),
+            degraded="" if page.book else "a newer version wrote this page, or it cannot be read",
+            ledger=self._keeper.ledger.url,
+            totals=books.totals(book),
+            host=page.name,
+            seen_seconds=page.seen_seconds,
+        )
 
     def _look_after(self) -> None:
         """Sees to it that the host's helper lives; on simulated cards not for a runtime that may be gone in a
@@ -633,8 +893,14 @@ class Runtime:
                 sizes[resident.spec.name] = resident.footprint().bytes
             except GpuError:  # a source that has gone since it was registered: its size is unknown
                 continue
-        registered = [resident.spec for resident in list(self._keeper.residents.values()) if not resident.catalogued]
-        return frames.models(registered, book.sections, self._keeper.me, sizes, world.now, self._catalogue.specs())
+        registered = [
+            resident.spec
+            for resident in list(self._keeper.residents.values())
+            if not resident.catalogued
+        ]
+        return frames.models(
+            registered, book.sections, self._keeper.me, sizes, world.now, self._catalogue.specs()
+        )
 
     # -- the catalogue
 
@@ -670,8 +936,14 @@ class Runtime:
         sections = self._keeper.ledger.read().sections.values()
         entry = self._catalogue.catalog.delete(name)
         holders = [section.owner.label for section in sections if section.lease(entry.name)]
-        loaded = f"; it is still loaded by {', '.join(holders)}, and stays there until it leaves" if holders else ""
-        return Outcome("delete", entry.name, True, f"{entry.name} is no longer in the catalogue{loaded}")
+        loaded = (
+            f"; it is still loaded by {', '.join(holders)}, and stays there until it leaves"
+            if holders
+            else ""
+        )
+        return Outcome(
+            "delete", entry.name, True, f"{entry.name} is no longer in the catalogue{loaded}"
+        )
 
     def leases(self) -> DataFrame:
         """Who holds what on which device, one row a share."""
@@ -736,11 +1008,21 @@ class Runtime:
         total = sum(view.device.total_bytes for view in cards)
         percent = None if None in used or not total else round(100 * sum(used) / total, 1)  # type: ignore[arg-type]
         level = fullest.level if snapshot.governed else Level.UNKNOWN
-        return Health(level is not Level.CRITICAL and not snapshot.degraded, level, percent,
-                      snapshot.degraded or _HEALTH[level])
+        return Health(
+            level is not Level.CRITICAL and not snapshot.degraded,
+            level,
+            percent,
+            snapshot.degraded or _HEALTH[level],
+        )
 
-    def plan(self, name_or_size: str | int, *, context_length: int | None = None, sequences: int | None = None,
-             dtype: str | None = None) -> Plan:
+    def plan(
+        self,
+        name_or_size: str | int,
+        *,
+        context_length: int | None = None,
+        sequences: int | None = None,
+        dtype: str | None = None,
+    ) -> Plan:
         """What `use` of that model (or a lease of that size) would do now, and why; nothing is done.
 
         Also for what nobody has registered: a path, a hub id, or a name that tells its size (`llama-7B-Q4_K_M`).
@@ -748,8 +1030,15 @@ class Runtime:
         Raises UnknownModel, UnknownSize, BadSize, BadSetting, and LoadFailed for a damaged file.
         """
         keeper = self._keeper
-        options = {key: value for key, value in (("context_length", context_length), ("sequences", sequences),
-                                                 ("dtype", dtype)) if value is not None}
+        options = {
+            key: value
+            for key, value in (
+                ("context_length", context_length),
+                ("sequences", sequences),
+                ("dtype", dtype),
+            )
+            if value is not None
+        }
         asked = self._subject(name_or_size, options)
         book, world = keeper.look(), keeper.world()
         book = books.publish(book, keeper.truth(), world)
@@ -768,7 +1057,9 @@ class Runtime:
                 section = keeper.ledger.read().sections[owner]
                 return dry_run.of_lease(section.lease(bare) or Lease(owner, bare), section.owner)
             except (UnknownModel, KeyError):
-                return dry_run.of_nobody(dry_run.unregistered(name, self._names(), keeper, options), keeper)
+                return dry_run.of_nobody(
+                    dry_run.unregistered(name, self._names(), keeper, options), keeper
+                )
         return dry_run.of_resident(resident, keeper, options)
 
     def why(self, name: str) -> tuple[Event, ...]:
@@ -819,7 +1110,9 @@ class Runtime:
     def _refresh(self, resident: Resident) -> None:
         """What the catalogue says by now of a model that is not loaded; out with it where that is nothing any more."""
         spec = self._catalogue.spec(resident.spec.name)
-        if spec == resident.catalogued or not resident.work.acquire(False):  # it is being loaded, as it was
+        if spec == resident.catalogued or not resident.work.acquire(
+            False
+        ):  # it is being loaded, as it was
             return
         try:
             if spec is None:
@@ -853,9 +1146,12 @@ class Runtime:
             if resident is not None:
                 return self._keeper.me, resident.spec.name
         sections = self._keeper.ledger.read().sections
-        found = [(id, section.owner.pid) for id, section in sections.items()
-                 if (section.lease(bare) or (loadable and bare in section.names))
-                 and (not pid or pid == str(section.owner.pid))]
+        found = [
+            (id, section.owner.pid)
+            for id, section in sections.items()
+            if (section.lease(bare) or (loadable and bare in section.names))
+            and (not pid or pid == str(section.owner.pid))
+        ]
         if len(found) == 1:
             return found[0][0], bare
         if found:
@@ -865,8 +1161,15 @@ class Runtime:
                 require_loadable(spec)
                 raise NotLoaded(spec.name)
             return self._keeper.me, spec.name
-        known = {*self._names(), *(f"{lease.name}@{section.owner.pid}" for section in sections.values()
-                                            for lease in section.leases if section.owner.id != self._keeper.me)}
+        known = {
+            *self._names(),
+            *(
+                f"{lease.name}@{section.owner.pid}"
+                for section in sections.values()
+                for lease in section.leases
+                if section.owner.id != self._keeper.me
+            ),
+        }
         raise UnknownModel(name, tuple(known))
 
     def _in_use(self, resident: Resident) -> GpuError:
@@ -888,7 +1191,9 @@ class Runtime:
     def tick(self) -> float:
         """One round of the monitor: publish, reap, obey, relieve. Returns the seconds until the next is due."""
         keeper = self._keeper
-        keeper.notebook = notebook_path() or keeper.notebook  # some front ends say it only after the kernel has started
+        keeper.notebook = (
+            notebook_path() or keeper.notebook
+        )  # some front ends say it only after the kernel has started
         self._look_after()
         book = keeper.ledger.read()
         # Not sooner: until its ticket is gone an order that is done may be read once more, and would be done once more.
@@ -907,7 +1212,10 @@ class Runtime:
                 self._acting.add(order.key)
                 threads.start(partial(self._carry_out, order))
         now = self._clock()
-        if now - self._checked_at >= self.settings.pressure_check_interval_seconds and self._breaker.allows(now):
+        if (
+            now - self._checked_at >= self.settings.pressure_check_interval_seconds
+            and self._breaker.allows(now)
+        ):
             self._checked_at = now
             self._check(now)
         if quiet and not keeper.in_use():
@@ -950,13 +1258,19 @@ class Runtime:
         keeper = self._keeper
         try:
             if order.refused:
-                raise NotAllowed(order.refused, name=order.name, user=order.by, because=order.refused)
+                raise NotAllowed(
+                    order.refused, name=order.name, user=order.by, because=order.refused
+                )
             if order.name and order.name not in keeper.residents:
-                raise UnknownModel(order.name, tuple(keeper.residents))  # a name chooses among ours, and does nothing else
+                raise UnknownModel(
+                    order.name, tuple(keeper.residents)
+                )  # a name chooses among ours, and does nothing else
             if order.verb in ("preload", "restore"):
                 outcome = self.preload(order.name, timeout=ASK_SECONDS)
             elif order.verb == "move":
-                outcome = migrate.move(keeper, keeper.residents[order.name], order.places, by=order.who)
+                outcome = migrate.move(
+                    keeper, keeper.residents[order.name], order.places, by=order.who
+                )
             elif order.verb == "defrag":
                 freed = self._empty_cache()
                 outcome = Outcome("defrag", "", True, f"{show_bytes(freed)} came free", freed)
@@ -967,7 +1281,12 @@ class Runtime:
         except GpuError as error:
             action, because, size = "failed", explain.first_line(error), 0
         try:
-            keeper.decide(lambda book, world: (answer(book, world, keeper.me, order, action, because, size), None))
+            keeper.decide(
+                lambda book, world: (
+                    answer(book, world, keeper.me, order, action, because, size),
+                    None,
+                )
+            )
         except GpuError as error:
             self._acting.discard(order.key)  # unanswered, it is to be done again
             log.warning("%s", error)
@@ -990,7 +1309,9 @@ class Runtime:
             release_calls(resident.value)
             if resident not in engines:
                 resident.forget()
-        threads.side_by_side([resident.forget for resident in engines])  # each may take seconds to end in order
+        threads.side_by_side(
+            [resident.forget for resident in engines]
+        )  # each may take seconds to end in order
         keeper.residents.clear()
         keeper.blocks.clear()
         try:
@@ -1095,7 +1416,9 @@ def _slug(probe: Probe) -> str:
     cards = [device for device in probe.devices if not device.is_host]
     host = next((d for d in probe.devices if d.is_host and d.simulated), None)
     sizes = "-".join(dict.fromkeys(show_bytes(card.total_bytes).replace(" ", "") for card in cards))
-    return f"sim-{len(cards)}x{sizes}" + (f"-host{show_bytes(host.total_bytes).replace(' ', '')}" if host else "")
+    return f"sim-{len(cards)}x{sizes}" + (
+        f"-host{show_bytes(host.total_bytes).replace(' ', '')}" if host else ""
+    )
 
 
 def _check_name(name: str) -> None:
@@ -1113,4 +1436,9 @@ def _same_code(one: Any, other: Any) -> bool:
     if one is other:
         return True
     code = getattr(one, "__code__", None), getattr(other, "__code__", None)
-    return None not in code and code[0] == code[1] and one.__closure__ is None and other.__closure__ is None
+    return (
+        None not in code
+        and code[0] == code[1]
+        and one.__closure__ is None
+        and other.__closure__ is None
+    )

@@ -4,6 +4,7 @@ A setting comes from an argument, else from the environment variable of the same
 default. What is decided from settings lives elsewhere. Importing this module loads pydantic (a tenth of a second), so
 the package imports it when the first runtime opens, not before.
 """
+
 from __future__ import annotations
 
 import difflib
@@ -31,8 +32,16 @@ Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 PRESETS: dict[str, dict[str, str]] = {
     "24GB": {"GPU_MEMORY_MAX_PERCENT": "0.90"},
     "16GB": {"GPU_MEMORY_MAX_PERCENT": "0.90", "ENABLE_CPU_OFFLOAD": "true"},
-    "8GB": {"GPU_MEMORY_MAX_PERCENT": "0.85", "ENABLE_CPU_OFFLOAD": "true", "EVICTION_IDLE_THRESHOLD_SECONDS": "60"},
-    "4GB": {"GPU_MEMORY_MAX_PERCENT": "0.80", "ENABLE_CPU_OFFLOAD": "true", "EVICTION_IDLE_THRESHOLD_SECONDS": "30"},
+    "8GB": {
+        "GPU_MEMORY_MAX_PERCENT": "0.85",
+        "ENABLE_CPU_OFFLOAD": "true",
+        "EVICTION_IDLE_THRESHOLD_SECONDS": "60",
+    },
+    "4GB": {
+        "GPU_MEMORY_MAX_PERCENT": "0.80",
+        "ENABLE_CPU_OFFLOAD": "true",
+        "EVICTION_IDLE_THRESHOLD_SECONDS": "30",
+    },
 }
 
 
@@ -49,88 +58,154 @@ class SettingRow(NamedTuple):
 class Settings(BaseSettings):
     """What can be set. Made by `Settings.load`, which reports what is wrong in one sentence."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_ignore_empty=True, validate_default=False)
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_ignore_empty=True, validate_default=False
+    )
 
     gpu_memory_max_percent: Fraction = Field(
-        0.90, description="The part of each GPU's memory that models may claim, 0 to 1.")
+        0.90, description="The part of each GPU's memory that models may claim, 0 to 1."
+    )
     cpu_memory_max_percent: Fraction = Field(
-        0.50, description="The part of RAM that models may claim while they are off the GPU, 0 to 1.")
+        0.50,
+        description="The part of RAM that models may claim while they are off the GPU, 0 to 1.",
+    )
     inference_memory_limit_gb: Annotated[float | None, Number] = Field(
-        None, gt=0, allow_inf_nan=False, description="A further limit on this process's models, in GiB. Unset: none.")
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="A further limit on this process's models, in GiB. Unset: none.",
+    )
     inference_gpu_index: Annotated[int | None, Number] = Field(
-        None, ge=0, description="The only GPU to use, by its number in status. Unset: the planner chooses.")
+        None,
+        ge=0,
+        description="The only GPU to use, by its number in status. Unset: the planner chooses.",
+    )
 
     inference_gpu_layers: Annotated[int | None, Number] = Field(
-        None, ge=-1, description="Layers on the GPU where a model of the catalogue does not say: -1 all, 0 CPU only.")
+        None,
+        ge=-1,
+        description="Layers on the GPU where a model of the catalogue does not say: -1 all, 0 CPU only.",
+    )
     inference_backend: str | None = Field(
-        None, description="The backend where a model of the catalogue does not say. Unset: found from its source.")
+        None,
+        description="The backend where a model of the catalogue does not say. Unset: found from its source.",
+    )
 
     gpu_devices: str = Field(
-        "auto", description="The devices: auto, cuda, some of them as cuda:0,2 or cuda:UUID, rocm, metal, or simulated "
-                            "ones such as sim:2x24GiB,host:64GiB.")
+        "auto",
+        description="The devices: auto, cuda, some of them as cuda:0,2 or cuda:UUID, rocm, metal, or simulated "
+        "ones such as sim:2x24GiB,host:64GiB.",
+    )
     development_cpu_only: bool = Field(
-        False, description="Simulate the devices even where there is a GPU.")
+        False, description="Simulate the devices even where there is a GPU."
+    )
     gpu_ledger: str | None = Field(
-        None, description="Where the book is kept: sqlite:///DIRECTORY, redis://HOST:PORT/DB or memory:. "
-                          "Unset: the machine's shared ledger, else private to the user.")
+        None,
+        description="Where the book is kept: sqlite:///DIRECTORY, redis://HOST:PORT/DB or memory:. "
+        "Unset: the machine's shared ledger, else private to the user.",
+    )
 
     gpu_catalog: str | None = Field(
-        None, description="Where the model catalogue lies: a directory or a file. Unset: private to the user.")
+        None,
+        description="Where the model catalogue lies: a directory or a file. Unset: private to the user.",
+    )
     gpu_config_file: str = Field(
-        "/etc/gpu-console/config.toml", description="The machine-wide configuration: the shared ledger, and users' caps.")
+        "/etc/gpu-console/config.toml",
+        description="The machine-wide configuration: the shared ledger, and users' caps.",
+    )
 
     enable_memory_governor: bool = Field(
-        True, description="Off: models load without asking and are never moved.")
+        True, description="Off: models load without asking and are never moved."
+    )
     enable_cpu_offload: bool = Field(
-        True, description="On: what leaves the GPU moves to RAM. Off: it is dropped, where its source has it.")
+        True,
+        description="On: what leaves the GPU moves to RAM. Off: it is dropped, where its source has it.",
+    )
     gpu_policy: Literal["lru", "cost_aware"] = Field(
-        "lru", description="Who leaves first: lru or cost_aware.")
+        "lru", description="Who leaves first: lru or cost_aware."
+    )
     gpu_placement: Literal["best-fit", "most-free", "fewest-evictions"] = Field(
-        "best-fit", description="Which GPU a model goes to: best-fit, most-free or fewest-evictions.")
+        "best-fit",
+        description="Which GPU a model goes to: best-fit, most-free or fewest-evictions.",
+    )
     gpu_split_margin_mb: Annotated[int, Number] = Field(
-        512, ge=0, description="MiB of each GPU that a model split in proportion to the free memory leaves free.")
+        512,
+        ge=0,
+        description="MiB of each GPU that a model split in proportion to the free memory leaves free.",
+    )
     gpu_split_overhead: Fraction = Field(
-        0.0, description="What each GPU of a split model takes beyond its share, as a part of it; Helix: 0.1.")
+        0.0,
+        description="What each GPU of a split model takes beyond its share, as a part of it; Helix: 0.1.",
+    )
     gpu_fraction_factor: Annotated[float | None, Number] = Field(
-        None, gt=0, allow_inf_nan=False, description="Claim a model's weights times this, as NDIF does with 3, in the "
-                                                     "place of the estimate. Unset: the estimate.")
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Claim a model's weights times this, as NDIF does with 3, in the "
+        "place of the estimate. Unset: the estimate.",
+    )
     fraction_largest_possible: Fraction = Field(
-        0.8, description="With that factor: what would claim this part of a GPU or more claims it whole.")
+        0.8,
+        description="With that factor: what would claim this part of a GPU or more claims it whole.",
+    )
     gpu_relief: Literal["auto", "always", "never"] = Field(
-        "auto", description="When pressure evicts idle models: auto (while that helps someone), always or never.")
+        "auto",
+        description="When pressure evicts idle models: auto (while that helps someone), always or never.",
+    )
     eviction_grace_seconds: Seconds = Field(
-        5.0, description="A model used so recently is left alone by pressure and by other processes.")
+        5.0,
+        description="A model used so recently is left alone by pressure and by other processes.",
+    )
     eviction_idle_threshold_seconds: Seconds = Field(
-        120.0, description="Under MODERATE pressure, models idle for longer than this step aside.")
+        120.0, description="Under MODERATE pressure, models idle for longer than this step aside."
+    )
     eviction_idle_high_seconds: Seconds = Field(
-        30.0, description="The same under HIGH pressure; never more than under MODERATE.")
+        30.0, description="The same under HIGH pressure; never more than under MODERATE."
+    )
     pressure_check_interval_seconds: Annotated[Seconds, Field(gt=0)] = Field(
-        15.0, description="How often pressure is checked.")
+        15.0, description="How often pressure is checked."
+    )
 
     gpu_console_token: Annotated[SecretStr | None, Field(min_length=16)] = Field(
-        None, description="The console's token, of 16 characters or more. Unset: made anew at each start.")
+        None,
+        description="The console's token, of 16 characters or more. Unset: made anew at each start.",
+    )
     gpu_console_viewer_token: Annotated[SecretStr | None, Field(min_length=16)] = Field(
-        None, description="Another one, for people who may look and not act. Unset: there is none.")
+        None, description="Another one, for people who may look and not act. Unset: there is none."
+    )
     gpu_console_operators: str | None = Field(
-        None, description="Who may act where the console asks for a login: names, separated by commas, or *.")
+        None,
+        description="Who may act where the console asks for a login: names, separated by commas, or *.",
+    )
     gpu_console_viewers: str | None = Field(
-        None, description="Who may look there: names, separated by commas, or *. Nobody else is let in.")
+        None,
+        description="Who may look there: names, separated by commas, or *. Nobody else is let in.",
+    )
     gpu_console_read_only: bool = Field(
-        False, description="The console has no buttons, whoever looks at it.")
+        False, description="The console has no buttons, whoever looks at it."
+    )
 
     gpu_engine_ports: str = Field(
-        "8300-8399", description="The ports of engines that are servers of their own, at 127.0.0.1.")
+        "8300-8399", description="The ports of engines that are servers of their own, at 127.0.0.1."
+    )
     gpu_engine_start_seconds: Annotated[Seconds, Field(gt=0)] = Field(
-        600.0, description="How long such a server may take to start and load its model.")
+        600.0, description="How long such a server may take to start and load its model."
+    )
     gpu_tasks: str | None = Field(
-        None, description="The file of tasks, clients and stand-ins for serving. Unset: the user's own tasks.yaml.")
+        None,
+        description="The file of tasks, clients and stand-ins for serving. Unset: the user's own tasks.yaml.",
+    )
     gpu_serve_queue: Annotated[int, Number] = Field(
-        256, ge=0, description="How many calls may wait to be answered; further ones are refused.")
+        256, ge=0, description="How many calls may wait to be answered; further ones are refused."
+    )
     model_boss_allow_cloud_fallback: bool = Field(
-        True, description="Whether a cloud may stand in for a local model, until it is said otherwise over HTTP.")
+        True,
+        description="Whether a cloud may stand in for a local model, until it is said otherwise over HTTP.",
+    )
 
     gpu_trust_remote_code: bool = Field(
-        False, description="Let models run code from their own directory when they load.")
+        False, description="Let models run code from their own directory when they load."
+    )
 
     _arguments: frozenset[str] = PrivateAttr(frozenset())
 
@@ -153,10 +228,17 @@ class Settings(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource, *_: Any, **__: Any,
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        *_: Any,
+        **__: Any,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings  # no .env files: what governs a box must be seen in its environment
+        return (
+            init_settings,
+            env_settings,
+        )  # no .env files: what governs a box must be seen in its environment
 
     def rules(self) -> Rules:
         """The numbers that decisions go by."""
@@ -164,7 +246,9 @@ class Settings(BaseSettings):
         return Rules(
             grace_seconds=self.eviction_grace_seconds,
             idle_moderate_seconds=self.eviction_idle_threshold_seconds,
-            idle_high_seconds=min(self.eviction_idle_high_seconds, self.eviction_idle_threshold_seconds),
+            idle_high_seconds=min(
+                self.eviction_idle_high_seconds, self.eviction_idle_threshold_seconds
+            ),
             relief=self.gpu_relief,
             offload=self.enable_cpu_offload,
             limit_bytes=None if limit_gb is None else int(limit_gb * GIB),
@@ -183,8 +267,13 @@ class Settings(BaseSettings):
     def sources(self) -> tuple[SettingRow, ...]:
         """Every setting, its value, its default, and where the value came from."""
         return tuple(
-            SettingRow(name.upper(), _show(getattr(self, name)), _show(field.default), self._source(name),
-                       field.description or "")
+            SettingRow(
+                name.upper(),
+                _show(getattr(self, name)),
+                _show(field.default),
+                self._source(name),
+                field.description or "",
+            )
             for name, field in type(self).model_fields.items()
         )
 
@@ -244,7 +333,9 @@ def _bad_setting(error: ValidationError, given: dict[str, Any]) -> BadSetting:
     complaint = error.errors()[0]
     field = str(complaint["loc"][0])
     name = field if field in given else field.upper()
-    return BadSetting(name, "***" if field in _SECRET else _masked_value(complaint["input"]), _expected(field))
+    return BadSetting(
+        name, "***" if field in _SECRET else _masked_value(complaint["input"]), _expected(field)
+    )
 
 
 def _masked_value(value: Any) -> Any:
@@ -271,7 +362,9 @@ def _expected(field: str) -> str:
 
 _SECRET = {"gpu_console_token", "gpu_console_viewer_token"}
 _WORDS = {
-    **dict.fromkeys(_SECRET, "text of 16 characters or more, such as `openssl rand -hex 24` prints"),
+    **dict.fromkeys(
+        _SECRET, "text of 16 characters or more, such as `openssl rand -hex 24` prints"
+    ),
     "gpu_policy": "lru or cost_aware",
     "gpu_placement": "best-fit, most-free or fewest-evictions",
     "gpu_split_margin_mb": "a whole number of MiB, such as 512",

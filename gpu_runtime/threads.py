@@ -1,4 +1,5 @@
 """Threads that the stop button cannot strike while they are started."""
+
 from __future__ import annotations
 
 import _thread

@@ -2,6 +2,7 @@
 
 Inside the house a size is an int of bytes and a time is a float of seconds; words become numbers here, once.
 """
+
 from __future__ import annotations
 
 import functools
@@ -12,13 +13,31 @@ from .errors import BadSize
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
 _SIZES = {
-    "": 1, "b": 1,
-    "k": KIB, "kib": KIB, "kb": 10**3,
-    "m": MIB, "mib": MIB, "mb": 10**6,
-    "g": GIB, "gib": GIB, "gb": 10**9,
-    "t": TIB, "tib": TIB, "tb": 10**12,
+    "": 1,
+    "b": 1,
+    "k": KIB,
+    "kib": KIB,
+    "kb": 10**3,
+    "m": MIB,
+    "mib": MIB,
+    "mb": 10**6,
+    "g": GIB,
+    "gib": GIB,
+    "gb": 10**9,
+    "t": TIB,
+    "tib": TIB,
+    "tb": 10**12,
 }
-_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SECONDS = {
+    "": 1.0,
+    "ms": 0.001,
+    "s": 1.0,
+    "sec": 1.0,
+    "m": 60.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+}
 _NUMBER_AND_UNIT = re.compile(r"\s*(\d+(?:[_,]\d{3})*(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*")
 
 
@@ -78,7 +97,9 @@ def parse_seconds(text: str | int | float) -> float:
     return float(re.sub("[_,]", "", match[1])) * unit
 
 
-@functools.lru_cache(maxsize=4096)  # a decision says the same few sizes again and again: an eighth of its time
+@functools.lru_cache(
+    maxsize=4096
+)  # a decision says the same few sizes again and again: an eighth of its time
 def show_bytes(size: int) -> str:
     """A size for people: three digits or so, binary units.
 

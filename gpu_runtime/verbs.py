@@ -2,6 +2,7 @@
 
 A row says what a verb takes and what it calls on the Runtime. How the answer looks is for the faces to decide.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -61,8 +62,12 @@ class Verb(NamedTuple):
                 continue
             word = argument.flags[-1] if argument.is_option else argument.options["metavar"]
             if argument.is_option and argument.takes_value:
-                word += f" {argument.options.get('metavar', argument.flags[-1].lstrip('-').upper())}"
-            optional = (argument.is_option and not argument.options.get("required")) or argument.options.get("nargs") == "?"
+                word += (
+                    f" {argument.options.get('metavar', argument.flags[-1].lstrip('-').upper())}"
+                )
+            optional = (
+                argument.is_option and not argument.options.get("required")
+            ) or argument.options.get("nargs") == "?"
             words.append(f"[{word}]" if optional else word)
         return " ".join([*words, "[options]"] if short else words)
 
@@ -81,7 +86,9 @@ def importance(text: str) -> str | int:
         return text
     if text.isdigit() and int(text) > 0:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(IMPORTANCE)}, nor a number above 0")
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is none of {', '.join(IMPORTANCE)}, nor a number above 0"
+    )
 
 
 def seconds(text: str) -> float:
@@ -121,15 +128,16 @@ def _plan(rt: Any, args: argparse.Namespace) -> Any:
     return rt.plan(args.name, **given)
 
 
-
-
 def _load(rt: Any, args: argparse.Namespace) -> Any:
     known = {*(spec.name for spec in rt.specs()), *rt.catalog_names()}
     options = _given(args, "backend", "size", "importance", "keep")
     source = args.source
     if source is None and options and args.name in rt.catalog_names():
-        raise AlreadyRegistered(args.name, f"{args.name} stands in the catalogue, with a word of its own on that.\n"
-                                           f"  Change it there:  %gpu apply -f FILE      or give its SOURCE here too")
+        raise AlreadyRegistered(
+            args.name,
+            f"{args.name} stands in the catalogue, with a word of its own on that.\n"
+            f"  Change it there:  %gpu apply -f FILE      or give its SOURCE here too",
+        )
     if source is None and args.name not in known and is_source(args.name):
         source = args.name
     if source is not None or options:
@@ -138,7 +146,9 @@ def _load(rt: Any, args: argparse.Namespace) -> Any:
         return _as("load", rt.preload(args.name, progress=args.progress, **_given(args, "timeout")))
     except LoadFailed:
         if args.name not in known:
-            rt.forget(args.name)  # so that the next try, with the right path, is not told that the name is taken
+            rt.forget(
+                args.name
+            )  # so that the next try, with the right path, is not told that the name is taken
         raise
 
 
@@ -195,10 +205,17 @@ def _console(rt: Any, args: argparse.Namespace) -> Any:
     try:
         from gpu_panels import server
     except ImportError as error:
-        raise GpuError(f"the console needs {error.name}, which is not installed.\n"
-                       "  Install it:  pip install 'gpu-console[console]'") from None
-    server.run(host=args.host, port=args.port, socket_path=args.socket, read_only=args.read_only,
-               browser=not args.no_browser)
+        raise GpuError(
+            f"the console needs {error.name}, which is not installed.\n"
+            "  Install it:  pip install 'gpu-console[console]'"
+        ) from None
+    server.run(
+        host=args.host,
+        port=args.port,
+        socket_path=args.socket,
+        read_only=args.read_only,
+        browser=not args.no_browser,
+    )
     return "The console has ended."
 
 
@@ -206,13 +223,17 @@ def _serve(rt: Any, args: argparse.Namespace) -> Any:
     try:
         from .serving import server
     except ImportError as error:
-        raise GpuError(f"serving needs {error.name}, which is not installed.\n"
-                       "  Install it:  pip install 'gpu-console[serve,console]'") from None
+        raise GpuError(
+            f"serving needs {error.name}, which is not installed.\n"
+            "  Install it:  pip install 'gpu-console[serve,console]'"
+        ) from None
     from . import runtime
 
     rt = runtime()
     try:
-        server.run(rt, host=args.host, port=args.port, socket_path=args.socket, read_only=args.read_only)
+        server.run(
+            rt, host=args.host, port=args.port, socket_path=args.socket, read_only=args.read_only
+        )
     finally:
         rt.close()
     return "gpu serve has ended."
@@ -225,121 +246,377 @@ def _ledger(rt: Any, args: argparse.Namespace) -> Any:
     return setup.init(args.directory, args.group, settings.Settings.load().gpu_config_file)
 
 
-NAME = Argument(("name",), {"metavar": "NAME", "help": "a model; another process's as NAME@PID"}, "models")
-TIMEOUT = Argument(("--timeout",), {"metavar": "SECONDS", "type": seconds, "help": "how long to wait at most"})
-IMPORTANCES = Argument(("--importance",), {
-    "metavar": "I", "type": importance, "help": "urgent, high, normal, low, batch, or a number"}, "importances")
+NAME = Argument(
+    ("name",), {"metavar": "NAME", "help": "a model; another process's as NAME@PID"}, "models"
+)
+TIMEOUT = Argument(
+    ("--timeout",), {"metavar": "SECONDS", "type": seconds, "help": "how long to wait at most"}
+)
+IMPORTANCES = Argument(
+    ("--importance",),
+    {"metavar": "I", "type": importance, "help": "urgent, high, normal, low, batch, or a number"},
+    "importances",
+)
 SIZE = {"metavar": "SIZE", "help": "bytes, such as 8GiB"}
 
-VERBS: dict[str, Verb] = {verb.name: verb for verb in (
-    Verb("status", "how full the devices are, who holds what, who waits",
-         lambda rt, args: rt.status_all() if args.all else rt.status(), (
-        Argument(("--all",), {"action": "store_true", "help": "every host that shares the ledger"}),
-    )),
-    Verb("models", "models: where they lie, how large, how long idle", lambda rt, args: rt.models()),
-    Verb("leases", "who holds what on which device", lambda rt, args: rt.leases()),
-    Verb("evictions", "what left its device, when, and why", _evictions, (
-        Argument(("--all",), {"action": "store_true", "help": "also loads, restores and refusals"}),
-        Argument(("--limit",), {"metavar": "N", "type": rows, "help": "only the last N"}),
-    )),
-    Verb("fragmentation", "what the allocators hold and cannot use", _fragmentation, (
-        Argument(("--map",), {"action": "store_true", "help": "drawn: every segment, and how it is cut into blocks"}),
-    )),
-    Verb("health", "one line on the fullest device", lambda rt, args: rt.health()),
-    Verb("plan", "what a model needs, and what using it would do; doing nothing", _plan, (
-        Argument(("name",), {"metavar": "NAME|SIZE|PATH", "help": "a model, a size such as 8GiB, a directory, a .gguf "
-                                                                 "file, or a hub id"}, "models"),
-        Argument(("--context",), {"metavar": "TOKENS", "type": count, "help": "with room for so long a context"}),
-        Argument(("--sequences",), {"metavar": "N", "type": count, "help": "… and for so many at once"}),
-        Argument(("--dtype",), {"metavar": "D", "help": "as converted, such as bfloat16"}),
-    )),
-    Verb("why", "the last decisions on a model, in sentences", lambda rt, args: rt.why(args.name), (NAME,)),
-    Verb("load", "registers a model and loads it", _load, (
-        Argument(("name",), {"metavar": "NAME", "help": "what to call it"}, "models"),
-        Argument(("source",), {"metavar": "SOURCE", "nargs": "?", "help": "a directory, a file or a hub id"}, "files"),
-        Argument(("--backend",), {"metavar": "B", "help": "torch, transformers or fake; else found from the source"},
-                 "backends"),
-        Argument(("--size",), SIZE),
-        IMPORTANCES,
-        Argument(("--keep",), {"action": "store_true", "help": "never evict it"}),
-        TIMEOUT,
-    ), places=(MAGIC,), loads=True),
-    Verb("preload", "brings a model onto its device before it is needed",
-         lambda rt, args: rt.preload(args.name, progress=args.progress, **_given(args, "timeout")), (NAME, TIMEOUT),
-         loads=True),
-    Verb("evict", "moves an idle model off its device, to RAM where there is room",
-         lambda rt, args: rt.evict(args.name, **_given(args, "timeout")), (NAME, TIMEOUT)),
-    Verb("restore", "brings a model back from RAM", lambda rt, args: _as("restore", rt.restore(args.name)), (NAME,)),
-    Verb("move", "carries an idle model to another card, or over several, while it lives",
-         lambda rt, args: rt.move(args.name, args.device, **_given(args, "timeout")), (
-        NAME,
-        Argument(("device",), {"metavar": "DEVICE", "help": "where to, such as cuda:1, or cuda:0,1 for both"}, "devices"),
-        TIMEOUT,
-    )),
-    Verb("pin", "keeps a model on its device whatever comes", lambda rt, args: rt.pin(args.name), (NAME,)),
-    Verb("unpin", "lets a pinned model step aside again", lambda rt, args: rt.unpin(args.name), (NAME,)),
-    Verb("drain", "takes no new leases on a card, and moves what is idle there away",
-         lambda rt, args: rt.drain(args.device, **_given(args, "undo", "timeout")), (
-        Argument(("device",), {"metavar": "DEVICE", "help": "a card, such as cuda:1"}, "devices"),
-        Argument(("--undo",), {"action": "store_true", "help": "let it take leases again"}),
-        TIMEOUT,
-    )),
-    Verb("defrag", "gives cached, unused device memory back: everybody's, or one process's",
-         lambda rt, args: rt.defrag(args.process or "", **_given(args, "timeout")), (
-        Argument(("process",), {"metavar": "PROCESS", "nargs": "?", "help": "only this one: its number, or NAME@PID, a "
-                                                                           "model that it has"}, "models"),
-        TIMEOUT,
-    )),
-    Verb("apply", "puts the models of a file in the catalogue: all of them, or none",
-         lambda rt, args: _catalog(rt).apply(args.file), (
-        Argument(("--file", "-f"), {"metavar": "FILE", "required": True, "help": "YAML or JSON; - for standard input"}, "files"),
-    ), needs_runtime=False),
-    Verb("catalog", "the models of the catalogue", _listed, needs_runtime=False),
-    Verb("inspect", "what the catalogue says of a model, as apply takes it again", _inspect, (
-        Argument(("name",), {"metavar": "NAME", "help": "a model of the catalogue"}, "catalog"),
-        Argument(("--format",), {"metavar": "F", "choices": ["yaml", "json"], "default": "yaml", "help": "yaml or json"},
-                 "formats"),
-    ), needs_runtime=False),
-    Verb("delete", "takes a model out of the catalogue; where it is loaded it stays", lambda rt, args: rt.delete(args.name), (
-        Argument(("name",), {"metavar": "NAME", "help": "a model of the catalogue"}, "catalog"),
-    )),
-    Verb("doctor", "one report to paste: versions, drivers, devices, ledger, settings, last refusals", _doctor,
-         needs_runtime=False),
-    Verb("config", "every setting, its value and where it came from", _config, (
-        Argument(("--preset",), {"metavar": "SIZE", "help": "the settings advised for a card: 24GB, 16GB, 8GB, 4GB"},
-                 "presets"),
-    ), needs_runtime=False),
-    Verb("console", "the operator's console: live in a notebook; from a terminal it is served", _console, (
-        Argument(("--host",), {"metavar": "HOST", "default": "127.0.0.1",
-                               "help": "the address to listen on; 127.0.0.1 unless given"}),
-        Argument(("--port",), {"metavar": "N", "type": port_number,
-                               "help": "the port; the first free one from 8211 unless given"}),
-        Argument(("--socket",), {"metavar": "PATH", "help": "a Unix socket in their place, for you alone"}, "files"),
-        Argument(("--read-only",), {"action": "store_true", "help": "nobody may act"}),
-        Argument(("--no-browser",), {"action": "store_true", "help": "open no browser"}),
-    ), needs_runtime=False, in_notebook=lambda rt: rt.console()),
-    Verb("serve", "models over HTTP: the console, /v1/*, /memory/* and /metrics on one port", _serve, (
-        Argument(("--host",), {"metavar": "HOST", "default": "127.0.0.1",
-                               "help": "the address to listen on; 127.0.0.1 unless given"}),
-        Argument(("--port",), {"metavar": "N", "type": port_number, "help": "the port; 8210 unless given"}),
-        Argument(("--socket",), {"metavar": "PATH", "help": "a Unix socket in their place, for you alone"}, "files"),
-        Argument(("--read-only",), {"action": "store_true", "help": "nobody may act, and no model is called"}),
-    ), places=(CLI,), needs_runtime=False),
-    Verb("ledger", "sets up a ledger that a group of users shares; for the operator, as root", _ledger, (
-        Argument(("action",), {"metavar": "init", "choices": ["init"], "help": "the one thing to do with it"}),
-        Argument(("--group",), {"metavar": "G", "required": True, "help": "the users' group, such as gpu"}),
-        Argument(("directory",), {"metavar": "DIR", "help": "where it shall lie, such as /var/lib/gpu-console/ledger"},
-                 "files"),
-    ), places=(CLI,), needs_runtime=False),
-    Verb("help", "this help, or a verb's own", lambda rt, args: args.verb, (
-        Argument(("verb",), {"metavar": "VERB", "nargs": "?", "help": "a verb"}, "verbs"),
-    ), needs_runtime=False),
-)}
+VERBS: dict[str, Verb] = {
+    verb.name: verb
+    for verb in (
+        Verb(
+            "status",
+            "how full the devices are, who holds what, who waits",
+            lambda rt, args: rt.status_all() if args.all else rt.status(),
+            (
+                Argument(
+                    ("--all",),
+                    {"action": "store_true", "help": "every host that shares the ledger"},
+                ),
+            ),
+        ),
+        Verb(
+            "models",
+            "models: where they lie, how large, how long idle",
+            lambda rt, args: rt.models(),
+        ),
+        Verb("leases", "who holds what on which device", lambda rt, args: rt.leases()),
+        Verb(
+            "evictions",
+            "what left its device, when, and why",
+            _evictions,
+            (
+                Argument(
+                    ("--all",),
+                    {"action": "store_true", "help": "also loads, restores and refusals"},
+                ),
+                Argument(("--limit",), {"metavar": "N", "type": rows, "help": "only the last N"}),
+            ),
+        ),
+        Verb(
+            "fragmentation",
+            "what the allocators hold and cannot use",
+            _fragmentation,
+            (
+                Argument(
+                    ("--map",),
+                    {
+                        "action": "store_true",
+                        "help": "drawn: every segment, and how it is cut into blocks",
+                    },
+                ),
+            ),
+        ),
+        Verb("health", "one line on the fullest device", lambda rt, args: rt.health()),
+        Verb(
+            "plan",
+            "what a model needs, and what using it would do; doing nothing",
+            _plan,
+            (
+                Argument(
+                    ("name",),
+                    {
+                        "metavar": "NAME|SIZE|PATH",
+                        "help": "a model, a size such as 8GiB, a directory, a .gguf "
+                        "file, or a hub id",
+                    },
+                    "models",
+                ),
+                Argument(
+                    ("--context",),
+                    {"metavar": "TOKENS", "type": count, "help": "with room for so long a context"},
+                ),
+                Argument(
+                    ("--sequences",),
+                    {"metavar": "N", "type": count, "help": "… and for so many at once"},
+                ),
+                Argument(("--dtype",), {"metavar": "D", "help": "as converted, such as bfloat16"}),
+            ),
+        ),
+        Verb(
+            "why",
+            "the last decisions on a model, in sentences",
+            lambda rt, args: rt.why(args.name),
+            (NAME,),
+        ),
+        Verb(
+            "load",
+            "registers a model and loads it",
+            _load,
+            (
+                Argument(("name",), {"metavar": "NAME", "help": "what to call it"}, "models"),
+                Argument(
+                    ("source",),
+                    {"metavar": "SOURCE", "nargs": "?", "help": "a directory, a file or a hub id"},
+                    "files",
+                ),
+                Argument(
+                    ("--backend",),
+                    {
+                        "metavar": "B",
+                        "help": "torch, transformers or fake; else found from the source",
+                    },
+                    "backends",
+                ),
+                Argument(("--size",), SIZE),
+                IMPORTANCES,
+                Argument(("--keep",), {"action": "store_true", "help": "never evict it"}),
+                TIMEOUT,
+            ),
+            places=(MAGIC,),
+            loads=True,
+        ),
+        Verb(
+            "preload",
+            "brings a model onto its device before it is needed",
+            lambda rt, args: rt.preload(
+                args.name, progress=args.progress, **_given(args, "timeout")
+            ),
+            (NAME, TIMEOUT),
+            loads=True,
+        ),
+        Verb(
+            "evict",
+            "moves an idle model off its device, to RAM where there is room",
+            lambda rt, args: rt.evict(args.name, **_given(args, "timeout")),
+            (NAME, TIMEOUT),
+        ),
+        Verb(
+            "restore",
+            "brings a model back from RAM",
+            lambda rt, args: _as("restore", rt.restore(args.name)),
+            (NAME,),
+        ),
+        Verb(
+            "move",
+            "carries an idle model to another card, or over several, while it lives",
+            lambda rt, args: rt.move(args.name, args.device, **_given(args, "timeout")),
+            (
+                NAME,
+                Argument(
+                    ("device",),
+                    {"metavar": "DEVICE", "help": "where to, such as cuda:1, or cuda:0,1 for both"},
+                    "devices",
+                ),
+                TIMEOUT,
+            ),
+        ),
+        Verb(
+            "pin",
+            "keeps a model on its device whatever comes",
+            lambda rt, args: rt.pin(args.name),
+            (NAME,),
+        ),
+        Verb(
+            "unpin",
+            "lets a pinned model step aside again",
+            lambda rt, args: rt.unpin(args.name),
+            (NAME,),
+        ),
+        Verb(
+            "drain",
+            "takes no new leases on a card, and moves what is idle there away",
+            lambda rt, args: rt.drain(args.device, **_given(args, "undo", "timeout")),
+            (
+                Argument(
+                    ("device",), {"metavar": "DEVICE", "help": "a card, such as cuda:1"}, "devices"
+                ),
+                Argument(("--undo",), {"action": "store_true", "help": "let it take leases again"}),
+                TIMEOUT,
+            ),
+        ),
+        Verb(
+            "defrag",
+            "gives cached, unused device memory back: everybody's, or one process's",
+            lambda rt, args: rt.defrag(args.process or "", **_given(args, "timeout")),
+            (
+                Argument(
+                    ("process",),
+                    {
+                        "metavar": "PROCESS",
+                        "nargs": "?",
+                        "help": "only this one: its number, or NAME@PID, a model that it has",
+                    },
+                    "models",
+                ),
+                TIMEOUT,
+            ),
+        ),
+        Verb(
+            "apply",
+            "puts the models of a file in the catalogue: all of them, or none",
+            lambda rt, args: _catalog(rt).apply(args.file),
+            (
+                Argument(
+                    ("--file", "-f"),
+                    {
+                        "metavar": "FILE",
+                        "required": True,
+                        "help": "YAML or JSON; - for standard input",
+                    },
+                    "files",
+                ),
+            ),
+            needs_runtime=False,
+        ),
+        Verb("catalog", "the models of the catalogue", _listed, needs_runtime=False),
+        Verb(
+            "inspect",
+            "what the catalogue says of a model, as apply takes it again",
+            _inspect,
+            (
+                Argument(
+                    ("name",), {"metavar": "NAME", "help": "a model of the catalogue"}, "catalog"
+                ),
+                Argument(
+                    ("--format",),
+                    {
+                        "metavar": "F",
+                        "choices": ["yaml", "json"],
+                        "default": "yaml",
+                        "help": "yaml or json",
+                    },
+                    "formats",
+                ),
+            ),
+            needs_runtime=False,
+        ),
+        Verb(
+            "delete",
+            "takes a model out of the catalogue; where it is loaded it stays",
+            lambda rt, args: rt.delete(args.name),
+            (
+                Argument(
+                    ("name",), {"metavar": "NAME", "help": "a model of the catalogue"}, "catalog"
+                ),
+            ),
+        ),
+        Verb(
+            "doctor",
+            "one report to paste: versions, drivers, devices, ledger, settings, last refusals",
+            _doctor,
+            needs_runtime=False,
+        ),
+        Verb(
+            "config",
+            "every setting, its value and where it came from",
+            _config,
+            (
+                Argument(
+                    ("--preset",),
+                    {
+                        "metavar": "SIZE",
+                        "help": "the settings advised for a card: 24GB, 16GB, 8GB, 4GB",
+                    },
+                    "presets",
+                ),
+            ),
+            needs_runtime=False,
+        ),
+        Verb(
+            "console",
+            "the operator's console: live in a notebook; from a terminal it is served",
+            _console,
+            (
+                Argument(
+                    ("--host",),
+                    {
+                        "metavar": "HOST",
+                        "default": "127.0.0.1",
+                        "help": "the address to listen on; 127.0.0.1 unless given",
+                    },
+                ),
+                Argument(
+                    ("--port",),
+                    {
+                        "metavar": "N",
+                        "type": port_number,
+                        "help": "the port; the first free one from 8211 unless given",
+                    },
+                ),
+                Argument(
+                    ("--socket",),
+                    {"metavar": "PATH", "help": "a Unix socket in their place, for you alone"},
+                    "files",
+                ),
+                Argument(("--read-only",), {"action": "store_true", "help": "nobody may act"}),
+                Argument(("--no-browser",), {"action": "store_true", "help": "open no browser"}),
+            ),
+            needs_runtime=False,
+            in_notebook=lambda rt: rt.console(),
+        ),
+        Verb(
+            "serve",
+            "models over HTTP: the console, /v1/*, /memory/* and /metrics on one port",
+            _serve,
+            (
+                Argument(
+                    ("--host",),
+                    {
+                        "metavar": "HOST",
+                        "default": "127.0.0.1",
+                        "help": "the address to listen on; 127.0.0.1 unless given",
+                    },
+                ),
+                Argument(
+                    ("--port",),
+                    {"metavar": "N", "type": port_number, "help": "the port; 8210 unless given"},
+                ),
+                Argument(
+                    ("--socket",),
+                    {"metavar": "PATH", "help": "a Unix socket in their place, for you alone"},
+                    "files",
+                ),
+                Argument(
+                    ("--read-only",),
+                    {"action": "store_true", "help": "nobody may act, and no model is called"},
+                ),
+            ),
+            places=(CLI,),
+            needs_runtime=False,
+        ),
+        Verb(
+            "ledger",
+            "sets up a ledger that a group of users shares; for the operator, as root",
+            _ledger,
+            (
+                Argument(
+                    ("action",),
+                    {"metavar": "init", "choices": ["init"], "help": "the one thing to do with it"},
+                ),
+                Argument(
+                    ("--group",),
+                    {"metavar": "G", "required": True, "help": "the users' group, such as gpu"},
+                ),
+                Argument(
+                    ("directory",),
+                    {
+                        "metavar": "DIR",
+                        "help": "where it shall lie, such as /var/lib/gpu-console/ledger",
+                    },
+                    "files",
+                ),
+            ),
+            places=(CLI,),
+            needs_runtime=False,
+        ),
+        Verb(
+            "help",
+            "this help, or a verb's own",
+            lambda rt, args: args.verb,
+            (Argument(("verb",), {"metavar": "VERB", "nargs": "?", "help": "a verb"}, "verbs"),),
+            needs_runtime=False,
+        ),
+    )
+}
 
 CELL = (
-    Argument(("size",), {**SIZE, "nargs": "?", "help": "the room that the cell needs, such as 8GiB"}),
-    Argument(("--model",), {"metavar": "M", "help": "hold this model while the cell runs; it is called `model` there"},
-             "models"),
+    Argument(
+        ("size",), {**SIZE, "nargs": "?", "help": "the room that the cell needs, such as 8GiB"}
+    ),
+    Argument(
+        ("--model",),
+        {"metavar": "M", "help": "hold this model while the cell runs; it is called `model` there"},
+        "models",
+    ),
     IMPORTANCES,
     TIMEOUT,
 )
@@ -357,11 +634,17 @@ def find(name: str, place: str) -> Verb:
         return verb
     if verb is not None:
         where, there = ("a notebook", MAGIC) if MAGIC in verb.places else ("a terminal", CLI)
-        raise UnknownVerb(f"{name} works in {where} only:  {verb.synopsis(there)}", verb=name, nearest="")
-    close = difflib.get_close_matches(name.lower(), [verb.name for verb in verbs(place)], n=1, cutoff=0.5)
+        raise UnknownVerb(
+            f"{name} works in {where} only:  {verb.synopsis(there)}", verb=name, nearest=""
+        )
+    close = difflib.get_close_matches(
+        name.lower(), [verb.name for verb in verbs(place)], n=1, cutoff=0.5
+    )
     nearest = close[0] if close else ""
     hint = f"Did you mean {nearest}? " if nearest else ""
-    raise UnknownVerb(f"no verb is called {name!r}. {hint}All of them:  {place} help", verb=name, nearest=nearest)
+    raise UnknownVerb(
+        f"no verb is called {name!r}. {hint}All of them:  {place} help", verb=name, nearest=nearest
+    )
 
 
 def typed_in(place: str, words: str) -> str:
@@ -387,8 +670,12 @@ def overview(place: str) -> str:
     lines = [(verb.synopsis(place, short=True), verb.doc) for verb in verbs(place)]
     lines[0] = (f"{place} [status]", lines[0][1])
     if place == MAGIC:
-        lines.append(("%%gpu [SIZE] [--model M] [--importance I]",
-                      "runs the cell under a lease; reports peak and delta"))
+        lines.append(
+            (
+                "%%gpu [SIZE] [--model M] [--importance I]",
+                "runs the cell under a lease; reports peak and delta",
+            )
+        )
     width = max(len(left) for left, _ in lines)
     text = "\n".join(f"  {left:{width}}  {right}" for left, right in lines)
     ways = "--json gives JSON"

@@ -1,4 +1,5 @@
 """What every test may rely on: no settings from outside, no network for models, state of its own, known profiles."""
+
 from __future__ import annotations
 
 import atexit
@@ -16,7 +17,9 @@ from tests import soak
 # Set as this file is imported, so that kernels and other processes started by any fixture inherit it.
 for name in Settings.model_fields:
     os.environ.pop(name.upper(), None)
-_home = tempfile.mkdtemp(prefix="gpu-")  # a short path: sockets lie below it, and theirs may have 107 bytes
+_home = tempfile.mkdtemp(
+    prefix="gpu-"
+)  # a short path: sockets lie below it, and theirs may have 107 bytes
 atexit.register(shutil.rmtree, _home, ignore_errors=True)
 os.environ.update(
     XDG_STATE_HOME=f"{_home}/state",
@@ -32,7 +35,12 @@ _began = time.monotonic()
 # The ordinary run judges a change: it tries the same examples each time. New ones are looked for by `make soak`.
 settings.register_profile("ordinary", deadline=None, derandomize=True)
 settings.register_profile(
-    "soak", deadline=None, max_examples=10_000, stateful_step_count=100, suppress_health_check=[HealthCheck.too_slow])
+    "soak",
+    deadline=None,
+    max_examples=10_000,
+    stateful_step_count=100,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("ordinary")
 
 
@@ -55,8 +63,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if os.environ.get("SOAK"):
         stats = terminalreporter.stats
-        soak.write(len(stats.get("passed", ())), len(stats.get("failed", ())) + len(stats.get("error", ())),
-                   time.monotonic() - _began)
+        soak.write(
+            len(stats.get("passed", ())),
+            len(stats.get("failed", ())) + len(stats.get("error", ())),
+            time.monotonic() - _began,
+        )
 
 
 def _why_no_gpu() -> str:

@@ -7,6 +7,7 @@ line a start. Further: STAND_IN_SAYS, words to end with at once; STAND_IN_MUTE, 
 model is half in RAM at the first N starts; STAND_IN_CHILD, a file for the number of a grandchild in a session of its
 own.
 """
+
 from __future__ import annotations
 
 import json
@@ -53,8 +54,12 @@ class Handler(BaseHTTPRequestHandler):
         if self.path in ("/health", "/api/version"):
             return self._say(200, {"status": "ok"})
         if self.path == "/api/ps":
-            on_card = 2 * GIB if self.starts <= int(os.environ.get("STAND_IN_SPREAD", "0")) else 4 * GIB
-            return self._say(200, {"models": [{"name": self.name, "size": 4 * GIB, "size_vram": on_card}]})
+            on_card = (
+                2 * GIB if self.starts <= int(os.environ.get("STAND_IN_SPREAD", "0")) else 4 * GIB
+            )
+            return self._say(
+                200, {"models": [{"name": self.name, "size": 4 * GIB, "size_vram": on_card}]}
+            )
         if not self._let_in():
             return None
         return self._say(200, {"object": "list", "data": [{"id": self.name, "object": "model"}]})
@@ -71,8 +76,20 @@ class Handler(BaseHTTPRequestHandler):
         if body.get("model") != self.name:
             return self._say(404, {"error": f"there is no {body.get('model')}"})
         said = " ".join(str(message.get("content")) for message in body.get("messages", ()))
-        return self._say(200, {"object": "chat.completion", "model": self.name, "choices": [
-            {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said[::-1]}}]})
+        return self._say(
+            200,
+            {
+                "object": "chat.completion",
+                "model": self.name,
+                "choices": [
+                    {
+                        "index": 0,
+                        "finish_reason": "stop",
+                        "message": {"role": "assistant", "content": said[::-1]},
+                    }
+                ],
+            },
+        )
 
     def _let_in(self) -> bool:
         if self.key and self.headers.get("Authorization") != f"Bearer {self.key}":
@@ -85,20 +102,29 @@ def main(engine: str, words: list[str]) -> None:
     if unknown := rejected(engine, words):
         sys.exit(f"{engine}: error: unrecognized arguments: {' '.join(unknown)}")
     record = Path(os.environ["STAND_IN_RECORD"])
-    seen = {name: value for name, value in os.environ.items()
-            if name.startswith(("OLLAMA_", "CUDA_VISIBLE", "HIP_VISIBLE")) or name.endswith("API_KEY")}
+    seen = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("OLLAMA_", "CUDA_VISIBLE", "HIP_VISIBLE")) or name.endswith("API_KEY")
+    }
     with record.open("a") as file:
         file.write(json.dumps({"words": words, "environment": seen, "pid": os.getpid()}) + "\n")
     if says := os.environ.get("STAND_IN_SAYS"):
         sys.exit(says)
     if child := os.environ.get("STAND_IN_CHILD"):
-        started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        started = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+        )
         Path(child).write_text(str(started.pid))
     Handler.engine, Handler.starts = engine, len(record.read_text().splitlines())
     Handler.name = option(words, "--served-model-name", "--alias")
     Handler.key = os.environ.get("VLLM_API_KEY") or os.environ.get("LLAMA_API_KEY") or ""
     host, _, port = os.environ.get("OLLAMA_HOST", "").partition(":")
-    address = (host, int(port)) if port and engine == "ollama" else ("127.0.0.1", int(option(words, "--port")))
+    address = (
+        (host, int(port))
+        if port and engine == "ollama"
+        else ("127.0.0.1", int(option(words, "--port")))
+    )
     try:
         server = ThreadingHTTPServer(address, Handler)
     except OSError as error:

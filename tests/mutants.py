@@ -7,6 +7,7 @@ Not part of the ordinary run. Each fault is applied to a copy of the package in 
 that should notice run against that copy with `-x -q`, and *caught* or *survived* is told. A survivor is a law that nobody tests; a
 fault whose line is no longer there is *stale*, and is to be renewed. The exit status is the number of both.
 """
+
 from __future__ import annotations
 
 import os
@@ -18,11 +19,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-MIND = [f"tests/scheduler/test_{name}.py" for name in (
-    "admission", "eviction_policy", "placement", "pressure", "recall", "transitions", "deadlock", "laws",
-    "audited_processes")]
+MIND = [
+    f"tests/scheduler/test_{name}.py"
+    for name in (
+        "admission",
+        "eviction_policy",
+        "placement",
+        "pressure",
+        "recall",
+        "transitions",
+        "deadlock",
+        "laws",
+        "audited_processes",
+    )
+]
 LEDGER = ["tests/ledgers/test_contract.py", "tests/ledgers/test_sqlite.py"]
-CATALOGUE = ["tests/catalog/test_documents.py", "tests/catalog/test_manifests.py", "tests/owner/test_catalog.py"]
+CATALOGUE = [
+    "tests/catalog/test_documents.py",
+    "tests/catalog/test_manifests.py",
+    "tests/owner/test_catalog.py",
+]
 HOUSE = ["tests/owner/test_runtime.py", "tests/owner/test_real_models.py"]
 
 
@@ -35,145 +51,459 @@ class Fault(NamedTuple):
 
 
 FAULTS = [
-    Fault("free leaving bytes early", "scheduler/capacity",
-          "            for share in lease.shares:\n                device, size",
-          "            for share in () if lease.target else lease.shares:\n                device, size"),
-    Fault("count a move on one device only", "scheduler/capacity",
-          "            for share in lease.target:\n",
-          "            for share in () if lease.shares else lease.target:\n"),
-    Fault("forget residue", "scheduler/capacity", "        for device, size in section.residue.items():\n",
-          "        for device, size in ():\n"),
-    Fault("forget unseen bytes", "scheduler/capacity", "lease.settled_at >= taken_at[device]", "False"),
-    Fault("forget what is arriving unseen", "scheduler/capacity",
-          "                if device in taken_at:\n", "                if False:\n"),
-    Fault("unknown is zero used", "scheduler/capacity",
-          '            blind[id] = f"the driver of {id} does not say how much memory is free"', "            pass"),
-    Fault("believe a stale sample", "scheduler/capacity", "now - sample.taken_at > rules.stale_seconds", "False"),
-    Fault("believe our own larger limit", "scheduler/capacity", "    return min(mine, book.limits.get(device, mine))",
-          "    return mine"),
-    Fault("evict for bytes that have just left", "scheduler/context",
-          "        for device, size in freed_since(book, world).items():\n", "        for device, size in ():\n"),
-    Fault("move a model in use", "scheduler/eligibility", "    if lease.pins:\n", "    if False:\n"),
-    Fault("evict the kept", "scheduler/eligibility", "    if lease.keep:\n        return \"kept\"\n", ""),
-    Fault("skip importance", "scheduler/eligibility", "    if lease.importance < importance:\n", "    if False:\n"),
+    Fault(
+        "free leaving bytes early",
+        "scheduler/capacity",
+        "            for share in lease.shares:\n                device, size",
+        "            for share in () if lease.target else lease.shares:\n                device, size",
+    ),
+    Fault(
+        "count a move on one device only",
+        "scheduler/capacity",
+        "            for share in lease.target:\n",
+        "            for share in () if lease.shares else lease.target:\n",
+    ),
+    Fault(
+        "forget residue",
+        "scheduler/capacity",
+        "        for device, size in section.residue.items():\n",
+        "        for device, size in ():\n",
+    ),
+    Fault(
+        "forget unseen bytes", "scheduler/capacity", "lease.settled_at >= taken_at[device]", "False"
+    ),
+    Fault(
+        "forget what is arriving unseen",
+        "scheduler/capacity",
+        "                if device in taken_at:\n",
+        "                if False:\n",
+    ),
+    Fault(
+        "unknown is zero used",
+        "scheduler/capacity",
+        '            blind[id] = f"the driver of {id} does not say how much memory is free"',
+        "            pass",
+    ),
+    Fault(
+        "believe a stale sample",
+        "scheduler/capacity",
+        "now - sample.taken_at > rules.stale_seconds",
+        "False",
+    ),
+    Fault(
+        "believe our own larger limit",
+        "scheduler/capacity",
+        "    return min(mine, book.limits.get(device, mine))",
+        "    return mine",
+    ),
+    Fault(
+        "evict for bytes that have just left",
+        "scheduler/context",
+        "        for device, size in freed_since(book, world).items():\n",
+        "        for device, size in ():\n",
+    ),
+    Fault(
+        "move a model in use", "scheduler/eligibility", "    if lease.pins:\n", "    if False:\n"
+    ),
+    Fault(
+        "evict the kept", "scheduler/eligibility", '    if lease.keep:\n        return "kept"\n', ""
+    ),
+    Fault(
+        "skip importance",
+        "scheduler/eligibility",
+        "    if lease.importance < importance:\n",
+        "    if False:\n",
+    ),
     Fault("ignore grace", "scheduler/eligibility", "used + world.rules.grace_seconds", "used"),
     Fault("ignore keep_alive", "scheduler/eligibility", "used + lease.keep_alive", "used"),
-    Fault("drop what exists nowhere else", "scheduler/eligibility",
-          "    if lease.droppable and (drop or not moves):\n", "    if drop or not moves:\n"),
-    Fault("drop before the warm pool is full", "scheduler/eligibility", "(drop or not moves)", "True"),
-    Fault("spend host bytes twice", "scheduler/eviction",
-          "        if isinstance(exit, Move):\n            host_room -= lease.own_bytes\n", ""),
-    Fault("forget that the host takes in only so many", "scheduler/feasibility",
-          "        if size > left - sum(_on(lease, card.id) for lease in remain):\n", "        if False:\n"),
+    Fault(
+        "drop what exists nowhere else",
+        "scheduler/eligibility",
+        "    if lease.droppable and (drop or not moves):\n",
+        "    if drop or not moves:\n",
+    ),
+    Fault(
+        "drop before the warm pool is full", "scheduler/eligibility", "(drop or not moves)", "True"
+    ),
+    Fault(
+        "spend host bytes twice",
+        "scheduler/eviction",
+        "        if isinstance(exit, Move):\n            host_room -= lease.own_bytes\n",
+        "",
+    ),
+    Fault(
+        "forget that the host takes in only so many",
+        "scheduler/feasibility",
+        "        if size > left - sum(_on(lease, card.id) for lease in remain):\n",
+        "        if False:\n",
+    ),
     Fault("held ignored", "scheduler/eligibility", "    if lease.id in held:\n", "    if False:\n"),
-    Fault("victims not pruned", "scheduler/eviction_policy", "enumerate(chosen) if place not in spared])", "enumerate(chosen)])"),
-    Fault("the most important leave first", "scheduler/eviction_policy", "(-lease.importance, rank", "(lease.importance, rank"),
-    Fault("some victims are better than none", "scheduler/eviction_policy", "    else:\n        return None\n", ""),
-    Fault("importance forgotten across cards", "scheduler/eviction", "(-chosen[-1].importance, rank", "(0, rank"),
-    Fault("ageing displaces", "scheduler/eviction",
-          "asker=wanted.owner, importance=wanted.importance)\n            and lease.on_device",
-          "asker=wanted.owner, importance=wanted.importance - int(world.now - request.arrived) // 30)"
-          "\n            and lease.on_device"),
+    Fault(
+        "victims not pruned",
+        "scheduler/eviction_policy",
+        "enumerate(chosen) if place not in spared])",
+        "enumerate(chosen)])",
+    ),
+    Fault(
+        "the most important leave first",
+        "scheduler/eviction_policy",
+        "(-lease.importance, rank",
+        "(lease.importance, rank",
+    ),
+    Fault(
+        "some victims are better than none",
+        "scheduler/eviction_policy",
+        "    else:\n        return None\n",
+        "",
+    ),
+    Fault(
+        "importance forgotten across cards",
+        "scheduler/eviction",
+        "(-chosen[-1].importance, rank",
+        "(0, rank",
+    ),
+    Fault(
+        "ageing displaces",
+        "scheduler/eviction",
+        "asker=wanted.owner, importance=wanted.importance)\n            and lease.on_device",
+        "asker=wanted.owner, importance=wanted.importance - int(world.now - request.arrived) // 30)"
+        "\n            and lease.on_device",
+    ),
     Fault("no ageing", "scheduler/queue", "    if steps <= 0:\n", "    if True:\n"),
-    Fault("elders' needs forgotten", "scheduler/context", "        for ticket in stands:\n", "        for ticket in ():\n"),
-    Fault("elders' victims asked twice", "scheduler/context",
-          "        promised = frozenset(id for t in stands for id in t.recalls)\n", "        promised = frozenset()\n"),
-    Fault("pass a blocked elder for ever", "scheduler/queue",
-          "elder.blocked_since and world.now - elder.blocked_since < world.rules.passing_seconds",
-          "elder.blocked_since"),
-    Fault("the holder waits behind its waiter", "scheduler/queue",
-          "    return any(share.device in places for lease in held if lease for share in lease.shares)\n",
-          "    return False\n"),
-    Fault("wait for stopped processes", "scheduler/queue", "world.now - ticket.refreshed <= world.rules.refresh_seconds",
-          "True"),
-    Fault("lose the ticket's place", "scheduler/admission", "arrived=request.arrived,\n", "arrived=world.now,\n"),
-    Fault("a grant keeps its ticket", "scheduler/admission",
-          "    book = _without_ticket(book, request).with_lease(lease)\n", "    book = book.with_lease(lease)\n"),
-    Fault("a lease is born unpinned", "scheduler/admission", "request.footprint.working_bytes, pins=1", "request.footprint.working_bytes, pins=0"),
-    Fault("an unheard grant is forgotten", "scheduler/admission",
-          "    if lease and lease.key == request.key and lease.phase is Phase.ARRIVING:\n", "    if False:\n"),
-    Fault("unheard steps are forgotten", "scheduler/admission",
-          "    if steps := undone(book, wanted.owner, request.key):\n", "    if steps := ():\n"),
-    Fault("a full page evicts", "scheduler/admission", "    if not _full(book, request) and not _twin", "    if not _twin"),
-    Fault("room is made twice for one model", "scheduler/admission", " and not _twin(ground, request):\n", ":\n"),
-    Fault("wait on a card that is too small", "scheduler/admission",
-          "    possible = tuple([c for c in candidates if len(c.shares) > 1 or c.shares[0].device not in never])\n",
-          "    possible = candidates\n"),
-    Fault("deadlock: one card for each need", "scheduler/deadlock",
-          "    return [card for card in limits if not ticket.places or card in ticket.places]\n",
-          "    return [share.device for share in ticket.need]\n"),
-    Fault("deadlock: what is held is free", "scheduler/deadlock",
-          "        if lease.keep or lease.id in held:\n", "        if lease.keep:\n"),
-    Fault("deadlock: bystanders are refused", "scheduler/deadlock",
-          "        if len(guilty) == len(stuck):\n            return tuple(stuck)\n", "        return tuple(stuck)\n"),
-    Fault("relief overrides keep_alive", "scheduler/relief",
-          'asker="", importance=lease.importance)', 'asker="", importance=PERSON)'),
-    Fault("relief takes more than it must", "scheduler/relief",
-          "            freed += sum(share.bytes for share in lease.shares if share.device == card.id)\n", ""),
-    Fault("relief by the clock, whoever it helps", "scheduler/relief", '(rules.relief == "auto" and not _helps(book, view))',
-          "False"),
-    Fault("a recall obeyed twice", "scheduler/recall", " or lease.away_since >= ticket.refreshed", ""),
-    Fault("an ask swallowed", "scheduler/recall",
-          "            orders.append(", "            repr("),
-    Fault("a recall overrides importance", "scheduler/recall", "importance=PERSON if person else",
-          "importance=PERSON if True else"),
-    Fault("a failed load keeps its room", "scheduler/transitions",
-          "    if not lease.shares:\n        book = book.without_lease(owner, name)\n",
-          "    if not lease.shares:\n        pass\n"),
-    Fault("abandon whatever is under way", "scheduler/transitions", "if lease is None or lease.key != key or",
-          "if lease is None or"),
-    Fault("believe what the owner does not know", "scheduler/transitions",
-          "if lease.phase is not Phase.SETTLED and lease.key in keys}", "if lease.phase is not Phase.SETTLED}"),
-    Fault("forget what is under way", "scheduler/transitions", "    leases += under_way.values()\n", ""),
-    Fault("keep stale tickets", "scheduler/transitions", "    for key in stale:\n", "    for key in ():\n"),
-    Fault("count a departure twice", "scheduler/transitions",
-          "lease.phase is Phase.SETTLED and lease.shares == shares:", "False:"),
-    Fault("reap leaves tickets behind", "scheduler/transitions",
-          "tickets=tuple(t for t in book.tickets if t.owner != owner), counts=counts)", "counts=counts)"),
-    Fault("totals fall with their owners", "scheduler/transitions",
-          "        counts[action] = counts.get(action, 0) + times\n", "        pass\n"),
-    Fault("later owners raise the limit", "scheduler/transitions", "{**world.limits, **book.limits}",
-          "{**book.limits, **world.limits}"),
-    Fault("ignore the revision", "ledgers/sqlite/page", "WHERE host=? AND rev=?\"\n", "WHERE host=? AND (rev=? OR 1)\"\n", LEDGER),
-    Fault("no roster before the commit", "ledgers/sqlite/page",
-          "            self._write_roster(new, page.rev + 1)\n", "", LEDGER),
-    Fault("a grant in a book that was replaced", "ledgers/sqlite/page",
-          "        if not written or not self._in_force(page):", "        if not written:", LEDGER),
-    Fault("write another owner's section", "ledgers/invariants",
-          "        if id != writer:\n            return f\"the section of", "        if False:\n            return f\"the section of",
-          LEDGER),
-    Fault("reap the living", "ledgers/liveness", "Life.ALIVE if _held_elsewhere(fd) else Life.DEAD", "Life.DEAD", LEDGER),
-    Fault("a missing lock file is a death", "ledgers/liveness", "        return Life.UNKNOWN\n    try:", "        return Life.DEAD\n    try:",
-          LEDGER),
-    Fault("the ledger lets a device be overdrawn", "ledgers/invariants", "        or _overdraft_refusal(old, new)\n", "", LEDGER),
-    Fault("take another's ticket", "ledgers/invariants", "        if loser in new.sections:", "        if False:", LEDGER),
-    Fault("believe a stale pin", "owner/resident", "            if self.pins or self.handle is None", "            if self.handle is None",
-          HOUSE),
-    Fault("lose a ticket on time-out", "owner/session", "            if self.ledger.read().ticket(key.text):", "            if False:",
-          HOUSE),
-    Fault("drop without proof", "owner/resident", "                if not self.backend.unchanged(self.handle):", "                if False:",
-          HOUSE),
-    Fault("a block keeps its lease", "owner/session", "lease, _ = self.blocks.pop(name, (None, None))",
-          "lease, _ = self.blocks.get(name, (None, None))", HOUSE),
-    Fault("a failed load keeps its bytes", "owner/session", "                resident.backend.drop(handle)\n", "                pass\n", HOUSE),
-    Fault("catalogue: trust whatever a file says", "catalog/entries", "if settings.gpu_trust_remote_code or not is_trust(flag))",
-          "if True)", CATALOGUE),
-    Fault("catalogue: code runs on a file's word", "catalog/entries",
-          "    if settings.gpu_trust_remote_code and _asks_for_trust(fields):", "    if _asks_for_trust(fields):", CATALOGUE),
-    Fault("catalogue: others leave for what cannot be loaded", "runtime", "        require_loadable(spec)\n        self._keeper",
-          "        self._keeper", CATALOGUE),
-    Fault("catalogue: two writers, no lock", "catalog/store",
-          "            return FileLock(", "            return open(os.devnull) or FileLock(", CATALOGUE),
-    Fault("catalogue: replaced in place", "catalog/store", "                os.replace(draft, self.file)\n",
-          "                self.file.write_bytes(b'{}')\n                os.replace(draft, self.file)\n", CATALOGUE),
-    Fault("catalogue: a hand-written file is overwritten", "catalog/store", "            self._require_ours(new, known)\n", "",
-          CATALOGUE),
-    Fault("catalogue: a loaded model changes under its users", "runtime",
-          "        if resident is not None and resident.catalogued and resident.place is Place.GONE:",
-          "        if resident is not None and resident.catalogued:", CATALOGUE),
-    Fault("catalogue: a field that stands twice", "catalog/documents", "            if key.value in seen:", "            if False:",
-          CATALOGUE),
-    Fault("catalogue: a slip of the pen is kept", "catalog/schema", "        if close and not", "        if False and not", CATALOGUE),
+    Fault(
+        "elders' needs forgotten",
+        "scheduler/context",
+        "        for ticket in stands:\n",
+        "        for ticket in ():\n",
+    ),
+    Fault(
+        "elders' victims asked twice",
+        "scheduler/context",
+        "        promised = frozenset(id for t in stands for id in t.recalls)\n",
+        "        promised = frozenset()\n",
+    ),
+    Fault(
+        "pass a blocked elder for ever",
+        "scheduler/queue",
+        "elder.blocked_since and world.now - elder.blocked_since < world.rules.passing_seconds",
+        "elder.blocked_since",
+    ),
+    Fault(
+        "the holder waits behind its waiter",
+        "scheduler/queue",
+        "    return any(share.device in places for lease in held if lease for share in lease.shares)\n",
+        "    return False\n",
+    ),
+    Fault(
+        "wait for stopped processes",
+        "scheduler/queue",
+        "world.now - ticket.refreshed <= world.rules.refresh_seconds",
+        "True",
+    ),
+    Fault(
+        "lose the ticket's place",
+        "scheduler/admission",
+        "arrived=request.arrived,\n",
+        "arrived=world.now,\n",
+    ),
+    Fault(
+        "a grant keeps its ticket",
+        "scheduler/admission",
+        "    book = _without_ticket(book, request).with_lease(lease)\n",
+        "    book = book.with_lease(lease)\n",
+    ),
+    Fault(
+        "a lease is born unpinned",
+        "scheduler/admission",
+        "request.footprint.working_bytes, pins=1",
+        "request.footprint.working_bytes, pins=0",
+    ),
+    Fault(
+        "an unheard grant is forgotten",
+        "scheduler/admission",
+        "    if lease and lease.key == request.key and lease.phase is Phase.ARRIVING:\n",
+        "    if False:\n",
+    ),
+    Fault(
+        "unheard steps are forgotten",
+        "scheduler/admission",
+        "    if steps := undone(book, wanted.owner, request.key):\n",
+        "    if steps := ():\n",
+    ),
+    Fault(
+        "a full page evicts",
+        "scheduler/admission",
+        "    if not _full(book, request) and not _twin",
+        "    if not _twin",
+    ),
+    Fault(
+        "room is made twice for one model",
+        "scheduler/admission",
+        " and not _twin(ground, request):\n",
+        ":\n",
+    ),
+    Fault(
+        "wait on a card that is too small",
+        "scheduler/admission",
+        "    possible = tuple([c for c in candidates if len(c.shares) > 1 or c.shares[0].device not in never])\n",
+        "    possible = candidates\n",
+    ),
+    Fault(
+        "deadlock: one card for each need",
+        "scheduler/deadlock",
+        "    return [card for card in limits if not ticket.places or card in ticket.places]\n",
+        "    return [share.device for share in ticket.need]\n",
+    ),
+    Fault(
+        "deadlock: what is held is free",
+        "scheduler/deadlock",
+        "        if lease.keep or lease.id in held:\n",
+        "        if lease.keep:\n",
+    ),
+    Fault(
+        "deadlock: bystanders are refused",
+        "scheduler/deadlock",
+        "        if len(guilty) == len(stuck):\n            return tuple(stuck)\n",
+        "        return tuple(stuck)\n",
+    ),
+    Fault(
+        "relief overrides keep_alive",
+        "scheduler/relief",
+        'asker="", importance=lease.importance)',
+        'asker="", importance=PERSON)',
+    ),
+    Fault(
+        "relief takes more than it must",
+        "scheduler/relief",
+        "            freed += sum(share.bytes for share in lease.shares if share.device == card.id)\n",
+        "",
+    ),
+    Fault(
+        "relief by the clock, whoever it helps",
+        "scheduler/relief",
+        '(rules.relief == "auto" and not _helps(book, view))',
+        "False",
+    ),
+    Fault(
+        "a recall obeyed twice", "scheduler/recall", " or lease.away_since >= ticket.refreshed", ""
+    ),
+    Fault(
+        "an ask swallowed", "scheduler/recall", "            orders.append(", "            repr("
+    ),
+    Fault(
+        "a recall overrides importance",
+        "scheduler/recall",
+        "importance=PERSON if person else",
+        "importance=PERSON if True else",
+    ),
+    Fault(
+        "a failed load keeps its room",
+        "scheduler/transitions",
+        "    if not lease.shares:\n        book = book.without_lease(owner, name)\n",
+        "    if not lease.shares:\n        pass\n",
+    ),
+    Fault(
+        "abandon whatever is under way",
+        "scheduler/transitions",
+        "if lease is None or lease.key != key or",
+        "if lease is None or",
+    ),
+    Fault(
+        "believe what the owner does not know",
+        "scheduler/transitions",
+        "if lease.phase is not Phase.SETTLED and lease.key in keys}",
+        "if lease.phase is not Phase.SETTLED}",
+    ),
+    Fault(
+        "forget what is under way",
+        "scheduler/transitions",
+        "    leases += under_way.values()\n",
+        "",
+    ),
+    Fault(
+        "keep stale tickets",
+        "scheduler/transitions",
+        "    for key in stale:\n",
+        "    for key in ():\n",
+    ),
+    Fault(
+        "count a departure twice",
+        "scheduler/transitions",
+        "lease.phase is Phase.SETTLED and lease.shares == shares:",
+        "False:",
+    ),
+    Fault(
+        "reap leaves tickets behind",
+        "scheduler/transitions",
+        "tickets=tuple(t for t in book.tickets if t.owner != owner), counts=counts)",
+        "counts=counts)",
+    ),
+    Fault(
+        "totals fall with their owners",
+        "scheduler/transitions",
+        "        counts[action] = counts.get(action, 0) + times\n",
+        "        pass\n",
+    ),
+    Fault(
+        "later owners raise the limit",
+        "scheduler/transitions",
+        "{**world.limits, **book.limits}",
+        "{**book.limits, **world.limits}",
+    ),
+    Fault(
+        "ignore the revision",
+        "ledgers/sqlite/page",
+        'WHERE host=? AND rev=?"\n',
+        'WHERE host=? AND (rev=? OR 1)"\n',
+        LEDGER,
+    ),
+    Fault(
+        "no roster before the commit",
+        "ledgers/sqlite/page",
+        "            self._write_roster(new, page.rev + 1)\n",
+        "",
+        LEDGER,
+    ),
+    Fault(
+        "a grant in a book that was replaced",
+        "ledgers/sqlite/page",
+        "        if not written or not self._in_force(page):",
+        "        if not written:",
+        LEDGER,
+    ),
+    Fault(
+        "write another owner's section",
+        "ledgers/invariants",
+        '        if id != writer:\n            return f"the section of',
+        '        if False:\n            return f"the section of',
+        LEDGER,
+    ),
+    Fault(
+        "reap the living",
+        "ledgers/liveness",
+        "Life.ALIVE if _held_elsewhere(fd) else Life.DEAD",
+        "Life.DEAD",
+        LEDGER,
+    ),
+    Fault(
+        "a missing lock file is a death",
+        "ledgers/liveness",
+        "        return Life.UNKNOWN\n    try:",
+        "        return Life.DEAD\n    try:",
+        LEDGER,
+    ),
+    Fault(
+        "the ledger lets a device be overdrawn",
+        "ledgers/invariants",
+        "        or _overdraft_refusal(old, new)\n",
+        "",
+        LEDGER,
+    ),
+    Fault(
+        "take another's ticket",
+        "ledgers/invariants",
+        "        if loser in new.sections:",
+        "        if False:",
+        LEDGER,
+    ),
+    Fault(
+        "believe a stale pin",
+        "owner/resident",
+        "            if self.pins or self.handle is None",
+        "            if self.handle is None",
+        HOUSE,
+    ),
+    Fault(
+        "lose a ticket on time-out",
+        "owner/session",
+        "            if self.ledger.read().ticket(key.text):",
+        "            if False:",
+        HOUSE,
+    ),
+    Fault(
+        "drop without proof",
+        "owner/resident",
+        "                if not self.backend.unchanged(self.handle):",
+        "                if False:",
+        HOUSE,
+    ),
+    Fault(
+        "a block keeps its lease",
+        "owner/session",
+        "lease, _ = self.blocks.pop(name, (None, None))",
+        "lease, _ = self.blocks.get(name, (None, None))",
+        HOUSE,
+    ),
+    Fault(
+        "a failed load keeps its bytes",
+        "owner/session",
+        "                resident.backend.drop(handle)\n",
+        "                pass\n",
+        HOUSE,
+    ),
+    Fault(
+        "catalogue: trust whatever a file says",
+        "catalog/entries",
+        "if settings.gpu_trust_remote_code or not is_trust(flag))",
+        "if True)",
+        CATALOGUE,
+    ),
+    Fault(
+        "catalogue: code runs on a file's word",
+        "catalog/entries",
+        "    if settings.gpu_trust_remote_code and _asks_for_trust(fields):",
+        "    if _asks_for_trust(fields):",
+        CATALOGUE,
+    ),
+    Fault(
+        "catalogue: others leave for what cannot be loaded",
+        "runtime",
+        "        require_loadable(spec)\n        self._keeper",
+        "        self._keeper",
+        CATALOGUE,
+    ),
+    Fault(
+        "catalogue: two writers, no lock",
+        "catalog/store",
+        "            return FileLock(",
+        "            return open(os.devnull) or FileLock(",
+        CATALOGUE,
+    ),
+    Fault(
+        "catalogue: replaced in place",
+        "catalog/store",
+        "                os.replace(draft, self.file)\n",
+        "                self.file.write_bytes(b'{}')\n                os.replace(draft, self.file)\n",
+        CATALOGUE,
+    ),
+    Fault(
+        "catalogue: a hand-written file is overwritten",
+        "catalog/store",
+        "            self._require_ours(new, known)\n",
+        "",
+        CATALOGUE,
+    ),
+    Fault(
+        "catalogue: a loaded model changes under its users",
+        "runtime",
+        "        if resident is not None and resident.catalogued and resident.place is Place.GONE:",
+        "        if resident is not None and resident.catalogued:",
+        CATALOGUE,
+    ),
+    Fault(
+        "catalogue: a field that stands twice",
+        "catalog/documents",
+        "            if key.value in seen:",
+        "            if False:",
+        CATALOGUE,
+    ),
+    Fault(
+        "catalogue: a slip of the pen is kept",
+        "catalog/schema",
+        "        if close and not",
+        "        if False and not",
+        CATALOGUE,
+    ),
 ]
 
 
@@ -181,7 +511,9 @@ def trial(fault: Fault) -> str:
     """Whether it was caught (and by which test), survived, or is stale."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as place:
         for part in ("gpu_runtime", "kernel_ext", "tests"):
-            shutil.copytree(ROOT / part, Path(place) / part, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / part, Path(place) / part, ignore=shutil.ignore_patterns("__pycache__")
+            )
         shutil.copy(ROOT / "pyproject.toml", place)
         source = Path(place) / "gpu_runtime" / f"{fault.module}.py"
         text = source.read_text()
@@ -189,14 +521,29 @@ def trial(fault: Fault) -> str:
             return f"stale: its line stands {text.count(fault.line)} times in {fault.module}.py"
         source.write_text(text.replace(fault.line, fault.wrong))
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider",
-             *fault.tests],
-            cwd=place, env={**os.environ, "PYTHONPATH": place, "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True, text=True)
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "--no-header",
+                "--tb=no",
+                "-p",
+                "no:cacheprovider",
+                *fault.tests,
+            ],
+            cwd=place,
+            env={**os.environ, "PYTHONPATH": place, "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+        )
     if run.returncode == 0:
         return "survived"
     failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return "caught by " + (failed[0].split(" - ")[0].split("::")[-1] if failed else run.stdout[-200:])
+    return "caught by " + (
+        failed[0].split(" - ")[0].split("::")[-1] if failed else run.stdout[-200:]
+    )
 
 
 def main(wanted: str = "") -> int:

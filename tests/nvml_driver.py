@@ -3,6 +3,7 @@
 The library is built once with gcc from `fake_nvml.c`; its cards are told by a file that a test replaces while processes
 run. Fixtures: `library`, `driver`, `host`; a conftest imports them.
 """
+
 from __future__ import annotations
 
 import json
@@ -56,8 +57,21 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs gcc, to build a driver of our own")
     there = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
     source = Path(__file__).with_name("fake_nvml.c")
-    subprocess.run(["gcc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", there,
-                    source], check=True)
+    subprocess.run(
+        [
+            "gcc",
+            "-O1",
+            "-Wall",
+            "-Werror",
+            "-shared",
+            "-fPIC",
+            "-Wl,-soname,libnvidia-ml.so.1",
+            "-o",
+            there,
+            source,
+        ],
+        check=True,
+    )
     return there
 
 
@@ -71,7 +85,9 @@ def driver(library: Path, tmp_path: Path) -> Driver:
 class Kernel:
     """A process with a runtime on the driver's cards; it does what it is told, and tells what an expression is."""
 
-    def __init__(self, driver: Driver, ledger: str, devices: str = "cuda", **environment: str) -> None:
+    def __init__(
+        self, driver: Driver, ledger: str, devices: str = "cuda", **environment: str
+    ) -> None:
         program = textwrap.dedent(f"""
             import json, sys, time
             from gpu_runtime import Runtime
@@ -88,8 +104,13 @@ class Kernel:
                 print(json.dumps(answer, default=repr), flush=True)
         """)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            start_new_session=True, env={**os.environ, **driver.environment, **environment})
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, **driver.environment, **environment},
+        )
         assert self.hear() == "ready"
 
     def hear(self) -> Any:
@@ -110,7 +131,9 @@ class Kernel:
         return self.tell("rt.status().degraded")
 
     def slowest_status_seconds(self, times: int = 20) -> float:
-        self.tell("timed = lambda: [began := time.perf_counter(), rt.status(), time.perf_counter() - began][2]")
+        self.tell(
+            "timed = lambda: [began := time.perf_counter(), rt.status(), time.perf_counter() - began][2]"
+        )
         return self.tell(f"max(timed() for _ in range({times}))")
 
     def end(self) -> None:
@@ -123,7 +146,9 @@ class Host:
 
     def __init__(self, driver: Driver, directory: Path) -> None:
         self.driver, self.url, self.kernels = driver, f"sqlite://{directory}/ledger", list[Kernel]()
-        self.directory = directory / "ledger" / Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        self.directory = (
+            directory / "ledger" / Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        )
         self.sampling = Sampling(self.directory)
 
     def kernel(self, devices: str = "cuda", **environment: str) -> Kernel:

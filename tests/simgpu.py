@@ -17,6 +17,7 @@ What differs from CUDA: such tensors cannot take the place of a CPU tensor throu
 `nn.Module.to` does for other people's accelerators. Backward passes run on `simgpu:0` only, since the engine believes
 that there is one such card. There are no streams, and nothing is asynchronous.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -82,12 +83,20 @@ class SimProbe(Probe):
     """These cards as the product's probe: torch hands their memory out, as it does a real card's."""
 
     def __init__(self, host_bytes: int = 256 * MIB) -> None:
-        cards = (Device(f"simgpu:{i}", CARD_BYTES, "simulated accelerator", f"SIMGPU-{i}", i, simulated=True)
-                 for i in range(CARDS))
+        cards = (
+            Device(
+                f"simgpu:{i}", CARD_BYTES, "simulated accelerator", f"SIMGPU-{i}", i, simulated=True
+            )
+            for i in range(CARDS)
+        )
         super().__init__((*cards, Device(HOST, host_bytes, "simulated RAM", simulated=True)))
 
     def _memory(self, device: Device) -> Memory:
-        return super()._memory(device) if device.is_host else Memory(device.id, None, simulated=False, torch=device.id)
+        return (
+            super()._memory(device)
+            if device.is_host
+            else Memory(device.id, None, simulated=False, torch=device.id)
+        )
 
     def used(self) -> dict[str, int]:
         held = super().used()
@@ -96,21 +105,36 @@ class SimProbe(Probe):
 
 # -- tensors whose storage lies on a card -----------------------------------------------------------------------------
 
+
 class _DLTensor(ctypes.Structure):
     """DLPack 0.8, dlpack.h: DLManagedTensor with its DLTensor flattened into it."""
 
     _fields_ = [
-        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64), ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    ]
 
 
 _EXTENSION_DEVICE = 12  # kDLExtDev, which torch reads as PrivateUse1
-_letter = _DLTensor()  # the one through which all are made: torch reads it once, and later whether it has a deleter
+_letter = (
+    _DLTensor()
+)  # the one through which all are made: torch reads it once, and later whether it has a deleter
 _letter_shape = (ctypes.c_int64 * 1)()
 _new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_new_capsule.restype, _new_capsule.argtypes = (
+    ctypes.py_object,
+    [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
+)
 
 
 def _storage_died(card: int, raw: torch.Tensor) -> None:
@@ -128,13 +152,18 @@ def _placed(raw: torch.Tensor, card: int, dtype: torch.dtype = torch.uint8) -> t
         if account.used_bytes + raw.nbytes > account.capacity_bytes:
             raise SimOutOfMemory(
                 f"simgpu:{card} out of memory. Tried to allocate {raw.nbytes} bytes; {account.used_bytes} of "
-                f"{account.capacity_bytes} are in use.")
+                f"{account.capacity_bytes} are in use."
+            )
         account.used_bytes += raw.nbytes
         account.peak_bytes = max(account.peak_bytes, account.used_bytes)
         if raw.nbytes:
             _backing[raw.data_ptr()] = raw
         _letter_shape[0] = raw.nbytes // dtype.itemsize
-        _letter.data, _letter.device_type, _letter.device_id = raw.data_ptr(), _EXTENSION_DEVICE, card
+        _letter.data, _letter.device_type, _letter.device_id = (
+            raw.data_ptr(),
+            _EXTENSION_DEVICE,
+            card,
+        )
         _letter.ndim, _letter.shape, _letter.lanes = 1, _letter_shape, 1
         _letter.code, _letter.bits = code, bits
         tensor = torch._C._from_dlpack(_new_capsule(ctypes.addressof(_letter), b"dltensor", None))
@@ -164,10 +193,13 @@ def _over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     return _shaped(view, storage, like)
 
 
-def _shaped(tensor: torch.Tensor, storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+def _shaped(
+    tensor: torch.Tensor, storage: torch.UntypedStorage, like: torch.Tensor
+) -> torch.Tensor:
     # The CPU's kernel only notes storage and shape; it looks at no byte, and at the device only to compare.
     return torch.ops.aten.set_.source_Storage_storage_offset._op_dk(
-        torch._C.DispatchKey.CPU, tensor, storage, like.storage_offset(), like.size(), like.stride())
+        torch._C.DispatchKey.CPU, tensor, storage, like.storage_offset(), like.size(), like.stride()
+    )
 
 
 _nothing = torch.empty(0, dtype=torch.uint8)
@@ -177,7 +209,8 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor over the bytes of a card's tensor."""
     raw = _backing.get(tensor.untyped_storage().data_ptr(), _nothing)
     alias = torch.empty(0, dtype=tensor.dtype).set_(
-        raw.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        raw.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+    )
     alias = alias.conj() if tensor.is_conj() else alias
     return torch._neg_view(alias) if tensor.is_neg() else alias
 
@@ -192,20 +225,34 @@ def _adopted(result: torch.Tensor, card: int) -> torch.Tensor:
 def _run(op: Any, args: Any, kwargs: Any) -> Any:
     """The operator, done by the CPU on the same bytes."""
     leaves, _ = pytree.tree_flatten((args, kwargs))
-    here = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == "simgpu"]
+    here = [
+        leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == "simgpu"
+    ]
     cards = {tensor.device.index for tensor in here}
-    strangers = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.dim()]
+    strangers = [
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.dim()
+    ]
     if len(cards) > 1 or (here and strangers and op not in _MIXED):
         found = sorted({str(t.device) for t in (*here, *strangers)})
-        raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, "
-                           f"{found[0]} and {found[1]}! ({op})")
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, "
+            f"{found[0]} and {found[1]}! ({op})"
+        )
     wanted = kwargs.get("device")
     to_card = torch.device(wanted).type == "simgpu" if wanted is not None else True
-    card = (torch.device(wanted).index or 0) if wanted is not None and to_card else next(iter(cards), 0)
+    card = (
+        (torch.device(wanted).index or 0)
+        if wanted is not None and to_card
+        else next(iter(cards), 0)
+    )
     if wanted is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     kwargs.pop("pin_memory", None)
-    ours: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of an alias -> it, and the tensor it stands for
+    ours: dict[
+        int, tuple[torch.Tensor, torch.Tensor]
+    ] = {}  # id of an alias -> it, and the tensor it stands for
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in here}
 
     def unwrap(leaf: Any) -> Any:
@@ -220,20 +267,28 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
             return leaf
         if id(leaf) in ours:
             alias, tensor = ours[id(leaf)]
-            if alias.untyped_storage().nbytes() > tensor.untyped_storage().nbytes():  # out= was made larger
+            if (
+                alias.untyped_storage().nbytes() > tensor.untyped_storage().nbytes()
+            ):  # out= was made larger
                 fresh = _adopted(alias, card)
                 return _shaped(tensor, fresh.untyped_storage(), alias)
             if alias.size() != tensor.size() or alias.stride() != tensor.stride():
                 return _shaped(tensor, tensor.untyped_storage(), alias)
             return tensor
-        storage = storages.get(leaf.untyped_storage().data_ptr()) if leaf.untyped_storage().nbytes() else None
+        storage = (
+            storages.get(leaf.untyped_storage().data_ptr())
+            if leaf.untyped_storage().nbytes()
+            else None
+        )
         return _over(storage, leaf) if storage is not None else _adopted(leaf, card)
 
     args, kwargs = pytree.tree_map(unwrap, (args, kwargs))
     return pytree.tree_map(wrap, op(*args, **kwargs))
 
 
-def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+def _copy_from(
+    source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
     """Between cards, to a card and from one: where `copy_` ends."""
     one, other = (_alias(t) if t.device.type == "simgpu" else t for t in (source, target))
     other.copy_(one)
@@ -243,10 +298,12 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
 def _set_storage(tensor: torch.Tensor, storage: torch.UntypedStorage, *shape: Any) -> torch.Tensor:
     shape = shape or (0, (storage.nbytes() // tensor.dtype.itemsize,), (1,))
     return torch.ops.aten.set_.source_Storage_storage_offset._op_dk(
-        torch._C.DispatchKey.CPU, tensor, storage, *shape)
+        torch._C.DispatchKey.CPU, tensor, storage, *shape
+    )
 
 
 # -- torch learns of it -----------------------------------------------------------------------------------------------
+
 
 class _Module(backend_registration._DummyBackendModule):
     """`torch.simgpu`."""
@@ -268,7 +325,10 @@ class _Module(backend_registration._DummyBackendModule):
 
 
 backend_registration._setup_privateuseone_for_python_backend("simgpu", backend_module=_Module())
-_MIXED = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default}  # CUDA too takes indices from the CPU
+_MIXED = {
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_put_.default,
+}  # CUDA too takes indices from the CPU
 _every, _some = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
 _every.fallback(lambda op, *args, **kwargs: _run(op, args, kwargs), "PrivateUse1")
 for _name in ("empty.memory_format", "empty_strided", "_to_copy"):

@@ -1,4 +1,5 @@
 """What a soak has done, summed over its tests and written to tests/bench/SOAK.md by `make soak`."""
+
 from __future__ import annotations
 
 import datetime
@@ -21,15 +22,18 @@ def write(passed: int, failed: int, seconds: float) -> None:
     held = so_far(RESULTS.read_text() if RESULTS.exists() else "")
     if not failed:
         held.update(_done)
-    rows = "\n".join(f"| {name.replace('_', ' ')} | {_done[name]:,} | {held[name]:,} |"
-                     for name in sorted(_done.keys() | held.keys()))
+    rows = "\n".join(
+        f"| {name.replace('_', ' ')} | {_done[name]:,} | {held[name]:,} |"
+        for name in sorted(_done.keys() | held.keys())
+    )
     RESULTS.write_text(
         "# The last soak\n\n"
         "Written by `make soak`. Each test counts what it did, and fails on the first lease that is lost or leaked, on\n"
         "the first byte that is granted beyond a limit, and on the first kernel that dies of it.\n\n"
         f"{datetime.date.today()}, {os.cpu_count()} × {platform.machine()}, Python {platform.python_version()}: "
         f"{passed} tests passed, {failed} failed, in {seconds / 60:.0f} minutes.\n\n"
-        f"| what | how often | in all soaks that held |\n|---|---|---|\n{rows}\n")
+        f"| what | how often | in all soaks that held |\n|---|---|---|\n{rows}\n"
+    )
 
 
 def so_far(text: str) -> Counter[str]:
@@ -39,4 +43,10 @@ def so_far(text: str) -> Counter[str]:
     Counter({'blocks_served': 1009})
     """
     rows = (line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| "))
-    return Counter({row[0].replace(" ", "_"): int(row[-1].replace(",", "")) for row in rows if row[-1][:1].isdigit()})
+    return Counter(
+        {
+            row[0].replace(" ", "_"): int(row[-1].replace(",", ""))
+            for row in rows
+            if row[-1][:1].isdigit()
+        }
+    )

@@ -1,4 +1,5 @@
 """The small models of `gpu_runtime.samples`, and what is done to them in tests."""
+
 from __future__ import annotations
 
 import json
@@ -32,6 +33,8 @@ def truncate(path: Path, by: int = 1) -> None:
 def pickled(directory: Path) -> Path:
     """A directory whose weights are a pickle."""
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+    (directory / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+    )
     (directory / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     return directory

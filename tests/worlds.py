@@ -3,6 +3,7 @@
 Devices are keywords: `sim0=8` is 8 GiB on `sim:0`, `cuda1="500 MiB"` is what it says on `cuda:1`, `host=64` is host
 memory. Owners are their pids; pid 1 is who asks unless a test says otherwise. It is always 1000.0 s after boot.
 """
+
 from __future__ import annotations
 
 import re
@@ -45,6 +46,7 @@ WALL = 1_700_000_000.0
 _DEVICE = re.compile(r"(sim|cuda)(\d+)|host")
 _FIELDS = set(Lease.__struct_fields__)
 
+
 def size(amount: str | float) -> int:
     """Bytes: a bare number is GiB."""
     return parse_bytes(amount) if isinstance(amount, str) else int(amount * GIB)
@@ -85,23 +87,39 @@ def block(name: str = "code", *, by: int = 1, **fields: Any) -> Lease:
     return lease(name, by=by, **{"kind": "block", "movable": False, "droppable": False, **fields})
 
 
-def book(*leases: Lease, owners: Iterable[int] = (1,), tickets: Iterable[Ticket] = (),
-         limits: dict[str, int] | None = None, residue: dict[int, dict[str, int]] | None = None,
-         names: dict[int, tuple[str, ...]] | None = None, **fields: Any) -> Book:
+def book(
+    *leases: Lease,
+    owners: Iterable[int] = (1,),
+    tickets: Iterable[Ticket] = (),
+    limits: dict[str, int] | None = None,
+    residue: dict[int, dict[str, int]] | None = None,
+    names: dict[int, tuple[str, ...]] | None = None,
+    **fields: Any,
+) -> Book:
     """The page with these leases, each in its owner's section."""
     pids = {int(lease.owner.split(".")[0]) for lease in leases} | set(owners)
     pids |= {int(ticket.owner.split(".")[0]) for ticket in tickets}
     sections = {}
     for pid in sorted(pids):
         who = owner(pid)
-        sections[who.id] = Section(who, tuple(lease for lease in leases if lease.owner == who.id),
-                                   (residue or {}).get(pid, {}), (names or {}).get(pid, ()))
+        sections[who.id] = Section(
+            who,
+            tuple(lease for lease in leases if lease.owner == who.id),
+            (residue or {}).get(pid, {}),
+            (names or {}).get(pid, ()),
+        )
     return Book(sections=sections, tickets=tuple(tickets), limits=limits or {}, **fields)
 
 
-def world(*, now: float = NOW, total: dict[str, str | float] | None = None,
-          free: dict[str, str | float | None] | None = None, taken_at: float | None = None,
-          processes: dict[int, int | None] | None = None, **words: Any) -> World:
+def world(
+    *,
+    now: float = NOW,
+    total: dict[str, str | float] | None = None,
+    free: dict[str, str | float | None] | None = None,
+    taken_at: float | None = None,
+    processes: dict[int, int | None] | None = None,
+    **words: Any,
+) -> World:
     """Devices by their budgets, and rules: `world(sim0=20, host=64, grace_seconds=0)`.
 
     `total` is the whole of a device where its budget is less. A `cuda` device is a real one: `free` is what its
@@ -117,42 +135,84 @@ def world(*, now: float = NOW, total: dict[str, str | float] | None = None,
         devices.append(Device(budget.device, whole, simulated=not real))
         if real and free is not None and budget.device in free:
             said = free[budget.device]
-            samples[budget.device] = Sample(budget.device, now - 0.1 if taken_at is None else taken_at,
-                                            None if said is None else size(said), processes or {})
+            samples[budget.device] = Sample(
+                budget.device,
+                now - 0.1 if taken_at is None else taken_at,
+                None if said is None else size(said),
+                processes or {},
+            )
     limits = {budget.device: budget.bytes for budget in budgets}
     return World(now, WALL + now, tuple(devices), limits, samples, Rules(**words))
 
 
-def request(name: str, gib: str | float = 1, *, by: int = 1, key: str = "", arrived: float = NOW,
-            devices: tuple[str, ...] = (), policy: str = "best-fit", layout: str = "single",
-            rules: dict[str, Any] | None = None, heads: int = 0, pieces: tuple[int, ...] = (),
-            held: tuple[str, ...] = (), wait: bool = True, **fields: Any) -> Request:
+def request(
+    name: str,
+    gib: str | float = 1,
+    *,
+    by: int = 1,
+    key: str = "",
+    arrived: float = NOW,
+    devices: tuple[str, ...] = (),
+    policy: str = "best-fit",
+    layout: str = "single",
+    rules: dict[str, Any] | None = None,
+    heads: int = 0,
+    pieces: tuple[int, ...] = (),
+    held: tuple[str, ...] = (),
+    wait: bool = True,
+    **fields: Any,
+) -> Request:
     """Somebody wants a model of that many GiB on a device; with another `layout`, on several."""
     if isinstance(fields.get("importance"), str):
         fields["importance"] = IMPORTANCE[fields["importance"]]
     wanted = Lease(owner(by).id, name, **fields)
     footprint = replace(Footprint.of(size(gib)), heads=heads, pieces=pieces)
-    return Request(key or f"{by}:{name}", wanted, footprint, arrived,
-                   PlacementRules(devices, layout, policy, **(rules or {})), held, wait)
+    return Request(
+        key or f"{by}:{name}",
+        wanted,
+        footprint,
+        arrived,
+        PlacementRules(devices, layout, policy, **(rules or {})),
+        held,
+        wait,
+    )
 
 
-def ticket(name: str, *, by: int = 1, key: str = "", arrived: float = NOW - 10, refreshed: float = NOW,
-           **fields: Any) -> Ticket:
+def ticket(
+    name: str,
+    *,
+    by: int = 1,
+    key: str = "",
+    arrived: float = NOW - 10,
+    refreshed: float = NOW,
+    **fields: Any,
+) -> Ticket:
     """A request that waits: `ticket("qwen", by=2, sim0=14)`."""
     need = _shares(fields)
     if isinstance(fields.get("importance"), str):
         fields["importance"] = IMPORTANCE[fields["importance"]]
-    return Ticket(key or f"{by}:{name}", owner(by).id, fields.pop("verb", "use"), name, arrived, refreshed, need=need,
-                  **fields)
+    return Ticket(
+        key or f"{by}:{name}",
+        owner(by).id,
+        fields.pop("verb", "use"),
+        name,
+        arrived,
+        refreshed,
+        need=need,
+        **fields,
+    )
 
 
 def footprint(backend: Any, spec: Any, origin: Any = None, **known: Any) -> Footprint:
     """What the estimate makes of a backend's evidence."""
     evidence = backend.evidence(spec, origin)
-    return estimate.footprint(spec.name, evidence, declared=spec.size, options=spec.options, **known)
+    return estimate.footprint(
+        spec.name, evidence, declared=spec.size, options=spec.options, **known
+    )
 
 
 # -- decisions made twice, and followed to their end --------------------------------------------------------------
+
 
 def replayed(decision: Callable[[Book], Any], page: Book) -> Any:
     """The decision; made again it must be the same, also on the page as another process would read it."""
@@ -171,7 +231,9 @@ def everyone(page: Book) -> list[str]:
     return list(page.sections)
 
 
-def ask_until(page: Book, wanted: Request, there: World, *, rounds: int = 20) -> tuple[Book, list[Any]]:
+def ask_until(
+    page: Book, wanted: Request, there: World, *, rounds: int = 20
+) -> tuple[Book, list[Any]]:
     """Asks again and again while everybody obeys, for at most so many rounds; the verdicts heard.
 
     A tenth of a second passes with each round, and what was waited for passes at once.
@@ -189,8 +251,12 @@ def ask_until(page: Book, wanted: Request, there: World, *, rounds: int = 20) ->
             page, steps, _ = obey(page, id, there, lru, f"obey {id}")
             for step in steps:
                 page = left(page, step, getattr(step, "shares", ()), there)
-        if isinstance(verdict, Wait) and verdict.retry_at is not None and not verdict.steps and not verdict.asked:
+        if (
+            isinstance(verdict, Wait)
+            and verdict.retry_at is not None
+            and not verdict.steps
+            and not verdict.asked
+        ):
             later = max(there.now, verdict.retry_at)
             there = replace(there, now=later, wall=there.wall + later - there.now)
     return page, heard
-

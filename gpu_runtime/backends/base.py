@@ -1,4 +1,5 @@
 """What every backend does: load, move and drop one kind of model."""
+
 from __future__ import annotations
 
 import re
@@ -38,8 +39,15 @@ class Backend(Protocol):
         """
         ...
 
-    def load(self, spec: ModelSpec, shares: Shares, origin: Any = None, *,
-             progress: Progress | None = None, into: Any = None) -> Any:
+    def load(
+        self,
+        spec: ModelSpec,
+        shares: Shares,
+        origin: Any = None,
+        *,
+        progress: Progress | None = None,
+        into: Any = None,
+    ) -> Any:
         """The model, resident on its shares: a handle for the other verbs; `value` gives what users hold.
 
         `origin` is the live Python that a model was registered with (a factory callable); `into` is the handle, or
@@ -85,7 +93,9 @@ def looks_like_hub_id(text: str) -> bool:
     >>> looks_like_hub_id("Qwen/Qwen3-8B"), looks_like_hub_id("./Qwen/Qwen3-8B"), looks_like_hub_id("a/b.gguf")
     (True, False, False)
     """
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", text) is not None and not text.endswith(".gguf")
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", text) is not None and not text.endswith(
+        ".gguf"
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -95,5 +105,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, getattr(torch, "OutOfMemoryError", ())):
         return True
-    return isinstance(error, RuntimeError) and re.search(
-        r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED", str(error)) is not None
+    return (
+        isinstance(error, RuntimeError)
+        and re.search(
+            r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED", str(error)
+        )
+        is not None
+    )

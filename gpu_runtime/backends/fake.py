@@ -3,6 +3,7 @@
 On a simulated device and on the host the bytes are counted; no page is ever touched, and on a real card nothing is
 taken.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -48,19 +49,34 @@ class FakeBackend:
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         return Evidence(why_unknown="a fake model is as large as it was declared to be")
 
-    def pieces(self, spec: ModelSpec, origin: Any = None, model: FakeModel | None = None) -> tuple[int, ...]:
+    def pieces(
+        self, spec: ModelSpec, origin: Any = None, model: FakeModel | None = None
+    ) -> tuple[int, ...]:
         return ()
 
-    def load(self, spec: ModelSpec, shares: Shares, origin: Any = None, *,
-             progress: Progress | None = None, into: Any = None) -> FakeModel:
-        model = into if isinstance(into, FakeModel) else FakeModel(spec.name, origin if callable(origin) else None)
+    def load(
+        self,
+        spec: ModelSpec,
+        shares: Shares,
+        origin: Any = None,
+        *,
+        progress: Progress | None = None,
+        into: Any = None,
+    ) -> FakeModel:
+        model = (
+            into
+            if isinstance(into, FakeModel)
+            else FakeModel(spec.name, origin if callable(origin) else None)
+        )
         total = sum(share.bytes for share in shares)
 
         def arrive() -> None:
             if model.hook:
                 model.hook("load")
             if spec.options.get("fails"):
-                raise LoadFailed(f"{spec.name} was told to fail.", name=spec.name, source=spec.source)
+                raise LoadFailed(
+                    f"{spec.name} was told to fail.", name=spec.name, source=spec.source
+                )
             for done in (0, total // 2, total) if progress else ():
                 progress(done, total)
 
@@ -96,7 +112,9 @@ class FakeBackend:
                 held.append(self.probe.place(share.device).allocate(share.bytes))
             arrive()
             (_, old), model.place = model.place, (shares, tuple(held))
-        except BaseException:  # at once, not when the traceback is forgotten: a notebook keeps the last one
+        except (
+            BaseException
+        ):  # at once, not when the traceback is forgotten: a notebook keeps the last one
             if model.place[0] is not shares:
                 _free(held)
             raise

@@ -6,6 +6,7 @@ llama.cpp prints a line and aborts, servers answer 500. So they are known by the
 Sources: Kitchen Brigade, GPU Allocation Semantics, sections 3 and 6; NVIDIA, CUDA Runtime API, cudaError_t; cuBLAS,
 cublasStatus_t; llama.cpp, ggml-cuda.cu, ggml-metal.m and llama-context.cpp; PyTorch, c10/cuda/CUDAException.
 """
+
 from __future__ import annotations
 
 import enum
@@ -46,24 +47,36 @@ class Fault(NamedTuple):
 # The first that is found counts: a lost context is told before what failed because of it.
 _TEXTS: tuple[tuple[Kind, str], ...] = (
     (Kind.ASSERT, r"device-side assert|cudaErrorAssert\b|CUDA_ERROR_ASSERT\b"),
-    (Kind.STICKY, r"illegal memory access|cudaErrorIllegalAddress|misaligned address|illegal instruction was encountered|"
-                  r"unspecified launch failure|hardware stack error|invalid program counter|"
-                  r"operation not supported on global/shared address space|context is destroyed|"
-                  r"CUBLAS_STATUS_EXECUTION_FAILED|CUDNN_STATUS_EXECUTION_FAILED|CUDA error: invalid device context"),
-    (Kind.DRIVER_RESET, r"Metal initialization failed|ggml_metal_\w*init\w*: error|Metal .*shader.* compil\w* failed|"
-                        r"failed to (?:create|initialize) (?:the )?Metal|"
-                        r"cuBLAS initialization failed|CUBLAS_STATUS_NOT_INITIALIZED|"
-                        r"launch timed out and was terminated|cudaErrorLaunchTimeout|driver shutting down|"
-                        r"GPU has fallen off the bus|GPU is lost|NVRM: Xid|device (?:is )?lost|ErrorDeviceLost|"
-                        r"(?:uncorrectable|double[- ]bit) ECC error|system not yet initialized|"
-                        r"CUDA error: (?:initialization error|no CUDA-capable device|unknown error)|"
-                        r"CUDA-capable device\(s\) is/are busy or unavailable|driver (?:was )?reset|"
-                        r"CUDA driver (?:crash|error: unknown)|GPU (?:hang|reset)"),
-    (Kind.OUT_OF_MEMORY, r"out of memory|OutOfMemory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|"
-                         r"(?:failed|unable) to allocate .*(?:buffer|KV cache)|cudaErrorMemoryAllocation|"
-                         r"ErrorOutOfDeviceMemory|insufficient memory|No available memory for the cache blocks|"
-                         r"Free memory on device .* is less than desired"),
-    (Kind.DECODE, r"llama_(?:decode|encode)\W* *(?:returned|failed)|llama_decode: failed to decode|failed to decode"),
+    (
+        Kind.STICKY,
+        r"illegal memory access|cudaErrorIllegalAddress|misaligned address|illegal instruction was encountered|"
+        r"unspecified launch failure|hardware stack error|invalid program counter|"
+        r"operation not supported on global/shared address space|context is destroyed|"
+        r"CUBLAS_STATUS_EXECUTION_FAILED|CUDNN_STATUS_EXECUTION_FAILED|CUDA error: invalid device context",
+    ),
+    (
+        Kind.DRIVER_RESET,
+        r"Metal initialization failed|ggml_metal_\w*init\w*: error|Metal .*shader.* compil\w* failed|"
+        r"failed to (?:create|initialize) (?:the )?Metal|"
+        r"cuBLAS initialization failed|CUBLAS_STATUS_NOT_INITIALIZED|"
+        r"launch timed out and was terminated|cudaErrorLaunchTimeout|driver shutting down|"
+        r"GPU has fallen off the bus|GPU is lost|NVRM: Xid|device (?:is )?lost|ErrorDeviceLost|"
+        r"(?:uncorrectable|double[- ]bit) ECC error|system not yet initialized|"
+        r"CUDA error: (?:initialization error|no CUDA-capable device|unknown error)|"
+        r"CUDA-capable device\(s\) is/are busy or unavailable|driver (?:was )?reset|"
+        r"CUDA driver (?:crash|error: unknown)|GPU (?:hang|reset)",
+    ),
+    (
+        Kind.OUT_OF_MEMORY,
+        r"out of memory|OutOfMemory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|"
+        r"(?:failed|unable) to allocate .*(?:buffer|KV cache)|cudaErrorMemoryAllocation|"
+        r"ErrorOutOfDeviceMemory|insufficient memory|No available memory for the cache blocks|"
+        r"Free memory on device .* is less than desired",
+    ),
+    (
+        Kind.DECODE,
+        r"llama_(?:decode|encode)\W* *(?:returned|failed)|llama_decode: failed to decode|failed to decode",
+    ),
 )
 _KNOWN = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _TEXTS)
 

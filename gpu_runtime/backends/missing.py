@@ -1,5 +1,6 @@
 """Stands in for a backend that this version does not have, or that a plan need not open: its models can be planned, not
 loaded. No torch here."""
+
 from __future__ import annotations
 
 import os
@@ -24,18 +25,27 @@ class AbsentBackend:
         """What its files tell, where they lie here; else its name may."""
         here = os.path.exists(os.path.expanduser(spec.source))
         if not here and not looks_like_hub_id(spec.source):
-            lies = f"there is no {os.path.abspath(spec.source)}" if spec.source else "no source is named"
+            lies = (
+                f"there is no {os.path.abspath(spec.source)}"
+                if spec.source
+                else "no source is named"
+            )
             return Evidence(name=spec.source, why_unknown=lies)
         try:
             return sources.evidence(spec.source, spec.name, spec.options)
         except LoadFailed as error:
             if here:
                 raise
-            return Evidence(name=spec.source, why_unknown=str(error).removeprefix(f"{spec.name}: ").rstrip("."))
+            return Evidence(
+                name=spec.source, why_unknown=str(error).removeprefix(f"{spec.name}: ").rstrip(".")
+            )
 
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
         return ()
 
     def load(self, spec: ModelSpec, *_: Any, **__: Any) -> NoReturn:
-        raise LoadFailed(f"{spec.name} cannot be loaded: its backend {self.name} is not part of this version.",
-                         name=spec.name, source=spec.source)
+        raise LoadFailed(
+            f"{spec.name} cannot be loaded: its backend {self.name} is not part of this version.",
+            name=spec.name,
+            source=spec.source,
+        )

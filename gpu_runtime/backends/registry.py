@@ -3,6 +3,7 @@
 A backend knows one kind of model. It decides nothing: where a model goes was decided by the planner and reserved in
 the ledger before a backend is called. Adding a backend is one file beside this one and one line in `_MODULES`.
 """
+
 from __future__ import annotations
 
 import importlib
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from ..settings import Settings
 
 
-
-
-
 _MODULES = {  # name -> module and class; imported when first opened
     "fake": ("fake", "FakeBackend"),
     "llama_cpp": ("llama_cpp.backend", "LlamaCppBackend"),
@@ -31,7 +29,10 @@ _MODULES = {  # name -> module and class; imported when first opened
     **dict.fromkeys(RECIPES, ("engines.backend", "ServerBackend")),
 }
 
-LAYERED = ("llama_cpp", "llama-server")  # those that put some layers on the card, and leave others to the CPU
+LAYERED = (
+    "llama_cpp",
+    "llama-server",
+)  # those that put some layers on the card, and leave others to the CPU
 
 
 def backend_names() -> tuple[str, ...]:
@@ -62,7 +63,9 @@ def missing(name: str) -> str:
 
 def runs_here(spec: ModelSpec) -> bool:
     """Whether such a model runs in this process, and shares its fate."""
-    return spec.backend not in RECIPES and not (spec.backend == "llama_cpp" and spec.options.get("isolated", True))
+    return spec.backend not in RECIPES and not (
+        spec.backend == "llama_cpp" and spec.options.get("isolated", True)
+    )
 
 
 def backend_for(source: Any, requested: str = "auto") -> str:
@@ -81,18 +84,21 @@ def backend_for(source: Any, requested: str = "auto") -> str:
         return "llama_cpp"
     if os.path.isdir(text) or (looks_like_hub_id(text) and not os.path.exists(text)):
         return "transformers"
-    found = "no such file or directory" if text and not os.path.exists(text) else f"{type(source).__name__}"
+    found = (
+        "no such file or directory"
+        if text and not os.path.exists(text)
+        else f"{type(source).__name__}"
+    )
     raise NotAModel(
         f"{text or repr(source)} is nothing that can be loaded ({found if not os.path.isfile(text) else 'a file'}).\n"
         f"  Supported: a Hugging Face directory (config.json and *.safetensors), a GGUF file, a hub id like "
-        f"org/name that was downloaded,\n  an nn.Module, or a callable that returns one.", name=text, source=text)
+        f"org/name that was downloaded,\n  an nn.Module, or a callable that returns one.",
+        name=text,
+        source=text,
+    )
 
 
 def _holds_gguf(directory: str) -> bool:
     """Whether that is a directory of GGUF files, and no Hugging Face model's."""
     names = os.listdir(directory)
     return "config.json" not in names and any(name.endswith(".gguf") for name in names)
-
-
-
-

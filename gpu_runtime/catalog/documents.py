@@ -4,6 +4,7 @@ What comes out is text, numbers, true or false, lists and mappings: no tag makes
 text it was. A field that stands twice is an error, and so is a page that is too large, too deep, or grows through its
 aliases. What the values mean is for others to say.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -26,7 +27,10 @@ Path = tuple[str | int, ...]  # ("models", 0, "memory"), from the top of a docum
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MERGE, _MAP, _SEQ = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"
 _SCALARS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null"))
-_AS_TEXT = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")  # JSON has neither, and nobody means them here
+_AS_TEXT = (
+    "tag:yaml.org,2002:timestamp",
+    "tag:yaml.org,2002:value",
+)  # JSON has neither, and nobody means them here
 
 
 class Document(NamedTuple):
@@ -53,21 +57,29 @@ def dotted(path: Path) -> str:
     >>> dotted(("models", 0, "memory"))
     'models[0].memory'
     """
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(
+        "."
+    )
 
 
 def read(data: bytes, file: str) -> tuple[Document, ...]:
     """The documents in a file's bytes; empty ones are left out. Raises BadDocument."""
     if len(data) > MOST_BYTES:
-        raise BadDocument(file, 1, "", f"the file is larger than the {MOST_BYTES >> 20} MiB that are read")
+        raise BadDocument(
+            file, 1, "", f"the file is larger than the {MOST_BYTES >> 20} MiB that are read"
+        )
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise BadDocument(file, data[:error.start].count(b"\n") + 1, "", "this is not text in UTF-8") from None
+        raise BadDocument(
+            file, data[: error.start].count(b"\n") + 1, "", "this is not text in UTF-8"
+        ) from None
     start = text.lstrip()[:1]
     if file.endswith(".json"):
         return tuple(_json(text, file))
-    if start == "{":  # JSON is YAML but for its tabs and a few numbers, and may have several documents in a row
+    if (
+        start == "{"
+    ):  # JSON is YAML but for its tabs and a few numbers, and may have several documents in a row
         try:
             return tuple(_json(text, file))
         except BadDocument as refused:
@@ -77,6 +89,7 @@ def read(data: bytes, file: str) -> tuple[Document, ...]:
 
 
 # -- YAML ---------------------------------------------------------------------------------------------------------
+
 
 def _yaml(text: str, file: str) -> Iterator[Document]:
     builder = _Builder(file)
@@ -94,10 +107,16 @@ def _yaml(text: str, file: str) -> Iterator[Document]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         said = " ".join(filter(None, (error.context, error.problem)))
-        raise BadDocument(file, mark.line + 1 if mark else 1, "", f"this is not YAML: {said}") from None
+        raise BadDocument(
+            file, mark.line + 1 if mark else 1, "", f"this is not YAML: {said}"
+        ) from None
     except yaml.YAMLError as error:
-        raise BadDocument(file, _line_of(text, error), "", f"this is not YAML: {error.args[-1] if error.args else error}"
-                          .splitlines()[0]) from None
+        raise BadDocument(
+            file,
+            _line_of(text, error),
+            "",
+            f"this is not YAML: {error.args[-1] if error.args else error}".splitlines()[0],
+        ) from None
 
 
 def _line_of(text: str, error: Any) -> int:
@@ -111,7 +130,9 @@ def _require_shallow(text: str, file: str) -> None:
         depth += isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent))
         depth -= isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent))
         if depth > DEEPEST:
-            raise BadDocument(file, event.start_mark.line + 1, "", f"this is nested deeper than {DEEPEST} levels")
+            raise BadDocument(
+                file, event.start_mark.line + 1, "", f"this is nested deeper than {DEEPEST} levels"
+            )
 
 
 class _Builder:
@@ -129,10 +150,16 @@ class _Builder:
         self.lines.setdefault(path, line)
         self.count += 1
         if self.count > MOST_VALUES:
-            raise BadDocument(self.file, line, dotted(path), f"the file holds more than {MOST_VALUES} values, its "
-                                                             "aliases counted each time")
+            raise BadDocument(
+                self.file,
+                line,
+                dotted(path),
+                f"the file holds more than {MOST_VALUES} values, its aliases counted each time",
+            )
         if len(path) > DEEPEST:  # an alias to what it lies in
-            raise BadDocument(self.file, line, dotted(path), f"this is nested deeper than {DEEPEST} levels")
+            raise BadDocument(
+                self.file, line, dotted(path), f"this is nested deeper than {DEEPEST} levels"
+            )
         if isinstance(node, yaml.MappingNode) and node.tag == _MAP:
             return self.mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and node.tag == _SEQ:
@@ -150,14 +177,20 @@ class _Builder:
             if not isinstance(key, yaml.ScalarNode):
                 raise BadDocument(self.file, line, dotted(path), "a field's name must be text")
             if key.value in seen:
-                raise BadDocument(self.file, line, dotted((*path, key.value)),
-                                  f"this stands here twice; the first time in line {seen[key.value]}")
+                raise BadDocument(
+                    self.file,
+                    line,
+                    dotted((*path, key.value)),
+                    f"this stands here twice; the first time in line {seen[key.value]}",
+                )
             seen[key.value] = line
             if key.tag == _MERGE:
                 for part in child.value if isinstance(child, yaml.SequenceNode) else (child,):
                     before = self.value(part, path)
                     if not isinstance(before, dict):
-                        raise BadDocument(self.file, line, dotted(path), "<< takes a mapping, or a list of them")
+                        raise BadDocument(
+                            self.file, line, dotted(path), "<< takes a mapping, or a list of them"
+                        )
                     merged = {**before, **merged}
                 continue
             self.lines[(*path, key.value)] = line
@@ -173,7 +206,9 @@ class _Builder:
         try:
             value = self.loader.construct_object(node)
         except ValueError:
-            raise BadDocument(self.file, line, at, f"{_short(node.value)} is not a number") from None
+            raise BadDocument(
+                self.file, line, at, f"{_short(node.value)} is not a number"
+            ) from None
         return _finite(value, lambda problem: BadDocument(self.file, line, at, problem))
 
 
@@ -195,6 +230,7 @@ def _short(text: str) -> str:
 
 # -- JSON ---------------------------------------------------------------------------------------------------------
 
+
 def _json(text: str, file: str) -> Iterator[Document]:
     """Documents one after the other, as `jq` reads them."""
     decoder = json.JSONDecoder(object_pairs_hook=_Pairs, parse_constant=_no_constant)
@@ -207,7 +243,9 @@ def _json(text: str, file: str) -> Iterator[Document]:
             raise BadDocument(file, error.lineno, "", f"this is not JSON: {error.msg}") from None
         except (ValueError, RecursionError) as error:
             told = "nested too deep" if isinstance(error, RecursionError) else str(error)
-            raise BadDocument(file, line, "", f"this is not JSON that can be used: {told}") from None
+            raise BadDocument(
+                file, line, "", f"this is not JSON that can be used: {told}"
+            ) from None
         lines = _json_lines(text[at:end], line - 1)
         document = Document(None, lines, file)
         value = _plain(raw, (), document, itertools.count(1))
@@ -253,7 +291,10 @@ def _json_lines(text: str, before: int) -> dict[Path, int]:
     try:
         _require_shallow(spaced := text.replace("\t", " "), "")
         root = yaml.compose(spaced, Loader=_Loader)
-    except (yaml.YAMLError, BadDocument):  # a character that YAML does not know: then only its beginning is told
+    except (
+        yaml.YAMLError,
+        BadDocument,
+    ):  # a character that YAML does not know: then only its beginning is told
         return {(): before + 1}
 
     def walk(node: Any, path: Path) -> None:

@@ -3,6 +3,7 @@
 What was written is kept whole. What it means hangs on who asks: on this process's settings, and on the backends that
 this version has.
 """
+
 from __future__ import annotations
 
 import os
@@ -16,8 +17,18 @@ from ..facts import NORMAL, ModelSpec, Value
 from ..settings import Settings
 from .schema import BACKENDS, TRUST, Fields, is_trust, read_arguments, unknown_fields
 
-_OPTIONS = ("context_length", "sequences", "cache_dtype", "gpu_layers", "dtype", "revision", "attn_implementation", "task",
-            "chat_template", "thinking")
+_OPTIONS = (
+    "context_length",
+    "sequences",
+    "cache_dtype",
+    "gpu_layers",
+    "dtype",
+    "revision",
+    "attn_implementation",
+    "task",
+    "chat_template",
+    "thinking",
+)
 MOST_TEMPLATE = 1 << 20  # letters
 _BY_CATEGORY = {"diffusion": "diffusers"}
 
@@ -42,7 +53,9 @@ def spec_of(entry: Entry, settings: Settings) -> ModelSpec:
     """
     fields = Fields.model_validate(entry.body["spec"])
     words = fields.runtime_args or ()
-    said = {name: getattr(fields, name) for name in (*_OPTIONS, "quantization", "max_tensor_parallel")}
+    said = {
+        name: getattr(fields, name) for name in (*_OPTIONS, "quantization", "max_tensor_parallel")
+    }
     said |= {field: value for _, field, value in read_arguments(words) if field}
     if said["gpu_layers"] is None:
         said["gpu_layers"] = settings.inference_gpu_layers
@@ -55,23 +68,40 @@ def spec_of(entry: Entry, settings: Settings) -> ModelSpec:
         options["trust_remote_code"] = True
     model_type = fields.type or fields.model_type or fields.category or "other"
     source = _source(entry, fields)
-    named = settings.inference_backend and BACKENDS.get(settings.inference_backend.lower(), settings.inference_backend)
+    named = settings.inference_backend and BACKENDS.get(
+        settings.inference_backend.lower(), settings.inference_backend
+    )
     backend = fields.runtime or fields.backend or named or _backend(source, model_type)
     if backend == "fake":
         source = ""
     return ModelSpec(
-        entry.name, backend, source=source, size=fields.memory or fields.size or fields.vram_mb, model_type=model_type,
-        quantization=said["quantization"] or "", importance=fields.importance or NORMAL,
-        keep=bool(fields.keep or fields.pin), keep_alive=fields.keep_alive or 0.0, layout=fields.layout or "auto",
-        devices=fields.gpus if isinstance(fields.gpus, tuple) else (), placement=_placement(fields, said),
-        enabled=fields.enabled is not False, options=options)
+        entry.name,
+        backend,
+        source=source,
+        size=fields.memory or fields.size or fields.vram_mb,
+        model_type=model_type,
+        quantization=said["quantization"] or "",
+        importance=fields.importance or NORMAL,
+        keep=bool(fields.keep or fields.pin),
+        keep_alive=fields.keep_alive or 0.0,
+        layout=fields.layout or "auto",
+        devices=fields.gpus if isinstance(fields.gpus, tuple) else (),
+        placement=_placement(fields, said),
+        enabled=fields.enabled is not False,
+        options=options,
+    )
 
 
 def _placement(fields: Fields, said: dict[str, Any]) -> dict[str, Any]:
     """What it says of PlacementRules, by their names."""
     count = fields.gpus if isinstance(fields.gpus, int) else None
-    rules = {"least_cards": count, "most_cards": count or said["max_tensor_parallel"], "card_bytes": fields.gpu_memory,
-             "factor": fields.gpu_fraction_factor, "largest_fraction": fields.fraction_largest_possible}
+    rules = {
+        "least_cards": count,
+        "most_cards": count or said["max_tensor_parallel"],
+        "card_bytes": fields.gpu_memory,
+        "factor": fields.gpu_fraction_factor,
+        "largest_fraction": fields.fraction_largest_possible,
+    }
     return {name: value for name, value in rules.items() if value is not None}
 
 
@@ -98,13 +128,19 @@ def _backend(source: str, model_type: str) -> str:
 
 def passed_on(words: tuple[str, ...], settings: Settings) -> tuple[str, ...]:
     """The arguments that an engine is told: its own code only where the process's owner trusts it."""
-    groups = (took for flag, _, took in grouped(words) if settings.gpu_trust_remote_code or not is_trust(flag))
+    groups = (
+        took
+        for flag, _, took in grouped(words)
+        if settings.gpu_trust_remote_code or not is_trust(flag)
+    )
     return tuple(word for took in groups for word in took)
 
 
 def _asks_for_trust(fields: Fields) -> bool:
     said = (value for flag, value, _ in grouped(fields.runtime_args or ()) if is_trust(flag))
-    return bool(fields.trust_remote_code) or any((value or "").lower() not in ("false", "0", "no") for value in said)
+    return bool(fields.trust_remote_code) or any(
+        (value or "").lower() not in ("false", "0", "no") for value in said
+    )
 
 
 def require_loadable(spec: ModelSpec) -> None:
@@ -113,8 +149,15 @@ def require_loadable(spec: ModelSpec) -> None:
     if not spec.enabled:
         raise ModelDisabled(spec.name)
     if because := obstacle(spec):
-        install = missing(spec.backend).partition("\n")[2] or f"  What it would take:  %gpu plan {spec.name}"
-        raise LoadFailed(f"{spec.name} cannot be loaded: {because}.\n{install}", name=spec.name, source=spec.source)
+        install = (
+            missing(spec.backend).partition("\n")[2]
+            or f"  What it would take:  %gpu plan {spec.name}"
+        )
+        raise LoadFailed(
+            f"{spec.name} cannot be loaded: {because}.\n{install}",
+            name=spec.name,
+            source=spec.source,
+        )
 
 
 def obstacle(spec: ModelSpec) -> str:
@@ -126,7 +169,9 @@ def cannot_load(spec: ModelSpec) -> str:
     """Why no backend here can load it; empty where one can."""
     known = backend_names()
     if spec.backend not in known:
-        return f"its backend {spec.backend} is not part of this version, which has {', '.join(known)}"
+        return (
+            f"its backend {spec.backend} is not part of this version, which has {', '.join(known)}"
+        )
     return missing(spec.backend).partition("\n")[0].rstrip(".")
 
 
@@ -150,14 +195,20 @@ def notes(entry: Entry, settings: Settings) -> list[str]:
     flags = [(flag, field) for flag, field, _ in read_arguments(words)]
     if placed := [flag for flag, _ in flags if flag in OURS]:
         said.append(f"decided by the placement, and kept: {', '.join(placed)}")
-    if others := [flag for flag, field in flags if not field and flag not in OURS and not is_trust(flag)]:
+    if others := [
+        flag for flag, field in flags if not field and flag not in OURS and not is_trust(flag)
+    ]:
         said.append(f"kept for an engine's command line: {', '.join(others)}")
     if _asks_for_trust(fields) and not settings.gpu_trust_remote_code:
-        said.append(f"{TRUST} is kept, and not passed on where GPU_TRUST_REMOTE_CODE is off, as it is here")
+        said.append(
+            f"{TRUST} is kept, and not passed on where GPU_TRUST_REMOTE_CODE is off, as it is here"
+        )
     if cannot_load(spec):
         known = spec.backend in backend_names()
-        said.append("planned, and not loaded here: "
-                    + (cannot_load(spec) if known else f"this version has no backend {spec.backend}"))
+        said.append(
+            "planned, and not loaded here: "
+            + (cannot_load(spec) if known else f"this version has no backend {spec.backend}")
+        )
         if spec.size is None and not os.path.exists(spec.source):
             said.append("no size is declared and its files are not here; write  memory: 10GiB")
     elif spec.source and not os.path.exists(spec.source) and not looks_like_hub_id(spec.source):

@@ -11,6 +11,7 @@ and a bare mapping that has a name. Inside the house all are the first.
 
 Sources: Helix, Multi-GPU Scheduling, appendix B; Kitchen Brigade, GPU Allocation Semantics, section 4.
 """
+
 from __future__ import annotations
 
 import difflib
@@ -42,6 +43,7 @@ class Manifest(NamedTuple):
 
 # -- reading the shapes -------------------------------------------------------------------------------------------
 
+
 def manifests(documents: tuple[Document, ...], file: str) -> tuple[Manifest, ...]:
     """Every model that these documents tell of, checked. Raises BadDocument, which names all that is wrong."""
     found: list[Manifest] = []
@@ -54,7 +56,11 @@ def manifests(documents: tuple[Document, ...], file: str) -> tuple[Manifest, ...
         wrong += complaints(manifest)
         if (before := places.setdefault(manifest.name, manifest)) is not manifest:
             line = before.document.line(before.path)
-            wrong.append(manifest.wrong(f"{manifest.name!r} stands in this file twice; the first time in line {line}"))
+            wrong.append(
+                manifest.wrong(
+                    f"{manifest.name!r} stands in this file twice; the first time in line {line}"
+                )
+            )
     if not found and not wrong:
         raise BadDocument(file, 1, "", f"there is no model in it. A model is {_EXAMPLE}")
     if wrong:
@@ -89,15 +95,24 @@ def _shape(document: Document, value: Any, path: Path) -> Iterator[Manifest | Ba
         yield document.wrong(path, f"this is no model: it has no name.{hint} A model is {_EXAMPLE}")
 
 
-def _resource(document: Document, value: dict[str, Any], path: Path) -> Iterator[Manifest | BadDocument]:
+def _resource(
+    document: Document, value: dict[str, Any], path: Path
+) -> Iterator[Manifest | BadDocument]:
     metadata, spec = value.get("metadata"), value.get("spec")
     version, kind = value.get("apiVersion"), value.get("kind")
     if version != API_VERSION:
-        yield document.wrong((*path, "apiVersion"), f"{version!r} is not read here; it must be {API_VERSION}")
+        yield document.wrong(
+            (*path, "apiVersion"), f"{version!r} is not read here; it must be {API_VERSION}"
+        )
     elif kind not in KINDS:
-        yield document.wrong((*path, "kind"), f"{kind!r} is not read here; it must be {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+        yield document.wrong(
+            (*path, "kind"),
+            f"{kind!r} is not read here; it must be {', '.join(KINDS[:-1])} or {KINDS[-1]}",
+        )
     elif not isinstance(metadata, dict) or "name" not in metadata:
-        yield document.wrong((*path, "metadata"), "the name is missing; write  metadata: {name: NAME}")
+        yield document.wrong(
+            (*path, "metadata"), "the name is missing; write  metadata: {name: NAME}"
+        )
     elif problem := bad_name(metadata["name"]):
         yield document.wrong((*path, "metadata", "name"), problem)
     elif not isinstance(spec, dict):
@@ -106,10 +121,15 @@ def _resource(document: Document, value: dict[str, Any], path: Path) -> Iterator
         yield Manifest(metadata["name"], value, document, (*path, "spec"))
 
 
-def _listed(document: Document, value: dict[str, Any], path: Path) -> Iterator[Manifest | BadDocument]:
+def _listed(
+    document: Document, value: dict[str, Any], path: Path
+) -> Iterator[Manifest | BadDocument]:
     for other in value.keys() - {"models"}:
-        yield document.wrong((*path, other), "beside `models` nothing else is read; give it a document of its own "
-                                             "(a line ---), or take it out")
+        yield document.wrong(
+            (*path, other),
+            "beside `models` nothing else is read; give it a document of its own "
+            "(a line ---), or take it out",
+        )
     listed = value["models"]
     if isinstance(listed, list):
         for index, part in enumerate(listed):
@@ -135,8 +155,12 @@ def _named(document: Document, part: Any, path: Path) -> Manifest | BadDocument:
         return document.wrong(path, "its name is missing; write  name: NAME")
     if problem := bad_name(part[key]):
         return document.wrong((*path, key), problem)
-    return Manifest(part[key], _body(part[key], {field: said for field, said in part.items() if field != "name"}),
-                    document, path)
+    return Manifest(
+        part[key],
+        _body(part[key], {field: said for field, said in part.items() if field != "name"}),
+        document,
+        path,
+    )
 
 
 def _body(name: str, spec: dict[str, Any]) -> dict[str, Any]:
@@ -162,11 +186,17 @@ def bad_name(name: Any) -> str:
 
 # -- checking the fields ------------------------------------------------------------------------------------------
 
+
 def complaints(manifest: Manifest) -> list[BadDocument]:
     """All that is wrong with its fields."""
-    wrong = [manifest.wrong(f"{unknown} is not a known field; did you mean {nearest}? (What is yours alone is kept under "
-                            f"a name like x-{unknown})", unknown)
-             for unknown, nearest in slips(manifest.body["spec"])]
+    wrong = [
+        manifest.wrong(
+            f"{unknown} is not a known field; did you mean {nearest}? (What is yours alone is kept under "
+            f"a name like x-{unknown})",
+            unknown,
+        )
+        for unknown, nearest in slips(manifest.body["spec"])
+    ]
     try:
         fields = Fields.model_validate(manifest.body["spec"])
     except ValidationError as error:
@@ -178,9 +208,15 @@ def complaints(manifest: Manifest) -> list[BadDocument]:
         said = {name: value for name in same if (value := getattr(fields, name)) is not None}
         if len(set(said.values())) > 1:
             names = list(said)
-            wrong.append(manifest.wrong(f"{' and '.join(names)} mean the same, and say different things", names[1]))
+            wrong.append(
+                manifest.wrong(
+                    f"{' and '.join(names)} mean the same, and say different things", names[1]
+                )
+            )
     if isinstance(fields.gpus, int) and fields.gpus > (fields.max_tensor_parallel or fields.gpus):
-        wrong.append(manifest.wrong(f"{fields.gpus} GPUs are more than max_tensor_parallel allows", "gpus"))
+        wrong.append(
+            manifest.wrong(f"{fields.gpus} GPUs are more than max_tensor_parallel allows", "gpus")
+        )
     try:
         list(read_arguments(fields.runtime_args or ()))
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 A catalogue that cannot be read stops only what needs it: what is registered or loaded here goes on.
 """
+
 from __future__ import annotations
 
 import logging

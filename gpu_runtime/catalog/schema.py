@@ -6,6 +6,7 @@ is not in the table is kept, unless it looks like a slip of the pen.
 Sources: Helix, Multi-GPU Scheduling, appendix B; Kitchen Brigade, GPU Allocation Semantics, section 4; Model Boss,
 Backend Registry and Model Pinning; NDIF, GPU Fraction Deployment.
 """
+
 from __future__ import annotations
 
 import difflib
@@ -20,18 +21,43 @@ from ..facts import IMPORTANCE
 from ..units import MIB, parse_bytes, parse_seconds
 
 TYPES = {  # as others call it -> as we do
-    "llm": "llm", "chat": "llm", "text": "llm", "completion": "llm", "embedding": "embedding", "embeddings": "embedding",
-    "embed": "embedding", "reranker": "reranker", "rerank": "reranker", "vision": "vision", "multimodal": "vision",
-    "diffusion": "diffusion", "image": "diffusion", "other": "other",
+    "llm": "llm",
+    "chat": "llm",
+    "text": "llm",
+    "completion": "llm",
+    "embedding": "embedding",
+    "embeddings": "embedding",
+    "embed": "embedding",
+    "reranker": "reranker",
+    "rerank": "reranker",
+    "vision": "vision",
+    "multimodal": "vision",
+    "diffusion": "diffusion",
+    "image": "diffusion",
+    "other": "other",
 }
 BACKENDS = {  # the same for backends; those that `backends` has not are kept by their names
-    "transformers": "transformers", "fake": "fake", "llama_cpp": "llama_cpp", "llamacpp": "llama_cpp",
-    "llama.cpp": "llama_cpp", "llama-cpp": "llama_cpp", "llama-server": "llama-server", "ollama": "ollama",
-    "vllm": "vllm", "diffusers": "diffusers",
+    "transformers": "transformers",
+    "fake": "fake",
+    "llama_cpp": "llama_cpp",
+    "llamacpp": "llama_cpp",
+    "llama.cpp": "llama_cpp",
+    "llama-cpp": "llama_cpp",
+    "llama-server": "llama-server",
+    "ollama": "ollama",
+    "vllm": "vllm",
+    "diffusers": "diffusers",
 }
 DTYPES = {
-    "auto": "auto", "float32": "float32", "fp32": "float32", "float": "float32", "float16": "float16", "fp16": "float16",
-    "half": "float16", "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "auto": "auto",
+    "float32": "float32",
+    "fp32": "float32",
+    "float": "float32",
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
 }
 
 
@@ -65,8 +91,11 @@ def _importance(value: Any) -> int:
     return IMPORTANCE[value]
 
 
-def _of(known: Mapping[str, str], otherwise: Callable[[str], str] | None, what: str) -> Callable[[Any], str]:
+def _of(
+    known: Mapping[str, str], otherwise: Callable[[str], str] | None, what: str
+) -> Callable[[Any], str]:
     """Reads a word that stands in the table; another is `otherwise`'s, unless it looks like a slip of the pen."""
+
     def read(value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f"{value!r} is not a {what}; it must be text")
@@ -76,19 +105,28 @@ def _of(known: Mapping[str, str], otherwise: Callable[[str], str] | None, what: 
         close = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
         if otherwise is None or close:
             nearest = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"{value!r} is not a known {what}{nearest or ': it is one of ' + ', '.join(known)}")
+            raise ValueError(
+                f"{value!r} is not a known {what}{nearest or ': it is one of ' + ', '.join(known)}"
+            )
         return otherwise(value.strip())
+
     return read
 
 
 def _gpus(value: Any) -> int | tuple[str, ...]:
     """How many cards, or which."""
     if isinstance(value, list):
-        if not value or not all(isinstance(card, (int, str)) and not isinstance(card, bool) for card in value):
-            raise ValueError("it must be how many GPUs, such as 2, or which, such as [0, 1] or [cuda:0]")
+        if not value or not all(
+            isinstance(card, (int, str)) and not isinstance(card, bool) for card in value
+        ):
+            raise ValueError(
+                "it must be how many GPUs, such as 2, or which, such as [0, 1] or [cuda:0]"
+            )
         return tuple(str(card) for card in value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError("it must be how many GPUs, such as 2, or which, such as [0, 1] or [cuda:0]")
+        raise ValueError(
+            "it must be how many GPUs, such as 2, or which, such as [0, 1] or [cuda:0]"
+        )
     return value
 
 
@@ -96,7 +134,9 @@ def _card_bytes(value: Any) -> int | dict[str, int]:
     """The most of each card, or card by card."""
     if isinstance(value, dict):
         if not value:
-            raise ValueError("it names no card; write a size, or a size for each card, such as {0: 20GiB}")
+            raise ValueError(
+                "it names no card; write a size, or a size for each card, such as {0: 20GiB}"
+            )
         return {str(card): _size(size) for card, size in value.items()}
     return _size(value)
 
@@ -104,10 +144,15 @@ def _card_bytes(value: Any) -> int | dict[str, int]:
 def _arguments(value: Any) -> tuple[str, ...]:
     """Command-line arguments: a list, or a mapping of flags to values."""
     if isinstance(value, dict):
-        value = [word for flag, said in value.items() if said is not False and said is not None
-                 for word in ((_flag(flag),) if said is True else (_flag(flag), said))]
-    if not isinstance(value, list) or not all(isinstance(word, (str, int, float)) and not isinstance(word, bool)
-                                              for word in value):
+        value = [
+            word
+            for flag, said in value.items()
+            if said is not False and said is not None
+            for word in ((_flag(flag),) if said is True else (_flag(flag), said))
+        ]
+    if not isinstance(value, list) or not all(
+        isinstance(word, (str, int, float)) and not isinstance(word, bool) for word in value
+    ):
         raise ValueError("it must be a list of words, such as ['--max-model-len', '32768']")
     return tuple(str(word) for word in value)
 
@@ -128,60 +173,107 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    name: Text | None = Field(None, description="What to show beside its name. In a list: its name.")
-    id: Text | None = Field(None, description="The hub id, or the engine's own name: the source where there is no path.")
+    name: Text | None = Field(
+        None, description="What to show beside its name. In a list: its name."
+    )
+    id: Text | None = Field(
+        None, description="The hub id, or the engine's own name: the source where there is no path."
+    )
     description: str | None = Field(None, description="A sentence for people.")
-    path: Text | None = Field(None, description="A file or directory, relative to the file that says so.")
+    path: Text | None = Field(
+        None, description="A file or directory, relative to the file that says so."
+    )
     source: Text | None = Field(None, description="The same, or a hub id.")
-    runtime: Backend | None = Field(None, description="The backend: transformers, llama_cpp, llama-server, vllm, ollama, "
-                                                      "diffusers, fake; others are kept, and refuse to load.")
+    runtime: Backend | None = Field(
+        None,
+        description="The backend: transformers, llama_cpp, llama-server, vllm, ollama, "
+        "diffusers, fake; others are kept, and refuse to load.",
+    )
     backend: Backend | None = Field(None, description="The same.")
-    type: ModelType | None = Field(None, description="chat or llm, embedding, reranker, vision, diffusion or image, other.")
+    type: ModelType | None = Field(
+        None, description="chat or llm, embedding, reranker, vision, diffusion or image, other."
+    )
     model_type: ModelType | None = Field(None, description="The same.")
     category: ModelType | None = Field(None, description="The same.")
     quantization: Text | None = Field(None, description="Such as Q4_K_M or int8.")
-    memory: Size | None = Field(None, description="All that it needs: `10GB` decimal, `10GiB` or `10G` binary, or bytes.")
+    memory: Size | None = Field(
+        None, description="All that it needs: `10GB` decimal, `10GiB` or `10G` binary, or bytes."
+    )
     size: Size | None = Field(None, description="The same.")
-    vram_mb: Annotated[int, BeforeValidator(_mebibytes)] | None = Field(None, description="The same, in MiB.")
-    context_length: Annotated[Whole, Field(gt=0)] | None = Field(None, description="Tokens of context.")
-    sequences: Annotated[Whole, Field(gt=0)] | None = Field(None, description="How many such contexts at once.")
-    cache_dtype: Text | None = Field(None, description="Of the KV cache, such as float16, fp8 or q8_0.")
-    gpu_layers: Annotated[Whole, Field(ge=-1)] | None = Field(None, description="-1: all on the GPU, 0: CPU only, else how "
-                                                                              "many.")
+    vram_mb: Annotated[int, BeforeValidator(_mebibytes)] | None = Field(
+        None, description="The same, in MiB."
+    )
+    context_length: Annotated[Whole, Field(gt=0)] | None = Field(
+        None, description="Tokens of context."
+    )
+    sequences: Annotated[Whole, Field(gt=0)] | None = Field(
+        None, description="How many such contexts at once."
+    )
+    cache_dtype: Text | None = Field(
+        None, description="Of the KV cache, such as float16, fp8 or q8_0."
+    )
+    gpu_layers: Annotated[Whole, Field(ge=-1)] | None = Field(
+        None, description="-1: all on the GPU, 0: CPU only, else how many."
+    )
     dtype: Annotated[str, BeforeValidator(_of(DTYPES, None, "dtype"))] | None = Field(
-        None, description="auto, bfloat16, float16 or float32.")
+        None, description="auto, bfloat16, float16 or float32."
+    )
     gpus: Annotated[int | tuple[str, ...], BeforeValidator(_gpus)] | None = Field(
-        None, description="How many GPUs (`2`), or which (`[0, 1]`).")
+        None, description="How many GPUs (`2`), or which (`[0, 1]`)."
+    )
     gpu_memory: Annotated[int | dict[str, int], BeforeValidator(_card_bytes)] | None = Field(
-        None, description="The most that it may take of each GPU (`20GiB`), or of which (`{0: 20GiB, 1: 10GiB}`).")
-    max_tensor_parallel: Annotated[Whole, Field(gt=0)] | None = Field(None, description="The most GPUs to split it over.")
+        None,
+        description="The most that it may take of each GPU (`20GiB`), or of which (`{0: 20GiB, 1: 10GiB}`).",
+    )
+    max_tensor_parallel: Annotated[Whole, Field(gt=0)] | None = Field(
+        None, description="The most GPUs to split it over."
+    )
     layout: Literal["auto", "single", "balanced", "proportional", "whole"] | None = Field(
-        None, description="How it is split: auto, single, balanced, proportional or whole.")
+        None, description="How it is split: auto, single, balanced, proportional or whole."
+    )
     gpu_fraction_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="Room to take, as a multiple of its weights, in place of the estimate.")
-    fraction_largest_possible: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = Field(
-        None, description="The part of a GPU above which such a model takes the whole of it.")
+        None, description="Room to take, as a multiple of its weights, in place of the estimate."
+    )
+    fraction_largest_possible: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = (
+        Field(None, description="The part of a GPU above which such a model takes the whole of it.")
+    )
     importance: Annotated[int, BeforeValidator(_importance)] | None = Field(
-        None, description="urgent, high, normal, low, batch or a number.")
+        None, description="urgent, high, normal, low, batch or a number."
+    )
     keep: bool | None = Field(None, description="Never evict it.")
     pin: bool | None = Field(None, description="The same.")
     keep_alive: Annotated[float, BeforeValidator(_seconds)] | None = Field(
-        None, description="How long after its use it yields only to something more important, such as `10m`.")
+        None,
+        description="How long after its use it yields only to something more important, such as `10m`.",
+    )
     enabled: bool | None = Field(None, description="`false`: it is listed, and refuses to load.")
     runtime_args: Annotated[tuple[str, ...], BeforeValidator(_arguments)] | None = Field(
-        None, description="Arguments of an engine's command line.")
-    trust_remote_code: bool | None = Field(None, description="Let it run its own code, where GPU_TRUST_REMOTE_CODE allows it.")
+        None, description="Arguments of an engine's command line."
+    )
+    trust_remote_code: bool | None = Field(
+        None, description="Let it run its own code, where GPU_TRUST_REMOTE_CODE allows it."
+    )
     revision: Text | None = Field(None, description="Of a hub id.")
     attn_implementation: Text | None = Field(None, description="As transformers takes it.")
-    task: Text | None = Field(None, description="As transformers takes it, where the type does not say.")
+    task: Text | None = Field(
+        None, description="As transformers takes it, where the type does not say."
+    )
     chat_template: Text | None = Field(
-        None, description="Its chat template, or a file that holds one, in the place of its own.")
-    thinking: bool | None = Field(None, description="Whether it thinks aloud before it answers, where the caller does not "
-                                                    "say.")
+        None, description="Its chat template, or a file that holds one, in the place of its own."
+    )
+    thinking: bool | None = Field(
+        None,
+        description="Whether it thinks aloud before it answers, where the caller does not say.",
+    )
 
 
-SAME = (("path", "source"), ("runtime", "backend"), ("type", "model_type", "category"), ("memory", "size", "vram_mb"),
-        ("keep", "pin"))
+SAME = (
+    ("path", "source"),
+    ("runtime", "backend"),
+    ("type", "model_type", "category"),
+    ("memory", "size", "vram_mb"),
+    ("keep", "pin"),
+)
 
 
 def slips(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -204,10 +296,15 @@ def unknown_fields(spec: Mapping[str, Any]) -> list[str]:
 
 
 _EXPECTED = {
-    "string_type": "it must be text; put it in quotes", "string_too_short": "it is empty",
-    "bool_type": "it must be true or false", "bool_parsing": "it must be true or false",
-    "int_type": "it must be a whole number", "int_parsing": "it must be a whole number",
-    "float_type": "it must be a number", "float_parsing": "it must be a number", "finite_number": "it must be a number",
+    "string_type": "it must be text; put it in quotes",
+    "string_too_short": "it is empty",
+    "bool_type": "it must be true or false",
+    "bool_parsing": "it must be true or false",
+    "int_type": "it must be a whole number",
+    "int_parsing": "it must be a whole number",
+    "float_type": "it must be a number",
+    "float_parsing": "it must be a number",
+    "finite_number": "it must be a number",
 }
 
 
@@ -224,6 +321,7 @@ def in_words(complaint: Any) -> str:
 
 # -- an engine's arguments ----------------------------------------------------------------------------------------
 
+
 def _tokens(text: str) -> int:
     """vLLM's way to write a length: 32768, 32k (thousands), 32K (1024 each)."""
     match = re.fullmatch(r"(\d+)([kKmM]?)", text)
@@ -237,18 +335,26 @@ def _unless_auto(text: str) -> str | None:
 
 
 # Not --max-num-seqs, nor --parallel: those sequences share the context that is reserved, so they need no more of it.
-_ARGUMENTS: dict[str, tuple[str, Callable[[str], Any]]] = {  # flag -> the field it speaks of, and how it is read
-    "--max-model-len": ("context_length", _tokens), "--ctx-size": ("context_length", _tokens),
-    "-c": ("context_length", _tokens), "--dtype": ("dtype", _of(DTYPES, None, "dtype")),
-    "--quantization": ("quantization", str), "-q": ("quantization", str), "--revision": ("revision", str),
-    "--n-gpu-layers": ("gpu_layers", int), "--gpu-layers": ("gpu_layers", int), "-ngl": ("gpu_layers", int),
-    "--kv-cache-dtype": ("cache_dtype", _unless_auto), "--cache-type-k": ("cache_dtype", _unless_auto),
+_ARGUMENTS: dict[
+    str, tuple[str, Callable[[str], Any]]
+] = {  # flag -> the field it speaks of, and how it is read
+    "--max-model-len": ("context_length", _tokens),
+    "--ctx-size": ("context_length", _tokens),
+    "-c": ("context_length", _tokens),
+    "--dtype": ("dtype", _of(DTYPES, None, "dtype")),
+    "--quantization": ("quantization", str),
+    "-q": ("quantization", str),
+    "--revision": ("revision", str),
+    "--n-gpu-layers": ("gpu_layers", int),
+    "--gpu-layers": ("gpu_layers", int),
+    "-ngl": ("gpu_layers", int),
+    "--kv-cache-dtype": ("cache_dtype", _unless_auto),
+    "--cache-type-k": ("cache_dtype", _unless_auto),
     "-ctk": ("cache_dtype", _unless_auto),
-    "--tensor-parallel-size": ("max_tensor_parallel", int), "-tp": ("max_tensor_parallel", int),
+    "--tensor-parallel-size": ("max_tensor_parallel", int),
+    "-tp": ("max_tensor_parallel", int),
 }
 TRUST = "--trust-remote-code"
-
-
 
 
 def read_arguments(words: tuple[str, ...]) -> Iterator[tuple[str, str, Any]]:

@@ -8,6 +8,7 @@
 GPU_CATALOG may also name one file, by hand or not. An entry is kept as it was written; what it means is `entries.py`'s
 to say, and the shapes of files are `manifests.py`'s.
 """
+
 from __future__ import annotations
 
 import json
@@ -78,7 +79,10 @@ class Catalog:
                     if entry.name in found:
                         raise CatalogUnavailable(
                             f"{entry.name} stands in two files of the catalogue: {found[entry.name].file} and {file}.\n"
-                            f"  Take it out of one of them.", path=str(file), why="twice")
+                            f"  Take it out of one of them.",
+                            path=str(file),
+                            why="twice",
+                        )
                     found[entry.name] = entry
             self._known = stamp, found
         return self._known[1]
@@ -117,15 +121,23 @@ class Catalog:
     def _require(self, name: str) -> Entry:
         entry = self.entry(name)
         if entry is None:
-            raise UnknownModel(name, tuple(self.entries()), advice="Add it to the catalogue:  gpu apply -f FILE",
-                               none="The catalogue is empty.")
+            raise UnknownModel(
+                name,
+                tuple(self.entries()),
+                advice="Add it to the catalogue:  gpu apply -f FILE",
+                none="The catalogue is empty.",
+            )
         return entry
 
     def _files(self) -> list[Path]:
         if self._one_file:
             return [self.file] if self.file.exists() else []
         try:
-            names = sorted(name for name in os.listdir(self.directory) if name.endswith(_SUFFIXES) and name[0] != ".")
+            names = sorted(
+                name
+                for name in os.listdir(self.directory)
+                if name.endswith(_SUFFIXES) and name[0] != "."
+            )
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -139,7 +151,11 @@ class Catalog:
         if file == self.file and (file.name == OURS or _is_ours(data)):
             return self._stored(data)
         documents = read(data, str(file))
-        return [_entry(manifest, file) for manifest in manifests(documents, str(file))] if documents else []
+        return (
+            [_entry(manifest, file) for manifest in manifests(documents, str(file))]
+            if documents
+            else []
+        )
 
     def _bytes(self, file: Path) -> bytes | None:
         try:
@@ -152,8 +168,12 @@ class Catalog:
 
     def _unreadable(self, file: Path, error: OSError) -> CatalogUnavailable:
         why = error.strerror or str(error)
-        return CatalogUnavailable(f"the catalogue {file} cannot be read ({why}).\n  Make it readable, or use another:  "
-                                  f"GPU_CATALOG=DIRECTORY", path=str(file), why=why)
+        return CatalogUnavailable(
+            f"the catalogue {file} cannot be read ({why}).\n  Make it readable, or use another:  "
+            f"GPU_CATALOG=DIRECTORY",
+            path=str(file),
+            why=why,
+        )
 
     def _stored(self, data: bytes) -> list[Entry]:
         try:
@@ -161,15 +181,30 @@ class Catalog:
             if stored.gpu_console_catalog > VERSION:
                 raise CatalogUnavailable(
                     f"a newer gpu-console wrote the catalogue {self.file}.\n  Upgrade this environment, or use another:  "
-                    f"GPU_CATALOG=DIRECTORY", path=str(self.file), why="newer")
-            entries = [Entry(body["metadata"]["name"], body, str(self.file)) for body in stored.models]
+                    f"GPU_CATALOG=DIRECTORY",
+                    path=str(self.file),
+                    why="newer",
+                )
+            entries = [
+                Entry(body["metadata"]["name"], body, str(self.file)) for body in stored.models
+            ]
             for entry in entries:
                 spec_of(entry, self.settings)
             return entries
-        except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (
+            msgspec.MsgspecError,
+            UnicodeDecodeError,
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as error:
             raise _Damaged(
                 f"the catalogue {self.file} is damaged ({_first_line(error)}).\n  Apply your files again:  gpu apply -f "
-                f"FILE      (it is set aside then, and nothing in it is lost)", path=str(self.file), why="damaged") from error
+                f"FILE      (it is set aside then, and nothing in it is lost)",
+                path=str(self.file),
+                why="damaged",
+            ) from error
 
     # -- writing
 
@@ -185,7 +220,11 @@ class Catalog:
             self._require_ours(new, known)
             ours = {name: entry for name, entry in known.items() if entry.file == str(self.file)}
             added = tuple(entry.name for entry in new if entry.name not in ours)
-            changed = tuple(entry.name for entry in new if entry.name in ours and ours[entry.name].body != entry.body)
+            changed = tuple(
+                entry.name
+                for entry in new
+                if entry.name in ours and ours[entry.name].body != entry.body
+            )
             if added or changed:
                 self._write({**ours, **{entry.name: entry for entry in new}}.values())
         of: dict[str, list[str]] = {}  # who a note is about: many models have the same one
@@ -203,10 +242,17 @@ class Catalog:
         with self._locked():
             entry = self._require(name)
             if entry.file != str(self.file) or self._by_hand():
-                raise CatalogUnavailable(f"{entry.name} stands in {entry.file}, which was written by hand.\n"
-                                         f"  Take it out there.", path=entry.file, why="by hand")
-            ours = [other for other in self.entries().values()
-                    if other.file == str(self.file) and other.name != entry.name]
+                raise CatalogUnavailable(
+                    f"{entry.name} stands in {entry.file}, which was written by hand.\n"
+                    f"  Take it out there.",
+                    path=entry.file,
+                    why="by hand",
+                )
+            ours = [
+                other
+                for other in self.entries().values()
+                if other.file == str(self.file) and other.name != entry.name
+            ]
             self._write(ours)
         return entry
 
@@ -214,12 +260,16 @@ class Catalog:
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             mode = self.directory.stat().st_mode & 0o666  # whoever may write here may lock
-            return FileLock(self.directory / f"{self.file.stem}.lock", timeout=PATIENCE_SECONDS, mode=mode).acquire()
+            return FileLock(
+                self.directory / f"{self.file.stem}.lock", timeout=PATIENCE_SECONDS, mode=mode
+            ).acquire()
         except Timeout:
             raise CatalogUnavailable(
                 f"another process has been writing the catalogue {self.file} for {PATIENCE_SECONDS:.0f} s; perhaps it "
-                f"is stopped.\n  See who:  fuser -v {self.directory / self.file.stem}.lock", path=str(self.file),
-                why="locked") from None
+                f"is stopped.\n  See who:  fuser -v {self.directory / self.file.stem}.lock",
+                path=str(self.file),
+                why="locked",
+            ) from None
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -238,18 +288,27 @@ class Catalog:
 
     def _require_ours(self, new: Iterable[Entry], known: Mapping[str, Entry]) -> None:
         if self._by_hand():
-            raise CatalogUnavailable(f"the catalogue {self.file} was written by hand, and is not overwritten.\n"
-                                     f"  Add to it there, or use a directory:  GPU_CATALOG=DIRECTORY",
-                                     path=str(self.file), why="by hand")
+            raise CatalogUnavailable(
+                f"the catalogue {self.file} was written by hand, and is not overwritten.\n"
+                f"  Add to it there, or use a directory:  GPU_CATALOG=DIRECTORY",
+                path=str(self.file),
+                why="by hand",
+            )
         for entry in new:
             if entry.name in known and known[entry.name].file != str(self.file):
-                raise CatalogUnavailable(f"{entry.name} stands in {known[entry.name].file}, which was written by hand.\n"
-                                         f"  Change it there.", path=known[entry.name].file, why="by hand")
+                raise CatalogUnavailable(
+                    f"{entry.name} stands in {known[entry.name].file}, which was written by hand.\n"
+                    f"  Change it there.",
+                    path=known[entry.name].file,
+                    why="by hand",
+                )
 
     def _write(self, entries: Iterable[Entry]) -> None:
         """Replaces the file, whole, so that whoever reads it finds the old one or the new one."""
         bodies = [entry.body for entry in sorted(entries, key=lambda entry: entry.name)]
-        data = json.dumps({"gpu_console_catalog": VERSION, "models": bodies}, indent=1, ensure_ascii=False).encode()
+        data = json.dumps(
+            {"gpu_console_catalog": VERSION, "models": bodies}, indent=1, ensure_ascii=False
+        ).encode()
         draft = self.file.with_name(f".{self.file.name}-{secrets.token_hex(4)}")
         try:
             try:
@@ -272,8 +331,12 @@ class Catalog:
 
     def _unwritable(self, error: OSError) -> CatalogUnavailable:
         why = error.strerror or str(error)
-        return CatalogUnavailable(f"the catalogue {self.file} cannot be written ({why}); it is as it was.\n"
-                                  f"  Make it writable, or use another:  GPU_CATALOG=DIRECTORY", path=str(self.file), why=why)
+        return CatalogUnavailable(
+            f"the catalogue {self.file} cannot be written ({why}); it is as it was.\n"
+            f"  Make it writable, or use another:  GPU_CATALOG=DIRECTORY",
+            path=str(self.file),
+            why=why,
+        )
 
 
 class _Damaged(CatalogUnavailable):
@@ -282,7 +345,9 @@ class _Damaged(CatalogUnavailable):
 
 def as_yaml(body: Mapping[str, Any]) -> str:
     """The document in YAML, its fields in their order."""
-    return yaml.dump(body, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100).rstrip("\n")
+    return yaml.dump(body, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100).rstrip(
+        "\n"
+    )
 
 
 class _Dumper(yaml.SafeDumper):
@@ -317,7 +382,9 @@ def _entry(manifest: Manifest, file: Path, base: str = "") -> Entry:
         spec["path"] = absolute(path, base)
     if (template := spec.get("chat_template")) and "{" not in template:
         spec["chat_template"] = absolute(template, base)
-    if (source := spec.get("source")) and (source[0] in ".~" or os.path.exists(absolute(source, base))):
+    if (source := spec.get("source")) and (
+        source[0] in ".~" or os.path.exists(absolute(source, base))
+    ):
         spec["source"] = absolute(source, base)
     return Entry(manifest.name, {**manifest.body, "spec": spec}, str(file))
 

@@ -3,6 +3,7 @@
 Pure: an allocator's account of itself goes in, facts.AllocatorMap comes out. Whose map it is, and when it was drawn,
 is the house's to add. Where a map goes, ledgers/maps.py knows.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -16,38 +17,90 @@ from ..units import MIB
 from .simulated_allocator import FREE, HOLE, Segment, Segments
 
 MOST_BLOCKS = 8192  # of all of one owner's maps: 500 KiB as JSON at most
-PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}  # what torch maps and unmaps of an expandable segment at a time
-_STATES = {"active_allocated": BlockState.ALLOCATED, "inactive": BlockState.INACTIVE}  # else: waits for a stream
+PAGE_BYTES = {
+    "small": 2 * MIB,
+    "large": 20 * MIB,
+}  # what torch maps and unmaps of an expandable segment at a time
+_STATES = {
+    "active_allocated": BlockState.ALLOCATED,
+    "inactive": BlockState.INACTIVE,
+}  # else: waits for a stream
 
 
-def of_segments(device: str, state: Segments, *, alloc_retries: int = 0, ooms: int = 0) -> AllocatorMap:
+def of_segments(
+    device: str, state: Segments, *, alloc_retries: int = 0, ooms: int = 0
+) -> AllocatorMap:
     """A simulated card's map. Its segments are addressed one after another, since no real address is behind them."""
     starts = itertools.accumulate((segment.span for segment in state.segments), initial=0)
-    told = tuple(SegmentMap(start, segment.span, "small" if segment.small else "large", _runs(segment))
-                 for start, segment in zip(starts, state.segments, strict=False))
+    told = tuple(
+        SegmentMap(start, segment.span, "small" if segment.small else "large", _runs(segment))
+        for start, segment in zip(starts, state.segments, strict=False)
+    )
     free = sum(segment.span for segment in state.segments if not segment.in_use)
-    holes = sum(run.size for segment in state.segments if not segment.in_use for run in segment.runs if run.key == HOLE)
-    return AllocatorMap("", device, 0.0, state.allocated, state.reserved, state.reserved - state.allocated,
-                        free - holes, state.largest_free, alloc_retries, ooms, told)
+    holes = sum(
+        run.size
+        for segment in state.segments
+        if not segment.in_use
+        for run in segment.runs
+        if run.key == HOLE
+    )
+    return AllocatorMap(
+        "",
+        device,
+        0.0,
+        state.allocated,
+        state.reserved,
+        state.reserved - state.allocated,
+        free - holes,
+        state.largest_free,
+        alloc_retries,
+        ooms,
+        told,
+    )
 
 
-def of_torch(device: str, number: int, segments: Iterable[Mapping[str, Any]], stats: Mapping[str, Any]) -> AllocatorMap:
+def of_torch(
+    device: str, number: int, segments: Iterable[Mapping[str, Any]], stats: Mapping[str, Any]
+) -> AllocatorMap:
     """The map of the card that torch numbers so, from `torch.cuda.memory_snapshot()` and `torch.cuda.memory_stats()`.
 
     Whatever can be counted in the snapshot is: the statistics are of another moment.
     Source: torch/cuda/memory.py, `_snapshot`; c10/cuda/CUDACachingAllocator.cpp, `release_blocks`.
     """
-    said = sorted((segment for segment in segments if segment["device"] == number), key=lambda one: one["address"])
-    told = tuple(SegmentMap(one["address"], one["total_size"], _kind(one), _joined(
-        Block(block["size"], _STATES.get(block["state"], BlockState.PENDING)) for block in one["blocks"]))
-        for one in said)
+    said = sorted(
+        (segment for segment in segments if segment["device"] == number),
+        key=lambda one: one["address"],
+    )
+    told = tuple(
+        SegmentMap(
+            one["address"],
+            one["total_size"],
+            _kind(one),
+            _joined(
+                Block(block["size"], _STATES.get(block["state"], BlockState.PENDING))
+                for block in one["blocks"]
+            ),
+        )
+        for one in said
+    )
     blocks = [block for segment in told for block in segment.blocks]
     free = [block.bytes for block in blocks if block.state is BlockState.INACTIVE]
     return AllocatorMap(
-        "", device, 0.0, sum(block.bytes for block in blocks if block.state is BlockState.ALLOCATED),
-        sum(segment.bytes for segment in told), sum(free),
-        sum(_releasable(segment, one["segment_type"]) for segment, one in zip(told, said, strict=True)),
-        max(free, default=0), stats.get("num_alloc_retries", 0), stats.get("num_ooms", 0), told)
+        "",
+        device,
+        0.0,
+        sum(block.bytes for block in blocks if block.state is BlockState.ALLOCATED),
+        sum(segment.bytes for segment in told),
+        sum(free),
+        sum(
+            _releasable(segment, one["segment_type"])
+            for segment, one in zip(told, said, strict=True)
+        ),
+        max(free, default=0),
+        stats.get("num_alloc_retries", 0),
+        stats.get("num_ooms", 0),
+        told,
+    )
 
 
 def bounded(maps: Sequence[AllocatorMap], most: int = MOST_BLOCKS) -> tuple[AllocatorMap, ...]:
@@ -62,7 +115,9 @@ def bounded(maps: Sequence[AllocatorMap], most: int = MOST_BLOCKS) -> tuple[Allo
 
 def _runs(segment: Segment) -> tuple[Block, ...]:
     states = {FREE: BlockState.INACTIVE, HOLE: BlockState.RELEASED}
-    return _joined(Block(run.size, states.get(run.key, BlockState.ALLOCATED)) for run in segment.runs)
+    return _joined(
+        Block(run.size, states.get(run.key, BlockState.ALLOCATED)) for run in segment.runs
+    )
 
 
 def _joined(blocks: Iterable[Block]) -> tuple[Block, ...]:
@@ -102,8 +157,12 @@ def _bounded(one: AllocatorMap, most: int) -> AllocatorMap:
     left_out = largest[rows:]
     kept = sorted(largest[:rows], key=lambda segment: segment.address)
     quota = _quota([len(segment.blocks) for segment in kept], most)
-    return replace(one, segments=tuple(replace(segment, blocks=_coarse(segment, quota)) for segment in kept),
-                   left_out=len(left_out), left_out_bytes=sum(segment.bytes for segment in left_out))
+    return replace(
+        one,
+        segments=tuple(replace(segment, blocks=_coarse(segment, quota)) for segment in kept),
+        left_out=len(left_out),
+        left_out_bytes=sum(segment.bytes for segment in left_out),
+    )
 
 
 def _quota(counts: Sequence[int], most: int) -> int:
@@ -141,4 +200,9 @@ def _coarse(segment: SegmentMap, most: int) -> tuple[Block, ...]:
 
 def _mixed(group: Sequence[Block]) -> Block:
     free = sum(block.bytes for block in group if block.state is BlockState.INACTIVE)
-    return Block(sum(block.bytes for block in group), BlockState.MIXED, sum(block.count for block in group), free)
+    return Block(
+        sum(block.bytes for block in group),
+        BlockState.MIXED,
+        sum(block.count for block in group),
+        free,
+    )

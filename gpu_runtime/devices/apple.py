@@ -3,6 +3,7 @@
 Apple silicon has one GPU, and its memory is the machine's. An Intel Mac's discrete card is used where there is one,
 with memory of its own; nobody tells how full that is. Tested against recorded answers of the tool: not run on hardware.
 """
+
 from __future__ import annotations
 
 import json
@@ -28,8 +29,13 @@ def every() -> Listing:
     if sys.platform != "darwin":
         return Listing(here, absent="this is no Mac")
     try:
-        said = subprocess.run(["system_profiler", "SPDisplaysDataType", "-json"], capture_output=True, timeout=SECONDS,
-                              check=True, text=True).stdout
+        said = subprocess.run(
+            ["system_profiler", "SPDisplaysDataType", "-json"],
+            capture_output=True,
+            timeout=SECONDS,
+            check=True,
+            text=True,
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise Silent(str(error)) from error
     return read(said)
@@ -50,12 +56,19 @@ def read(said: str) -> Listing:
     if total is None:
         return Listing(here, failed={"0": "it does not say how much memory it has"})
     name = str(gpu.get("sppci_model") or gpu.get("_name") or "Apple GPU")
-    return Listing(here, (Card(Device(f"{KIND}:0", total, name, "METAL-0", 0, unified=unified), gpu, "METAL-0"),))
+    return Listing(
+        here,
+        (Card(Device(f"{KIND}:0", total, name, "METAL-0", 0, unified=unified), gpu, "METAL-0"),),
+    )
 
 
 def _has_metal(gpu: Mapping[str, Any]) -> bool:
-    said = str(gpu.get("spdisplays_mtlgpufamilysupport") or gpu.get("spdisplays_metalfamily")
-               or gpu.get("spdisplays_metal") or "")
+    said = str(
+        gpu.get("spdisplays_mtlgpufamilysupport")
+        or gpu.get("spdisplays_metalfamily")
+        or gpu.get("spdisplays_metal")
+        or ""
+    )
     return bool(said) and "unsupported" not in said.lower()
 
 
@@ -79,7 +92,9 @@ def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...
 
 def ask(card: Card, now: float) -> Sample:
     """How much memory is free, where it is the machine's; who uses it nobody tells."""
-    return Sample(card.device.id, now, psutil.virtual_memory().available if card.device.unified else None)
+    return Sample(
+        card.device.id, now, psutil.virtual_memory().available if card.device.unified else None
+    )
 
 
 def versions() -> dict[str, str]:

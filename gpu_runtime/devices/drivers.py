@@ -4,6 +4,7 @@ One module a vendor (`nvml`, `nvidia_smi`, `amd`, `apple`), a line in SOURCES fo
 every card of the machine, those that this process sees, and what the driver says of one now. A call into a driver may
 hang for good, so a process on which others depend asks `patiently`.
 """
+
 from __future__ import annotations
 
 import importlib
@@ -18,7 +19,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from ..errors import ProbeFailed
 from ..facts import Device, Sample
 
-SOURCES = ("nvml", "nvidia_smi", "amd", "apple")  # of one kind the first that finds its driver speaks
+SOURCES = (
+    "nvml",
+    "nvidia_smi",
+    "amd",
+    "apple",
+)  # of one kind the first that finds its driver speaks
 ANSWER_SECONDS = 5.0
 T = TypeVar("T")
 
@@ -95,7 +101,11 @@ def listings(kinds: Iterable[str] = ()) -> tuple[Listing, ...]:
     broken: dict[str, tuple[str, str]] = {}
     for name in SOURCES:
         module = source(name)
-        if (kinds and module.KIND not in kinds) or module.KIND in found and not found[module.KIND].absent:
+        if (
+            (kinds and module.KIND not in kinds)
+            or module.KIND in found
+            and not found[module.KIND].absent
+        ):
             continue
         try:
             listing = module.every()
@@ -105,9 +115,13 @@ def listings(kinds: Iterable[str] = ()) -> tuple[Listing, ...]:
         if not listing.absent or module.KIND not in found:
             found[module.KIND] = listing
     for kind, (name, why) in broken.items():
-        if kind not in found or found[kind].absent:  # a broken card is no reason to pretend that there is none
-            raise ProbeFailed(f"the driver of the {kind} cards does not answer {name}: {why}.\n  Look at it with:  gpu doctor",
-                              device=kind)
+        if (
+            kind not in found or found[kind].absent
+        ):  # a broken card is no reason to pretend that there is none
+            raise ProbeFailed(
+                f"the driver of the {kind} cards does not answer {name}: {why}.\n  Look at it with:  gpu doctor",
+                device=kind,
+            )
     return tuple(found.values())
 
 
@@ -116,18 +130,23 @@ def seen(environment: Mapping[str, str] = os.environ, kind: str = "") -> Listing
 
     None where there is no driver at all. Raises ProbeFailed where there is one and it fails, or no card can be listed.
     """
+
     def look() -> Listing | None:
         for listing in listings((kind,) if kind else ()):
             if listing.cards:
                 try:
                     return listing._replace(cards=listing.source.visible(listing, environment))
                 except Silent as error:
-                    raise ProbeFailed(f"the {listing.kind} cards cannot be told apart: {error}.", device=listing.kind) \
-                        from error
+                    raise ProbeFailed(
+                        f"the {listing.kind} cards cannot be told apart: {error}.",
+                        device=listing.kind,
+                    ) from error
             if listing.failed:
                 whats = "; ".join(f"card {number}: {why}" for number, why in listing.failed.items())
-                raise ProbeFailed(f"no {listing.kind} card can be used ({whats}).\n  Look at it with:  gpu doctor",
-                                  device=listing.kind)
+                raise ProbeFailed(
+                    f"no {listing.kind} card can be used ({whats}).\n  Look at it with:  gpu doctor",
+                    device=listing.kind,
+                )
         return None
 
     return patiently(kind or "the driver", look)
@@ -138,11 +157,15 @@ def sample(card: Card, asked: ModuleType, now: float) -> Sample:
     try:
         return patiently(card.device.id, lambda: asked.ask(card, now))
     except Silent as error:
-        raise ProbeFailed(f"{card.device.id} ({card.device.name}) does not answer: {error}.\n"
-                          f"  Look at it with:  gpu doctor", device=card.device.id) from error
+        raise ProbeFailed(
+            f"{card.device.id} ({card.device.name}) does not answer: {error}.\n"
+            f"  Look at it with:  gpu doctor",
+            device=card.device.id,
+        ) from error
 
 
 # -- which of them this process sees -----------------------------------------------------------------------------
+
 
 def named_by(variable: str | None, cards: tuple[Card, ...], torch: str) -> tuple[Card, ...]:
     """The cards that a variable such as CUDA_VISIBLE_DEVICES names, as CUDA and HIP read it.
@@ -174,7 +197,12 @@ def _named(entry: str, groups: Mapping[str, list[Card]]) -> Card | None:
     if entry.isdigit():
         wholes = list(groups.values())
         return wholes[int(entry)][0] if int(entry) < len(wholes) else None
-    parts = [card for group in groups.values() for card in group if card.is_part and card.device.uuid == entry]
+    parts = [
+        card
+        for group in groups.values()
+        for card in group
+        if card.is_part and card.device.uuid == entry
+    ]
     if parts or not entry:
         return parts[0] if parts else None
     matches = [group[0] for uuid, group in groups.items() if uuid.lower().startswith(entry.lower())]
@@ -186,8 +214,15 @@ def chosen(wanted: str, cards: tuple[Card, ...]) -> tuple[Card, ...] | str:
     that names none of them. Numbers are the driver's own, as in `cuda:2` and nvidia-smi."""
     found: list[Card] = []
     for entry in (entry.strip() for entry in wanted.split(",")):
-        matches = [card for card in cards if entry and (
-            card.device.id.partition(":")[2] == entry or card.device.uuid.lower().startswith(entry.lower()))]
+        matches = [
+            card
+            for card in cards
+            if entry
+            and (
+                card.device.id.partition(":")[2] == entry
+                or card.device.uuid.lower().startswith(entry.lower())
+            )
+        ]
         if len(matches) != 1:
             return entry or "nothing"
         found += [card for card in matches if card not in found]
@@ -195,6 +230,7 @@ def chosen(wanted: str, cards: tuple[Card, ...]) -> tuple[Card, ...] | str:
 
 
 # -- drivers that may hang -----------------------------------------------------------------------------------------
+
 
 class _Clerk:
     """One daemon thread that talks to the driver, so that a call that never returns holds up nobody else."""
@@ -227,7 +263,10 @@ def patiently(device: str, ask: Callable[[], T]) -> T:
     if _clerk is None or _clerk.pid != os.getpid():  # a thread does not survive a fork
         _clerk = _Clerk()
     if _clerk.hangs:
-        raise ProbeFailed(f"{device} does not answer: an earlier question to the driver still hangs.", device=device)
+        raise ProbeFailed(
+            f"{device} does not answer: an earlier question to the driver still hangs.",
+            device=device,
+        )
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def errand() -> None:
@@ -240,8 +279,11 @@ def patiently(device: str, ask: Callable[[], T]) -> T:
     try:
         answer, error = answers.get(timeout=ANSWER_SECONDS)
     except queue.Empty:
-        raise ProbeFailed(f"{device} did not answer within {ANSWER_SECONDS:.0f} s; the driver may hang.\n"
-                          f"  Look at it with:  nvidia-smi", device=device) from None
+        raise ProbeFailed(
+            f"{device} did not answer within {ANSWER_SECONDS:.0f} s; the driver may hang.\n"
+            f"  Look at it with:  nvidia-smi",
+            device=device,
+        ) from None
     if error is not None:
         raise error
     return answer

@@ -3,6 +3,7 @@
 One run of the tool answers for all cards, so runs are shared: a tenth of a second of a core each, at most two a second.
 Source of the report's form: nvsmi_device_v11.dtd and v12.dtd.
 """
+
 from __future__ import annotations
 
 import re
@@ -55,18 +56,27 @@ def _of_one(index: int, gpu: ElementTree.Element) -> list[Card]:
     uuid, name = gpu.findtext("uuid", "").strip(), gpu.findtext("product_name", "").strip()
     if _said(gpu, "mig_mode/current_mig") != "Enabled":
         total = _bytes(_said(gpu, "fb_memory_usage/total"))
-        unified = total is None and bool(nvml.INTEGRATED.search(name) or _said(gpu, "addressing_mode") == "ATS")
+        unified = total is None and bool(
+            nvml.INTEGRATED.search(name) or _said(gpu, "addressing_mode") == "ATS"
+        )
         if unified:
             total = psutil.virtual_memory().total
         if total is None:
             raise Silent("it does not say how much memory it has")
-        return [Card(Device(f"{KIND}:{index}", total, name, uuid, index, unified=unified), uuid, uuid)]
+        return [
+            Card(Device(f"{KIND}:{index}", total, name, uuid, index, unified=unified), uuid, uuid)
+        ]
     parts = []
     for instance in gpu.iterfind("mig_devices/mig_device"):
-        place, total = int(instance.findtext("index", "0")), _bytes(_said(instance, "fb_memory_usage/total"))
+        place, total = (
+            int(instance.findtext("index", "0")),
+            _bytes(_said(instance, "fb_memory_usage/total")),
+        )
         if total is not None:
             id = _said(instance, "uuid") or _instance_uuids().get((index, place), f"{uuid}/{place}")
-            parts.append(Card(Device(f"{KIND}:{index}.{place}", total, f"{name} MIG", id, index), uuid, uuid))
+            parts.append(
+                Card(Device(f"{KIND}:{index}.{place}", total, f"{name} MIG", id, index), uuid, uuid)
+            )
     if not parts:
         raise Silent("it is partitioned (MIG), and has no instance")
     return parts
@@ -88,29 +98,54 @@ def ask(card: Card, now: float) -> Sample:
     Raises Silent."""
     asked = time.monotonic()
     report = _report()
-    gpu = next((gpu for gpu in report.root.iterfind("gpu") if gpu.findtext("uuid", "").strip() == card.whole), None)
+    gpu = next(
+        (
+            gpu
+            for gpu in report.root.iterfind("gpu")
+            if gpu.findtext("uuid", "").strip() == card.whole
+        ),
+        None,
+    )
     if gpu is None:
         raise Silent("nvidia-smi no longer lists it")
     part = _part(gpu, card) if card.is_part else gpu
     if part is None:
         raise Silent("nvidia-smi no longer lists this instance")
-    free = psutil.virtual_memory().available if card.device.unified else _bytes(_said(part, "fb_memory_usage/free"))
+    free = (
+        psutil.virtual_memory().available
+        if card.device.unified
+        else _bytes(_said(part, "fb_memory_usage/free"))
+    )
     processes = dict(_processes(gpu, part if card.is_part else None))
-    return Sample(card.device.id, now - max(0.0, asked - report.began), free, processes,
-                  None if card.is_part else _number(_said(gpu, "utilization/gpu_util")),
-                  _number(_said(gpu, "temperature/gpu_temp")),
-                  _number(next((said for path in _POWER if (said := _said(gpu, path))), "")))
+    return Sample(
+        card.device.id,
+        now - max(0.0, asked - report.began),
+        free,
+        processes,
+        None if card.is_part else _number(_said(gpu, "utilization/gpu_util")),
+        _number(_said(gpu, "temperature/gpu_temp")),
+        _number(next((said for path in _POWER if (said := _said(gpu, path))), "")),
+    )
 
 
-_POWER = ("gpu_power_readings/instant_power_draw", "gpu_power_readings/power_draw", "power_readings/power_draw")
+_POWER = (
+    "gpu_power_readings/instant_power_draw",
+    "gpu_power_readings/power_draw",
+    "power_readings/power_draw",
+)
 
 
 def _part(gpu: ElementTree.Element, card: Card) -> ElementTree.Element | None:
     place = card.device.id.rpartition(".")[2]
-    return next((one for one in gpu.iterfind("mig_devices/mig_device") if one.findtext("index") == place), None)
+    return next(
+        (one for one in gpu.iterfind("mig_devices/mig_device") if one.findtext("index") == place),
+        None,
+    )
 
 
-def _processes(gpu: ElementTree.Element, part: ElementTree.Element | None) -> Iterator[tuple[int, int | None]]:
+def _processes(
+    gpu: ElementTree.Element, part: ElementTree.Element | None
+) -> Iterator[tuple[int, int | None]]:
     """Of an instance, those that run on it."""
     for process in gpu.iterfind("processes/process_info"):
         if part is None or process.findtext("gpu_instance_id") == part.findtext("gpu_instance_id"):
@@ -120,7 +155,10 @@ def _processes(gpu: ElementTree.Element, part: ElementTree.Element | None) -> It
 def versions() -> dict[str, str]:
     """Raises Silent."""
     root = _report().root
-    return {"driver": root.findtext("driver_version", "unknown"), "CUDA": root.findtext("cuda_version", "unknown")}
+    return {
+        "driver": root.findtext("driver_version", "unknown"),
+        "CUDA": root.findtext("cuda_version", "unknown"),
+    }
 
 
 # -- one run for all who ask -----------------------------------------------------------------------------------------
@@ -162,8 +200,15 @@ def _run(*arguments: str) -> str:
     if tool is None:
         raise Silent("there is no nvidia-smi any more")
     try:
-        process = subprocess.Popen([tool, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
+        process = subprocess.Popen(
+            [tool, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
     except OSError as error:
         raise Silent(f"nvidia-smi cannot be started ({error.strerror})") from error
     try:
@@ -179,7 +224,13 @@ def _run(*arguments: str) -> str:
 def _said(element: Any, path: str) -> str:
     """The text there; empty for nothing, and for what the tool does not know: N/A, [N/A], Not available in WDDM…"""
     text = (element.findtext(path) or "").strip()
-    return "" if re.match(r"\[?(n/a|not (available|supported)|unknown|insufficient|error)", text, re.IGNORECASE) else text
+    return (
+        ""
+        if re.match(
+            r"\[?(n/a|not (available|supported)|unknown|insufficient|error)", text, re.IGNORECASE
+        )
+        else text
+    )
 
 
 _UNITS: Mapping[str, int] = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}

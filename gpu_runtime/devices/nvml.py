@@ -3,6 +3,7 @@
 NVML, not torch: asking torch would create a CUDA context, and that is itself memory on the card. Cards are told apart
 by UUID, since NVML's index is not CUDA's. Every call may hang: `cards.patiently`, or a process that may be killed.
 """
+
 from __future__ import annotations
 
 import json
@@ -63,8 +64,10 @@ def _of_one(nvml: Any, index: int, whole: Any) -> list[Card]:
         return [_card(nvml, f"{KIND}:{index}", index, Handle(whole, whole), uuid)]
     if not instances:
         raise Silent("it is partitioned (MIG), and has no instance")
-    return [_card(nvml, f"{KIND}:{index}.{place}", index, Handle(instance, whole), uuid)
-            for place, instance in instances.items()]
+    return [
+        _card(nvml, f"{KIND}:{index}.{place}", index, Handle(instance, whole), uuid)
+        for place, instance in instances.items()
+    ]
 
 
 def _instances(nvml: Any, whole: Any) -> dict[int, Any] | None:
@@ -78,7 +81,11 @@ def _instances(nvml: Any, whole: Any) -> dict[int, Any] | None:
                 found[place] = nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, place)
             except nvml.NVMLError_NotFound:
                 continue
-    except (nvml.NVMLError_NotSupported, nvml.NVMLError_NoPermission, nvml.NVMLError_FunctionNotFound):
+    except (
+        nvml.NVMLError_NotSupported,
+        nvml.NVMLError_NoPermission,
+        nvml.NVMLError_FunctionNotFound,
+    ):
         return None
     return found
 
@@ -92,8 +99,11 @@ def _card(nvml: Any, id: str, index: int, handle: Handle, whole_uuid: str) -> Ca
         total = psutil.virtual_memory().total
     if total is None:
         raise Silent("it does not say how much memory it has")
-    return Card(Device(id, total, name, _text(nvml.nvmlDeviceGetUUID(handle.own)), index, unified=unified), handle,
-                whole_uuid)
+    return Card(
+        Device(id, total, name, _text(nvml.nvmlDeviceGetUUID(handle.own)), index, unified=unified),
+        handle,
+        whole_uuid,
+    )
 
 
 INTEGRATED = re.compile(r"\b(GB10|Jetson|Tegra|Xavier|Orin|Thor)\b", re.IGNORECASE)
@@ -105,7 +115,10 @@ def _has_no_memory_of_its_own(nvml: Any, handle: Any, name: str) -> bool:
     if INTEGRATED.search(name):
         return True
     mode = getattr(nvml, "nvmlDeviceGetAddressingMode", None)
-    return mode is not None and _or_none(nvml, lambda: mode(handle)) == nvml.NVML_DEVICE_ADDRESSING_MODE_ATS
+    return (
+        mode is not None
+        and _or_none(nvml, lambda: mode(handle)) == nvml.NVML_DEVICE_ADDRESSING_MODE_ATS
+    )
 
 
 def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
@@ -114,13 +127,19 @@ def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...
     Where that cannot be told from the listing (cards of several kinds, or some that cannot be listed) CUDA is asked.
     """
     cards = listing.cards
-    mixed = len({card.device.name for card in cards}) > 1 and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
+    mixed = (
+        len({card.device.name for card in cards}) > 1
+        and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
+    )
     if (mixed or listing.failed) and not any(card.is_part for card in cards):
         order = _asked_of_cuda(environment)
         if order is not None:
             by_uuid = {card.device.uuid: card for card in cards}
-            return tuple(by_uuid[uuid]._replace(torch=f"cuda:{index}") for index, uuid in enumerate(order)
-                         if uuid in by_uuid)
+            return tuple(
+                by_uuid[uuid]._replace(torch=f"cuda:{index}")
+                for index, uuid in enumerate(order)
+                if uuid in by_uuid
+            )
     return named_by(environment.get("CUDA_VISIBLE_DEVICES"), cards, "cuda")
 
 
@@ -139,15 +158,27 @@ print(json.dumps(order))
 def _asked_of_cuda(environment: Mapping[str, str]) -> list[str] | None:
     """UUIDs of the cards that CUDA shows, in its order; None where there is no CUDA. Asked in a child: CUDA, once
     started here, survives no fork. Raises Silent where it takes too long: to guess would be to use the wrong card."""
-    wanted = {key: environment[key] for key in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER") if key in environment}
+    wanted = {
+        key: environment[key]
+        for key in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+        if key in environment
+    }
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("CUDA_")}
     try:
-        said = subprocess.run([sys.executable, "-c", _CUDA_ORDER], env=inherited | wanted, capture_output=True, timeout=4,
-                              check=True, start_new_session=True).stdout
+        said = subprocess.run(
+            [sys.executable, "-c", _CUDA_ORDER],
+            env=inherited | wanted,
+            capture_output=True,
+            timeout=4,
+            check=True,
+            start_new_session=True,
+        ).stdout
         return json.loads(said)
     except subprocess.TimeoutExpired:
-        raise Silent("CUDA has not said within 4 s in which order it numbers these cards; "
-                     "set CUDA_DEVICE_ORDER=PCI_BUS_ID") from None
+        raise Silent(
+            "CUDA has not said within 4 s in which order it numbers these cards; "
+            "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        ) from None
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
 
@@ -170,11 +201,16 @@ def _ask(nvml: Any, card: Card, now: float) -> Sample:
     else:
         free = _or_none(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(own).free)
     processes: dict[int, int | None] = {}
-    for listing in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
+    for listing in (
+        nvml.nvmlDeviceGetComputeRunningProcesses,
+        nvml.nvmlDeviceGetGraphicsRunningProcesses,
+    ):
         for process in _or_none(nvml, partial(listing, own)) or ():
             processes[process.pid] = process.usedGpuMemory
     utilisation = _or_none(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(own).gpu)
-    temperature = _or_none(nvml, lambda: nvml.nvmlDeviceGetTemperature(whole, nvml.NVML_TEMPERATURE_GPU))
+    temperature = _or_none(
+        nvml, lambda: nvml.nvmlDeviceGetTemperature(whole, nvml.NVML_TEMPERATURE_GPU)
+    )
     power = _or_none(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(whole) / 1000)
     return Sample(card.device.id, now, free, processes, utilisation, temperature, power)
 
@@ -186,8 +222,11 @@ def versions() -> dict[str, str]:
     try:
         pynvml.nvmlInit()
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-        return {"driver": _text(pynvml.nvmlSystemGetDriverVersion()), "CUDA": f"{cuda // 1000}.{cuda % 1000 // 10}",
-                NAME: _text(pynvml.nvmlSystemGetNVMLVersion())}
+        return {
+            "driver": _text(pynvml.nvmlSystemGetDriverVersion()),
+            "CUDA": f"{cuda // 1000}.{cuda % 1000 // 10}",
+            NAME: _text(pynvml.nvmlSystemGetNVMLVersion()),
+        }
     except pynvml.NVMLError as error:
         raise Silent(str(error)) from error
 
@@ -196,7 +235,11 @@ def _or_none(nvml: Any, ask: Callable[[], T]) -> T | None:
     """The answer, or None where this card or driver does not offer it. Any other failure is the card's."""
     try:
         return ask()
-    except (nvml.NVMLError_NotSupported, nvml.NVMLError_NoPermission, nvml.NVMLError_FunctionNotFound):
+    except (
+        nvml.NVMLError_NotSupported,
+        nvml.NVMLError_NoPermission,
+        nvml.NVMLError_FunctionNotFound,
+    ):
         return None
 
 

@@ -4,6 +4,7 @@ Which cards there are their drivers are asked once, with a time limit. How full 
 helper process measures (`follow`); only a runtime that shares its book with nobody asks for itself. Simulated cards
 keep their own account. Nothing here decides anything.
 """
+
 from __future__ import annotations
 
 import inspect
@@ -48,8 +49,10 @@ class Probe:
     def rename(self, names: Mapping[str, str]) -> None:
         """Calls its cards what the book calls them (ours -> the book's). Before anything is held: places keep names."""
         self.devices = tuple(_renamed(device, names) for device in self.devices)
-        self._cards = {names.get(id, id): card._replace(device=_renamed(card.device, names))
-                       for id, card in self._cards.items()}
+        self._cards = {
+            names.get(id, id): card._replace(device=_renamed(card.device, names))
+            for id, card in self._cards.items()
+        }
         self._memories = {device.id: self._memory(device) for device in self.devices}
 
     def follow(self, directory: Path | None, ledger: str = "") -> None:
@@ -58,14 +61,18 @@ class Probe:
 
         Starts a helper where there is none, and waits a moment for its first figures.
         """
-        self._sampling = Sampling(directory, ledger) if directory is not None and self._cards else None
+        self._sampling = (
+            Sampling(directory, ledger) if directory is not None and self._cards else None
+        )
         if self._sampling:
             self._sampling.first(FIRST_SECONDS)
 
     def _memory(self, device: Device) -> Memory:
         if device.id in self._cards:
             return Memory(device.id, None, simulated=False, torch=self._cards[device.id].torch)
-        return Memory(device.id, device.total_bytes, simulated=device.simulated, pinned=bool(self._cards))
+        return Memory(
+            device.id, device.total_bytes, simulated=device.simulated, pinned=bool(self._cards)
+        )
 
     def place(self, device: str) -> Memory:
         """This process's memory on that device. Raises UnknownDevice."""
@@ -112,8 +119,11 @@ class Probe:
 
     def trouble(self, stale_seconds: float) -> str:
         """Which cards cannot be used or measured, and why; empty where all can."""
-        lost = [f"card {number} cannot be used: {why}" for number, why in self.listing.failed.items()] \
-            if self.listing else []
+        lost = (
+            [f"card {number} cannot be used: {why}" for number, why in self.listing.failed.items()]
+            if self.listing
+            else []
+        )
         return "; ".join(dict.fromkeys([*self._troubles(stale_seconds).values(), *lost]))
 
     def check(self, now: float, stale_seconds: float) -> None:
@@ -130,7 +140,11 @@ class Probe:
     def people(self) -> dict[int, tuple[str, str]]:
         """User and command of the processes on the cards, as far as they can be seen from here."""
         figures = self._sampling.figures() if self._sampling else None
-        return {pid: (name_of(one.uid), one.command) for pid, one in figures.people.items()} if figures else {}
+        return (
+            {pid: (name_of(one.uid), one.command) for pid, one in figures.people.items()}
+            if figures
+            else {}
+        )
 
     def helper(self) -> dict[str, str]:
         """How the host's helper process does, for a report; empty where there is none to be had."""
@@ -142,7 +156,11 @@ class Probe:
         held = {}
         for id, memory in self._memories.items():
             card = self._cards.get(id)
-            held[id] = memory.held_bytes() if card is None else max(_torch_reserved(card), self._charged(card))
+            held[id] = (
+                memory.held_bytes()
+                if card is None
+                else max(_torch_reserved(card), self._charged(card))
+            )
         return held
 
     def contexts(self) -> dict[str, int]:
@@ -150,7 +168,10 @@ class Probe:
         0 where it has none, or the driver does not tell. (What other engines hold there is in it too.)"""
         if _started_cuda() is None:
             return dict.fromkeys(self._cards, 0)
-        return {id: max(0, self._charged(card) - _torch_reserved(card)) for id, card in self._cards.items()}
+        return {
+            id: max(0, self._charged(card) - _torch_reserved(card))
+            for id, card in self._cards.items()
+        }
 
     def watch_peaks(self) -> None:
         """From now on `beyond_now` tells the most that torch has held on a card, beyond what it holds at this
@@ -164,7 +185,9 @@ class Probe:
         cuda, card = _started_cuda(), self._cards.get(device)
         if cuda is None or card is None:
             return None
-        return cuda.max_memory_allocated(card.device.index) - cuda.memory_allocated(card.device.index)
+        return cuda.max_memory_allocated(card.device.index) - cuda.memory_allocated(
+            card.device.index
+        )
 
     def charged(self, pid: int, devices: tuple[str, ...]) -> dict[str, int]:
         """Bytes that the driver charges to that process on these cards, its CUDA context too; 0 where it does not
@@ -197,7 +220,10 @@ class Probe:
             said = [self._memories[id].map() for id in self._simulated()]
         else:
             cut = cuda.memory_snapshot(**_without_traces(cuda.memory_snapshot))
-            said = [allocator_stats.of_torch(id, number, cut, cuda.memory_stats(number)) for id, number in self._numbered()]
+            said = [
+                allocator_stats.of_torch(id, number, cut, cuda.memory_stats(number))
+                for id, number in self._numbered()
+            ]
         return tuple(one for one in said if one.reserved_bytes or one.alloc_retries or one.ooms)
 
     def pulse(self) -> tuple[object, ...]:
@@ -229,10 +255,16 @@ class Probe:
 
 def _renamed(device: Device, names: Mapping[str, str]) -> Device:
     id = names.get(device.id, device.id)
-    return device if id == device.id else replace(device, id=id, index=int(id.partition(":")[2].partition(".")[0]))
+    return (
+        device
+        if id == device.id
+        else replace(device, id=id, index=int(id.partition(":")[2].partition(".")[0]))
+    )
 
 
-def open_probe(devices: str = "auto", *, cpu_only: bool = False, environment: Mapping[str, str] = os.environ) -> Probe:
+def open_probe(
+    devices: str = "auto", *, cpu_only: bool = False, environment: Mapping[str, str] = os.environ
+) -> Probe:
     """The probe of the devices that the text names.
 
     `auto`: the cards that this process sees if there are any and `cpu_only` does not forbid it, else one simulated card
@@ -254,21 +286,33 @@ def open_probe(devices: str = "auto", *, cpu_only: bool = False, environment: Ma
     if listing and listing.cards:
         return Probe((*(card.device for card in listing.cards), _host()), listing)
     if kind != "auto":
-        raise BadSetting("GPU_DEVICES", devices, f"auto or sim:24GiB on this machine, since {_why_none(kind, cpu_only)}")
+        raise BadSetting(
+            "GPU_DEVICES",
+            devices,
+            f"auto or sim:24GiB on this machine, since {_why_none(kind, cpu_only)}",
+        )
     half = max(GIB, psutil.virtual_memory().total // 2 // GIB * GIB)
     return Probe(_simulated(_Wish(1, half, None)))
 
 
 def _why_none(kind: str, cpu_only: bool) -> str:
-    return "DEVELOPMENT_CPU_ONLY or INFERENCE_GPU_LAYERS=0 forbids it" if cpu_only else f"no {KINDS[kind]} is visible here"
+    return (
+        "DEVELOPMENT_CPU_ONLY or INFERENCE_GPU_LAYERS=0 forbids it"
+        if cpu_only
+        else f"no {KINDS[kind]} is visible here"
+    )
 
 
 def _chosen(given: str, wanted: str, visible: tuple[Card, ...]) -> tuple[Card, ...]:
     found = cards.chosen(wanted, visible)
     if isinstance(found, str):
         here = ", ".join(f"{card.device.id} ({card.device.uuid})" for card in visible) or "none"
-        raise BadSetting("GPU_DEVICES", given, f"numbers or UUIDs of cards that this process sees, and {found!r} is none "
-                                               f"of them; it sees {here}")
+        raise BadSetting(
+            "GPU_DEVICES",
+            given,
+            f"numbers or UUIDs of cards that this process sees, and {found!r} is none "
+            f"of them; it sees {here}",
+        )
     return found
 
 
@@ -284,18 +328,28 @@ def _parsed(given: str, text: str) -> _Wish:
     match = re.fullmatch(r"sim:(?:(\d+)x)?([^,]+)(?:,\s*host:([^,]+))?", text)
     count = int(match[1] or 1) if match else 0
     try:
-        wish = _Wish(count, parse_bytes(match[2]), parse_bytes(match[3]) if match[3] else None) if match else None
+        wish = (
+            _Wish(count, parse_bytes(match[2]), parse_bytes(match[3]) if match[3] else None)
+            if match
+            else None
+        )
     except BadSize:
         wish = None
     sizes = (wish.card_bytes, wish.host_bytes) if wish else ()
-    if wish is None or not 0 < count <= _MOST_CARDS or any(size is not None and size < KIB for size in sizes):
+    if (
+        wish is None
+        or not 0 < count <= _MOST_CARDS
+        or any(size is not None and size < KIB for size in sizes)
+    ):
         raise BadSetting("GPU_DEVICES", given, _EXPECTED)
     return wish
 
 
 def _simulated(wish: _Wish) -> tuple[Device, ...]:
-    cards = (Device(f"sim:{index}", wish.card_bytes, "simulated", f"SIM-{index}", index, simulated=True)
-             for index in range(wish.cards))
+    cards = (
+        Device(f"sim:{index}", wish.card_bytes, "simulated", f"SIM-{index}", index, simulated=True)
+        for index in range(wish.cards)
+    )
     return *cards, _host(wish.host_bytes)
 
 
@@ -318,10 +372,22 @@ def _torch_reserved(card: Card) -> int:
 
 
 # Whatever an allocator does counts here.
-_PULSE = ("allocation.all.allocated", "allocation.all.freed", "segment.all.allocated", "segment.all.freed",
-          "active_bytes.all.current", "reserved_bytes.all.current", "num_alloc_retries", "num_ooms")
+_PULSE = (
+    "allocation.all.allocated",
+    "allocation.all.freed",
+    "segment.all.allocated",
+    "segment.all.freed",
+    "active_bytes.all.current",
+    "reserved_bytes.all.current",
+    "num_alloc_retries",
+    "num_ooms",
+)
 
 
 def _without_traces(snapshot: Callable[..., Any]) -> dict[str, bool]:
     """The arguments that spare us the traces of allocations, which somebody may record; older torch has no choice."""
-    return {"include_traces": False} if "include_traces" in inspect.signature(snapshot).parameters else {}
+    return (
+        {"include_traces": False}
+        if "include_traces" in inspect.signature(snapshot).parameters
+        else {}
+    )

@@ -4,6 +4,7 @@ A simulated device and the host are the same kind of memory: a capacity, segment
 is to hold real bytes, a stretch of a region of real pages. A block is free once nobody refers to it or to its bytes, so
 a tensor that a user kept holds exactly its own bytes, as on a card. A real card's memory is torch's to hand out.
 """
+
 from __future__ import annotations
 
 import collections
@@ -43,7 +44,9 @@ class Block:
 
     def buffer(self) -> Any:
         """Real pages for these bytes: a writable ctypes array [size] that keeps the block alive. Contents undefined."""
-        array = (ctypes.c_ubyte * self.size).from_buffer(self.memory._region(self.segment), self.offset)
+        array = (ctypes.c_ubyte * self.size).from_buffer(
+            self.memory._region(self.segment), self.offset
+        )
         array.block = self
         return array
 
@@ -60,9 +63,21 @@ class Memory:
     the driver know better.
     """
 
-    def __init__(self, device: str, capacity_bytes: int | None, *,
-                 simulated: bool = True, pinned: bool = False, torch: str = "cpu") -> None:
-        self.device, self.capacity_bytes, self.simulated, self.pinned = device, capacity_bytes, simulated, pinned
+    def __init__(
+        self,
+        device: str,
+        capacity_bytes: int | None,
+        *,
+        simulated: bool = True,
+        pinned: bool = False,
+        torch: str = "cpu",
+    ) -> None:
+        self.device, self.capacity_bytes, self.simulated, self.pinned = (
+            device,
+            capacity_bytes,
+            simulated,
+            pinned,
+        )
         self.torch = torch  # what torch calls it in this process: its number is not everybody's
         self.squeezed_bytes = 0
         self.alloc_retries = self.ooms = 0
@@ -87,7 +102,9 @@ class Memory:
 
     def allocate_row(self, sizes: Sequence[int], *, force: bool = False) -> list[Block]:
         """One block per size, side by side and each on a multiple of 512 bytes, or none. Raises as `allocate`."""
-        blocks = [Block(self, size) for size in sizes]  # made first: whatever happens, they clean up after themselves
+        blocks = [
+            Block(self, size) for size in sizes
+        ]  # made first: whatever happens, they clean up after themselves
         with self._lock:
             state, wanted = self._swept(), sum(sizes)
             if not self.counted:
@@ -97,7 +114,9 @@ class Memory:
             if not force and (short or self._failures):
                 self._failures = max(0, self._failures - 1)
                 self._refuse(state, wanted, room)
-            state, spot, retried = simulated_allocator.allocate(state, sizes, [block.note.key for block in blocks], room)
+            state, spot, retried = simulated_allocator.allocate(
+                state, sizes, [block.note.key for block in blocks], room
+            )
             self.alloc_retries += retried
             offset = spot.offset
             for block in blocks:
@@ -110,16 +129,26 @@ class Memory:
         """Bytes in blocks; on a real host also the pages that wait here to be used again."""
         with self._lock:
             state = self._swept()
-            waiting = 0 if self.simulated else sum(
-                run.size for segment in state.segments if segment.id in self._regions
-                for run in segment.runs if run.key == simulated_allocator.FREE)
+            waiting = (
+                0
+                if self.simulated
+                else sum(
+                    run.size
+                    for segment in state.segments
+                    if segment.id in self._regions
+                    for run in segment.runs
+                    if run.key == simulated_allocator.FREE
+                )
+            )
             return state.requested + waiting
 
     def map(self) -> AllocatorMap:
         """How the allocator has cut what it holds. Not on a real card, where torch is to be asked."""
         with self._lock:
             state = self._swept()
-        return allocator_stats.of_segments(self.device, state, alloc_retries=self.alloc_retries, ooms=self.ooms)
+        return allocator_stats.of_segments(
+            self.device, state, alloc_retries=self.alloc_retries, ooms=self.ooms
+        )
 
     def pulse(self) -> tuple[object, ...]:
         """Equal for as long as the map is. The same state is the same object, so that is told at once."""
@@ -139,7 +168,9 @@ class Memory:
     def contains(self, address: int) -> bool:
         """Whether that address lies in real pages of this memory."""
         with self._lock:
-            return any(0 <= address - region.start < len(region) for region in self._regions.values())
+            return any(
+                0 <= address - region.start < len(region) for region in self._regions.values()
+            )
 
     def fail_next(self, times: int = 1) -> None:
         """The next allocations fail as if the device were full: a drill."""
@@ -159,7 +190,9 @@ class Memory:
         """The state without what was freed meanwhile. A note is removed only once it has been heeded."""
         gone = tuple(self._freed)
         if gone:
-            self._settle(simulated_allocator.release(self._state, frozenset(note.key for note in gone)))
+            self._settle(
+                simulated_allocator.release(self._state, frozenset(note.key for note in gone))
+            )
             for note in gone:
                 self._freed.popleft()
                 self._notes.pop(note.key, None)
@@ -186,7 +219,12 @@ class Memory:
             f"{self.device} out of memory. Tried to allocate {show_bytes(wanted)}. {self.device} has a total capacity "
             f"of {show_bytes(self.capacity_bytes)} of which {show_bytes(free)} is free. This process has "
             f"{show_bytes(state.allocated)} allocated; {show_bytes(state.reserved - state.allocated)} is reserved but "
-            f"unallocated.", device=self.device, asked_bytes=wanted, holders=(), report="")
+            f"unallocated.",
+            device=self.device,
+            asked_bytes=wanted,
+            holders=(),
+            report="",
+        )
 
 
 class _Region(mmap.mmap):
@@ -197,7 +235,9 @@ class _Region(mmap.mmap):
 
     def __del__(self) -> None:
         torch = sys.modules.get("torch") if self.pinned else None
-        if torch is not None:  # it may be gone already when the process ends, and the driver cleans up then
+        if (
+            torch is not None
+        ):  # it may be gone already when the process ends, and the driver cleans up then
             torch.cuda.cudart().cudaHostUnregister(self.start)
 
 
@@ -209,8 +249,13 @@ def _map(memory: Memory, size: int) -> _Region:
     try:
         region = _Region(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise out_of_memory(f"{memory.device} out of memory. Tried to allocate {show_bytes(size)}: {error.strerror}.",
-                            device=memory.device, asked_bytes=size, holders=(), report="") from error
+        raise out_of_memory(
+            f"{memory.device} out of memory. Tried to allocate {show_bytes(size)}: {error.strerror}.",
+            device=memory.device,
+            asked_bytes=size,
+            holders=(),
+            report="",
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             region.madvise(mmap.MADV_HUGEPAGE)
@@ -230,8 +275,13 @@ def _pin(region: _Region) -> None:
     cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
     if cuda is None or not cuda.is_initialized():
         return
-    pieces = [(region.start + at, min(_TOUCH_BYTES, len(region) - at)) for at in range(0, len(region), _TOUCH_BYTES)]
-    with ThreadPoolExecutor(8) as threads:  # ctypes lets go of the GIL; locking untouched pages is slow
+    pieces = [
+        (region.start + at, min(_TOUCH_BYTES, len(region) - at))
+        for at in range(0, len(region), _TOUCH_BYTES)
+    ]
+    with ThreadPoolExecutor(
+        8
+    ) as threads:  # ctypes lets go of the GIL; locking untouched pages is slow
         list(threads.map(lambda piece: ctypes.memset(piece[0], 0, piece[1]), pieces))
     if int(cuda.cudart().cudaHostRegister(region.start, len(region), 0)) == 0:
         region.pinned = True
@@ -244,9 +294,15 @@ def out_of_memory(message: str, **facts: Any) -> OutOfMemory:
         return OutOfMemory(message, **facts)
     global _SimulatedOutOfMemory
     if _SimulatedOutOfMemory is None:
-        _SimulatedOutOfMemory = type("SimulatedOutOfMemory", (OutOfMemory, torch.OutOfMemoryError), {
-            "__module__": __name__, "__doc__": out_of_memory.__doc__,
-            "__reduce__": lambda self: (_rebuilt, (str(self), self.facts))})
+        _SimulatedOutOfMemory = type(
+            "SimulatedOutOfMemory",
+            (OutOfMemory, torch.OutOfMemoryError),
+            {
+                "__module__": __name__,
+                "__doc__": out_of_memory.__doc__,
+                "__reduce__": lambda self: (_rebuilt, (str(self), self.facts)),
+            },
+        )
     return _SimulatedOutOfMemory(message, **facts)
 
 

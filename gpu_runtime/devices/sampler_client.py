@@ -13,6 +13,7 @@ dead starts another, and whoever finds it hanging kills it first. Here is the re
 They lie beside the book, not in it: a page that changed every second would be read and decoded by every kernel every
 second. A decision puts the figures that it used into the page, and there they are what everybody goes by.
 """
+
 from __future__ import annotations
 
 import errno
@@ -34,7 +35,9 @@ from ..facts import Device, Sample, Value
 from ..units import show_seconds
 
 HANG_SECONDS = 5.0  # without any card's answer
-START_SECONDS = 30.0  # before the first: a driver that nobody uses may take as long to wake eight cards
+START_SECONDS = (
+    30.0  # before the first: a driver that nobody uses may take as long to wake eight cards
+)
 START_AGAIN_SECONDS = 3.0
 FRESH_SECONDS = 0.25  # how long a decision waits for figures taken now
 LOOK_SECONDS = 0.5  # how often one reader looks after the helper
@@ -55,8 +58,12 @@ class Figures(Value):
     began_at: float  # when this round of questions began
     host: Sample
     cards: dict[str, Sample] = {}  # by UUID; a card that does not answer keeps its last
-    failed: dict[str, str] = {}  # UUID, or index of a card that cannot even tell it, or "": why there is no answer
-    people: dict[int, Person] = {}  # of the processes on the cards, as far as they can be seen from here
+    failed: dict[
+        str, str
+    ] = {}  # UUID, or index of a card that cannot even tell it, or "": why there is no answer
+    people: dict[
+        int, Person
+    ] = {}  # of the processes on the cards, as far as they can be seen from here
 
     @property
     def newest(self) -> float:
@@ -68,7 +75,9 @@ class Figures(Value):
         if device.is_host:
             return self.host
         if device.uuid in self.failed or "" in self.failed:
-            return Sample(device.id, self.began_at, None)  # from now on unknown, whatever it said before
+            return Sample(
+                device.id, self.began_at, None
+            )  # from now on unknown, whatever it said before
         sample = self.cards.get(device.uuid)
         return replace(sample, device=device.id) if sample else None
 
@@ -88,7 +97,9 @@ _FLOCK = struct.Struct("hhqqi4x")
 _decode = msgspec.json.Decoder(Figures).decode
 _LOOKING = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _MOST_BYTES = 1 << 20  # of figures; 64 cards with a hundred processes each take 200 KiB
-_children: list[subprocess.Popen[bytes]] = []  # helpers that this process started; they outlive their objects' users
+_children: list[
+    subprocess.Popen[bytes]
+] = []  # helpers that this process started; they outlive their objects' users
 
 
 class Sampling:
@@ -149,7 +160,10 @@ class Sampling:
 
     def _ring(self) -> bool:
         try:
-            bell = os.open(self.directory / "sampler.bell", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+            bell = os.open(
+                self.directory / "sampler.bell",
+                os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW,
+            )
         except OSError:
             return False  # nobody listens
         try:
@@ -183,10 +197,14 @@ class Sampling:
         if holder is None:
             said = {"helper": self._why or self._last_words() or "none runs"}
         else:
-            said = {"helper": f"pid {holder.pid or 'unknown'}, for {show_seconds(now - holder.started_at)}"
-                              + (f"; {self._why}" if self._why else "")}
+            said = {
+                "helper": f"pid {holder.pid or 'unknown'}, for {show_seconds(now - holder.started_at)}"
+                + (f"; {self._why}" if self._why else "")
+            }
         if figures is not None:
-            said["figures"] = f"{len(figures.cards)} cards, {show_seconds(now - figures.began_at)} old"
+            said["figures"] = (
+                f"{len(figures.cards)} cards, {show_seconds(now - figures.began_at)} old"
+            )
             said |= {f"card {key or 'of any kind'}": why for key, why in figures.failed.items()}
         return said
 
@@ -234,17 +252,30 @@ class Sampling:
             self._why = self._last_words()
             package = Path(__file__).parents[2]
             paths = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH", ""))))
-            _children.append(subprocess.Popen(
-                [sys.executable, "-m", "gpu_runtime.telemetry.sampler", *(["--simulated"] if self._simulated else []),
-                 str(self.directory)],
-                cwd="/",  # a module of the notebook's directory would be taken for the standard library's
-                # The ledger in the environment: its URL may hold a password, and everybody sees a command line.
-                env={**os.environ, "PYTHONPATH": paths, "GPU_LEDGER": self._ledger}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, start_new_session=True))  # the stop button signals the whole group
+            _children.append(
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        "gpu_runtime.telemetry.sampler",
+                        *(["--simulated"] if self._simulated else []),
+                        str(self.directory),
+                    ],
+                    cwd="/",  # a module of the notebook's directory would be taken for the standard library's
+                    # The ledger in the environment: its URL may hold a password, and everybody sees a command line.
+                    env={**os.environ, "PYTHONPATH": paths, "GPU_LEDGER": self._ledger},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            )  # the stop button signals the whole group
         except FileExistsError:
             pass
         except OSError as error:
-            self._why = f"the helper that measures them cannot be started ({error.strerror or error})"
+            self._why = (
+                f"the helper that measures them cannot be started ({error.strerror or error})"
+            )
 
     def _last_words(self) -> str:
         try:
@@ -257,8 +288,10 @@ class Sampling:
         """Kills a helper that hangs. In the driver's uninterruptible sleep it does not die; then none is started."""
         if self._killed and self._killed[0] == holder.pid:
             if now - self._killed[1] > 2.0:
-                self._why = (f"the helper that measures them (pid {holder.pid}) hangs in the driver and cannot be "
-                             f"ended; nothing is granted there until the driver answers or the machine is restarted")
+                self._why = (
+                    f"the helper that measures them (pid {holder.pid}) hangs in the driver and cannot be "
+                    f"ended; nothing is granted there until the driver answers or the machine is restarted"
+                )
             return
         try:
             process = os.pidfd_open(holder.pid) if holder.pid else -1
@@ -291,8 +324,9 @@ class Sampling:
             elif sample is None:
                 said[uuid] = f"{name} is not among the cards that the driver lists"
             elif age > stale_seconds:
-                said[uuid] = f"{name} was last measured {show_seconds(age)} ago" + (f": {self._why}" if self._why else
-                                                                                   "; the driver may hang")
+                said[uuid] = f"{name} was last measured {show_seconds(age)} ago" + (
+                    f": {self._why}" if self._why else "; the driver may hang"
+                )
         if said and len(said) == len(cards):
             said[""] = "; ".join(said.values())
         return said

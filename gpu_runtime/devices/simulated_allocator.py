@@ -10,6 +10,7 @@ Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp. Two things differ, so that w
 capacity counts requested bytes, not rounded ones; and where room is short, free runs inside segments in use are given
 back too, as torch does with expandable segments.
 """
+
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
@@ -65,7 +66,10 @@ class Segments(NamedTuple):
 
     @property
     def largest_free(self) -> int:
-        return max((run.size for segment in self.segments for run in segment.runs if run.key == FREE), default=0)
+        return max(
+            (run.size for segment in self.segments for run in segment.runs if run.key == FREE),
+            default=0,
+        )
 
 
 class Spot(NamedTuple):
@@ -84,7 +88,9 @@ def rounded(size: int, step: int = STEP) -> int:
     return -(-size // step) * step
 
 
-def allocate(state: Segments, sizes: Sequence[int], keys: Sequence[int], room: int) -> tuple[Segments, Spot, bool]:
+def allocate(
+    state: Segments, sizes: Sequence[int], keys: Sequence[int], room: int
+) -> tuple[Segments, Spot, bool]:
     """The state with one run per size, side by side; where the first one lies; and whether cached memory had to go.
 
     `room` is how many bytes may be reserved in all. The caller has checked that the requested bytes fit into it.
@@ -108,10 +114,18 @@ def allocate(state: Segments, sizes: Sequence[int], keys: Sequence[int], room: i
 
 def release(state: Segments, keys: Collection[int]) -> Segments:
     """The state with these keys' runs free, and joined with their free neighbours. Unknown keys change nothing."""
-    return state._replace(segments=tuple(
-        segment._replace(runs=_joined(Run(run.size, FREE) if run.key in keys else run for run in segment.runs))
-        if any(run.key in keys for run in segment.runs) else segment
-        for segment in state.segments))
+    return state._replace(
+        segments=tuple(
+            segment._replace(
+                runs=_joined(
+                    Run(run.size, FREE) if run.key in keys else run for run in segment.runs
+                )
+            )
+            if any(run.key in keys for run in segment.runs)
+            else segment
+            for segment in state.segments
+        )
+    )
 
 
 def emptied(state: Segments) -> Segments:
@@ -121,9 +135,16 @@ def emptied(state: Segments) -> Segments:
 
 def trimmed(state: Segments) -> Segments:
     """The state with every free run given back, in segments in use too: reserved is allocated."""
-    return state._replace(segments=tuple(
-        segment._replace(runs=_joined(Run(run.size, HOLE) if run.key == FREE else run for run in segment.runs))
-        for segment in emptied(state).segments))
+    return state._replace(
+        segments=tuple(
+            segment._replace(
+                runs=_joined(
+                    Run(run.size, HOLE) if run.key == FREE else run for run in segment.runs
+                )
+            )
+            for segment in emptied(state).segments
+        )
+    )
 
 
 def _segment_size(need: int) -> int:
@@ -146,14 +167,21 @@ def _best_fit(state: Segments, need: int, small: bool) -> Spot | None:
 
 def _cut(state: Segments, spot: Spot, runs: tuple[Run, ...], need: int) -> Segments:
     """The state with these runs at the start of the free run at that spot."""
+
     def cut(segment: Segment) -> Segment:
         after, offset = [], 0
         for run in segment.runs:
-            after += [*runs, Run(run.size - need, FREE)] if offset == spot.offset and run.key == FREE else [run]
+            after += (
+                [*runs, Run(run.size - need, FREE)]
+                if offset == spot.offset and run.key == FREE
+                else [run]
+            )
             offset += run.size
         return segment._replace(runs=_joined(after))
 
-    return state._replace(segments=tuple(cut(s) if s.id == spot.segment else s for s in state.segments))
+    return state._replace(
+        segments=tuple(cut(s) if s.id == spot.segment else s for s in state.segments)
+    )
 
 
 def _joined(runs: Collection[Run] | object) -> tuple[Run, ...]:

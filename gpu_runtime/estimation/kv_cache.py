@@ -3,6 +3,7 @@
 Pure: a config by Hugging Face's names goes in (a GGUF header is translated before it comes here), bytes come out. What
 the config does not say is None, never zero. All figures are for inference, without gradients.
 """
+
 from __future__ import annotations
 
 import math
@@ -12,17 +13,59 @@ from typing import Any, NamedTuple
 from ..errors import BadSetting
 
 CACHE_BITS = {  # of one value in the cache, scales included
-    "float32": 32.0, "f32": 32.0, "float16": 16.0, "f16": 16.0, "fp16": 16.0, "half": 16.0, "bfloat16": 16.0,
-    "bf16": 16.0, "fp8": 8.0, "fp8_e4m3": 8.0, "fp8_e5m2": 8.0, "float8_e4m3fn": 8.0, "float8_e5m2": 8.0, "int8": 8.0,
-    "q8_0": 8.5, "q5_1": 6.0, "q5_0": 5.5, "q4_1": 5.0, "q4_0": 4.5, "iq4_nl": 4.5, "int4": 4.0,
+    "float32": 32.0,
+    "f32": 32.0,
+    "float16": 16.0,
+    "f16": 16.0,
+    "fp16": 16.0,
+    "half": 16.0,
+    "bfloat16": 16.0,
+    "bf16": 16.0,
+    "fp8": 8.0,
+    "fp8_e4m3": 8.0,
+    "fp8_e5m2": 8.0,
+    "float8_e4m3fn": 8.0,
+    "float8_e5m2": 8.0,
+    "int8": 8.0,
+    "q8_0": 8.5,
+    "q5_1": 6.0,
+    "q5_0": 5.5,
+    "q4_1": 5.0,
+    "q4_0": 4.5,
+    "iq4_nl": 4.5,
+    "int4": 4.0,
 }
 _MOST_LAYERS = 10_000  # a config that says more is not believed
-_NESTED = ("text_config", "llm_config", "language_config")  # where models of several senses keep the one that writes
+_NESTED = (
+    "text_config",
+    "llm_config",
+    "language_config",
+)  # where models of several senses keep the one that writes
 # Every how many layers one sees the whole context, where a config gives a window and no pattern: as transformers does.
-_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gemma3n_text": 5, "cohere2": 4, "gpt_oss": 2, "olmo3": 4,
-             "llama4_text": 4}
-_GENERATES = ("CausalLM", "LMHead", "ConditionalGeneration", "ImageTextToText", "Seq2SeqLM", "LMHeadModel")
-_UNFUSED = {"gelu_new", "gelu_fast", "quick_gelu", "gelu_accurate"}  # computed step by step, so more of it is alive
+_PATTERNS = {
+    "gemma2": 2,
+    "gemma3": 6,
+    "gemma3_text": 6,
+    "gemma3n_text": 5,
+    "cohere2": 4,
+    "gpt_oss": 2,
+    "olmo3": 4,
+    "llama4_text": 4,
+}
+_GENERATES = (
+    "CausalLM",
+    "LMHead",
+    "ConditionalGeneration",
+    "ImageTextToText",
+    "Seq2SeqLM",
+    "LMHeadModel",
+)
+_UNFUSED = {
+    "gelu_new",
+    "gelu_fast",
+    "quick_gelu",
+    "gelu_accurate",
+}  # computed step by step, so more of it is alive
 
 
 class Layer(NamedTuple):
@@ -56,7 +99,11 @@ def wish(options: Mapping[str, Any], config: Mapping[str, Any]) -> Wish | None:
         if given is not None and (type(given) is not int or given < 1):
             raise BadSetting(name, given, "a whole number above 0")
     if tokens is None and (tokens := longest_context(config)) is None:
-        raise BadSetting("sequences", sequences, "given with context_length, since the model does not tell its own")
+        raise BadSetting(
+            "sequences",
+            sequences,
+            "given with context_length, since the model does not tell its own",
+        )
     item = item_bytes(options, config)
     said = options.get("cache_dtype")
     bits = 8.0 * item if said is None else CACHE_BITS.get(str(said).removeprefix("torch.").lower())
@@ -67,8 +114,12 @@ def wish(options: Mapping[str, Any], config: Mapping[str, Any]) -> Wish | None:
 
 def item_bytes(options: Mapping[str, Any], config: Mapping[str, Any]) -> int:
     """Bytes of an activation: as the `dtype` option says, else the config, else two."""
-    for said in (options.get("dtype"), options.get("torch_dtype"), _text(config).get("dtype"),
-                 _text(config).get("torch_dtype")):
+    for said in (
+        options.get("dtype"),
+        options.get("torch_dtype"),
+        _text(config).get("dtype"),
+        _text(config).get("torch_dtype"),
+    ):
         bits = CACHE_BITS.get(str(said).removeprefix("torch.").lower())
         if bits is not None and bits >= 16:
             return int(bits) // 8
@@ -77,8 +128,16 @@ def item_bytes(options: Mapping[str, Any], config: Mapping[str, Any]) -> int:
 
 def longest_context(config: Mapping[str, Any]) -> int | None:
     """The longest context, in tokens, that the config names."""
-    return _number(_text(config), "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx",
-                   "max_sequence_length", "model_max_length")
+    return _number(
+        _text(config),
+        "max_position_embeddings",
+        "n_positions",
+        "max_seq_len",
+        "seq_length",
+        "n_ctx",
+        "max_sequence_length",
+        "model_max_length",
+    )
 
 
 def batch_tokens(config: Mapping[str, Any]) -> int | None:
@@ -94,7 +153,10 @@ def attention_heads(config: Mapping[str, Any]) -> int:
 
 # -- the KV cache -------------------------------------------------------------------------------------------------
 
-def kv_cache_bytes(layers: Sequence[Layer], *, tokens: int, sequences: int = 1, bits: float = 16.0) -> int:
+
+def kv_cache_bytes(
+    layers: Sequence[Layer], *, tokens: int, sequences: int = 1, bits: float = 16.0
+) -> int:
     """Bytes of the cache of so many sequences, each of so many tokens, at so many bits a value.
 
     A lower bound: an engine that allocates it in pages or blocks rounds up.
@@ -122,13 +184,19 @@ def cache_layers(config: Mapping[str, Any]) -> tuple[Layer, ...] | None:
     text = _text(config)
     if not _generates(config):
         return ()
-    count = _number(text, "num_decoder_layers", "decoder_layers") if config.get("is_encoder_decoder") else None
+    count = (
+        _number(text, "num_decoder_layers", "decoder_layers")
+        if config.get("is_encoder_decoder")
+        else None
+    )
     count = count or _number(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     if count is None or count > _MOST_LAYERS:
         return None
     kinds = _kinds(text, count)
     window = _number(text, "sliding_window", "attention_chunk_size", "sliding_window_size") or 0
-    shared = min(_number(text, "num_kv_shared_layers") or 0, count)  # the last ones, which read another layer's
+    shared = min(
+        _number(text, "num_kv_shared_layers") or 0, count
+    )  # the last ones, which read another layer's
     layers = []
     for index, kind in enumerate(kinds):
         values = _values(text, index, whole=kind == "full")
@@ -136,7 +204,12 @@ def cache_layers(config: Mapping[str, Any]) -> tuple[Layer, ...] | None:
             return None
         if kind == "none" or index >= count - shared:
             values = 0
-        layers.append(Layer(values * (2 if config.get("is_encoder_decoder") else 1), window if kind == "window" else 0))
+        layers.append(
+            Layer(
+                values * (2 if config.get("is_encoder_decoder") else 1),
+                window if kind == "window" else 0,
+            )
+        )
     return tuple(layers)
 
 
@@ -148,7 +221,9 @@ def _values(text: Mapping[str, Any], index: int, *, whole: bool) -> int | None:
     heads = attention_heads(text)
     if not heads:
         return None
-    groups = _at(text, index, "num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
+    groups = _at(
+        text, index, "num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv"
+    )
     if text.get("multi_query") and "num_kv_heads" not in text:
         groups = 1
     if groups is None:
@@ -156,7 +231,10 @@ def _values(text: Mapping[str, Any], index: int, *, whole: bool) -> int | None:
     width = _number(text, "hidden_size", "n_embd", "d_model")
     size = _number(text, "head_dim", "kv_channels", "d_kv") or (width // heads if width else None)
     if whole:
-        groups, size = _number(text, "num_global_key_value_heads") or groups, _number(text, "global_head_dim") or size
+        groups, size = (
+            _number(text, "num_global_key_value_heads") or groups,
+            _number(text, "global_head_dim") or size,
+        )
     return groups * (size + (_number(text, "v_head_dim") or size)) if size else None
 
 
@@ -182,10 +260,13 @@ def _kinds(text: Mapping[str, Any], count: int) -> list[str]:
 def _kind(word: str) -> str:
     if "sliding" in word or "chunked" in word:
         return "window"
-    return "none" if any(sign in word for sign in ("linear", "mamba", "conv", "recurrent")) else "full"
+    return (
+        "none" if any(sign in word for sign in ("linear", "mamba", "conv", "recurrent")) else "full"
+    )
 
 
 # -- activations --------------------------------------------------------------------------------------------------
+
 
 def activation_bytes(config: Mapping[str, Any], wanted: Wish) -> int | None:
     """The most that is alive at once beside weights and cache, while a context is read in one pass; None: unknown.
@@ -202,27 +283,36 @@ def activation_bytes(config: Mapping[str, Any], wanted: Wish) -> int | None:
     width = _number(text, "hidden_size", "n_embd", "d_model")
     if not width:
         return None
-    inner = _number(text, "intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size") or 4 * width
+    inner = (
+        _number(text, "intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size")
+        or 4 * width
+    )
     said = text.get("activation_function", text.get("hidden_act"))
     alive, beside = (5, 2) if isinstance(said, str) and said in _UNFUSED else (3, 4)
     values = alive * inner + beside * width
     if experts := _number(text, "num_experts_per_tok", "num_experts_per_token", "moe_topk"):
         each = _number(text, "moe_intermediate_size", "expert_ffn_hidden_size") or inner
-        values = max(values if _number(text, "first_k_dense_replace") else 0,
-                     experts * (alive * each + 4 * width) + 4 * width)
+        values = max(
+            values if _number(text, "first_k_dense_replace") else 0,
+            experts * (alive * each + 4 * width) + 4 * width,
+        )
     vocabulary = _number(text, "vocab_size") or 0
     if batch := batch_tokens(text):
-        at_once, matrices = min(batch, wanted.tokens), attention_heads(text) + 1 if config.get("written_scores") else 0
+        at_once, matrices = (
+            min(batch, wanted.tokens),
+            attention_heads(text) + 1 if config.get("written_scores") else 0,
+        )
         return wanted.sequences * at_once * (max(values, vocabulary) + matrices * wanted.tokens) * 4
     size = wanted.tokens * values * wanted.item_bytes
     if wanted.eager:
-        scores = attention_heads(text) * wanted.tokens ** 2 * (wanted.item_bytes + 4)
+        scores = attention_heads(text) * wanted.tokens**2 * (wanted.item_bytes + 4)
         size = max(size, scores + wanted.tokens * 11 * width * wanted.item_bytes)
     last = vocabulary * (wanted.item_bytes + 4) if _generates(config) else 0
     return wanted.sequences * (size + last)
 
 
 # -- reading a config ---------------------------------------------------------------------------------------------
+
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of the config that describes the language model."""

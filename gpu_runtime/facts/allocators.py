@@ -38,7 +38,9 @@ class SegmentMap(Value, array_like=True):
     @property
     def in_use(self) -> bool:
         """Whether something in it is allocated, so that it cannot be given back."""
-        return any(block.state not in (BlockState.INACTIVE, BlockState.RELEASED) for block in self.blocks)
+        return any(
+            block.state not in (BlockState.INACTIVE, BlockState.RELEASED) for block in self.blocks
+        )
 
 
 class AllocatorMap(Value):
@@ -50,8 +52,12 @@ class AllocatorMap(Value):
     allocated_bytes: int
     reserved_bytes: int
     inactive_bytes: int | None = None  # reserved, and held by nobody
-    releasable_bytes: int | None = None  # of these, in segments that nobody uses: defragmenting gives them back
-    largest_free_bytes: int | None = None  # the largest inactive block: the largest request that needs no new memory
+    releasable_bytes: int | None = (
+        None  # of these, in segments that nobody uses: defragmenting gives them back
+    )
+    largest_free_bytes: int | None = (
+        None  # the largest inactive block: the largest request that needs no new memory
+    )
     alloc_retries: int = 0
     ooms: int = 0
     segments: tuple[SegmentMap, ...] = ()  # the largest ones, where there are too many to tell
@@ -67,4 +73,8 @@ class AllocatorMap(Value):
         if view.room_bytes is None or self.largest_free_bytes is None:
             return None
         room = max(0, view.room_bytes)
-        return room if view.device.simulated else max(self.largest_free_bytes, room + (self.releasable_bytes or 0))
+        return (
+            room
+            if view.device.simulated
+            else max(self.largest_free_bytes, room + (self.releasable_bytes or 0))
+        )

@@ -12,7 +12,13 @@ MOST_EVENTS = 16  # events in one page, which all pay for; older ones live in th
 
 NEVER = 0.0  # of a time, or not measured; say it by this name: what *is* the default takes no room in the page
 
-IMPORTANCE = {"urgent": 1, "high": 5, "normal": 10, "low": 20, "batch": 30}  # lower is more important
+IMPORTANCE = {
+    "urgent": 1,
+    "high": 5,
+    "normal": 10,
+    "low": 20,
+    "batch": 30,
+}  # lower is more important
 NORMAL = IMPORTANCE["normal"]
 
 

@@ -75,7 +75,9 @@ class Book(Value):
     seq: int = 0  # of the newest event
     counts: dict[str, int] = {}  # of owners that are gone, so that totals never fall
     ghosts: tuple[Ghost, ...] = ()  # what the dead held, as long as a driver may still hold it
-    drained: dict[str, Drain] = {}  # Device.key -> by whom; nobody's own, so it outlives who said so
+    drained: dict[
+        str, Drain
+    ] = {}  # Device.key -> by whom; nobody's own, so it outlives who said so
 
     @property
     def entries(self) -> int:
@@ -128,13 +130,17 @@ class Book(Value):
 
     def without_lease(self, owner: str, name: str) -> Book:
         section = self.sections[owner]
-        return self.with_section(replace(section, leases=tuple(o for o in section.leases if o.name != name)))
+        return self.with_section(
+            replace(section, leases=tuple(o for o in section.leases if o.name != name))
+        )
 
     def with_ticket(self, ticket: Ticket) -> Book:
         """This book with the ticket, in its old place where it had one."""
         if self.ticket(ticket.key) is None:
             return replace(self, tickets=(*self.tickets, ticket))
-        return replace(self, tickets=tuple(ticket if t.key == ticket.key else t for t in self.tickets))
+        return replace(
+            self, tickets=tuple(ticket if t.key == ticket.key else t for t in self.tickets)
+        )
 
     def without_ticket(self, key: str) -> Book:
         return replace(self, tickets=tuple(ticket for ticket in self.tickets if ticket.key != key))
@@ -170,7 +176,8 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
         return {}
     before, after = old.claims(), new.claims()
     over = {
-        device: after[device] - max(new.limits.get(device, after[device]), before.get(device, 0)) for device in more
+        device: after[device] - max(new.limits.get(device, after[device]), before.get(device, 0))
+        for device in more
     }
     shared = one_memory(new.devices)
     if shared & more:  # they have one budget, the largest of theirs

@@ -15,7 +15,9 @@ class Cap(Value):
 
     user: str
     file: str  # where it is written
-    bytes_per_device: int | None = None  # on each card; host memory, where others make one step aside to, is not capped
+    bytes_per_device: int | None = (
+        None  # on each card; host memory, where others make one step aside to, is not capped
+    )
     importance: int | None = None  # the highest that may be asked for, that is, the lowest number
     keep: bool = True
     longest_lease_seconds: float | None = None  # of a block of code
@@ -57,7 +59,9 @@ class Rules(Value):
     answer_seconds: float = 2.0  # an owner asked so long ago, and idle still, does not answer
     refresh_seconds: float = 2.0  # a ticket not refreshed for so long is skipped
     ageing_seconds: float = 30.0  # waiting so long is worth one class of importance
-    limit_bytes: int | None = None  # INFERENCE_MEMORY_LIMIT_GB: a further limit on this owner's models
+    limit_bytes: int | None = (
+        None  # INFERENCE_MEMORY_LIMIT_GB: a further limit on this owner's models
+    )
     cap: Cap | None = None  # the operator's, on this owner's user
 
 
@@ -68,7 +72,9 @@ class World(Value):
     wall: float
     devices: tuple[Device, ...]
     limits: dict[str, int]  # device -> budget in bytes, as this process would set it
-    samples: dict[str, Sample] = {}  # none for a simulated device: there the book is the measurement
+    samples: dict[
+        str, Sample
+    ] = {}  # none for a simulated device: there the book is the measurement
     rules: Rules = Rules()
 
     def device(self, id: str) -> Device | None:
@@ -91,11 +97,13 @@ class PlacementRules(Value):
     card_bytes: dict[
         str, int
     ] = {}  # the most that it may take of each card; one not named takes nothing. Empty: no bound
-    margin_bytes: int = 512 * 2**20  # left free on each card of a proportional split, for the driver's own needs
-    overhead: float = 0.0  # what each card of a split takes beyond its part, as a fraction of that part
-    factor: float = (
-        0.0  # a share is the weights times this, and a card that this nearly fills is taken whole; 0: the estimate
+    margin_bytes: int = (
+        512 * 2**20
+    )  # left free on each card of a proportional split, for the driver's own needs
+    overhead: float = (
+        0.0  # what each card of a split takes beyond its part, as a fraction of that part
     )
+    factor: float = 0.0  # a share is the weights times this, and a card that this nearly fills is taken whole; 0: the estimate
     largest_fraction: float = 0.8  # of a card, that such a share may take
 
 
@@ -205,7 +213,11 @@ class Plan(Value):
     footprint: Footprint | None = None
     name: str = ""
     cards: str = ""  # GPU: 0, or GPUs: 0,1,2 (TP:3)
-    obstacle: str = ""  # why it would not be loaded whatever the room: it is disabled, or no backend here can
+    obstacle: str = (
+        ""  # why it would not be loaded whatever the room: it is disabled, or no backend here can
+    )
 
     def __str__(self) -> str:
-        return self.because + (f" It would not be loaded: {self.obstacle}." if self.obstacle else "")
+        return self.because + (
+            f" It would not be loaded: {self.obstacle}." if self.obstacle else ""
+        )

@@ -30,7 +30,11 @@ class Owner(Value):
     @property
     def label(self) -> str:
         """How people call it: `train.ipynb (pid 4121)`."""
-        return f"{self.notebook.rsplit('/', 1)[-1]} (pid {self.pid})" if self.notebook else f"pid {self.pid}"
+        return (
+            f"{self.notebook.rsplit('/', 1)[-1]} (pid {self.pid})"
+            if self.notebook
+            else f"pid {self.pid}"
+        )
 
 
 class Phase(enum.StrEnum):
@@ -134,10 +138,14 @@ class Section(Value):
 
     owner: Owner
     leases: tuple[Lease, ...] = ()
-    residue: dict[str, int] = {}  # device -> bytes this process holds beyond its leases (context, cache, own tensors)
+    residue: dict[
+        str, int
+    ] = {}  # device -> bytes this process holds beyond its leases (context, cache, own tensors)
     names: tuple[str, ...] = ()  # models that it can load when asked
     counts: dict[str, int] = {}  # loaded, offloaded, restored, unloaded, refused
-    engines: tuple[int, ...] = ()  # processes that it has started to run models in; their memory is its leases'
+    engines: tuple[
+        int, ...
+    ] = ()  # processes that it has started to run models in; their memory is its leases'
     busy_since: float = NEVER  # since when its kernel runs a cell; 0: it runs none, or is no kernel
     idle_since: float = NEVER  # when its last cell ended; 0: unknown, or it runs one
 
@@ -157,10 +165,14 @@ class Ticket(Value):
     importance: int = NORMAL
     need: Shares = ()  # the room it waits for, on the likeliest card
     places: tuple[str, ...] = ()  # cards that would do as well, or where to move it; empty: any
-    layout: str = ""  # how the need may be divided otherwise among these places; empty: it is for one card
+    layout: str = (
+        ""  # how the need may be divided otherwise among these places; empty: it is for one card
+    )
     recalls: tuple[str, ...] = ()  # lease ids asked to step aside for it
     recalled_since: float = 0.0  # since when just these are asked
     held: tuple[str, ...] = ()  # lease ids that the asking thread itself pins
     blocked_since: float = 0.0  # since when only models in use stand in its way; 0: they do not
     because: str = ""
-    said_by: str = ""  # the person for whom it was asked, as the asking process claims: for display, no proof
+    said_by: str = (
+        ""  # the person for whom it was asked, as the asking process claims: for display, no proof
+    )

@@ -13,7 +13,9 @@ class Part(Value):
     name: str  # "weights", "kv_cache", "activations", "room", "margin", "context", "all"
     bytes: int
     source: str  # "declared", "measured on …", "safetensors header", "GGUF header", "shapes", "config", "name", …
-    detail: str = ""  # how it was reckoned: `32 layers × 8 KV heads × 128 × 2 × 8192 tokens, 16 bits`
+    detail: str = (
+        ""  # how it was reckoned: `32 layers × 8 KV heads × 128 × 2 × 8192 tokens, 16 bits`
+    )
 
     @property
     def for_use(self) -> bool:
@@ -25,7 +27,9 @@ class Footprint(Value):
     """The bytes that a model needs on a device, part by part. How they are found: `estimate.py`."""
 
     parts: tuple[Part, ...]
-    heads: int = 0  # attention heads, which a tensor-parallel degree must divide; 0: unknown, any degree
+    heads: int = (
+        0  # attention heads, which a tensor-parallel degree must divide; 0: unknown, any degree
+    )
     # Bytes of the indivisible consecutive pieces that the model may be cut between when it goes over several cards:
     # embeddings, layer 0…n, head. They sum to `bytes`, overheads included. Empty: it may be cut at any byte.
     pieces: tuple[int, ...] = ()
@@ -49,7 +53,9 @@ class Footprint(Value):
 class Evidence(Value):
     """What a model's source tells of its size, nothing of it loaded."""
 
-    weight_bytes: int | None = None  # once in memory; None: it cannot be told from the source itself
+    weight_bytes: int | None = (
+        None  # once in memory; None: it cannot be told from the source itself
+    )
     source: str = ""  # where that was read: "safetensors header", "GGUF header", "shapes", "module"
     file_bytes: int = 0  # of its files, where nothing but their size is known
     file_format: str = ""  # of those: gguf or safetensors
@@ -87,7 +93,9 @@ class ModelSpec(Value):
     devices: tuple[str, ...] = ()  # where it may go; empty: anywhere
     placement: dict[str, Any] = {}  # fields of PlacementRules on which the model has its own word
     enabled: bool = True  # False: it is known, and refuses to load
-    options: dict[str, Any] = {}  # what its backend and its estimate go by: context_length, gpu_layers, dtype, …
+    options: dict[
+        str, Any
+    ] = {}  # what its backend and its estimate go by: context_length, gpu_layers, dtype, …
 
     @property
     def key(self) -> str:

@@ -47,7 +47,9 @@ class DeviceView(Value):
     residue_bytes: int = 0
     stranger_bytes: int | None = None  # in use and leased by nobody; None: unknown, or simulated
     drained: Drain | None = None
-    room_bytes: int | None = None  # what a grant may spend now, negative in an overdraft; None: not known
+    room_bytes: int | None = (
+        None  # what a grant may spend now, negative in an overdraft; None: not known
+    )
     blind: str = ""  # why nothing can be granted: the device cannot be seen well enough
 
 
@@ -95,7 +97,9 @@ class Moment(Value):
     device: str
     total_bytes: int
     limit_bytes: int  # its budget
-    measured_bytes: int | None  # in use; None: the driver would not say. What no lease claims is the rest
+    measured_bytes: (
+        int | None
+    )  # in use; None: the driver would not say. What no lease claims is the rest
     level: Level
     utilisation_percent: float | None = None
     temperature_celsius: float | None = None
@@ -148,11 +152,15 @@ class Snapshot(Value):
     degraded: str = ""  # why the monitor cannot see; empty: it can
     ledger: str = ""
     totals: dict[str, int] = {}  # evictions, offloads, unloads, restorations of this boot
-    strangers: tuple[Stranger, ...] = ()  # processes on the cards that lease nothing, the largest first
+    strangers: tuple[
+        Stranger, ...
+    ] = ()  # processes on the cards that lease nothing, the largest first
     host: str = ""  # whose book this is, where it is not the looker's own
     seen_seconds: float = 0.0  # since anybody there last showed itself, for another host
     rules: Rules = Rules()  # the looker's: thresholds of the levels, reserve, grace
-    unanswered: tuple[Unanswered, ...] = ()  # who does not answer what is asked of them, the longest silent first
+    unanswered: tuple[
+        Unanswered, ...
+    ] = ()  # who does not answer what is asked of them, the longest silent first
 
     def leases(self) -> Iterator[Lease]:
         for section in self.sections.values():

@@ -3,6 +3,7 @@
 A ledger keeps one page with a revision. It is *given* what to decide; it does not know what a planner is. Before it
 writes it checks that the laws of the book hold, whatever the decision was (`refuse_unlawful`).
 """
+
 from __future__ import annotations
 
 import os
@@ -33,15 +34,21 @@ def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
         try:
             from .redis.ledger import RedisLedger
         except ModuleNotFoundError as error:
-            raise LedgerUnavailable("a ledger in Redis needs the package redis, which is not installed here.\n"
-                                    "  Install it:  pip install 'gpu-console[redis]'", path=scheme) from error
+            raise LedgerUnavailable(
+                "a ledger in Redis needs the package redis, which is not installed here.\n"
+                "  Install it:  pip install 'gpu-console[redis]'",
+                path=scheme,
+            ) from error
         return RedisLedger(url, notebook=notebook, user=user)
     from ..settings import masked
 
     path = rest.lstrip("/") if scheme == "sqlite" else "" if colon else url
     here = f"; here it would be sqlite://{Path(path).expanduser().absolute()}" if path else ""
-    raise BadSetting("GPU_LEDGER", masked(url),
-                     f"memory:, memory:NAME, sqlite:///ABSOLUTE/DIRECTORY or redis://HOST:PORT/DB{here}")
+    raise BadSetting(
+        "GPU_LEDGER",
+        masked(url),
+        f"memory:, memory:NAME, sqlite:///ABSOLUTE/DIRECTORY or redis://HOST:PORT/DB{here}",
+    )
 
 
 def _directory(url: str, rest: str) -> Path:
@@ -52,10 +59,18 @@ def _directory(url: str, rest: str) -> Path:
         directory = directory.with_suffix("")
     meant = Path(*directory.parts[1:])
     if meant.parts and meant.parts[0] in ("~", ".", ".."):
-        raise BadSetting("GPU_LEDGER", url, f"an absolute path, such as sqlite://{os.path.abspath(meant.expanduser())}")
+        raise BadSetting(
+            "GPU_LEDGER",
+            url,
+            f"an absolute path, such as sqlite://{os.path.abspath(meant.expanduser())}",
+        )
     if len(meant.parts) < 2 and not directory.exists():
-        raise BadSetting("GPU_LEDGER", url, f"a directory that is not in the root of the file system; relative to here it is "
-                                            f"sqlite://{meant.absolute()}")
+        raise BadSetting(
+            "GPU_LEDGER",
+            url,
+            f"a directory that is not in the root of the file system; relative to here it is "
+            f"sqlite://{meant.absolute()}",
+        )
     return directory
 
 
@@ -72,17 +87,3 @@ def default_url(devices_slug: str = "") -> str:
     if is_network(file_system_of(directory)):
         directory = Path(f"/var/tmp/gpu-console-{os.geteuid()}/ledger")
     return f"sqlite://{directory / devices_slug}"
-
-
-
-
-
-
-
-
-
-
-
-
-
-

@@ -10,6 +10,7 @@
 A directory is shared where the file `.shared` lies in it or in the ledger above it, put there by whoever made the
 directory (`gpu ledger init`). Its group is the group.
 """
+
 from __future__ import annotations
 
 import errno
@@ -52,7 +53,9 @@ class Access(NamedTuple):
         fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             is_ = os.fstat(fd)
-            of_its_kind = not stat.S_ISLNK(is_.st_mode) and stat.S_ISDIR(is_.st_mode) == stat.S_ISDIR(mode)
+            of_its_kind = not stat.S_ISLNK(is_.st_mode) and stat.S_ISDIR(
+                is_.st_mode
+            ) == stat.S_ISDIR(mode)
             if is_.st_uid != os.geteuid() or not of_its_kind:
                 raise PermissionError(errno.EPERM, "something else has taken its place", str(path))
             os.chown(f"/proc/self/fd/{fd}", -1, self.group)
@@ -101,7 +104,7 @@ PRIVATE = Access()
 
 def access_to(directory: Path) -> Access:
     """Who shares the ledger that this directory lies in, or is."""
-    for place in (directory, *directory.parents[:_LEVELS - 1]):
+    for place in (directory, *directory.parents[: _LEVELS - 1]):
         try:
             mark, here = (place / MARK).lstat(), place.stat()
         except OSError:
@@ -114,7 +117,11 @@ def access_to(directory: Path) -> Access:
 def journal_in(ledger: Path) -> Path:
     """Where a ledger's journal lies: shared, in a directory of its own, since what SQLite puts beside it any member
     must be able to remove."""
-    return ledger / "journal.db" if access_to(ledger).group is None else ledger / "journal" / "journal.db"
+    return (
+        ledger / "journal.db"
+        if access_to(ledger).group is None
+        else ledger / "journal" / "journal.db"
+    )
 
 
 def outsider(directory: Path) -> LedgerUnavailable | None:
@@ -124,14 +131,22 @@ def outsider(directory: Path) -> LedgerUnavailable | None:
             here = place.stat()
         except OSError:
             continue
-        shared = here.st_mode & stat.S_ISGID and here.st_mode & stat.S_IWGRP and not here.st_mode & stat.S_IXOTH
+        shared = (
+            here.st_mode & stat.S_ISGID
+            and here.st_mode & stat.S_IWGRP
+            and not here.st_mode & stat.S_IXOTH
+        )
         if not shared or here.st_gid in (os.getegid(), *os.getgroups()):
             return None
         group, me = _group_name(here.st_gid), name_of(os.geteuid())
         return LedgerUnavailable(
             f"the ledger {place} is shared by the group {group}, and {me} is not in it.\n"
             f"  The operator can add you:  usermod -aG {group} {me}      (then log in again)\n"
-            f"  Or keep your own:  GPU_LEDGER=sqlite://{Path.home()}/gpu-ledger", path=str(place), group=group, user=me)
+            f"  Or keep your own:  GPU_LEDGER=sqlite://{Path.home()}/gpu-ledger",
+            path=str(place),
+            group=group,
+            user=me,
+        )
     return None
 
 

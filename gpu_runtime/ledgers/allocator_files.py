@@ -3,6 +3,7 @@
 They lie beside the book, not in it: nobody decides by them, and a page that carried them would be read and decoded by
 every kernel after every allocation. Only what its owner's user wrote counts, and only while that owner lives.
 """
+
 from __future__ import annotations
 
 import os
@@ -15,7 +16,9 @@ import msgspec
 from ..facts import AllocatorMap
 from .liveness import Life, life
 
-MOST_BYTES = 1 << 20  # of one owner's: more is no map of ours; one of 8,192 blocks has half of that at most
+MOST_BYTES = (
+    1 << 20
+)  # of one owner's: more is no map of ours; one of 8,192 blocks has half of that at most
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(tuple[AllocatorMap, ...]).decode
 Maps = tuple[AllocatorMap, ...]
@@ -31,7 +34,9 @@ class MapFiles:
     def publish(self, id: str, maps: Maps) -> None:
         """Puts this owner's maps in the place of its last. Raises OSError."""
         draft = self.owners / f".new-{secrets.token_hex(4)}"
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = os.open(
+            draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
         try:
             with open(fd, "wb") as file:
                 if self.group is not None:
@@ -66,12 +71,19 @@ class MapFiles:
 
     def _read(self, id: str) -> Maps | None:
         try:
-            fd = os.open(self.owners / f"{id}.map", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(
+                self.owners / f"{id}.map",
+                os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW,
+            )
         except OSError:
             return None
         try:
             is_, owner = os.fstat(fd), os.lstat(self.owners / id)
-            if not stat.S_ISREG(is_.st_mode) or is_.st_uid != owner.st_uid or is_.st_size > MOST_BYTES:
+            if (
+                not stat.S_ISREG(is_.st_mode)
+                or is_.st_uid != owner.st_uid
+                or is_.st_size > MOST_BYTES
+            ):
                 return None  # another member's work, or nothing of ours
             stamp = (is_.st_ino, is_.st_mtime_ns, is_.st_size)
             seen = self._seen.get(id)

@@ -1,4 +1,5 @@
 """The protocol that every ledger follows."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable

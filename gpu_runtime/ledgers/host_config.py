@@ -17,6 +17,7 @@ One TOML file, read when a runtime opens. A machine without it has no shared led
     [groups.students]                 # the same keys, for each member; of several groups the most generous word holds
     bytes_per_device = "8 GiB"
 """
+
 from __future__ import annotations
 
 import difflib
@@ -54,7 +55,9 @@ class Machine(Value):
         tables: dict[str, str] = {}
         for group in groups:
             for field, value in self.groups.get(group, {}).items():
-                if field not in fields or _generosity(field, value) > _generosity(field, fields[field]):
+                if field not in fields or _generosity(field, value) > _generosity(
+                    field, fields[field]
+                ):
                     fields[field], tables[_KEYS[field]] = value, f"groups.{group}"
         for field, value in self.users.get(user, {}).items():
             fields[field], tables[_KEYS[field]] = value, f"users.{user}"
@@ -90,7 +93,9 @@ def read(file: str = CONFIG_FILE) -> Machine:
     except FileNotFoundError:
         return Machine(file)
     except (OSError, UnicodeDecodeError) as error:
-        raise BadSetting("GPU_CONFIG_FILE", file, f"a text file that everybody may read ({error})") from None
+        raise BadSetting(
+            "GPU_CONFIG_FILE", file, f"a text file that everybody may read ({error})"
+        ) from None
     return parse(text, file)
 
 
@@ -156,7 +161,10 @@ class _Page:
         for name, said in self.table(key, value).items():
             at = f"{key}.{name}"
             self.known(at, self.table(at, said), tuple(_FIELDS))
-            caps[name] = {_FIELDS[word][0]: self._cap(f"{at}.{word}", word, given) for word, given in said.items()}
+            caps[name] = {
+                _FIELDS[word][0]: self._cap(f"{at}.{word}", word, given)
+                for word, given in said.items()
+            }
         return caps
 
     def _cap(self, key: str, word: str, given: Any) -> Any:
@@ -182,7 +190,11 @@ def _yes_or_no(given: Any) -> bool:
 # A key as it is written -> the field of Cap, how it is read, and what it must be.
 _FIELDS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "bytes_per_device": ("bytes_per_device", parse_bytes, "a size, such as '20 GiB'"),
-    "importance": ("importance", _importance, f"a number above 0, or one of {', '.join(IMPORTANCE)}"),
+    "importance": (
+        "importance",
+        _importance,
+        f"a number above 0, or one of {', '.join(IMPORTANCE)}",
+    ),
     "keep": ("keep", _yes_or_no, "true or false"),
     "longest_lease": ("longest_lease_seconds", parse_seconds, "seconds, such as 3600 or '4h'"),
 }

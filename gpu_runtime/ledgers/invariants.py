@@ -1,4 +1,5 @@
 """Which writes to the book are lawful."""
+
 from __future__ import annotations
 
 import itertools
@@ -9,7 +10,9 @@ from ..facts import MOST_ENTRIES, MOST_EVENTS, SCHEMA, Book, overdrafts
 from ..units import show_bytes
 
 
-def refuse_unlawful(old: Book, new: Book, writer: str, dead: Callable[[Book], frozenset[str]], path: str = "") -> None:
+def refuse_unlawful(
+    old: Book, new: Book, writer: str, dead: Callable[[Book], frozenset[str]], path: str = ""
+) -> None:
     """Nothing, where this owner may write `new` over `old`; else raises LedgerRefused.
 
     `dead` proves deaths; it is only asked when somebody else's section or ticket was removed.
@@ -23,15 +26,23 @@ def refuse_unlawful(old: Book, new: Book, writer: str, dead: Callable[[Book], fr
         or _overdraft_refusal(old, new)
     )
     if why:
-        raise LedgerRefused(f"the ledger {path or 'in memory'} refused a write by {writer}: {why}.\n"
-                            f"  The book is as it was. This is a fault of gpu-console: please report it.",
-                            path=path, why=why, writer=writer)
+        raise LedgerRefused(
+            f"the ledger {path or 'in memory'} refused a write by {writer}: {why}.\n"
+            f"  The book is as it was. This is a fault of gpu-console: please report it.",
+            path=path,
+            why=why,
+            writer=writer,
+        )
 
 
-def _sections_refusal(old: Book, new: Book, writer: str, dead: Callable[[Book], frozenset[str]]) -> str:
+def _sections_refusal(
+    old: Book, new: Book, writer: str, dead: Callable[[Book], frozenset[str]]
+) -> str:
     if new.sections is old.sections:
         return ""
-    changed = [(id, section) for id, section in new.sections.items() if old.sections.get(id) is not section]
+    changed = [
+        (id, section) for id, section in new.sections.items() if old.sections.get(id) is not section
+    ]
     for id, section in changed:
         if id != writer and section == old.sections.get(id):
             continue
@@ -51,7 +62,9 @@ def _sections_refusal(old: Book, new: Book, writer: str, dead: Callable[[Book], 
     return ""
 
 
-def _tickets_refusal(old: Book, new: Book, writer: str, dead: Callable[[Book], frozenset[str]]) -> str:
+def _tickets_refusal(
+    old: Book, new: Book, writer: str, dead: Callable[[Book], frozenset[str]]
+) -> str:
     if new.tickets is old.tickets and new.sections.keys() == old.sections.keys():
         return ""
     before = {ticket.key: ticket for ticket in old.tickets if ticket.owner != writer}
@@ -84,8 +97,10 @@ def _shared_refusal(old: Book, new: Book, writer: str) -> str:
     if new.limits is not old.limits and not alone:
         for device, limit in old.limits.items():
             if new.limits.get(device) != limit:
-                return (f"the limit of {device} is {show_bytes(limit)} since the first owner; "
-                        f"{show_bytes(new.limits.get(device, 0))} has to wait until nobody else is there")
+                return (
+                    f"the limit of {device} is {show_bytes(limit)} since the first owner; "
+                    f"{show_bytes(new.limits.get(device, 0))} has to wait until nobody else is there"
+                )
     if new.samples is not old.samples:
         for device, sample in old.samples.items():
             newer = new.samples.get(device)
@@ -100,10 +115,12 @@ def _events_refusal(old: Book, new: Book) -> str:
     if new.events is old.events:
         return "" if new.seq >= old.seq else f"seq would fall from {old.seq} to {new.seq}"
     kept = tuple(event for event in new.events if event.seq <= old.seq)
-    added = tuple(event.seq for event in new.events[len(kept):])
-    if kept != old.events[len(old.events) - len(kept):]:
+    added = tuple(event.seq for event in new.events[len(kept) :])
+    if kept != old.events[len(old.events) - len(kept) :]:
         return "events are appended and trimmed, never changed"
-    if any(later <= earlier for earlier, later in itertools.pairwise((old.seq, *added, new.seq + 1))):
+    if any(
+        later <= earlier for earlier, later in itertools.pairwise((old.seq, *added, new.seq + 1))
+    ):
         return f"the numbers of new events must rise from {old.seq} to {new.seq}"
     return ""
 

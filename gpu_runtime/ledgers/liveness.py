@@ -6,6 +6,7 @@ carries the owner's roster: its own part of the book, from which a damaged book 
 
 Nothing here reads or writes the book.
 """
+
 from __future__ import annotations
 
 import enum
@@ -154,7 +155,9 @@ class OwnerFile:
     def write_roster(self, payload: bytes, *, rev: int, schema: int) -> None:
         """Raises OSError where the disk is full; the roster before it is then still readable."""
         if len(payload) > self.SLOT_BYTES - _FRAME.size:
-            raise OSError(f"a roster of {len(payload)} bytes does not fit its slot of {self.SLOT_BYTES}")
+            raise OSError(
+                f"a roster of {len(payload)} bytes does not fit its slot of {self.SLOT_BYTES}"
+            )
         turn = self._turn + 1
         frame = _FRAME.pack(_MAGIC, schema, turn, rev, len(payload), zlib.crc32(payload))
         frame += _CHECK.pack(zlib.crc32(frame)) + payload
@@ -205,7 +208,9 @@ def _locked_file(directory: Path, owner: Owner, group: int | None) -> tuple[int,
         os.close(fd)
         raise LedgerUnavailable(
             f"the file system of {directory} cannot keep an owner's lock ({error.strerror}).\n"
-            f"  Name a directory on a local disk:  GPU_LEDGER=sqlite:///PATH", path=str(directory)) from error
+            f"  Name a directory on a local disk:  GPU_LEDGER=sqlite:///PATH",
+            path=str(directory),
+        ) from error
     finally:
         draft.unlink(missing_ok=True)
 
@@ -229,7 +234,9 @@ def read_roster(path: Path) -> Roster | None:
     """The last whole roster in an owner's file; None where there is none."""
     try:
         with open(path, "rb", opener=_no_links) as file:
-            return max(filter(None, (_slot(file, 0), _slot(file, OwnerFile.SLOT_BYTES))), default=None)
+            return max(
+                filter(None, (_slot(file, 0), _slot(file, OwnerFile.SLOT_BYTES))), default=None
+            )
     except OSError:
         return None
 
@@ -250,9 +257,15 @@ def testimony(path: Path, inode: int = 0) -> Testimony | None:
     try:
         with open(path, "rb", opener=_no_links) as file:
             is_ = os.fstat(file.fileno())
-            if not stat.S_ISREG(is_.st_mode) or inode not in (0, is_.st_ino) or not _held_elsewhere(file.fileno()):
+            if (
+                not stat.S_ISREG(is_.st_mode)
+                or inode not in (0, is_.st_ino)
+                or not _held_elsewhere(file.fileno())
+            ):
                 return None
-            roster = max(filter(None, (_slot(file, 0), _slot(file, OwnerFile.SLOT_BYTES))), default=None)
+            roster = max(
+                filter(None, (_slot(file, 0), _slot(file, OwnerFile.SLOT_BYTES))), default=None
+            )
             return Testimony(name_of(is_.st_uid), roster.payload if roster else b"")
     except OSError:
         return None
@@ -264,8 +277,10 @@ def _no_links(path: str, flags: int) -> int:
 
 def _slot(file: IO[bytes], offset: int) -> Roster | None:
     file.seek(offset)
-    head = file.read(_FRAME.size + _CHECK.size)  # in one: the other slot may be written meanwhile, and leave zeros here
-    frame, check = head[:_FRAME.size], head[_FRAME.size:]
+    head = file.read(
+        _FRAME.size + _CHECK.size
+    )  # in one: the other slot may be written meanwhile, and leave zeros here
+    frame, check = head[: _FRAME.size], head[_FRAME.size :]
     if len(check) < _CHECK.size or _CHECK.unpack(check)[0] != zlib.crc32(frame):
         return None
     magic, schema, turn, rev, length, checksum = _FRAME.unpack(frame)

@@ -3,6 +3,7 @@
 `memory:` is a book of its own each time; `memory:NAME` is one book for all who open that name while a door to it is
 open. The same rules hold as on disk.
 """
+
 from __future__ import annotations
 
 import os
@@ -98,9 +99,14 @@ class MemoryLedger:
     def _open_page(self) -> _Page:
         page = self._page
         if page is None:
-            raise LedgerUnavailable(f"the ledger {self.url} was closed. Open another:  gpu_runtime.Runtime()",
-                                    path=self.url)
+            raise LedgerUnavailable(
+                f"the ledger {self.url} was closed. Open another:  gpu_runtime.Runtime()",
+                path=self.url,
+            )
         if os.getpid() != self.owner.pid:
-            raise LedgerUnavailable(f"the ledger {self.url} stayed in the parent of this forked process (pid "
-                                    f"{self.owner.pid}). Open another:  gpu_runtime.Runtime()", path=self.url)
+            raise LedgerUnavailable(
+                f"the ledger {self.url} stayed in the parent of this forked process (pid "
+                f"{self.owner.pid}). Open another:  gpu_runtime.Runtime()",
+                path=self.url,
+            )
         return page

@@ -3,6 +3,7 @@
 A `Bell` wakes the threads of its own process; a `Doorbell` is a Bell that other processes can ring too, over a Unix
 datagram socket. A ring carries nothing, may be false, and is a hint only: whoever must not miss a change also polls.
 """
+
 from __future__ import annotations
 
 import io
@@ -80,7 +81,9 @@ class _Ear:
 
     def __init__(self) -> None:
         self.heard = 0
-        self._ends: dict[str, io.FileIO | None] = {}  # by owner; None: it has ended, or cannot be seen from here
+        self._ends: dict[
+            str, io.FileIO | None
+        ] = {}  # by owner; None: it has ended, or cannot be seen from here
         self._mourned: set[str] = set()  # those among them for whom this thread has woken
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Not __del__: while that closes the descriptor, weak references still answer, and a thread that rings just then
@@ -95,7 +98,9 @@ class _Ear:
 
     def watch(self, owners: Iterable[Owner]) -> None:
         known = self._ends
-        self._ends = {owner.id: known[owner.id] if owner.id in known else end_of(owner) for owner in owners}
+        self._ends = {
+            owner.id: known[owner.id] if owner.id in known else end_of(owner) for owner in owners
+        }
         self._mourned &= self._ends.keys()
         for id in known.keys() - self._ends.keys():
             if (end := known[id]) is not None:
@@ -198,7 +203,9 @@ def _hang(directory: Path, owner_id: str, group: int | None) -> tuple[Path, int,
     """A socket bound in the directory: its path, a descriptor of the directory, and itself."""
     path = directory / f"{owner_id}.bell"
     fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    bell = socket.socket(
+        socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+    )
     path.unlink(missing_ok=True)  # of a killed process whose number came back in another container
     bell.bind(_door(fd, owner_id))
     if group is not None:

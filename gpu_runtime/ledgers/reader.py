@@ -2,6 +2,7 @@
 
 For who only watches. What cannot be read now (it is being written, mended, or made anew) is read the next time.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -58,7 +59,9 @@ class FilePeek:
             if self._seen is not None and self._seen[0] == written:
                 return self._seen[1]
             book = self._read(name)
-            settled = time.time_ns() - stat.st_mtime_ns > SETTLED_NANOSECONDS  # else its time may stand for two writes
+            settled = (
+                time.time_ns() - stat.st_mtime_ns > SETTLED_NANOSECONDS
+            )  # else its time may stand for two writes
             self._seen = (written, book) if settled else None
             return book
         except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError) as error:

@@ -4,6 +4,7 @@ It makes the directory, and tells every user's runtime of it in the machine-wide
 and changes nothing else; run at every boot it also makes that boot's directory root's own, so that no member can take
 another's files away.
 """
+
 from __future__ import annotations
 
 import grp
@@ -44,15 +45,22 @@ def init(directory: str, group: str, config_file: str) -> Outcome:
     """
     place = Path(directory)
     if os.geteuid() != 0:
-        raise NotAllowed(f"a shared ledger is the operator's to set up.\n  As root:  gpu ledger init --group {group} {place}",
-                         name=str(place), user=str(os.geteuid()), because="not root")
+        raise NotAllowed(
+            f"a shared ledger is the operator's to set up.\n  As root:  gpu ledger init --group {group} {place}",
+            name=str(place),
+            user=str(os.geteuid()),
+            because="not root",
+        )
     gid = _gid(group)
     _require_a_good_place(place, gid, group)
     url = f"sqlite://{place}"
     known = host_config.read(config_file)
     if known.ledger not in ("", url):
-        raise GpuError(f"{config_file} names another ledger already: {known.ledger}.\n"
-                       f"  Change the line  ledger = …  there first, once nobody uses it.", path=config_file)
+        raise GpuError(
+            f"{config_file} names another ledger already: {known.ledger}.\n"
+            f"  Change the line  ledger = …  there first, once nobody uses it.",
+            path=config_file,
+        )
     new = not (place / MARK).exists()
     access = Access(gid)
     try:
@@ -69,7 +77,12 @@ def init(directory: str, group: str, config_file: str) -> Outcome:
     except OSError as error:
         raise files.cannot_write(place, error) from error
     told = "is shared by" if new else "is shared already by"
-    return Outcome("ledger", str(place), True, f"the ledger {place} {told} the group {group}; {config_file} names it")
+    return Outcome(
+        "ledger",
+        str(place),
+        True,
+        f"the ledger {place} {told} the group {group}; {config_file} names it",
+    )
 
 
 def _take(directory: Path, gid: int, *, sticky: bool) -> None:
@@ -86,24 +99,31 @@ def _gid(group: str) -> int:
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:
-        raise BadSetting("--group", group, f"a group of this machine; make it with:  groupadd {group}") from None
+        raise BadSetting(
+            "--group", group, f"a group of this machine; make it with:  groupadd {group}"
+        ) from None
 
 
 def _require_a_good_place(place: Path, gid: int, group: str) -> None:
     """Raises where the ledger would lie badly: out of the members' reach, open to others, on a network, among
     strangers."""
+
     def bad(expected: str) -> BadSetting:
         return BadSetting("DIR", str(place), expected)
 
     if not place.is_absolute() or ".." in place.parts or len(place.parts) < 3:
         raise bad("an absolute path, such as /var/lib/gpu-console/ledger")
     if files.is_network(kind := files.file_system_of(place)):
-        raise bad(f"on a local disk; this is a network file system ({kind}), where locks do not prove who lives")
+        raise bad(
+            f"on a local disk; this is a network file system ({kind}), where locks do not prove who lives"
+        )
     if not place.parent.is_dir():
         raise bad(f"in a directory that exists; make it with:  mkdir -p -m 755 {place.parent}")
     for parent in place.parents:
         mode = parent.stat()
-        if not (mode.st_mode & stat.S_IXOTH or (mode.st_gid == gid and mode.st_mode & stat.S_IXGRP)):
+        if not (
+            mode.st_mode & stat.S_IXOTH or (mode.st_gid == gid and mode.st_mode & stat.S_IXGRP)
+        ):
             raise bad(f"where the group {group} can reach it; {parent} is closed to them")
         if mode.st_mode & stat.S_IWOTH and not mode.st_mode & stat.S_ISVTX:
             raise bad(f"where only root can replace it; everybody may write {parent}")
@@ -116,7 +136,9 @@ def _require_a_good_place(place: Path, gid: int, group: str) -> None:
         if mark.stat().st_gid != gid:
             raise bad(f"shared by {group}; it is shared by {_name(mark.stat().st_gid)} already")
     elif any(place.iterdir()):
-        raise bad("an empty directory, a shared ledger, or a name that is free; there is something else in it")
+        raise bad(
+            "an empty directory, a shared ledger, or a name that is free; there is something else in it"
+        )
 
 
 def _name(gid: int) -> str:
@@ -134,7 +156,9 @@ def _write_configuration(file: Path, url: str, known: host_config.Machine) -> No
     if file.exists():
         text = f'ledger = "{url}"\n\n{file.read_text()}'  # at the top: below a table it would belong to it
         if host_config.parse(text, str(file)) != replace(known, ledger=url):
-            raise GpuError(f"{file} could not be changed without changing its meaning.\n  Add at its top:  ledger = \"{url}\"")
+            raise GpuError(
+                f'{file} could not be changed without changing its meaning.\n  Add at its top:  ledger = "{url}"'
+            )
     file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     draft = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
     draft.write_text(text)

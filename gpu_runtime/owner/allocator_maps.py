@@ -3,6 +3,7 @@
 Drawing a map of thousands of blocks takes milliseconds in which the kernel's own code stands still, so it is drawn
 only when something has changed, and for at most a hundredth of the time.
 """
+
 from __future__ import annotations
 
 import logging
@@ -26,10 +27,15 @@ CALM = 100  # times as long as drawing the last one took is rested before the ne
 class Maps:
     """One owner's maps, and its view of the others'. Thread-safe."""
 
-    def __init__(self, ledger: Ledger, probe: Probe, *, clock: Callable[[], float], wall: Callable[[], float]) -> None:
+    def __init__(
+        self, ledger: Ledger, probe: Probe, *, clock: Callable[[], float], wall: Callable[[], float]
+    ) -> None:
         self._ledger, self._probe, self._clock, self._wall = ledger, probe, clock, wall
         self._pulse: object = None  # of what was published last
-        self._drawn: tuple[object, tuple[AllocatorMap, ...]] = (None, ())  # the pulse, and this process's maps at it
+        self._drawn: tuple[object, tuple[AllocatorMap, ...]] = (
+            None,
+            (),
+        )  # the pulse, and this process's maps at it
         self._published = False  # an owner whose allocators were never used publishes nothing
         self._rest_until = float("-inf")
         self._lock = threading.Lock()
@@ -48,7 +54,9 @@ class Maps:
             if maps or self._published:
                 try:
                     self._ledger.publish_maps(maps)
-                except OSError as error:  # a full disk: others see the last ones, and this process goes on
+                except (
+                    OSError
+                ) as error:  # a full disk: others see the last ones, and this process goes on
                     log.debug("the allocators' maps could not be published: %s", error)
                     return False
                 finally:
@@ -62,10 +70,17 @@ class Maps:
         pulse = self._probe.pulse()
         if pulse != self._drawn[0]:
             me, wall = self._ledger.owner.id, self._wall()
-            self._drawn = pulse, bounded([replace(one, owner=me, wall=wall) for one in self._probe.maps()])
+            self._drawn = (
+                pulse,
+                bounded([replace(one, owner=me, wall=wall) for one in self._probe.maps()]),
+            )
         return self._drawn[1]
 
     def all(self, book: Book) -> tuple[AllocatorMap, ...]:
         """The maps of every owner in the book, this process's as they are now; in the book's order."""
         told = self._ledger.maps() | {self._ledger.owner.id: self.own()}
-        return tuple(one for id in dict.fromkeys([*book.sections, self._ledger.owner.id]) for one in told.get(id, ()))
+        return tuple(
+            one
+            for id in dict.fromkeys([*book.sections, self._ledger.owner.id])
+            for one in told.get(id, ())
+        )

@@ -2,6 +2,7 @@
 
 Only torch can tell, and only on a real card it has started; elsewhere the figures are unknown, never zero.
 """
+
 from __future__ import annotations
 
 import sys
@@ -28,7 +29,9 @@ class Block:
             if self.bytes:  # a lease of nothing only measures
                 reserved = self._cuda.memory_reserved(self._torch)
                 fraction = (reserved + self.bytes) / device.total_bytes
-                self._cuda.set_per_process_memory_fraction(min(max(fraction, 0.01), 1.0), self._torch)
+                self._cuda.set_per_process_memory_fraction(
+                    min(max(fraction, 0.01), 1.0), self._torch
+                )
 
     def end(self) -> None:
         """Takes the last reading and lifts the cap."""

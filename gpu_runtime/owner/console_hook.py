@@ -3,6 +3,7 @@
 The house imports no face. A package that has a console names a callable in the group `gpu_runtime`, as `console`; it is
 given the runtime, and what it returns is shown.
 """
+
 from __future__ import annotations
 
 from importlib.metadata import entry_points
@@ -19,6 +20,8 @@ def console(rt: Any) -> Any:
         try:
             make = found.load()
         except ImportError as error:
-            raise GpuError(f"the console needs {error.name}, which is not installed.\n  {INSTALL}") from None
+            raise GpuError(
+                f"the console needs {error.name}, which is not installed.\n  {INSTALL}"
+            ) from None
         return make(rt)
     raise GpuError(f"no console is installed.\n  {INSTALL}")

@@ -1,4 +1,5 @@
 """`defrag`, as it is typed: this process gives its cache back, others are asked, and each answer is told."""
+
 from __future__ import annotations
 
 import os
@@ -21,8 +22,11 @@ def defrag(rt: Runtime, process: str, timeout: str | float | None) -> Outcome:
     keeper = rt._keeper
     book, me = keeper.ledger.read(), keeper.me
     seconds = None if timeout is None else parse_seconds(timeout)
-    chosen = _named(rt, process, book) if process else \
-        [id for id, section in book.sections.items() if section.names or section.leases] + [me]
+    chosen = (
+        _named(rt, process, book)
+        if process
+        else [id for id, section in book.sections.items() if section.names or section.leases] + [me]
+    )
     here = rt._empty_cache() if me in chosen else None
     told = [] if here is None else [f"{show_bytes(here)} came free here"]
     if here is not None:
@@ -35,7 +39,9 @@ def defrag(rt: Runtime, process: str, timeout: str | float | None) -> Outcome:
         left = None if seconds is None else max(0.0, until - keeper.clock())
         answer = rt._asked("defrag", id, "", left, wait=left != 0.0, must=bool(process))
         freed, done = freed + answer.bytes, done and (answer.done or not process)
-        told.append(f"{owner.label}: {answer.because}" + ("" if answer.done else ", and has yet to answer"))
+        told.append(
+            f"{owner.label}: {answer.because}" + ("" if answer.done else ", and has yet to answer")
+        )
     return Outcome("defrag", process, done, "; ".join(told), freed)
 
 
@@ -51,7 +57,12 @@ def _named(rt: Runtime, process: str, book: Book) -> list[str]:
         return [rt._resolve(process, loadable=True)[0]]
     owners = [id for id, section in book.sections.items() if str(section.owner.pid) == number]
     if not owners and number != str(os.getpid()):
-        known = ", ".join(sorted(section.owner.label for section in book.sections.values())) or "none"
-        raise GpuError(f"no process {number} shares this ledger's memory. Those that do: {known}.\n"
-                       f"  Ask all of them:  %gpu defrag", process=number)
+        known = (
+            ", ".join(sorted(section.owner.label for section in book.sections.values())) or "none"
+        )
+        raise GpuError(
+            f"no process {number} shares this ledger's memory. Those that do: {known}.\n"
+            f"  Ask all of them:  %gpu defrag",
+            process=number,
+        )
     return owners or [rt._keeper.me]

@@ -1,5 +1,6 @@
 """`drain`, as it is typed: the fact goes into the book, each owner moves its own, and what stays is told with its
 reason."""
+
 from __future__ import annotations
 
 from ..attribution import attributed, speaking_for
@@ -31,9 +32,20 @@ def drain(keeper: Keeper, name: str, *, undo: bool = False, timeout: float) -> O
     there = {lease.id: lease for lease, _ in drains.staying(book, device.id, world)}
     keeper.ledger.ring({lease.owner for lease in there.values()} - {keeper.me})
     left = _until_left(keeper, device, timeout)
-    freed = sum(_on(lease, device) for id, lease in there.items() if id not in {lease.id for lease, _ in left})
+    freed = sum(
+        _on(lease, device)
+        for id, lease in there.items()
+        if id not in {lease.id for lease, _ in left}
+    )
     said = "is drained already" if before else "is drained: it takes no new leases"
-    return Outcome("drain", device.id, True, ". ".join([f"{device.id} {said}", *_told(keeper, left)]), freed, device.id)
+    return Outcome(
+        "drain",
+        device.id,
+        True,
+        ". ".join([f"{device.id} {said}", *_told(keeper, left)]),
+        freed,
+        device.id,
+    )
 
 
 def _card(name: str, book: Book, world: World) -> Device:
@@ -63,13 +75,15 @@ def _told(keeper: Keeper, left: list[tuple[Lease, str]]) -> list[str]:
         owner = book.owner(lease.owner)
         whose = f" of {owner.label}" if owner and lease.owner != keeper.me else ""
         what = f"{lease.name} ({show_bytes(lease.bytes)}){whose}"
-        sentences.append({
-            "": f"{what} is leaving",
-            "in use": f"{what} is in use{_since(lease, now)} and leaves when it is idle",
-            "a block of code": f"{what} is held by running code and goes when that ends",
-            "kept": f"{what} is pinned and stays until it is unpinned",
-            "arriving": f"{what} was on its way and leaves when it is idle",
-        }.get(why, f"{what} stays: it {why}"))
+        sentences.append(
+            {
+                "": f"{what} is leaving",
+                "in use": f"{what} is in use{_since(lease, now)} and leaves when it is idle",
+                "a block of code": f"{what} is held by running code and goes when that ends",
+                "kept": f"{what} is pinned and stays until it is unpinned",
+                "arriving": f"{what} was on its way and leaves when it is idle",
+            }.get(why, f"{what} stays: it {why}")
+        )
     return sentences
 
 

@@ -3,6 +3,7 @@ yet: a path, a hub id, or a name that tells its size.
 
 Here the words become a request; what would come of it is the planner's to say.
 """
+
 from __future__ import annotations
 
 import difflib
@@ -23,7 +24,9 @@ from .resident import Resident
 if TYPE_CHECKING:
     from .session import Keeper
 
-_PARAMETERS = re.compile(r"(\d+x)?\d+(\.\d+)?[bB]")  # 7B, as people call a model's size: not seven bytes
+_PARAMETERS = re.compile(
+    r"(\d+x)?\d+(\.\d+)?[bB]"
+)  # 7B, as people call a model's size: not seven bytes
 
 
 class Subject(NamedTuple):
@@ -68,28 +71,48 @@ def of_nobody(resident: Resident, keeper: Keeper) -> Subject:
     except UnknownSize as error:
         raise NotAModel(f"{error.why}.", name=name, source=name) from None
     guessed = any(part.source == "name" for part in found.footprint.parts)
-    return found._replace(obstacle=f"{name} is not here, and only its name tells its size") if guessed else found
+    return (
+        found._replace(obstacle=f"{name} is not here, and only its name tells its size")
+        if guessed
+        else found
+    )
 
 
 def of_lease(lease: Lease, owner: Owner) -> Subject:
     """A model of another process, as large as it measured it. Raises UnknownSize where it only registered it."""
     if not lease.bytes:
-        raise UnknownSize(lease.name, f"{owner.label} has registered it and not loaded it, so that process alone "
-                                      f"can tell")
+        raise UnknownSize(
+            lease.name,
+            f"{owner.label} has registered it and not loaded it, so that process alone can tell",
+        )
     footprint = Footprint((Part("all", lease.bytes, "measured", f"by {owner.label}"),))
     return Subject(lease, footprint, PlacementRules())
 
 
-def unregistered(words: str, known: Iterable[str], keeper: Keeper, options: dict[str, Any]) -> Resident:
+def unregistered(
+    words: str, known: Iterable[str], keeper: Keeper, options: dict[str, Any]
+) -> Resident:
     """A path, a hub id or a telling name, as a model of ours that nobody may load. Raises UnknownModel for any other.
 
     A name close to a known one is a slip, whatever size it tells.
     """
     known = tuple(known)
-    a_path = "/" in words or words.endswith((".gguf", ".safetensors")) or os.path.isdir(os.path.expanduser(words))
+    a_path = (
+        "/" in words
+        or words.endswith((".gguf", ".safetensors"))
+        or os.path.isdir(os.path.expanduser(words))
+    )
     if not a_path and (from_name(words) is None or difflib.get_close_matches(words, known, n=1)):
         raise UnknownModel(words, known)
-    spec = ModelSpec(words, "llama_cpp" if words.endswith(".gguf") else "transformers", source=words, options=options)
-    backend = open_backend(spec.backend, keeper.probe) if spec.backend == "llama_cpp" else AbsentBackend(spec.backend)
+    spec = ModelSpec(
+        words,
+        "llama_cpp" if words.endswith(".gguf") else "transformers",
+        source=words,
+        options=options,
+    )
+    backend = (
+        open_backend(spec.backend, keeper.probe)
+        if spec.backend == "llama_cpp"
+        else AbsentBackend(spec.backend)
+    )
     return Resident(spec, backend, keeper.me, keeper.clock)
-

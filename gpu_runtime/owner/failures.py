@@ -3,6 +3,7 @@
 Its lease is returned and the book says why, before any caller sees the error; the next use loads it anew. Where the
 driver no longer serves this very process, no model can be loaded into it again, and that is what every use then says.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -35,8 +36,13 @@ def tell(keeper: Keeper, resident: Resident, kind: str, because: str) -> None:
     if not keeper.settings.enable_memory_governor:
         return
     try:
-        keeper.decide(lambda book, world: (books.note(
-            book, world, lease, "lost", kind, because, size=lease.bytes), None), fresh=True)
+        keeper.decide(
+            lambda book, world: (
+                books.note(book, world, lease, "lost", kind, because, size=lease.bytes),
+                None,
+            ),
+            fresh=True,
+        )
     except GpuError as error:
         log.debug("%s is told to be lost later: %s", lease.name, error)
 
@@ -44,7 +50,11 @@ def tell(keeper: Keeper, resident: Resident, kind: str, because: str) -> None:
 def struck(keeper: Keeper, resident: Resident, error: BaseException | None) -> GpuError | None:
     """The error to raise in the place of one by which a driver let down a model that runs in this process, once that
     is put away; None where it was no such error."""
-    if not isinstance(error, RuntimeError) or isinstance(error, GpuError) or not runs_here(resident.spec):
+    if (
+        not isinstance(error, RuntimeError)
+        or isinstance(error, GpuError)
+        or not runs_here(resident.spec)
+    ):
         return None
     fault = recognise(str(error))
     if fault is None or not fault.clears_model:
@@ -57,14 +67,22 @@ def struck(keeper: Keeper, resident: Resident, error: BaseException | None) -> G
         return _process_lost(resident.spec.name, fault.kind.value, fault.line)
     _put_away(keeper, resident, fault)
     name = resident.spec.name
-    return EngineFault(f"{name} failed ({fault.kind}): {fault.line}.\n"
-                       f"  It was put away, and its lease returned; the next use of {name} loads it anew. Where that "
-                       f"fails too, restart the kernel.", name=name, kind=fault.kind.value, why=fault.line, log="",
-                       reloads=True)
+    return EngineFault(
+        f"{name} failed ({fault.kind}): {fault.line}.\n"
+        f"  It was put away, and its lease returned; the next use of {name} loads it anew. Where that "
+        f"fails too, restart the kernel.",
+        name=name,
+        kind=fault.kind.value,
+        why=fault.line,
+        log="",
+        reloads=True,
+    )
 
 
 def _put_away(keeper: Keeper, resident: Resident, fault: Fault) -> None:
-    with contextlib.suppress(Exception):  # the driver may refuse whatever is asked of it now; nothing is held any more
+    with contextlib.suppress(
+        Exception
+    ):  # the driver may refuse whatever is asked of it now; nothing is held any more
         resident.lose()
     tell(keeper, resident, fault.kind.value, f"{resident.spec.name} was put away: {fault.line}")
 
@@ -81,10 +99,15 @@ def _process_lost(name: str, kind: str, why: str) -> ProcessLost:
         f"this process (pid {os.getpid()}) can use the GPU no more, since {name} failed:\n  {why.rstrip('.')}.\n"
         f"  Its leases are returned; the memory itself comes free when the process ends.\n"
         f"  Restart the kernel, then run the cells again. To find the place:  CUDA_LAUNCH_BLOCKING=1\n"
-        f"  Models in processes of their own (llama.cpp isolated, servers) go on.", name=name, kind=kind, why=why)
+        f"  Models in processes of their own (llama.cpp isolated, servers) go on.",
+        name=name,
+        kind=kind,
+        why=why,
+    )
 
 
 # -- out of memory while loading --------------------------------------------------------------------------------------
+
 
 def make_room(keeper: Keeper, resident: Resident, shares: tuple[Share, ...]) -> None:
     """After an out-of-memory error: whatever is idle on these cards leaves, ours and others', as far as it may.

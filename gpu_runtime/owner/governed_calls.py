@@ -1,4 +1,5 @@
 """Calls of a governed module pin it for their length, and restore it first."""
+
 from __future__ import annotations
 
 import contextlib
@@ -47,8 +48,13 @@ def release_calls(value: Any) -> None:
 
 @functools.cache
 def _governed_class(base: type) -> type:
-    body: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
-                            "_gpu_base": base, "__reduce_ex__": _reduce_as_base}
+    body: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_gpu_base": base,
+        "__reduce_ex__": _reduce_as_base,
+    }
     # A call as well as its `forward`: what brings inputs to a model's card asks first where that is now.
     for name in ("__call__", "forward", "generate"):
         original = getattr(base, name, None)
@@ -65,7 +71,9 @@ def _pinning(original: Callable[..., Any]) -> Callable[..., Any]:
         resident = _residents.get(self)
         if resident is None:  # a copy of a governed module is nobody's
             return original(self, *args, **kwargs)
-        if inner and resident.pinned_by(threading.get_ident()):  # by the call that has led here: it is one use
+        if inner and resident.pinned_by(
+            threading.get_ident()
+        ):  # by the call that has led here: it is one use
             return original(self, *args, **kwargs)
         with resident.calling():
             return original(self, *args, **kwargs)
@@ -77,6 +85,8 @@ def _reduce_as_base(self: Any, protocol: int) -> Any:
     """Pickles and copies as the class that the user wrote."""
     governed = type(self)
     made, args, *rest = super(governed, self).__reduce_ex__(protocol)
-    if args and args[0] is governed and made is copyreg.__newobj__:  # pickle insists on the object's own class there
+    if (
+        args and args[0] is governed and made is copyreg.__newobj__
+    ):  # pickle insists on the object's own class there
         made, args = copyreg._reconstructor, (governed._gpu_base, object, None)
     return made, args, *rest

@@ -3,6 +3,7 @@
 It holds no opinion: each tick asks the keeper to do what was decided. Where the devices cannot be read it backs off and
 says so, and never takes a kernel down with it.
 """
+
 from __future__ import annotations
 
 import logging
@@ -51,7 +52,11 @@ class Breaker:
 
     def told(self) -> str:
         """Why the devices cannot be seen; empty while they can."""
-        return f"the devices have not answered {self.failures} times in a row ({self.why})" if self.open else ""
+        return (
+            f"the devices have not answered {self.failures} times in a row ({self.why})"
+            if self.open
+            else ""
+        )
 
 
 class _Promptly:
@@ -78,7 +83,9 @@ class _Promptly:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._inside -= 1
-            if not self._inside and math.isclose(sys.getswitchinterval(), self.SECONDS, rel_tol=1e-3):
+            if not self._inside and math.isclose(
+                sys.getswitchinterval(), self.SECONDS, rel_tol=1e-3
+            ):
                 sys.setswitchinterval(self._usual)
 
 
@@ -111,7 +118,9 @@ class Monitor:
             except (GpuError, ProbeFailed) as error:
                 log.warning("%s", error)
                 delay = 1.0
-            except Exception:  # a kernel must outlive its monitor's worst day, and the monitor its own
+            except (
+                Exception
+            ):  # a kernel must outlive its monitor's worst day, and the monitor its own
                 log.exception("the monitor stumbled; it goes on")
                 delay = 5.0
             if not self._stopping.is_set():

@@ -1,4 +1,5 @@
 """Pins: what keeps a model where it is while a block of code uses it."""
+
 from __future__ import annotations
 
 import functools
@@ -46,7 +47,9 @@ class _Leave:
         return leave
 
 
-def _leave(finish: Callable[[BaseException | None], None], kind: Any, error: Any, trace: Any) -> None:
+def _leave(
+    finish: Callable[[BaseException | None], None], kind: Any, error: Any, trace: Any
+) -> None:
     finish(error)
 
 
@@ -64,8 +67,11 @@ class Held:
 
     __slots__ = ("_start", "_finish", "_anchor", "_kept")
 
-    def __init__(self, start: Callable[[Callable[[], Anchor | None]], Any],
-                 finish: Callable[[BaseException | None], None]) -> None:
+    def __init__(
+        self,
+        start: Callable[[Callable[[], Anchor | None]], Any],
+        finish: Callable[[BaseException | None], None],
+    ) -> None:
         self._start, self._finish = start, finish
         self._anchor: Callable[[], Anchor | None] | None = None
         self._kept: Anchor | None = None

@@ -8,6 +8,7 @@ written in Python would never run. So a pin is no counter: it is the life of a s
 stack refers to while the block runs. When the block ends, however it ends, the object dies, and a weak reference's
 callback, C code that no signal handler can interrupt, takes it off the set.
 """
+
 from __future__ import annotations
 
 import enum
@@ -35,10 +36,6 @@ class Place(enum.Enum):
     MOVING = "on its way"
 
 
-
-
-
-
 class Stays(Exception):
     """A step must not be taken after all, and why: weights that exist nowhere else, or more bytes than reserved for."""
 
@@ -46,16 +43,28 @@ class Stays(Exception):
 class Resident:
     """One registered model of this process, loaded or not."""
 
-    def __init__(self, spec: ModelSpec, backend: Backend, owner: str, clock: Callable[[], float],
-                 origin: Any = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        backend: Backend,
+        owner: str,
+        clock: Callable[[], float],
+        origin: Any = None,
+    ) -> None:
         self.spec = spec
         self.backend = backend
         self.origin = origin  # the factory it was registered with
         self.adopted = False  # the user's own module: never emptied, only let go
-        self.catalogued: ModelSpec | None = None  # as the catalogue last said, where it was not registered here
-        self.calling: Callable[[], Held]  # what a call on a kept reference runs under; the runtime's to give
+        self.catalogued: ModelSpec | None = (
+            None  # as the catalogue last said, where it was not registered here
+        )
+        self.calling: Callable[
+            [], Held
+        ]  # what a call on a kept reference runs under; the runtime's to give
         self.footprint: Callable[[], Footprint]  # the bytes it needs; the runtime's to give
-        self.tell_loss: Callable[[str, str], None] = lambda kind, because: None  # in the book; the runtime's to give
+        self.tell_loss: Callable[[str, str], None] = lambda kind, because: (
+            None
+        )  # in the book; the runtime's to give
         self.place = Place.GONE
         self.lease = Lease(owner, spec.name)  # as last settled; meaningful while the model is held
         self.handle: Any = None  # the backend's, while the model is held
@@ -66,9 +75,13 @@ class Resident:
         self.last_used = self.pinned_since = 0.0
         self.uses = self.uses_counted = 0
         self._pieces: tuple[int, ...] | None = None  # None: not asked yet
-        self.measured: Measurement | None = None  # after an earlier load, where its source cannot be known again
+        self.measured: Measurement | None = (
+            None  # after an earlier load, where its source cannot be known again
+        )
         self._was_pinned = False
-        self._shell: Callable[[], Any] = lambda: None  # the object of an earlier load, if somebody still holds it
+        self._shell: Callable[[], Any] = lambda: (
+            None
+        )  # the object of an earlier load, if somebody still holds it
         self._clock = clock
 
     def pieces(self) -> tuple[int, ...]:
@@ -113,9 +126,14 @@ class Resident:
         if self._was_pinned and not pins:
             self.last_used = self._clock()
         self._was_pinned = bool(pins)
-        return replace(self.lease, pins=pins, pinned_since=self.pinned_since if pins else 0.0,
-                       last_used=self.last_used, uses=self.uses,
-                       importance=self.lease.importance if pins else self.spec.importance)
+        return replace(
+            self.lease,
+            pins=pins,
+            pinned_since=self.pinned_since if pins else 0.0,
+            last_used=self.last_used,
+            uses=self.uses,
+            importance=self.lease.importance if pins else self.spec.importance,
+        )
 
     # -- travelling; the caller has reserved the room
 
@@ -123,10 +141,14 @@ class Resident:
         """The backend's handle, the bytes measured, and the seconds it took. Nothing is installed yet."""
         with self.work:
             began = time.perf_counter()
-            handle = self.backend.load(self.spec, shares, self.origin, progress=progress, into=self._shell())
+            handle = self.backend.load(
+                self.spec, shares, self.origin, progress=progress, into=self._shell()
+            )
             return handle, self.backend.measure(handle), time.perf_counter() - began
 
-    def install(self, handle: Any, lease: Lease, anchor: Callable[[], Anchor | None] | None) -> None:
+    def install(
+        self, handle: Any, lease: Lease, anchor: Callable[[], Anchor | None] | None
+    ) -> None:
         """Makes the loaded model the one that `use` yields, pinned by its loader."""
         value = self.backend.value(handle)
         pieces = self.backend.pieces(self.spec, self.origin, handle)
@@ -134,10 +156,14 @@ class Resident:
         with self.gate:
             self.handle, self.value, self.lease, self._pieces = handle, value, lease, pieces
             self.place = Place.HERE if lease.on_device else Place.AWAY
-            self.last_used = self._clock()  # loaded ahead of its use, it has not been idle since the machine started
+            self.last_used = (
+                self._clock()
+            )  # loaded ahead of its use, it has not been idle since the machine started
             if anchor is not None:
                 self._pin(anchor)
-        if watch := getattr(handle, "watch", None):  # an engine may end by itself; if it has already, we hear it now
+        if watch := getattr(
+            handle, "watch", None
+        ):  # an engine may end by itself; if it has already, we hear it now
             watch(functools.partial(self._lost, weakref.ref(handle)))
 
     @property
@@ -194,7 +220,9 @@ class Resident:
 
     def remeasure(self) -> bool:
         """Whether its bytes have changed since it settled: gradients, optimizer state, new layers."""
-        if self.handle is None or (self.lease.filled or self.lease.shares) == (shares := self.backend.measure(self.handle)):
+        if self.handle is None or (self.lease.filled or self.lease.shares) == (
+            shares := self.backend.measure(self.handle)
+        ):
             return False
         self.lease = self.lease.holding(shares)
         return True
@@ -232,28 +260,4 @@ def held_by(residents: Iterable[Resident], thread: int) -> tuple[str, ...]:
 # -- calls on a kept reference --------------------------------------------------------------------------------------
 
 
-
-
-
-
-
-
-
-
-
-
-
 # -- work that the stop button must not cut in half -----------------------------------------------------------------
-
-
-
-
-
-
-
-
-
-
-
-
-

@@ -4,6 +4,7 @@ The mind decides and the hands move; this is where they meet. One `Keeper` belon
 in the caller's thread, so tracebacks, progress bars and the stop button are natural; moves and drops run where
 no interrupt can cut them in half.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -21,7 +22,15 @@ from msgspec.structs import replace
 from ..attribution import attributed, speaking_for
 from ..backends.base import Progress, is_out_of_memory
 from ..backends.fault_texts import recognise
-from ..errors import DoesNotFit, GpuError, LedgerUnavailable, LoadFailed, OutOfMemory, ProbeFailed, StillInUse
+from ..errors import (
+    DoesNotFit,
+    GpuError,
+    LedgerUnavailable,
+    LoadFailed,
+    OutOfMemory,
+    ProbeFailed,
+    StillInUse,
+)
 from ..facts import (
     HOST,
     Asker,
@@ -79,11 +88,17 @@ log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0  # where no ring comes
-LOOKS_PER_SECOND = 12  # by all idle kernels of a host together, at most; below that many, each looks every second
+LOOKS_PER_SECOND = (
+    12  # by all idle kernels of a host together, at most; below that many, each looks every second
+)
 DOZE_SECONDS = 6.0  # at most: what does not come with a ring is noticed so late in a crowd
-NEAR_SECONDS = 0.05  # how often we look whether a model of our own, that somebody waits for, has come free
+NEAR_SECONDS = (
+    0.05  # how often we look whether a model of our own, that somebody waits for, has come free
+)
 IN_TORCH = ("torch", "transformers")  # backends whose bytes torch's allocator holds
-LOAD_ATTEMPTS = 2  # after an out-of-memory error while loading what may go leaves; then it is tried once more
+LOAD_ATTEMPTS = (
+    2  # after an out-of-memory error while loading what may go leaves; then it is tried once more
+)
 
 
 class Key:
@@ -111,16 +126,27 @@ class _Renamed(Exception):
 class Keeper:
     """This process's residents, and their owner in the ledger."""
 
-    def __init__(self, ledger: Ledger, probe: Probe, settings: Settings, journal: Journal, *,
-                 clock: Callable[[], float], wall: Callable[[], float], machine: Machine | None = None,
-                 measurements: Measurements | None = None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        probe: Probe,
+        settings: Settings,
+        journal: Journal,
+        *,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        machine: Machine | None = None,
+        measurements: Measurements | None = None,
+    ) -> None:
         self.ledger, self.probe, self.settings, self.journal = ledger, probe, settings, journal
         self.clock, self.wall = clock, wall
         self.activity = activity
         self.rank = policy(settings.gpu_policy)
         self.sizing = Sizing(measurements or Measurements(), probe, wall)
         self.residents: dict[str, Resident] = {}
-        self._bounds: dict[str, float] = {}  # card -> the part of it that torch may take here, where it was told
+        self._bounds: dict[
+            str, float
+        ] = {}  # card -> the part of it that torch may take here, where it was told
         self.blocks: dict[str, tuple[Lease, weakref.ref[Anchor]]] = {}
         self.limits = {device.id: self._limit(device) for device in probe.devices}
         self.on_wait: Callable[[str, Wait | None], None] | None = None
@@ -133,7 +159,9 @@ class Keeper:
         self.machine = Machine() if machine is None else machine
         self.notebook = ""  # where its path became known after the door was opened
         self._known: dict[str, Asker] = {}
-        self._named: tuple[Device, ...] = ()  # the book's cards, where they are called as we call them
+        self._named: tuple[
+            Device, ...
+        ] = ()  # the book's cards, where they are called as we call them
         self._overstayed: set[str] = set()
         user = ledger.owner.user
         self.rules = replace(settings.rules(), cap=self.machine.cap(user, groups_of(user)))
@@ -150,7 +178,11 @@ class Keeper:
 
     def _limit(self, device: Device) -> int:
         """Usable bytes: total × the percentage that the settings allow."""
-        part = self.settings.cpu_memory_max_percent if device.is_host else self.settings.gpu_memory_max_percent
+        part = (
+            self.settings.cpu_memory_max_percent
+            if device.is_host
+            else self.settings.gpu_memory_max_percent
+        )
         return int(device.total_bytes * part)
 
     # -- the book
@@ -171,7 +203,9 @@ class Keeper:
         wanted = key.note
 
         def act() -> T:
-            held = self._note(Key(key.text))  # before the look: from here on the key is known, or nothing happens
+            held = self._note(
+                Key(key.text)
+            )  # before the look: from here on the key is known, or nothing happens
             try:
                 return work() if wanted in self._keys else None  # type: ignore[return-value]
             finally:
@@ -182,12 +216,23 @@ class Keeper:
     def truth(self) -> Truth:
         """What this process knows of itself at this moment."""
         models = (resident.truth() for resident in list(self.residents.values()))
-        blocks = tuple(lease for lease, anchor in list(self.blocks.values()) if anchor() is not None)
+        blocks = tuple(
+            lease for lease, anchor in list(self.blocks.values()) if anchor() is not None
+        )
         keys = tuple(key.text for ref in self._keys.copy() if (key := ref()) is not None)
         held = tuple(lease for lease in models if lease is not None)
-        engines = tuple(pid for resident in list(self.residents.values()) for pid in resident.engines)
-        return Truth(self.owner, held + blocks, keys, self._residue(held), tuple(self.residents),
-                     *self.activity.state, engines)
+        engines = tuple(
+            pid for resident in list(self.residents.values()) for pid in resident.engines
+        )
+        return Truth(
+            self.owner,
+            held + blocks,
+            keys,
+            self._residue(held),
+            tuple(self.residents),
+            *self.activity.state,
+            engines,
+        )
 
     def _residue(self, held: tuple[Lease, ...]) -> dict[str, int]:
         """Bytes that this process holds on real cards beyond its models: context, cache, tensors of its own.
@@ -198,15 +243,24 @@ class Keeper:
             return {}
         ours: dict[str, int] = {}
         contexts = self.probe.contexts()  # none of a lease's room for use is ever filled by them
-        outside = {name for name, resident in list(self.residents.items()) if resident.engines}  # not in this process
+        outside = {
+            name for name, resident in list(self.residents.items()) if resident.engines
+        }  # not in this process
         blocks = (lease for lease, _ in list(self.blocks.values()))
         for lease in (*(lease for lease in held if lease.name not in outside), *blocks):
             for share in lease.shares:
                 ours[share.device] = ours.get(share.device, 0) + share.bytes
-                if lease.kind == "model" and lease.backend not in IN_TORCH and share.device in contexts:
+                if (
+                    lease.kind == "model"
+                    and lease.backend not in IN_TORCH
+                    and share.device in contexts
+                ):
                     contexts[share.device] -= share.bytes
-        beyond = {device: max(size - ours.get(device, 0), contexts.get(device, 0))
-                  for device, size in self.probe.used().items() if device != HOST}
+        beyond = {
+            device: max(size - ours.get(device, 0), contexts.get(device, 0))
+            for device, size in self.probe.used().items()
+            if device != HOST
+        }
         return {device: size for device, size in beyond.items() if size > 0}
 
     def world(self, fresh: bool = False) -> World:
@@ -218,10 +272,16 @@ class Keeper:
         except ProbeFailed as error:
             samples = {}
             log.debug("probe failed: %s", error)
-        return World(self.clock(), self.wall(), self.probe.devices, self.limits, samples, self.rules)
+        return World(
+            self.clock(), self.wall(), self.probe.devices, self.limits, samples, self.rules
+        )
 
-    def decide(self, decision: Callable[[Book, World], tuple[Book, T]], fresh: bool = False,
-               in_full: Callable[[list[Event], T], list[Event]] | None = None) -> T:
+    def decide(
+        self,
+        decision: Callable[[Book, World], tuple[Book, T]],
+        fresh: bool = False,
+        in_full: Callable[[list[Event], T], list[Event]] | None = None,
+    ) -> T:
         """One transaction: our section as we know it, then the decision. Tells and rings what came of it.
 
         `fresh`: the devices are measured anew, because much hangs on it or something has just come or gone.
@@ -233,8 +293,12 @@ class Keeper:
             self._rename(otherwise.names)
             return self._decide(decision, self.world(fresh), in_full)
 
-    def _decide(self, decision: Callable[[Book, World], tuple[Book, T]], world: World,
-                in_full: Callable[[list[Event], T], list[Event]] | None) -> T:
+    def _decide(
+        self,
+        decision: Callable[[Book, World], tuple[Book, T]],
+        world: World,
+        in_full: Callable[[list[Event], T], list[Event]] | None,
+    ) -> T:
         def deciding(book: Book) -> tuple[Book, tuple[T, Book, Book]]:
             self._require_its_names(book)
             base = books.measure(books.publish(book, self.truth(), world), world)
@@ -267,16 +331,20 @@ class Keeper:
         return book
 
     def _holds(self) -> bool:
-        return bool(self.blocks) or any(resident.handle is not None for resident in list(self.residents.values()))
+        return bool(self.blocks) or any(
+            resident.handle is not None for resident in list(self.residents.values())
+        )
 
     def _rename(self, names: dict[str, str]) -> None:
         """Calls our cards as the book does. Raises LedgerUnavailable where something lies on them under the old
         names."""
         if self._holds():
             cards = ", ".join(f"{mine} is {theirs}" for mine, theirs in names.items())
-            raise LedgerUnavailable(f"the book calls cards of this process otherwise by now: {cards}.\n"
-                                    f"  Open the runtime again:  rt.close(), then gpu_runtime.runtime()",
-                                    path=self.ledger.url)
+            raise LedgerUnavailable(
+                f"the book calls cards of this process otherwise by now: {cards}.\n"
+                f"  Open the runtime again:  rt.close(), then gpu_runtime.runtime()",
+                path=self.ledger.url,
+            )
         self.probe.rename(names)
         self.limits = {device.id: self._limit(device) for device in self.probe.devices}
         for resident in list(self.residents.values()):
@@ -289,7 +357,9 @@ class Keeper:
             return
         try:
             self.decide(lambda book, world: (book, None))
-        except GpuError as error:  # a ledger or a driver that does not answer now is no reason not to register
+        except (
+            GpuError
+        ) as error:  # a ledger or a driver that does not answer now is no reason not to register
             log.debug("announced later: %s", error)
 
     def bound(self, book: Book, world: World) -> None:
@@ -300,11 +370,18 @@ class Keeper:
         wanted = torch_limit.bounds(book, self.me, world, self.probe.contexts(), busy)
         for card in (self._bounds.keys() | wanted.keys()) - busy:
             fraction = wanted.get(card, torch_limit.ALL)
-            if abs(self._bounds.get(card, torch_limit.ALL) - fraction) >= 0.001 and self.probe.bound(card, fraction):
+            if abs(
+                self._bounds.get(card, torch_limit.ALL) - fraction
+            ) >= 0.001 and self.probe.bound(card, fraction):
                 self._bounds[card] = fraction
 
-    def history(self, limit: int | None = None, model: str | None = None, actions: Collection[str] = (),
-                since: float = 0.0) -> tuple[Event, ...]:
+    def history(
+        self,
+        limit: int | None = None,
+        model: str | None = None,
+        actions: Collection[str] = (),
+        since: float = 0.0,
+    ) -> tuple[Event, ...]:
         """What happened, the newest last: the journal, and what others have so far told in the page only."""
         told = self.journal.tail(limit, model, actions, since)
         try:
@@ -312,10 +389,16 @@ class Keeper:
         except LedgerUnavailable:
             return told
         known = {(event.wall, event.seq) for event in told}
-        fresh = [event for event in page if (event.wall, event.seq) not in known and event.wall >= since
-                 and (model is None or event.model == model) and (not actions or event.action in actions)]
+        fresh = [
+            event
+            for event in page
+            if (event.wall, event.seq) not in known
+            and event.wall >= since
+            and (model is None or event.model == model)
+            and (not actions or event.action in actions)
+        ]
         merged = sorted([*told, *fresh], key=lambda event: (event.wall, event.seq))
-        return tuple(merged if limit is None else merged[max(0, len(merged) - limit):])
+        return tuple(merged if limit is None else merged[max(0, len(merged) - limit) :])
 
     def reap_near(self, book: Book) -> int:
         """Removes whoever is proven dead, where the next in the row of owners is, or one more in turn; how many.
@@ -328,7 +411,11 @@ class Keeper:
         near = {row[(me + 1) % len(row)], row[(me + 1 + self._turn) % len(row)]}
         sections = {id: section for id, section in book.sections.items() if id in near}
         tickets = tuple(ticket for ticket in book.tickets if ticket.owner in near)
-        return self.reap() if self.ledger.dead(replace(book, sections=sections, tickets=tickets)) else 0
+        return (
+            self.reap()
+            if self.ledger.dead(replace(book, sections=sections, tickets=tickets))
+            else 0
+        )
 
     def quiet(self, book: Book) -> bool:
         """Whether the book says of us what is true, and asks nothing of anybody: then there is nothing to write."""
@@ -340,7 +427,9 @@ class Keeper:
 
     def in_use(self) -> bool:
         """Whether anything of ours is pinned or leased for code, or a cell runs: then there will soon be news of us."""
-        return bool(self.blocks or self.activity.state.busy_since) or any(resident.pins for resident in list(self.residents.values()))
+        return bool(self.blocks or self.activity.state.busy_since) or any(
+            resident.pins for resident in list(self.residents.values())
+        )
 
     def reap(self) -> int:
         """Removes from the book whoever is proven dead; how many that were."""
@@ -358,7 +447,9 @@ class Keeper:
         concerned = waiting if waiting and books.stirs(before, after) else set()
         for ticket in after.tickets:
             if ticket.owner == self.me:
-                concerned.update(id.partition("/")[0] for id in (*ticket.recalls, ticket.name) if "/" in id)
+                concerned.update(
+                    id.partition("/")[0] for id in (*ticket.recalls, ticket.name) if "/" in id
+                )
         if concerned:
             self.ledger.ring(concerned)
 
@@ -380,8 +471,16 @@ class Keeper:
 
     # -- getting a model onto its device
 
-    def obtain(self, resident: Resident, anchor: Callable[[], Anchor | None] | None, *, importance: int,
-               keep_alive: float, timeout: float | None, progress: Progress | None = None) -> None:
+    def obtain(
+        self,
+        resident: Resident,
+        anchor: Callable[[], Anchor | None] | None,
+        *,
+        importance: int,
+        keep_alive: float,
+        timeout: float | None,
+        progress: Progress | None = None,
+    ) -> None:
         """Brings the model onto its device and pins it. Raises DoesNotFit, Busy, Deadlock, LoadFailed, ….
 
         Whatever goes wrong, an interrupt too, the book is as it was.
@@ -391,34 +490,54 @@ class Keeper:
             return self._load_ungoverned(resident, anchor, progress)
         attempts = 0
         wanted, footprint = self.wanted(resident, importance, keep_alive), resident.footprint()
-        key = self.new_key(f"use {resident.spec.name}")  # last: what is interrupted before the `try` lets go of nothing
+        key = self.new_key(
+            f"use {resident.spec.name}"
+        )  # last: what is interrupted before the `try` lets go of nothing
         try:
             for verdict in self._until_granted(
-                    key, wanted, footprint, self.placement(resident), timeout,
-                    here=lambda: resident.enter(anchor) if anchor else resident.place is Place.HERE):
+                key,
+                wanted,
+                footprint,
+                self.placement(resident),
+                timeout,
+                here=lambda: resident.enter(anchor) if anchor else resident.place is Place.HERE,
+            ):
                 step = verdict.steps[0]
                 attempts += 1
                 try:
                     if isinstance(step, Load):
                         self._load(resident, verdict.lease, step, anchor, key, progress)
                     else:
-                        self._uncut(key, partial(self._restore, resident, verdict.lease, step, anchor, key))
+                        self._uncut(
+                            key, partial(self._restore, resident, verdict.lease, step, anchor, key)
+                        )
                     return
                 except Exception as error:
                     if not is_out_of_memory(error) or attempts >= LOAD_ATTEMPTS:
                         raise self._told_of_load(resident, step, error) from error.__cause__
                     failures.make_room(self, resident, step.shares)
         finally:
-            self.done_with(key.note)  # first: from now on the monitor would withdraw it, were we interrupted once more
+            self.done_with(
+                key.note
+            )  # first: from now on the monitor would withdraw it, were we interrupted once more
             self._withdraw(key)
 
-    def wanted(self, resident: Resident, importance: int | None = None, keep_alive: float | None = None) -> Lease:
+    def wanted(
+        self, resident: Resident, importance: int | None = None, keep_alive: float | None = None
+    ) -> Lease:
         """The lease to ask for, as the model was registered where nothing else is said."""
         spec = resident.spec
-        return Lease(self.me, spec.name, importance=spec.importance if importance is None else importance,
-                     keep=spec.keep, keep_alive=spec.keep_alive if keep_alive is None else keep_alive,
-                     movable=resident.backend.can_move, backend=spec.backend, model_type=spec.model_type,
-                     quantization=spec.quantization)
+        return Lease(
+            self.me,
+            spec.name,
+            importance=spec.importance if importance is None else importance,
+            keep=spec.keep,
+            keep_alive=spec.keep_alive if keep_alive is None else keep_alive,
+            movable=resident.backend.can_move,
+            backend=spec.backend,
+            model_type=spec.model_type,
+            quantization=spec.quantization,
+        )
 
     def placement(self, resident: Resident) -> PlacementRules:
         """Where it may go, and how it may be divided: by the settings, and by the model's own word where it has one."""
@@ -434,10 +553,21 @@ class Keeper:
         index = self.settings.inference_gpu_index
         if resident.spec.devices or index is None:
             return resident.spec.devices
-        return tuple(device.id for device in self.probe.devices if not device.is_host and device.index == index)
+        return tuple(
+            device.id
+            for device in self.probe.devices
+            if not device.is_host and device.index == index
+        )
 
-    def _until_granted(self, key: Key, wanted: Lease, footprint: Footprint, placement: PlacementRules,
-                       timeout: float | None, here: Callable[[], bool]) -> Iterator[Grant]:
+    def _until_granted(
+        self,
+        key: Key,
+        wanted: Lease,
+        footprint: Footprint,
+        placement: PlacementRules,
+        timeout: float | None,
+        here: Callable[[], bool],
+    ) -> Iterator[Grant]:
         """Grants that have steps to perform. Ends, with nothing granted, once `here()` is true.
 
         The caller performs; taking the next item says that the step failed and the world should be asked again.
@@ -454,24 +584,42 @@ class Keeper:
             if told and self.on_wait:
                 self.on_wait(wanted.name, None)
 
-    def _answers(self, key: Key, wanted: Lease, footprint: Footprint, placement: PlacementRules,
-                 timeout: float | None, here: Callable[[], bool]) -> Iterator[Grant | Wait]:
+    def _answers(
+        self,
+        key: Key,
+        wanted: Lease,
+        footprint: Footprint,
+        placement: PlacementRules,
+        timeout: float | None,
+        here: Callable[[], bool],
+    ) -> Iterator[Grant | Wait]:
         began = self.clock()
         reaped = False
         asked_at: dict[str, float] = {}  # whom we have asked to publish its pins, and when
         made: tuple[Candidate, ...] = ()  # the ways to make room that were compared last
         while not here():
-            request = Request(key.text, wanted, footprint, began, placement,
-                              held_by(list(self.residents.values()), threading.get_ident()))
-            verdict = self.decide(lambda book, world: admit(book, request, world, self.rank), fresh=True,
-                                  in_full=partial(explain.with_runners_up, rules=placement, room_made=made))
+            request = Request(
+                key.text,
+                wanted,
+                footprint,
+                began,
+                placement,
+                held_by(list(self.residents.values()), threading.get_ident()),
+            )
+            verdict = self.decide(
+                lambda book, world: admit(book, request, world, self.rank),
+                fresh=True,
+                in_full=partial(explain.with_runners_up, rules=placement, room_made=made),
+            )
             if isinstance(verdict, Wait) and (verdict.steps or verdict.asked):
                 made = verdict.considered
             if isinstance(verdict, Grant):
                 if verdict.steps:
                     yield verdict
                 continue
-            if not reaped:  # before anybody waits or is refused: is all that stands in the way alive?
+            if (
+                not reaped
+            ):  # before anybody waits or is refused: is all that stands in the way alive?
                 reaped = True
                 if self.reap():
                     continue
@@ -487,7 +635,11 @@ class Keeper:
             yield verdict
             # Pins are published within a second; whoever is said to be in the way is asked to say so now.
             late = self.clock() - POLL_SECONDS
-            doubtful = {owner for id in verdict.blockers if asked_at.get(owner := id.partition("/")[0], late) <= late}
+            doubtful = {
+                owner
+                for id in verdict.blockers
+                if asked_at.get(owner := id.partition("/")[0], late) <= late
+            }
             self.ledger.ring(doubtful - {self.me})
             asked_at |= dict.fromkeys(doubtful, self.clock())
             self._pause(verdict, None if timeout is None else began + timeout)
@@ -498,27 +650,49 @@ class Keeper:
         changed things."""
         now = self.clock()
         until = min(t for t in (now + POLL_SECONDS, verdict.retry_at, deadline) if t is not None)
-        ours = [r for r in list(self.residents.values()) if r.lease.id in verdict.blockers and r.pins]
+        ours = [
+            r for r in list(self.residents.values()) if r.lease.id in verdict.blockers and r.pins
+        ]
         step = NEAR_SECONDS if ours else POLL_SECONDS
-        others = [section.owner for id, section in self.ledger.read().sections.items() if id != self.me]
+        others = [
+            section.owner for id, section in self.ledger.read().sections.items() if id != self.me
+        ]
         while (left := until - self.clock()) > 0:
-            if self.ledger.wait(min(step, left), others) or any(not resident.pins for resident in ours):
+            if self.ledger.wait(min(step, left), others) or any(
+                not resident.pins for resident in ours
+            ):
                 return
 
-    def _load(self, resident: Resident, lease: Lease, step: Load, anchor: Callable[[], Anchor | None] | None,
-              key: Key, progress: Progress | None) -> None:
+    def _load(
+        self,
+        resident: Resident,
+        lease: Lease,
+        step: Load,
+        anchor: Callable[[], Anchor | None] | None,
+        key: Key,
+        progress: Progress | None,
+    ) -> None:
         handle = None
         try:
             self.probe.watch_peaks()
             handle, shares, seconds = resident.load(step.shares, progress)
             droppable = resident.backend.droppable(handle)
-            settled = replace(lease.holding(shares), pins=0, droppable=droppable, reload_seconds=seconds,
-                              settled_at=self.clock())
+            settled = replace(
+                lease.holding(shares),
+                pins=0,
+                droppable=droppable,
+                reload_seconds=seconds,
+                settled_at=self.clock(),
+            )
             resident.install(handle, settled, anchor)
         except BaseException as error:
-            if not isinstance(error, Exception):  # a notebook keeps the traceback, and its frames would keep the bytes
+            if not isinstance(
+                error, Exception
+            ):  # a notebook keeps the traceback, and its frames would keep the bytes
                 traceback.clear_frames(error.__traceback__)
-            if handle is None or resident.handle is not handle:  # else the interrupt came too late: it is installed
+            if (
+                handle is None or resident.handle is not handle
+            ):  # else the interrupt came too late: it is installed
                 if handle is not None:
                     resident.backend.drop(handle)
                 self._abandon(resident.spec.name, key, error)
@@ -528,15 +702,29 @@ class Keeper:
         if elsewhere := resident.backend.elsewhere(handle):
             because = explain.elsewhere(resident.spec.name, resident.lease.where, elsewhere)
             log.warning("%s", because)
-            self.decide(lambda book, world: (books.note(book, world, resident.lease, "misplaced", "load", because), None))
+            self.decide(
+                lambda book, world: (
+                    books.note(book, world, resident.lease, "misplaced", "load", because),
+                    None,
+                )
+            )
 
-    def _restore(self, resident: Resident, lease: Lease, step: Move, anchor: Callable[[], Anchor | None] | None,
-                 key: Key) -> None:
+    def _restore(
+        self,
+        resident: Resident,
+        lease: Lease,
+        step: Move,
+        anchor: Callable[[], Anchor | None] | None,
+        key: Key,
+    ) -> None:
         began = time.perf_counter()
         try:
             if not resident.begin_moving():
-                raise LoadFailed(f"{resident.spec.name} is being moved by another thread.", name=resident.spec.name,
-                                 source=resident.spec.source)
+                raise LoadFailed(
+                    f"{resident.spec.name} is being moved by another thread.",
+                    name=resident.spec.name,
+                    source=resident.spec.source,
+                )
             try:
                 shares = resident.carry(step)
             except BaseException:
@@ -546,9 +734,20 @@ class Keeper:
             self._abandon(resident.spec.name, key, error)
             raise
         seconds = time.perf_counter() - began
-        going = replace(resident.lease, target=lease.target, filled=lease.filled, working_bytes=lease.working_bytes)
-        settled = replace(going.holding(shares), restore_seconds=seconds, settled_at=self.clock(), away_since=0.0,
-                          importance=lease.importance, keep_alive=lease.keep_alive)
+        going = replace(
+            resident.lease,
+            target=lease.target,
+            filled=lease.filled,
+            working_bytes=lease.working_bytes,
+        )
+        settled = replace(
+            going.holding(shares),
+            restore_seconds=seconds,
+            settled_at=self.clock(),
+            away_since=0.0,
+            importance=lease.importance,
+            keep_alive=lease.keep_alive,
+        )
         resident.settle_at(settled, anchor)
         self.probe.watch_peaks()
         self._settle(resident, step.because, restore_seconds=seconds)
@@ -558,15 +757,30 @@ class Keeper:
         lease = resident.lease
 
         def settle(book: Book, world: World) -> tuple[Book, None]:
-            book = books.arrived(book, self.me, lease.name, lease.shares, world, because=because,
-                                 droppable=lease.droppable, filled=lease.filled, **seconds)
+            book = books.arrived(
+                book,
+                self.me,
+                lease.name,
+                lease.shares,
+                world,
+                because=because,
+                droppable=lease.droppable,
+                filled=lease.filled,
+                **seconds,
+            )
             return books.publish(book, self.truth(), world), None
 
         self.decide(settle, fresh=True)
 
     def _abandon(self, name: str, key: Key, error: BaseException) -> None:
-        because = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {explain.first_line(error)}"
-        self.decide(lambda book, world: (books.abandon(book, self.me, name, key.text, world, because), None))
+        because = (
+            "interrupted"
+            if isinstance(error, KeyboardInterrupt)
+            else f"{type(error).__name__}: {explain.first_line(error)}"
+        )
+        self.decide(
+            lambda book, world: (books.abandon(book, self.me, name, key.text, world, because), None)
+        )
 
     def _withdraw(self, key: Key) -> None:
         """Takes our ticket back, if there is one. Never fails: what stays behind is withdrawn at the next tick."""
@@ -581,24 +795,42 @@ class Keeper:
         name = resident.spec.name
         if is_out_of_memory(error):
             declared = resident.spec.size is not None and isinstance(step, Load)
-            return self.out_of_memory(error, loading=name, device=step.shares[0].device,  # type: ignore[union-attr]
-                                      declared_bytes=resident.spec.size if declared else None)
+            return self.out_of_memory(
+                error,
+                loading=name,
+                device=step.shares[0].device,  # type: ignore[union-attr]
+                declared_bytes=resident.spec.size if declared else None,
+            )
         if isinstance(error, GpuError) or not isinstance(error, Exception):
             return error
         fault = recognise(str(error))
-        return explain.load_failed(name, resident.spec.source, error,
-                                   driver_failed=fault is not None and fault.clears_model)
+        return explain.load_failed(
+            name,
+            resident.spec.source,
+            error,
+            driver_failed=fault is not None and fault.clears_model,
+        )
 
-    def _load_ungoverned(self, resident: Resident, anchor: Callable[[], Anchor | None] | None,
-                         progress: Progress | None) -> None:
+    def _load_ungoverned(
+        self,
+        resident: Resident,
+        anchor: Callable[[], Anchor | None] | None,
+        progress: Progress | None,
+    ) -> None:
         """ENABLE_MEMORY_GOVERNOR=false: the model goes to the first card, unasked, and nobody makes room for it."""
-        card = next(d for d in self.probe.devices if not d.is_host and d.id in (self.places(resident) or (d.id,)))
+        card = next(
+            d
+            for d in self.probe.devices
+            if not d.is_host and d.id in (self.places(resident) or (d.id,))
+        )
         share = Share(card.id, resident.footprint().bytes)
         try:
             handle, shares, seconds = resident.load((share,), progress)
         except Exception as error:
             raise self._told_of_load(resident, Load("", (share,)), error) from error
-        resident.install(handle, replace(resident.lease, shares=shares, reload_seconds=seconds), anchor)
+        resident.install(
+            handle, replace(resident.lease, shares=shares, reload_seconds=seconds), anchor
+        )
 
     # -- stepping aside
 
@@ -608,28 +840,51 @@ class Keeper:
         name = step.lease.partition("/")[2]
         resident = self.residents.get(name)
         if resident is None or not resident.begin_moving():
-            self.decide(lambda book, world: (books.abandon(book, self.me, name, key.text, world), None))
+            self.decide(
+                lambda book, world: (books.abandon(book, self.me, name, key.text, world), None)
+            )
             return False
         try:
-            if resident.remeasure():  # what was reserved for it elsewhere may be too little: decide again
+            if (
+                resident.remeasure()
+            ):  # what was reserved for it elsewhere may be too little: decide again
                 raise Stays("its bytes have changed since they were counted")
             shares = resident.carry(step)
         except BaseException as error:
             resident.lease = replace(resident.lease, droppable=resident.droppable())
             resident.stay()
-            because = str(error) if isinstance(error, Stays) else f"{type(error).__name__}: {explain.first_line(error)}"
-            self.decide(lambda book, world: (books.abandon(
-                book, self.me, name, key.text, world, f"{name} stays where it is: {because}."), None))
+            because = (
+                str(error)
+                if isinstance(error, Stays)
+                else f"{type(error).__name__}: {explain.first_line(error)}"
+            )
+            self.decide(
+                lambda book, world: (
+                    books.abandon(
+                        book,
+                        self.me,
+                        name,
+                        key.text,
+                        world,
+                        f"{name} stays where it is: {because}.",
+                    ),
+                    None,
+                )
+            )
             if isinstance(error, Stays):
                 return False
             raise
         if not isinstance(step, Drop):
             going = replace(resident.lease, target=step.shares)
             settled = replace(going.holding(shares), settled_at=self.clock())
-            resident.settle_at(replace(settled, away_since=0.0 if settled.on_device else self.clock()))
+            resident.settle_at(
+                replace(settled, away_since=0.0 if settled.on_device else self.clock())
+            )
         self.probe.empty_cache()
         self.probe.watch_peaks()  # what has left is no peak of what stays
-        self.decide(lambda book, world: (books.left(book, step, shares, world, by), None), fresh=True)
+        self.decide(
+            lambda book, world: (books.left(book, step, shares, world, by), None), fresh=True
+        )
         return True
 
     def carry(self, step: Move | Drop, key: Key, by: str = "") -> bool:
@@ -637,7 +892,9 @@ class Keeper:
         moved."""
         return self._uncut(key, lambda: self._step_aside(step, key, by))
 
-    def evict(self, resident: Resident, because: str, *, drop: bool = False, by: str = "") -> Move | Drop | None:
+    def evict(
+        self, resident: Resident, because: str, *, drop: bool = False, by: str = ""
+    ) -> Move | Drop | None:
         """Makes a model of our own step aside now; the step taken, None where it lies on no device already."""
         if resident.handle is None or (resident.place is Place.AWAY and not drop):
             return None
@@ -646,15 +903,27 @@ class Keeper:
         def leave(book: Book, world: World) -> tuple[Book, Move | Drop | GpuError]:
             lease = book.lease(self.me, resident.spec.name)
             if lease is None:
-                return book, StillInUse(f"{resident.spec.name} is on its way.", name=resident.spec.name)
+                return book, StillInUse(
+                    f"{resident.spec.name} is on its way.", name=resident.spec.name
+                )
             if why := may_leave(lease, world, asker=self.me, importance=-1):
                 return book, explain.still_here(book, self.me, lease, why, world)
-            step = way_out(lease, room(book, world).get(HOST, 0), world, drop=drop, because=because, reason="evict")
+            step = way_out(
+                lease,
+                room(book, world).get(HOST, 0),
+                world,
+                drop=drop,
+                because=because,
+                reason="evict",
+            )
             if step is None:
                 return book, DoesNotFit(
                     f"{lease.name} ({show_bytes(lease.bytes)}) exists nowhere else and host memory has no room for it.\n"
                     f"  Raise CPU_MEMORY_MAX_PERCENT, or give it up for good:  rt.forget({lease.name!r})",
-                    name=lease.name, need_bytes=lease.bytes, device=HOST)
+                    name=lease.name,
+                    need_bytes=lease.bytes,
+                    device=HOST,
+                )
             return mark_leaving(book, step, key.text), step
 
         try:
@@ -662,54 +931,94 @@ class Keeper:
             if isinstance(step, GpuError):
                 raise step
             if not self.carry(step, key, by):
-                return self.evict(resident, because, by=by)  # a user came in between, or it may not be dropped: decide again
+                return self.evict(
+                    resident, because, by=by
+                )  # a user came in between, or it may not be dropped: decide again
             return step
         finally:
             self.done_with(key.note)
 
     # -- out of memory inside a block
 
-    def out_of_memory(self, error: BaseException, *, loading: str = "", device: str = "",
-                      declared_bytes: int | None = None) -> OutOfMemory:
+    def out_of_memory(
+        self,
+        error: BaseException,
+        *,
+        loading: str = "",
+        device: str = "",
+        declared_bytes: int | None = None,
+    ) -> OutOfMemory:
         """The readable report of an out-of-memory error, as things stand now."""
         world = self.world()
         book = books.publish(self.ledger.read(), self.truth(), world)
-        return explain.out_of_memory(error, book, world, self.me, self.probe.maps(), loading=loading,
-                                     device=device, declared_bytes=declared_bytes)
+        return explain.out_of_memory(
+            error,
+            book,
+            world,
+            self.me,
+            self.probe.maps(),
+            loading=loading,
+            device=device,
+            declared_bytes=declared_bytes,
+        )
 
     def make_room_after(self, error: BaseException) -> None:
         """After an out-of-memory error in a block: idle leases of ours and cached blocks go, tracebacks let go."""
-        traceback.clear_frames(error.__traceback__)  # frames that have ended would keep their tensors
+        traceback.clear_frames(
+            error.__traceback__
+        )  # frames that have ended would keep their tensors
         for resident in list(self.residents.values()):
             if resident.place is Place.HERE and not resident.pins and not resident.lease.keep:
                 try:
-                    self.evict(resident, "the device ran out of memory while another model was in use.")
+                    self.evict(
+                        resident, "the device ran out of memory while another model was in use."
+                    )
                 except GpuError as refused:
                     log.debug("%s stays: %s", resident.spec.name, refused)
         self.probe.empty_cache()
 
     # -- blocks of code
 
-    def lease_block(self, name: str, size: int, anchor: Callable[[], Anchor | None], *, importance: int,
-                    timeout: float | None) -> Lease:
+    def lease_block(
+        self,
+        name: str,
+        size: int,
+        anchor: Callable[[], Anchor | None],
+        *,
+        importance: int,
+        timeout: float | None,
+    ) -> Lease:
         """Claims bytes for the caller's own code; they are given back when the anchor dies, or before."""
         wanted = Lease(self.me, name, kind="block", importance=importance, movable=False)
         granted = False  # then our ticket is gone with the grant
         key = self.new_key(f"lease {name}")
         try:
-            for verdict in self._until_granted(key, wanted, Footprint.of(size),
-                                               PlacementRules(policy=self.settings.gpu_placement), timeout,
-                                               here=lambda: name in self.blocks):
+            for verdict in self._until_granted(
+                key,
+                wanted,
+                Footprint.of(size),
+                PlacementRules(policy=self.settings.gpu_placement),
+                timeout,
+                here=lambda: name in self.blocks,
+            ):
                 # Its bytes need no bringing, so nothing is settled: the monitor, or the block's end, publishes what it
                 # is.
-                lease = replace(verdict.lease, shares=verdict.lease.target, target=(), phase=Phase.SETTLED, key="",
-                                settled_at=self.clock())
+                lease = replace(
+                    verdict.lease,
+                    shares=verdict.lease.target,
+                    target=(),
+                    phase=Phase.SETTLED,
+                    key="",
+                    settled_at=self.clock(),
+                )
                 self.blocks[name] = (lease, anchor)
                 granted = True
                 return lease
             return self.blocks[name][0]
         finally:
-            self.done_with(key.note)  # first: from now on the monitor would withdraw it, were we interrupted once more
+            self.done_with(
+                key.note
+            )  # first: from now on the monitor would withdraw it, were we interrupted once more
             if not granted:
                 self._withdraw(key)
 
@@ -725,8 +1034,11 @@ class Keeper:
         """Steps aside where others need it; what else they asked for is returned to be done."""
         key = self.new_key("obey")
         try:
-            steps, orders = self.decide(lambda book, world: _split(
-                obey(book, self.me, world, self.rank, key.text, self._askers(book))))
+            steps, orders = self.decide(
+                lambda book, world: _split(
+                    obey(book, self.me, world, self.rank, key.text, self._askers(book))
+                )
+            )
             for step in steps:
                 self._step_aside(step, key, by=step.by)
             return orders
@@ -740,7 +1052,9 @@ class Keeper:
             return
         key = self.new_key("drain")
         try:
-            for step in self.decide(lambda book, world: drain.vacate(book, self.me, world, key.text)):
+            for step in self.decide(
+                lambda book, world: drain.vacate(book, self.me, world, key.text)
+            ):
                 self._step_aside(step, key)
         finally:
             self.done_with(key.note)
@@ -763,10 +1077,17 @@ class Keeper:
 
     def _askers(self, book: Book) -> dict[str, Asker]:
         """By ticket key, who asks something of us; a ticket that its owner did not leave is missing."""
-        asking = (ticket for ticket in book.tickets if ticket.owner != self.me
-                  and any(id.partition("/")[0] == self.me for id in (ticket.name, *ticket.recalls)))
-        return {ticket.key: self.asker(user) for ticket in asking
-                if (user := self.ledger.user_of(book, ticket.owner, ticket))}
+        asking = (
+            ticket
+            for ticket in book.tickets
+            if ticket.owner != self.me
+            and any(id.partition("/")[0] == self.me for id in (ticket.name, *ticket.recalls))
+        )
+        return {
+            ticket.key: self.asker(user)
+            for ticket in asking
+            if (user := self.ledger.user_of(book, ticket.owner, ticket))
+        }
 
     def asker(self, user: str) -> Asker:
         """What that user may ask of this process, as the configuration stood when they first did."""
@@ -774,9 +1095,12 @@ class Keeper:
         if known is None:
             groups = groups_of(user)
             cap = self.machine.cap(user, groups)
-            known = self._known[user] = Asker(user, user == self.ledger.owner.user,
-                                              self.machine.is_operator(user, groups),
-                                              (cap.importance if cap else None) or 0)
+            known = self._known[user] = Asker(
+                user,
+                user == self.ledger.owner.user,
+                self.machine.is_operator(user, groups),
+                (cap.importance if cap else None) or 0,
+            )
         return known
 
     def as_known(self, book: Book) -> dict[str, Section]:
@@ -791,7 +1115,11 @@ class Keeper:
 
     def tell_overstays(self) -> None:
         """Says of each block of ours that it is held for longer than the operator's cap allows, once."""
-        if not self.blocks or self.rules.cap is None or self.rules.cap.longest_lease_seconds is None:
+        if (
+            not self.blocks
+            or self.rules.cap is None
+            or self.rules.cap.longest_lease_seconds is None
+        ):
             return
         book, world = self.ledger.read(), self.world()
         for lease in quotas.overstaying(book, world):
@@ -799,14 +1127,22 @@ class Keeper:
                 self._overstayed.add(lease.name)
                 because = quotas.overstay(book, lease, world)
                 log.warning("%s", because)
-                self.decide(lambda book, world, lease=lease, because=because: (
-                    books.note(book, world, lease, "overstayed", "cap", because, size=lease.bytes), None))
+                self.decide(
+                    lambda book, world, lease=lease, because=because: (
+                        books.note(
+                            book, world, lease, "overstayed", "cap", because, size=lease.bytes
+                        ),
+                        None,
+                    )
+                )
 
     def relieve(self) -> None:
         """Applies the table of pressure levels to our own idle models."""
         key = self.new_key("relieve")
         try:
-            steps = self.decide(lambda book, world: relieve(book, self.me, world, self.rank, key.text))
+            steps = self.decide(
+                lambda book, world: relieve(book, self.me, world, self.rank, key.text)
+            )
             if steps:
                 self._log_pressure()
             for step in steps:
@@ -819,18 +1155,30 @@ class Keeper:
             if view.device.is_host:
                 continue
             if view.level is Level.CRITICAL:
-                log.error("CRITICAL memory pressure! Usage: %.1f%%. Forcing aggressive eviction.", view.pressure * 100)
+                log.error(
+                    "CRITICAL memory pressure! Usage: %.1f%%. Forcing aggressive eviction.",
+                    view.pressure * 100,
+                )
             elif view.level in (Level.HIGH, Level.MODERATE):
-                log.warning("%s memory pressure: %.1f%%. Offloading idle models.", view.level, view.pressure * 100)
+                log.warning(
+                    "%s memory pressure: %.1f%%. Offloading idle models.",
+                    view.level,
+                    view.pressure * 100,
+                )
 
     def remeasure(self) -> None:
         """Counts again what was used since the last look: training makes gradients and optimizer state."""
-        used = [resident for resident in list(self.residents.values())
-                if resident.uses != resident.uses_counted and resident.place is Place.HERE]
+        used = [
+            resident
+            for resident in list(self.residents.values())
+            if resident.uses != resident.uses_counted and resident.place is Place.HERE
+        ]
         for resident in used:
             if resident.work.acquire(False):
                 try:
-                    if not resident.pins:  # else it may grow until its use ends, and is looked at again
+                    if (
+                        not resident.pins
+                    ):  # else it may grow until its use ends, and is looked at again
                         resident.uses_counted = resident.uses
                     resident.remeasure()
                     self.sizing.saw(resident, alone=len(used) == 1)
@@ -851,12 +1199,27 @@ class Keeper:
     def _watched(self) -> list[Resident]:
         """Models of ours in use where somebody waits for room: the end of that use should be told at once."""
         used = [resident for resident in list(self.residents.values()) if resident.pins]
-        wanted = {share.device for ticket in (self.ledger.read().tickets if used else ())
-                  if ticket.verb == "use" and ticket.owner != self.me for share in ticket.need}
-        return [resident for resident in used if any(share.device in wanted for share in resident.lease.shares)]
+        wanted = {
+            share.device
+            for ticket in (self.ledger.read().tickets if used else ())
+            if ticket.verb == "use" and ticket.owner != self.me
+            for share in ticket.need
+        }
+        return [
+            resident
+            for resident in used
+            if any(share.device in wanted for share in resident.lease.shares)
+        ]
 
-    def ask(self, verb: str, target: str, *, timeout: float | None, wait: bool = True,
-            places: tuple[str, ...] = ()) -> Verdict:
+    def ask(
+        self,
+        verb: str,
+        target: str,
+        *,
+        timeout: float | None,
+        wait: bool = True,
+        places: tuple[str, ...] = (),
+    ) -> Verdict:
         """Asks another owner to act; the last word heard within the time-out."""
         began = self.clock()
         key = self.new_key(f"{verb} {target}")
@@ -872,7 +1235,9 @@ class Keeper:
                     self.ledger.wait(NEAR_SECONDS)
                     continue
                 settled = not isinstance(verdict, Wait)
-                if isinstance(verdict, Refuse) and verdict.kind != "failed":  # else its owner has told it
+                if (
+                    isinstance(verdict, Refuse) and verdict.kind != "failed"
+                ):  # else its owner has told it
                     self._declined(asked, verdict.because)
                 if settled or not wait or (timeout is not None and self.clock() - began >= timeout):
                     return verdict
@@ -887,8 +1252,16 @@ class Keeper:
                 self._standing[key] = asked  # until it is answered
 
     def _as_asked(self, key: Key, verb: str, target: str, places: tuple[str, ...] = ()) -> Ask:
-        return Ask(key.text, self.me, verb, target, self.clock(), by=self.ledger.owner.user, places=places,
-                   said_by=speaking_for())
+        return Ask(
+            key.text,
+            self.me,
+            verb,
+            target,
+            self.clock(),
+            by=self.ledger.owner.user,
+            places=places,
+            said_by=speaking_for(),
+        )
 
     def decline(self, verb: str, target: str, because: str) -> None:
         """Notes that something was wanted of another owner which may not even be asked."""
@@ -902,13 +1275,24 @@ class Keeper:
     def acted(self, verb: str, name: str, because: str, size: int = 0) -> None:
         """Notes what this process did to a model of its own because somebody asked it to in words of no ticket."""
         if by := self.person:
-            lease = next((lease for lease in self.truth().leases if lease.name == name), Lease(self.me, name))
-            self.decide(lambda book, world: (books.note(book, world, lease, verb, verb, because, size=size, by=by), None))
+            lease = next(
+                (lease for lease in self.truth().leases if lease.name == name), Lease(self.me, name)
+            )
+            self.decide(
+                lambda book, world: (
+                    books.note(book, world, lease, verb, verb, because, size=size, by=by),
+                    None,
+                )
+            )
 
     @property
     def person(self) -> str:
         """For whom this thread acts, and in which process; empty where it acts for its own user alone."""
-        return attributed(said, f"{self.owner.user}, {self.owner.label}") if (said := speaking_for()) else ""
+        return (
+            attributed(said, f"{self.owner.user}, {self.owner.label}")
+            if (said := speaking_for())
+            else ""
+        )
 
     def follow_up(self) -> None:
         """Ends the asks that nobody waits for once they are answered; else they would be obeyed again and again."""
@@ -919,6 +1303,8 @@ class Keeper:
                 self.done_with(key.note)
 
 
-def _split(answer: tuple[Book, tuple[Step, ...], tuple[Order, ...]]) -> tuple[Book, tuple[tuple[Step, ...], tuple[Order, ...]]]:
+def _split(
+    answer: tuple[Book, tuple[Step, ...], tuple[Order, ...]],
+) -> tuple[Book, tuple[tuple[Step, ...], tuple[Order, ...]]]:
     book, steps, orders = answer
     return book, (steps, orders)

@@ -3,6 +3,7 @@
 All segments lie end to end, in the order of their addresses, and are wrapped into rows as the words of a page are; so
 area is bytes. What is too small to be seen is told together, by how much of it is in use.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -14,7 +15,13 @@ from gpu_runtime.units import MIB, show_bytes
 
 from . import html
 
-ALLOCATED, PENDING, STUCK, RELEASABLE, RELEASED = KINDS = ("allocated", "pending", "stuck", "releasable", "released")
+ALLOCATED, PENDING, STUCK, RELEASABLE, RELEASED = KINDS = (
+    "allocated",
+    "pending",
+    "stuck",
+    "releasable",
+    "released",
+)
 WORDS = {
     ALLOCATED: "allocated",
     PENDING: "freed, in use by a stream",
@@ -23,8 +30,20 @@ WORDS = {
     RELEASED: "given back",
 }
 # Okabe and Ito's, as everywhere; none: a hatch alone.
-COLOURS = {ALLOCATED: "#0072b2", PENDING: "#cc79a7", STUCK: "#d55e00", RELEASABLE: "#f0e442", RELEASED: ""}
-_ORDER = (RELEASED, RELEASABLE, STUCK, PENDING, ALLOCATED)  # what may be drawn wider than it is lies on top
+COLOURS = {
+    ALLOCATED: "#0072b2",
+    PENDING: "#cc79a7",
+    STUCK: "#d55e00",
+    RELEASABLE: "#f0e442",
+    RELEASED: "",
+}
+_ORDER = (
+    RELEASED,
+    RELEASABLE,
+    STUCK,
+    PENDING,
+    ALLOCATED,
+)  # what may be drawn wider than it is lies on top
 MIDDLING = 20 * MIB  # torch's segment for blocks of 1 to 10 MiB, and its page of an expandable one
 MOST_ROWS = 16
 CELLS = 400  # pieces a row that can be told apart; what is narrower is told with its neighbours
@@ -42,7 +61,9 @@ def mapped(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> Mapped:
     known = {section.owner.id: section.owner.label for section in snapshot.sections.values()}
     known.setdefault(snapshot.owner.id, snapshot.owner.label)
     told = sorted(maps, key=lambda map: (-(map.inactive_bytes or 0), map.device, map.owner))
-    return Mapped(tuple(told), tuple(f"{known.get(map.owner, map.owner)} on {map.device}" for map in told))
+    return Mapped(
+        tuple(told), tuple(f"{known.get(map.owner, map.owner)} on {map.device}" for map in told)
+    )
 
 
 class Piece(NamedTuple):
@@ -94,7 +115,9 @@ def picture(map: AllocatorMap, cells: int = CELLS) -> Picture:
     while row * MOST_ROWS < total:
         row *= 2
     cell = row / cells
-    pieces = [piece for stretch in _stretches(map.segments, cell) for piece in _pieces(stretch, row, cell)]
+    pieces = [
+        piece for stretch in _stretches(map.segments, cell) for piece in _pieces(stretch, row, cell)
+    ]
     pieces.sort(key=lambda piece: _ORDER.index(piece.kind))
     return Picture(row, -(-total // row), tuple(pieces), tuple(_edges(map.segments, row, 2 * cell)))
 
@@ -116,14 +139,20 @@ def verdict(map: AllocatorMap) -> str:
     if not map.inactive_bytes:
         return f"{said}. Nothing is inactive."
     stuck = map.inactive_bytes - map.releasable_bytes
-    largest = "" if map.largest_free_bytes is None else f", {show_bytes(map.largest_free_bytes)} in one piece at most"
+    largest = (
+        ""
+        if map.largest_free_bytes is None
+        else f", {show_bytes(map.largest_free_bytes)} in one piece at most"
+    )
     if not stuck:
         where = "defrag gives them back"
     elif not map.releasable_bytes:
         where = "they lie in segments that are in use, and stay"
     else:
-        where = (f"defrag gives {show_bytes(map.releasable_bytes)} back, {show_bytes(stuck)} lie in segments that are "
-                 f"in use, and stay")
+        where = (
+            f"defrag gives {show_bytes(map.releasable_bytes)} back, {show_bytes(stuck)} lie in segments that are "
+            f"in use, and stay"
+        )
     return f"{said}. {show_bytes(map.inactive_bytes)} are inactive{largest}: {where}."
 
 
@@ -140,8 +169,12 @@ def _cut(segment: SegmentMap) -> Iterator[tuple[tuple[int, ...], int]]:
     for block in segment.blocks:
         pages = segment.kind == "expandable" and block.bytes >= 2 * MIDDLING
         free = RELEASABLE if whole or pages else STUCK
-        kind = {BlockState.ALLOCATED: ALLOCATED, BlockState.PENDING: PENDING, BlockState.RELEASED: RELEASED,
-                BlockState.MIXED: ALLOCATED}.get(block.state, free)
+        kind = {
+            BlockState.ALLOCATED: ALLOCATED,
+            BlockState.PENDING: PENDING,
+            BlockState.RELEASED: RELEASED,
+            BlockState.MIXED: ALLOCATED,
+        }.get(block.state, free)
         sizes = dict.fromkeys(KINDS, 0)
         sizes[kind] += block.bytes - block.inactive_bytes
         sizes[free] += block.inactive_bytes
@@ -162,8 +195,12 @@ def _stretches(segments: Iterable[SegmentMap], least: float) -> Iterator[_Stretc
             one = _Stretch(at, sizes, count, where)
             at += one.bytes
             if few and few.bytes + one.bytes <= least:
-                few = _Stretch(few.start, tuple(map(sum, zip(few.sizes, sizes, strict=True))), few.blocks + count,
-                               where if few.where == where else "several segments")
+                few = _Stretch(
+                    few.start,
+                    tuple(map(sum, zip(few.sizes, sizes, strict=True))),
+                    few.blocks + count,
+                    where if few.where == where else "several segments",
+                )
                 continue
             if few:
                 yield few
@@ -189,7 +226,9 @@ def _pieces(stretch: _Stretch, row: int, least: float) -> Iterator[Piece]:
         for kind, size in zip(KINDS, stretch.sizes, strict=True):
             if size:
                 high = low + size / stretch.bytes
-                yield Piece(int(here), start - here * row, until - here * row, low, high, kind, told)
+                yield Piece(
+                    int(here), start - here * row, until - here * row, low, high, kind, told
+                )
                 low = high
         start = until
 
@@ -219,11 +258,13 @@ def _edges(segments: Iterable[SegmentMap], row: int, least: float) -> Iterator[E
 _WIDTH, _ROW, _GAP, _LABEL = 720, 16, 3, 72
 _SVG_CELLS = 240  # a map of thousands of blocks is then some 100 KB
 _HATCH = {STUCK: "gpuc-hatch-stuck", RELEASED: "gpuc-hatch-released"}
-_PATTERNS = (f'<defs><pattern id="{_HATCH[STUCK]}" width="5" height="5" patternUnits="userSpaceOnUse">'
-             f'<rect width="5" height="5" fill="{COLOURS[STUCK]}"/>'
-             f'<path d="M0 5L5 0" stroke="#fff" stroke-opacity=".7"/></pattern>'
-             f'<pattern id="{_HATCH[RELEASED]}" width="5" height="5" patternUnits="userSpaceOnUse">'
-             f'<circle cx="2" cy="2" r=".8" fill="#808080"/></pattern></defs>')
+_PATTERNS = (
+    f'<defs><pattern id="{_HATCH[STUCK]}" width="5" height="5" patternUnits="userSpaceOnUse">'
+    f'<rect width="5" height="5" fill="{COLOURS[STUCK]}"/>'
+    f'<path d="M0 5L5 0" stroke="#fff" stroke-opacity=".7"/></pattern>'
+    f'<pattern id="{_HATCH[RELEASED]}" width="5" height="5" patternUnits="userSpaceOnUse">'
+    f'<circle cx="2" cy="2" r=".8" fill="#808080"/></pattern></defs>'
+)
 
 
 def as_svg(map: AllocatorMap, label: str) -> str:
@@ -232,18 +273,25 @@ def as_svg(map: AllocatorMap, label: str) -> str:
     if not drawn.rows:
         return ""
     height = drawn.rows * (_ROW + _GAP)
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LABEL + _WIDTH + 2} {height}" role="img" '
-            f'aria-label="{html.esc(label)}" style="width:100%;max-width:{_LABEL + _WIDTH}px;display:block">{_PATTERNS}'
-            + "".join(_row_label(row, drawn.row_bytes) for row in range(drawn.rows))
-            + "".join(_paths(drawn)) + "</svg>")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LABEL + _WIDTH + 2} {height}" role="img" '
+        f'aria-label="{html.esc(label)}" style="width:100%;max-width:{_LABEL + _WIDTH}px;display:block">{_PATTERNS}'
+        + "".join(_row_label(row, drawn.row_bytes) for row in range(drawn.rows))
+        + "".join(_paths(drawn))
+        + "</svg>"
+    )
 
 
 def _row_label(row: int, row_bytes: int) -> str:
-    return (f'<text x="{_LABEL - 8}" y="{row * (_ROW + _GAP) + 12}" text-anchor="end" font-size="11" fill="#808080" '
-            f'font-family="sans-serif">{show_bytes(row * row_bytes)}</text>')
+    return (
+        f'<text x="{_LABEL - 8}" y="{row * (_ROW + _GAP) + 12}" text-anchor="end" font-size="11" fill="#808080" '
+        f'font-family="sans-serif">{show_bytes(row * row_bytes)}</text>'
+    )
 
 
-def _box(row: int, left: float, right: float, row_bytes: int, low: float = 0.0, high: float = 1.0) -> str:
+def _box(
+    row: int, left: float, right: float, row_bytes: int, low: float = 0.0, high: float = 1.0
+) -> str:
     x, width = _LABEL + left / row_bytes * _WIDTH, max(0.2, (right - left) / row_bytes * _WIDTH)
     top, height = row * (_ROW + _GAP) + 1 + (1 - high) * _ROW, (high - low) * _ROW
     return f"M{x:.1f} {top:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z"
@@ -253,7 +301,9 @@ def _paths(drawn: Picture) -> Iterator[str]:
     """One path a kind, and one for all outlines: thousands of elements would make a slow page."""
     for kind, pieces in itertools.groupby(drawn.pieces, lambda piece: piece.kind):
         fill = f"url(#{_HATCH[kind]})" if kind in _HATCH else COLOURS[kind]
-        boxes = "".join(_box(one.row, one.left, one.right, drawn.row_bytes, one.low, one.high) for one in pieces)
+        boxes = "".join(
+            _box(one.row, one.left, one.right, drawn.row_bytes, one.low, one.high) for one in pieces
+        )
         yield f'<path fill="{fill}" d="{boxes}"/>'
     edges = "".join(_box(edge.row, edge.left, edge.right, drawn.row_bytes) for edge in drawn.edges)
     yield f'<path fill="none" stroke="#808080" d="{edges}"/>'
@@ -262,23 +312,34 @@ def _paths(drawn: Picture) -> Iterator[str]:
 def as_html(map: AllocatorMap, title: str) -> str:
     """The picture under its title, with what it says and a legend."""
     said = " ".join(filter(None, [verdict(map), left_out(map)]))
-    return html.page(html.line(f"<b>{html.esc(title)}</b>"), html.line(html.esc(said)), as_svg(map, f"{title}: {said}"),
-                     html.line(keys(map), soft=True))
+    return html.page(
+        html.line(f"<b>{html.esc(title)}</b>"),
+        html.line(html.esc(said)),
+        as_svg(map, f"{title}: {said}"),
+        html.line(keys(map), soft=True),
+    )
 
 
 def keys(map: AllocatorMap) -> str:
     """The legend, as HTML."""
-    return "".join(f'<span style="white-space:nowrap;margin-right:16px">{_swatch(kind)} {html.esc(WORDS[kind])} '
-                   f'{show_bytes(size)}</span> ' for kind, size in legend(map))
+    return "".join(
+        f'<span style="white-space:nowrap;margin-right:16px">{_swatch(kind)} {html.esc(WORDS[kind])} '
+        f"{show_bytes(size)}</span> "
+        for kind, size in legend(map)
+    )
 
 
 def _swatch(kind: str) -> str:
     """A square of the kind's look; drawn without the shared patterns, so that it stands for itself."""
     fill = COLOURS[kind] or "none"
-    lines = {STUCK: '<path d="M0 5L5 0M0 11L11 0M6 11L11 6" stroke="#fff" stroke-opacity=".7"/>',
-             RELEASED: '<circle cx="3" cy="3" r=".8" fill="#808080"/><circle cx="8" cy="8" r=".8" fill="#808080"/>'}
-    return (f'<svg width="11" height="11" viewBox="0 0 11 11" style="vertical-align:-1px"><rect width="11" height="11" '
-            f'fill="{fill}" stroke="#808080"/>{lines.get(kind, "")}</svg>')
+    lines = {
+        STUCK: '<path d="M0 5L5 0M0 11L11 0M6 11L11 6" stroke="#fff" stroke-opacity=".7"/>',
+        RELEASED: '<circle cx="3" cy="3" r=".8" fill="#808080"/><circle cx="8" cy="8" r=".8" fill="#808080"/>',
+    }
+    return (
+        f'<svg width="11" height="11" viewBox="0 0 11 11" style="vertical-align:-1px"><rect width="11" height="11" '
+        f'fill="{fill}" stroke="#808080"/>{lines.get(kind, "")}</svg>'
+    )
 
 
 # -- text ---------------------------------------------------------------------------------------------------------
@@ -308,7 +369,9 @@ def _cells(drawn: Picture) -> list[str]:
         while at < piece.right:
             index = min(_CELLS - 1, int(at / cell))
             until = min(piece.right, (index + 1) * cell) if index < _CELLS - 1 else piece.right
-            shares[piece.row][index][KINDS.index(piece.kind)] += (until - at) * (piece.high - piece.low)
+            shares[piece.row][index][KINDS.index(piece.kind)] += (until - at) * (
+                piece.high - piece.low
+            )
             at = until
     return ["".join(_mark(kinds) for kinds in row).rstrip() for row in shares]
 

@@ -3,6 +3,7 @@
 In a notebook it is a display that is updated in place, in a terminal a line that is written over. What remains in
 the notebook depends on the outcome alone, so that executed notebooks can be compared.
 """
+
 from __future__ import annotations
 
 import sys
@@ -39,8 +40,12 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self.begun:
             self.settle(failed=error is not None)
 
@@ -51,7 +56,11 @@ class Progress:
         raise NotImplementedError
 
     def line(self, note: str) -> str:
-        cells = round(min(1.0, self.done_bytes / self.all_bytes) * text.BAR_CELLS) if self.all_bytes else 0
+        cells = (
+            round(min(1.0, self.done_bytes / self.all_bytes) * text.BAR_CELLS)
+            if self.all_bytes
+            else 0
+        )
         return f"{self.title}  {'█' * cells:·<{text.BAR_CELLS}}  {note}"
 
 
@@ -67,8 +76,11 @@ class NotebookProgress(Progress):
     def draw(self, note: str) -> None:
         from IPython.display import display
 
-        picture = Shown(None, lambda: self.line(note),
-                        lambda: html.progress(self.title, self.done_bytes, self.all_bytes, note))
+        picture = Shown(
+            None,
+            lambda: self.line(note),
+            lambda: html.progress(self.title, self.done_bytes, self.all_bytes, note),
+        )
         if self._handle is None:
             NotebookProgress.count += 1
             self._handle = display(picture, display_id=f"gpu-progress-{NotebookProgress.count}")
@@ -86,7 +98,9 @@ class NotebookProgress(Progress):
 class TerminalProgress(Progress):
     """One line, gone at the end. Nothing at all where the stream is no terminal."""
 
-    def __init__(self, name: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, name: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__(name, clock)
         self._stream = sys.stderr if stream is None else stream
 

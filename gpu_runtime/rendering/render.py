@@ -2,6 +2,7 @@
 
 Pure: an answer goes in, an object comes out that Jupyter, a terminal or a program can show.
 """
+
 from __future__ import annotations
 
 import json
@@ -30,7 +31,9 @@ class Shown:
         self._text, self._html = as_text, as_html
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # a display hook that looks for its own method must not find the value's
+        if name.startswith(
+            "_"
+        ):  # a display hook that looks for its own method must not find the value's
             raise AttributeError(name)
         return getattr(self.value, name)
 
@@ -46,7 +49,11 @@ class Shown:
 
 def block_report(block: Any) -> Shown:
     """What a cell took at its peak, and what it left behind."""
-    return Shown(block, lambda: text.block(block), lambda: html.page(html.line(html.esc(text.block(block)), soft=True)))
+    return Shown(
+        block,
+        lambda: text.block(block),
+        lambda: html.page(html.line(html.esc(text.block(block)), soft=True)),
+    )
 
 
 class Json(str):
@@ -59,7 +66,14 @@ class Json(str):
         return {"text/plain": str(self), "application/json": json.loads(self)}
 
 
-def shown(verb: str, value: Any, *, subject: str = "", around: Snapshot | None = None, prompt: str = "%gpu") -> Any:
+def shown(
+    verb: str,
+    value: Any,
+    *,
+    subject: str = "",
+    around: Snapshot | None = None,
+    prompt: str = "%gpu",
+) -> Any:
     """The answer to a verb as it is shown. `subject` is what was asked about, `around` how things stood then.
 
     A DataFrame shows itself and comes back as it is.
@@ -67,11 +81,17 @@ def shown(verb: str, value: Any, *, subject: str = "", around: Snapshot | None =
     if isinstance(value, Snapshot):
         return Shown(value, lambda: text.status(value, prompt), lambda: html.status(value))
     if verb == "status" and isinstance(value, tuple):  # every host
-        return Shown(value, lambda: "\n\n".join(text.host(one, prompt) for one in value),
-                     lambda: "".join(html.host(one) for one in value))
+        return Shown(
+            value,
+            lambda: "\n\n".join(text.host(one, prompt) for one in value),
+            lambda: "".join(html.host(one) for one in value),
+        )
     if isinstance(value, Plan) and around is not None:
-        return Shown(value, lambda: text.plan(value, around, subject, prompt),
-                     lambda: html.plan(value, around, subject))
+        return Shown(
+            value,
+            lambda: text.plan(value, around, subject, prompt),
+            lambda: html.plan(value, around, subject),
+        )
     if isinstance(value, Health):
         return Shown(value, lambda: text.health(value), lambda: html.health(value))
     if isinstance(value, Outcome):
@@ -79,7 +99,9 @@ def shown(verb: str, value: Any, *, subject: str = "", around: Snapshot | None =
     if isinstance(value, Applied):
         return Shown(value, lambda: text.applied(value), lambda: html.applied(value))
     if verb == "why":
-        return Shown(value, lambda: text.why(subject, value, prompt), lambda: html.why(subject, value))
+        return Shown(
+            value, lambda: text.why(subject, value, prompt), lambda: html.why(subject, value)
+        )
     if verb == "config" and isinstance(value, dict):
         return Shown(value, lambda: text.preset(value), lambda: html.preset(value))
     if verb == "config":
@@ -97,8 +119,11 @@ def _maps(value: allocator_map.Mapped, prompt: str) -> Shown:
     if not value.maps:
         return hint(nothing("fragmentation", prompt))
     pairs = list(zip(value.maps, value.titles, strict=True))
-    return Shown(value, lambda: "\n\n".join(allocator_map.as_text(one, title) for one, title in pairs),
-                 lambda: "".join(allocator_map.as_html(one, title) for one, title in pairs))
+    return Shown(
+        value,
+        lambda: "\n\n".join(allocator_map.as_text(one, title) for one, title in pairs),
+        lambda: "".join(allocator_map.as_html(one, title) for one, title in pairs),
+    )
 
 
 def nothing(verb: str, prompt: str = "%gpu") -> str:

@@ -2,13 +2,25 @@
 
 Pure. What stands where is decided here; sentences are in `words.py`, looks in `text.py` and `html.py`.
 """
+
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from gpu_runtime.facts import IMPORTANCE, NORMAL, Device, DeviceView, Lease, Level, Owner, Phase, Snapshot, Step
+from gpu_runtime.facts import (
+    IMPORTANCE,
+    NORMAL,
+    Device,
+    DeviceView,
+    Lease,
+    Level,
+    Owner,
+    Phase,
+    Snapshot,
+    Step,
+)
 from gpu_runtime.units import show_bytes, show_seconds
 
 MOST_ROWS = 20  # in one table; the rest is counted and `%gpu leases` has them all
@@ -75,8 +87,12 @@ def clock(wall: float) -> str:
 
 # -- devices ------------------------------------------------------------------------------------------------------
 
+
 def bars(snapshot: Snapshot) -> tuple[Bar, ...]:
-    return tuple(Bar(view.device, tuple(_segments(snapshot, view)), view.limit_bytes) for view in snapshot.devices)
+    return tuple(
+        Bar(view.device, tuple(_segments(snapshot, view)), view.limit_bytes)
+        for view in snapshot.devices
+    )
 
 
 def _segments(snapshot: Snapshot, view: DeviceView) -> Iterator[Segment]:
@@ -85,7 +101,9 @@ def _segments(snapshot: Snapshot, view: DeviceView) -> Iterator[Segment]:
         lies = sum(share.bytes for share in lease.shares if share.device == here)
         comes = sum(share.bytes for share in lease.target if share.device == here)
         if lies:
-            yield Segment(lease.name, lies, "leaving" if lease.phase is Phase.LEAVING else "settled", lease.id)
+            yield Segment(
+                lease.name, lies, "leaving" if lease.phase is Phase.LEAVING else "settled", lease.id
+            )
         if comes:
             yield Segment(lease.name, comes, "arriving", lease.id)
     if view.residue_bytes:
@@ -109,11 +127,19 @@ def bars_after(snapshot: Snapshot, steps: Iterable[Step]) -> tuple[Bar, ...]:
     for step in steps:
         for share in getattr(step, "source", ()):
             touched.add(share.device)
-            changed[share.device] = [s for s in changed.get(share.device, ()) if s.lease != step.lease]
+            changed[share.device] = [
+                s for s in changed.get(share.device, ()) if s.lease != step.lease
+            ]
         for share in getattr(step, "shares", ()):
             touched.add(share.device)
-            changed.setdefault(share.device, []).append(Segment(lease_name(step.lease), share.bytes, lease=step.lease))
-    return tuple(bar._replace(segments=tuple(changed[bar.device.id])) for bar in now if bar.device.id in touched)
+            changed.setdefault(share.device, []).append(
+                Segment(lease_name(step.lease), share.bytes, lease=step.lease)
+            )
+    return tuple(
+        bar._replace(segments=tuple(changed[bar.device.id]))
+        for bar in now
+        if bar.device.id in touched
+    )
 
 
 def lease_name(lease_id: str) -> str:
@@ -155,7 +181,11 @@ def remarks(snapshot: Snapshot, view: DeviceView) -> list[str]:
         words.append(f"over its budget by {show_bytes(view.claimed_bytes - view.limit_bytes)}")
     if view.measured_bytes is None and not view.device.is_host:
         words.append("not measured")
-    elif view.measured_bytes is not None and not view.device.simulated and view.measured_bytes != view.claimed_bytes:
+    elif (
+        view.measured_bytes is not None
+        and not view.device.simulated
+        and view.measured_bytes != view.claimed_bytes
+    ):
         words.append(f"measured {show_bytes(view.measured_bytes)}")
     if view.sample is not None and view.sample.utilisation_percent is not None:
         words.append(f"{view.sample.utilisation_percent:.0f} % busy")
@@ -167,16 +197,36 @@ def remarks(snapshot: Snapshot, view: DeviceView) -> list[str]:
 
 # -- who holds what -----------------------------------------------------------------------------------------------
 
+
 def holdings(snapshot: Snapshot) -> list[Holding]:
     """Every lease, the largest first on each device; then what processes hold beside them; then strangers."""
     order = {view.device.id: place for place, view in enumerate(snapshot.devices)}
-    leases = sorted(snapshot.leases(), key=lambda lease: (
-        min((order.get(share.device, 99) for share in lease.claims()), default=99), -lease.bytes, lease.name))
-    rows = [Holding(lease.name, lease.bytes, _where(lease), holder(snapshot, lease.owner), state(lease, snapshot.now),
-                    lease.kind, tuple(_marks(lease))) for lease in leases]
+    leases = sorted(
+        snapshot.leases(),
+        key=lambda lease: (
+            min((order.get(share.device, 99) for share in lease.claims()), default=99),
+            -lease.bytes,
+            lease.name,
+        ),
+    )
+    rows = [
+        Holding(
+            lease.name,
+            lease.bytes,
+            _where(lease),
+            holder(snapshot, lease.owner),
+            state(lease, snapshot.now),
+            lease.kind,
+            tuple(_marks(lease)),
+        )
+        for lease in leases
+    ]
     for section in snapshot.sections.values():
-        rows += [Holding(RESIDUE, size, device, holder(snapshot, section.owner.id), "", "residue")
-                 for device, size in section.residue.items() if size]
+        rows += [
+            Holding(RESIDUE, size, device, holder(snapshot, section.owner.id), "", "residue")
+            for device, size in section.residue.items()
+            if size
+        ]
     return rows + list(_strangers(snapshot))
 
 
@@ -184,10 +234,19 @@ def _strangers(snapshot: Snapshot) -> Iterator[Holding]:
     for view in cards(snapshot):
         others = [one for one in snapshot.strangers if one.device == view.device.id]
         for one in others:
-            who = ", ".join(clean(part) for part in (one.command, one.user, f"pid {one.pid}") if part)
+            who = ", ".join(
+                clean(part) for part in (one.command, one.user, f"pid {one.pid}") if part
+            )
             yield Holding(STRANGERS, one.bytes, one.device, who, "not governed", "strangers")
         if not others and strangers_bytes(view):
-            yield Holding(STRANGERS, strangers_bytes(view), view.device.id, "unknown", "not governed", "strangers")
+            yield Holding(
+                STRANGERS,
+                strangers_bytes(view),
+                view.device.id,
+                "unknown",
+                "not governed",
+                "strangers",
+            )
 
 
 def _where(lease: Lease) -> str:
@@ -204,7 +263,9 @@ def _marks(lease: Lease) -> Iterator[str]:
 
 
 def importance_name(number: int) -> str:
-    return next((name for name, value in IMPORTANCE.items() if value == number), f"importance {number}")
+    return next(
+        (name for name, value in IMPORTANCE.items() if value == number), f"importance {number}"
+    )
 
 
 def state(lease: Lease, now: float) -> str:

@@ -1,4 +1,5 @@
 """The sentences of the faces: who waits, what happened and why, what a plan would do. Pure."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from .views import clean, holder, importance_name, lease_name
 QUIET_SECONDS = 10.0  # a host whose owners show nothing for longer is said to be quiet
 
 # -- the queue, the past ------------------------------------------------------------------------------------------
+
 
 def waiting(snapshot: Snapshot) -> list[str]:
     """A sentence for each request in the queue, and for each thing asked of somebody else."""
@@ -26,19 +28,33 @@ def _waits(snapshot: Snapshot, ticket: Ticket) -> str:
     need = " + ".join(f"{show_bytes(share.bytes)} on {share.device}" for share in ticket.need)
     level = "" if ticket.importance == NORMAL else f" ({importance_name(ticket.importance)})"
     because = f": {ticket.because}" if ticket.because else ""
-    return f"{ticket.name}{level}{', ' + need if need else ''}, for {who}, waiting {waited}{because}"
+    return (
+        f"{ticket.name}{level}{', ' + need if need else ''}, for {who}, waiting {waited}{because}"
+    )
 
 
 _DEEDS = {
-    "granted": "was promised {bytes} on {device}", "loaded": "was loaded, {bytes} on {device}",
-    "offloaded": "stepped aside from {device}, freeing {bytes}", "restored": "came back, {bytes} on {device}",
-    "unloaded": "was dropped from {device}, freeing {bytes}", "moved": "left {device} for another card, {bytes}",
-    "released": "was given back, {bytes} on {device}", "refused": "was refused {bytes}", "waiting": "had to wait",
-    "failed": "failed", "reaped": "ended with its process, freeing {bytes}", "stays": "stays where it is",
-    "pin": "was pinned", "unpin": "was unpinned", "preload": "was loaded for another process",
-    "drained": "was drained", "undrained": "takes leases again",
-    "restore": "was brought back for another process", "defrag": "was asked to give its cache back",
-    "asked": "was asked for", "declined": "was asked for in vain",
+    "granted": "was promised {bytes} on {device}",
+    "loaded": "was loaded, {bytes} on {device}",
+    "offloaded": "stepped aside from {device}, freeing {bytes}",
+    "restored": "came back, {bytes} on {device}",
+    "unloaded": "was dropped from {device}, freeing {bytes}",
+    "moved": "left {device} for another card, {bytes}",
+    "released": "was given back, {bytes} on {device}",
+    "refused": "was refused {bytes}",
+    "waiting": "had to wait",
+    "failed": "failed",
+    "reaped": "ended with its process, freeing {bytes}",
+    "stays": "stays where it is",
+    "pin": "was pinned",
+    "unpin": "was unpinned",
+    "preload": "was loaded for another process",
+    "drained": "was drained",
+    "undrained": "takes leases again",
+    "restore": "was brought back for another process",
+    "defrag": "was asked to give its cache back",
+    "asked": "was asked for",
+    "declined": "was asked for in vain",
 }
 
 
@@ -48,7 +64,11 @@ def deed(event: Event) -> str:
     if not event.bytes:
         words = words.split(",")[0].replace(" {bytes}", "")
     if not event.device:
-        words = words.replace(" on {device}", "").replace(" from {device}", "").replace(" to {device}", "")
+        words = (
+            words.replace(" on {device}", "")
+            .replace(" from {device}", "")
+            .replace(" to {device}", "")
+        )
     return words.format(bytes=show_bytes(event.bytes), device=event.device)
 
 
@@ -63,8 +83,11 @@ def counters(snapshot: Snapshot) -> str:
     """The totals in one line: evictions are offloads and unloads."""
     n = snapshot.totals.get
     evictions = n("evictions", 0)
-    parts = [f"{evictions} eviction{'s' if evictions != 1 else ''} "
-             f"({n('offloads', 0)} offloaded, {n('unloads', 0)} unloaded)", f"{n('restorations', 0)} restored"]
+    parts = [
+        f"{evictions} eviction{'s' if evictions != 1 else ''} "
+        f"({n('offloads', 0)} offloaded, {n('unloads', 0)} unloaded)",
+        f"{n('restorations', 0)} restored",
+    ]
     if "loads" in snapshot.totals:
         parts.append(f"{n('loads', 0)} loaded")
     if n("refusals", 0):
@@ -76,7 +99,9 @@ def alarms(snapshot: Snapshot) -> list[str]:
     """What must be said before anything else."""
     words = []
     if not snapshot.governed:
-        words.append("The governor is off (ENABLE_MEMORY_GOVERNOR=false): models load without asking.")
+        words.append(
+            "The governor is off (ENABLE_MEMORY_GOVERNOR=false): models load without asking."
+        )
     if snapshot.degraded:
         words.append(f"The monitor cannot see: {snapshot.degraded}")
     return words
@@ -84,9 +109,14 @@ def alarms(snapshot: Snapshot) -> list[str]:
 
 # -- plans --------------------------------------------------------------------------------------------------------
 
+
 def verdict(plan: Plan) -> str:
     """The answer in a few words."""
-    name = plan.name[:1].upper() + plan.name[1:] if plan.name.startswith("a lease") else plan.name or "It"
+    name = (
+        plan.name[:1].upper() + plan.name[1:]
+        if plan.name.startswith("a lease")
+        else plan.name or "It"
+    )
     if not plan.granted:
         return f"{name} would not get its room now"
     makes_room = [step for step in plan.steps if lease_name(step.lease) != plan.name]
@@ -105,7 +135,9 @@ def how(plan: Plan, subject: str, prompt: str) -> str:
     if plan.name.startswith("a lease"):
         return f"Do it for a cell:  %{prompt} {subject}" if subject and prompt == "%gpu" else ""
     if is_source(plan.name):  # which nobody has registered
-        return f"Do it{'' if prompt == '%gpu' else ', in a notebook'}:  %gpu load {clean(plan.name)}"
+        return (
+            f"Do it{'' if prompt == '%gpu' else ', in a notebook'}:  %gpu load {clean(plan.name)}"
+        )
     return f"Do it:  {prompt} preload {clean(plan.name)}" if plan.name else ""
 
 
@@ -120,7 +152,11 @@ def step_sentence(snapshot: Snapshot, step: Step) -> str:
     at = " + ".join(share.device for share in here)
     if isinstance(step, Load):
         return f"load {name} ({size}) on {to}"
-    return f"move {name} ({size}){whose} from {at} to {to}" if there else f"drop {name} ({size}){whose} from {at}"
+    return (
+        f"move {name} ({size}){whose} from {at} to {to}"
+        if there
+        else f"drop {name} ({size}){whose} from {at}"
+    )
 
 
 MOST_CONSIDERED = 8  # places that a plan lists
@@ -129,7 +165,7 @@ MOST_CONSIDERED = 8  # places that a plan lists
 def others_considered(plan: Plan) -> list[tuple[str, str]]:
     """The places that were not taken, each with what speaks against it; the best of them."""
     found = []
-    for option in plan.considered[:MOST_CONSIDERED + 1]:
+    for option in plan.considered[: MOST_CONSIDERED + 1]:
         if option.shares and [s.device for s in option.shares] != [s.device for s in plan.shares]:
             place = " + ".join(share.device for share in option.shares)
             found.append((place, option.because.removeprefix(f"{place} ")))
@@ -141,7 +177,12 @@ def on_cards(plan: Plan) -> str:
     return f" · {plan.cards}" if len(plan.shares) > 1 else ""
 
 
-_PARTS = {"all": "in all", "kv_cache": "KV cache", "room": "room for use", "context": "CUDA context"}
+_PARTS = {
+    "all": "in all",
+    "kv_cache": "KV cache",
+    "room": "room for use",
+    "context": "CUDA context",
+}
 
 
 def needs(plan: Plan) -> str:
@@ -156,8 +197,18 @@ def needs(plan: Plan) -> str:
 def parts(plan: Plan) -> list[tuple[str, str, str]]:
     """What it needs, part by part: the part, its size, and where that number came from; none where one says it all."""
     found = plan.footprint.parts if plan.footprint else ()
-    return [(_PARTS.get(part.name, part.name.replace("_", " ")), show_bytes(part.bytes), _provenance(part))
-            for part in found] if len(found) > 1 else []
+    return (
+        [
+            (
+                _PARTS.get(part.name, part.name.replace("_", " ")),
+                show_bytes(part.bytes),
+                _provenance(part),
+            )
+            for part in found
+        ]
+        if len(found) > 1
+        else []
+    )
 
 
 def _provenance(part: Part) -> str:
@@ -171,14 +222,25 @@ def notes(plan: Plan) -> tuple[str, ...]:
 
 def worth_a_line(events: Sequence[Event]) -> list[Event]:
     """The events worth a line: a promise that was kept says nothing that its arrival does not."""
-    kept = {(event.model, event.owner, event.because) for event in events if event.action in ("loaded", "restored")}
-    return [event for event in events
-            if event.action != "granted" or (event.model, event.owner, event.because) not in kept]
+    kept = {
+        (event.model, event.owner, event.because)
+        for event in events
+        if event.action in ("loaded", "restored")
+    }
+    return [
+        event
+        for event in events
+        if event.action != "granted" or (event.model, event.owner, event.because) not in kept
+    ]
 
 
 def host(snapshot: Snapshot) -> str:
     """Which machine a snapshot is of, and how long nobody there has shown itself."""
     if not snapshot.host:
         return f"{clean(snapshot.owner.host) or 'this host'} (this host)"
-    quiet = f", quiet for {show_seconds(snapshot.seen_seconds)}" if snapshot.seen_seconds > QUIET_SECONDS else ""
+    quiet = (
+        f", quiet for {show_seconds(snapshot.seen_seconds)}"
+        if snapshot.seen_seconds > QUIET_SECONDS
+        else ""
+    )
     return f"{clean(snapshot.host)}{quiet}"

@@ -7,6 +7,7 @@ The tree stands here; its parts have pages of their own: what is free (`room`), 
 leave and how (`leaving`), how room is made (`clearing`), what can never be (`hopeless`, `deadlock`). What others did is
 recorded by `bookkeeping`.
 """
+
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
@@ -78,11 +79,15 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     if lease and lease.key == request.key and lease.phase is Phase.ARRIVING:
         return book, Grant(lease, (_arrival(lease),), "granted before")
     if steps := undone(book, wanted.owner, request.key):
-        return book, Wait("; ".join(f"{_name(step.lease)} was to step aside" for step in steps), steps)
+        return book, Wait(
+            "; ".join(f"{_name(step.lease)} was to step aside" for step in steps), steps
+        )
 
     # 1. settled here already
     if lease and lease.phase is Phase.SETTLED and (lease.on_device or lease.kind == "block"):
-        return _without_ticket(book, request), Grant(lease, (), f"{lease.name} is on {lease.where} already")
+        return _without_ticket(book, request), Grant(
+            lease, (), f"{lease.name} is on {lease.where} already"
+        )
 
     # 2. on its way in or out
     if lease and lease.phase is not Phase.SETTLED:
@@ -96,8 +101,11 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
 
     # 3. hopeless, or beyond the operator's caps
     out = drained(book, world)
-    never = {**drained_cards(request, world, out), **quotas.capped_cards(book, request, world),
-             **hopeless_cards(book, request, world)}
+    never = {
+        **drained_cards(request, world, out),
+        **quotas.capped_cards(book, request, world),
+        **hopeless_cards(book, request, world),
+    }
     request = _with_layout(request, world, never)
     if refusal := quotas.refusal(book, request, world) or hopeless(book, request, world, never):
         return _refuse(book, request, world, refusal)
@@ -105,7 +113,9 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     # 4. fits in what is free
     ground = Ground.of(book, request, world)
     candidates = _candidates(book, request, world, ground, out)
-    possible = tuple([c for c in candidates if len(c.shares) > 1 or c.shares[0].device not in never])
+    possible = tuple(
+        [c for c in candidates if len(c.shares) > 1 or c.shares[0].device not in never]
+    )
     in_sight = _not_on(ground.blind, possible)
     if in_sight and in_sight[0].fits:
         return _grant(book, request, world, in_sight[0], candidates)
@@ -120,23 +130,31 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     # 6. deadlocked
     if not possible:  # only several cards together can hold it
         possible = candidates = (*_at_best(book, request, world), *candidates)
-    wait = replace(_what_stands_in_the_way(book, request, world, ground, possible), considered=candidates)
-    queued, verdict = _line_up(book, request, world, wait, () if _twin(ground, request) else possible[0].shares)
+    wait = replace(
+        _what_stands_in_the_way(book, request, world, ground, possible), considered=candidates
+    )
+    queued, verdict = _line_up(
+        book, request, world, wait, () if _twin(ground, request) else possible[0].shares
+    )
     if isinstance(verdict, Wait) and request.wait and (cycle := deadlocked(queued, world)):
         youngest = max(cycle, key=lambda ticket: (ticket.arrived, ticket.key))
         if youngest.key == request.key:
-            names = ", ".join(f"{t.name} waits while its thread holds {_names(t.held)}" for t in cycle)
-            return _refuse(book, request, world, Refuse(
-                f"waiting would never end: {names}", kind="deadlock", need_bytes=request.footprint.bytes))
+            names = ", ".join(
+                f"{t.name} waits while its thread holds {_names(t.held)}" for t in cycle
+            )
+            return _refuse(
+                book,
+                request,
+                world,
+                Refuse(
+                    f"waiting would never end: {names}",
+                    kind="deadlock",
+                    need_bytes=request.footprint.bytes,
+                ),
+            )
 
     # 7. otherwise
     return queued, verdict
-
-
-
-
-
-
 
 
 def _with_layout(request: Request, world: World, never: Container[str]) -> Request:
@@ -144,39 +162,64 @@ def _with_layout(request: Request, world: World, never: Container[str]) -> Reque
     rules = request.placement
     if rules.layout not in ("auto", "whole"):
         return request
-    alone = one_card_may_do(rules) and any(card.id not in never for card in world.devices if not card.is_host
-                                           and (not rules.devices or card.id in rules.devices))
+    alone = one_card_may_do(rules) and any(
+        card.id not in never
+        for card in world.devices
+        if not card.is_host and (not rules.devices or card.id in rules.devices)
+    )
     if rules.layout == "whole":
         return replace(request, placement=replace(rules, most_cards=1)) if alone else request
     return replace(request, placement=replace(rules, layout="single" if alone else "proportional"))
 
 
-def _candidates(book: Book, request: Request, world: World, ground: Ground,
-                out: Mapping[str, str]) -> tuple[Candidate, ...]:
+def _candidates(
+    book: Book, request: Request, world: World, ground: Ground, out: Mapping[str, str]
+) -> tuple[Candidate, ...]:
     """Where it may go as things stand, the best first; drained cards stand last, and say so."""
     rules, free = request.placement, ground.free()
     if out:
         free = {device: size for device, size in free.items() if device not in out}
-    drained_ = tuple([Candidate((Share(id, request.footprint.bytes),), False, because) for id, because in out.items()
-                      if not rules.devices or id in rules.devices])
-    if rules.layout == "single" and not rules.factor:  # a card alone, and no more of it than is needed
+    drained_ = tuple(
+        [
+            Candidate((Share(id, request.footprint.bytes),), False, because)
+            for id, because in out.items()
+            if not rules.devices or id in rules.devices
+        ]
+    )
+    if (
+        rules.layout == "single" and not rules.factor
+    ):  # a card alone, and no more of it than is needed
         return _kept(place(request.footprint, free, rules), ground) + drained_
     limits = {device: limit_of(book, world, device) for device in free}
     found = place(request.footprint, free, rules, limits)
     if ground.blind or ground.mine is not None:  # a sum of what each card may give
         alone = tuple([c for c in found if len(c.shares) == 1])
         seen = {device: size for device, size in free.items() if device not in ground.blind}
-        several = () if alone and alone[0].fits or not could_split(rules) else tuple(
-            [c for c in split(request.footprint, seen, rules, limits)
-             if ground.mine is None or sum(share.bytes for share in c.shares) <= ground.mine])
+        several = (
+            ()
+            if alone and alone[0].fits or not could_split(rules)
+            else tuple(
+                [
+                    c
+                    for c in split(request.footprint, seen, rules, limits)
+                    if ground.mine is None or sum(share.bytes for share in c.shares) <= ground.mine
+                ]
+            )
+        )
         found = several + alone
     return _kept(found, ground) + drained_
 
 
 def _kept(candidates: tuple[Candidate, ...], ground: Ground) -> tuple[Candidate, ...]:
     """The candidates, and of those without room what is kept there for others: it looks free to everybody else."""
-    return tuple([c if c.fits or not (kept := _kept_for_others(ground, c.shares)) else
-                  replace(c, because=f"{c.because}; {kept}") for c in candidates])
+    return tuple(
+        [
+            c
+            if c.fits or not (kept := _kept_for_others(ground, c.shares))
+            else replace(c, because=f"{c.because}; {kept}")
+            for c in candidates
+        ]
+    )
 
 
 def _kept_for_others(ground: Ground, shares: Shares) -> str:
@@ -184,8 +227,12 @@ def _kept_for_others(ground: Ground, shares: Shares) -> str:
     if not ground.stands:
         return ""
     cards = {share.device for share in shares}
-    first = [ticket for ticket in ground.stands if any(share.device in cards for share in ticket.need)]
-    kept = sum(max(0, ground.now.get(card, 0)) - max(0, ground.later.get(card, 0)) for card in cards)
+    first = [
+        ticket for ticket in ground.stands if any(share.device in cards for share in ticket.need)
+    ]
+    kept = sum(
+        max(0, ground.now.get(card, 0)) - max(0, ground.later.get(card, 0)) for card in cards
+    )
     if not first or kept <= 0:
         return ""
     who = f" and {len(first) - 1} more, which come" if len(first) > 1 else ", which comes"
@@ -201,10 +248,15 @@ def _at_best(book: Book, request: Request, world: World) -> tuple[Candidate, ...
 
 
 def _not_on(cards: Container[str], candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-    return tuple(c for c in candidates if not any(share.device in cards for share in c.shares)) if cards else candidates
+    return (
+        tuple(c for c in candidates if not any(share.device in cards for share in c.shares))
+        if cards
+        else candidates
+    )
 
 
 # -- the answers --------------------------------------------------------------------------------------------------
+
 
 def _arrival(lease: Lease, because: str = "granted before") -> Step:
     going = lease.filled or lease.target  # a whole card is claimed, and what is loaded is the model
@@ -213,32 +265,61 @@ def _arrival(lease: Lease, because: str = "granted before") -> Step:
     return Load(lease.id, going, because)
 
 
-def _grant(book: Book, request: Request, world: World, chosen: Candidate,
-           considered: tuple[Candidate, ...]) -> tuple[Book, Verdict]:
+def _grant(
+    book: Book, request: Request, world: World, chosen: Candidate, considered: tuple[Candidate, ...]
+) -> tuple[Book, Verdict]:
     wanted = request.lease
     old = book.lease(wanted.owner, wanted.name)
     if old is None and _full(book, request):
         return _refuse(book, request, world, _no_place(request))
-    lease = replace(old or wanted, key=request.key, target=chosen.shares, filled=chosen.filled, phase=Phase.ARRIVING,
-                    working_bytes=request.footprint.working_bytes, pins=1,
-                    pinned_since=world.now, last_used=world.now, importance=wanted.importance,
-                    keep_alive=wanted.keep_alive)
+    lease = replace(
+        old or wanted,
+        key=request.key,
+        target=chosen.shares,
+        filled=chosen.filled,
+        phase=Phase.ARRIVING,
+        working_bytes=request.footprint.working_bytes,
+        pins=1,
+        pinned_since=world.now,
+        last_used=world.now,
+        importance=wanted.importance,
+        keep_alive=wanted.keep_alive,
+    )
     because = f"{lease.name} needs {show_bytes(request.footprint.bytes)}; {chosen.because}."
     book = _without_ticket(book, request).with_lease(lease)
-    book = note(book, world, lease, "granted", "request", because, size=request.footprint.bytes,
-                device=chosen.shares[0].device)
+    book = note(
+        book,
+        world,
+        lease,
+        "granted",
+        "request",
+        because,
+        size=request.footprint.bytes,
+        device=chosen.shares[0].device,
+    )
     return book, Grant(lease, (_arrival(lease, because),), because, considered)
 
 
 def _refuse(book: Book, request: Request, world: World, refusal: Refuse) -> tuple[Book, Verdict]:
     book = _without_ticket(book, request)
-    return note(book, world, request.lease, "refused", refusal.kind, refusal.because,
-                size=request.footprint.bytes, device=refusal.device), refusal
+    return note(
+        book,
+        world,
+        request.lease,
+        "refused",
+        refusal.kind,
+        refusal.because,
+        size=request.footprint.bytes,
+        device=refusal.device,
+    ), refusal
 
 
 def _no_place(request: Request) -> Refuse:
-    return Refuse(f"the book is full: {MOST_ENTRIES} leases and requests", kind="full",
-                  need_bytes=request.footprint.bytes)
+    return Refuse(
+        f"the book is full: {MOST_ENTRIES} leases and requests",
+        kind="full",
+        need_bytes=request.footprint.bytes,
+    )
 
 
 def _full(book: Book, request: Request) -> bool:
@@ -250,7 +331,9 @@ def _without_ticket(book: Book, request: Request) -> Book:
     return book.without_ticket(request.key) if book.ticket(request.key) else book
 
 
-def _line_up(book: Book, request: Request, world: World, wait: Wait, need: Shares) -> tuple[Book, Verdict]:
+def _line_up(
+    book: Book, request: Request, world: World, wait: Wait, need: Shares
+) -> tuple[Book, Verdict]:
     """The book with the request's ticket in it. `need` is the room it waits for."""
     if not request.wait:
         return book, wait
@@ -261,46 +344,90 @@ def _line_up(book: Book, request: Request, world: World, wait: Wait, need: Share
     since = (old.blocked_since if old and old.blocked_since else world.now) if blocked else 0.0
     asked_since = old.recalled_since if old and old.recalls == wait.asked else world.now
     ticket = Ticket(
-        key=request.key, owner=request.lease.owner, verb="use", name=request.lease.name, arrived=request.arrived,
-        refreshed=world.now, importance=request.lease.importance, need=need, places=request.placement.devices,
+        key=request.key,
+        owner=request.lease.owner,
+        verb="use",
+        name=request.lease.name,
+        arrived=request.arrived,
+        refreshed=world.now,
+        importance=request.lease.importance,
+        need=need,
+        places=request.placement.devices,
         layout=request.placement.layout if len(need) > 1 else "",
-        recalls=wait.asked, recalled_since=asked_since if wait.asked else 0.0, held=request.held, blocked_since=since,
-        because=(old.because if old else "") if wait.steps else wait.because)
-    if ticket.because and not (old and old.because):  # once a wait, and not while room is only being made
-        book = note(book, world, request.lease, "waiting", "request", wait.because, size=request.footprint.bytes)
+        recalls=wait.asked,
+        recalled_since=asked_since if wait.asked else 0.0,
+        held=request.held,
+        blocked_since=since,
+        because=(old.because if old else "") if wait.steps else wait.because,
+    )
+    if ticket.because and not (
+        old and old.because
+    ):  # once a wait, and not while room is only being made
+        book = note(
+            book,
+            world,
+            request.lease,
+            "waiting",
+            "request",
+            wait.because,
+            size=request.footprint.bytes,
+        )
     return book.with_ticket(ticket), wait
 
 
 # -- what stands in the way, in words -----------------------------------------------------------------------------
 
+
 def _twin(ground: Ground, request: Request) -> Ticket | None:
     """An elder's ticket for this very model: room is made for it once, not twice."""
-    return next((t for t in ground.stands
-                 if t.owner == request.lease.owner and t.name == request.lease.name), None)
+    return next(
+        (
+            t
+            for t in ground.stands
+            if t.owner == request.lease.owner and t.name == request.lease.name
+        ),
+        None,
+    )
 
 
-def _what_stands_in_the_way(book: Book, request: Request, world: World, ground: Ground,
-                            candidates: tuple[Candidate, ...]) -> Wait:
+def _what_stands_in_the_way(
+    book: Book, request: Request, world: World, ground: Ground, candidates: tuple[Candidate, ...]
+) -> Wait:
     """Who is in the way on the nearest card, and when time alone may have changed it there or on another."""
     ahead = len(ground.elders)
     if _twin(ground, request):
-        return Wait(f"{request.lease.name} is waited for by another thread of this process already", ahead=ahead)
-    wanted, cards = request.lease, [share.device for candidate in candidates for share in candidate.shares]
+        return Wait(
+            f"{request.lease.name} is waited for by another thread of this process already",
+            ahead=ahead,
+        )
+    wanted, cards = (
+        request.lease,
+        [share.device for candidate in candidates for share in candidate.shares],
+    )
     nearest = {share.device: share.bytes for share in candidates[0].shares}
     card = cards[0]
     over_own_limit = ground.mine is not None and ground.mine < request.footprint.bytes
-    blockers, told, retry, leased = [], [], [], False  # leased: some lease of ours is what stands in the way
+    blockers, told, retry, leased = (
+        [],
+        [],
+        [],
+        False,
+    )  # leased: some lease of ours is what stands in the way
     for lease in ground.leases:
         on = {share.device for share in lease.claims()}
         why = may_leave(lease, world, asker=wanted.owner, importance=wanted.importance)
         if why in ("just used", "kept alive") and on.intersection(cards):
             retry.append(lease.last_used + _quiet_seconds(lease, wanted, world))
-        if on.intersection(nearest) or (over_own_limit and lease.owner == wanted.owner and lease.on_device):
+        if on.intersection(nearest) or (
+            over_own_limit and lease.owner == wanted.owner and lease.on_device
+        ):
             if why in ("in use", "a block of code") or lease.phase is Phase.ARRIVING:
                 blockers.append(lease.id)
             leased = leased or bool(why) or not lease.droppable
-            told.append(f"{lease.name} ({show_bytes(lease.bytes)} on {lease.where if lease.shares else card}) "
-                        + _in_words(book, lease, why, wanted, world, ground))
+            told.append(
+                f"{lease.name} ({show_bytes(lease.bytes)} on {lease.where if lease.shares else card}) "
+                + _in_words(book, lease, why, wanted, world, ground)
+            )
     if kept := _kept_for_others(ground, candidates[0].shares):
         told.insert(0, kept)
     if not told and ahead:
@@ -308,8 +435,13 @@ def _what_stands_in_the_way(book: Book, request: Request, world: World, ground: 
     if unseen := [ground.blind[card] for card in nearest if card in ground.blind]:
         told, retry = unseen, [*retry, world.now + LOOK_SECONDS]
     elif not leased and not ahead:
-        told, retry = [*told, _strangers(candidates[0].shares, ground)], [*retry, world.now + LOOK_SECONDS]
-    return Wait(_few(told), blockers=tuple(blockers), ahead=ahead, retry_at=min(retry, default=None))
+        told, retry = (
+            [*told, _strangers(candidates[0].shares, ground)],
+            [*retry, world.now + LOOK_SECONDS],
+        )
+    return Wait(
+        _few(told), blockers=tuple(blockers), ahead=ahead, retry_at=min(retry, default=None)
+    )
 
 
 def _few(told: list[str]) -> str:
@@ -324,7 +456,9 @@ def _quiet_seconds(lease: Lease, wanted: Lease, world: World) -> float:
     return max(grace, lease.keep_alive if wanted.importance >= lease.importance else 0.0)
 
 
-def _in_words(book: Book, lease: Lease, why: str, wanted: Lease, world: World, ground: Ground) -> str:
+def _in_words(
+    book: Book, lease: Lease, why: str, wanted: Lease, world: World, ground: Ground
+) -> str:
     if lease.phase is Phase.ARRIVING and lease.kind == "model":
         return "is being loaded" + _by(book, lease, wanted.owner, world)
     if why == "in use":
@@ -334,7 +468,9 @@ def _in_words(book: Book, lease: Lease, why: str, wanted: Lease, world: World, g
     if why == "just used":
         return f"was used {show_seconds(lease.idle_seconds(world.now))} ago"
     if why == "kept alive":
-        return f"is kept alive for {show_seconds(lease.last_used + lease.keep_alive - world.now)} more"
+        return (
+            f"is kept alive for {show_seconds(lease.last_used + lease.keep_alive - world.now)} more"
+        )
     if why == "more important":
         return f"is more important (importance {lease.importance}, ours {wanted.importance})"
     if why == "kept":
@@ -349,15 +485,19 @@ def _in_words(book: Book, lease: Lease, why: str, wanted: Lease, world: World, g
 def _by(book: Book, lease: Lease, asker: str, world: World) -> str:
     owner = book.owner(lease.owner)
     who = f" by {owner.label}" if owner and lease.owner != asker else ""
-    since = f" for {show_seconds(world.now - lease.pinned_since)}" if lease.pinned_since and who else ""
+    since = (
+        f" for {show_seconds(world.now - lease.pinned_since)}" if lease.pinned_since and who else ""
+    )
     return who + since
 
 
 def _strangers(shares: Shares, ground: Ground) -> str:
     has = "has" if len(shares) == 1 else "have"
     free = sum(max(0, ground.now.get(share.device, 0)) for share in shares)
-    return (f"{where(shares)} {has} {show_bytes(free)} free as measured, "
-            f"{show_bytes(sum(share.bytes for share in shares))} are needed; memory outside our leases is in the way")
+    return (
+        f"{where(shares)} {has} {show_bytes(free)} free as measured, "
+        f"{show_bytes(sum(share.bytes for share in shares))} are needed; memory outside our leases is in the way"
+    )
 
 
 def _names(ids: Iterable[str]) -> str:
@@ -366,5 +506,3 @@ def _names(ids: Iterable[str]) -> str:
 
 def _name(lease_id: str) -> str:
     return lease_id.partition("/")[2]
-
-

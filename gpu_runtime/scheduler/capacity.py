@@ -3,6 +3,7 @@
 Pure. The smaller of two numbers is believed: what the book has not promised, and what the driver measured. Who may
 spend it first is `queueing.py`'s to say.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -11,7 +12,13 @@ from ..facts import HOST, Book, Phase, Sample, Share, World, one_memory
 from ..units import show_seconds
 from .pressure import sample_of
 
-FREEING = ("offloaded", "unloaded", "moved", "released", "lost")  # events after which a device has more room
+FREEING = (
+    "offloaded",
+    "unloaded",
+    "moved",
+    "released",
+    "lost",
+)  # events after which a device has more room
 
 
 def limit_of(book: Book, world: World, device: str) -> int:
@@ -32,7 +39,11 @@ def room(book: Book, world: World) -> dict[str, int]:
 def sight(book: Book, world: World) -> tuple[dict[str, int], dict[str, str]]:
     """The room, and for each device that cannot be seen well enough to grant on it, why."""
     rules, now = world.rules, world.now
-    samples = {device.id: sample_of(device, book, world) for device in world.devices if not device.simulated}
+    samples = {
+        device.id: sample_of(device, book, world)
+        for device in world.devices
+        if not device.simulated
+    }
     claims, unseen = _sums(book, {id: sample.taken_at for id, sample in samples.items() if sample})
     free: dict[str, int] = {}
     blind: dict[str, str] = {}
@@ -56,14 +67,27 @@ def sight(book: Book, world: World) -> tuple[dict[str, int], dict[str, str]]:
     return free, blind
 
 
-def _left_of_one_memory(book: Book, world: World, shared: frozenset[str], samples: Mapping[str, Sample | None],
-                        claims: Mapping[str, int], unseen: Mapping[str, int]) -> int:
+def _left_of_one_memory(
+    book: Book,
+    world: World,
+    shared: frozenset[str],
+    samples: Mapping[str, Sample | None],
+    claims: Mapping[str, int],
+    unseen: Mapping[str, int],
+) -> int:
     """Bytes left of a memory that the host and cards have together: the largest of their budgets less all that is
     claimed of any, and no more than was measured."""
     left = max(limit_of(book, world, id) for id in shared) - sum(claims.get(id, 0) for id in shared)
-    measured = [sample.free_bytes for id in shared if (sample := samples.get(id)) and sample.free_bytes is not None]
+    measured = [
+        sample.free_bytes
+        for id in shared
+        if (sample := samples.get(id)) and sample.free_bytes is not None
+    ]
     if measured:
-        left = min(left, min(measured) - world.rules.reserve_bytes - sum(unseen.get(id, 0) for id in shared))
+        left = min(
+            left,
+            min(measured) - world.rules.reserve_bytes - sum(unseen.get(id, 0) for id in shared),
+        )
     return left
 
 
@@ -106,10 +130,13 @@ def freed_since(book: Book, world: World) -> dict[str, int]:
         if sample is None:
             continue
         sampled_wall = world.wall - (world.now - sample.taken_at)
-        freed[device.id] = sum(share.bytes for event in book.events
-                               if event.action in FREEING and event.wall >= sampled_wall
-                               for share in event.shares or (Share(event.device, event.bytes),)
-                               if share.device == device.id)
+        freed[device.id] = sum(
+            share.bytes
+            for event in book.events
+            if event.action in FREEING and event.wall >= sampled_wall
+            for share in event.shares or (Share(event.device, event.bytes),)
+            if share.device == device.id
+        )
     for ghost in book.ghosts:
         freed[ghost.device] = freed.get(ghost.device, 0) + ghost.bytes
     return freed
@@ -118,6 +145,10 @@ def freed_since(book: Book, world: World) -> dict[str, int]:
 def on_cards(book: Book, owner: str, *, leaving: bool = True) -> int:
     """Bytes that the models of one owner claim on all cards; with or without those on their way out."""
     section = book.sections.get(owner)
-    return sum(share.bytes for lease in (section.leases if section else ())
-               if lease.kind == "model" and (leaving or lease.phase is not Phase.LEAVING)
-               for share in lease.claims() if share.device != HOST)
+    return sum(
+        share.bytes
+        for lease in (section.leases if section else ())
+        if lease.kind == "model" and (leaving or lease.phase is not Phase.LEAVING)
+        for share in lease.claims()
+        if share.device != HOST
+    )

@@ -1,4 +1,5 @@
 """The inputs of one decision, computed once."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -23,8 +24,12 @@ class Ground(NamedTuple):
     promised: frozenset[str]  # lease ids that they have asked for
     mine: int | None  # bytes left under this owner's own limit
     mine_later: int | None
-    silent: frozenset[str]  # lease ids that were asked to leave, could, and have not: their owners do not answer
-    allowed: Mapping[str, int]  # bytes left under the operator's cap on this user; empty: there is none
+    silent: frozenset[
+        str
+    ]  # lease ids that were asked to leave, could, and have not: their owners do not answer
+    allowed: Mapping[
+        str, int
+    ]  # bytes left under the operator's cap on this user; empty: there is none
     allowed_later: Mapping[str, int]
     ours: frozenset[str]  # ids of all processes that this cap counts together
 
@@ -49,22 +54,46 @@ class Ground(NamedTuple):
         mine = mine_later = None
         limit, owner = world.rules.limit_bytes, request.lease.owner
         if limit is not None and request.lease.kind == "model":
-            mine, mine_later = limit - on_cards(book, owner), limit - on_cards(book, owner, leaving=False)
-        return cls(leases, now, later, leaving, blind, before, stands, promised, mine, mine_later,
-                   _silent(book.ticket(request.key), leases, world),
-                   quotas.left(book, world), quotas.left(book, world, leaving=False),
-                   quotas.owners_of(book, world.rules.cap.user) if world.rules.cap else frozenset())
+            mine, mine_later = (
+                limit - on_cards(book, owner),
+                limit - on_cards(book, owner, leaving=False),
+            )
+        return cls(
+            leases,
+            now,
+            later,
+            leaving,
+            blind,
+            before,
+            stands,
+            promised,
+            mine,
+            mine_later,
+            _silent(book.ticket(request.key), leases, world),
+            quotas.left(book, world),
+            quotas.left(book, world, leaving=False),
+            quotas.owners_of(book, world.rules.cap.user) if world.rules.cap else frozenset(),
+        )
 
     def free(self) -> dict[str, int]:
         """What the request may take now on each card without taking what an elder was promised."""
         free = {id: min(size, self.later[id]) for id, size in self.now.items() if id != HOST}
         if self.allowed:
             free = {id: min(size, self.allowed.get(id, size)) for id, size in free.items()}
-        return free if self.mine is None else {id: min(size, self.mine) for id, size in free.items()}
+        return (
+            free if self.mine is None else {id: min(size, self.mine) for id, size in free.items()}
+        )
 
 
 def _silent(ticket: Ticket | None, leases: tuple[Lease, ...], world: World) -> frozenset[str]:
-    if ticket is None or not ticket.recalls or world.now - ticket.recalled_since < world.rules.answer_seconds:
+    if (
+        ticket is None
+        or not ticket.recalls
+        or world.now - ticket.recalled_since < world.rules.answer_seconds
+    ):
         return frozenset()
-    return frozenset(lease.id for lease in leases
-                     if lease.id in ticket.recalls and lease.phase is Phase.SETTLED and not lease.pins)
+    return frozenset(
+        lease.id
+        for lease in leases
+        if lease.id in ticket.recalls and lease.phase is Phase.SETTLED and not lease.pins
+    )

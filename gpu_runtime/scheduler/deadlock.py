@@ -2,6 +2,7 @@
 
 Pure. Threads that each hold a model in use, and wait for room that the other's model takes, would wait for ever.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -22,7 +23,11 @@ def deadlocked(book: Book, world: World) -> tuple[Ticket, ...]:
     waiting = [ticket for ticket in book.tickets if ticket.verb == "use"]
     if not any(ticket.held for ticket in waiting):
         return ()
-    limits = {device.id: limit_of(book, world, device.id) for device in world.devices if not device.is_host}
+    limits = {
+        device.id: limit_of(book, world, device.id)
+        for device in world.devices
+        if not device.is_host
+    }
     while waiting:
         stays = _bytes_that_stay(book, waiting)
         remain = [t for t in waiting if not _fits(t, limits, stays)]
@@ -64,12 +69,16 @@ def _places(ticket: Ticket, limits: Iterable[str]) -> list[str]:
     return [card for card in limits if not ticket.places or card in ticket.places]
 
 
-def _who_holds_others_up(book: Book, stuck: list[Ticket], limits: dict[str, int]) -> tuple[Ticket, ...]:
+def _who_holds_others_up(
+    book: Book, stuck: list[Ticket], limits: dict[str, int]
+) -> tuple[Ticket, ...]:
     """Those among the stuck who hold bytes on a card that another of the stuck could use."""
     while True:
         guilty = []
         for ticket in stuck:
-            wanted = {card for other in stuck if other is not ticket for card in _places(other, limits)}
+            wanted = {
+                card for other in stuck if other is not ticket for card in _places(other, limits)
+            }
             held = (book.find(id) for id in ticket.held)
             if any(share.device in wanted for lease in held if lease for share in lease.shares):
                 guilty.append(ticket)

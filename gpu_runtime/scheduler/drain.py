@@ -4,6 +4,7 @@ Pure. That a card is drained is a fact of the book, and not of whoever wrote it:
 was typed. It goes by the card's UUID. Who may write it, the runtime asks; that tensors leave, each owner sees to
 itself.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -22,8 +23,14 @@ def drain(book: Book, device: Device, by: str, world: World) -> Book:
     """The book in which that card is drained; the same book where it is already."""
     if device.key in book.drained:
         return book
-    return _told(replace(book, drained={**book.drained, device.key: Drain(by, world.wall)}), device, "drained",
-                 f"{by} drained {device.id}: it takes no new leases, and what is idle there leaves.", world, by)
+    return _told(
+        replace(book, drained={**book.drained, device.key: Drain(by, world.wall)}),
+        device,
+        "drained",
+        f"{by} drained {device.id}: it takes no new leases, and what is idle there leaves.",
+        world,
+        by,
+    )
 
 
 def undrain(book: Book, device: Device, by: str, world: World) -> Book:
@@ -31,29 +38,50 @@ def undrain(book: Book, device: Device, by: str, world: World) -> Book:
     if device.key not in book.drained:
         return book
     left = {key: drained for key, drained in book.drained.items() if key != device.key}
-    return _told(replace(book, drained=left), device, "undrained", f"{by} lets {device.id} take leases again.", world,
-                 by)
+    return _told(
+        replace(book, drained=left),
+        device,
+        "undrained",
+        f"{by} lets {device.id} take leases again.",
+        world,
+        by,
+    )
 
 
 def _told(book: Book, device: Device, action: str, because: str, world: World, by: str) -> Book:
-    return note(book, world, Lease("", device.id), action, "drain", because, device=device.id, by=by)
+    return note(
+        book, world, Lease("", device.id), action, "drain", because, device=device.id, by=by
+    )
 
 
 def drained(book: Book, world: World) -> dict[str, str]:
     """The drained cards, and of each a sentence that says by whom and since when."""
     if not book.drained:
         return {}
-    return {device.id: f"{device.id} was drained by {found.by} {show_seconds(max(0.0, world.wall - found.wall))} ago"
-            for device in world.devices if (found := book.drained.get(device.key))}
+    return {
+        device.id: f"{device.id} was drained by {found.by} {show_seconds(max(0.0, world.wall - found.wall))} ago"
+        for device in world.devices
+        if (found := book.drained.get(device.key))
+    }
 
 
 def refusals(request: Request, world: World, sentences: Mapping[str, str]) -> dict[str, Refuse]:
     """Cards on which nothing new is granted because they are drained."""
     size = request.footprint.bytes
-    because = f"{request.lease.name} needs {show_bytes(size)}; {', '.join(sentences.values())}, and " \
-              f"take{'s' if len(sentences) == 1 else ''} no new leases"
-    return {card: Refuse(because, kind="drained", need_bytes=size, budget_bytes=world.limits.get(card, 0), device=card)
-            for card in sentences}
+    because = (
+        f"{request.lease.name} needs {show_bytes(size)}; {', '.join(sentences.values())}, and "
+        f"take{'s' if len(sentences) == 1 else ''} no new leases"
+    )
+    return {
+        card: Refuse(
+            because,
+            kind="drained",
+            need_bytes=size,
+            budget_bytes=world.limits.get(card, 0),
+            device=card,
+        )
+        for card in sentences
+    }
 
 
 def vacate(book: Book, owner: str, world: World, key: str) -> tuple[Book, tuple[Step, ...]]:
@@ -65,7 +93,9 @@ def vacate(book: Book, owner: str, world: World, key: str) -> tuple[Book, tuple[
         return book, ()
     steps: list[Step] = []
     host_room = room(book, world).get(HOST, 0)
-    for lease in sorted(_on(section.leases, cards), key=lambda lease: lease.droppable):  # first what needs host memory
+    for lease in sorted(
+        _on(section.leases, cards), key=lambda lease: lease.droppable
+    ):  # first what needs host memory
         if may_leave(lease, world, asker=owner, importance=PERSON):
             continue
         card = next(share.device for share in lease.shares if share.device in cards)
@@ -82,7 +112,11 @@ def vacate(book: Book, owner: str, world: World, key: str) -> tuple[Book, tuple[
 def lies_on(book: Book, owner: str, world: World) -> bool:
     """Whether anything of this owner lies on a drained card."""
     section = book.sections.get(owner)
-    return bool(book.drained) and section is not None and bool(_on(section.leases, drained(book, world)))
+    return (
+        bool(book.drained)
+        and section is not None
+        and bool(_on(section.leases, drained(book, world)))
+    )
 
 
 def staying(book: Book, card: str, world: World) -> list[tuple[Lease, str]]:

@@ -3,6 +3,7 @@
 Pure. A lease leaves to the host while the host has room, and for good where its source can bring it back; weights
 that exist nowhere else never leave for good.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +29,9 @@ def may_leave(lease: Lease, world: World, *, asker: str, importance: int) -> str
     if lease.importance < importance:
         return "more important"
     now = world.now
-    used = lease.last_used if lease.last_used < now else now  # a use may be stamped just after the world was looked at
+    used = (
+        lease.last_used if lease.last_used < now else now
+    )  # a use may be stamped just after the world was looked at
     if lease.keep_alive and now < used + lease.keep_alive and importance >= lease.importance:
         return "kept alive"
     if lease.owner != asker and now < used + world.rules.grace_seconds:
@@ -36,8 +39,15 @@ def may_leave(lease: Lease, world: World, *, asker: str, importance: int) -> str
     return ""
 
 
-def way_out(lease: Lease, host_room: int, world: World, *, drop: bool = False, because: str = "",
-            reason: str = "request") -> Move | Drop | None:
+def way_out(
+    lease: Lease,
+    host_room: int,
+    world: World,
+    *,
+    drop: bool = False,
+    because: str = "",
+    reason: str = "request",
+) -> Move | Drop | None:
     """How this lease leaves its device: to the host where it has room, else for good where its source has it.
 
     None where neither is possible: weights that exist nowhere else are never dropped.
@@ -72,7 +82,9 @@ def never_leaves(lease: Lease, world: World, *, held: Sequence[str] = ()) -> str
         return ""  # it ends with its cell
     if lease.keep:
         return "is kept on the device (unpin it to let it go)"
-    if not lease.droppable and not (can_move(lease, world) and lease.own_bytes <= world.limits.get(HOST, 0)):
+    if not lease.droppable and not (
+        can_move(lease, world) and lease.own_bytes <= world.limits.get(HOST, 0)
+    ):
         if _lies_in_host_memory(lease, world):
             return "exists nowhere else, and lies in the host's memory already"
         return "exists nowhere else, and the host has no room for it"
@@ -92,36 +104,66 @@ def undone(book: Book, owner: str, key: str) -> tuple[Move | Drop, ...]:
     section = book.sections.get(owner)
     again = "This was decided before."
     return tuple(
-        Move(lease.id, lease.shares, lease.target, again) if lease.target else Drop(lease.id, lease.shares, again)
-        for lease in (section.leases if section else ()) if lease.phase is Phase.LEAVING and lease.key == key)
+        Move(lease.id, lease.shares, lease.target, again)
+        if lease.target
+        else Drop(lease.id, lease.shares, again)
+        for lease in (section.leases if section else ())
+        if lease.phase is Phase.LEAVING and lease.key == key
+    )
 
 
 # -- the warm pool ------------------------------------------------------------------------------------------------
 
+
 def warm(book: Book, world: World, *, asker: str, importance: int, owner: str = "") -> list[Lease]:
     """Leases in host memory that may go for good; those of one owner, where one is named."""
-    return [lease for lease in book.leases()
-            if lease.on_host and lease.droppable and (not owner or lease.owner == owner)
-            and not may_leave(lease, world, asker=asker, importance=importance)]
+    return [
+        lease
+        for lease in book.leases()
+        if lease.on_host
+        and lease.droppable
+        and (not owner or lease.owner == owner)
+        and not may_leave(lease, world, asker=asker, importance=importance)
+    ]
 
 
-def warm_that_go(book: Book, shortage: int, world: World, rank: Policy, *, asker: str, importance: int,
-                 owner: str = "") -> tuple[Lease, ...] | None:
+def warm_that_go(
+    book: Book,
+    shortage: int,
+    world: World,
+    rank: Policy,
+    *,
+    asker: str,
+    importance: int,
+    owner: str = "",
+) -> tuple[Lease, ...] | None:
     """Whom the warm pool gives up so that the host has `shortage` bytes more; None where that is not enough."""
     if shortage <= 0:
         return ()
-    return victims({HOST: shortage}, warm(book, world, asker=asker, importance=importance, owner=owner), world, rank)
+    return victims(
+        {HOST: shortage},
+        warm(book, world, asker=asker, importance=importance, owner=owner),
+        world,
+        rank,
+    )
 
 
 def that_fit(leases: Iterable[Lease], host_bytes: int) -> tuple[Lease, ...]:
     """Those of them that together fill the host best without passing `host_bytes`."""
-    small = sorted((lease for lease in leases if lease.own_bytes <= host_bytes), key=lambda lease: -lease.own_bytes)
+    small = sorted(
+        (lease for lease in leases if lease.own_bytes <= host_bytes),
+        key=lambda lease: -lease.own_bytes,
+    )
     if sum(lease.own_bytes for lease in small) <= host_bytes:
         return tuple(small)
     fillings: dict[int, tuple[Lease, ...]] = {0: ()}
     for place, lease in enumerate(small):
         own = lease.own_bytes
-        with_it = {size + own: (*chosen, lease) for size, chosen in fillings.items() if size + own <= host_bytes}
+        with_it = {
+            size + own: (*chosen, lease)
+            for size, chosen in fillings.items()
+            if size + own <= host_bytes
+        }
         if place < MOST_TRIED:
             fillings = {**with_it, **fillings}
         elif max(with_it, default=0) > max(fillings):

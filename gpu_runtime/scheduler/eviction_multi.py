@@ -3,6 +3,7 @@
 Pure. One lease may lie on several of the cards, and free bytes on one may do for those on another; so leases leave one
 by one, in order, until what has come free holds the model, and then whoever can be spared stays after all.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,8 +25,13 @@ MOST_SETS = 2_000  # of leases, when the fewest are looked for
 Way = tuple[Candidate, tuple[Lease, ...]]
 
 
-def ways(request: Request, ground: Ground, idle: Sequence[Lease], host_bytes: int,
-         limits: Mapping[str, int]) -> Iterator[Way]:
+def ways(
+    request: Request,
+    ground: Ground,
+    idle: Sequence[Lease],
+    host_bytes: int,
+    limits: Mapping[str, int],
+) -> Iterator[Way]:
     """Divisions for which room can be made, each with those who would leave. `idle` is who may, in order."""
     footprint, rules, owner = request.footprint, request.placement, request.lease.owner
     for cards in _sets(request, ground, idle, limits):
@@ -34,14 +40,20 @@ def ways(request: Request, ground: Ground, idle: Sequence[Lease], host_bytes: in
         total = claimed(footprint, cards, rules, limits)
         pool = [lease for lease in idle if room.gains(lease, total)]
 
-        def enough(room: _Room = room, holds: Callable[..., bool] = holds, total: int = total) -> bool:
+        def enough(
+            room: _Room = room, holds: Callable[..., bool] = holds, total: int = total
+        ) -> bool:
             return (room.mine is None or room.mine >= total) and holds(room.usable())
 
         chosen = _who_leaves(pool, room, enough, fewest=rules.policy == "fewest-evictions")
         if chosen is not None and sum(m.own_bytes for m in chosen if not m.droppable) > host_bytes:
             fitting_ = that_fit([lease for lease in pool if not lease.droppable], host_bytes)
-            chosen = _who_leaves([lease for lease in pool if lease.droppable or lease in fitting_], room, enough,
-                                 fewest=rules.policy == "fewest-evictions")
+            chosen = _who_leaves(
+                [lease for lease in pool if lease.droppable or lease in fitting_],
+                room,
+                enough,
+                fewest=rules.policy == "fewest-evictions",
+            )
         if chosen is None:
             continue
         with room.without(chosen):
@@ -50,11 +62,17 @@ def ways(request: Request, ground: Ground, idle: Sequence[Lease], host_bytes: in
             yield candidate, chosen
 
 
-def _sets(request: Request, ground: Ground, idle: Sequence[Lease], limits: Mapping[str, int]) -> list[tuple[str, ...]]:
+def _sets(
+    request: Request, ground: Ground, idle: Sequence[Lease], limits: Mapping[str, int]
+) -> list[tuple[str, ...]]:
     """Sets of cards on which room may be made: all of them, where the cards are few; else for each number of cards the
     first in order that could be emptied enough, and those with the most room by then and by now."""
     rules, footprint = request.placement, request.footprint
-    cards = [card for card in limits if card not in ground.blind and (not rules.devices or card in rules.devices)]
+    cards = [
+        card
+        for card in limits
+        if card not in ground.blind and (not rules.devices or card in rules.devices)
+    ]
     whole = _Room(cards, ground, request.lease.owner)
     now = whole.usable()
     with whole.without(idle):
@@ -65,7 +83,7 @@ def _sets(request: Request, ground: Ground, idle: Sequence[Lease], limits: Mappi
     sets = []
     for candidate in possible:
         first = tuple(share.device for share in candidate.shares)
-        with_most = sorted(cards, key=lambda card: -now[card])[:len(first)]
+        with_most = sorted(cards, key=lambda card: -now[card])[: len(first)]
         sets += dict.fromkeys([first, tuple(card for card in cards if card in with_most)])
     return sets
 
@@ -75,7 +93,9 @@ class _Room:
 
     def __init__(self, cards: Iterable[str], ground: Ground, owner: str) -> None:
         self.free = {card: ground.later[card] for card in cards}
-        self.allowed = {card: ground.allowed_later[card] for card in self.free} if ground.allowed_later else {}
+        self.allowed = (
+            {card: ground.allowed_later[card] for card in self.free} if ground.allowed_later else {}
+        )
         self.ours = ground.ours
         self.mine, self.owner = ground.mine_later, owner
 
@@ -116,10 +136,13 @@ class _Room:
         self.take_back(leases)
 
 
-def _who_leaves(pool: Sequence[Lease], room: _Room, enough: Callable[[], bool], *,
-                fewest: bool) -> tuple[Lease, ...] | None:
+def _who_leaves(
+    pool: Sequence[Lease], room: _Room, enough: Callable[[], bool], *, fewest: bool
+) -> tuple[Lease, ...] | None:
     """Those of the pool who leave so that there is enough; none of them can be spared. None where all are too few."""
-    order = sorted(pool, key=lambda lease: (-lease.importance, -_on(lease, room))) if fewest else pool
+    order = (
+        sorted(pool, key=lambda lease: (-lease.importance, -_on(lease, room))) if fewest else pool
+    )
     gone = 0
     while not enough():
         if gone == len(order):
@@ -128,7 +151,7 @@ def _who_leaves(pool: Sequence[Lease], room: _Room, enough: Callable[[], bool], 
         room.let_go(order[gone])
         gone += 1
     chosen: tuple[Lease, ...] = ()
-    for lease in order[gone - 1::-1] if gone else ():
+    for lease in order[gone - 1 :: -1] if gone else ():
         room.let_go(lease, -1)
         if not enough():
             room.let_go(lease)
@@ -137,11 +160,16 @@ def _who_leaves(pool: Sequence[Lease], room: _Room, enough: Callable[[], bool], 
     if not fewest or not chosen:
         return chosen
     least = chosen[-1].importance
-    few = _fewer([lease for lease in order if lease.importance >= least], room, enough, len(chosen)) or chosen
+    few = (
+        _fewer([lease for lease in order if lease.importance >= least], room, enough, len(chosen))
+        or chosen
+    )
     return tuple([lease for lease in pool if lease in few])
 
 
-def _fewer(pool: Sequence[Lease], room: _Room, enough: Callable[[], bool], than: int) -> tuple[Lease, ...] | None:
+def _fewer(
+    pool: Sequence[Lease], room: _Room, enough: Callable[[], bool], than: int
+) -> tuple[Lease, ...] | None:
     """A smaller set that is enough, the smallest first, where so many sets can be tried; None where there is none."""
     tried = 0
     for count in range(1, than):

@@ -3,6 +3,7 @@
 Pure: values in, values out. A policy gives each idle lease a number, and the lowest leaves first; importance always
 comes before it. Who *may* leave at all is the planner's to say.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,7 +46,9 @@ def policy(name: str) -> Policy:
         raise BadSetting("GPU_POLICY", name, f"one of {', '.join(POLICIES)}") from None
 
 
-def victims(need: Mapping[str, int], idle: Iterable[Lease], world: World, rank: Policy) -> tuple[Lease, ...] | None:
+def victims(
+    need: Mapping[str, int], idle: Iterable[Lease], world: World, rank: Policy
+) -> tuple[Lease, ...] | None:
     """Who leaves so that `need` bytes come free on each device; None where all of them together are not enough.
 
     The least important first, then the lowest rank; then pruned until no member of the set can be spared. A key
@@ -56,7 +59,9 @@ def victims(need: Mapping[str, int], idle: Iterable[Lease], world: World, rank: 
 
 def in_order(idle: Iterable[Lease], world: World, rank: Policy) -> list[Lease]:
     """Those who leave first come first."""
-    return sorted(idle, key=lambda lease: (-lease.importance, rank(lease, world), lease.owner, lease.name))
+    return sorted(
+        idle, key=lambda lease: (-lease.importance, rank(lease, world), lease.owner, lease.name)
+    )
 
 
 def first_enough(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lease, ...] | None:
@@ -72,7 +77,9 @@ def first_enough(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lea
     chosen: list[tuple[Lease, dict[str, int]]] = []
     for lease in ordered:
         gain = _gain(lease, left, owners)
-        if not any(gain.values()) or (len(left) > 1 and not any([left[place] > 0 for place in gain])):
+        if not any(gain.values()) or (
+            len(left) > 1 and not any([left[place] > 0 for place in gain])
+        ):
             continue
         chosen.append((lease, gain))
         for place, size in gain.items():
@@ -93,8 +100,11 @@ def _spared(chosen: Sequence[tuple[Lease, Mapping[str, int]]], surplus: dict[str
         [(on, most)] = surplus.items()
         able = [place for place in range(len(chosen) - 1, -1, -1) if chosen[place][1][on] <= most]
     else:
-        able = [place for place in range(len(chosen) - 1, -1, -1)
-                if all([size <= surplus[on] for on, size in chosen[place][1].items()])]
+        able = [
+            place
+            for place in range(len(chosen) - 1, -1, -1)
+            if all([size <= surplus[on] for on, size in chosen[place][1].items()])
+        ]
     if len(able) > MOST_TRIED or len(able) < 2:  # too many to try every set, or nothing to choose
         return _spare_in_turn(chosen, surplus, able)
     best: tuple[tuple[float, int], tuple[int, ...]] = ((0.0, 0), ())
@@ -108,8 +118,14 @@ def _spared(chosen: Sequence[tuple[Lease, Mapping[str, int]]], surplus: dict[str
             if all([size <= surplus[on] for on, size in gain.items()]):
                 for on, size in gain.items():
                     surplus[on] -= size
-                try_from(index + 1, (worth[0] + (lease.restore_seconds or lease.reload_seconds),
-                                     worth[1] + lease.bytes), (*kept, able[index]))
+                try_from(
+                    index + 1,
+                    (
+                        worth[0] + (lease.restore_seconds or lease.reload_seconds),
+                        worth[1] + lease.bytes,
+                    ),
+                    (*kept, able[index]),
+                )
                 for on, size in gain.items():
                     surplus[on] += size
 
@@ -117,8 +133,9 @@ def _spared(chosen: Sequence[tuple[Lease, Mapping[str, int]]], surplus: dict[str
     return set(best[1])
 
 
-def _spare_in_turn(chosen: Sequence[tuple[Lease, Mapping[str, int]]], surplus: dict[str, int],
-                   able: Iterable[int]) -> set[int]:
+def _spare_in_turn(
+    chosen: Sequence[tuple[Lease, Mapping[str, int]]], surplus: dict[str, int], able: Iterable[int]
+) -> set[int]:
     spared = set()
     for place in able:
         gain = chosen[place][1]
@@ -156,29 +173,46 @@ def fewest_enough(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Le
     return _smallest(able, left)
 
 
-def _smallest(able: Sequence[tuple[Lease, Mapping[str, int]]], need: Mapping[str, int]) -> tuple[Lease, ...]:
+def _smallest(
+    able: Sequence[tuple[Lease, Mapping[str, int]]], need: Mapping[str, int]
+) -> tuple[Lease, ...]:
     """The set of fewest members that meets the need, and of those the one with the fewest bytes.
 
     Sets of one are tried first, then of two, and so on; those who free most come first, and a branch ends where even
     the largest of the rest would not do. Exact, unless that takes more than MOST_LOOKS steps.
     """
-    sums = {place: list(accumulate((gain.get(place, 0) for _, gain in able), initial=0)) for place in need}
+    sums = {
+        place: list(accumulate((gain.get(place, 0) for _, gain in able), initial=0))
+        for place in need
+    }
     looks = 0
     best: tuple[int, tuple[Lease, ...]] | None = None
 
     def beyond_reach(start: int, count: int, left: Mapping[str, int]) -> bool:
         if len(need) == 1:  # in order of their gain, the next ones are the largest
-            return any([missing > sums[place][start + count] - sums[place][start] for place, missing in left.items()])
-        return any([missing > sums[place][-1] - sums[place][start] for place, missing in left.items()])
+            return any(
+                [
+                    missing > sums[place][start + count] - sums[place][start]
+                    for place, missing in left.items()
+                ]
+            )
+        return any(
+            [missing > sums[place][-1] - sums[place][start] for place, missing in left.items()]
+        )
 
-    def try_from(start: int, count: int, left: Mapping[str, int], size: int, taken: tuple[Lease, ...]) -> None:
+    def try_from(
+        start: int, count: int, left: Mapping[str, int], size: int, taken: tuple[Lease, ...]
+    ) -> None:
         nonlocal best, looks
         looks += 1
         if looks > MOST_LOOKS:
             return
         if count == 1:
-            last = [lease for lease, gain in able[start:]
-                    if all([gain.get(place, 0) >= missing for place, missing in left.items()])]
+            last = [
+                lease
+                for lease, gain in able[start:]
+                if all([gain.get(place, 0) >= missing for place, missing in left.items()])
+            ]
             if last:
                 least = min(last, key=lambda lease: lease.bytes)
                 if best is None or size + least.bytes < best[0]:
@@ -197,7 +231,9 @@ def _smallest(able: Sequence[tuple[Lease, Mapping[str, int]]], need: Mapping[str
             return best[1]
         if looks > MOST_LOOKS:
             break
-    return first_enough(need, [lease for lease, _ in able]) or ()  # the largest first, and none that can be spared
+    return (
+        first_enough(need, [lease for lease, _ in able]) or ()
+    )  # the largest first, and none that can be spared
 
 
 def _gain(lease: Lease, missing: Mapping[str, int], owners: frozenset[str]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 Pure: facts in, an error with its sentence out.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -49,25 +50,37 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0][:300]
 
 
-def with_runners_up(events: Iterable[Event], verdict: Verdict, rules: PlacementRules,
-                    room_made: Sequence[Candidate] = ()) -> list[Event]:
+def with_runners_up(
+    events: Iterable[Event],
+    verdict: Verdict,
+    rules: PlacementRules,
+    room_made: Sequence[Candidate] = (),
+) -> list[Event]:
     """These events; beside the one that tells this verdict, what else was considered.
 
     `room_made`: the ways to make room that were compared before this grant, where it needed that.
     """
     told = _TOLD[type(verdict)]
-    return [replace(event, runners_up=alternatives(verdict, rules, room_made)) if event.action == told else event
-            for event in events]
+    return [
+        replace(event, runners_up=alternatives(verdict, rules, room_made))
+        if event.action == told
+        else event
+        for event in events
+    ]
 
 
 _TOLD = {Grant: "granted", Wait: "waiting", Refuse: "refused"}
 
 
-def alternatives(verdict: Verdict, rules: PlacementRules, room_made: Sequence[Candidate] = ()) -> tuple[str, ...]:
+def alternatives(
+    verdict: Verdict, rules: PlacementRules, room_made: Sequence[Candidate] = ()
+) -> tuple[str, ...]:
     """The other places, each in a sentence with why it lost; the nearest first."""
     considered: Sequence[Candidate] = verdict.considered
     if isinstance(verdict, Grant):
-        considered = runners_up(room_made or considered, verdict.lease.target or verdict.lease.shares, rules)[1:]
+        considered = runners_up(
+            room_made or considered, verdict.lease.target or verdict.lease.shares, rules
+        )[1:]
     elif isinstance(verdict, Wait):
         considered = runners_up(considered, considered[0].shares if considered else (), rules)[1:]
     sentences = []
@@ -79,19 +92,33 @@ def alternatives(verdict: Verdict, rules: PlacementRules, room_made: Sequence[Ca
 
 def refusal(name: str, verdict: Refuse) -> GpuError:
     """The error that a refusal is raised as, with what to type."""
-    facts: dict[str, Any] = dict(name=name, need_bytes=verdict.need_bytes, budget_bytes=verdict.budget_bytes,
-                                 device=verdict.device, holders=verdict.holders, considered=verdict.considered)
+    facts: dict[str, Any] = dict(
+        name=name,
+        need_bytes=verdict.need_bytes,
+        budget_bytes=verdict.budget_bytes,
+        device=verdict.device,
+        holders=verdict.holders,
+        considered=verdict.considered,
+    )
     if verdict.kind == "deadlock":
-        return Deadlock(f"{verdict.because}.\n  End one of the blocks first, or nest them in the same order everywhere.",
-                        **facts)
+        return Deadlock(
+            f"{verdict.because}.\n  End one of the blocks first, or nest them in the same order everywhere.",
+            **facts,
+        )
     asked = show_bytes(verdict.need_bytes).replace(" ", "") if "#" in name else name
     if verdict.kind == "limit":
         return MemoryLimitExceeded(
             f"{verdict.because}\n  Use a smaller model or a shorter context_length (its parts:  %gpu plan {asked}), end "
-            f"what is in use, or raise INFERENCE_MEMORY_LIMIT_GB.", current_bytes=0, **facts)
+            f"what is in use, or raise INFERENCE_MEMORY_LIMIT_GB.",
+            current_bytes=0,
+            **facts,
+        )
     if verdict.kind == "cap":
-        return NotAllowed(f"{verdict.because}.\n  Nothing was evicted. The operator can change it; what you hold:  %gpu leases",
-                          because=verdict.because, **facts)
+        return NotAllowed(
+            f"{verdict.because}.\n  Nothing was evicted. The operator can change it; what you hold:  %gpu leases",
+            because=verdict.because,
+            **facts,
+        )
     if verdict.kind == "full":
         return LedgerUnavailable(f"{verdict.because}.", **facts)
     first = next(iter(verdict.holders), "").partition("/")[2]
@@ -100,8 +127,11 @@ def refusal(name: str, verdict: Refuse) -> GpuError:
         "kept": f"Let it go:  %gpu unpin {first}",
         "drained": f"Let it take leases again:  gpu drain {verdict.device} --undo",
         "precious": f"Raise CPU_MEMORY_MAX_PERCENT so that RAM can take it, or give it up:  rt.forget({first!r})",
-    }.get(verdict.kind, f"Use a smaller or quantised model, or raise the budget:  GPU_MEMORY_MAX_PERCENT\n"
-                        f"  Nothing was evicted. See:  %gpu plan {asked}")
+    }.get(
+        verdict.kind,
+        f"Use a smaller or quantised model, or raise the budget:  GPU_MEMORY_MAX_PERCENT\n"
+        f"  Nothing was evicted. See:  %gpu plan {asked}",
+    )
     return DoesNotFit(f"{verdict.because}.\n  {hint}", **facts)
 
 
@@ -111,10 +141,16 @@ def busy(book: Book, name: str, wait: Wait, waited_seconds: float) -> Busy:
     hint = "Watch:  %gpu status      or give it longer, with a larger timeout"
     if silent:
         pids = " ".join(str(pid) for pid in dict.fromkeys(owner.pid for owner in silent))
-        hint = f"Let it go on, if it was stopped:  kill -CONT {pids}      or end it:  kill {pids}\n" \
-               "  What it holds comes free when it answers, or ends."
-    return Busy(f"{name} found no room in {show_seconds(waited_seconds)}: {wait.because.rstrip('.')}.\n  {hint}",
-                name=name, waited_seconds=waited_seconds, because=wait.because)
+        hint = (
+            f"Let it go on, if it was stopped:  kill -CONT {pids}      or end it:  kill {pids}\n"
+            "  What it holds comes free when it answers, or ends."
+        )
+    return Busy(
+        f"{name} found no room in {show_seconds(waited_seconds)}: {wait.because.rstrip('.')}.\n  {hint}",
+        name=name,
+        waited_seconds=waited_seconds,
+        because=wait.because,
+    )
 
 
 def still_here(book: Book, me: str, lease: Lease, why: str, world: World) -> GpuError:
@@ -125,12 +161,22 @@ def still_here(book: Book, me: str, lease: Lease, why: str, world: World) -> Gpu
         since = world.now - lease.pinned_since if lease.pinned_since else 0.0
         return StillInUse(
             f"{lease.name} ({show_bytes(lease.bytes)}, {lease.where}) is in use by {label} for {show_seconds(since)}.\n"
-            f"  It leaves when that cell ends. Watch:  %gpu status", name=lease.name, lease=lease.id, owner=label,
-            since_seconds=since)
+            f"  It leaves when that cell ends. Watch:  %gpu status",
+            name=lease.name,
+            lease=lease.id,
+            owner=label,
+            since_seconds=since,
+        )
     if why == "kept":
-        return StillInUse(f"{lease.name} is pinned to its device.\n  Unpin it first:  %gpu unpin {lease.name}",
-                          name=lease.name, lease=lease.id, owner=label)
-    return StillInUse(f"{lease.name} is {why} just now; try again.", name=lease.name, lease=lease.id, owner=label)
+        return StillInUse(
+            f"{lease.name} is pinned to its device.\n  Unpin it first:  %gpu unpin {lease.name}",
+            name=lease.name,
+            lease=lease.id,
+            owner=label,
+        )
+    return StillInUse(
+        f"{lease.name} is {why} just now; try again.", name=lease.name, lease=lease.id, owner=label
+    )
 
 
 def elsewhere(name: str, where: str, tensors: Sequence[str]) -> str:
@@ -141,21 +187,42 @@ def elsewhere(name: str, where: str, tensors: Sequence[str]) -> str:
 
 def load_failed(name: str, source: str, error: BaseException, *, driver_failed: bool) -> LoadFailed:
     """The error for a load that failed, named after its model."""
-    hint = "\n  The driver failed in this process: restart its kernel. What it holds comes free; others go on." \
-        if driver_failed else ""
-    return LoadFailed(f"{name} could not be loaded: {type(error).__name__}: {first_line(error)}{hint}", name=name,
-                      source=source)
+    hint = (
+        "\n  The driver failed in this process: restart its kernel. What it holds comes free; others go on."
+        if driver_failed
+        else ""
+    )
+    return LoadFailed(
+        f"{name} could not be loaded: {type(error).__name__}: {first_line(error)}{hint}",
+        name=name,
+        source=source,
+    )
 
 
-def out_of_memory(error: BaseException, book: Book, world: World, me: str, maps: Iterable[AllocatorMap], *,
-                  loading: str = "", device: str = "", declared_bytes: int | None = None) -> OutOfMemory:
+def out_of_memory(
+    error: BaseException,
+    book: Book,
+    world: World,
+    me: str,
+    maps: Iterable[AllocatorMap],
+    *,
+    loading: str = "",
+    device: str = "",
+    declared_bytes: int | None = None,
+) -> OutOfMemory:
     """The readable report of an out-of-memory error: what was asked, who holds what, fragmentation, what to type.
 
     `declared_bytes` is the size that somebody said a model has which was being loaded.
     """
-    lines = [f"{device or 'the device'} ran out of memory while loading {loading}." if loading else
-             "the device ran out of memory while a model was in use.", f"  {first_line(error)}"]
-    holders = sorted((lease for lease in book.leases() if lease.on_device), key=lambda lease: -lease.bytes)
+    lines = [
+        f"{device or 'the device'} ran out of memory while loading {loading}."
+        if loading
+        else "the device ran out of memory while a model was in use.",
+        f"  {first_line(error)}",
+    ]
+    holders = sorted(
+        (lease for lease in book.leases() if lease.on_device), key=lambda lease: -lease.bytes
+    )
     for lease in holders[:MOST_HOLDERS]:
         owner = book.owner(lease.owner)
         idle = "kept" if lease.keep else f"idle {show_seconds(lease.idle_seconds(world.now))}"
@@ -169,15 +236,25 @@ def out_of_memory(error: BaseException, book: Book, world: World, me: str, maps:
     for part in maps:
         cached = part.reserved_bytes - part.allocated_bytes
         if cached > 0:
-            lines.append(f"  {show_bytes(cached):>9}  {part.device:<8} reserved by torch but unused (%gpu defrag)")
+            lines.append(
+                f"  {show_bytes(cached):>9}  {part.device:<8} reserved by torch but unused (%gpu defrag)"
+            )
     if declared_bytes is not None:
-        lines.append(f"  It was declared as {show_bytes(declared_bytes)}. Does it need more? Say so:  "
-                     f"rt.register({loading!r}, …, size='…')")
+        lines.append(
+            f"  It was declared as {show_bytes(declared_bytes)}. Does it need more? Say so:  "
+            f"rt.register({loading!r}, …, size='…')"
+        )
     if loading:
-        lines.append("  Make room, and load it again:  %gpu evict NAME      Time and again? Lower "
-                     "GPU_MEMORY_MAX_PERCENT")
+        lines.append(
+            "  Make room, and load it again:  %gpu evict NAME      Time and again? Lower "
+            "GPU_MEMORY_MAX_PERCENT"
+        )
     else:
-        lines.append("  Then:  run the cell again (idle models have stepped aside), use a smaller batch, or  "
-                     "%gpu status")
+        lines.append(
+            "  Then:  run the cell again (idle models have stepped aside), use a smaller batch, or  "
+            "%gpu status"
+        )
     report = "\n".join(lines)
-    return OutOfMemory(report, device=device, holders=tuple(lease.id for lease in holders), report=report)
+    return OutOfMemory(
+        report, device=device, holders=tuple(lease.id for lease in holders), report=report
+    )

@@ -2,6 +2,7 @@
 
 Pure. A candidate that does not fit is kept, with the reason: `plan` shows it, and the planner tries to make room on it.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -30,8 +31,12 @@ def check_layout(name: str) -> str:
     return name
 
 
-def place(footprint: Footprint, room: Mapping[str, int], rules: PlacementRules,
-          limits: Mapping[str, int] | None = None) -> tuple[Candidate, ...]:
+def place(
+    footprint: Footprint,
+    room: Mapping[str, int],
+    rules: PlacementRules,
+    limits: Mapping[str, int] | None = None,
+) -> tuple[Candidate, ...]:
     """The ways to place it, the best first: those that fit, by policy; then those that do not, the nearest first.
 
     `room` is bytes free to grant, by device id; devices are taken in its order where nothing else decides. `limits` are
@@ -44,31 +49,53 @@ def place(footprint: Footprint, room: Mapping[str, int], rules: PlacementRules,
     return split(footprint, room, rules, limits) + alone
 
 
-def on_one_card(footprint: Footprint, room: Mapping[str, int], rules: PlacementRules,
-                limits: Mapping[str, int]) -> tuple[Candidate, ...]:
+def on_one_card(
+    footprint: Footprint, room: Mapping[str, int], rules: PlacementRules, limits: Mapping[str, int]
+) -> tuple[Candidate, ...]:
     """One candidate a device; in order as those of `place`."""
     size = footprint.bytes
     allowed = [device for device in room if not rules.devices or device in rules.devices]
     if rules.card_bytes or not claims_no_more(rules):
         return _claiming_more(footprint, allowed, room, rules, limits)
     sign = -1 if rules.policy == "most-free" else 1
-    order = sorted(allowed, key=lambda d: (room[d] < size, sign * room[d] if room[d] >= size else -room[d]))
-    return tuple([Candidate((Share(d, size),), room[d] >= size, _because(d, size, room[d], rules)) for d in order])
+    order = sorted(
+        allowed, key=lambda d: (room[d] < size, sign * room[d] if room[d] >= size else -room[d])
+    )
+    return tuple(
+        [
+            Candidate((Share(d, size),), room[d] >= size, _because(d, size, room[d], rules))
+            for d in order
+        ]
+    )
 
 
-def _claiming_more(footprint: Footprint, allowed: Iterable[str], room: Mapping[str, int], rules: PlacementRules,
-                   limits: Mapping[str, int]) -> tuple[Candidate, ...]:
+def _claiming_more(
+    footprint: Footprint,
+    allowed: Iterable[str],
+    room: Mapping[str, int],
+    rules: PlacementRules,
+    limits: Mapping[str, int],
+) -> tuple[Candidate, ...]:
     """The same where a card may be asked for more than the model fills, or may give less than it has."""
     found = []
     for device in allowed:
         size = claim(footprint, rules, limits.get(device, 0))
         own = (Share(device, footprint.bytes),) if size != footprint.bytes else ()
-        most = min(room[device], rules.card_bytes.get(device, 0)) if rules.card_bytes else room[device]
-        because = f"{device} is free and would be taken whole" if most >= size == limits.get(device) and own else \
-            _because(device, size, most, rules)
+        most = (
+            min(room[device], rules.card_bytes.get(device, 0)) if rules.card_bytes else room[device]
+        )
+        because = (
+            f"{device} is free and would be taken whole"
+            if most >= size == limits.get(device) and own
+            else _because(device, size, most, rules)
+        )
         found.append(Candidate((Share(device, size),), most >= size, because, filled=own))
     sign = -1 if rules.policy == "most-free" else 1
-    return tuple(sorted(found, key=lambda c: (not c.fits, (sign if c.fits else -1) * room[c.shares[0].device])))
+    return tuple(
+        sorted(
+            found, key=lambda c: (not c.fits, (sign if c.fits else -1) * room[c.shares[0].device])
+        )
+    )
 
 
 def claims_no_more(rules: PlacementRules) -> bool:
@@ -107,14 +134,20 @@ def _because(device: str, size: int, free: int, rules: PlacementRules) -> str:
 
 # -- why the others lost ------------------------------------------------------------------------------------------
 
-def runners_up(considered: Iterable[Candidate], taken: Shares, rules: PlacementRules) -> tuple[Candidate, ...]:
+
+def runners_up(
+    considered: Iterable[Candidate], taken: Shares, rules: PlacementRules
+) -> tuple[Candidate, ...]:
     """What was considered, the chosen way first, each of the others with the reason it lost."""
     listed = list(considered)
     chosen = next((c for c in listed if _cards(c.shares) == _cards(taken)), None)
     if chosen is None:
         return tuple(listed)
-    others = [Candidate(c.shares, c.fits, _why_not(c, chosen, rules), c.victims, c.cost_seconds, c.filled)
-              for c in listed if c is not chosen]
+    others = [
+        Candidate(c.shares, c.fits, _why_not(c, chosen, rules), c.victims, c.cost_seconds, c.filled)
+        for c in listed
+        if c is not chosen
+    ]
     return chosen, *others
 
 
@@ -131,7 +164,9 @@ def _why_not(other: Candidate, chosen: Candidate, rules: PlacementRules) -> str:
         if other.cost_seconds > chosen.cost_seconds + 0.1 and theirs != ours:
             return f"{who} would have to step aside, and take {theirs} to load again, not {ours}"
         if len(other.victims) > len(chosen.victims):
-            return f"{len(other.victims)} would have to step aside, not {len(chosen.victims)}: {who}"
+            return (
+                f"{len(other.victims)} would have to step aside, not {len(chosen.victims)}: {who}"
+            )
         if len(other.shares) > len(chosen.shares):
             return f"{who} would have to step aside, and it would take {_count(other)}, not {len(chosen.shares)}"
         return f"{who} would have to step aside, and should stay longer"
@@ -143,7 +178,9 @@ def _why_not(other: Candidate, chosen: Candidate, rules: PlacementRules) -> str:
         return "another set of cards comes first"
     told = other.because.removeprefix(f"{other.shares[0].device} ")
     if rules.policy == "most-free":
-        return f"{told.removeprefix('has the most free: ')} free, less than {chosen.shares[0].device}"
+        return (
+            f"{told.removeprefix('has the most free: ')} free, less than {chosen.shares[0].device}"
+        )
     return f"{told}, more than {chosen.shares[0].device}"
 
 

@@ -1,4 +1,5 @@
 """A dry run of admission: what a request would get now, changing nothing."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -41,9 +42,17 @@ def plan(book: Book, request: Request, world: World, rank: Policy) -> Plan:
         reasons.append(verdict.because)
         if isinstance(verdict, Grant):
             shares, rules = verdict.lease.target or verdict.lease.shares, request.placement
-            return Plan(True, steps + verdict.steps, shares, " ".join(_sentences(reasons)),
-                        runners_up(considered, shares, rules), asked, request.footprint, request.lease.name,
-                        display(shares, rules.layout))
+            return Plan(
+                True,
+                steps + verdict.steps,
+                shares,
+                " ".join(_sentences(reasons)),
+                runners_up(considered, shares, rules),
+                asked,
+                request.footprint,
+                request.lease.name,
+                display(shares, rules.layout),
+            )
         if isinstance(verdict, Refuse):
             break
         round_steps = [*verdict.steps, *_obedience(book, verdict.asked, world)]
@@ -53,7 +62,9 @@ def plan(book: Book, request: Request, world: World, rank: Policy) -> Plan:
             book, world = perform(book, step, world), _as_if_measured(book, step, world)
         steps += tuple(round_steps)
         asked += tuple(id for id in verdict.asked if id not in asked)
-    return Plan(False, (), (), reasons[-1], considered, asked, request.footprint, request.lease.name)
+    return Plan(
+        False, (), (), reasons[-1], considered, asked, request.footprint, request.lease.name
+    )
 
 
 def _obedience(book: Book, asked: Iterable[str], world: World) -> list[Step]:

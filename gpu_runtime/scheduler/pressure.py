@@ -3,6 +3,7 @@
 Pure. The levels and their table are those of the Semantik governor; when the table is applied is the planner's
 to decide (`GPU_RELIEF`).
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -75,6 +76,17 @@ def views(book: Book, world: World) -> tuple[DeviceView, ...]:
         used = used_bytes(device, sample, claims)
         full = pressure(claims.get(device.id, 0), limit, used, device.total_bytes)
         residue = sum(section.residue.get(device.id, 0) for section in book.sections.values())
-        rows.append(DeviceView(device, limit, claims.get(device.id, 0), used, level(full, world.rules), full, sample,
-                               residue, drained=book.drained.get(device.key)))
+        rows.append(
+            DeviceView(
+                device,
+                limit,
+                claims.get(device.id, 0),
+                used,
+                level(full, world.rules),
+                full,
+                sample,
+                residue,
+                drained=book.drained.get(device.key),
+            )
+        )
     return tuple(rows)

@@ -2,6 +2,7 @@
 
 Pure. The queue goes by importance, then arrival; waiting raises a request's place in it, never whom it may displace.
 """
+
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -36,8 +37,14 @@ def elders(book: Book, request: Request, world: World) -> tuple[Ticket, ...]:
     if not book.tickets:
         return ()
     mine = _place(request.lease.importance, request.arrived, request.key, world)
-    return tuple(t for t in book.tickets if t.verb == "use" and t.key != request.key and awake(t, world)
-                 and _place(t.importance, t.arrived, t.key, world) < mine)
+    return tuple(
+        t
+        for t in book.tickets
+        if t.verb == "use"
+        and t.key != request.key
+        and awake(t, world)
+        and _place(t.importance, t.arrived, t.key, world) < mine
+    )
 
 
 def _place(importance: int, arrived: float, key: str, world: World) -> tuple[int, float, str]:

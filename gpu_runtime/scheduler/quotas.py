@@ -4,6 +4,7 @@ Pure. Every process decides about its own requests with its own user's cap; all 
 A block of code that is held for too long is not cut short, since its memory is in use: its user is granted nothing new
 until it has ended.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -23,17 +24,21 @@ def refusal(book: Book, request: Request, world: World) -> Refuse | None:
     wanted = request.lease
     because = forbidden(wanted.name, wanted.importance, wanted.keep, cap)
     if not because and (late := next(overstaying(book, world), None)):
-        because = (f"{cap.user} may hold a block of code for at most {show_seconds(cap.longest_lease_seconds or 0)} "
-                   f"({cap.named('longest_lease')}); {_held_for(book, late, world)}, and until it ends nothing new is "
-                   "granted")
+        because = (
+            f"{cap.user} may hold a block of code for at most {show_seconds(cap.longest_lease_seconds or 0)} "
+            f"({cap.named('longest_lease')}); {_held_for(book, late, world)}, and until it ends nothing new is "
+            "granted"
+        )
     return Refuse(because, kind="cap", need_bytes=request.footprint.bytes) if because else None
 
 
 def forbidden(name: str, importance: int, keep: bool, cap: Cap | None) -> str:
     """Why this user may not hold a model so, wherever it lies; empty where they may."""
     if cap and cap.importance is not None and importance < cap.importance:
-        return (f"{name} is asked for as {_word(importance)}; the highest importance that {cap.user} may ask for is "
-                f"{_word(cap.importance)} ({cap.named('importance')})")
+        return (
+            f"{name} is asked for as {_word(importance)}; the highest importance that {cap.user} may ask for is "
+            f"{_word(cap.importance)} ({cap.named('importance')})"
+        )
     if cap and keep and not cap.keep:
         return f"{cap.user} may not keep {name} on a device ({cap.named('keep')})"
     return ""
@@ -47,14 +52,21 @@ def capped_cards(book: Book, request: Request, world: World) -> dict[str, Refuse
     most = cap.bytes_per_device
     refusals = {}
     for card, left in at_most(book, world).items():
-        size, held = claim(request.footprint, request.placement, limit_of(book, world, card)), most - left
+        size, held = (
+            claim(request.footprint, request.placement, limit_of(book, world, card)),
+            most - left,
+        )
         if size <= left:
             continue
         cannot = f"; {show_bytes(held)} there cannot leave now" if held else ""
         refusals[card] = Refuse(
             f"{request.lease.name} needs {show_bytes(size)}; {cap.user} may hold at most {show_bytes(most)} on "
             f"{card} ({cap.named('bytes_per_device')}){cannot}",
-            kind="cap", need_bytes=size, budget_bytes=left, device=card)
+            kind="cap",
+            need_bytes=size,
+            budget_bytes=left,
+            device=card,
+        )
     return refusals
 
 
@@ -65,7 +77,12 @@ def at_most(book: Book, world: World) -> dict[str, int]:
         return {}
     free = {device.id: cap.bytes_per_device for device in world.devices if not device.is_host}
     for lease in _theirs(book, cap):
-        if lease.pins or lease.kind == "block" or lease.phase is Phase.ARRIVING or never_leaves(lease, world):
+        if (
+            lease.pins
+            or lease.kind == "block"
+            or lease.phase is Phase.ARRIVING
+            or never_leaves(lease, world)
+        ):
             for share in lease.claims():
                 if share.device in free:
                     free[share.device] -= share.bytes
@@ -100,8 +117,11 @@ def overstaying(book: Book, world: World) -> Iterator[Lease]:
     if cap is None or cap.longest_lease_seconds is None:
         return
     for lease in _theirs(book, cap):
-        if lease.kind == "block" and lease.phase is Phase.SETTLED \
-                and world.now - lease.settled_at > cap.longest_lease_seconds:
+        if (
+            lease.kind == "block"
+            and lease.phase is Phase.SETTLED
+            and world.now - lease.settled_at > cap.longest_lease_seconds
+        ):
             yield lease
 
 
@@ -109,9 +129,11 @@ def overstay(book: Book, lease: Lease, world: World) -> str:
     """A block that is held for too long, in a sentence."""
     cap = world.rules.cap
     assert cap is not None
-    return f"{_held_for(book, lease, world)}; {cap.user} may hold one for at most " \
-           f"{show_seconds(cap.longest_lease_seconds or 0)} ({cap.named('longest_lease')}). " \
-           "Nothing new is granted until it ends."
+    return (
+        f"{_held_for(book, lease, world)}; {cap.user} may hold one for at most "
+        f"{show_seconds(cap.longest_lease_seconds or 0)} ({cap.named('longest_lease')}). "
+        "Nothing new is granted until it ends."
+    )
 
 
 def _held_for(book: Book, lease: Lease, world: World) -> str:

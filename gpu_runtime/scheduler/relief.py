@@ -1,4 +1,5 @@
 """Relief: idle models leave a device that is under pressure."""
+
 from __future__ import annotations
 
 from ..facts import (
@@ -20,7 +21,9 @@ from .eligibility import leave, may_leave, way_out
 from .pressure import level, pressure, relief, views
 
 
-def relieve(book: Book, owner: str, world: World, rank: Policy, key: str) -> tuple[Book, tuple[Step, ...]]:
+def relieve(
+    book: Book, owner: str, world: World, rank: Policy, key: str
+) -> tuple[Book, tuple[Step, ...]]:
     """What this owner moves out because its devices are too full.
 
     `always` is the table to the letter: everything idle for long enough leaves. `auto` acts only while it helps
@@ -36,24 +39,41 @@ def relieve(book: Book, owner: str, world: World, rank: Policy, key: str) -> tup
         card = view.device
         if card.is_host or (rules.relief == "auto" and not _helps(book, view)):
             continue
-        going = sum(share.bytes for lease in book.leases() if lease.phase is Phase.LEAVING
-                    for share in lease.shares if share.device == card.id)
+        going = sum(
+            share.bytes
+            for lease in book.leases()
+            if lease.phase is Phase.LEAVING
+            for share in lease.shares
+            if share.device == card.id
+        )
         freed = going
-        idle = sorted((lease for lease in book.sections[owner].leases if _on(lease, card.id)),
-                      key=lambda lease: (-lease.importance, rank(lease, world)))
+        idle = sorted(
+            (lease for lease in book.sections[owner].leases if _on(lease, card.id)),
+            key=lambda lease: (-lease.importance, rank(lease, world)),
+        )
         for lease in idle:
-            at = view.level if rules.relief == "always" else level(_pressure_after(view, freed), rules)
+            at = (
+                view.level
+                if rules.relief == "always"
+                else level(_pressure_after(view, freed), rules)
+            )
             asks = relief(at, rules)
             if asks is None:
                 break
             # Background evictions respect grace and keep_alive whoever owns the lease: pressure is no request.
-            if may_leave(lease, world, asker="", importance=lease.importance) \
-                    or lease.idle_seconds(world.now) <= asks.idle_seconds:
+            if (
+                may_leave(lease, world, asker="", importance=lease.importance)
+                or lease.idle_seconds(world.now) <= asks.idle_seconds
+            ):
                 continue
-            because = f"{at} memory pressure on {card.id} ({_pressure_after(view, freed):.1%}); idle " \
-                      f"{show_seconds(lease.idle_seconds(world.now))}."
+            because = (
+                f"{at} memory pressure on {card.id} ({_pressure_after(view, freed):.1%}); idle "
+                f"{show_seconds(lease.idle_seconds(world.now))}."
+            )
             drop = asks.drop and rules.relief == "always"
-            exit = way_out(lease, host_room, world, drop=drop, because=because, reason="memory_pressure")
+            exit = way_out(
+                lease, host_room, world, drop=drop, because=because, reason="memory_pressure"
+            )
             if exit is None or (isinstance(exit, Drop) and not asks.may_drop):
                 continue
             if isinstance(exit, Move):
@@ -70,10 +90,16 @@ def _on(lease: Lease, device: str) -> bool:
 
 def _helps(book: Book, view: DeviceView) -> bool:
     """Whether anybody gains if this card empties a little: somebody waits for it, or strangers grow on it."""
-    waits = any(share.device == view.device.id for ticket in book.tickets if ticket.verb == "use"
-                for share in ticket.need)
+    waits = any(
+        share.device == view.device.id
+        for ticket in book.tickets
+        if ticket.verb == "use"
+        for share in ticket.need
+    )
     strangers = (view.measured_bytes or 0) - view.claimed_bytes
-    grows = not view.device.simulated and strangers > 0 and view.level in (Level.HIGH, Level.CRITICAL)
+    grows = (
+        not view.device.simulated and strangers > 0 and view.level in (Level.HIGH, Level.CRITICAL)
+    )
     return waits or grows
 
 

@@ -4,6 +4,7 @@ Pure. `balanced` gives every card the same, as tensor parallelism needs; `propor
 room that it has; `whole` takes each card whole. Cards are claimed in the order of their index. Which cards are emptied
 for it is `clearing.py`'s to say.
 """
+
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
@@ -19,7 +20,9 @@ MOST_TRIED = 300  # sets of cards of which every one is tried; beyond it the fir
 Room = Mapping[str, int]
 
 
-def split(footprint: Footprint, room: Room, rules: PlacementRules, limits: Room) -> tuple[Candidate, ...]:
+def split(
+    footprint: Footprint, room: Room, rules: PlacementRules, limits: Room
+) -> tuple[Candidate, ...]:
     """The ways to divide it that fit into this room, one for each number of cards, the fewest first.
 
     `room` is bytes by device id, in the order of the devices; `limits` their budgets, where whole cards are asked for.
@@ -30,13 +33,17 @@ def split(footprint: Footprint, room: Room, rules: PlacementRules, limits: Room)
     found = []
     for count in range(max(2, rules.least_cards), most + 1):
         for chosen in _sets(footprint, cards, count, room, rules, limits):
-            if (candidate := divide(footprint, {card: room[card] for card in chosen}, rules, limits)) is not None:
+            if (
+                candidate := divide(footprint, {card: room[card] for card in chosen}, rules, limits)
+            ) is not None:
                 found.append(candidate)
                 break
     return tuple(found)
 
 
-def divide(footprint: Footprint, room: Room, rules: PlacementRules, limits: Room) -> Candidate | None:
+def divide(
+    footprint: Footprint, room: Room, rules: PlacementRules, limits: Room
+) -> Candidate | None:
     """It, divided over all of these cards; None where they cannot hold it so.
 
     >>> gib = 2**30
@@ -50,19 +57,32 @@ def divide(footprint: Footprint, room: Room, rules: PlacementRules, limits: Room
     if rules.layout == "balanced":
         parts = _equal(footprint, len(cards))
     else:
-        free = [limits[card] if rules.layout == "whole" else _to_spend(room[card], card, rules) for card in cards]
+        free = [
+            limits[card] if rules.layout == "whole" else _to_spend(room[card], card, rules)
+            for card in cards
+        ]
         parts = _in_proportion(footprint, free)
     if parts is None or 0 in parts:
         return None
-    claims = [limits[card] for card in cards] if rules.layout == "whole" else [_with_overhead(p, rules) for p in parts]
+    claims = (
+        [limits[card] for card in cards]
+        if rules.layout == "whole"
+        else [_with_overhead(p, rules) for p in parts]
+    )
     shares = tuple(map(Share, cards, claims))
     filled = tuple(map(Share, cards, parts)) if claims != list(parts) else ()
-    return Candidate(shares, True, f"{where(shares)} take {' + '.join(show_bytes(size) for size in claims)}, of "
-                                   f"{show_bytes(sum(room.values()))} free", filled=filled)
+    return Candidate(
+        shares,
+        True,
+        f"{where(shares)} take {' + '.join(show_bytes(size) for size in claims)}, of "
+        f"{show_bytes(sum(room.values()))} free",
+        filled=filled,
+    )
 
 
-def fitting(footprint: Footprint, cards: Sequence[str], rules: PlacementRules,
-            limits: Room) -> Callable[[Room], bool]:
+def fitting(
+    footprint: Footprint, cards: Sequence[str], rules: PlacementRules, limits: Room
+) -> Callable[[Room], bool]:
     """A function that tells whether so much room on these cards holds it, a part on each of them: what `divide` divides.
 
     (Were it to say so of cards that do not all get a part, nobody would be asked to leave them, and it could go nowhere.)
@@ -80,14 +100,18 @@ def fitting(footprint: Footprint, cards: Sequence[str], rules: PlacementRules,
         equal = _equal(footprint, len(cards))
         if equal is None:
             return lambda room: False
-        part = _with_overhead(max(equal), rules)  # each card must be able to take the largest, whichever it gets
+        part = _with_overhead(
+            max(equal), rules
+        )  # each card must be able to take the largest, whichever it gets
         return lambda room: all([_held_to(room[card], card, rules) >= part for card in cards])
     sums = _sums(footprint) if footprint.pieces else []
 
     plain, margin = not (rules.card_bytes or rules.overhead), rules.margin_bytes
 
     def holds(room: Room) -> bool:  # some hundred times for one plan
-        spend = [room[card] - margin if plain else _to_spend(room[card], card, rules) for card in cards]
+        spend = [
+            room[card] - margin if plain else _to_spend(room[card], card, rules) for card in cards
+        ]
         if min(spend) <= 0 or sum(spend) < size:
             return False
         if not sums:
@@ -95,7 +119,9 @@ def fitting(footprint: Footprint, cards: Sequence[str], rules: PlacementRules,
         ends = _packed(sums, spend)
         if ends is None:
             return False
-        all_have_some = all([before < end for before, end in pairwise([0, *ends])])  # mostly: then no cut need be looked for
+        all_have_some = all(
+            [before < end for before, end in pairwise([0, *ends])]
+        )  # mostly: then no cut need be looked for
         return all_have_some or _proportionally(sums, spend) is not None
 
     return holds
@@ -120,8 +146,15 @@ def one_card_may_do(rules: PlacementRules) -> bool:
 
 # -- which cards --------------------------------------------------------------------------------------------------
 
-def _sets(footprint: Footprint, cards: Sequence[str], count: int, room: Room, rules: PlacementRules,
-          limits: Room) -> Iterator[tuple[str, ...]]:
+
+def _sets(
+    footprint: Footprint,
+    cards: Sequence[str],
+    count: int,
+    room: Room,
+    rules: PlacementRules,
+    limits: Room,
+) -> Iterator[tuple[str, ...]]:
     """Sets of so many cards, in the order in which they are tried."""
     free = _to_give(footprint, cards, count, room, rules, limits)
     able = [card for card in cards if free[card] > 0]
@@ -131,14 +164,24 @@ def _sets(footprint: Footprint, cards: Sequence[str], count: int, room: Room, ru
     if rules.layout != "balanced" and sum(free[card] for card in largest) < footprint.bytes:
         return
     with_most = tuple(card for card in able if card in largest)
-    in_order = _first_in_order(able, free, count, 0 if rules.layout == "balanced" else footprint.bytes)
+    in_order = _first_in_order(
+        able, free, count, 0 if rules.layout == "balanced" else footprint.bytes
+    )
     yield from (with_most, in_order) if rules.policy == "most-free" else (in_order, with_most)
-    if footprint.pieces and comb(len(able), count) <= MOST_TRIED:  # a cut may fail where the bytes would do
+    if (
+        footprint.pieces and comb(len(able), count) <= MOST_TRIED
+    ):  # a cut may fail where the bytes would do
         yield from combinations(able, count)
 
 
-def _to_give(footprint: Footprint, cards: Sequence[str], count: int, room: Room, rules: PlacementRules,
-             limits: Room) -> dict[str, int]:
+def _to_give(
+    footprint: Footprint,
+    cards: Sequence[str],
+    count: int,
+    room: Room,
+    rules: PlacementRules,
+    limits: Room,
+) -> dict[str, int]:
     """What each card can give to a split over so many; 0 where it cannot take its part."""
     if rules.layout == "whole":
         return {card: limits[card] if room[card] >= limits[card] else 0 for card in cards}
@@ -146,7 +189,9 @@ def _to_give(footprint: Footprint, cards: Sequence[str], count: int, room: Room,
         if footprint.heads and footprint.heads % count:
             return dict.fromkeys(cards, 0)
         part = _with_overhead(max(_equal(footprint, count) or (footprint.bytes,)), rules)
-        return {card: room[card] if _held_to(room[card], card, rules) >= part else 0 for card in cards}
+        return {
+            card: room[card] if _held_to(room[card], card, rules) >= part else 0 for card in cards
+        }
     return {card: _to_spend(room[card], card, rules) for card in cards}
 
 
@@ -158,7 +203,7 @@ def _first_in_order(cards: Sequence[str], free: Room, count: int, size: int) -> 
         missing = count - len(chosen)
         if not missing:
             break
-        after = sorted((free[other] for other in cards[place + 1:]), reverse=True)[:missing - 1]
+        after = sorted((free[other] for other in cards[place + 1 :]), reverse=True)[: missing - 1]
         if len(after) == missing - 1 and free[card] + sum(after) >= left:
             chosen.append(card)
             left -= free[card]
@@ -184,12 +229,15 @@ def _with_overhead(part: int, rules: PlacementRules) -> int:
 
 # -- how much to each ---------------------------------------------------------------------------------------------
 
+
 def _equal(footprint: Footprint, count: int) -> tuple[int, ...] | None:
     """Equal parts, to a byte; or to the nearest piece, where it may be cut only between pieces."""
     size = footprint.bytes
     if not footprint.pieces:
         return tuple(size // count + (place < size % count) for place in range(count))
-    return _cut(_sums(footprint), [size * (place + 1) / count for place in range(count)], [size] * count)
+    return _cut(
+        _sums(footprint), [size * (place + 1) / count for place in range(count)], [size] * count
+    )
 
 
 def _in_proportion(footprint: Footprint, free: Sequence[int]) -> tuple[int, ...] | None:
@@ -227,7 +275,9 @@ def _sums(footprint: Footprint) -> list[int]:
     sums = list(accumulate(footprint.pieces))
     if sums[-1] == footprint.bytes:
         return sums
-    return [until * footprint.bytes // sums[-1] for until in sums]  # measured, it was another size than its pieces
+    return [
+        until * footprint.bytes // sums[-1] for until in sums
+    ]  # measured, it was another size than its pieces
 
 
 def _packed(sums: Sequence[int], most: Sequence[int]) -> list[int] | None:
@@ -241,7 +291,9 @@ def _packed(sums: Sequence[int], most: Sequence[int]) -> list[int] | None:
     return ends if reached == len(sums) else None
 
 
-def _cut(sums: Sequence[int], ideal: Sequence[float], most: Sequence[int]) -> tuple[int, ...] | None:
+def _cut(
+    sums: Sequence[int], ideal: Sequence[float], most: Sequence[int]
+) -> tuple[int, ...] | None:
     """Consecutive pieces for each card, cut as near to the `ideal` running sums as they can, none above `most`."""
     count, pieces = len(most), len(sums)
     if pieces < count or _packed(sums, most) is None:
@@ -281,7 +333,9 @@ def display(shares: Shares, layout: str = "balanced") -> str:
 
     Only equal shares are tensor parallel (TP). Empty where it lies on no card.
     """
-    cards = [share.device.partition(":")[2] or share.device for share in shares if share.device != "host"]
+    cards = [
+        share.device.partition(":")[2] or share.device for share in shares if share.device != "host"
+    ]
     if len(cards) < 2:
         return f"GPU: {cards[0]}" if cards else ""
     return f"GPUs: {','.join(cards)}" + (f" (TP:{len(cards)})" if layout == "balanced" else "")

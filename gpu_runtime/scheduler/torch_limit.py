@@ -3,6 +3,7 @@
 Pure. A lease holds weights; what code needs beyond them (activations, caches) it may take from what nobody claims.
 torch refuses the rest with its own out-of-memory error, in the process that asks for too much and not in its neighbour.
 """
+
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
@@ -13,8 +14,13 @@ LEAST, MOST = 0.01, 0.99
 ALL = 1.0
 
 
-def bounds(book: Book, owner: str, world: World, contexts: Mapping[str, int],
-           open_cards: Collection[str] = ()) -> dict[str, float]:
+def bounds(
+    book: Book,
+    owner: str,
+    world: World,
+    contexts: Mapping[str, int],
+    open_cards: Collection[str] = (),
+) -> dict[str, float]:
     """The fraction of each real card that torch may take here, while a model of this owner lies on it alone.
 
     That is all but what others claim and what our CUDA context (`contexts`, bytes) takes outside torch's sight; never

@@ -3,6 +3,7 @@
 Pure. It is what was measured less what the book accounts for; a lease is an agreement among those who ask, and a
 process that never asks is seen only here.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -20,14 +21,18 @@ def stranger_bytes(book: Book, world: World) -> dict[str, int | None]:
     beyond: dict[str, int | None] = {}
     freed = freed_since(book, world)
     for device in world.devices:
-        if device.simulated or device.is_host or device.unified:  # of the machine's own memory the rest is nobody's to tell
+        if (
+            device.simulated or device.is_host or device.unified
+        ):  # of the machine's own memory the rest is nobody's to tell
             continue
         sample = sample_of(device, book, world)
         if sample is None or sample.free_bytes is None:
             beyond[device.id] = None
             continue
         used = device.total_bytes - sample.free_bytes
-        beyond[device.id] = max(0, used - _seen(book, device.id, sample.taken_at) - freed.get(device.id, 0))
+        beyond[device.id] = max(
+            0, used - _seen(book, device.id, sample.taken_at) - freed.get(device.id, 0)
+        )
     return beyond
 
 
@@ -36,18 +41,27 @@ def _seen(book: Book, device: str, taken_at: float) -> int:
     seen = 0
     for section in book.sections.values():
         seen += section.residue.get(device, 0)
-        seen += sum(share.bytes for lease in section.leases if lease.settled_at < taken_at
-                    for share in lease.shares if share.device == device)
+        seen += sum(
+            share.bytes
+            for lease in section.leases
+            if lease.settled_at < taken_at
+            for share in lease.shares
+            if share.device == device
+        )
     return seen
 
 
-def strangers(book: Book, world: World, people: Mapping[int, tuple[str, str]]) -> tuple[Stranger, ...]:
+def strangers(
+    book: Book, world: World, people: Mapping[int, tuple[str, str]]
+) -> tuple[Stranger, ...]:
     """The processes that the driver lists on real cards and that are no owner's, the largest first.
 
     `people` are user and command by process number, where they are known. In a container the driver's numbers are
     other than ours: then an owner may be listed here under a number that nobody can tell for it.
     """
-    ours = {section.owner.pid for section in book.sections.values()} | {ghost.pid for ghost in book.ghosts}
+    ours = {section.owner.pid for section in book.sections.values()} | {
+        ghost.pid for ghost in book.ghosts
+    }
     ours.update(pid for section in book.sections.values() for pid in section.engines)
     found = []
     for device in world.devices:

@@ -3,6 +3,7 @@
 Pure: a snapshot in. An owner answers from a thread of its own within a second, also while its cell runs; who does not
 is stopped, swaps, or keeps the interpreter to itself.
 """
+
 from __future__ import annotations
 
 from ..facts import Phase, Rules, Section, Snapshot, Ticket, Unanswered
@@ -18,12 +19,20 @@ def unanswered(seen: Snapshot, rules: Rules = _USUAL) -> tuple[Unanswered, ...]:
     """
     found = []
     for ticket in seen.tickets:
-        since = (ticket.recalled_since or ticket.arrived) if ticket.verb == "use" else ticket.arrived
+        since = (
+            (ticket.recalled_since or ticket.arrived) if ticket.verb == "use" else ticket.arrived
+        )
         if seen.now - since <= rules.answer_seconds or (
-                ticket.verb == "use" and seen.now - ticket.refreshed > rules.refresh_seconds):
+            ticket.verb == "use" and seen.now - ticket.refreshed > rules.refresh_seconds
+        ):
             continue  # too soon to say; or it is the asker who is stopped, and nobody gives up room for that one
-        silent = [section.owner for id in _asked(ticket) if (section := seen.sections.get(id.partition("/")[0]))
-                  and section.owner.id != ticket.owner and not _answers(seen, section, id.partition("/")[2], ticket)]
+        silent = [
+            section.owner
+            for id in _asked(ticket)
+            if (section := seen.sections.get(id.partition("/")[0]))
+            and section.owner.id != ticket.owner
+            and not _answers(seen, section, id.partition("/")[2], ticket)
+        ]
         found += [Unanswered(owner, ticket, since) for owner in dict.fromkeys(silent)]
     return tuple(sorted(found, key=lambda one: one.since))
 
@@ -38,7 +47,9 @@ def _answers(seen: Snapshot, section: Section, name: str, ticket: Ticket) -> boo
     if lease is not None and lease.phase is not Phase.SETTLED:
         return True
     if ticket.verb in ("preload", "restore"):
-        waits = any(other.owner == section.owner.id and other.name == name for other in seen.tickets)
+        waits = any(
+            other.owner == section.owner.id and other.name == name for other in seen.tickets
+        )
         return waits or (lease is not None and lease.on_device)
     if ticket.verb in ("pin", "unpin"):
         return lease is None or lease.keep == (ticket.verb == "pin")

@@ -3,6 +3,7 @@
 Here all of serving meets over one Runtime, in one event loop. What is decided is decided in the pure modules; what
 touches the ledger or an engine runs in threads.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -43,8 +44,13 @@ if TYPE_CHECKING:
     from ..runtime import Runtime
     from ..settings import Settings
 
-CONCURRENCY = {"vllm": 256, "fake": 256}  # calls at once, where the model's `sequences` does not say; else one
-ONE_AT_A_TIME = ("llama_cpp",)  # whatever it says: the library computes one sequence after the other
+CONCURRENCY = {
+    "vllm": 256,
+    "fake": 256,
+}  # calls at once, where the model's `sequences` does not say; else one
+ONE_AT_A_TIME = (
+    "llama_cpp",
+)  # whatever it says: the library computes one sequence after the other
 CLOSING_SECONDS = 5.0  # for calls to let go of what they hold
 log = logging.getLogger("gpu_runtime")
 Speak = Callable[[Any, ModelSpec, Any], Speaker]
@@ -52,7 +58,11 @@ Speak = Callable[[Any, ModelSpec, Any], Speaker]
 
 def tasks_file() -> Path:
     """Where `tasks.yaml` lies where GPU_TASKS does not say."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "gpu-console" / "tasks.yaml"
+    return (
+        Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config"))
+        / "gpu-console"
+        / "tasks.yaml"
+    )
 
 
 def guard_file() -> Path:
@@ -80,12 +90,22 @@ class Gateway:
     `clock` tells seconds that only ever grow; `environment` holds the clouds' addresses and keys.
     """
 
-    def __init__(self, rt: Runtime, settings: Settings | None = None, *, serving: Serving | None = None,
-                 guard: CloudGuard | None = None, clock: Callable[[], float] = time.monotonic,
-                 environment: Mapping[str, str] | None = None, speak: Speak = speaker_for) -> None:
+    def __init__(
+        self,
+        rt: Runtime,
+        settings: Settings | None = None,
+        *,
+        serving: Serving | None = None,
+        guard: CloudGuard | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        environment: Mapping[str, str] | None = None,
+        speak: Speak = speaker_for,
+    ) -> None:
         self._rt, self._clock, self._speak = rt, clock, speak
         settings = settings or rt.settings
-        self.serving = serving if serving is not None else read_serving(settings.gpu_tasks or tasks_file())
+        self.serving = (
+            serving if serving is not None else read_serving(settings.gpu_tasks or tasks_file())
+        )
         self.guard = guard or CloudGuard(guard_file(), settings.model_boss_allow_cloud_fallback)
         self._environment = os.environ if environment is None else environment
         self.breakers = Breakers(clock)
@@ -93,7 +113,13 @@ class Gateway:
         self.costs = Costs()
         self._holds = Holds(rt, lambda: self.queue.look(), self.costs.loaded, clock)
         self.warmth = Warmth(clock, self._put_away)
-        self.queue = Queue(self._holds.take, rt.here, self._concurrency, clock=clock, limit=settings.gpu_serve_queue)
+        self.queue = Queue(
+            self._holds.take,
+            rt.here,
+            self._concurrency,
+            clock=clock,
+            limit=settings.gpu_serve_queue,
+        )
         self._counts: Counter[str] = Counter()
         self._decodes: Counter[str] = Counter()
         self._http: httpx.AsyncClient | None = None
@@ -137,7 +163,9 @@ class Gateway:
         finally:
             self._calls.discard(task)
 
-    async def _first_that_can(self, call: Call, choices: tuple[Choice, ...], outer: AsyncExitStack) -> Reply:
+    async def _first_that_can(
+        self, call: Call, choices: tuple[Choice, ...], outer: AsyncExitStack
+    ) -> Reply:
         failed: list[tuple[str, BaseException]] = []
         deadline = None if call.budget is None else asyncio.get_running_loop().time() + call.budget
         for choice in choices:
@@ -153,8 +181,12 @@ class Gateway:
                 found, refused = blame(error, choice.model)
                 # What the asked-for model cannot be asked, nobody is asked in its place; what a stand-in cannot, such
                 # as a prompt too long for it, the next may be asked.
-                if refused is not None and (len(choices) == 1 or choice is choices[0] and found is Blame.CALLER
-                                            or refused.code == "queue_full"):
+                if refused is not None and (
+                    len(choices) == 1
+                    or choice is choices[0]
+                    and found is Blame.CALLER
+                    or refused.code == "queue_full"
+                ):
                     raise refused from error
                 failed.append((choice.model, error))
                 log.info("%s could not answer: %s", choice.model, first_line(error))
@@ -168,7 +200,9 @@ class Gateway:
         self._counts["failed"] += 1
         raise could_not(call.model, failed)
 
-    async def _by(self, choice: Choice, call: Call, outer: AsyncExitStack, deadline: float | None) -> Reply:
+    async def _by(
+        self, choice: Choice, call: Call, outer: AsyncExitStack, deadline: float | None
+    ) -> Reply:
         """The answer of that model. Whatever it takes is given back with the answer's end."""
         async with AsyncExitStack() as stack:
             entered = self.breakers.enter(choice.model)
@@ -176,7 +210,9 @@ class Gateway:
             try:
                 speaker, think = await self._reached(choice, call, stack)
                 if not entered.probe and self.breakers.state(choice.model).state != "closed":
-                    raise Open(choice.model, self.breakers.state(choice.model))  # it opened while this one waited
+                    raise Open(
+                        choice.model, self.breakers.state(choice.model)
+                    )  # it opened while this one waited
                 began = self._clock()
                 body = {**call.body, "model": choice.model}
                 if not call.stream:
@@ -187,25 +223,36 @@ class Gateway:
                 stack.push_async_callback(events.aclose)  # type: ignore[attr-defined]
                 first = await anext(events, None)
                 if first is None:
-                    raise EngineFailed(f"{choice.model} answered with nothing", name=choice.model, why="no event")
+                    raise EngineFailed(
+                        f"{choice.model} answered with nothing", name=choice.model, why="no event"
+                    )
             except Exception as error:
                 self._went_wrong(choice.model, entered, error)
                 raise
             stack.push_async_exit(outer.pop_all())
-            rest = Streamed(first, events, stack.pop_all(), deadline,
-                            lambda error: self._ended(choice.model, entered, began, error))
+            rest = Streamed(
+                first,
+                events,
+                stack.pop_all(),
+                deadline,
+                lambda error: self._ended(choice.model, entered, began, error),
+            )
             self._streams.add(rest)
             self._counts["streamed"] += 1
             return Reply(choice.model, call.model, "", events=rest)
 
-    async def _reached(self, choice: Choice, call: Call, stack: AsyncExitStack) -> tuple[Speaker, bool | None]:
+    async def _reached(
+        self, choice: Choice, call: Call, stack: AsyncExitStack
+    ) -> tuple[Speaker, bool | None]:
         """Who talks to the model, once it is the call's turn and the model is on its device."""
         if self._http is None:
             self._http = openai_http.open_client()
         if choice.cloud:
             cloud = cloud_of(choice.model, self._environment)
             if isinstance(cloud, str):
-                raise EngineFailed(f"{choice.model} cannot be reached: {cloud}", name=choice.model, why=cloud)
+                raise EngineFailed(
+                    f"{choice.model} cannot be reached: {cloud}", name=choice.model, why=cloud
+                )
             return openai_http.RemoteSpeaker(choice.model, cloud, self._http), None
         spec = self._rt.spec(choice.model)
         require(call.kind, spec)
@@ -217,7 +264,9 @@ class Gateway:
 
     def _stay_warm(self, call: Call, spec: ModelSpec) -> float:
         task = self._task(call.model)
-        seconds = task.keep_alive_s if call.stay_warm is None and task is not None else call.stay_warm
+        seconds = (
+            task.keep_alive_s if call.stay_warm is None and task is not None else call.stay_warm
+        )
         return wished(seconds, spec.model_type)
 
     # -- who may answer
@@ -229,11 +278,24 @@ class Gateway:
         if task is not None:
             budget = task.budget_s if call.budget is None else call.budget
             call = replace(call, budget=budget)
-            return candidates(call.model.removeprefix("task:"), task, warm=warm, known=self._known, cost=cost,
-                              allow_cloud=self.guard.allowed, budget=budget), call
+            return candidates(
+                call.model.removeprefix("task:"),
+                task,
+                warm=warm,
+                known=self._known,
+                cost=cost,
+                allow_cloud=self.guard.allowed,
+                budget=budget,
+            ), call
         if not is_cloud(call.model, self._known) and not self._known(call.model):
             raise self._unknown(call.model)
-        choices = chain(call.model, self.serving.stand_ins(call.model), self._context, self._known, self.guard.allowed)
+        choices = chain(
+            call.model,
+            self.serving.stand_ins(call.model),
+            self._context,
+            self._known,
+            self.guard.allowed,
+        )
         fitting = tuple(choice for choice in choices if fits(choice, call.budget, warm, cost))
         if not fitting:
             raise too_short(call.model, choices, call.budget, warm, cost)
@@ -252,13 +314,17 @@ class Gateway:
             self._rt.spec(name)
         except UnknownModel:
             return False
-        except GpuError:  # the catalogue cannot be read just now: what is known is said when it is used
+        except (
+            GpuError
+        ):  # the catalogue cannot be read just now: what is known is said when it is used
             return True
         return True
 
     def _unknown(self, name: str) -> Refused:
         known = sorted(row["id"] for row in self.models())
-        told = UnknownModel(name, tuple(known), none="None is registered.", advice="See them:  GET /v1/models")
+        told = UnknownModel(
+            name, tuple(known), none="None is registered.", advice="See them:  GET /v1/models"
+        )
         return Refused(404, "model_not_found", str(told), param="model")
 
     def _context(self, name: str) -> int | None:
@@ -303,11 +369,21 @@ class Gateway:
 
     def _out_of_time(self, call: Call, choice: Choice) -> Refused:
         cost = self.costs.of(choice.model)
-        seen = [f"{seconds:.1f} s to {what}" for what, seconds in (("load", cost.load), ("answer", cost.answer))
-                if seconds is not None]
-        return Refused(504, "budget_spent", f"{call.model} did not answer within its budget of {call.budget:g} s"
-                       + (f"; {choice.model} has taken {' and '.join(seen)} before." if seen else "."),
-                       None, budget_seconds=call.budget, load_seconds=cost.load, answer_seconds=cost.answer)
+        seen = [
+            f"{seconds:.1f} s to {what}"
+            for what, seconds in (("load", cost.load), ("answer", cost.answer))
+            if seconds is not None
+        ]
+        return Refused(
+            504,
+            "budget_spent",
+            f"{call.model} did not answer within its budget of {call.budget:g} s"
+            + (f"; {choice.model} has taken {' and '.join(seen)} before." if seen else "."),
+            None,
+            budget_seconds=call.budget,
+            load_seconds=cost.load,
+            answer_seconds=cost.answer,
+        )
 
     async def _put_away(self, model: str) -> bool:
         """Its time on the device is over: it steps aside, to RAM where there is room. False where it is in use."""
@@ -328,15 +404,43 @@ class Gateway:
         for name in self._rt.catalog_names():
             with contextlib.suppress(GpuError):
                 specs.setdefault(name, self._rt.spec(name))
-        rows = [{"id": spec.name, "object": "model", "created": self._began, "owned_by": "gpu-console",
-                 "x_gpu": {"model_type": spec.model_type, "backend": spec.backend, "warm": self._rt.here(spec.name)}}
-                for spec in specs.values() if spec.enabled]
-        return rows + [{"id": f"task:{name}", "object": "model", "created": self._began, "owned_by": "gpu-console",
-                        "x_gpu": {"candidates": list(task.candidates)}} for name, task in self.serving.tasks.items()]
+        rows = [
+            {
+                "id": spec.name,
+                "object": "model",
+                "created": self._began,
+                "owned_by": "gpu-console",
+                "x_gpu": {
+                    "model_type": spec.model_type,
+                    "backend": spec.backend,
+                    "warm": self._rt.here(spec.name),
+                },
+            }
+            for spec in specs.values()
+            if spec.enabled
+        ]
+        return rows + [
+            {
+                "id": f"task:{name}",
+                "object": "model",
+                "created": self._began,
+                "owned_by": "gpu-console",
+                "x_gpu": {"candidates": list(task.candidates)},
+            }
+            for name, task in self.serving.tasks.items()
+        ]
 
     def state(self) -> GatewayState:
-        return GatewayState(self.queue.depth(), self.queue.active(), self.breakers.states(), dict(self._counts),
-                            self.queue.loads, self.queue.limit, self.clients.patterns(), self.guard.allowed)
+        return GatewayState(
+            self.queue.depth(),
+            self.queue.active(),
+            self.breakers.states(),
+            dict(self._counts),
+            self.queue.loads,
+            self.queue.limit,
+            self.clients.patterns(),
+            self.guard.allowed,
+        )
 
     async def close(self) -> None:
         """Ends what is under way, and tells the callers why; what comes now is refused. No load begins any more."""

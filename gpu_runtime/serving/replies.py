@@ -1,4 +1,5 @@
 """Answers on their way out: which model gave them and why, and streams that let go of everything at their end."""
+
 from __future__ import annotations
 
 import asyncio
@@ -21,8 +22,14 @@ class Streamed:
     `aclose`, which whoever sends the answer calls also where nothing was sent. `ended(error)` is told how it went.
     """
 
-    def __init__(self, first: dict[str, Any], events: AsyncIterator[dict[str, Any]], held: AsyncExitStack,
-                 deadline: float | None, ended: Callable[[BaseException | None], None]) -> None:
+    def __init__(
+        self,
+        first: dict[str, Any],
+        events: AsyncIterator[dict[str, Any]],
+        held: AsyncExitStack,
+        deadline: float | None,
+        ended: Callable[[BaseException | None], None],
+    ) -> None:
         self._first: dict[str, Any] | None = first
         self._events, self._held, self._deadline, self._ended = events, held, deadline, ended
         self._over = False
@@ -105,7 +112,9 @@ def because(choice: Choice, failed: Sequence[tuple[str, BaseException]]) -> str:
 
 def signed(reply: Reply) -> None:
     """Writes into the answer, and its headers, which model gave it and why."""
-    said = {"asked": reply.asked, "model": reply.model} | ({"because": reply.because} if reply.because else {})
+    said = {"asked": reply.asked, "model": reply.model} | (
+        {"because": reply.because} if reply.because else {}
+    )
     body = reply.json if reply.json is not None else reply.events.first  # type: ignore[union-attr]
     body["x_gpu"] = said
     reply.headers = {f"X-GPU-{name.title()}": _header(text) for name, text in said.items()}

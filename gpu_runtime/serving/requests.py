@@ -3,6 +3,7 @@
 Pure. Every `x_*` field at the top of the body is taken out before an engine sees it, known or not, whatever it holds.
 Headers are never looked at: a proxy in between may add some, and a body is its writer's own.
 """
+
 from __future__ import annotations
 
 import math
@@ -31,7 +32,9 @@ class Refused(Exception):
     (None: it would be refused again). `facts` holds the figures that the message was made from.
     """
 
-    def __init__(self, status: int, code: str, message: str, retry_after: float | None = None, **facts: Any) -> None:
+    def __init__(
+        self, status: int, code: str, message: str, retry_after: float | None = None, **facts: Any
+    ) -> None:
         super().__init__(message)
         self.status, self.code, self.message = status, code, message
         self.retry_after, self.facts = retry_after, facts
@@ -39,13 +42,24 @@ class Refused(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """`Retry-After` in whole seconds, never less than one."""
-        return {} if self.retry_after is None else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
+        return (
+            {}
+            if self.retry_after is None
+            else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
+        )
 
     def body(self) -> dict[str, Any]:
         """The error as OpenAI's clients read it."""
         kind = "invalid_request_error" if self.status < 429 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
-        return {"error": {"message": self.message, "type": kind, "code": self.code, "param": self.facts.get("param")}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "code": self.code,
+                "param": self.facts.get("param"),
+            }
+        }
 
 
 class Call(Value):
@@ -58,7 +72,9 @@ class Call(Value):
     client: str = ""  # who is asking: the person that the token named, and the name that their program gave itself
     profile: str = ""  # the name that the program gave itself, alone
     importance: int | None = None  # None: its profile's, else the model's own
-    stay_warm: float | None = None  # seconds to keep the model on its device after this; None: by its type
+    stay_warm: float | None = (
+        None  # seconds to keep the model on its device after this; None: by its type
+    )
     cooldown: float = 0.0  # seconds in which this client wants to be held to no further call
     thinking: bool | None = None
     budget: float | None = None  # seconds in which the whole answer is wanted
@@ -93,7 +109,9 @@ def read_call(kind: str, body: Any, client: str = "") -> Call:
     if kind not in KINDS:
         raise bad("kind", kind, f"one of {', '.join(KINDS)}")
     if not isinstance(body, Mapping):
-        raise Refused(400, "bad_body", f"the body is {_kind_of(body)}; it must be a JSON object", param=None)
+        raise Refused(
+            400, "bad_body", f"the body is {_kind_of(body)}; it must be a JSON object", param=None
+        )
     ours = {name: value for name, value in body.items() if isinstance(name, str) and _is_ours(name)}
     plain = {name: value for name, value in body.items() if name not in ours}
     _require_utf8(plain)
@@ -108,18 +126,27 @@ def read_call(kind: str, body: Any, client: str = "") -> Call:
     said = {name.lower().replace("-", "_"): value for name, value in ours.items()}
     profile = _client_id(said.get("x_client_id"))
     return Call(
-        kind, model, plain, stream, client="/".join(filter(None, (client, profile))), profile=profile,
-        importance=_importance(said.get("x_priority")), stay_warm=_seconds("x_stay_warm", said.get("x_stay_warm")),
+        kind,
+        model,
+        plain,
+        stream,
+        client="/".join(filter(None, (client, profile))),
+        profile=profile,
+        importance=_importance(said.get("x_priority")),
+        stay_warm=_seconds("x_stay_warm", said.get("x_stay_warm")),
         cooldown=_seconds("x_cooldown", said.get("x_cooldown")) or 0.0,
         thinking=_flag("x_thinking", said.get("x_thinking")),
-        budget=_seconds("x_budget", said.get("x_budget"), least=0.001))
+        budget=_seconds("x_budget", said.get("x_budget"), least=0.001),
+    )
 
 
 def bad(param: str, value: Any, expected: str) -> Refused:
     """That a field cannot be used, and what it must be."""
     shown = repr(value)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}…"
-    return Refused(400, "bad_field", f"{param}={shown} cannot be used: it must be {expected}", param=param)
+    return Refused(
+        400, "bad_field", f"{param}={shown} cannot be used: it must be {expected}", param=param
+    )
 
 
 def _is_ours(name: str) -> bool:
@@ -136,20 +163,31 @@ def _require_utf8(body: Mapping[str, Any]) -> None:
     try:
         msgspec.json.encode(body)
     except (UnicodeEncodeError, TypeError, RecursionError) as error:
-        raise Refused(400, "bad_body", f"the body cannot be written as UTF-8 JSON: {error}", param=None) from None
+        raise Refused(
+            400, "bad_body", f"the body cannot be written as UTF-8 JSON: {error}", param=None
+        ) from None
 
 
 def _text(body: Mapping[str, Any], name: str, longest: int) -> str:
     value = body.get(name)
-    if not isinstance(value, str) or not value.strip() or len(value) > longest or not value.isprintable():
-        raise bad(name, value, f"the name of a model, at most {longest} letters; see GET /v1/models")
+    if (
+        not isinstance(value, str)
+        or not value.strip()
+        or len(value) > longest
+        or not value.isprintable()
+    ):
+        raise bad(
+            name, value, f"the name of a model, at most {longest} letters; see GET /v1/models"
+        )
     return value
 
 
 def _check_chat(body: Mapping[str, Any]) -> None:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or len(messages) > MOST_MESSAGES:
-        raise bad("messages", messages, f"a list of 1 to {MOST_MESSAGES} messages, such as [{_EXAMPLE}]")
+        raise bad(
+            "messages", messages, f"a list of 1 to {MOST_MESSAGES} messages, such as [{_EXAMPLE}]"
+        )
     for at, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise bad(f"messages[{at}]", message, f"an object such as {_EXAMPLE}")
@@ -157,7 +195,11 @@ def _check_chat(body: Mapping[str, Any]) -> None:
             raise bad(f"messages[{at}].role", message.get("role"), f"one of {', '.join(ROLES)}")
         content = message.get("content")
         parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
-        if not (isinstance(content, str) or parts or (content is None and message["role"] == "assistant")):
+        if not (
+            isinstance(content, str)
+            or parts
+            or (content is None and message["role"] == "assistant")
+        ):
             raise bad(f"messages[{at}].content", content, "text, or a list of parts")
 
 
@@ -168,7 +210,11 @@ def _check_completions(body: Mapping[str, Any]) -> None:
 
 def _check_embeddings(body: Mapping[str, Any]) -> None:
     wanted = body.get("input")
-    texts = isinstance(wanted, list) and 0 < len(wanted) <= 2048 and all(isinstance(text, str) for text in wanted)
+    texts = (
+        isinstance(wanted, list)
+        and 0 < len(wanted) <= 2048
+        and all(isinstance(text, str) for text in wanted)
+    )
     if not texts and not (isinstance(wanted, str) and wanted):
         raise bad("input", wanted, "text, or a list of 1 to 2048 texts")
     if body.get("encoding_format") not in (None, "float", "base64"):
@@ -185,22 +231,43 @@ def _check_images(body: Mapping[str, Any]) -> None:
 
 def _is_size(text: str) -> bool:
     width, x, height = text.partition("x")
-    return text == "auto" or bool(x) and all(
-        side.isascii() and side.isdigit() and len(side) <= 4 and 0 < int(side) <= 4096 for side in (width, height))
+    return (
+        text == "auto"
+        or bool(x)
+        and all(
+            side.isascii() and side.isdigit() and len(side) <= 4 and 0 < int(side) <= 4096
+            for side in (width, height)
+        )
+    )
 
 
-_CHECKS = {"chat": _check_chat, "completions": _check_completions, "embeddings": _check_embeddings,
-           "images": _check_images}
-_WHOLE = {"max_tokens": MOST_TOKENS, "max_completion_tokens": MOST_TOKENS, "n": 128, "seed": 2**63 - 1}
-_REAL = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "presence_penalty": (-2.0, 2.0),
-         "frequency_penalty": (-2.0, 2.0)}
+_CHECKS = {
+    "chat": _check_chat,
+    "completions": _check_completions,
+    "embeddings": _check_embeddings,
+    "images": _check_images,
+}
+_WHOLE = {
+    "max_tokens": MOST_TOKENS,
+    "max_completion_tokens": MOST_TOKENS,
+    "n": 128,
+    "seed": 2**63 - 1,
+}
+_REAL = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
 
 
 def check_numbers(body: Mapping[str, Any]) -> None:
     """The numbers that every engine takes, so that no engine has to fail on them."""
     for name, most in _WHOLE.items():
         value, least = body.get(name), 1 if name != "seed" else -(2**63)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most
+        ):
             raise bad(name, value, f"a whole number from {least} to {most}")
     for name, (low, high) in _REAL.items():
         value = body.get(name)
@@ -208,7 +275,11 @@ def check_numbers(body: Mapping[str, Any]) -> None:
         if value is not None and not (number and low <= value <= high):
             raise bad(name, value, f"a number from {low:g} to {high:g}")
     stop = body.get("stop")
-    many = isinstance(stop, list) and len(stop) <= 16 and all(isinstance(text, str) and text for text in stop)
+    many = (
+        isinstance(stop, list)
+        and len(stop) <= 16
+        and all(isinstance(text, str) and text for text in stop)
+    )
     if stop is not None and not many and not (isinstance(stop, str) and stop):
         raise bad("stop", stop, "text, or a list of at most 16 texts")
 
@@ -216,8 +287,15 @@ def check_numbers(body: Mapping[str, Any]) -> None:
 def _client_id(value: Any) -> str:
     if value is None:
         return ""
-    if not isinstance(value, str) or not 0 < len(value) <= LONGEST_CLIENT or not value.isprintable() or "/" in value:
-        raise bad("x_client_id", value, f"a name of at most {LONGEST_CLIENT} letters, without a slash")
+    if (
+        not isinstance(value, str)
+        or not 0 < len(value) <= LONGEST_CLIENT
+        or not value.isprintable()
+        or "/" in value
+    ):
+        raise bad(
+            "x_client_id", value, f"a name of at most {LONGEST_CLIENT} letters, without a slash"
+        )
     return value
 
 
@@ -230,14 +308,22 @@ def _importance(value: Any) -> int | None:
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 3:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 100:
-        raise bad("x_priority", value, f"{', '.join(IMPORTANCE)} or a number from 1 to 100; lower is more important")
+        raise bad(
+            "x_priority",
+            value,
+            f"{', '.join(IMPORTANCE)} or a number from 1 to 100; lower is more important",
+        )
     return value
 
 
 def _seconds(name: str, value: Any, least: float = 0.0) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= MOST_SECONDS:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not least <= value <= MOST_SECONDS
+    ):
         raise bad(name, value, f"seconds from {least:g} to {MOST_SECONDS:g}")
     return float(value)
 

@@ -3,6 +3,7 @@
 One SQLite table that every owner of a ledger appends to. History is worth having but nothing stands on it: where it
 cannot be written, that is logged once and the work goes on.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -37,7 +38,9 @@ class Journal:
     the page has it.
     """
 
-    def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, path: Path | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._path = path
         self._clock = clock
         self._recent: deque[Event] = deque(maxlen=KEPT)
@@ -71,21 +74,34 @@ class Journal:
             return
         try:
             with contextlib.closing(self._open()) as db:
-                db.executemany("INSERT INTO events(wall, model, body) VALUES (?, ?, ?)",
-                               [(e.wall, e.model, _encode(e)) for e in rows])
+                db.executemany(
+                    "INSERT INTO events(wall, model, body) VALUES (?, ?, ?)",
+                    [(e.wall, e.model, _encode(e)) for e in rows],
+                )
                 if any(e.seq % 500 == 0 for e in rows):
-                    db.execute("DELETE FROM events WHERE id <= (SELECT max(id) FROM events) - ?", (KEPT,))
+                    db.execute(
+                        "DELETE FROM events WHERE id <= (SELECT max(id) FROM events) - ?", (KEPT,)
+                    )
                 db.commit()
         except (sqlite3.Error, OSError) as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
                 return  # many write at once: the next time
             self._broken = True
-            log.warning("the journal %s cannot be written (%s); history is kept in memory only", self._path, error)
+            log.warning(
+                "the journal %s cannot be written (%s); history is kept in memory only",
+                self._path,
+                error,
+            )
         self._unwritten.clear()
         self._written_at = self._clock()
 
-    def tail(self, limit: int | None = None, model: str | None = None, actions: Collection[str] = (),
-             since: float = 0.0) -> tuple[Event, ...]:
+    def tail(
+        self,
+        limit: int | None = None,
+        model: str | None = None,
+        actions: Collection[str] = (),
+        since: float = 0.0,
+    ) -> tuple[Event, ...]:
         """The latest events, the newest last: of one model, of these actions (none: of any), since that wall time."""
         count = KEPT if limit is None else limit
 
@@ -99,13 +115,20 @@ class Journal:
                 try:
                     with contextlib.closing(self._open()) as db:
                         # Read as far back as needed, and no more is decoded: a journal is full with 10,000 events.
-                        return latest(_decode(row[0]) for row in db.execute(
-                            "SELECT body FROM events WHERE (? IS NULL OR model = ?) AND wall >= ? ORDER BY id DESC",
-                            (model, model, since)))
+                        return latest(
+                            _decode(row[0])
+                            for row in db.execute(
+                                "SELECT body FROM events WHERE (? IS NULL OR model = ?) AND wall >= ? ORDER BY id DESC",
+                                (model, model, since),
+                            )
+                        )
                 except (sqlite3.Error, OSError, msgspec.MsgspecError) as error:
                     log.warning("the journal %s cannot be read (%s)", self._path, error)
-            return latest(event for event in reversed(self._recent)
-                          if model in (None, event.model) and event.wall >= since)
+            return latest(
+                event
+                for event in reversed(self._recent)
+                if model in (None, event.model) and event.wall >= since
+            )
 
     def _open(self) -> sqlite3.Connection:
         """A connection for one use: never held, so nothing is carried across a fork."""
@@ -113,10 +136,14 @@ class Journal:
         if not self._path.exists():
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             access_to(self._path.parent).make_file(self._path)
-        if self._path.is_symlink():  # in a shared ledger it could lead to a database of ours elsewhere
+        if (
+            self._path.is_symlink()
+        ):  # in a shared ledger it could lead to a database of ours elsewhere
             raise OSError(errno.ELOOP, "it is a link", str(self._path))
         db = sqlite3.connect(self._path, timeout=0.5)
         db.execute("PRAGMA synchronous=OFF")
         db.execute("PRAGMA trusted_schema=OFF")
-        db.execute("CREATE TABLE IF NOT EXISTS events(id INTEGER PRIMARY KEY, wall REAL, model TEXT, body BLOB)")
+        db.execute(
+            "CREATE TABLE IF NOT EXISTS events(id INTEGER PRIMARY KEY, wall REAL, model TEXT, body BLOB)"
+        )
         return db

@@ -4,6 +4,7 @@ It is keyed by what was loaded and how: source, fingerprint of its files, dtype 
 that changed on disk is another one, and what was measured of the old one is not believed of it. Nothing stands on this
 file: where it is damaged or cannot be written, that is logged once, and estimates go by headers again.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -64,11 +65,17 @@ class Measurements:
     def remember(self, spec: ModelSpec, evidence: Evidence, measurement: Measurement) -> None:
         """Keeps what was measured. A source that could not be told from another is not remembered. Never fails."""
         if name := key(spec, evidence):
-            self._change(lambda page: msgspec.structs.replace(page, models=_newest(page.models, name, measurement)))
+            self._change(
+                lambda page: msgspec.structs.replace(
+                    page, models=_newest(page.models, name, measurement)
+                )
+            )
 
     def remember_context(self, card: str, size: int) -> None:
         """Keeps what a context took. Never fails."""
-        self._change(lambda page: msgspec.structs.replace(page, contexts={**page.contexts, card: size}))
+        self._change(
+            lambda page: msgspec.structs.replace(page, contexts={**page.contexts, card: size})
+        )
 
     def _change(self, change) -> None:
         with self._lock:
@@ -98,7 +105,9 @@ class Measurements:
         except FileNotFoundError:
             pass
         except msgspec.MsgspecError as error:  # the next write puts a sound one in its place
-            log.warning("%s is damaged (%s); what was measured before is forgotten", self._path, error)
+            log.warning(
+                "%s is damaged (%s); what was measured before is forgotten", self._path, error
+            )
             self._page, self._stamp = Page(), stamp
         except OSError as error:
             self._complain("read", error)
@@ -131,7 +140,9 @@ class Measurements:
         assert self._path is not None
         draft = self._path.with_name(f".{self._path.name}-{os.getpid()}-{threading.get_ident()}")
         try:
-            with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
+            with open(
+                os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb"
+            ) as file:
                 file.write(msgspec.json.encode(page))
             access_to(self._path.parent).open_file(draft)
             os.replace(draft, self._path)
@@ -141,8 +152,12 @@ class Measurements:
     def _complain(self, what: str, error: OSError) -> None:
         if not isinstance(error, BlockingIOError):
             self._complained = True
-        log.warning("%s cannot be %s (%s); what is measured now is remembered in this process only", self._path, what,
-                    error.strerror or error)
+        log.warning(
+            "%s cannot be %s (%s); what is measured now is remembered in this process only",
+            self._path,
+            what,
+            error.strerror or error,
+        )
 
 
 _decode = msgspec.json.Decoder(Page).decode
@@ -153,15 +168,21 @@ def key(spec: ModelSpec, evidence: Evidence) -> str:
     if not evidence.fingerprint:
         return ""
     source = os.path.realpath(spec.source) if os.path.exists(spec.source) else spec.source
-    of_use = () if evidence.at_load else OF_USE  # what an engine takes when it loads was measured with the rest
-    options = sorted((name, str(value)) for name, value in spec.options.items() if name not in of_use)
+    of_use = (
+        () if evidence.at_load else OF_USE
+    )  # what an engine takes when it loads was measured with the rest
+    options = sorted(
+        (name, str(value)) for name, value in spec.options.items() if name not in of_use
+    )
     told = (spec.backend, source, evidence.fingerprint, spec.quantization, spec.model_type, options)
     return hashlib.sha256(repr(told).encode()).hexdigest()[:32]
 
 
-def _newest(models: dict[str, Measurement], name: str, measurement: Measurement) -> dict[str, Measurement]:
+def _newest(
+    models: dict[str, Measurement], name: str, measurement: Measurement
+) -> dict[str, Measurement]:
     rest = {other: known for other, known in models.items() if other != name}
-    return dict([*list(rest.items())[-KEPT + 1:], (name, measurement)])
+    return dict([*list(rest.items())[-KEPT + 1 :], (name, measurement)])
 
 
 def measurements_in(ledger: Path) -> Path:

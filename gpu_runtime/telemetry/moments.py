@@ -2,6 +2,7 @@
 
 Pure: what is told here is what a snapshot shows, of each device its use, its budget, and who claims what of it.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -9,7 +10,9 @@ from collections.abc import Iterable
 from ..facts import DeviceView, Moment, Section
 
 
-def moments_of(views: Iterable[DeviceView], sections: Iterable[Section], wall: float) -> tuple[Moment, ...]:
+def moments_of(
+    views: Iterable[DeviceView], sections: Iterable[Section], wall: float
+) -> tuple[Moment, ...]:
     """A moment for each device."""
     claims: dict[str, dict[str, int]] = {}
     for section in sections:
@@ -23,21 +26,41 @@ def moments_of(views: Iterable[DeviceView], sections: Iterable[Section], wall: f
 
 def _moment(view: DeviceView, claims: dict[str, int], wall: float) -> Moment:
     device, sample = view.device, view.sample
-    told = (None, None, None) if sample is None else (
-        sample.utilisation_percent, sample.temperature_celsius, sample.power_watts)
-    return Moment(wall, device.id, device.total_bytes, view.limit_bytes, view.measured_bytes, view.level, *told, claims)
+    told = (
+        (None, None, None)
+        if sample is None
+        else (sample.utilisation_percent, sample.temperature_celsius, sample.power_watts)
+    )
+    return Moment(
+        wall,
+        device.id,
+        device.total_bytes,
+        view.limit_bytes,
+        view.measured_bytes,
+        view.level,
+        *told,
+        claims,
+    )
 
 
 def alike(one: Moment, other: Moment) -> bool:
     """Whether a chart would show no difference: the same leases, and figures of the driver that merely tremble."""
     if (one.total_bytes, one.limit_bytes, one.level, one.claims) != (
-            other.total_bytes, other.limit_bytes, other.level, other.claims):
+        other.total_bytes,
+        other.limit_bytes,
+        other.level,
+        other.claims,
+    ):
         return False
-    return all(_near(a, b, by) for a, b, by in (
-        (one.measured_bytes, other.measured_bytes, one.total_bytes / 400),
-        (one.utilisation_percent, other.utilisation_percent, 5.0),
-        (one.temperature_celsius, other.temperature_celsius, 2.0),
-        (one.power_watts, other.power_watts, 10.0)))
+    return all(
+        _near(a, b, by)
+        for a, b, by in (
+            (one.measured_bytes, other.measured_bytes, one.total_bytes / 400),
+            (one.utilisation_percent, other.utilisation_percent, 5.0),
+            (one.temperature_celsius, other.temperature_celsius, 2.0),
+            (one.power_watts, other.power_watts, 10.0),
+        )
+    )
 
 
 def _near(one: float | None, other: float | None, by: float) -> bool:
@@ -62,7 +85,11 @@ class Telling:
         rows: list[Moment] = []
         for moment in moments:
             kept, passed = self._kept.get(moment.device), self._passed.pop(moment.device, None)
-            if kept is not None and alike(kept, moment) and moment.wall - kept.wall < self._rest_seconds:
+            if (
+                kept is not None
+                and alike(kept, moment)
+                and moment.wall - kept.wall < self._rest_seconds
+            ):
                 self._passed[moment.device] = moment
                 continue
             if passed is not None and not alike(passed, moment):

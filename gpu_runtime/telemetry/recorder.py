@@ -3,6 +3,7 @@
 It lives in the host's helper process (`sampler.py`), which is one for each ledger. It only looks at the book
 (`peek.py`). Nothing stands on it: what it cannot read or write it leaves out.
 """
+
 from __future__ import annotations
 
 import time

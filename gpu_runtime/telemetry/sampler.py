@@ -10,6 +10,7 @@ thread: the others' figures go on, and when none goes on, the readers end this p
 
 In a thread of its own it also writes down how the devices are used (`recorder.py`), on simulated ones nothing else.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -37,7 +38,9 @@ from ..ledgers.sqlite.files import owner_files
 BUSY_SECONDS, REST_SECONDS = 1.0, 2.0
 MOVING_SECONDS = 10.0  # figures that have not changed for so long rest
 LEAST_SECONDS = 0.01  # between two rounds, however many ring
-ROUND_SECONDS = 0.2  # a card that takes longer is not waited for; its answer comes with a later round
+ROUND_SECONDS = (
+    0.2  # a card that takes longer is not waited for; its answer comes with a later round
+)
 LINGER_SECONDS = 5.0  # after the last owner has gone: another may come
 FAILING_SECONDS = 10.0
 CLOSE_SECONDS = 1.0  # for the history's last words
@@ -105,7 +108,9 @@ def _private(path: str, flags: int) -> int:
 class Asker(threading.Thread):
     """Asks one card, so that a card that hangs holds up no other."""
 
-    def __init__(self, listing: Listing, card: Card, answers: queue.SimpleQueue[tuple[str, Sample | str]]) -> None:
+    def __init__(
+        self, listing: Listing, card: Card, answers: queue.SimpleQueue[tuple[str, Sample | str]]
+    ) -> None:
         super().__init__(daemon=True, name=card.device.uuid)
         self._source, self._card, self._answers = listing.source, card, answers
         self._turns: queue.SimpleQueue[float] = queue.SimpleQueue()
@@ -176,13 +181,20 @@ class Rounds:
     def _seen(self) -> dict[int, Person]:
         """Whose the processes on the cards are; looked up once for each."""
         pids = {pid for sample in self._cards.values() for pid in sample.processes}
-        self._people = {pid: person for pid in pids if (person := self._people.get(pid) or _person(pid))}
+        self._people = {
+            pid: person for pid in pids if (person := self._people.get(pid) or _person(pid))
+        }
         return self._people
 
     @property
     def hopeless(self) -> bool:
         """Whether no card answers, not even by silence."""
-        return bool(self._lost) and not self._askers or bool(self._askers) and len(self._failed) == len(self._askers)
+        return (
+            bool(self._lost)
+            and not self._askers
+            or bool(self._askers)
+            and len(self._failed) == len(self._askers)
+        )
 
 
 class Simulated:
@@ -195,7 +207,9 @@ class Simulated:
 
 
 def _machine(now: float) -> Sample:
-    return Sample(HOST, now, psutil.virtual_memory().available, utilisation_percent=psutil.cpu_percent())
+    return Sample(
+        HOST, now, psutil.virtual_memory().available, utilisation_percent=psutil.cpu_percent()
+    )
 
 
 def _person(pid: int) -> Person | None:
@@ -238,12 +252,17 @@ class Writing:
             self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
-        from .recorder import EVERY_SECONDS, Recorder  # not before the first figures are out, which somebody waits for
+        from .recorder import (
+            EVERY_SECONDS,
+            Recorder,
+        )  # not before the first figures are out, which somebody waits for
 
         recorder = Recorder(self._directory, self._url)
         try:
             while not self._ended.wait(EVERY_SECONDS):
-                with contextlib.suppress(Exception):  # of a page that makes no sense nothing is told; the next may
+                with contextlib.suppress(
+                    Exception
+                ):  # of a page that makes no sense nothing is told; the next may
                     if self.figures is not None:
                         recorder.turn(self.figures)
         finally:

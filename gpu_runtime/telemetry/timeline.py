@@ -4,6 +4,7 @@ One SQLite table beside the journal, a row for each device and moment. The host'
 looks reads it. What is older than half an hour keeps its fullest moment of every 15 s, older than three hours of every
 minute; after a day it is gone. A summary, too, is made of moments that were: none is averaged or made up.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -65,26 +66,39 @@ class Record:
             access_to(self.path.parent).make_file(self.path)
         with contextlib.closing(self._connected()) as db:
             db.execute("PRAGMA journal_mode=TRUNCATE")
-            db.execute("CREATE TABLE IF NOT EXISTS moments(wall REAL, device TEXT, peak INTEGER, body BLOB)")
+            db.execute(
+                "CREATE TABLE IF NOT EXISTS moments(wall REAL, device TEXT, peak INTEGER, body BLOB)"
+            )
             db.execute("CREATE INDEX IF NOT EXISTS moments_of ON moments(device, wall, peak)")
-            db.executemany("INSERT INTO moments(wall, device, peak, body) VALUES (?, ?, ?, ?)", rows)
+            db.executemany(
+                "INSERT INTO moments(wall, device, peak, body) VALUES (?, ?, ?, ?)", rows
+            )
             db.commit()
 
     def thin(self, now: float) -> None:
         """Lets go of what is too old, or too close together for its age."""
         try:
             with contextlib.closing(self._connected()) as db:
-                db.execute("DELETE FROM moments WHERE wall < ? OR wall > ?", (now - DAY, now + AHEAD_SECONDS))
+                db.execute(
+                    "DELETE FROM moments WHERE wall < ? OR wall > ?",
+                    (now - DAY, now + AHEAD_SECONDS),
+                )
                 for age, stretch in THINNED:
                     edge = (now - age) // stretch * stretch  # whole stretches: each is thinned once
-                    db.execute(f"DELETE FROM moments WHERE wall < ? AND rowid NOT IN ({_FULLEST})",
-                               (edge, 0.0, edge, stretch))
+                    db.execute(
+                        f"DELETE FROM moments WHERE wall < ? AND rowid NOT IN ({_FULLEST})",
+                        (edge, 0.0, edge, stretch),
+                    )
                 db.commit()
         except (sqlite3.Error, OSError) as error:
             self._warn("thinned", error)
 
     def _set_aside(self, error: sqlite3.Error) -> None:
-        log.warning("the history %s cannot be used (%s); it is set aside, and a new one begun", self.path, error)
+        log.warning(
+            "the history %s cannot be used (%s); it is set aside, and a new one begun",
+            self.path,
+            error,
+        )
         os.replace(self.path, self.path.with_name(f"{self.path.name}.damaged"))
         self.path.with_name(f"{self.path.name}-journal").unlink(missing_ok=True)
 
@@ -101,8 +115,10 @@ class Record:
             if most < 1 or not self.path.exists():
                 return ()
             with contextlib.closing(self._connected()) as db:
-                rows = db.execute(f"SELECT body FROM moments WHERE rowid IN ({_FULLEST}) ORDER BY wall, rowid",
-                                  (since, until, stretch)).fetchall()
+                rows = db.execute(
+                    f"SELECT body FROM moments WHERE rowid IN ({_FULLEST}) ORDER BY wall, rowid",
+                    (since, until, stretch),
+                ).fetchall()
         except (sqlite3.Error, OSError) as error:
             self._warn("read", error)
             return ()
@@ -111,10 +127,14 @@ class Record:
     # -- both
 
     def _connected(self) -> sqlite3.Connection:
-        if self.path.is_symlink():  # in a shared ledger it could lead to a database of ours elsewhere
+        if (
+            self.path.is_symlink()
+        ):  # in a shared ledger it could lead to a database of ours elsewhere
             raise OSError(errno.ELOOP, "it is a link", str(self.path))
         db = sqlite3.connect(self.path, timeout=0.5)
-        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_ROW_BYTES)  # another member may have put anything there
+        db.setlimit(
+            sqlite3.SQLITE_LIMIT_LENGTH, MOST_ROW_BYTES
+        )  # another member may have put anything there
         db.execute("PRAGMA synchronous=OFF")
         db.execute("PRAGMA trusted_schema=OFF")
         return db

@@ -3,6 +3,7 @@
 Tornado has read the request and its body (at most as long as the server allows); here it is handed on, and the answer
 is written as it comes. Who it was that the gate let in stands in `scope["state"]["visitor"]`.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -16,8 +17,13 @@ from tornado.web import RequestHandler
 from .gate import COOKIE
 
 Message = MutableMapping[str, Any]
-App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
-HOP_BY_HOP = frozenset({b"connection", b"transfer-encoding", b"keep-alive", b"upgrade"})  # Tornado's to say
+App = Callable[
+    [Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]],
+    Awaitable[None],
+]
+HOP_BY_HOP = frozenset(
+    {b"connection", b"transfer-encoding", b"keep-alive", b"upgrade"}
+)  # Tornado's to say
 
 
 class Asgi(RequestHandler):
@@ -50,13 +56,21 @@ class Asgi(RequestHandler):
         server = (host or request.host, int(port) if port.isdigit() else 0)
         lane = f"/{self.settings[COOKIE].lane}" if getattr(request, "by_the_lane", False) else ""
         return {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
-            "method": request.method, "scheme": request.protocol, "path": unquote(path),
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": request.method,
+            "scheme": request.protocol,
+            "path": unquote(path),
             "root_path": lane,  # so that a page of the application leads a browser on by the lane
-            "raw_path": path.encode("latin-1", "replace"), "query_string": query.encode("latin-1", "replace"),
-            "headers": [(name.lower().encode("latin-1"), value.encode("latin-1", "replace"))
-                        for name, value in request.headers.get_all()],
-            "client": (request.remote_ip or "", 0), "server": server,
+            "raw_path": path.encode("latin-1", "replace"),
+            "query_string": query.encode("latin-1", "replace"),
+            "headers": [
+                (name.lower().encode("latin-1"), value.encode("latin-1", "replace"))
+                for name, value in request.headers.get_all()
+            ],
+            "client": (request.remote_ip or "", 0),
+            "server": server,
             "state": {"visitor": getattr(request, "visitor", None)},
         }
 
@@ -90,5 +104,9 @@ class Asgi(RequestHandler):
                 await asyncio.wait({written, gone}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 gone.cancel()
-        if written.done() and not written.cancelled() and isinstance(written.exception(), StreamClosedError):
+        if (
+            written.done()
+            and not written.cancelled()
+            and isinstance(written.exception(), StreamClosedError)
+        ):
             self._gone.set()  # the application hears of it by `receive`

@@ -3,6 +3,7 @@
 Pure but for `visitor`, which asks Panel who looks at the page that is being made: no clock, environment or server here.
 `gate.py` puts these questions to every request of a server; any other face on the same port can do the same.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -41,10 +42,15 @@ class Terms:
 
     def visitor(self, role: Role, name: str = "") -> Visitor:
         """Somebody with that role, by the name that a login proved, else by the one that the token stands for."""
-        return Visitor(name or (self.user if role == OPERATOR else VIEWER), role == OPERATOR and not self.read_only)
+        return Visitor(
+            name or (self.user if role == OPERATOR else VIEWER),
+            role == OPERATOR and not self.read_only,
+        )
 
 
-def check(terms: Terms, *, authorization: str = "", cookie: str = "", query: str = "") -> Role | None:
+def check(
+    terms: Terms, *, authorization: str = "", cookie: str = "", query: str = ""
+) -> Role | None:
     """The role that a request's tokens give it: its `Authorization` header, its cookie, its `?token=`. None: no role.
 
     Every token is compared in full, in constant time, whatever the others were: the time that it takes tells nothing.
@@ -100,7 +106,9 @@ def same_origin(origin: str, host: str, also: Iterable[str] = ()) -> bool:
     place = parts.netloc.lower()
     if parts.scheme not in ("http", "https") or not place:
         return False
-    named = {name.lower().removesuffix(":80") for name in also if "*" not in name}  # Bokeh adds the port to a bare name
+    named = {
+        name.lower().removesuffix(":80") for name in also if "*" not in name
+    }  # Bokeh adds the port to a bare name
     return place == host.lower() or place in named
 
 
@@ -110,7 +118,9 @@ class Guesses:
     Nobody is locked out by name or address. On a shared box all come from the same one.
     """
 
-    def __init__(self, clock: Callable[[], float], *, free: int = 5, seconds: float = 1.0, waiting: int = 10) -> None:
+    def __init__(
+        self, clock: Callable[[], float], *, free: int = 5, seconds: float = 1.0, waiting: int = 10
+    ) -> None:
         self._clock, self._seconds = clock, seconds
         self._head_start = free * seconds
         self._most = waiting * seconds
@@ -133,11 +143,16 @@ def visitor() -> Visitor:
     context = getattr(pn.state.curdoc, "session_context", None)
     found = getattr(getattr(context, "request", None), "visitor", None)
     if not isinstance(found, Visitor):
-        raise NotAllowed("the console is shown to those who were let in, with the token of its URL", verb="console")
+        raise NotAllowed(
+            "the console is shown to those who were let in, with the token of its URL",
+            verb="console",
+        )
     return found
 
 
 def _same(offered: str, token: str) -> bool:
     """Equal, told in a time that depends on neither; digests, because lengths would tell too."""
-    digests = (hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in (offered, token))
+    digests = (
+        hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in (offered, token)
+    )
     return hmac.compare_digest(*digests)

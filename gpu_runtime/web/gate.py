@@ -5,6 +5,7 @@ guard lets in, and leaves on the request who that is. Cookies know no ports: ano
 be sent ours if its path could be guessed. So a browser is led to a *lane*, a path that each start makes anew, and the
 cookie is for that path only.
 """
+
 from __future__ import annotations
 
 import functools
@@ -35,13 +36,15 @@ COOKIE = "gpu-console"
 TAKEN_FROM_QUERY = ("token", "bokeh-session-id", "bokeh-token")
 TAKEN_FROM_HEADERS = ("Authorization", "Bokeh-Session-Id")
 MOST_OF_A_STRANGERS_BODY = 4096  # bytes
-MOST_TO_FORGET = 1 << 30  # bytes of a body that is too large: so long a client is let finish, and hears why
+MOST_TO_FORGET = (
+    1 << 30
+)  # bytes of a body that is too large: so long a client is let finish, and hears why
 HEADERS = {
     "Referrer-Policy": "no-referrer",  # the lane goes nowhere
     "X-Content-Type-Options": "nosniff",
     # JupyterLab shows its tile in a frame of the same origin. Panel compiles its components in the page (eval, blob).
     "Content-Security-Policy": "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; object-src 'none'; "
-                               "base-uri 'self'; form-action 'self'; frame-ancestors 'self'",
+    "base-uri 'self'; form-action 'self'; frame-ancestors 'self'",
 }
 
 
@@ -52,7 +55,9 @@ class Brought:
     authorization: str
     query: str
     cookies: dict[str, str]
-    ours: tuple[str, ...]  # values of our cookie: a server at another port of this host may have set one beside it
+    ours: tuple[
+        str, ...
+    ]  # values of our cookie: a server at another port of this host may have set one beside it
     inside: bool  # it came by the lane
 
     @property
@@ -71,8 +76,11 @@ class Gate(ReversibleRouter):
         self.most_body_bytes = MOST_TO_FORGET  # what the server takes, where it told us
         self._app, self._routes = app, app.default_router
         # Cookies have values of their own, so that a stolen one does not tell a token that outlives this start.
-        self._inside = replace(terms, operator_token=secrets.token_urlsafe(32),
-                               viewer_token=terms.viewer_token and secrets.token_urlsafe(32))
+        self._inside = replace(
+            terms,
+            operator_token=secrets.token_urlsafe(32),
+            viewer_token=terms.viewer_token and secrets.token_urlsafe(32),
+        )
 
     @property
     def login(self) -> bool:
@@ -114,8 +122,13 @@ class Gate(ReversibleRouter):
         request = handler.request
         base = (config.cookie_path or "/").rstrip("/") or self._app.prefix
         handler.set_cookie(
-            COOKIE, self._inside.operator_token if role == OPERATOR else self._inside.viewer_token,
-            path=f"{base}/{self.lane}/", httponly=True, samesite="Lax", secure=request.protocol == "https")
+            COOKIE,
+            self._inside.operator_token if role == OPERATOR else self._inside.viewer_token,
+            path=f"{base}/{self.lane}/",
+            httponly=True,
+            samesite="Lax",
+            secure=request.protocol == "https",
+        )
         handler.set_header("Cache-Control", "no-store")
         handler.redirect(self._way(request))
 
@@ -123,13 +136,17 @@ class Gate(ReversibleRouter):
         """From the URL that was asked for to the same by the lane; relative, since a proxy may know us elsewhere."""
         here = request.path.removeprefix(self._app.prefix)
         there = here
-        if self._routes.find_handler(request) is None:  # such as the lane of a start before this one
+        if (
+            self._routes.find_handler(request) is None
+        ):  # such as the lane of a start before this one
             there = next(iter(self._app.applications))
         if not here:  # the prefix without its slash
             up = posixpath.basename(self._app.prefix) + "/"
         else:
             up = "../" * (here.count("/") - (not request.by_the_lane)) or "./"
-        return f"{up}{self.lane}/{there.lstrip('/')}" + (f"?{request.query}" if request.query else "")
+        return f"{up}{self.lane}/{there.lstrip('/')}" + (
+            f"?{request.query}" if request.query else ""
+        )
 
     # -- who comes
 
@@ -145,9 +162,13 @@ class Gate(ReversibleRouter):
             if brought.something:
                 wait = self.guesses.wait_seconds() or 0.0
                 self.guesses.count()
-            return self._refuse(request, 403, door.WRONG if brought.something else door.ASK, form=True, wait=wait)
+            return self._refuse(
+                request, 403, door.WRONG if brought.something else door.ASK, form=True, wait=wait
+            )
         if brought.query and request.method in ("GET", "HEAD") and not is_websocket(request):
-            return self._app.get_handler_delegate(request, harden(door.Welcome), {"gate": self, "role": role})
+            return self._app.get_handler_delegate(
+                request, harden(door.Welcome), {"gate": self, "role": role}
+            )
         return self._let_in(request, self.terms.visitor(role))
 
     def _for_a_name(self, request: HTTPServerRequest, brought: Brought) -> Any:
@@ -162,8 +183,12 @@ class Gate(ReversibleRouter):
                 return self._refuse(request, 429, door.MANY)
             return handler
         if name:
-            return self._refuse(request, 403, f"{name} has logged in, and has no role here. Whoever runs the server "
-                                              "gives one with GPU_CONSOLE_OPERATORS or GPU_CONSOLE_VIEWERS.")
+            return self._refuse(
+                request,
+                403,
+                f"{name} has logged in, and has no role here. Whoever runs the server "
+                "gives one with GPU_CONSOLE_OPERATORS or GPU_CONSOLE_VIEWERS.",
+            )
         from panel.io.server import DocHandler, RootHandler
 
         if issubclass(handler.handler_class, (DocHandler, RootHandler)):
@@ -173,8 +198,12 @@ class Gate(ReversibleRouter):
     def _name(self, cookies: dict[str, str]) -> str:
         from panel.config import config
 
-        value = decode_signed_value(self._app.settings.get("cookie_secret") or secrets.token_hex(), "user",
-                                    cookies.get("user"), max_age_days=config.oauth_expiry)
+        value = decode_signed_value(
+            self._app.settings.get("cookie_secret") or secrets.token_hex(),
+            "user",
+            cookies.get("user"),
+            max_age_days=config.oauth_expiry,
+        )
         return value.decode("utf-8", "replace") if value else ""
 
     def _is_login(self, handler: type) -> bool:
@@ -189,7 +218,11 @@ class Gate(ReversibleRouter):
 
     def _own_page(self, request: HTTPServerRequest) -> bool:
         """Whether no page of another origin asks. Bokeh is spared the question: its own list knows no tunnels."""
-        origins = [request.headers.pop(name) for name in ("Origin", "Sec-Websocket-Origin") if name in request.headers]
+        origins = [
+            request.headers.pop(name)
+            for name in ("Origin", "Sec-Websocket-Origin")
+            if name in request.headers
+        ]
         named = {*self._app.websocket_origins, *(settings.allowed_ws_origin() or ())}
         return all(auth.same_origin(origin, request.host, named) for origin in origins)
 
@@ -216,37 +249,60 @@ class Gate(ReversibleRouter):
         for context in self._app.applications.values():
             for one in context.sessions:
                 if one.id == session:
-                    yield getattr(getattr(one.document.session_context, "request", None), "visitor", None)
+                    yield getattr(
+                        getattr(one.document.session_context, "request", None), "visitor", None
+                    )
 
     def _route(self, request: HTTPServerRequest) -> Any:
         found = self._routes.find_handler(request)
         sent = request.headers.get("Content-Length", "")
-        if found is not None and sent.isdigit() and self.most_body_bytes < int(sent) <= MOST_TO_FORGET:
+        if (
+            found is not None
+            and sent.isdigit()
+            and self.most_body_bytes < int(sent) <= MOST_TO_FORGET
+        ):
             return self._too_large(request, int(sent))
         if found is not None:
             found.handler_class = harden(found.handler_class)
             return found
         return self._refuse(request, 404, "There is nothing here.")
 
-    def _refuse(self, request: HTTPServerRequest, status: int, words: str, *, form: bool = False,
-                wait: float = 0.0) -> Any:
+    def _refuse(
+        self,
+        request: HTTPServerRequest,
+        status: int,
+        words: str,
+        *,
+        form: bool = False,
+        wait: float = 0.0,
+    ) -> Any:
         if request.connection is not None and hasattr(request.connection, "set_max_body_size"):
             request.connection.set_max_body_size(MOST_OF_A_STRANGERS_BODY)
-        return self._app.get_handler_delegate(request, harden(door.Door), {
-            "gate": self, "status": status, "words": words, "form": form, "wait": wait})
+        return self._app.get_handler_delegate(
+            request,
+            harden(door.Door),
+            {"gate": self, "status": status, "words": words, "form": form, "wait": wait},
+        )
 
     def _too_large(self, request: HTTPServerRequest, size: int) -> Any:
         request.connection.set_max_body_size(size)  # type: ignore[union-attr] # else Tornado answers, without a word
         words = f"The body has {size:,} bytes; at most {self.most_body_bytes:,} are taken."
-        return self._app.get_handler_delegate(request, harden(door.TooLarge), {
-            "gate": self, "status": 413, "words": words})
+        return self._app.get_handler_delegate(
+            request, harden(door.TooLarge), {"gate": self, "status": 413, "words": words}
+        )
 
     def _take(self, request: HTTPServerRequest) -> Brought:
         """The request's credentials, taken out of it, and the lane out of its path."""
         sent = request.headers.get("Cookie", "")
         cookies = parse_cookie(sent)
-        ours = tuple(parse_cookie(one).get(COOKIE, "") for one in sent.split(";") if COOKIE in parse_cookie(one))
-        if not self.login:  # other servers' cookies come along too, and Bokeh would write them into the page
+        ours = tuple(
+            parse_cookie(one).get(COOKIE, "")
+            for one in sent.split(";")
+            if COOKIE in parse_cookie(one)
+        )
+        if (
+            not self.login
+        ):  # other servers' cookies come along too, and Bokeh would write them into the page
             request.headers.pop("Cookie", None)
         authorization = request.headers.get("Authorization", "")
         for name in TAKEN_FROM_HEADERS:
@@ -254,14 +310,16 @@ class Gate(ReversibleRouter):
         path, _, query = (request.uri or "").partition("?")
         pairs = parse_qsl(query, keep_blank_values=True)
         tokens = [value for name, value in pairs if name == "token"]
-        request.query = urlencode([(name, value) for name, value in pairs if name not in TAKEN_FROM_QUERY])
+        request.query = urlencode(
+            [(name, value) for name, value in pairs if name not in TAKEN_FROM_QUERY]
+        )
         for name in TAKEN_FROM_QUERY:
             request.arguments.pop(name, None)
             request.query_arguments.pop(name, None)
         before, after = self._app.prefix, path.removeprefix(self._app.prefix)
         inside = path.startswith(before) and after.startswith(f"/{self.lane}/")
         if inside:
-            path = before + after[len(self.lane) + 1:]
+            path = before + after[len(self.lane) + 1 :]
         request.path = path
         request.uri = f"{path}?{request.query}" if request.query else path
         request.by_the_lane = inside
@@ -286,13 +344,16 @@ def peer_uid(request: HTTPServerRequest) -> int | None:
     sock = getattr(getattr(request.connection, "stream", None), "socket", None)
     if sock is None or sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
         return None
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    _, uid, _ = struct.unpack(
+        "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
     return uid
 
 
 @functools.cache
 def harden(handler: type[RequestHandler]) -> type[RequestHandler]:
     """The handler, whose answers also tell the browser to keep to this server."""
+
     def set_default_headers(self: RequestHandler) -> None:
         super(hardened, self).set_default_headers()
         for name, value in HEADERS.items():

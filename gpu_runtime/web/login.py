@@ -2,6 +2,7 @@
 
 Nothing here decides; the gate does. No page here loads anything, names anybody or tells what runs behind it.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -42,15 +43,29 @@ def page(words: str, *, form: bool) -> str:
 
 def as_json(words: str, status: int) -> dict[str, Any]:
     """The sentence for programs, as OpenAI's clients read errors."""
-    return {"error": {"message": words, "type": "rate_limit_error" if status == 429 else "invalid_request_error",
-                      "code": None, "param": None}}
+    return {
+        "error": {
+            "message": words,
+            "type": "rate_limit_error" if status == 429 else "invalid_request_error",
+            "code": None,
+            "param": None,
+        }
+    }
 
 
 class Door(RequestHandler):
     """Refuses, after a while where somebody guessed; with a form, a token may be typed instead."""
 
-    def initialize(self, gate: Gate, status: int, words: str, form: bool = False, wait: float = 0.0) -> None:
-        self._gate, self._status, self._words, self._form, self._wait = gate, status, words, form, wait
+    def initialize(
+        self, gate: Gate, status: int, words: str, form: bool = False, wait: float = 0.0
+    ) -> None:
+        self._gate, self._status, self._words, self._form, self._wait = (
+            gate,
+            status,
+            words,
+            form,
+            wait,
+        )
 
     async def prepare(self) -> None:
         if not (self._form and self.request.method == "POST"):
@@ -73,7 +88,9 @@ class Door(RequestHandler):
         if wait:
             await asyncio.sleep(wait)
         program = "text/html" not in self.request.headers.get("Accept", "text/html")
-        if program and status == 403 and self._form:  # a token would do: what HTTP calls unauthorized
+        if (
+            program and status == 403 and self._form
+        ):  # a token would do: what HTTP calls unauthorized
             status = 401
             self.set_header("WWW-Authenticate", "Bearer")
         self.set_status(status)

@@ -2,6 +2,7 @@
 
 A socket is as private as the directories above it: whoever may rename one of them may put a socket of their own there.
 """
+
 from __future__ import annotations
 
 import errno
@@ -22,7 +23,9 @@ def prepare(path: str) -> Path:
     """
     place = Path(os.path.abspath(path))
     if len(os.fsencode(place)) > LONGEST:
-        raise GpuError(f"{place} is too long for a socket: {len(os.fsencode(place))} bytes; {LONGEST} are the most.")
+        raise GpuError(
+            f"{place} is too long for a socket: {len(os.fsencode(place))} bytes; {LONGEST} are the most."
+        )
     try:
         place.parent.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
@@ -37,7 +40,9 @@ def free_port(host: str, port: int, tries: int) -> int:
     last: OSError | None = None
     for candidate in range(port, port + tries):
         try:
-            family, kind, _, _, address = socket.getaddrinfo(host, candidate, type=socket.SOCK_STREAM)[0]
+            family, kind, _, _, address = socket.getaddrinfo(
+                host, candidate, type=socket.SOCK_STREAM
+            )[0]
             with socket.socket(family, kind) as trial:
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 trial.bind(address)
@@ -59,11 +64,15 @@ def _check_directories(directory: Path) -> None:
         about = os.stat(step)
         shared = about.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not about.st_mode & stat.S_ISVTX
         if about.st_uid not in (0, os.getuid()) or (shared and step != real):
-            raise GpuError(f"a socket in {directory} could be replaced by others: {step} is not yours alone to change.")
+            raise GpuError(
+                f"a socket in {directory} could be replaced by others: {step} is not yours alone to change."
+            )
     about = os.stat(real)
     if about.st_uid != os.getuid() or about.st_mode & 0o077:
-        raise GpuError(f"a socket needs a directory that is yours alone (mode 0700), and {directory} is not. "
-                       f"Make one:  mkdir -m 700 DIR      then:  gpu console --socket DIR/console")
+        raise GpuError(
+            f"a socket needs a directory that is yours alone (mode 0700), and {directory} is not. "
+            f"Make one:  mkdir -m 700 DIR      then:  gpu console --socket DIR/console"
+        )
 
 
 def _make_room(place: Path) -> None:

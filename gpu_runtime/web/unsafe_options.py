@@ -3,6 +3,7 @@
 The gate of `panel serve` stands only once the script runs; what another option opens was open before. So such a server
 shows no console, and says which option to leave out.
 """
+
 from __future__ import annotations
 
 import os
@@ -32,18 +33,36 @@ from tornado.web import FallbackHandler, StaticFileHandler
 
 from .auth import Terms
 
-KNOWN = {DocHandler, WSHandler, AutoloadJsHandler, MetadataHandler, RootHandler, StaticHandler, MultiRootStaticHandler,
-         IcoHandler, ComponentResourceHandler}
-OPENED_BY = {LivenessHandler: "--liveness", FallbackHandler: "--rest-provider",
-             AuthenticatedStaticFileHandler: "--static-dirs", StaticFileHandler: "--static-dirs"}
+KNOWN = {
+    DocHandler,
+    WSHandler,
+    AutoloadJsHandler,
+    MetadataHandler,
+    RootHandler,
+    StaticHandler,
+    MultiRootStaticHandler,
+    IcoHandler,
+    ComponentResourceHandler,
+}
+OPENED_BY = {
+    LivenessHandler: "--liveness",
+    FallbackHandler: "--rest-provider",
+    AuthenticatedStaticFileHandler: "--static-dirs",
+    StaticFileHandler: "--static-dirs",
+}
 # What stands on a command line every user of the box can read; with one of these they could forge a login.
-SECRETS = {"--cookie-secret": "PANEL_COOKIE_SECRET", "--oauth-secret": "PANEL_OAUTH_SECRET",
-           "--oauth-encryption-key": "PANEL_OAUTH_ENCRYPTION"}
+SECRETS = {
+    "--cookie-secret": "PANEL_COOKIE_SECRET",
+    "--oauth-secret": "PANEL_OAUTH_SECRET",
+    "--oauth-encryption-key": "PANEL_OAUTH_ENCRYPTION",
+}
 
 
 def objection(app: Any, terms: Terms) -> str:
     """Why no console is served by a server that was started so, as one sentence; empty where nothing is wrong."""
-    return next(_objections(app, terms, sys.orig_argv), "")  # Bokeh puts others in sys.argv while a script runs
+    return next(
+        _objections(app, terms, sys.orig_argv), ""
+    )  # Bokeh puts others in sys.argv while a script runs
 
 
 def _objections(app: Any, terms: Terms, argv: Sequence[str]) -> Iterator[str]:
@@ -82,7 +101,9 @@ def _of_the_login(app: Any, terms: Terms, argv: Sequence[str]) -> Iterator[str]:
             yield f"{flag} on a command line can be read by every user of this machine. Set {variable} instead."
     given = "" if isinstance(app.auth_provider, OAuthProvider) else config.basic_auth
     if given and not isinstance(given, dict) and not os.path.isfile(given):
-        yield ("--basic-auth with one password for all proves nobody's name. Give it a file of names and passwords: "
-               '{"ann": "…", "bob": "…"}, mode 0600.')
+        yield (
+            "--basic-auth with one password for all proves nobody's name. Give it a file of names and passwords: "
+            '{"ann": "…", "bob": "…"}, mode 0600.'
+        )
     if not terms.operators and not terms.viewers:
         yield "Nobody has a role. Set GPU_CONSOLE_OPERATORS, GPU_CONSOLE_VIEWERS or both to names, such as ann,bob."

@@ -2,6 +2,7 @@
 
 Loading prints nothing and imports no torch, transformers or pandas: they come with the first model or table.
 """
+
 from __future__ import annotations
 
 from typing import Any

@@ -2,6 +2,7 @@
 
 Not through `shell.run_cell`: that shows tracebacks itself, and then they are shown twice.
 """
+
 from __future__ import annotations
 
 import ast
@@ -47,8 +48,10 @@ class Compiled:
         with self._shell.compile.extra_flags(_AWAIT):
             code = self._shell.compile(tree, name, mode)
         if code.co_flags & inspect.CO_COROUTINE:
-            raise GpuError("%%gpu cannot run a cell that awaits at its top level.\n"
-                           "  In a plain cell it works:  with rt.lease(\"8GiB\", purpose=\"…\"): await …")
+            raise GpuError(
+                "%%gpu cannot run a cell that awaits at its top level.\n"
+                '  In a plain cell it works:  with rt.lease("8GiB", purpose="…"): await …'
+            )
         return code
 
     def run(self) -> None:
@@ -62,7 +65,9 @@ class Compiled:
             raise
 
 
-def _show_own_lines(shell: InteractiveShell, error: BaseException, codes: tuple[CodeType, ...]) -> None:
+def _show_own_lines(
+    shell: InteractiveShell, error: BaseException, codes: tuple[CodeType, ...]
+) -> None:
     """Lets IPython show the error without the frames between the notebook's cell and the user's code."""
 
     def render() -> list[str]:
@@ -71,7 +76,9 @@ def _show_own_lines(shell: InteractiveShell, error: BaseException, codes: tuple[
         trace = shown.__traceback__
         while trace is not None and trace.tb_frame.f_code not in codes:
             trace = trace.tb_next
-        return shell.InteractiveTB.structured_traceback(type(shown), shown, trace or shown.__traceback__, tb_offset=0)
+        return shell.InteractiveTB.structured_traceback(
+            type(shown), shown, trace or shown.__traceback__, tb_offset=0
+        )
 
     with contextlib.suppress(AttributeError):  # an exception with __slots__ shows in full
         error._render_traceback_ = render  # type: ignore[attr-defined]

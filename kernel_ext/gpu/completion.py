@@ -1,16 +1,24 @@
 """Tab behind `%gpu`, `%%gpu` and `df = %gpu`: verbs, options, and the names of models."""
+
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
+from IPython.core.completer import (
+    CompletionContext,
+    SimpleCompletion,
+    SimpleMatcherResult,
+    context_matcher,
+)
 
 from gpu_runtime import verbs
 from gpu_runtime.facts import IMPORTANCE
 
-_LINE = re.compile(r"^\s*(?:[\w.\[\]'\", ]+=\s*)?(?P<magic>%%?)(?:gpu|gpuctl)\s(?P<typed>.*)$", re.DOTALL)
+_LINE = re.compile(
+    r"^\s*(?:[\w.\[\]'\", ]+=\s*)?(?P<magic>%%?)(?:gpu|gpuctl)\s(?P<typed>.*)$", re.DOTALL
+)
 _EVERYWHERE = ("--json", "-o")
 _NOTHING: SimpleMatcherResult = {"completions": [], "suppress": False}
 
@@ -27,14 +35,25 @@ def matcher_for(runtime: Callable[[], Any]) -> Callable[[CompletionContext], Sim
         offered = candidates(before, fragment, found["magic"] == "%%", runtime)
         if offered is None:
             return _NOTHING
-        fits = [SimpleCompletion(text=word, type="magic") for word in offered if word.startswith(fragment)]
+        fits = [
+            SimpleCompletion(text=word, type="magic")
+            for word in offered
+            if word.startswith(fragment)
+        ]
         # Even where nothing fits: a file or a Python name would be wrong here.
-        return {"completions": fits, "matched_fragment": fragment, "suppress": True, "ordered": True}
+        return {
+            "completions": fits,
+            "matched_fragment": fragment,
+            "suppress": True,
+            "ordered": True,
+        }
 
     return gpu_matcher
 
 
-def candidates(before: list[str], fragment: str, cell: bool, runtime: Callable[[], Any]) -> Iterable[str] | None:
+def candidates(
+    before: list[str], fragment: str, cell: bool, runtime: Callable[[], Any]
+) -> Iterable[str] | None:
     """What may stand in the place of the fragment; None where others know better (files)."""
     if cell:
         arguments, rest = verbs.CELL, before
@@ -43,7 +62,9 @@ def candidates(before: list[str], fragment: str, cell: bool, runtime: Callable[[
     else:
         verb = verbs.VERBS.get(before[0])
         arguments, rest = (verb.takes(verbs.MAGIC), before[1:]) if verb else ((), before)
-    options = {flag: argument for argument in arguments if argument.is_option for flag in argument.flags}
+    options = {
+        flag: argument for argument in arguments if argument.is_option for flag in argument.flags
+    }
     asked = options.get(rest[-1]) if rest else None
     if asked is not None and asked.takes_value:
         return values(asked, runtime)

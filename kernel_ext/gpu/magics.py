@@ -2,6 +2,7 @@
 
 The verbs are those of `gpu_runtime.verbs`; here is only how IPython reads them.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -76,13 +77,19 @@ class GpuMagics(Magics):
 
         if not words or words[0].startswith("-") and words[0] not in ("-h", "--help"):
             words = ["status", *words]
-        name, *rest = ["help" if word in ("-h", "--help") else word for word in words[:1]] + words[1:]
+        name, *rest = ["help" if word in ("-h", "--help") else word for word in words[:1]] + words[
+            1:
+        ]
         verb = verbs.find(name, MAGIC)
         if "-h" in rest or "--help" in rest:
             return render.note(verbs.details(verb, MAGIC))
         args = self._read(verb, rest)
         if verb.name == "help":
-            about = verbs.details(verbs.find(args.verb, MAGIC), MAGIC) if args.verb else verbs.overview(MAGIC)
+            about = (
+                verbs.details(verbs.find(args.verb, MAGIC), MAGIC)
+                if args.verb
+                else verbs.overview(MAGIC)
+            )
             return render.note(about)
         answer = self._answer(verb, args)
         if args.output:
@@ -105,7 +112,9 @@ class GpuMagics(Magics):
         progress: Any = contextlib.nullcontext()
         if verb.loads:
             terminal = getattr(self.shell, "kernel", None) is None
-            progress = args.progress = (TerminalProgress if terminal else NotebookProgress)(args.name)
+            progress = args.progress = (TerminalProgress if terminal else NotebookProgress)(
+                args.name
+            )
         with progress:
             value = verb.act(rt, args)
         if args.json:
@@ -139,11 +148,19 @@ class GpuMagics(Magics):
         args = parser_for(CELL_SYNOPSIS, verbs.CELL).parse_args(words)
         compiled = Compiled(self.shell, body)
         rt = self._runtime()
-        given = {name: value for name in ("importance", "timeout") if (value := getattr(args, name)) is not None}
+        given = {
+            name: value
+            for name in ("importance", "timeout")
+            if (value := getattr(args, name)) is not None
+        }
         leased = args.size is not None or args.model is None
         # Entered by plain `with`, which alone lets go of a model at whatever instruction the stop button strikes.
-        with (rt.use(args.model, **given) if args.model else contextlib.nullcontext()) as model, \
-                (rt.lease(args.size, purpose="cell", **given) if leased else contextlib.nullcontext()) as lease:
+        with (
+            rt.use(args.model, **given) if args.model else contextlib.nullcontext() as model,
+            (
+                rt.lease(args.size, purpose="cell", **given) if leased else contextlib.nullcontext()
+            ) as lease,
+        ):
             if args.model:
                 with self._named("model", model):
                     del model  # the cell may be the last to know it
@@ -174,7 +191,9 @@ class GpuMagics(Magics):
 
 OUTPUT = (
     verbs.Argument(("--json",), {"action": "store_true", "help": "as JSON"}),
-    verbs.Argument(("-o", "--output"), {"metavar": "NAME", "help": "also store the answer under this name"}),
+    verbs.Argument(
+        ("-o", "--output"), {"metavar": "NAME", "help": "also store the answer under this name"}
+    ),
 )
 CELL_SYNOPSIS = "%%gpu [SIZE] [--model M] [--importance I] [--timeout SECONDS]"
 GpuMagics.gpu.__doc__ = f"""The GPUs of this machine, shared: who holds what, what would happen, and why.
@@ -184,6 +203,7 @@ GpuMagics.gpu.__doc__ = f"""The GPUs of this machine, shared: who holds what, wh
 
 
 # -- loading and unloading ----------------------------------------------------------------------------------------
+
 
 class Unopened:
     """Stands in a notebook for the runtime until something needs it.
@@ -214,7 +234,9 @@ class _Loaded:
         self.magics = GpuMagics(shell, self.open)
         self.matcher = matcher_for(self.open)
         tables = shell.magics_manager.magics
-        self.before = {(kind, name): tables[kind].get(name) for kind in ("line", "cell") for name in NAMES}
+        self.before = {
+            (kind, name): tables[kind].get(name) for kind in ("line", "cell") for name in NAMES
+        }
         shell.register_magics(self.magics)
         for kind in ("line", "cell"):
             tables[kind]["gpuctl"] = tables[kind]["gpu"]
@@ -222,7 +244,9 @@ class _Loaded:
         formatter = shell.display_formatter.mimebundle_formatter
         self.formats = {kind: formatter.type_printers.get(kind) for kind in _SHOWN}
         for kind in _SHOWN:  # so that rt.status() shows itself as %gpu does
-            formatter.for_type(kind, lambda value, include=None, exclude=None: _bundle(self.open, value))
+            formatter.for_type(
+                kind, lambda value, include=None, exclude=None: _bundle(self.open, value)
+            )
         self.rt: Any = Unopened(self.open) if "rt" not in shell.user_ns else None
         if self.rt is not None:
             shell.user_ns["rt"] = self.rt
@@ -241,8 +265,14 @@ class _Loaded:
 
     def before_cell(self, info: Any) -> None:
         activity.began(info)
-        if self.opened is None and self.rt is not None and re.search(r"\brt\b", info.raw_cell or ""):
-            with contextlib.suppress(GpuError):  # a hook's error would only be printed; the cell itself will raise it
+        if (
+            self.opened is None
+            and self.rt is not None
+            and re.search(r"\brt\b", info.raw_cell or "")
+        ):
+            with contextlib.suppress(
+                GpuError
+            ):  # a hook's error would only be printed; the cell itself will raise it
                 self.open()
 
     def after_cell(self, result: Any) -> None:

@@ -2,6 +2,7 @@
 
 A wait that is over within a second is not worth a line.
 """
+
 from __future__ import annotations
 
 import html as escaping
@@ -57,7 +58,10 @@ class Waiting:
 
         if self._handle is None and not line:
             return
-        bundle = {"text/plain": line, "text/html": f"<i>{escaping.escape(line)}</i>" if line else ""}
+        bundle = {
+            "text/plain": line,
+            "text/html": f"<i>{escaping.escape(line)}</i>" if line else "",
+        }
         if self._handle is None:
             self._count += 1
             self._handle = display(bundle, raw=True, display_id=f"gpu-waiting-{self._count}")

@@ -3,6 +3,7 @@
 A click calls `propose`, which opens the dialog; nothing happens before it is confirmed. What is confirmed runs in a
 thread of its own, so that an owner that does not answer holds up nobody; its outcome is shown by the next `update`.
 """
+
 from __future__ import annotations
 
 import html
@@ -29,7 +30,9 @@ from .poller import Watch
 log = logging.getLogger("gpu_runtime")
 
 MOST_TOLD = 4  # outcomes that stay on the page; what is still under way stays in any case
-DONE_SECONDS = 20.0  # how long one that went well stays there; one that failed stays until others push it out
+DONE_SECONDS = (
+    20.0  # how long one that went well stays there; one that failed stays until others push it out
+)
 ANSWER_SECONDS = 30.0  # how long an owner is waited for
 
 
@@ -71,8 +74,14 @@ class Actions:
     `visitor` says who it is and, each time anew, whether they may act.
     """
 
-    def __init__(self, watch: Watch, visitor: Any, *, wall: Callable[[], float] = time.time,
-                 start: Callable[[Callable[[], None]], Any] = threads.start) -> None:
+    def __init__(
+        self,
+        watch: Watch,
+        visitor: Any,
+        *,
+        wall: Callable[[], float] = time.time,
+        start: Callable[[Callable[[], None]], Any] = threads.start,
+    ) -> None:
         self.watch, self.visitor = watch, visitor
         self._wall, self._start = wall, start
         self._numbers = itertools.count(1)
@@ -81,10 +90,19 @@ class Actions:
         self._came: SimpleQueue[Told] = SimpleQueue()  # from the threads that act
         self._ask = Ask(self._answer)
         # A click beside it, or Escape, closes it: that is a no.
-        self.dialog = pmui.Dialog(self._ask, close_on_click=True, title_variant="h5", width_option="sm")
-        self.outcomes = pn.pane.HTML("", visible=False, sizing_mode="stretch_width", stylesheets=[OUTCOMES],
-                                     margin=(12, 0, 0, 0))
-        self.panel = pn.Column(self.outcomes, *([self.dialog] if self.may_act else []), sizing_mode="stretch_width")
+        self.dialog = pmui.Dialog(
+            self._ask, close_on_click=True, title_variant="h5", width_option="sm"
+        )
+        self.outcomes = pn.pane.HTML(
+            "",
+            visible=False,
+            sizing_mode="stretch_width",
+            stylesheets=[OUTCOMES],
+            margin=(12, 0, 0, 0),
+        )
+        self.panel = pn.Column(
+            self.outcomes, *([self.dialog] if self.may_act else []), sizing_mode="stretch_width"
+        )
 
     @property
     def may_act(self) -> bool:
@@ -108,8 +126,12 @@ class Actions:
             return
         asks = question(asked, snapshot)
         self._asked = asked
-        self._ask.param.update(lines=[line for line in asks.lines if line], confirm=asks.confirm,
-                               grave=asks.grave, question=next(self._numbers))
+        self._ask.param.update(
+            lines=[line for line in asks.lines if line],
+            confirm=asks.confirm,
+            grave=asks.grave,
+            question=next(self._numbers),
+        )
         self.dialog.param.update(title=asks.title, open=True)
 
     def _answer(self, answer: str, question: Any) -> None:
@@ -118,7 +140,9 @@ class Actions:
         asked, self._asked, opened = self._asked, None, self.dialog.open
         self.dialog.open = False
         if answer == "confirm" and asked is not None and opened and self.may_act:
-            said = self._tell(asked, "waiting", f"{asks_of(asked, self.watch.look.snapshot)} was asked")
+            said = self._tell(
+                asked, "waiting", f"{asks_of(asked, self.watch.look.snapshot)} was asked"
+            )
             self._start(lambda: self._do(asked, said))
 
     def _do(self, asked: Proposal, said: Told) -> None:
@@ -126,7 +150,11 @@ class Actions:
         rt = self.watch.rt
         try:
             why = changed(asked, rt.status())
-            done = Outcome(asked.verb, asked.name, False, why) if why else perform(rt, asked, self.visitor.name)
+            done = (
+                Outcome(asked.verb, asked.name, False, why)
+                if why
+                else perform(rt, asked, self.visitor.name)
+            )
             came = said._replace(state="done" if done.done else "failed", words=done.because)
         except GpuError as error:
             came = said._replace(state="failed", words=str(error))
@@ -149,7 +177,9 @@ class Actions:
         while not self._came.empty():
             came = self._came.get()
             self._told = tuple(came if one.number == came.number else one for one in self._told)
-        self._told = few(one for one in self._told if one.state != "done" or now - one.wall < DONE_SECONDS)
+        self._told = few(
+            one for one in self._told if one.state != "done" or now - one.wall < DONE_SECONDS
+        )
         snapshot = snapshot or self.watch.look.snapshot
         words = "".join(_line(one, silent(one, snapshot)) for one in reversed(self._told))
         if words != self.outcomes.object:
@@ -159,7 +189,7 @@ class Actions:
 def few(told: Iterable[Told]) -> tuple[Told, ...]:
     """The newest of them; one that is still waited for is kept, or its outcome would never be told."""
     kept = list(told)
-    for one in [one for one in kept if one.state != "waiting"][:max(0, len(kept) - MOST_TOLD)]:
+    for one in [one for one in kept if one.state != "waiting"][: max(0, len(kept) - MOST_TOLD)]:
         kept.remove(one)
     return tuple(kept)
 
@@ -176,7 +206,11 @@ def perform(rt: Any, asked: Proposal, name: str) -> Outcome:
 
 def asks_of(asked: Proposal, snapshot: Snapshot | None) -> str:
     """Whose answer is waited for."""
-    owner = snapshot.sections[asked.owner].owner if snapshot and asked.owner in snapshot.sections else None
+    owner = (
+        snapshot.sections[asked.owner].owner
+        if snapshot and asked.owner in snapshot.sections
+        else None
+    )
     return owner.label if owner else "this process"
 
 
@@ -196,10 +230,14 @@ def silent(one: Told, snapshot: Snapshot | None) -> str:
     since = next((no.since for no in snapshot.unanswered if no.ticket.name == one.target), None)
     if since is None:
         return ""
-    return (f" and does not answer, since {clock(snapshot.wall - (snapshot.now - since))}. "
-            "Its process is stopped or stuck, and keeps what it holds until it answers or ends")
+    return (
+        f" and does not answer, since {clock(snapshot.wall - (snapshot.now - since))}. "
+        "Its process is stopped or stuck, and keeps what it holds until it answers or ends"
+    )
 
 
 def _line(one: Told, silence: str = "") -> str:
-    return (f'<div class="told {one.state}" role="status"><span>{clock(one.wall)}</span> {MARKS[one.state]} '
-            f"<b>{html.escape(clean(one.what))}</b>: {html.escape(one.words + silence)}</div>")
+    return (
+        f'<div class="told {one.state}" role="status"><span>{clock(one.wall)}</span> {MARKS[one.state]} '
+        f"<b>{html.escape(clean(one.what))}</b>: {html.escape(one.words + silence)}</div>"
+    )

@@ -2,6 +2,7 @@
 
 One `Console` is one session. It asks nobody anything: it shows what its Watch was told.
 """
+
 from __future__ import annotations
 
 import html
@@ -32,9 +33,17 @@ MARGIN = (0, 20)  # between the page's edge and what stands on it
 
 
 def _theme(primary: str, bar: str) -> dict[str, Any]:
-    look = {"backgroundColor": bar, "--AppBar-background": bar, "backgroundImage": "none", "color": "#ffffff"}
-    return {"palette": {"primary": {"main": primary}}, "typography": {"button": {"textTransform": "none"}},
-            "components": {"MuiAppBar": {"styleOverrides": {"root": look, "colorPrimary": look}}}}
+    look = {
+        "backgroundColor": bar,
+        "--AppBar-background": bar,
+        "backgroundImage": "none",
+        "color": "#ffffff",
+    }
+    return {
+        "palette": {"primary": {"main": primary}},
+        "typography": {"button": {"textTransform": "none"}},
+        "components": {"MuiAppBar": {"styleOverrides": {"root": look, "colorPrimary": look}}},
+    }
 
 
 # The light one's can be read in the dark too: JupyterLab's dark theme keeps to it. The bar carries white words.
@@ -50,16 +59,26 @@ class Console:
         self._shown: int | None = None
         self._titles = registry.titles()
         self._made: dict[str, Tab] = {}
-        self._holders = {title: pn.Column(sizing_mode="stretch_width", margin=(10, 0)) for title in self._titles}
+        self._holders = {
+            title: pn.Column(sizing_mode="stretch_width", margin=(10, 0)) for title in self._titles
+        }
         self.strip = header.Strip(sizing_mode="stretch_width", chooses=theme_toggle, **strip)
         self.strip.wanted = self._wanted
         self._banner = _alarm("", visible=False)
         self._tabs = pmui.Tabs(*self._holders.items(), sizing_mode="stretch_width")
         self._tabs.param.watch(self._turned, "active")
-        body = pn.Column(self._banner, self.actions.panel, self._tabs, sizing_mode="stretch_width", margin=MARGIN)
+        body = pn.Column(
+            self._banner, self.actions.panel, self._tabs, sizing_mode="stretch_width", margin=MARGIN
+        )
         # The title stands in the strip: the page's own would link to the root of the server, behind a proxy another's.
-        self.page = pmui.Page(meta_title="GPU console", header=[self.strip], main=[body], theme_config=THEME,
-                              theme_toggle=theme_toggle, busy_indicator=None)
+        self.page = pmui.Page(
+            meta_title="GPU console",
+            header=[self.strip],
+            main=[body],
+            theme_config=THEME,
+            theme_toggle=theme_toggle,
+            busy_indicator=None,
+        )
         with edit_readonly(self.page):
             # It follows Panel's own state otherwise, which would keep every page for ever, and tell every browser
             # of every callback. Only another reference takes the place of that one; a value does not.
@@ -78,11 +97,15 @@ class Console:
         look = self.watch.look
         if look.revision != self._shown:
             self._shown = look.revision
-            with unlocked():  # one message for all of it: each costs what the whole document is large
+            with (
+                unlocked()
+            ):  # one message for all of it: each costs what the whole document is large
                 self._show(look)
 
     def _show(self, look: Look) -> None:
-        trouble = f"Since {clock(look.since)} nothing newer is known: {look.error}" if look.error else ""
+        trouble = (
+            f"Since {clock(look.since)} nothing newer is known: {look.error}" if look.error else ""
+        )
         if _told(trouble) != self._banner.object:
             self._banner.param.update(visible=bool(trouble), object=_told(trouble))
         snapshot = look.snapshot
@@ -114,7 +137,9 @@ class Console:
         except Exception as failed:  # one tab that fails takes no other with it
             log.exception("the tab %s failed", title)
             self._made.pop(title, None)
-            holder.objects = [_alarm(f"{title} could not be drawn: {type(failed).__name__}: {failed}")]
+            holder.objects = [
+                _alarm(f"{title} could not be drawn: {type(failed).__name__}: {failed}")
+            ]
 
     def _turned(self, _: Any) -> None:
         if snapshot := self.watch.look.snapshot:
@@ -135,7 +160,9 @@ ALARM = """[role=alert] { border-left: 4px solid #d55e00; background: rgba(213, 
 
 
 def _alarm(said: str, **look: Any) -> pn.pane.HTML:
-    return pn.pane.HTML(_told(said), stylesheets=[ALARM], sizing_mode="stretch_width", margin=(12, 0, 0, 0), **look)
+    return pn.pane.HTML(
+        _told(said), stylesheets=[ALARM], sizing_mode="stretch_width", margin=(12, 0, 0, 0), **look
+    )
 
 
 def _told(said: str) -> str:
@@ -156,7 +183,9 @@ def page(visitor: Any, watch: Watch) -> pmui.Page:
         console.close()
         # What Panel knows of the browser holds the document by which it is kept, and so all that the session ever had.
         pn.state._browsers.pop(document, None)
-        with suppress(AttributeError):  # a server that has taken the document apart already has nobody to tell of it
+        with suppress(
+            AttributeError
+        ):  # a server that has taken the document apart already has nobody to tell of it
             document.remove_periodic_callback(ticking)
 
     pn.state.on_session_destroyed(ended)

@@ -4,6 +4,7 @@ A thread keeps it up to date, also while a long cell runs, as far as that cell l
 reaches the kernel between cells. Where nothing can be live (nbconvert, GitHub, a terminal) there is a picture of the
 moment.
 """
+
 from __future__ import annotations
 
 import getpass
@@ -43,7 +44,9 @@ class Inline(pn.Column):
 
     def __init__(self, rt: Any) -> None:
         # No toggle: it takes the notebook's theme, and changes with it.
-        self._console = Console(of(rt), Oneself(getpass.getuser()), theme_toggle=False, silence=SILENCE, announces=True)
+        self._console = Console(
+            of(rt), Oneself(getpass.getuser()), theme_toggle=False, silence=SILENCE, announces=True
+        )
         super().__init__(self._console.page, sizing_mode="stretch_width")
         self._rt = rt
         self._turn = threading.RLock()  # the browser's messages and our own updates, one at a time
@@ -78,8 +81,11 @@ class Inline(pn.Column):
 
     def get_root(self, doc: Any = None, comm: Any = None, preprocess: bool = True) -> Any:
         if getattr(doc or state.curdoc, "session_context", None) is not None:
-            raise NotAllowed("this console is one person's, in their notebook; for others it is served with a token.\n"
-                             "  Type, in a terminal:  gpu console", verb="console")
+            raise NotAllowed(
+                "this console is one person's, in their notebook; for others it is served with a token.\n"
+                "  Type, in a terminal:  gpu console",
+                verb="console",
+            )
         return super().get_root(doc, comm, preprocess)
 
     def _render_model(self, doc: Any = None, comm: Any = None) -> Any:

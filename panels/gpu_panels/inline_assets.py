@@ -5,6 +5,7 @@ ours. Here what a page says more than once is said once, beside it; and that, wi
 output again when the browser has it. What stays is the page, a hundred times smaller, and a picture for whoever opens
 the file. Nor is anything fetched from elsewhere, as Panel does for the style of what changes later.
 """
+
 from __future__ import annotations
 
 import base64
@@ -24,7 +25,10 @@ LONG = 1000  # letters; what is longer is said beside the page
 _DOCUMENT = "docs_json = "
 _BEGIN = "(function(root) {"
 _PLACE = re.compile(r'<div id="([^"]+)" data-root-id=')
-TEXT_TRIES, SIGHT_TRIES = 100, 36_000  # of 0.1 s each: how long the texts are waited for, and a look at the cell
+TEXT_TRIES, SIGHT_TRIES = (
+    100,
+    36_000,
+)  # of 0.1 s each: how long the texts are waited for, and a look at the cell
 
 
 class LocalStyles(dict[str, ImportedStyleSheet]):
@@ -55,7 +59,7 @@ def _local(url: str) -> Path | None:
     """The file of a style sheet of Panel's; None for anybody else's."""
     path = url.partition("?")[0]
     for root in (CDN_DIST, LOCAL_DIST):
-        file = PANEL_DIR / "dist" / path[len(root):]
+        file = PANEL_DIR / "dist" / path[len(root) :]
         if path.startswith(root) and path.endswith(".css") and file.is_file():
             return file
     return None
@@ -85,12 +89,19 @@ class Resources:
         while self._shown:
             self._publish({"text/plain": ""}, id=self._shown.pop(), update=True)
 
-    def _publish(self, data: dict[str, Any], metadata: dict[str, Any] | None = None, id: str = "",
-                 update: bool = False) -> None:
+    def _publish(
+        self,
+        data: dict[str, Any],
+        metadata: dict[str, Any] | None = None,
+        id: str = "",
+        update: bool = False,
+    ) -> None:
         id = id or uuid.uuid4().hex
         if not update:
             self._shown.append(id)
-        self._shell.display_pub.publish(data, metadata or {}, transient={"display_id": id}, update=update)
+        self._shell.display_pub.publish(
+            data, metadata or {}, transient={"display_id": id}, update=update
+        )
 
 
 def split(page: str, still: str) -> tuple[str, dict[str, str]]:
@@ -126,13 +137,19 @@ def split(page: str, still: str) -> tuple[str, dict[str, str]]:
     # JupyterLab keeps cells that are out of sight out of the page; shown then, Bokeh would put ours over everything.
     found = _PLACE.search(page)
     place = f'document.getElementById("{found[1]}")' if found else "true"
-    gate = (f'{_BEGIN}\n  function live(tries) {{\n    var texts = root.gpuc && root.gpuc["{name}"];\n'
-            f"    if (!texts || !{place}) {{\n      if (tries < (texts ? {SIGHT_TRIES} : {TEXT_TRIES})) "
-            f"setTimeout(function() {{ live(tries + 1) }}, 100);\n      return\n    }}\n"
-            f'    document.querySelectorAll("[data-gpuc=\'{name}\']").forEach(function(one) {{ one.remove() }});\n'
-            f"    show()\n  }}\n  function show() {{")
+    gate = (
+        f'{_BEGIN}\n  function live(tries) {{\n    var texts = root.gpuc && root.gpuc["{name}"];\n'
+        f"    if (!texts || !{place}) {{\n      if (tries < (texts ? {SIGHT_TRIES} : {TEXT_TRIES})) "
+        f"setTimeout(function() {{ live(tries + 1) }}, 100);\n      return\n    }}\n"
+        f"    document.querySelectorAll(\"[data-gpuc='{name}']\").forEach(function(one) {{ one.remove() }});\n"
+        f"    show()\n  }}\n  function show() {{"
+    )
     texts[name] = "here"
-    head, body, tail = page[:begin], page[begin + len(_BEGIN):at + len(_DOCUMENT)], page[start + length:]
+    head, body, tail = (
+        page[:begin],
+        page[begin + len(_BEGIN) : at + len(_DOCUMENT)],
+        page[start + length :],
+    )
     end = tail.rfind("})(")
     picture = f'<div data-gpuc="{name}">{still}</div>'
     return f"{picture}{head}{gate}{body}{said}{tail[:end]}\n  }}\n  live(0)\n{tail[end:]}", texts

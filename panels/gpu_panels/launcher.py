@@ -3,6 +3,7 @@
 It starts `gpu console` on a Unix socket in a directory that the proxy makes for it alone: whoever comes by the proxy
 has passed Jupyter's own token, and nobody else of the machine reaches the socket. Imports nothing, for Jupyter's sake.
 """
+
 from __future__ import annotations
 
 import sys
@@ -13,7 +14,15 @@ from typing import Any
 def tile() -> dict[str, Any]:
     """What jupyter-server-proxy asks an entry point of `jupyter_serverproxy_servers` for."""
     return {
-        "command": [sys.executable, "-m", "gpu_runtime.cli", "console", "--socket", "{unix_socket}", "--no-browser"],
+        "command": [
+            sys.executable,
+            "-m",
+            "gpu_runtime.cli",
+            "console",
+            "--socket",
+            "{unix_socket}",
+            "--no-browser",
+        ],
         "unix_socket": True,
         "timeout": 60,  # seconds; importing Panel takes most of it on a busy machine
         "new_browser_tab": False,

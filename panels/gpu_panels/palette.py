@@ -6,6 +6,7 @@ lease has its name, a level its word and a mark.
 
 Source: Okabe & Ito 2008, Color Universal Design.
 """
+
 from __future__ import annotations
 
 import threading
@@ -17,9 +18,15 @@ from gpu_runtime.facts import Lease, Level
 from gpu_runtime.rendering.html import COLOURS, look
 
 EDGE = "#808080"  # 3 : 1 and more against a white and against a dark page
-UNOWNED = "#8c8c8c"  # bytes that belong to no lease; always under a hatch, so that no lease looks like it
+UNOWNED = (
+    "#8c8c8c"  # bytes that belong to no lease; always under a hatch, so that no lease looks like it
+)
 PLAIN = " "  # Bokeh's hatch that draws nothing
-TEXTURES = (PLAIN, ".", "-")  # of the first, second and third round of colours; `%gpu` has stripes and dots
+TEXTURES = (
+    PLAIN,
+    ".",
+    "-",
+)  # of the first, second and third round of colours; `%gpu` has stripes and dots
 SLOTS = len(COLOURS) * len(TEXTURES)
 KEPT = 1024  # labels whose look is remembered
 _WHITE_INK = {"#0072b2"}
@@ -69,8 +76,15 @@ def choose(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, int]:
         if one in chosen:
             continue
         mine = preferred(one)
-        slot = min(range(SLOTS), key=lambda slot: (
-            slots[slot], colours[slot % len(COLOURS)], slot % len(COLOURS) != mine, slot))  # plain first: it reads best
+        slot = min(
+            range(SLOTS),
+            key=lambda slot: (
+                slots[slot],
+                colours[slot % len(COLOURS)],
+                slot % len(COLOURS) != mine,
+                slot,
+            ),
+        )  # plain first: it reads best
         chosen[one] = slot
         slots[slot] += 1
         colours[slot % len(COLOURS)] += 1

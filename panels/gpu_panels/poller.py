@@ -3,6 +3,7 @@
 Twenty sessions cost one question to the ledger, in a thread of its own, so that a ledger that does not answer holds up
 no page. It asks only while somebody looks. Panel is not imported here.
 """
+
 from __future__ import annotations
 
 import logging
@@ -21,7 +22,9 @@ log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")
 
 POLL_SECONDS = 0.5  # between two questions; what an action did is asked about at once
-REFRESH_SECONDS = 1.0  # an unchanged snapshot is passed on that often, for what depends on the time alone
+REFRESH_SECONDS = (
+    1.0  # an unchanged snapshot is passed on that often, for what depends on the time alone
+)
 REAP_SECONDS = 1.0  # between two looks for the dead, whom nobody else may be left to notice
 FORGET_SECONDS = 60.0  # what nobody asked for any more is forgotten after that
 
@@ -50,19 +53,29 @@ class _Wanted:
         """Whether it is old, and anybody still asks for it."""
         if self.fetched_at is None:
             return True
-        return now - self.fetched_at >= self.every and now - self.asked_at < 2 * self.every + REFRESH_SECONDS
+        return (
+            now - self.fetched_at >= self.every
+            and now - self.asked_at < 2 * self.every + REFRESH_SECONDS
+        )
 
 
 class Watch:
     """What one runtime tells, for all who look at it. `of` gives the one of a runtime."""
 
-    def __init__(self, rt: Any, *, clock: Callable[[], float] = time.monotonic,
-                 wall: Callable[[], float] = time.time,
-                 start: Callable[[Callable[[], None]], Any] = threads.start) -> None:
+    def __init__(
+        self,
+        rt: Any,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        start: Callable[[Callable[[], None]], Any] = threads.start,
+    ) -> None:
         self.rt = rt
         self.look = Look()
         self._clock, self._wall, self._start = clock, wall, start
-        self._sessions: weakref.WeakSet[Any] = weakref.WeakSet()  # a session that was not closed properly goes too
+        self._sessions: weakref.WeakSet[Any] = (
+            weakref.WeakSet()
+        )  # a session that was not closed properly goes too
         self._lock = threading.Lock()
         self._running = False
         self._due, self._heard = threading.Event(), threading.Event()
@@ -153,7 +166,11 @@ class Watch:
         """Whether anything new came beside the snapshot, and what went wrong."""
         now = self._clock()
         with self._lock:
-            kept = {key: wanted for key, wanted in self._wanted.items() if now - wanted.asked_at < FORGET_SECONDS}
+            kept = {
+                key: wanted
+                for key, wanted in self._wanted.items()
+                if now - wanted.asked_at < FORGET_SECONDS
+            }
             self._wanted = kept
             due = [wanted for wanted in kept.values() if wanted.is_due(now)]
         came = False
@@ -166,7 +183,9 @@ class Watch:
                 continue
             if value is not wanted.value:
                 wanted.value, came = value, True
-        return came, next((wanted.trouble for wanted in self._wanted.values() if wanted.trouble), "")
+        return came, next(
+            (wanted.trouble for wanted in self._wanted.values() if wanted.trouble), ""
+        )
 
     def _run(self) -> None:
         while True:
@@ -188,10 +207,21 @@ def _standing(snapshot: Snapshot | None) -> Any:
     """
     if snapshot is None:
         return None
-    held = [(id, section.names, [(lease.name, lease.shares, lease.target, lease.phase, lease.keep, lease.importance)
-                                 for lease in section.leases]) for id, section in snapshot.sections.items()]
+    held = [
+        (
+            id,
+            section.names,
+            [
+                (lease.name, lease.shares, lease.target, lease.phase, lease.keep, lease.importance)
+                for lease in section.leases
+            ],
+        )
+        for id, section in snapshot.sections.items()
+    ]
     waiting = [(ticket.key, ticket.name, ticket.because) for ticket in snapshot.tickets]
-    devices = [(view.device, view.limit_bytes, view.drained, view.blind) for view in snapshot.devices]
+    devices = [
+        (view.device, view.limit_bytes, view.drained, view.blind) for view in snapshot.devices
+    ]
     return held, waiting, devices, snapshot.events, snapshot.degraded, snapshot.governed
 
 

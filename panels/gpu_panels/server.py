@@ -3,6 +3,7 @@
 `panel serve` runs a script only when the first page is asked for (with `--warm`: when it starts). So that first request
 only puts up the gate, and is sent back to come in by it.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -39,28 +40,38 @@ TITLE = "GPU console"
 LOGS = ("tornado.access", "tornado.application", "tornado.general")
 
 Page = Callable[[Visitor], Any]
-_guarded: WeakSet[Any] = WeakSet()  # Bokeh's application contexts, of servers at which the gate stands
+_guarded: WeakSet[Any] = (
+    WeakSet()
+)  # Bokeh's application contexts, of servers at which the gate stands
 
 
 def serve_page(page: Page | None = None) -> None:
     """Makes the page of the session that `panel serve` is opening, for those who came through the gate."""
     context = getattr(pn.state.curdoc, "session_context", None)
-    if context is None or context.server_context is None:  # run to warm up, before there is a server
+    if (
+        context is None or context.server_context is None
+    ):  # run to warm up, before there is a server
         IOLoop.current().add_callback(_close_all, exit_when_shut=True)
         return
     ours = context.server_context.application_context
     if ours not in _guarded:
-        server = next((one for one in _servers() if ours in one._tornado.applications.values()), None)
+        server = next(
+            (one for one in _servers() if ours in one._tornado.applications.values()), None
+        )
         if server is None:  # such as Django's or FastAPI's, which no gate of ours stands before
             raise GpuError("the console is served by `gpu console` and by `panel serve` only")
         stood = gate.COOKIE in server._tornado.settings
         _close(server)
         if not stood:
-            pn.config.authorize_callback = lambda user, path: _again(context.request)  # of this session only
+            pn.config.authorize_callback = lambda user, path: _again(
+                context.request
+            )  # of this session only
             return
     try:
         visitor = auth.visitor()
-    except NotAllowed:  # a guest of Panel's login: their page stays empty, and the gate opens no websocket to it
+    except (
+        NotAllowed
+    ):  # a guest of Panel's login: their page stays empty, and the gate opens no websocket to it
         return
     pn.panel((page or _console)(visitor)).servable(title=TITLE)
 
@@ -77,24 +88,42 @@ class Beside(NamedTuple):
 ALONE = Beside("The GPU console")
 
 
-def run(*, host: str = "127.0.0.1", port: int | None = None, socket_path: str | None = None, read_only: bool = False,
-        browser: bool = True, page: Page | None = None, beside: Beside = ALONE) -> None:
+def run(
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    socket_path: str | None = None,
+    read_only: bool = False,
+    browser: bool = True,
+    page: Page | None = None,
+    beside: Beside = ALONE,
+) -> None:
     """Serves the console until it is interrupted, and prints the URL to open. Raises GpuError where it cannot."""
     made = terms(read_only=read_only)
     where: dict[str, Any]
     if socket_path is not None:
         where = {"unix_socket": os.fspath(sockets.prepare(socket_path))}
     else:
-        port = sockets.free_port(host, DEFAULT_PORT if port is None else port, PORTS_TRIED if port is None else 1)
+        port = sockets.free_port(
+            host, DEFAULT_PORT if port is None else port, PORTS_TRIED if port is None else 1
+        )
         where = {"port": port, "address": host}
     pn.config.reuse_sessions = False
     try:
-        server = get_server({"/": lambda: (page or _console)(auth.visitor())}, title=TITLE, sign_sessions=True,
-                            http_server_kwargs={"max_body_size": beside.most_body_bytes},
-                            secret_key=secrets.token_bytes(32), extra_patterns=list(beside.patterns),
-                            server_id=gate.COOKIE, **where)
+        server = get_server(
+            {"/": lambda: (page or _console)(auth.visitor())},
+            title=TITLE,
+            sign_sessions=True,
+            http_server_kwargs={"max_body_size": beside.most_body_bytes},
+            secret_key=secrets.token_bytes(32),
+            extra_patterns=list(beside.patterns),
+            server_id=gate.COOKIE,
+            **where,
+        )
     except OSError as error:  # somebody was faster
-        raise GpuError(f"nothing can listen there ({error.strerror}). Try again:  gpu console") from None
+        raise GpuError(
+            f"nothing can listen there ({error.strerror}). Try again:  gpu console"
+        ) from None
     # Panel turns a page's relative URLs into absolute ones for servers that it knows of (Location._sync_pathname), and
     # so out of the lane.
     del pn.state._servers[gate.COOKIE]
@@ -105,16 +134,24 @@ def run(*, host: str = "127.0.0.1", port: int | None = None, socket_path: str | 
     opened = None
     try:
         if socket_path is not None:
-            print(f"{beside.name} listens on {where['unix_socket']}, for {made.user} alone.", flush=True)
+            print(
+                f"{beside.name} listens on {where['unix_socket']}, for {made.user} alone.",
+                flush=True,
+            )
         else:
             address = url(host, where["port"], "", made.operator_token)
             print(f"{beside.name} runs until you press Ctrl-C. Open:\n    {address}", flush=True)
             if host not in ("127.0.0.1", "::1", "localhost"):
-                print("gpu: what is sent between browser and console is not encrypted; on a network that others can "
-                      "read, put it behind a proxy with TLS.", file=sys.stderr)
+                print(
+                    "gpu: what is sent between browser and console is not encrypted; on a network that others can "
+                    "read, put it behind a proxy with TLS.",
+                    file=sys.stderr,
+                )
             opened = _open(address) if browser else None
         server.io_loop.asyncio_loop.set_exception_handler(_quietly)
-        signal.signal(signal.SIGTERM, lambda *_: server.io_loop.add_callback_from_signal(server.io_loop.stop))
+        signal.signal(
+            signal.SIGTERM, lambda *_: server.io_loop.add_callback_from_signal(server.io_loop.stop)
+        )
         server.start()
         server.io_loop.start()
     finally:
@@ -146,8 +183,10 @@ def terms(*, read_only: bool = False) -> Terms:
         user=getpass.getuser(),
         operator_token=operator.get_secret_value() if operator else secrets.token_urlsafe(32),
         viewer_token=viewer.get_secret_value() if viewer else "",
-        operators=_names(settings.gpu_console_operators), viewers=_names(settings.gpu_console_viewers),
-        read_only=read_only or settings.gpu_console_read_only)
+        operators=_names(settings.gpu_console_operators),
+        viewers=_names(settings.gpu_console_viewers),
+        read_only=read_only or settings.gpu_console_read_only,
+    )
 
 
 def url(host: str, port: int, prefix: str, token: str) -> str:
@@ -193,6 +232,7 @@ def _quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 # -- panel serve
 
+
 def _servers() -> list[BaseServer]:
     """Bokeh's servers in this process. A session has no way to its own; the collector knows all objects."""
     return [thing for thing in gc.get_objects() if isinstance(thing, BaseServer)]
@@ -213,7 +253,10 @@ def _close(server: BaseServer) -> str:
     try:
         made, shut = terms(), ""
     except GpuError as error:
-        made, shut = Terms(getpass.getuser(), secrets.token_urlsafe(32)), " ".join(str(error).split())
+        made, shut = (
+            Terms(getpass.getuser(), secrets.token_urlsafe(32)),
+            " ".join(str(error).split()),
+        )
     stands = gate.close(app, made)
     stands.shut = shut or unsafe_options.objection(app, made)
     _mask_logs()
@@ -247,16 +290,21 @@ def _masked(record: logging.LogRecord) -> bool:
 
 # -- the browser
 
+
 def _open(address: str) -> Path | None:
     """Opens a browser by way of a file that only its owner can read; a token on a command line could be read by all.
 
     None where there is no screen.
     """
-    if not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin"):
+    if not (
+        os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin"
+    ):
         return None
     handle, name = tempfile.mkstemp(prefix="gpu-console-", suffix=".html")  # mode 0600
     with os.fdopen(handle, "w") as file:
-        file.write(f'<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer">'
-                   f'<meta http-equiv="refresh" content="0;url={html.escape(address)}">')
+        file.write(
+            f'<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer">'
+            f'<meta http-equiv="refresh" content="0;url={html.escape(address)}">'
+        )
     webbrowser.open(Path(name).as_uri())
     return Path(name)

@@ -1,4 +1,5 @@
 """Small models on disk, made once a session."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,5 @@
 """What every backend promises, whatever kind of model it handles."""
+
 from __future__ import annotations
 
 import json
@@ -88,9 +89,14 @@ def _case(request, kind, probe, llama, tiny_gguf) -> Case:
         monkeypatch = request.getfixturevalue("monkeypatch")
         monkeypatch.setattr(torch, "_foreach_copy_", lambda *a, **k: (copy(*a, **k), step())[0])
         x = torch.linspace(-1, 1, 512).view(2, 256)
-        return Case(backend, probe, ModelSpec("net", "torch"), network, trip, lambda module: module(x))
+        return Case(
+            backend, probe, ModelSpec("net", "torch"), network, trip, lambda module: module(x)
+        )
     if name == "llama_cpp":
-        pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install 'gpu-console[llama]'")
+        pytest.importorskip(
+            "llama_cpp",
+            reason="llama-cpp-python is not installed: pip install 'gpu-console[llama]'",
+        )
         monkeypatch, ask = request.getfixturevalue("monkeypatch"), Engine.load
         monkeypatch.setattr(Engine, "load", lambda *a: (ask(*a), step())[0])
         spec = ModelSpec("tiny", "llama_cpp", source=str(tiny_gguf), options={"isolated": not how})
@@ -110,11 +116,15 @@ def _case(request, kind, probe, llama, tiny_gguf) -> Case:
 
 
 def _greedy(model: Any) -> str:
-    return model.create_completion("the quick brown", max_tokens=8, temperature=0)["choices"][0]["text"]
+    return model.create_completion("the quick brown", max_tokens=8, temperature=0)["choices"][0][
+        "text"
+    ]
 
 
 def _over_http(served: Any) -> str:
-    body = json.dumps({"model": served.model, "prompt": "the quick brown", "max_tokens": 8, "temperature": 0}).encode()
+    body = json.dumps(
+        {"model": served.model, "prompt": "the quick brown", "max_tokens": 8, "temperature": 0}
+    ).encode()
     headers = {"Content-Type": "application/json", **served.headers}
     request = urllib.request.Request(f"{served.base_url}/completions", body, headers)
     return json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["text"]
@@ -196,13 +206,17 @@ def test_what_was_measured_is_the_next_footprint(case):
     """Exactly: the header, the name or the shapes only served the first time."""
     model = case.load()
     measured = case.backend.measure(model)[0].bytes
-    found = footprint(case.backend, replace(case.spec, size=None), case.origin, measured=Measurement(measured))
+    found = footprint(
+        case.backend, replace(case.spec, size=None), case.origin, measured=Measurement(measured)
+    )
     assert found.bytes == measured and found.parts[0].source == "measured"
 
 
 def test_a_declared_size_wins(case):
     spec = replace(case.spec, size=5 * MIB)
-    assert footprint(case.backend, spec, case.origin, measured=Measurement(7 * MIB)).bytes == 5 * MIB
+    assert (
+        footprint(case.backend, spec, case.origin, measured=Measurement(7 * MIB)).bytes == 5 * MIB
+    )
 
 
 FAILURES = [OSError("the disk went away"), KeyboardInterrupt(), MemoryError()]
@@ -317,9 +331,13 @@ def test_over_several_devices_it_lies_where_the_shares_say_and_answers_the_same(
     else:
         case.backend.drop(model)
         model = case.backend.load(case.spec, shares, case.origin)
-        first_part = case.backend.measure(model)[0].bytes / sum(share.bytes for share in case.backend.measure(model))
+        first_part = case.backend.measure(model)[0].bytes / sum(
+            share.bytes for share in case.backend.measure(model)
+        )
         assert first_part == pytest.approx(first / case.need, abs=0.01)
-    assert {share.device: share.bytes for share in case.backend.measure(model)} | {"host": 0} == case.probe.used()
+    assert {share.device: share.bytes for share in case.backend.measure(model)} | {
+        "host": 0
+    } == case.probe.used()
     assert same(answer(case, model), before) and case.backend.elsewhere(model) == ()
     if case.backend.can_move:
         case.backend.move(model, case.on("host"))
@@ -335,7 +353,9 @@ def test_the_registry_imports_no_framework():
     """Neither torch nor transformers, until a backend that needs them is opened."""
     import subprocess
 
-    code = ("import sys, gpu_runtime.backends as b, gpu_runtime.devices.probe as p;"
-            "b.open_backend('fake', p.open_probe('sim:1GiB'));"
-            "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys(), sorted(sys.modules)")
+    code = (
+        "import sys, gpu_runtime.backends as b, gpu_runtime.devices.probe as p;"
+        "b.open_backend('fake', p.open_probe('sim:1GiB'));"
+        "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys(), sorted(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,4 +1,5 @@
 """Pictures by a real diffusers pipeline, tiny and random, in our own worker."""
+
 from __future__ import annotations
 
 import base64
@@ -14,7 +15,9 @@ from gpu_runtime.errors import NotAModel
 from gpu_runtime.facts import ModelSpec, Share
 from tests.worlds import footprint
 
-pytest.importorskip("diffusers", reason="diffusers is not installed: pip install 'gpu-console[diffusion]'")
+pytest.importorskip(
+    "diffusers", reason="diffusers is not installed: pip install 'gpu-console[diffusion]'"
+)
 pytest.importorskip("fastapi", reason="fastapi is not installed: pip install 'gpu-console[serve]'")
 PNG = b"\x89PNG"
 
@@ -22,7 +25,12 @@ PNG = b"\x89PNG"
 def tiny_pipeline(directory):
     """A Stable Diffusion of some 100,000 random weights that draws 32 × 32 points."""
     import torch
-    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    from diffusers import (
+        AutoencoderKL,
+        DDIMScheduler,
+        StableDiffusionPipeline,
+        UNet2DConditionModel,
+    )
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
     torch.manual_seed(0)
@@ -30,25 +38,55 @@ def tiny_pipeline(directory):
     words.mkdir()
     signs = [chr(code) for code in range(97, 123)]
     vocabulary = [*signs, *(sign + "</w>" for sign in signs), "<|startoftext|>", "<|endoftext|>"]
-    (words / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(vocabulary)}))
+    (words / "vocab.json").write_text(
+        json.dumps({word: number for number, word in enumerate(vocabulary)})
+    )
     (words / "merges.txt").write_text("#version: 0.2\n")
     start, end = len(vocabulary) - 2, len(vocabulary) - 1
     StableDiffusionPipeline(
-        unet=UNet2DConditionModel(sample_size=16, in_channels=4, out_channels=4, layers_per_block=1,
-                                  norm_num_groups=8, block_out_channels=(8, 16), cross_attention_dim=16,
-                                  attention_head_dim=4,
-                                  down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-                                  up_block_types=("CrossAttnUpBlock2D", "UpBlock2D")),
-        vae=AutoencoderKL(in_channels=3, out_channels=3, latent_channels=4, block_out_channels=(8, 8),
-                          norm_num_groups=8, down_block_types=("DownEncoderBlock2D",) * 2,
-                          up_block_types=("UpDecoderBlock2D",) * 2),
-        text_encoder=CLIPTextModel(CLIPTextConfig(
-            vocab_size=len(vocabulary), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=16, bos_token_id=start, eos_token_id=end, pad_token_id=end)),
-        tokenizer=CLIPTokenizer(str(words / "vocab.json"), str(words / "merges.txt"), model_max_length=16),
-        scheduler=DDIMScheduler(num_train_timesteps=10, clip_sample=False, set_alpha_to_one=False, steps_offset=1),
-        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+        unet=UNet2DConditionModel(
+            sample_size=16,
+            in_channels=4,
+            out_channels=4,
+            layers_per_block=1,
+            norm_num_groups=8,
+            block_out_channels=(8, 16),
+            cross_attention_dim=16,
+            attention_head_dim=4,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        ),
+        vae=AutoencoderKL(
+            in_channels=3,
+            out_channels=3,
+            latent_channels=4,
+            block_out_channels=(8, 8),
+            norm_num_groups=8,
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+        ),
+        text_encoder=CLIPTextModel(
+            CLIPTextConfig(
+                vocab_size=len(vocabulary),
+                hidden_size=16,
+                intermediate_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                max_position_embeddings=16,
+                bos_token_id=start,
+                eos_token_id=end,
+                pad_token_id=end,
+            )
+        ),
+        tokenizer=CLIPTokenizer(
+            str(words / "vocab.json"), str(words / "merges.txt"), model_max_length=16
+        ),
+        scheduler=DDIMScheduler(
+            num_train_timesteps=10, clip_sample=False, set_alpha_to_one=False, steps_offset=1
+        ),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
     ).save_pretrained(directory)
     return directory
 
@@ -70,8 +108,11 @@ def served(tmp_path_factory):
 
 def post(served, path, body, headers=None):
     """Status and answer."""
-    request = urllib.request.Request(served.base_url.removesuffix("/v1") + path, json.dumps(body).encode(), {
-        "Content-Type": "application/json", **(served.headers if headers is None else headers)})
+    request = urllib.request.Request(
+        served.base_url.removesuffix("/v1") + path,
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", **(served.headers if headers is None else headers)},
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.load(answer)
@@ -80,33 +121,60 @@ def post(served, path, body, headers=None):
 
 
 def draw(served, **words):
-    status, said = post(served, "/v1/images/generations", {"prompt": "a fox", "steps": 2, "size": "32x32", **words})
-    return status, [base64.b64decode(one["b64_json"]) for one in said["data"]] if status == 200 else said["detail"]
+    status, said = post(
+        served, "/v1/images/generations", {"prompt": "a fox", "steps": 2, "size": "32x32", **words}
+    )
+    return status, [
+        base64.b64decode(one["b64_json"]) for one in said["data"]
+    ] if status == 200 else said["detail"]
 
 
 def test_pictures_come_as_openai_s_api_gives_them(served):
     """The same seed is the same picture, another is another."""
     status, pictures = draw(served, seed=1, n=2)
-    assert status == 200 and len(pictures) == 2 and all(picture.startswith(PNG) for picture in pictures)
+    assert (
+        status == 200
+        and len(pictures) == 2
+        and all(picture.startswith(PNG) for picture in pictures)
+    )
     assert draw(served, seed=1, n=2)[1] == pictures and draw(served, seed=2, n=2)[1] != pictures
 
 
 def test_the_pipeline_s_own_words_are_taken_too(served):
-    status, said = post(served, "/generate", {"prompt": "a fox", "num_inference_steps": 1, "width": 32, "height": 32})
+    status, said = post(
+        served,
+        "/generate",
+        {"prompt": "a fox", "num_inference_steps": 1, "width": 32, "height": 32},
+    )
     assert status == 200 and base64.b64decode(said["images"][0]).startswith(PNG)
 
 
-@pytest.mark.parametrize("words", [{"prompt": ""}, {"prompt": 3}, {"n": 11}, {"n": True}, {"size": "32"},
-                                   {"size": "99999x99999"}, {"steps": 0}, {"steps": "many"},
-                                   {"num_inference_steps": 0},
-                                   {"response_format": "url"}, {"size": "33x32"}])
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"prompt": ""},
+        {"prompt": 3},
+        {"n": 11},
+        {"n": True},
+        {"size": "32"},
+        {"size": "99999x99999"},
+        {"steps": 0},
+        {"steps": "many"},
+        {"num_inference_steps": 0},
+        {"response_format": "url"},
+        {"size": "33x32"},
+    ],
+)
 def test_what_cannot_be_drawn_is_refused_in_words(served, words):
     status, said = draw(served, **words)
     assert status in (400, 422) and said
 
 
 def test_words_that_it_does_not_know_are_named(served):
-    assert post(served, "/generate", {"promt": "a fox"}) == (422, {"detail": "this pipeline knows no promt"})
+    assert post(served, "/generate", {"promt": "a fox"}) == (
+        422,
+        {"detail": "this pipeline knows no promt"},
+    )
 
 
 def test_nobody_gets_in_without_the_key(served):

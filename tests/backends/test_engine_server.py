@@ -3,6 +3,7 @@
 vLLM and Ollama are not installed where the tests run: `tests/engine_stand_in.py` takes their command lines, rejects
 flags that their recorded help does not have, and speaks their protocol. What a real one does beyond that is not tested.
 """
+
 from __future__ import annotations
 
 import json
@@ -74,13 +75,27 @@ def server(record):
     """Makes servers, and ends them."""
     made: list[Server] = []
 
-    def make(engine: str = "vllm", source: str = "org/name", among: range = PORTS, simulated: bool = True,
-             seconds: float = 30.0, **options) -> Server:
+    def make(
+        engine: str = "vllm",
+        source: str = "org/name",
+        among: range = PORTS,
+        simulated: bool = True,
+        seconds: float = 30.0,
+        **options,
+    ) -> Server:
         spec = ModelSpec("qwen", engine, source=source, options=options)
-        made.append(Server(
-            spec, recipe(engine),
-            lambda port, key: Order(spec, SHARES, {"sim:0": 8 * GIB}, source, port, simulated, key),
-            dict(os.environ), among=among, seconds=seconds))
+        made.append(
+            Server(
+                spec,
+                recipe(engine),
+                lambda port, key: Order(
+                    spec, SHARES, {"sim:0": 8 * GIB}, source, port, simulated, key
+                ),
+                dict(os.environ),
+                among=among,
+                seconds=seconds,
+            )
+        )
         return made[-1]
 
     yield make
@@ -89,7 +104,9 @@ def server(record):
 
 
 def get(server: Server, path: str, headers: dict[str, str] | None = None) -> int:
-    request = urllib.request.Request(f"http://127.0.0.1:{server.order.port}{path}", headers=headers or {})
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.order.port}{path}", headers=headers or {}
+    )
     try:
         return urllib.request.urlopen(request, timeout=5).status
     except urllib.error.HTTPError as error:
@@ -110,8 +127,12 @@ def test_from_idle_to_ready_and_back_and_no_other_state(server, record, engine, 
 
 def test_the_states_are_those_and_lead_nowhere_else():
     """What does not get ready stops as well; nothing else may follow."""
-    assert NEXT == {State.IDLE: {State.LOADING}, State.LOADING: {State.READY, State.STOPPING},
-                    State.READY: {State.STOPPING}, State.STOPPING: {State.IDLE}}
+    assert NEXT == {
+        State.IDLE: {State.LOADING},
+        State.LOADING: {State.READY, State.STOPPING},
+        State.READY: {State.STOPPING},
+        State.STOPPING: {State.IDLE},
+    }
 
 
 def test_only_whoever_shows_the_key_is_let_in(server):
@@ -173,7 +194,10 @@ def test_ollama_is_started_again_until_its_model_lies_on_the_card(server, record
 def test_ollama_that_never_gets_there_fails_with_the_figures(server, record, monkeypatch):
     monkeypatch.setenv("STAND_IN_SPREAD", "9")
     one = server("ollama", source="qwen3:8b", simulated=False)
-    with pytest.raises(LoadFailed, match=r"started 4 times, and each time only 2.0 GiB of its 4.0 GiB are on the GPU"):
+    with pytest.raises(
+        LoadFailed,
+        match=r"started 4 times, and each time only 2.0 GiB of its 4.0 GiB are on the GPU",
+    ):
         one.start()
     assert len(record()) == 1 + MOST_RESTARTS and one.state is State.IDLE and not one.pids
 
@@ -199,14 +223,20 @@ def test_what_never_gets_ready_is_given_up_after_its_time(server, monkeypatch):
 
 
 def test_an_end_while_it_loads_is_told_with_the_server_s_own_words(server, monkeypatch):
-    monkeypatch.setenv("STAND_IN_SAYS", "ValueError: The model's max seq len is larger than the KV cache")
-    with pytest.raises(LoadFailed, match="ended with code 1: ValueError: The model's max seq len") as error:
+    monkeypatch.setenv(
+        "STAND_IN_SAYS", "ValueError: The model's max seq len is larger than the KV cache"
+    )
+    with pytest.raises(
+        LoadFailed, match="ended with code 1: ValueError: The model's max seq len"
+    ) as error:
         server().start()
     assert Path(error.value.log).read_text().startswith("ValueError")
 
 
 def test_out_of_memory_while_it_loads_is_known_as_such(server, monkeypatch):
-    monkeypatch.setenv("STAND_IN_SAYS", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    monkeypatch.setenv(
+        "STAND_IN_SAYS", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
     with pytest.raises(Exception) as error:
         server().start()
     assert is_out_of_memory(error.value) and "2.00 GiB" in str(error.value)
@@ -234,6 +264,7 @@ def test_whoever_is_interrupted_leaves_nothing(server, monkeypatch):
 
 # -- ports -------------------------------------------------------------------------------------------------------------
 
+
 def test_two_servers_never_get_one_port_and_an_ended_one_gives_it_back(server):
     first, second = server(), server()
     first.start()
@@ -249,7 +280,9 @@ def test_a_port_is_claimed_for_all_processes_at_once():
     """By the kernel: no file stays behind, and no two see it free."""
     held = claim(range(18730, 18732), "a")
     trial = "from gpu_runtime.backends.engines.ports import claim; print(claim(range(18730, 18732), 'b').number)"
-    other = subprocess.run([sys.executable, "-c", trial], capture_output=True, text=True, timeout=60, check=True)
+    other = subprocess.run(
+        [sys.executable, "-c", trial], capture_output=True, text=True, timeout=60, check=True
+    )
     assert (held.number, other.stdout.strip()) == (18730, "18731")
     held.close()
     again = claim(range(18730, 18732), "c")
@@ -261,7 +294,10 @@ def test_a_port_that_a_stranger_listens_on_is_passed_over():
     with socket.create_server(("127.0.0.1", 18740)):
         mine = claim(range(18740, 18742), "a")
         assert mine.number == 18741
-        with pytest.raises(LoadFailed, match=r"all ports from 18740 to 18741 are taken.\n .*GPU_ENGINE_PORTS=18740-"):
+        with pytest.raises(
+            LoadFailed,
+            match=r"all ports from 18740 to 18741 are taken.\n .*GPU_ENGINE_PORTS=18740-",
+        ):
             claim(range(18740, 18742), "b")
         mine.close()
 
@@ -282,6 +318,7 @@ def test_a_range_that_is_none_is_one_clear_error(text):
 
 
 # -- the backend -------------------------------------------------------------------------------------------------------
+
 
 def test_what_use_yields_is_where_it_answers(record):
     """And nothing, once it is dropped."""
@@ -327,7 +364,9 @@ def test_a_lost_server_says_so_to_whoever_asks(record, monkeypatch):
 def test_an_engine_that_is_not_installed_says_what_to_install(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
-    with pytest.raises(LoadFailed, match="there is no command vllm here.\n  Install it:  pip install vllm"):
+    with pytest.raises(
+        LoadFailed, match="there is no command vllm here.\n  Install it:  pip install vllm"
+    ):
         backend.load(ModelSpec("qwen", "vllm", source="org/name"), SHARES)
 
 
@@ -371,7 +410,9 @@ def test_a_server_does_not_outlive_its_guard_though_its_owner_is_stopped(owner):
     process.send_signal(signal.SIGCONT)
 
 
-def test_a_port_stays_claimed_until_the_server_has_ended_though_its_owner_is_gone(owner, monkeypatch):
+def test_a_port_stays_claimed_until_the_server_has_ended_though_its_owner_is_gone(
+    owner, monkeypatch
+):
     """The guard holds the claim as well: else the next server would be sent to a port that is still answered."""
     monkeypatch.setattr("gpu_runtime.backends.engines.ports._listened_on", lambda number: False)
     process, guard, engine, port = owner

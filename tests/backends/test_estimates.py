@@ -1,4 +1,5 @@
 """Estimates against what real models take: weights, the cache of a real forward pass, what it keeps alive."""
+
 from __future__ import annotations
 
 import weakref
@@ -19,22 +20,53 @@ from tests import tiny_models
 from tests.worlds import footprint
 
 TOKENS, WINDOW = 96, 32
-SHAPE = dict(vocab_size=512, hidden_size=64, intermediate_size=176, num_hidden_layers=6, num_attention_heads=8,
-             num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+SHAPE = dict(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=176,
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
 LATENT = dict(kv_lora_rank=32, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
 FAMILIES = {
-    "multi-head": ("Llama", dict(SHAPE, num_key_value_heads=8)), "grouped": ("Llama", SHAPE),
-    "own head size": ("Qwen3", dict(SHAPE, head_dim=32)), "window": ("Mistral", dict(SHAPE, sliding_window=WINDOW)),
+    "multi-head": ("Llama", dict(SHAPE, num_key_value_heads=8)),
+    "grouped": ("Llama", SHAPE),
+    "own head size": ("Qwen3", dict(SHAPE, head_dim=32)),
+    "window": ("Mistral", dict(SHAPE, sliding_window=WINDOW)),
     "no window": ("Qwen2", dict(SHAPE, sliding_window=WINDOW)),
-    "upper layers": ("Qwen2", dict(SHAPE, sliding_window=WINDOW, use_sliding_window=True, max_window_layers=2)),
+    "upper layers": (
+        "Qwen2",
+        dict(SHAPE, sliding_window=WINDOW, use_sliding_window=True, max_window_layers=2),
+    ),
     "every second": ("Gemma2", dict(SHAPE, head_dim=8, sliding_window=WINDOW)),
     "every sixth": ("Gemma3Text", dict(SHAPE, head_dim=8, sliding_window=WINDOW)),
     "every fourth": ("Cohere2", dict(SHAPE, sliding_window=WINDOW)),
-    "latent": ("DeepseekV3", dict(SHAPE, num_key_value_heads=8, moe_intermediate_size=32, n_routed_experts=4, n_group=1,
-                                  topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1, **LATENT)),
-    "GPT-2": ("GPT2", dict(vocab_size=512, n_embd=64, n_layer=6, n_head=8, bos_token_id=1, eos_token_id=2)),
-    "one key for all": ("GPTBigCode", dict(vocab_size=512, n_embd=64, n_layer=6, n_head=8, bos_token_id=1,
-                                          eos_token_id=2)),
+    "latent": (
+        "DeepseekV3",
+        dict(
+            SHAPE,
+            num_key_value_heads=8,
+            moe_intermediate_size=32,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            num_experts_per_tok=2,
+            first_k_dense_replace=1,
+            **LATENT,
+        ),
+    ),
+    "GPT-2": (
+        "GPT2",
+        dict(vocab_size=512, n_embd=64, n_layer=6, n_head=8, bos_token_id=1, eos_token_id=2),
+    ),
+    "one key for all": (
+        "GPTBigCode",
+        dict(vocab_size=512, n_embd=64, n_layer=6, n_head=8, bos_token_id=1, eos_token_id=2),
+    ),
 }
 
 
@@ -62,7 +94,9 @@ def test_the_cache_is_what_a_forward_pass_leaves(family):
         layers = cache_layers(said(model, without=without))
         one_less = [layer._replace(window=layer.window and layer.window - 1) for layer in layers]
         assert kv_cache_bytes(one_less, tokens=TOKENS, sequences=2, bits=32) == held
-        assert kv_cache_bytes(layers, tokens=TOKENS, sequences=2, bits=32) <= held * WINDOW / (WINDOW - 1)
+        assert kv_cache_bytes(layers, tokens=TOKENS, sequences=2, bits=32) <= held * WINDOW / (
+            WINDOW - 1
+        )
 
 
 class Alive(TorchDispatchMode):
@@ -71,12 +105,17 @@ class Alive(TorchDispatchMode):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+        self.known = {
+            tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())
+        }
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         answer = function(*args, **(kwargs or {}))
         for tensor in tree_iter(answer):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self.known:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and (storage := tensor.untyped_storage())._cdata not in self.known
+            ):
                 self.known.add(storage._cdata)
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
@@ -88,18 +127,32 @@ class Alive(TorchDispatchMode):
         self.now -= size
 
 
-@pytest.mark.parametrize(("family", "shape", "eager"), [
-    ("Llama", SHAPE, False), ("Llama", dict(SHAPE, intermediate_size=352), False),
-    ("Llama", dict(SHAPE, hidden_size=128), False), ("Qwen3", dict(SHAPE, head_dim=16), False),
-    ("Mixtral", dict(SHAPE, num_local_experts=4), False), ("Llama", dict(SHAPE, attn_implementation="eager"), True),
-    ("GPT2", dict(vocab_size=512, n_embd=64, n_layer=6, n_head=8, bos_token_id=1, eos_token_id=2), False),
-], ids=["llama", "wide inside", "wide", "qwen", "experts", "eager", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "shape", "eager"),
+    [
+        ("Llama", SHAPE, False),
+        ("Llama", dict(SHAPE, intermediate_size=352), False),
+        ("Llama", dict(SHAPE, hidden_size=128), False),
+        ("Qwen3", dict(SHAPE, head_dim=16), False),
+        ("Mixtral", dict(SHAPE, num_local_experts=4), False),
+        ("Llama", dict(SHAPE, attn_implementation="eager"), True),
+        (
+            "GPT2",
+            dict(vocab_size=512, n_embd=64, n_layer=6, n_head=8, bos_token_id=1, eos_token_id=2),
+            False,
+        ),
+    ],
+    ids=["llama", "wide inside", "wide", "qwen", "experts", "eager", "gpt2"],
+)
 def test_activations_are_what_a_forward_pass_keeps_alive(family, shape, eager):
     """Within a tenth, beside weights and cache, for a context read in one pass."""
     shape = dict(shape)
     attention = shape.pop("attn_implementation", "sdpa")
     model = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, f"{family}Config")(**shape), dtype=torch.float32, attn_implementation=attention).eval()
+        getattr(transformers, f"{family}Config")(**shape),
+        dtype=torch.float32,
+        attn_implementation=attention,
+    ).eval()
     with torch.no_grad(), Alive(model) as alive:
         answer = model(torch.zeros(2, 512, dtype=torch.long), use_cache=True, logits_to_keep=1)
     cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in answer.past_key_values.layers)
@@ -107,10 +160,17 @@ def test_activations_are_what_a_forward_pass_keeps_alive(family, shape, eager):
     assert estimate == pytest.approx(alive.peak - cache, rel=0.1)
 
 
-@pytest.mark.parametrize("make", [
-    lambda path: tiny_models.causal_lm(path), lambda path: tiny_models.causal_lm(path, tied=True, dtype="bfloat16"),
-    lambda path: tiny_models.causal_lm(path, size="8 MiB", shard="1MB"), tiny_models.embedder, tiny_models.reranker,
-], ids=["llama", "tied", "sharded", "embedder", "reranker"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: tiny_models.causal_lm(path),
+        lambda path: tiny_models.causal_lm(path, tied=True, dtype="bfloat16"),
+        lambda path: tiny_models.causal_lm(path, size="8 MiB", shard="1MB"),
+        tiny_models.embedder,
+        tiny_models.reranker,
+    ],
+    ids=["llama", "tied", "sharded", "embedder", "reranker"],
+)
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_weights_are_within_two_per_cent_of_what_is_resident(probe, tmp_path, make, dtype):
     """The figure to reach; the same evidence whether the backend gives it or the path alone."""
@@ -123,8 +183,17 @@ def test_weights_are_within_two_per_cent_of_what_is_resident(probe, tmp_path, ma
     assert estimate.bytes == pytest.approx(resident.bytes, rel=0.02)
 
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int8,
-          torch.uint8, torch.bool]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
 
 
 def test_a_file_of_many_dtypes_is_exact(tmp_path):
@@ -134,7 +203,9 @@ def test_a_file_of_many_dtypes_is_exact(tmp_path):
     found = sources.evidence(str(tmp_path / "m.safetensors"), "m")
     assert found.weight_bytes == sum(tensor.nbytes for tensor in tensors.values())
     half = sources.evidence(str(tmp_path / "m.safetensors"), "m", {"dtype": "float16"})
-    assert half.weight_bytes == sum(t.numel() * 2 if t.dtype in DTYPES[:4] else t.nbytes for t in tensors.values())
+    assert half.weight_bytes == sum(
+        t.numel() * 2 if t.dtype in DTYPES[:4] else t.nbytes for t in tensors.values()
+    )
 
 
 def test_a_changed_source_has_another_fingerprint(tmp_path):

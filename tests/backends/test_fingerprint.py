@@ -1,4 +1,5 @@
 """The fingerprint that stands between a changed weight and its loss."""
+
 from __future__ import annotations
 
 import pytest
@@ -13,7 +14,9 @@ ROW = 4 * WORDS
 
 
 def content(size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 4, ROW - 1, ROW, ROW + 1, 3 * ROW + 5])
@@ -38,9 +41,13 @@ EDITS = {
     "two swapped": lambda w: w.index_copy_(0, torch.tensor([5, 70_000]), w[[70_000, 5]]),
     "reversed": lambda w: w.copy_(w.flip(0)),
     "sorted": lambda w: w.copy_(w.sort().values),
-    "rows exchanged": lambda w: w.copy_(torch.cat([w[WORDS : 2 * WORDS], w[:WORDS], w[2 * WORDS :]])),
+    "rows exchanged": lambda w: w.copy_(
+        torch.cat([w[WORDS : 2 * WORDS], w[:WORDS], w[2 * WORDS :]])
+    ),
     "rolled by a row": lambda w: w.copy_(w.roll(WORDS)),
-    "one more, one less": lambda w: w.index_add_(0, torch.tensor([1, 2]), torch.tensor([1.0, -1.0])),
+    "one more, one less": lambda w: w.index_add_(
+        0, torch.tensor([1, 2]), torch.tensor([1.0, -1.0])
+    ),
     "smallest step": lambda w: w[7:8].copy_(torch.nextafter(w[7:8], torch.tensor([9.0]))),
     "zero to minus zero": lambda w: w[0:1].neg_(),
 }

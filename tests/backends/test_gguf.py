@@ -1,4 +1,5 @@
 """GGUF headers: exact sizes for every type, no weight read, and one clear error for a file that lies."""
+
 from __future__ import annotations
 
 import os
@@ -20,8 +21,15 @@ from gpu_runtime.estimation.footprint import footprint
 from gpu_runtime.estimation.kv_cache import cache_layers, kv_cache_bytes
 
 
-def write(path: Path, kinds: list[Type] = (Type.Q4_K, Type.F32), *, arch: str = "llama", vocabulary: int = 1000,
-          rows: int = 4, **numbers: object) -> Path:
+def write(
+    path: Path,
+    kinds: list[Type] = (Type.Q4_K, Type.F32),
+    *,
+    arch: str = "llama",
+    vocabulary: int = 1000,
+    rows: int = 4,
+    **numbers: object,
+) -> Path:
     """A file with one tensor of each kind, of `rows` × 512 weights, as the `gguf` package writes it."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(32)
@@ -30,14 +38,17 @@ def write(path: Path, kinds: list[Type] = (Type.Q4_K, Type.F32), *, arch: str = 
     writer.add_head_count_kv(8)
     writer.add_context_length(8192)
     for key, value in numbers.items():
-        writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.UINT32) if isinstance(value, int) else \
-            writer.add_array(f"{arch}.{key}", value)
+        writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.UINT32) if isinstance(
+            value, int
+        ) else writer.add_array(f"{arch}.{key}", value)
     writer.add_token_list([f"token{n}" for n in range(vocabulary)])
     writer.add_token_types([1] * vocabulary)
     for number, kind in enumerate(kinds):
         block, size = GGML_QUANT_SIZES[kind]
         shape = (rows, 512 // block * size)
-        writer.add_tensor(f"blk.{number}.weight", np.zeros(shape, np.uint8), raw_shape=shape, raw_dtype=kind)
+        writer.add_tensor(
+            f"blk.{number}.weight", np.zeros(shape, np.uint8), raw_shape=shape, raw_dtype=kind
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -60,24 +71,39 @@ def test_every_type_is_exact(tmp_path, kind):
 
 def test_a_file_of_many_types_is_exact(tmp_path):
     """As quantised models are: norms in full precision, the head larger than the layers."""
-    path = write(tmp_path / "m.gguf", [Type.Q6_K, Type.F32, *[Type.Q4_K] * 20, *[Type.Q5_K] * 4, Type.BF16])
+    path = write(
+        tmp_path / "m.gguf", [Type.Q6_K, Type.F32, *[Type.Q4_K] * 20, *[Type.Q5_K] * 4, Type.BF16]
+    )
     found = sources.evidence(str(path), "m")
     assert (found.weight_bytes, found.source) == (real_bytes(path), "GGUF header")
     assert footprint("m", found).bytes == real_bytes(path)
 
 
-@pytest.mark.parametrize(("arch", "numbers", "values"), [
-    ("llama", {}, 32 * 8192 * 8 * 128 * 2),
-    ("llama", {"attention.key_length": 64, "attention.value_length": 64}, 32 * 8192 * 8 * 64 * 2),
-    ("llama", {"attention.sliding_window": 4096}, 32 * 4096 * 8 * 128 * 2),
-    ("gemma2", {"attention.sliding_window": 4096}, 16 * (4096 + 8192) * 8 * 128 * 2),
-    ("gpt-oss", {"attention.sliding_window": 128}, 16 * (128 + 8192) * 8 * 128 * 2),
-    ("gemma3n", {"attention.sliding_window": 1024, "attention.sliding_window_pattern": [True] * 31 + [False]},
-     (31 * 1024 + 8192) * 8 * 128 * 2),
-    ("deepseek2", {"attention.kv_lora_rank": 512, "rope.dimension_count": 64}, 32 * 8192 * 576),
-    ("llama", {"rope.dimension_count": 128}, 32 * 8192 * 8 * 128 * 2),
-    ("bert", {}, 0),
-])
+@pytest.mark.parametrize(
+    ("arch", "numbers", "values"),
+    [
+        ("llama", {}, 32 * 8192 * 8 * 128 * 2),
+        (
+            "llama",
+            {"attention.key_length": 64, "attention.value_length": 64},
+            32 * 8192 * 8 * 64 * 2,
+        ),
+        ("llama", {"attention.sliding_window": 4096}, 32 * 4096 * 8 * 128 * 2),
+        ("gemma2", {"attention.sliding_window": 4096}, 16 * (4096 + 8192) * 8 * 128 * 2),
+        ("gpt-oss", {"attention.sliding_window": 128}, 16 * (128 + 8192) * 8 * 128 * 2),
+        (
+            "gemma3n",
+            {
+                "attention.sliding_window": 1024,
+                "attention.sliding_window_pattern": [True] * 31 + [False],
+            },
+            (31 * 1024 + 8192) * 8 * 128 * 2,
+        ),
+        ("deepseek2", {"attention.kv_lora_rank": 512, "rope.dimension_count": 64}, 32 * 8192 * 576),
+        ("llama", {"rope.dimension_count": 128}, 32 * 8192 * 8 * 128 * 2),
+        ("bert", {}, 0),
+    ],
+)
 def test_the_metadata_tells_the_cache(tmp_path, arch, numbers, values):
     """The same reckoning as from a config.json."""
     config = sources.evidence(str(write(tmp_path / "m.gguf", arch=arch, **numbers)), "m").config
@@ -86,8 +112,13 @@ def test_the_metadata_tells_the_cache(tmp_path, arch, numbers, values):
 
 def test_activations_are_those_of_a_batch(tmp_path):
     """llama.cpp reads 512 tokens at once, and scores all of them: with a large vocabulary that is the most."""
-    found = footprint("m", sources.evidence(str(write(tmp_path / "m.gguf", vocabulary=30_000, feed_forward_length=11008)),
-                                            "m"), options=dict(context_length=8192))
+    found = footprint(
+        "m",
+        sources.evidence(
+            str(write(tmp_path / "m.gguf", vocabulary=30_000, feed_forward_length=11008)), "m"
+        ),
+        options=dict(context_length=8192),
+    )
     active = found.parts[-1]
     assert (active.name, active.detail) == ("activations", "512 tokens read in one pass")
     assert active.bytes == 512 * 4 * max(30_000, 3 * 11008 + 4 * 4096)
@@ -113,7 +144,10 @@ def test_the_parts_of_a_split_model_are_one(tmp_path):
     for path in (*parts, tmp_path):
         assert sources.evidence(str(path), "m").weight_bytes == whole
     parts[1].unlink()
-    with pytest.raises(LoadFailed, match=r"m-00002-of-00002.gguf cannot be loaded: m-00001-of-00002.gguf is a part of it"):
+    with pytest.raises(
+        LoadFailed,
+        match=r"m-00002-of-00002.gguf cannot be loaded: m-00001-of-00002.gguf is a part of it",
+    ):
         ours.read(parts[0], "m")
 
 
@@ -126,12 +160,13 @@ def test_of_several_models_in_a_directory_one_must_be_named(tmp_path):
 
 # -- files that lie -----------------------------------------------------------------------------------------------
 
+
 def test_a_type_that_came_after_this_reader_is_told_by_the_files_size(tmp_path):
     """A guess, and it says so; the metadata still serves."""
     path = write(tmp_path / "m.gguf", [Type.F32], vocabulary=1)
     data = bytearray(path.read_bytes())
     at = data.index(b"blk.0.weight") + len("blk.0.weight") + 4 + 2 * 8
-    data[at:at + 4] = struct.pack("<I", 999)
+    data[at : at + 4] = struct.pack("<I", 999)
     path.write_bytes(data)
     found = sources.evidence(str(path), "m")
     assert (found.weight_bytes, found.file_bytes, found.file_format) == (None, len(data), "gguf")
@@ -141,7 +176,11 @@ def test_a_type_that_came_after_this_reader_is_told_by_the_files_size(tmp_path):
 
 def test_a_pointer_of_git_lfs_tells_the_size_of_what_it_stands_for(tmp_path):
     """A clone made without LFS: the files are not there, their sizes are."""
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4000000000\n"
+    pointer = (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:"
+        + b"0" * 64
+        + b"\nsize 4000000000\n"
+    )
     (tmp_path / "m.gguf").write_bytes(pointer)
     assert footprint("m", sources.evidence(str(tmp_path / "m.gguf"), "m")).bytes == 4_400_000_000
     (tmp_path / "m.gguf").rename(tmp_path / "m.safetensors")
@@ -164,7 +203,8 @@ def test_a_file_cut_off_anywhere_is_one_clear_error(tmp_path):
         refused(tmp_path / "m.gguf", whole[:end])
     assert "ends in the middle of its header" in refused(tmp_path / "m.gguf", whole[:40])
     assert "it is truncated: blk.1.weight would end 96 bytes behind its end" in refused(
-        tmp_path / "m.gguf", whole[:-96])
+        tmp_path / "m.gguf", whole[:-96]
+    )
 
 
 HEAD = b"GGUF" + struct.pack("<I", 3)
@@ -172,26 +212,63 @@ KEY = struct.pack("<Q", 1) + b"k"
 BIG = struct.pack("<Q", 2**63)
 
 
-@pytest.mark.parametrize(("data", "said"), [
-    (b"GGML" + bytes(60), "does not begin as a GGUF file"),
-    (b"GGUF" + struct.pack(">I", 3) + bytes(60), "big-endian"),
-    (HEAD + BIG + bytes(60), "entries in"),
-    (HEAD + bytes(8) + struct.pack("<Q", 2**40) + bytes(60), "entries in"),
-    (HEAD + bytes(8) + struct.pack("<Q", 1) + BIG, "in the middle of its header"),
-    (HEAD + bytes(8) + struct.pack("<Q", 1) + KEY + struct.pack("<IIQ", 9, 8, 2**60) + bytes(60), "promises an array"),
-    (HEAD + bytes(8) + struct.pack("<Q", 1) + KEY + struct.pack("<IIQ", 9, 8, 40) + BIG * 9, "in the middle"),
-    (HEAD + struct.pack("<QQ", 1, 0) + KEY + struct.pack("<I", 2**31) + bytes(90), "2147483648 dimensions"),
-    (HEAD + struct.pack("<QQ", 1, 0) + KEY + struct.pack("<IQQIQ", 2, 2**63, 2**63, 0, 0) + bytes(90), "truncated"),
-    (HEAD + struct.pack("<QQ", 1, 0) + KEY + struct.pack("<IQIQ", 1, 33, 2, 0) + bytes(90), "no whole blocks of Q4_0"),
-    (HEAD + struct.pack("<QQ", 2, 0) + 2 * (KEY + struct.pack("<IQIQ", 1, 8, 0, 0)) + bytes(90), "overlap"),
-])
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"GGML" + bytes(60), "does not begin as a GGUF file"),
+        (b"GGUF" + struct.pack(">I", 3) + bytes(60), "big-endian"),
+        (HEAD + BIG + bytes(60), "entries in"),
+        (HEAD + bytes(8) + struct.pack("<Q", 2**40) + bytes(60), "entries in"),
+        (HEAD + bytes(8) + struct.pack("<Q", 1) + BIG, "in the middle of its header"),
+        (
+            HEAD
+            + bytes(8)
+            + struct.pack("<Q", 1)
+            + KEY
+            + struct.pack("<IIQ", 9, 8, 2**60)
+            + bytes(60),
+            "promises an array",
+        ),
+        (
+            HEAD + bytes(8) + struct.pack("<Q", 1) + KEY + struct.pack("<IIQ", 9, 8, 40) + BIG * 9,
+            "in the middle",
+        ),
+        (
+            HEAD + struct.pack("<QQ", 1, 0) + KEY + struct.pack("<I", 2**31) + bytes(90),
+            "2147483648 dimensions",
+        ),
+        (
+            HEAD
+            + struct.pack("<QQ", 1, 0)
+            + KEY
+            + struct.pack("<IQQIQ", 2, 2**63, 2**63, 0, 0)
+            + bytes(90),
+            "truncated",
+        ),
+        (
+            HEAD + struct.pack("<QQ", 1, 0) + KEY + struct.pack("<IQIQ", 1, 33, 2, 0) + bytes(90),
+            "no whole blocks of Q4_0",
+        ),
+        (
+            HEAD
+            + struct.pack("<QQ", 2, 0)
+            + 2 * (KEY + struct.pack("<IQIQ", 1, 8, 0, 0))
+            + bytes(90),
+            "overlap",
+        ),
+    ],
+)
 def test_a_hostile_header_costs_one_error_and_no_memory(tmp_path, data, said):
     """Sizes beyond the file, arrays beyond the world, names without end."""
     assert said in refused(tmp_path / "m.gguf", data)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=6))
+@given(
+    changes=st.lists(
+        st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=6
+    )
+)
 def test_no_byte_that_changed_can_do_harm(tmp_path, changes):
     """A header is believed as far as it is sound; else it is a damaged file, and nothing worse."""
     path = tmp_path / "sound.gguf"

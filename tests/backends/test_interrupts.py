@@ -1,4 +1,5 @@
 """The stop button, at every line of ours: a step has happened or it has not."""
+
 from __future__ import annotations
 
 import linecache
@@ -81,7 +82,9 @@ def test_a_move_has_happened_or_has_not_at_whatever_line_it_is_stopped(probe):
         (share,) = backend.measure(model)
         assert torch.equal(module(X), expected), f"line {line}"
         assert share.bytes == size
-        assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0} | {share.device: size}, f"line {line}"
+        assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0} | {share.device: size}, (
+            f"line {line}"
+        )
         if share.device == target[0].device:
             target = CARD if target is HOST else HOST
     assert line > 100

@@ -1,4 +1,5 @@
 """What llama.cpp is told for a lease, and what it is taken to hold: decisions, values in and values out."""
+
 from __future__ import annotations
 
 import pytest
@@ -26,8 +27,17 @@ def told(*gib: float, cards=None, **options):
 
 
 def test_on_one_card_all_of_it_goes_there():
-    assert told(8) == {"model_path": "/m/phi.gguf", "name": "phi", "n_gpu_layers": -1, "n_ctx": 4096, "main_gpu": 0,
-                       "split_mode": 0, "embedding": False, "needs_gpu": False, "flash_attn": False}
+    assert told(8) == {
+        "model_path": "/m/phi.gguf",
+        "name": "phi",
+        "n_gpu_layers": -1,
+        "n_ctx": 4096,
+        "main_gpu": 0,
+        "split_mode": 0,
+        "embedding": False,
+        "needs_gpu": False,
+        "flash_attn": False,
+    }
 
 
 def test_over_several_cards_it_is_split_as_the_shares_are():
@@ -44,9 +54,10 @@ def test_in_process_the_cards_have_the_numbers_that_this_process_knows():
     assert told(8, cards=(2,), isolated=False)["main_gpu"] == 2
 
 
-@pytest.mark.parametrize(("layers", "cards", "needs"), [(-1, (0,), True), (20, (0,), True), (0, (0,), False), (-1,
-                                                                                                               None,
-                                                                                                               False)])
+@pytest.mark.parametrize(
+    ("layers", "cards", "needs"),
+    [(-1, (0,), True), (20, (0,), True), (0, (0,), False), (-1, None, False)],
+)
 def test_a_gpu_is_needed_where_a_real_card_is_to_hold_layers(layers, cards, needs):
     """A build without GPU support would accept them and compute on the CPU."""
     assert told(8, cards=cards, gpu_layers=layers)["needs_gpu"] is needs
@@ -60,9 +71,14 @@ def test_a_build_without_gpu_support_is_refused_for_a_real_card(tmp_path, tiny_g
     from gpu_runtime.backends.llama_cpp.rpc import Engine, ThreadChannel
 
     engine = Engine("phi", ThreadChannel(lambda line: None), None)
-    with pytest.raises(LoadFailed,
-                       match="no GPU support: it would run on the CPU.\n  Build it with:  CMAKE_ARGS=-DGGML_CUDA=on"):
-        engine.load({"model_path": str(tiny_gguf), "name": "phi", "n_gpu_layers": -1, "needs_gpu": True}, None)
+    with pytest.raises(
+        LoadFailed,
+        match="no GPU support: it would run on the CPU.\n  Build it with:  CMAKE_ARGS=-DGGML_CUDA=on",
+    ):
+        engine.load(
+            {"model_path": str(tiny_gguf), "name": "phi", "n_gpu_layers": -1, "needs_gpu": True},
+            None,
+        )
 
 
 def test_a_context_is_as_long_as_asked_for_times_the_sequences():
@@ -75,9 +91,21 @@ def test_a_quantised_cache_takes_flash_attention_along():
     assert told(8, cache_dtype="float16")["flash_attn"] is False
 
 
-@pytest.mark.parametrize(("option", "value"), [
-    ("n_gpu_layers", 3), ("n_ctx", 512), ("tensor_split", [1]), ("gpu_layers", -2), ("gpu_layers", True),
-    ("gpu_layers", 1.5), ("cache_dtype", "q9"), ("split_mode", "diagonal"), ("main_gpu", -1), ("main_gpu", "0")])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("n_gpu_layers", 3),
+        ("n_ctx", 512),
+        ("tensor_split", [1]),
+        ("gpu_layers", -2),
+        ("gpu_layers", True),
+        ("gpu_layers", 1.5),
+        ("cache_dtype", "q9"),
+        ("split_mode", "diagonal"),
+        ("main_gpu", -1),
+        ("main_gpu", "0"),
+    ],
+)
 def test_an_option_that_cannot_be_is_one_clear_error(option, value):
     with pytest.raises(BadSetting, match=option):
         check(spec(**{option: value}))
@@ -86,9 +114,15 @@ def test_an_option_that_cannot_be_is_one_clear_error(option, value):
 def test_its_bytes_are_what_it_says_that_it_allocated_on_each_card():
     """What lies in RAM beside them is not theirs; the driver counts the context too, and is believed if it says
     more."""
-    facts = {"weight_bytes": 9 * MIB, "buffers": {
-        "CUDA0": {"model": 6 * MIB, "KV": MIB, "compute": MIB}, "CUDA1": {"model": 3 * MIB, "KV": MIB},
-        "CPU": {"model": 2 * MIB}, "CUDA_Host": {"output": MIB}}}
+    facts = {
+        "weight_bytes": 9 * MIB,
+        "buffers": {
+            "CUDA0": {"model": 6 * MIB, "KV": MIB, "compute": MIB},
+            "CUDA1": {"model": 3 * MIB, "KV": MIB},
+            "CPU": {"model": 2 * MIB},
+            "CUDA_Host": {"output": MIB},
+        },
+    }
     both = shares(1, 1)
     assert taken(facts, both, 1.0, {}) == (Share("cuda:0", 8 * MIB), Share("cuda:1", 4 * MIB))
     assert taken(facts, both, 1.0, {"cuda:0": 500 * MIB})[0] == Share("cuda:0", 500 * MIB)
@@ -99,16 +133,27 @@ def test_on_simulated_cards_it_is_what_would_have_gone_there():
     facts = {"weight_bytes": 1000, "buffers": {"CPU": {"model": 1048, "KV": 200, "compute": 300}}}
     assert taken(facts, (Share("sim:0", 9),), 1.0, {}) == (Share("sim:0", 1500),)
     assert taken(facts, (Share("sim:0", 9),), 0.5, {}) == (Share("sim:0", 750),)
-    assert taken(facts, (Share("sim:0", 6), Share("sim:1", 3)), 1.0, {}) == (Share("sim:0", 1000), Share("sim:1", 500))
+    assert taken(facts, (Share("sim:0", 6), Share("sim:1", 3)), 1.0, {}) == (
+        Share("sim:0", 1000),
+        Share("sim:1", 500),
+    )
 
 
 def test_a_worker_sees_its_own_cards_by_what_they_are_and_no_others():
     """A number would mean another card in a process that sees others; a simulated card is none."""
-    cards = (Device("cuda:0", GIB, uuid="GPU-a", index=0), Device("cuda:1", GIB, uuid="GPU-b", index=1),
-             Device("rocm:0", GIB, index=0), Device("sim:0", GIB, simulated=True), Device(HOST, GIB))
+    cards = (
+        Device("cuda:0", GIB, uuid="GPU-a", index=0),
+        Device("cuda:1", GIB, uuid="GPU-b", index=1),
+        Device("rocm:0", GIB, index=0),
+        Device("sim:0", GIB, simulated=True),
+        Device(HOST, GIB),
+    )
     probe = Probe.__new__(Probe)
     probe.devices = cards
     seen = lambda *ids: card_environment(probe, tuple(Share(id, 1) for id in ids))
-    assert seen("cuda:1", "cuda:0") == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a", "HIP_VISIBLE_DEVICES": ""}
+    assert seen("cuda:1", "cuda:0") == {
+        "CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a",
+        "HIP_VISIBLE_DEVICES": "",
+    }
     assert seen("rocm:0") == {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "0"}
     assert seen("sim:0") == seen() == {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}

@@ -4,6 +4,7 @@ vLLM, Ollama and llama-server are not installed where the tests run. Their comma
 ones, every flag is looked up in the engine's own recorded help (`recorded/engines`), and `test_server.py` starts a
 stand-in that rejects the others. llama-cpp-python's server, which is installed, is started itself.
 """
+
 from __future__ import annotations
 
 import re
@@ -25,8 +26,16 @@ from tests.engine_stand_in import rejected
 CARDS = {"cuda:0": 80 * GIB, "cuda:1": 80 * GIB}
 
 
-def order(backend: str, *, source: str = "org/name", gib: tuple[float, ...] = (20,), config: dict | None = None,
-          name: str = "qwen", model_type: str = "llm", **options) -> Order:
+def order(
+    backend: str,
+    *,
+    source: str = "org/name",
+    gib: tuple[float, ...] = (20,),
+    config: dict | None = None,
+    name: str = "qwen",
+    model_type: str = "llm",
+    **options,
+) -> Order:
     """A lease of so many GiB on each card, from the first on."""
     shares = tuple(Share(f"cuda:{number}", int(size * GIB)) for number, size in enumerate(gib))
     spec = ModelSpec(name, backend, source=source, model_type=model_type, options=options)
@@ -46,9 +55,24 @@ def installed(monkeypatch):
 def test_vllm_takes_its_share_of_the_card_and_no_more(installed):
     command = recipe("vllm").command(order("vllm", context_length=32768, dtype="bfloat16"))
     assert command.words == (
-        "/opt/vllm", "serve", "org/name", "--host", "127.0.0.1", "--port", "8300", "--served-model-name", "qwen",
-        "--gpu-memory-utilization", "0.25", "--tensor-parallel-size", "1", "--max-model-len", "32768",
-        "--dtype", "bfloat16")
+        "/opt/vllm",
+        "serve",
+        "org/name",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "8300",
+        "--served-model-name",
+        "qwen",
+        "--gpu-memory-utilization",
+        "0.25",
+        "--tensor-parallel-size",
+        "1",
+        "--max-model-len",
+        "32768",
+        "--dtype",
+        "bfloat16",
+    )
     assert command.environment == {"VLLM_API_KEY": "k3y"}
 
 
@@ -64,14 +88,23 @@ def test_the_part_of_a_card_is_within_bounds_and_within_the_share(size, total):
     """Clamped to 0.01–0.99; between these it never is more than the share."""
     from gpu_runtime.backends.engines.vllm import utilization
 
-    one = Order(ModelSpec("a", "vllm"), (Share("cuda:0", size),), {"cuda:0": total}, "", 1, False, "")
+    one = Order(
+        ModelSpec("a", "vllm"), (Share("cuda:0", size),), {"cuda:0": total}, "", 1, False, ""
+    )
     part = utilization(one)
     assert 0.01 <= part <= 0.99
     assert part == 0.01 or part * total <= size
 
 
 def test_a_model_s_own_arguments_are_passed_on_except_what_the_lease_decides(installed):
-    own = ["--max-model-len", "32768", "--gpu-memory-utilization", "0.9", "--limit-mm-per-prompt", '{"image":10}']
+    own = [
+        "--max-model-len",
+        "32768",
+        "--gpu-memory-utilization",
+        "0.9",
+        "--limit-mm-per-prompt",
+        '{"image":10}',
+    ]
     words = recipe("vllm").command(order("vllm", context_length=4096, runtime_args=own)).words
     assert words.count("--gpu-memory-utilization") == words.count("--max-model-len") == 1
     assert words[words.index("--gpu-memory-utilization") + 1] == "0.25"
@@ -80,48 +113,118 @@ def test_a_model_s_own_arguments_are_passed_on_except_what_the_lease_decides(ins
 
 def test_ollama_is_told_by_its_environment(installed):
     """A server of its own for each model, which keeps it loaded."""
-    command = recipe("ollama").command(order("ollama", source="qwen3:8b", gib=(10, 10), context_length=40960))
+    command = recipe("ollama").command(
+        order("ollama", source="qwen3:8b", gib=(10, 10), context_length=40960)
+    )
     assert command.words == ("/opt/ollama", "serve")
     assert command.environment == {
-        "OLLAMA_HOST": "127.0.0.1:8300", "OLLAMA_MAX_LOADED_MODELS": "1", "OLLAMA_KEEP_ALIVE": "-1",
-        "OLLAMA_NUM_PARALLEL": "1", "OLLAMA_SCHED_SPREAD": "1", "OLLAMA_CONTEXT_LENGTH": "40960"}
+        "OLLAMA_HOST": "127.0.0.1:8300",
+        "OLLAMA_MAX_LOADED_MODELS": "1",
+        "OLLAMA_KEEP_ALIVE": "-1",
+        "OLLAMA_NUM_PARALLEL": "1",
+        "OLLAMA_SCHED_SPREAD": "1",
+        "OLLAMA_CONTEXT_LENGTH": "40960",
+    }
     assert recipe("ollama").model(order("ollama", source="qwen3:8b")) == "qwen3:8b"
 
 
 def test_llama_server_gets_layers_context_and_the_split_of_the_shares(installed):
-    command = recipe("llama-server").command(order("llama-server", source="/m/phi.gguf", gib=(30, 10), name="phi",
-                                                   context_length=8192, sequences=2, cache_dtype="q8_0"))
+    command = recipe("llama-server").command(
+        order(
+            "llama-server",
+            source="/m/phi.gguf",
+            gib=(30, 10),
+            name="phi",
+            context_length=8192,
+            sequences=2,
+            cache_dtype="q8_0",
+        )
+    )
     assert command.words == (
-        "/opt/llama-server", "--model", "/m/phi.gguf", "--alias", "phi", "--host", "127.0.0.1", "--port", "8300",
-        "--ctx-size", "16384", "--n-gpu-layers", "999", "--parallel", "2", "--split-mode", "layer", "--main-gpu", "0",
-        "--tensor-split", "0.75,0.25", "--cache-type-k", "q8_0", "--cache-type-v", "q8_0", "--flash-attn", "on",
-        "--jinja")
+        "/opt/llama-server",
+        "--model",
+        "/m/phi.gguf",
+        "--alias",
+        "phi",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "8300",
+        "--ctx-size",
+        "16384",
+        "--n-gpu-layers",
+        "999",
+        "--parallel",
+        "2",
+        "--split-mode",
+        "layer",
+        "--main-gpu",
+        "0",
+        "--tensor-split",
+        "0.75,0.25",
+        "--cache-type-k",
+        "q8_0",
+        "--cache-type-v",
+        "q8_0",
+        "--flash-attn",
+        "on",
+        "--jinja",
+    )
     assert command.environment == {"LLAMA_API_KEY": "k3y"}
 
 
 @pytest.mark.parametrize(("layers", "said"), [(-1, "999"), (0, "0"), (20, "20"), (None, "999")])
 def test_how_many_layers_go_to_the_card(installed, layers, said):
     given_ = {} if layers is None else {"gpu_layers": layers}
-    words = recipe("llama-server").command(order("llama-server", source="/m/phi.gguf", **given_)).words
+    words = (
+        recipe("llama-server").command(order("llama-server", source="/m/phi.gguf", **given_)).words
+    )
     assert words[words.index("--n-gpu-layers") + 1] == said
 
 
 def test_without_llama_server_the_python_package_serves(nothing_installed):
-    command = recipe("llama-server").command(order("llama-server", source="/m/phi.gguf", name="phi",
-                                                   config={"max_position_embeddings": 2048}))
+    command = recipe("llama-server").command(
+        order(
+            "llama-server",
+            source="/m/phi.gguf",
+            name="phi",
+            config={"max_position_embeddings": 2048},
+        )
+    )
     assert command.words == (
-        sys.executable, "-m", "llama_cpp.server", "--model", "/m/phi.gguf", "--model_alias", "phi", "--host",
-        "127.0.0.1", "--port", "8300", "--n_ctx", "2048", "--n_gpu_layers", "-1",
-        "--main_gpu", "0", "--split_mode", "0")
+        sys.executable,
+        "-m",
+        "llama_cpp.server",
+        "--model",
+        "/m/phi.gguf",
+        "--model_alias",
+        "phi",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "8300",
+        "--n_ctx",
+        "2048",
+        "--n_gpu_layers",
+        "-1",
+        "--main_gpu",
+        "0",
+        "--split_mode",
+        "0",
+    )
     assert command.environment == {"API_KEY": "k3y"}
 
 
 def test_the_python_server_s_flags_are_those_of_its_help(nothing_installed):
     """It is installed here, so it is asked itself."""
     pytest.importorskip("sse_starlette", reason="llama-cpp-python[server] is not installed")
-    one = order("llama-server", source="/m/phi.gguf", gib=(1, 1), cache_dtype="q8_0", model_type="embedding")
+    one = order(
+        "llama-server", source="/m/phi.gguf", gib=(1, 1), cache_dtype="q8_0", model_type="embedding"
+    )
     words = recipe("llama-server").command(one).words
-    said = subprocess.run([*words[:3], "--help"], capture_output=True, text=True, timeout=120, check=True).stdout
+    said = subprocess.run(
+        [*words[:3], "--help"], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
     flags = {word for word in words if word.startswith("--")}
     assert {"--tensor_split", "--type_k", "--flash_attn", "--embedding"} < flags
     assert flags <= set(re.findall(r"--\w+", said))
@@ -129,23 +232,32 @@ def test_the_python_server_s_flags_are_those_of_its_help(nothing_installed):
 
 def test_a_template_of_the_catalogue_goes_on_the_command_line(installed):
     """Requests may bring none: vLLM refuses them, and llama-server does not look."""
-    for chat, engine, flag in (("{{ messages }}", "vllm", "--chat-template"), ("/m/a.jinja", "vllm", "--chat-template"),
-                               ("{{ messages }}", "llama-server", "--chat-template"),
-                               ("/m/a.jinja", "llama-server", "--chat-template-file")):
-        words = recipe(engine).command(order(engine, source="/m/phi.gguf", chat_template=chat)).words
+    for chat, engine, flag in (
+        ("{{ messages }}", "vllm", "--chat-template"),
+        ("/m/a.jinja", "vllm", "--chat-template"),
+        ("{{ messages }}", "llama-server", "--chat-template"),
+        ("/m/a.jinja", "llama-server", "--chat-template-file"),
+    ):
+        words = (
+            recipe(engine).command(order(engine, source="/m/phi.gguf", chat_template=chat)).words
+        )
         assert words[words.index(flag) + 1] == chat
 
 
 def test_a_server_that_takes_no_template_is_not_started_with_one(nothing_installed):
     """The model would be talked to by another, and nobody would notice."""
     with pytest.raises(LoadFailed, match="takes no chat template but the model's own"):
-        recipe("llama-server").command(order("llama-server", source="/m/phi.gguf", chat_template="{{ messages }}"))
+        recipe("llama-server").command(
+            order("llama-server", source="/m/phi.gguf", chat_template="{{ messages }}")
+        )
 
 
 def test_the_template_that_requests_switch_is_the_model_s_own(installed, tmp_path):
     file = samples.gguf_lm(tmp_path / "phi.gguf")
     assert "message" in recipe("llama-server").template(order("llama-server", source=str(file)))
-    assert recipe("vllm").template(order("vllm", source="org/name")) is None, "its files lie elsewhere"
+    assert recipe("vllm").template(order("vllm", source="org/name")) is None, (
+        "its files lie elsewhere"
+    )
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ one }}"}')
     assert recipe("vllm").template(order("vllm", source=str(tmp_path))) == "{{ one }}"
     (tmp_path / "chat_template.jinja").write_text("{{ two }}")
@@ -160,9 +272,20 @@ def test_where_requests_switch_nothing_there_is_no_template_to_switch(nothing_in
 @pytest.mark.parametrize("engine", ["vllm", "ollama", "llama-server"])
 def test_no_flag_that_the_engine_s_help_does_not_have(installed, engine):
     """With every option that we have a flag for."""
-    one = order(engine, source="/m/phi.gguf", gib=(30, 30), context_length=4096, sequences=2, cache_dtype="q8_0",
-                dtype="bfloat16", revision="main", trust_remote_code=True, gpu_layers=3, model_type="embedding",
-                chat_template="{{ messages }}")
+    one = order(
+        engine,
+        source="/m/phi.gguf",
+        gib=(30, 30),
+        context_length=4096,
+        sequences=2,
+        cache_dtype="q8_0",
+        dtype="bfloat16",
+        revision="main",
+        trust_remote_code=True,
+        gpu_layers=3,
+        model_type="embedding",
+        chat_template="{{ messages }}",
+    )
     words = list(recipe(engine).command(one).words[1:])
     assert rejected(engine, words) == []
     assert rejected(engine, [*words, "--gpu-memory"]) == ["--gpu-memory"], "this test can fail"
@@ -180,7 +303,22 @@ def test_what_is_missing_is_said_with_what_to_install(nothing_installed, name):
 
 
 def test_diffusers_runs_our_own_worker():
-    words = recipe("diffusers").command(order("diffusers", source="/m/sdxl", gib=(8, 8), dtype="float16")).words
+    words = (
+        recipe("diffusers")
+        .command(order("diffusers", source="/m/sdxl", gib=(8, 8), dtype="float16"))
+        .words
+    )
     assert words[:2] == (sys.executable, "-P") and words[2].endswith("engines/diffusers_app.py")
-    assert words[3:] == ("--model", "/m/sdxl", "--name", "qwen", "--port", "8300", "--device", "cuda", "--dtype",
-                         "float16", "--balanced")
+    assert words[3:] == (
+        "--model",
+        "/m/sdxl",
+        "--name",
+        "qwen",
+        "--port",
+        "8300",
+        "--device",
+        "cuda",
+        "--dtype",
+        "float16",
+        "--balanced",
+    )

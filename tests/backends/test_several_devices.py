@@ -3,6 +3,7 @@
 On the product's own simulated cards, whose bytes lie on the CPU, and on a simulated accelerator, where torch sees as
 many devices as there are cards and accelerate's hooks carry activations between them (tests/simgpu.py).
 """
+
 from __future__ import annotations
 
 import copy
@@ -37,7 +38,10 @@ class Box(NamedTuple):
         return f"{self.kind}:{index}"
 
     def shares(self, *cards: int, sizes: tuple[int, ...] = ()) -> Shares:
-        return tuple(Share(self.card(card), size) for card, size in zip(cards, sizes or (1,) * len(cards), strict=True))
+        return tuple(
+            Share(self.card(card), size)
+            for card, size in zip(cards, sizes or (1,) * len(cards), strict=True)
+        )
 
     @property
     def used(self) -> dict[str, int]:
@@ -53,7 +57,9 @@ def boxed(kind: str) -> Box:
     else:
         probe = simgpu.SimProbe()
         for card in range(simgpu.CARDS):
-            fingerprint._keys(torch.device("simgpu", card))  # fingerprints need them on the card, once for all models
+            fingerprint._keys(
+                torch.device("simgpu", card)
+            )  # fingerprints need them on the card, once for all models
     return Box(probe, kind, probe.used())
 
 
@@ -106,6 +112,7 @@ def where_tensors_lie(module: nn.Module) -> dict[str, str]:
 
 # -- the journey ------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_transformers_model_goes_card_to_cards_to_host_to_other_cards(box, tmp_path, tied):
     """Answers are bit-identical to those on one card, the measured shares are the account, and the objects stay."""
@@ -128,7 +135,9 @@ def test_a_transformers_model_goes_card_to_cards_to_host_to_other_cards(box, tmp
             assert backend.elsewhere(model) == ()
     assert backend.unchanged(model)
     assert [id(p) for p in module.parameters()] == objects
-    assert not any(hasattr(part, "_hf_hook") or "forward" in vars(part) for part in module.modules())
+    assert not any(
+        hasattr(part, "_hf_hook") or "forward" in vars(part) for part in module.modules()
+    )
     assert not hasattr(module, "hf_device_map")
     backend.drop(model)
     assert box.used == {}
@@ -138,7 +147,11 @@ def test_a_model_generates_over_two_cards(box, llama):
     """The cache of keys and values lies on both."""
     backend = open_backend("transformers", box.probe)
     one = backend.load(spec(llama), box.shares(3))
-    expected = backend.value(one).generate(IDS.to(backend.value(one).device), max_new_tokens=6, do_sample=False).cpu()
+    expected = (
+        backend.value(one)
+        .generate(IDS.to(backend.value(one).device), max_new_tokens=6, do_sample=False)
+        .cpu()
+    )
     backend.drop(one)
     model = backend.load(spec(llama), box.shares(1, 2))
     answer = backend.value(model).generate(IDS, max_new_tokens=6, do_sample=False)
@@ -155,9 +168,15 @@ def test_weights_lie_where_the_shares_say(accelerator, llama):
     model = backend.load(spec(llama), accelerator.shares(2, 0, sizes=(front, behind)))
     measured = backend.measure(model)
     assert measured[1] == Share("simgpu:0", behind), "the header told the bytes of the last pieces"
-    assert measured[0].device == "simgpu:2" and 0 <= measured[0].bytes - front < 1024, "… and of the first, bar angles"
+    assert measured[0].device == "simgpu:2" and 0 <= measured[0].bytes - front < 1024, (
+        "… and of the first, bar angles"
+    )
     where = where_tensors_lie(backend.value(model))
-    assert where["model.embed_tokens.weight"] == where["model.layers.0.mlp.up_proj.weight"] == "simgpu:2"
+    assert (
+        where["model.embed_tokens.weight"]
+        == where["model.layers.0.mlp.up_proj.weight"]
+        == "simgpu:2"
+    )
     assert where["model.layers.1.mlp.up_proj.weight"] == where["lm_head.weight"] == "simgpu:0"
     assert backend.value(model).hf_device_map["model.layers.1"] == "simgpu:0"
     backend.drop(model)
@@ -165,7 +184,9 @@ def test_weights_lie_where_the_shares_say(accelerator, llama):
 
 def test_a_tied_head_lies_once_and_runs_where_the_embeddings_are(accelerator, tmp_path):
     backend = open_backend("transformers", accelerator.probe)
-    model = backend.load(spec(tiny_models.causal_lm(tmp_path / "m", tied=True)), accelerator.shares(0, 1))
+    model = backend.load(
+        spec(tiny_models.causal_lm(tmp_path / "m", tied=True)), accelerator.shares(0, 1)
+    )
     module = backend.value(model)
     assert module.lm_head.weight is module.model.embed_tokens.weight
     assert str(module.lm_head.weight.device) == "simgpu:0"
@@ -212,11 +233,15 @@ def test_a_tensor_that_lies_elsewhere_is_named(accelerator):
     module[3].linear.weight = nn.Parameter(torch.ones(32, 32))
     module[0].norm.to("simgpu:2")
     assert set(backend.elsewhere(model)) == {
-        "3.linear.weight on cpu", "0.norm.weight on simgpu:2", "0.norm.bias on simgpu:2"}
+        "3.linear.weight on cpu",
+        "0.norm.weight on simgpu:2",
+        "0.norm.bias on simgpu:2",
+    }
     backend.drop(model)
 
 
 # -- when it goes wrong -----------------------------------------------------------------------------------------------
+
 
 def test_out_of_memory_half_way_leaves_everything_as_it_was(accelerator, llama):
     """The first card had room, the second has not: on both, and on the host, not a byte has changed."""
@@ -226,7 +251,11 @@ def test_out_of_memory_half_way_leaves_everything_as_it_was(accelerator, llama):
     assert is_out_of_memory(error.value) and "simgpu:1" in str(error.value)
     assert accelerator.used == {}, "while the traceback is still held"
     model = backend.load(spec(llama), accelerator.shares(0, 1))
-    module, held, where = backend.value(model), accelerator.used, where_tensors_lie(backend.value(model))
+    module, held, where = (
+        backend.value(model),
+        accelerator.used,
+        where_tensors_lie(backend.value(model)),
+    )
     expected = logits(module)
     with simgpu.limited(card3=1024), pytest.raises(Exception) as error:
         backend.move(model, accelerator.shares(2, 3))
@@ -237,14 +266,23 @@ def test_out_of_memory_half_way_leaves_everything_as_it_was(accelerator, llama):
     backend.drop(model)
 
 
-@pytest.mark.parametrize("failure", [RuntimeError("a hook would not go on"), KeyboardInterrupt()],
-                         ids=lambda failure: type(failure).__name__)
-def test_a_failure_after_the_bytes_have_travelled_takes_them_back(accelerator, llama, monkeypatch, failure):
+@pytest.mark.parametrize(
+    "failure",
+    [RuntimeError("a hook would not go on"), KeyboardInterrupt()],
+    ids=lambda failure: type(failure).__name__,
+)
+def test_a_failure_after_the_bytes_have_travelled_takes_them_back(
+    accelerator, llama, monkeypatch, failure
+):
     import accelerate
 
     backend = open_backend("transformers", accelerator.probe)
     model = backend.load(spec(llama), accelerator.shares(0, 1))
-    module, held, where = backend.value(model), accelerator.used, where_tensors_lie(backend.value(model))
+    module, held, where = (
+        backend.value(model),
+        accelerator.used,
+        where_tensors_lie(backend.value(model)),
+    )
     expected, real = logits(module), accelerate.dispatch_model
 
     def fails_once(*args: Any, **kwargs: Any) -> None:
@@ -274,6 +312,7 @@ def test_loaded_again_over_cards_it_is_the_object_that_was_kept(accelerator, lla
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------
+
 
 def test_hooks_that_somebody_else_put_on_are_refused_by_name_and_left_alone(accelerator, llama):
     """Ours come off and go on again; a stranger's would be lost, or would move what we have counted."""
@@ -323,6 +362,7 @@ def test_the_users_own_hooks_and_forward_survive(accelerator):
 
 # -- where a module may be cut ----------------------------------------------------------------------------------------
 
+
 def names(module: nn.Module) -> list[tuple[str, ...]]:
     return [piece.modules for piece in pieces(module, grouped(slots(module)))]
 
@@ -330,7 +370,10 @@ def names(module: nn.Module) -> list[tuple[str, ...]]:
 class Trunk(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.layers = nn.Embedding(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.embed, self.layers = (
+            nn.Embedding(8, 8),
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(3)),
+        )
         self.act, self.head = nn.ReLU(), nn.Linear(8, 8)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -367,8 +410,10 @@ def test_a_module_with_weights_at_its_root_stays_whole(accelerator):
     with pytest.raises(CannotGovern, match="cannot be split over 2 devices: it must stay whole"):
         backend.move(model, accelerator.shares(0, 1))
     with pytest.raises(CannotGovern, match="partly in host memory"):
-        backend.move(backend.adopt(ModelSpec("net", "torch"), Trunk().eval()),
-                     (Share("simgpu:0", 1), Share(HOST, 1)))
+        backend.move(
+            backend.adopt(ModelSpec("net", "torch"), Trunk().eval()),
+            (Share("simgpu:0", 1), Share(HOST, 1)),
+        )
 
 
 def test_gradients_and_optimizer_state_lie_with_their_parameters(box):
@@ -391,25 +436,54 @@ def test_gradients_and_optimizer_state_lie_with_their_parameters(box):
     backend.drop(model)
 
 
-@pytest.mark.parametrize("sizes, shares, expected", [
-    ([4, 2, 2, 2, 2], [6, 6], [0, 0, 1, 1, 1]),
-    ([4, 2, 2, 2, 2], [600, 600], [0, 0, 1, 1, 1]),
-    ([1, 1, 1, 1], [1, 0, 0, 3], [0, 1, 2, 3]),
-    ([0, 0], [5, 5], [0, 1]),
-    ([3], [7], [0]),
-])
+@pytest.mark.parametrize(
+    "sizes, shares, expected",
+    [
+        ([4, 2, 2, 2, 2], [6, 6], [0, 0, 1, 1, 1]),
+        ([4, 2, 2, 2, 2], [600, 600], [0, 0, 1, 1, 1]),
+        ([1, 1, 1, 1], [1, 0, 0, 3], [0, 1, 2, 3]),
+        ([0, 0], [5, 5], [0, 1]),
+        ([3], [7], [0]),
+    ],
+)
 def test_pieces_go_to_the_shares_that_they_fill(sizes, shares, expected):
     assert cut(sizes, shares) == expected
 
 
 ARCHITECTURES = {
-    "bert": ("BertConfig", "BertModel", dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3,
-                                             num_attention_heads=2, vocab_size=64, max_position_embeddings=8)),
-    "gpt2": ("GPT2Config", "GPT2LMHeadModel", dict(n_embd=32, n_layer=3, n_head=2, vocab_size=64, n_positions=32)),
-    "llama": ("LlamaConfig", "LlamaForCausalLM", dict(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, vocab_size=64)),
-    "t5": ("T5Config", "T5ForConditionalGeneration", dict(d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2,
-                                                          vocab_size=64)),
+    "bert": (
+        "BertConfig",
+        "BertModel",
+        dict(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            vocab_size=64,
+            max_position_embeddings=8,
+        ),
+    ),
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        dict(n_embd=32, n_layer=3, n_head=2, vocab_size=64, n_positions=32),
+    ),
+    "llama": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        dict(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            vocab_size=64,
+        ),
+    ),
+    "t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        dict(d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, vocab_size=64),
+    ),
 }
 
 
@@ -428,5 +502,8 @@ def test_before_loading_the_pieces_are_those_of_the_loaded_model(box, tmp_path, 
     ends = {sum(found[:at]) for at in range(len(found) + 1)}
     slack = 0.01 * sum(found)  # tables of angles and positions are in no header
     assert len(foretold) > 2
-    assert all(min(abs(sum(foretold[:at]) - end) for end in ends) <= slack for at in range(len(foretold) + 1))
+    assert all(
+        min(abs(sum(foretold[:at]) - end) for end in ends) <= slack
+        for at in range(len(foretold) + 1)
+    )
     backend.drop(model)

@@ -1,4 +1,5 @@
 """Modules from live Python: storages travel once, objects stay, training goes on, the unmovable is refused by name."""
+
 from __future__ import annotations
 
 import copy
@@ -54,12 +55,21 @@ class Odd(nn.Module):
 def test_tied_shared_strided_mixed_and_empty_tensors_survive(backend):
     """Values, strides, dtypes, flags and object identity; each storage counted once."""
     module = Odd().eval()
-    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
-    before = {name: (t, t.detach().clone(), t.stride(), t.dtype, t.requires_grad, t.is_conj())
-              for name, t in tensors.items()}
+    tensors = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers()),
+    }
+    before = {
+        name: (t, t.detach().clone(), t.stride(), t.dtype, t.requires_grad, t.is_conj())
+        for name, t in tensors.items()
+    }
     model = there_and_back(backend, module)
     for name, (tensor, value, *kind) in before.items():
-        now = module.get_parameter(name) if isinstance(tensor, nn.Parameter) else module.get_buffer(name)
+        now = (
+            module.get_parameter(name)
+            if isinstance(tensor, nn.Parameter)
+            else module.get_buffer(name)
+        )
         assert now is tensor, name
         assert torch.equal(tensor, value), name
         assert [tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_conj()] == kind, name
@@ -116,8 +126,10 @@ def test_training_goes_on_as_if_it_had_never_moved(backend, probe, how):
     module = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
     module[0].weight.requires_grad_(False)
     twin = copy.deepcopy(module)
-    optimizer, other = (torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01, **options)
-                        for m in (module, twin))
+    optimizer, other = (
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01, **options)
+        for m in (module, twin)
+    )
     train(module, optimizer, 3, seed=2)
     train(twin, other, 3, seed=2)
     model = backend.adopt(SPEC, module, optimizer)
@@ -221,7 +233,10 @@ def test_adopting_counts_a_module_where_it_lies(backend, probe):
 
 
 def test_a_module_in_training_needs_its_optimizer(backend):
-    with pytest.raises(CannotGovern, match=r"rt.adopt\('net', module, optimizer=opt\) .* if it is done:  module.eval"):
+    with pytest.raises(
+        CannotGovern,
+        match=r"rt.adopt\('net', module, optimizer=opt\) .* if it is done:  module.eval",
+    ):
         backend.adopt(SPEC, nn.Linear(2, 2))
     backend.adopt(SPEC, nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters()))
     backend.adopt(SPEC, nn.Linear(2, 2).eval())
@@ -281,6 +296,7 @@ def graphed():
     def make_graphed_callables():
         def forward(x):
             return x
+
         return forward
 
     module.forward = make_graphed_callables()
@@ -305,30 +321,40 @@ def sparse():
     return module
 
 
-@pytest.mark.parametrize("build, why", [
-    (hooked, "accelerate hooks move it already"),
-    (hooked_in_place, "accelerate hooks move it already"),
-    (lambda: nn.Linear(2, 2, device="meta"), "weight is on the meta device and has no data"),
-    (lambda: torch.compile(nn.Linear(2, 2)), "compiled by torch.compile"),
-    (compiled_in_place, "compiled by torch.compile"),
-    (graphed, "captured in a CUDA graph"),
-    (quantised_by_bitsandbytes, r"quantised by bitsandbytes \(Linear8bitLt \(at 0\)\)"),
-    (parameter_of_bitsandbytes, "weight is a Params4bit"),
-    (tensor_subclass, "scale is a torchao AffineQuantizedTensor"),
-    (lambda: named("DistributedDataParallel"), "wrapped in DistributedDataParallel"),
-    (lambda: named("FullyShardedDataParallel"), "wrapped in FSDP"),
-    (lambda: named("FSDPLinear", type("FSDPModule", (nn.Module,), {})), r"wrapped in FSDP \(fully_shard\)"),
-    (lambda: nn.DataParallel(nn.Linear(2, 2)), "wrapped in DataParallel"),
-    (lambda: torch.jit.script(nn.Linear(2, 2)), "TorchScript"),
-    (shared, "shared with other processes"),
-    (overlapping, "one and other lie in the same memory"),
-    (sparse, "adjacency is not a plain strided tensor"),
-    (lambda: nn.LazyLinear(2), "has no shape yet; call the module once"),
-], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    "build, why",
+    [
+        (hooked, "accelerate hooks move it already"),
+        (hooked_in_place, "accelerate hooks move it already"),
+        (lambda: nn.Linear(2, 2, device="meta"), "weight is on the meta device and has no data"),
+        (lambda: torch.compile(nn.Linear(2, 2)), "compiled by torch.compile"),
+        (compiled_in_place, "compiled by torch.compile"),
+        (graphed, "captured in a CUDA graph"),
+        (quantised_by_bitsandbytes, r"quantised by bitsandbytes \(Linear8bitLt \(at 0\)\)"),
+        (parameter_of_bitsandbytes, "weight is a Params4bit"),
+        (tensor_subclass, "scale is a torchao AffineQuantizedTensor"),
+        (lambda: named("DistributedDataParallel"), "wrapped in DistributedDataParallel"),
+        (lambda: named("FullyShardedDataParallel"), "wrapped in FSDP"),
+        (
+            lambda: named("FSDPLinear", type("FSDPModule", (nn.Module,), {})),
+            r"wrapped in FSDP \(fully_shard\)",
+        ),
+        (lambda: nn.DataParallel(nn.Linear(2, 2)), "wrapped in DataParallel"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), "TorchScript"),
+        (shared, "shared with other processes"),
+        (overlapping, "one and other lie in the same memory"),
+        (sparse, "adjacency is not a plain strided tensor"),
+        (lambda: nn.LazyLinear(2), "has no shape yet; call the module once"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_cannot_be_moved_safely_is_refused_with_its_reason(backend, probe, build, why):
     module = build().eval()
-    for attempt in (lambda: backend.adopt(SPEC, module), lambda: backend.load(SPEC, CARD, lambda: module)):
+    for attempt in (
+        lambda: backend.adopt(SPEC, module),
+        lambda: backend.load(SPEC, CARD, lambda: module),
+    ):
         with pytest.raises(CannotGovern, match=why) as error:
             attempt()
         assert error.value.name == "net" and error.value.why
@@ -369,6 +395,7 @@ def test_a_factory_is_sized_without_data(backend):
 
 def test_a_factory_that_cannot_be_sized_asks_for_a_size(backend):
     """And shows what the factory itself said."""
+
     def factory():
         raise RuntimeError("needs a card")
 
@@ -390,10 +417,15 @@ def test_a_factorys_own_error_is_its_own(backend, probe):
     assert not any(probe.used().values())
 
 
-@pytest.mark.parametrize("source, name", [
-    (nn.Linear(1, 1), "torch"), (lambda: nn.Linear(1, 1), "torch"), (nn.Module, "torch"),
-    ("org/absent", "transformers"),
-])
+@pytest.mark.parametrize(
+    "source, name",
+    [
+        (nn.Linear(1, 1), "torch"),
+        (lambda: nn.Linear(1, 1), "torch"),
+        (nn.Module, "torch"),
+        ("org/absent", "transformers"),
+    ],
+)
 def test_the_source_names_its_backend(source, name):
     assert backend_for(source) == name
     assert backend_for(source, "fake") == "fake"
@@ -414,7 +446,10 @@ def test_other_sources_are_no_models(tmp_path):
 
 def test_the_account_survives_many_small_models(backend, probe):
     """Fifty come and go in changing order; the pages of one are used by the next."""
-    models = [backend.load(ModelSpec(f"m{i}", "torch"), CARD, lambda i=i: nn.Linear(10 + i, 10)) for i in range(50)]
+    models = [
+        backend.load(ModelSpec(f"m{i}", "torch"), CARD, lambda i=i: nn.Linear(10 + i, 10))
+        for i in range(50)
+    ]
     for model in models[::3]:
         backend.move(model, HOST)
     for model in models[::-2]:

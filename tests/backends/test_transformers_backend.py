@@ -1,4 +1,5 @@
 """Model directories: what is loaded, what is refused by name, and that a changed weight is never lost."""
+
 from __future__ import annotations
 
 import json
@@ -25,7 +26,9 @@ def backend(probe):
 
 
 def spec(directory, model_type="other", **options):
-    return ModelSpec("m", "transformers", source=str(directory), model_type=model_type, options=options)
+    return ModelSpec(
+        "m", "transformers", source=str(directory), model_type=model_type, options=options
+    )
 
 
 def answer(module):
@@ -58,8 +61,10 @@ def test_logits_are_those_of_transformers_itself_after_every_journey(backend, ll
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("dtype, option", [
-    ("float32", None), ("bfloat16", None), ("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    "dtype, option",
+    [("float32", None), ("bfloat16", None), ("float32", "bfloat16"), ("bfloat16", "float32")],
+)
 @pytest.mark.parametrize("shard", [None, "100KB"], ids=["one file", "sharded"])
 def test_the_header_tells_the_bytes(backend, tmp_path, tied, dtype, option, shard):
     """As stored or as converted, tied weights once, whatever the number of files: within 2 %."""
@@ -96,7 +101,9 @@ def test_the_architecture_chooses_the_class_and_task_or_type_overrule_it(backend
     embedder, reranker = tiny_models.embedder(tmp_path / "e"), tiny_models.reranker(tmp_path / "r")
     assert kind(spec(llama)) == kind(spec(llama, "llm")) == "LlamaForCausalLM"
     assert kind(spec(embedder)) == kind(spec(embedder, "embedding")) == "LlamaModel"
-    assert kind(spec(reranker)) == kind(spec(reranker, "reranker")) == "LlamaForSequenceClassification"
+    assert (
+        kind(spec(reranker)) == kind(spec(reranker, "reranker")) == "LlamaForSequenceClassification"
+    )
     assert kind(spec(llama, "embedding")) == kind(spec(llama, task="embedding")) == "LlamaModel"
     with pytest.raises(BadSetting, match="task='poetry'"):
         backend.load(spec(llama, task="poetry"), CARD)
@@ -105,7 +112,10 @@ def test_the_architecture_chooses_the_class_and_task_or_type_overrule_it(backend
 def test_the_tokenizer_comes_along(backend, llama):
     module = backend.value(backend.load(spec(llama), CARD))
     ids = module.tokenizer("the quick brown", return_tensors="pt")
-    assert module.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] == ids["input_ids"].shape[1] + 3
+    assert (
+        module.generate(**ids, max_new_tokens=3, do_sample=False).shape[1]
+        == ids["input_ids"].shape[1] + 3
+    )
 
 
 def test_a_directory_without_a_tokenizer_is_a_model_too(backend, copy):
@@ -130,7 +140,11 @@ def test_a_load_is_silent_and_leaves_the_users_settings(backend, llama, capfd):
 def test_options_are_passed_on_or_refused(backend, llama):
     module = backend.value(backend.load(spec(llama, attn_implementation="eager"), CARD))
     assert module.config._attn_implementation == "eager"
-    for option, value in (("device_map", "auto"), ("quantization_config", {}), ("load_in_8bit", True)):
+    for option, value in (
+        ("device_map", "auto"),
+        ("quantization_config", {}),
+        ("load_in_8bit", True),
+    ):
         with pytest.raises(BadSetting, match=option):
             backend.load(spec(llama, **{option: value}), CARD)
     for dtype in ("int8", "float99", "nn"):
@@ -141,8 +155,11 @@ def test_options_are_passed_on_or_refused(backend, llama):
 def test_remote_code_is_not_trusted_by_itself(backend, copy):
     """A repository's own Python runs only where the caller says so."""
     config = json.loads((copy / "config.json").read_text())
-    config.update(model_type="custom", architectures=["Custom"], auto_map={
-        "AutoConfig": "custom.Config", "AutoModelForCausalLM": "custom.Custom"})
+    config.update(
+        model_type="custom",
+        architectures=["Custom"],
+        auto_map={"AutoConfig": "custom.Config", "AutoModelForCausalLM": "custom.Custom"},
+    )
     (copy / "config.json").write_text(json.dumps(config))
     (copy / "custom.py").write_text("raise SystemExit('remote code ran')")
     with pytest.raises(LoadFailed):
@@ -169,7 +186,9 @@ CHANGES = {
     "data.add_": lambda m: m.lm_head.weight.data.add_(1e-3),
     "one element": lambda m: m.lm_head.weight.data[3, 4].mul_(1.0001),
     "sign": lambda m: m.lm_head.weight.data.neg_(),
-    "swap of rows": lambda m: m.lm_head.weight.data.index_copy_(0, torch.tensor([0, 1]), m.lm_head.weight.data[[1, 0]]),
+    "swap of rows": lambda m: m.lm_head.weight.data.index_copy_(
+        0, torch.tensor([0, 1]), m.lm_head.weight.data[[1, 0]]
+    ),
     "numpy": lambda m: m.lm_head.weight.detach().numpy().__setitem__((0, 0), 7.0),
     "dlpack": lambda m: torch.from_dlpack(m.lm_head.weight.detach()).zero_(),
     "set_ alias": lambda m: torch.empty(0).set_(m.lm_head.weight.untyped_storage()).fill_(2),
@@ -179,7 +198,9 @@ CHANGES = {
     "data replaced": lambda m: setattr(m.lm_head.weight, "data", m.lm_head.weight.data * 2),
     "gradient": lambda m: setattr(m.lm_head.weight, "grad", torch.ones_like(m.lm_head.weight)),
     "tokens added": lambda m: m.resize_token_embeddings(600, mean_resizing=False),
-    "adapter added": lambda m: m.lm_head.register_parameter("lora_A", nn.Parameter(torch.zeros(4, 64))),
+    "adapter added": lambda m: m.lm_head.register_parameter(
+        "lora_A", nn.Parameter(torch.zeros(4, 64))
+    ),
     "buffer added": lambda m: m.register_buffer("steering", torch.ones(64)),
     "half of it": lambda m: m.half(),
     "layer removed": lambda m: m.model.layers.__delitem__(1),
@@ -253,7 +274,9 @@ def test_weights_that_the_source_lacks_make_it_undroppable(backend, copy):
     assert not backend.droppable(module) and not backend.unchanged(module)
 
 
-def test_an_object_that_was_rebuilt_meanwhile_is_not_filled_with_the_wrong_weights(backend, probe, llama):
+def test_an_object_that_was_rebuilt_meanwhile_is_not_filled_with_the_wrong_weights(
+    backend, probe, llama
+):
     model = backend.load(spec(llama), CARD)
     module = backend.value(model)
     backend.drop(model)
@@ -268,6 +291,7 @@ def test_an_object_that_was_rebuilt_meanwhile_is_not_filled_with_the_wrong_weigh
 
 def header(edit):
     """Damages a file by that edit of its header."""
+
     def rewrite(path):
         data = path.read_bytes()
         length = struct.unpack("<Q", data[:8])[0]
@@ -288,10 +312,19 @@ DAMAGES = {
     "cut to nothing": (lambda p: p.write_bytes(b""), "it is 0 bytes long"),
     "cut in the header": (lambda p: p.write_bytes(p.read_bytes()[:100]), "it is 100 bytes long"),
     "too long": (lambda p: p.open("ab").write(b"x"), "longer than it should be"),
-    "huge header": (lambda p: p.write_bytes(b"\xff" * 8 + p.read_bytes()[8:]), "its header would be"),
-    "no json": (lambda p: p.write_bytes(p.read_bytes()[:8] + bytes(200) + p.read_bytes()[208:]), "JSON cannot be read"),
+    "huge header": (
+        lambda p: p.write_bytes(b"\xff" * 8 + p.read_bytes()[8:]),
+        "its header would be",
+    ),
+    "no json": (
+        lambda p: p.write_bytes(p.read_bytes()[:8] + bytes(200) + p.read_bytes()[208:]),
+        "JSON cannot be read",
+    ),
     "json list": (lambda p: p.write_bytes(struct.pack("<Q", 2) + b"[]"), "not an object"),
-    "overlap": (header(lambda h: first(h).update(dtype="F32", shape=[1], data_offsets=[4, 8])), "a gap or an overlap"),
+    "overlap": (
+        header(lambda h: first(h).update(dtype="F32", shape=[1], data_offsets=[4, 8])),
+        "a gap or an overlap",
+    ),
     "negative": (header(lambda h: first(h).update(data_offsets=[-8, 8])), "not one of safetensors"),
     "shape": (header(lambda h: first(h).update(shape=[10**9])), "not one of safetensors"),
     "fields": (header(lambda h: first(h).pop("dtype")), "not one of safetensors"),
@@ -315,7 +348,9 @@ def test_a_missing_or_escaping_shard_is_named(backend, tmp_path):
     index = directory / "model.safetensors.index.json"
     shard = sorted(directory.glob("model-*.safetensors"))[1]
     shard.rename(tmp_path / "away")
-    with pytest.raises(LoadFailed, match=f"{shard.name} cannot be loaded: the index names it, and it is not there"):
+    with pytest.raises(
+        LoadFailed, match=f"{shard.name} cannot be loaded: the index names it, and it is not there"
+    ):
         footprint(backend, spec(directory))
     index.write_text(index.read_text().replace(shard.name, "../away"))
     with pytest.raises(LoadFailed, match="not a file beside it"):
@@ -371,7 +406,9 @@ def test_a_hub_id_that_was_not_downloaded_says_so_in_one_line(backend):
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_hub_id_that_was_downloaded_is_loaded_from_the_cache(backend, llama, tmp_path, monkeypatch):
+def test_a_hub_id_that_was_downloaded_is_loaded_from_the_cache(
+    backend, llama, tmp_path, monkeypatch
+):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))

@@ -4,6 +4,7 @@ Two pages. *Twenty models on four cards*, every card full and every model idle, 
 victims are chosen; beside it an exhaustive search over the subsets of the same twenty. *A full page*: 256 leases and
 tickets. Figures are seconds of this machine; what is compared stands side by side in one run.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -23,25 +24,53 @@ Situation = tuple[Book, Request, World]
 def twenty_models(seed: int = 0) -> Situation:
     """Five models on each of four 40 GiB cards, three owners, and a request that several must leave for."""
     random = Random(seed)
-    models = [lease(f"m{n}", by=1 + n % 3, last_used=NOW - 10 - random.randrange(900),
-                    importance=random.choice([10, 20]), reload_seconds=random.uniform(1, 30),
-                    **{f"sim{n % 4}": random.randint(6, 8)}) for n in range(20)]
-    return book(*models, limits={}), request("qwen", 14), world(sim0=40, sim1=40, sim2=40, sim3=40, host=200)
+    models = [
+        lease(
+            f"m{n}",
+            by=1 + n % 3,
+            last_used=NOW - 10 - random.randrange(900),
+            importance=random.choice([10, 20]),
+            reload_seconds=random.uniform(1, 30),
+            **{f"sim{n % 4}": random.randint(6, 8)},
+        )
+        for n in range(20)
+    ]
+    return (
+        book(*models, limits={}),
+        request("qwen", 14),
+        world(sim0=40, sim1=40, sim2=40, sim3=40, host=200),
+    )
 
 
 def full_page(seed: int = 0) -> Situation:
     """200 leases of sixteen owners and the tickets that fill the page; ours is the last of them."""
     random = Random(seed)
-    models = [lease(f"m{n}", by=1 + n % 16, last_used=NOW - 10 - random.randrange(900), pins=int(n % 7 == 0),
-                    importance=random.choice([5, 10, 20]), **{f"sim{n % 4}": 1}) for n in range(200)]
-    waiting = [ticket(f"t{n}", by=1 + n % 16, arrived=NOW - random.randrange(60), **{f"sim{n % 4}": 2})
-               for n in range(MOST_ENTRIES - len(models) - 1)]
+    models = [
+        lease(
+            f"m{n}",
+            by=1 + n % 16,
+            last_used=NOW - 10 - random.randrange(900),
+            pins=int(n % 7 == 0),
+            importance=random.choice([5, 10, 20]),
+            **{f"sim{n % 4}": 1},
+        )
+        for n in range(200)
+    ]
+    waiting = [
+        ticket(f"t{n}", by=1 + n % 16, arrived=NOW - random.randrange(60), **{f"sim{n % 4}": 2})
+        for n in range(MOST_ENTRIES - len(models) - 1)
+    ]
     ours = ticket("qwen", key="1:qwen", arrived=NOW, sim0=6)
-    return (book(*models, tickets=[*waiting, ours]), request("qwen", 6),
-            world(sim0=50, sim1=50, sim2=50, sim3=50, host=500))
+    return (
+        book(*models, tickets=[*waiting, ours]),
+        request("qwen", 6),
+        world(sim0=50, sim1=50, sim2=50, sim3=50, host=500),
+    )
 
 
-def best_subset(page: Book, wanted: Request, there: World, models: int = 20) -> tuple[Lease, ...] | None:
+def best_subset(
+    page: Book, wanted: Request, there: World, models: int = 20
+) -> tuple[Lease, ...] | None:
     """The least recently used smallest set whose leaving makes room on some card, found by trying every subset."""
     idle = list(page.leases())[:models]
     claims, need = page.claims(), wanted.footprint.bytes
@@ -49,7 +78,9 @@ def best_subset(page: Book, wanted: Request, there: World, models: int = 20) -> 
     for count in range(len(idle) + 1):
         for subset in itertools.combinations(idle, count):
             for card, limit in there.limits.items():
-                freed = sum(share.bytes for gone in subset for share in gone.shares if share.device == card)
+                freed = sum(
+                    share.bytes for gone in subset for share in gone.shares if share.device == card
+                )
                 if limit - claims.get(card, 0) + freed >= need:
                     score = (count, sum(lru(gone, there) for gone in subset))
                     if best is None or score < best[0]:
@@ -57,7 +88,9 @@ def best_subset(page: Book, wanted: Request, there: World, models: int = 20) -> 
     return best[1] if best else None
 
 
-def seconds_each(situations: Iterable[Situation], decide: Callable[..., Any] = admit) -> list[float]:
+def seconds_each(
+    situations: Iterable[Situation], decide: Callable[..., Any] = admit
+) -> list[float]:
     """Processor seconds of each decision, in order of size; so a busy machine tells the same."""
     taken = []
     for page, wanted, there in situations:
@@ -74,7 +107,10 @@ def figures(rounds: int = 2000, exhaustive_models: int = 20) -> dict[str, float]
         situations = [make(seed) for seed in range(20)]
         assert all(isinstance(admit(*each, lru)[1], Wait) for each in situations)
         taken = seconds_each(itertools.islice(itertools.cycle(situations), rounds))
-        found[f"{name}_p50"], found[f"{name}_p99"] = taken[len(taken) // 2], taken[len(taken) * 99 // 100]
+        found[f"{name}_p50"], found[f"{name}_p99"] = (
+            taken[len(taken) // 2],
+            taken[len(taken) * 99 // 100],
+        )
     page, wanted, there = twenty_models()
     began = time.thread_time()
     best_subset(page, wanted, there, exhaustive_models)
@@ -87,12 +123,16 @@ def figures(rounds: int = 2000, exhaustive_models: int = 20) -> dict[str, float]
 def main() -> None:
     found = figures()
     print(f"{'admit':<34}{'p50':>10}{'p99':>10}   target")
-    for name, words, target in (("twenty", "20 models on 4 cards", "100 µs"),
-                                ("full", "full page, 256 entries", "2 ms")):
+    for name, words, target in (
+        ("twenty", "20 models on 4 cards", "100 µs"),
+        ("full", "full page, 256 entries", "2 ms"),
+    ):
         p50, p99 = found[f"{name}_p50"] * 1e6, found[f"{name}_p99"] * 1e6
         print(f"{words:<34}{p50:>7.0f} µs{p99:>7.0f} µs   p99 ≤ {target}")
-    print(f"{'exhaustive search, the same 20':<34}{found['exhaustive']:>8.2f} s{'':>10}   "
-          f"{found['exhaustive_ratio']:,.0f} × (≥ 1,000 ×)")
+    print(
+        f"{'exhaustive search, the same 20':<34}{found['exhaustive']:>8.2f} s{'':>10}   "
+        f"{found['exhaustive_ratio']:,.0f} × (≥ 1,000 ×)"
+    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ A server and kernels are real processes, and the pages stand in a real Chromium.
 `memory` are clients that open a page and its websocket as a browser does, and draw nothing: twenty browsers would take
 the processor from the server that is measured.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -65,16 +66,34 @@ os._exit(0)  # the bench has been ended: without a word, in the midst of `work`
 
 
 @contextmanager
-def box(cards: str = "sim:24GiB,host:64GiB", kernels: tuple[tuple[int, int, int, float], ...] = (),
-        ) -> Iterator[tuple[Served, list[subprocess.Popen[str]]]]:
+def box(
+    cards: str = "sim:24GiB,host:64GiB",
+    kernels: tuple[tuple[int, int, int, float], ...] = (),
+) -> Iterator[tuple[Served, list[subprocess.Popen[str]]]]:
     """A console that is served, and kernels: the number of the first model, how many, their GiB, uses a second."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         place, port = Path(directory), free_port()
         settings = {"GPU_DEVICES": cards, "GPU_CONSOLE_TOKEN": OPERATORS, "TZ": "UTC"}
-        words = [sys.executable, "-m", "gpu_runtime.cli", "console", "--port", str(port), "--no-browser"]
-        started = [subprocess.Popen([sys.executable, "-c", KERNEL, *map(str, kernel)], stdin=subprocess.PIPE, text=True,
-                                    stdout=subprocess.PIPE, env=environ(place) | settings, start_new_session=True)
-                   for kernel in kernels]
+        words = [
+            sys.executable,
+            "-m",
+            "gpu_runtime.cli",
+            "console",
+            "--port",
+            str(port),
+            "--no-browser",
+        ]
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", KERNEL, *map(str, kernel)],
+                stdin=subprocess.PIPE,
+                text=True,
+                stdout=subprocess.PIPE,
+                env=environ(place) | settings,
+                start_new_session=True,
+            )
+            for kernel in kernels
+        ]
         for kernel in started:
             stack.callback(kernel.wait)
             stack.callback(kernel.kill)
@@ -128,6 +147,7 @@ def paint(visits: int = 5) -> Paint:
 
 # -- a click and what comes of it -------------------------------------------------------------------------------------
 
+
 def effect(times: int = 8) -> Waits:
     """From the click that confirms to the frame that shows it: a model of an idle kernel is moved to RAM, and back."""
     taken = []
@@ -139,8 +159,10 @@ def effect(times: int = 8) -> Waits:
             seen.row("model-0").locator("button", has_text=verb).click()
             confirm = seen.page.locator("[role=dialog] button", has_text=verb)
             confirm.wait_for()
-            seen.page.evaluate("addEventListener('click', () => { window.clickedAt = performance.now() }, "
-                               "{capture: true, once: true})")
+            seen.page.evaluate(
+                "addEventListener('click', () => { window.clickedAt = performance.now() }, "
+                "{capture: true, once: true})"
+            )
             seen.page.evaluate(f"{SEEN}({json.dumps(then)})")
             confirm.click()
             seen.page.wait_for_function("window.seenAt", polling=50, timeout=WAIT_MS)
@@ -158,18 +180,30 @@ class Session:
     """A page and its websocket, as a browser has them; what the server sends is read and forgotten."""
 
     async def open(self, served: Served, path: str, cookie: str) -> Session:
-        page = await AsyncHTTPClient().fetch(f"http://127.0.0.1:{served.port}{path}", headers={"Cookie": cookie},
-                                             request_timeout=ANSWER_SECONDS)
+        page = await AsyncHTTPClient().fetch(
+            f"http://127.0.0.1:{served.port}{path}",
+            headers={"Cookie": cookie},
+            request_timeout=ANSWER_SECONDS,
+        )
         token = re.search(r'"token":"([^"]+)"', page.body.decode())[1]
-        asked = HTTPRequest(f"ws://127.0.0.1:{served.port}{path}ws", headers={"Cookie": cookie},
-                            request_timeout=ANSWER_SECONDS)
-        self._socket = await websocket_connect(asked, subprotocols=["bokeh", token], max_message_size=1 << 26)
+        asked = HTTPRequest(
+            f"ws://127.0.0.1:{served.port}{path}ws",
+            headers={"Cookie": cookie},
+            request_timeout=ANSWER_SECONDS,
+        )
+        self._socket = await websocket_connect(
+            asked, subprotocols=["bokeh", token], max_message_size=1 << 26
+        )
         await self._hear()  # the greeting
         await self._say("PULL-DOC-REQ", {})
         while json.loads((heard := await self._hear())[0])["msgtype"] != "PULL-DOC-REPLY":
             pass
         self._tabs = re.search(r'"name":"Tabs\d*","id":"([^"]+)"', heard[2])[1]
-        ready = {"type": "event", "name": "document_ready", "values": {"type": "map", "entries": []}}
+        ready = {
+            "type": "event",
+            "name": "document_ready",
+            "values": {"type": "map", "entries": []},
+        }
         await self._patch({"kind": "MessageSent", "msg_type": "bokeh_event", "msg_data": ready})
         self.heard_bytes, self._answered = 0, asyncio.Event()
         self._reading = asyncio.ensure_future(self._read())
@@ -178,8 +212,14 @@ class Session:
     async def turn_to(self, tab: str) -> None:
         """As a click on that tab does; until the server has made the tab."""
         self._answered.clear()
-        await self._patch({"kind": "ModelChanged", "model": {"id": self._tabs}, "attr": "active",
-                           "new": registry.titles().index(tab)})
+        await self._patch(
+            {
+                "kind": "ModelChanged",
+                "model": {"id": self._tabs},
+                "attr": "active",
+                "new": registry.titles().index(tab),
+            }
+        )
         await asyncio.wait_for(self._answered.wait(), ANSWER_SECONDS)
 
     async def close(self) -> None:
@@ -195,7 +235,9 @@ class Session:
 
     async def _hear(self) -> list[str]:
         """The three parts of a message of Bokeh's protocol."""
-        parts = [await asyncio.wait_for(self._socket.read_message(), ANSWER_SECONDS) for _ in range(3)]
+        parts = [
+            await asyncio.wait_for(self._socket.read_message(), ANSWER_SECONDS) for _ in range(3)
+        ]
         if None in parts:
             raise ConnectionError(f"closed: {self._socket.close_code}")
         return parts
@@ -207,7 +249,9 @@ class Session:
                 self._answered.set()
 
 
-def crowd(sessions: int = 20, seconds: float = 20.0, looked_at: tuple[str, ...] = TABS) -> dict[str, float]:
+def crowd(
+    sessions: int = 20, seconds: float = 20.0, looked_at: tuple[str, ...] = TABS
+) -> dict[str, float]:
     """Milliseconds of the server's processor time a second, by the tab that so many sessions look at.
 
     Eight cards and 200 leases of eight kernels. Each of them uses a model four times a second, and every five seconds
@@ -218,8 +262,13 @@ def crowd(sessions: int = 20, seconds: float = 20.0, looked_at: tuple[str, ...] 
         return asyncio.run(_crowd(served, started, sessions, seconds, looked_at))
 
 
-async def _crowd(served: Served, started: list[subprocess.Popen[str]], sessions: int, seconds: float,
-                 looked_at: tuple[str, ...]) -> dict[str, float]:
+async def _crowd(
+    served: Served,
+    started: list[subprocess.Popen[str]],
+    sessions: int,
+    seconds: float,
+    looked_at: tuple[str, ...],
+) -> dict[str, float]:
     path, cookie = served.enter()
     present = [await Session().open(served, path, cookie) for _ in range(sessions)]
     spent = {}
@@ -227,11 +276,17 @@ async def _crowd(served: Served, started: list[subprocess.Popen[str]], sessions:
         for session in present:
             await session.turn_to(tab)
         await asyncio.sleep(5.0)  # what the tab asks for has come
-        before, heard, began = _spent(served.process), sum(one.heard_bytes for one in present), time.monotonic()
+        before, heard, began = (
+            _spent(served.process),
+            sum(one.heard_bytes for one in present),
+            time.monotonic(),
+        )
         moved = 0
         while time.monotonic() - began < seconds:
             kernel, moved = started[moved % 8], moved + 1
-            kernel.stdin.write(f"{'evict' if moved % 16 < 8 else 'restore'} model-{25 * ((moved - 1) % 8) + 1}\n")
+            kernel.stdin.write(
+                f"{'evict' if moved % 16 < 8 else 'restore'} model-{25 * ((moved - 1) % 8) + 1}\n"
+            )
             kernel.stdin.flush()
             await asyncio.sleep(5.0)
         took = time.monotonic() - began
@@ -245,6 +300,7 @@ async def _crowd(served: Served, started: list[subprocess.Popen[str]], sessions:
 
 # -- who comes and goes -----------------------------------------------------------------------------------------------
 
+
 class Growth(NamedTuple):
     """MiB of the server's own memory, once the sessions opened so far are closed and forgotten."""
 
@@ -257,7 +313,9 @@ class Growth(NamedTuple):
         return self.late / self.early - 1
 
 
-FORGOTTEN_SECONDS = 45.0  # Bokeh lets a session go 15 s after its page was closed, and looks every 17 s
+FORGOTTEN_SECONDS = (
+    45.0  # Bokeh lets a session go 15 s after its page was closed, and looks every 17 s
+)
 
 
 def memory(sessions: int = 1000, early: int = 100, together: int = 4) -> Growth:
@@ -284,6 +342,7 @@ async def _memory(served: Served, sessions: int, early: int, together: int) -> G
 
 
 # -- a day, zoomed ----------------------------------------------------------------------------------------------------
+
 
 def zoom() -> Waits:
     """From another range on the chart of a busy day to the frame that shows it."""

@@ -4,6 +4,7 @@
 
 All are real processes with runtimes of their own, on one SQLite book and simulated devices.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -44,14 +45,19 @@ class Waits(NamedTuple):
     @classmethod
     def of(cls, seconds: list[float]) -> Waits:
         ordered = sorted(seconds)
-        return cls(len(ordered), statistics.median(ordered), ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)],
-                   ordered[-1])
+        return cls(
+            len(ordered),
+            statistics.median(ordered),
+            ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)],
+            ordered[-1],
+        )
 
     def __str__(self) -> str:
         return f"p50 {self.median * 1e3:.1f} ms, p99 {self.p99 * 1e3:.1f} ms, worst {self.worst * 1e3:.1f} ms ({self.count})"
 
 
 # -- processes that do as they are told -------------------------------------------------------------------------------
+
 
 class Child:
     """A forked process: `act` answers what it is told, a line of JSON for a line of JSON."""
@@ -116,14 +122,21 @@ def ended(children: list[Child]) -> Iterator[list[Child]]:
 
 
 def runtime(url: str, cards: str = "sim:64GiB,host:1GiB") -> Runtime:
-    return Runtime(devices=cards, ledger=url, gpu_memory_max_percent=1.0, cpu_memory_max_percent=1.0,
-                   eviction_grace_seconds=0)
+    return Runtime(
+        devices=cards,
+        ledger=url,
+        gpu_memory_max_percent=1.0,
+        cpu_memory_max_percent=1.0,
+        eviction_grace_seconds=0,
+    )
 
 
 # -- a kernel is killed, and somebody waits for what it held ----------------------------------------------------------
 
+
 def grant_after_kill(holders: int = 64, kills: int = 100) -> Waits:
     """From the kill of one of so many kernels, each with a model in use, to the grant of its memory to a waiter."""
+
     def hold(told: Iterator[Any], say: Callable[[Any], None]) -> None:
         rt = runtime(url)
         rt.register("mine", backend="fake", size="1GiB")
@@ -165,8 +178,10 @@ def grant_after_kill(holders: int = 64, kills: int = 100) -> Waits:
 
 # -- everybody leases and releases ------------------------------------------------------------------------------------
 
+
 def cycles(processes: int = 64, a_second: float = 10.0, seconds: float = 8.0) -> Waits:
     """A lease taken and given back, by so many kernels so often."""
+
     def cycle(told: Iterator[Any], say: Callable[[Any], None]) -> None:
         rt = runtime(url)
         with rt.lease("1 MiB", purpose="warm"):
@@ -198,9 +213,12 @@ class Loop(NamedTuple):
 
 def closed_loop(processes: int = 64, seconds: float = 5.0) -> Loop:
     """Every process writes again as soon as it has written; 50 leases in the page."""
+
     def hammer(told: Iterator[Any], say: Callable[[Any], None]) -> None:
         door = open_ledger(url)
-        ticket = Ticket(key=door.owner.id, owner=door.owner.id, verb="use", name="qwen", arrived=0, refreshed=0)
+        ticket = Ticket(
+            key=door.owner.id, owner=door.owner.id, verb="use", name="qwen", arrived=0, refreshed=0
+        )
         door.transact(lambda book: (book.with_ticket(ticket), None))
         say("ready")
         next(told)
@@ -218,7 +236,11 @@ def closed_loop(processes: int = 64, seconds: float = 5.0) -> Loop:
         for door in doors:
             door.close()
     counts = [len(waits) for waits in served]
-    return Loop(Waits.of([wait for waits in served for wait in waits]), sum(counts) / seconds, min(counts) / max(counts))
+    return Loop(
+        Waits.of([wait for waits in served for wait in waits]),
+        sum(counts) / seconds,
+        min(counts) / max(counts),
+    )
 
 
 def _all_at_once(crowd: list[Child]) -> list[Any]:
@@ -231,15 +253,19 @@ def _all_at_once(crowd: list[Child]) -> list[Any]:
 
 # -- somebody keeps Python to itself ----------------------------------------------------------------------------------
 
+
 def bystander(hogs: int = 2, hog_seconds: float = 0.2, seconds: float = 8.0) -> Waits:
     """A kernel writes the book every 5 ms, while two others write it too and each keeps its own GIL for 200 ms at a
     time."""
+
     def hog(told: Iterator[Any], say: Callable[[Any], None]) -> None:
         door = open_ledger(url)
         stay = ctypes.PyDLL(None).usleep  # PyDLL keeps the GIL during the call
 
         def write() -> None:
-            ticket = Ticket(key=door.owner.id, owner=door.owner.id, verb="use", name="q", arrived=0, refreshed=0)
+            ticket = Ticket(
+                key=door.owner.id, owner=door.owner.id, verb="use", name="q", arrived=0, refreshed=0
+            )
             while True:
                 ticket = replace(ticket, refreshed=time.monotonic())
                 door.transact(lambda book: (book.with_ticket(ticket), None))
@@ -257,7 +283,9 @@ def bystander(hogs: int = 2, hog_seconds: float = 0.2, seconds: float = 8.0) -> 
             for child in crowd:
                 child.answer()
             waits, end = [], time.monotonic() + seconds
-            ticket = Ticket(key="b", owner=doors[0].owner.id, verb="use", name="b", arrived=0, refreshed=0)
+            ticket = Ticket(
+                key="b", owner=doors[0].owner.id, verb="use", name="b", arrived=0, refreshed=0
+            )
             while (began := time.monotonic()) < end:
                 ticket = replace(ticket, refreshed=began)
                 doors[0].transact(lambda book, ticket=ticket: (book.with_ticket(ticket), None))
@@ -270,6 +298,7 @@ def bystander(hogs: int = 2, hog_seconds: float = 0.2, seconds: float = 8.0) -> 
 
 # -- recall -----------------------------------------------------------------------------------------------------------
 
+
 class Recall(NamedTuple):
     """From one kernel's request to its grant, while another's idle model of 1 GiB moves to its host memory."""
 
@@ -280,6 +309,7 @@ class Recall(NamedTuple):
 
 def recall(busy: bool, tensors: int = 8, rounds: int = 30) -> Recall:
     """`busy`: the other kernel's main thread runs a pure-Python loop meanwhile."""
+
     def idle(told: Iterator[Any], say: Callable[[Any], None]) -> None:
         import torch
 
@@ -309,7 +339,9 @@ def recall(busy: bool, tensors: int = 8, rounds: int = 30) -> Recall:
         rt = runtime(url, "sim:1536MiB,host:4GiB")
         rt.register("wanted", backend="fake", size="1GiB")
         taken = []
-        for _ in range(rounds + 1):  # the first is cold: the host's pages are touched for the first time
+        for _ in range(
+            rounds + 1
+        ):  # the first is cold: the host's pages are touched for the first time
             time.sleep(random.uniform(0.01, 0.1))
             began = time.monotonic()
             with rt.use("wanted", timeout=30):
@@ -324,7 +356,9 @@ def recall(busy: bool, tensors: int = 8, rounds: int = 30) -> Recall:
 def _module(torch: Any, tensors: int, width: int) -> Any:
     module = torch.nn.Module()
     for n in range(tensors):
-        module.register_parameter(f"w{n}", torch.nn.Parameter(torch.ones(width), requires_grad=False))
+        module.register_parameter(
+            f"w{n}", torch.nn.Parameter(torch.ones(width), requires_grad=False)
+        )
     return module
 
 
@@ -344,16 +378,21 @@ def main() -> None:
     if "loop" in wanted:
         for processes in (4, 16, 64):
             loop = closed_loop(processes)
-            print(f"closed loop, {processes}: {loop.waits}; {loop.a_second:.0f} a second, fairness {loop.fairness:.2f}",
-                  flush=True)
+            print(
+                f"closed loop, {processes}: {loop.waits}; {loop.a_second:.0f} a second, fairness {loop.fairness:.2f}",
+                flush=True,
+            )
     if "hogs" in wanted:
         print(f"bystander, two hogs: {bystander()}", flush=True)
     if "recall" in wanted:
         for busy in (False, True):
             for tensors in (8, 40):
                 figures = recall(busy, tensors)
-                print(f"recall of 1 GiB in {tensors} tensors, its kernel {'busy' if busy else 'idle'}: {figures.waits}; "
-                      f"a plain copy {figures.copy * 1e3:.0f} ms", flush=True)
+                print(
+                    f"recall of 1 GiB in {tensors} tensors, its kernel {'busy' if busy else 'idle'}: {figures.waits}; "
+                    f"a plain copy {figures.copy * 1e3:.0f} ms",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

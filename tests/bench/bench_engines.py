@@ -4,6 +4,7 @@ The engine's own start is a bare process that imports llama_cpp and loads the sa
 the one model (its worker ends) and loads the other (a worker starts), leases and book included. In turn, so that noise
 meets both.
 """
+
 from __future__ import annotations
 
 import os
@@ -17,18 +18,28 @@ from pathlib import Path
 
 from gpu_runtime import EngineDied, Runtime, samples
 
-BARE = ("import llama_cpp; llama_cpp.Llama({!r}, n_ctx=512, n_gpu_layers=-1, verbose=True); "
-        "print('ready', flush=True)")
+BARE = (
+    "import llama_cpp; llama_cpp.Llama({!r}, n_ctx=512, n_gpu_layers=-1, verbose=True); "
+    "print('ready', flush=True)"
+)
 
 
 def figures(rounds: int = 12) -> dict[str, float]:
     """Medians in seconds: `start` of a bare engine, `swap` of two models, and from a kill to the error (`died`)."""
-    with tempfile.TemporaryDirectory() as directory, Runtime(
-            devices="sim:10MiB,host:64MiB", ledger=f"sqlite://{directory}/ledger", gpu_memory_max_percent=1.0) as rt:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Runtime(
+            devices="sim:10MiB,host:64MiB",
+            ledger=f"sqlite://{directory}/ledger",
+            gpu_memory_max_percent=1.0,
+        ) as rt,
+    ):
         files = {name: samples.gguf_lm(Path(directory) / f"{name}.gguf") for name in ("a", "b")}
         for name, file in files.items():
             rt.register(name, str(file))
-            rt.preload(name)  # its files are in the page cache from now on, and it has been measured
+            rt.preload(
+                name
+            )  # its files are in the page cache from now on, and it has been measured
         starts, swaps, died = [], [], []
         for turn in range(rounds):
             starts.append(_bare(files["ab"[turn % 2]]))
@@ -46,14 +57,22 @@ def figures(rounds: int = 12) -> dict[str, float]:
                 except EngineDied:
                     assert not list(rt.status().leases())
                     died.append(time.perf_counter() - began)
-    return {"start": statistics.median(starts), "swap": statistics.median(swaps), "died": statistics.median(died)}
+    return {
+        "start": statistics.median(starts),
+        "swap": statistics.median(swaps),
+        "died": statistics.median(died),
+    }
 
 
 def _bare(file: Path) -> float:
     """Seconds from the start of a process to a loaded model; then it is killed."""
     began = time.perf_counter()
-    with subprocess.Popen([sys.executable, "-P", "-c", BARE.format(str(file))], stdout=subprocess.PIPE,
-                          stderr=subprocess.DEVNULL, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}) as process:
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", BARE.format(str(file))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    ) as process:
         process.stdout.readline()
         taken = time.perf_counter() - began
         process.kill()
@@ -62,5 +81,7 @@ def _bare(file: Path) -> float:
 
 if __name__ == "__main__":
     taken = figures()
-    print(f"start {taken['start'] * 1e3:.0f} ms, swap {taken['swap'] * 1e3:.0f} ms = "
-          f"{taken['swap'] / taken['start']:.2f}x; from kill -9 to the error {taken['died'] * 1e3:.1f} ms")
+    print(
+        f"start {taken['start'] * 1e3:.0f} ms, swap {taken['swap'] * 1e3:.0f} ms = "
+        f"{taken['swap'] / taken['start']:.2f}x; from kill -9 to the error {taken['died'] * 1e3:.1f} ms"
+    )

@@ -2,6 +2,7 @@
 
 The kernel is told to forget the pages (`POSIX_FADV_DONTNEED`) before each round; the directory entries stay known.
 """
+
 from __future__ import annotations
 
 import json
@@ -16,17 +17,37 @@ from gpu_runtime.backends.formats import sources
 from gpu_runtime.estimation.footprint import footprint
 
 LAYERS, HIDDEN, INNER, KV, VOCABULARY, SHARDS = 80, 8192, 28672, 1024, 128256, 30  # Llama 3 70B
-CONFIG = dict(architectures=["LlamaForCausalLM"], model_type="llama", num_hidden_layers=LAYERS, hidden_size=HIDDEN,
-              intermediate_size=INNER, num_attention_heads=64, num_key_value_heads=8, vocab_size=VOCABULARY,
-              max_position_embeddings=131072, torch_dtype="bfloat16")
-WEIGHT_BYTES = 2 * (LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV + 3 * HIDDEN * INNER + 2 * HIDDEN)
-                    + 2 * VOCABULARY * HIDDEN + HIDDEN)
+CONFIG = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    num_hidden_layers=LAYERS,
+    hidden_size=HIDDEN,
+    intermediate_size=INNER,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=131072,
+    torch_dtype="bfloat16",
+)
+WEIGHT_BYTES = 2 * (
+    LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV + 3 * HIDDEN * INNER + 2 * HIDDEN)
+    + 2 * VOCABULARY * HIDDEN
+    + HIDDEN
+)
 
 
 def tensors() -> dict[str, tuple[int, ...]]:
-    layer = {"self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (KV, HIDDEN), "self_attn.v_proj": (KV, HIDDEN),
-             "self_attn.o_proj": (HIDDEN, HIDDEN), "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN),
-             "mlp.down_proj": (HIDDEN, INNER), "input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}
+    layer = {
+        "self_attn.q_proj": (HIDDEN, HIDDEN),
+        "self_attn.k_proj": (KV, HIDDEN),
+        "self_attn.v_proj": (KV, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HIDDEN),
+        "mlp.gate_proj": (INNER, HIDDEN),
+        "mlp.up_proj": (INNER, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INNER),
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+    }
     found = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
     for number in range(LAYERS):
         found |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
@@ -41,7 +62,7 @@ def shards(directory: Path) -> None:
     index = {}
     for number in range(SHARDS):
         file, header, end = f"model-{number + 1:05}-of-{SHARDS:05}.safetensors", {}, 0
-        for name, shape in rows[number * each:(number + 1) * each]:
+        for name, shape in rows[number * each : (number + 1) * each]:
             size = 2
             for length in shape:
                 size *= length
@@ -50,33 +71,47 @@ def shards(directory: Path) -> None:
         text = json.dumps(header).encode()
         (directory / file).write_bytes(struct.pack("<Q", len(text)) + text)
         os.truncate(directory / file, 8 + len(text) + end)
-    (directory / "model.safetensors.index.json").write_text(json.dumps(
-        {"metadata": {"total_size": WEIGHT_BYTES}, "weight_map": index}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": WEIGHT_BYTES}, "weight_map": index})
+    )
     (directory / "config.json").write_text(json.dumps(CONFIG))
 
 
 def gguf(path: Path) -> None:
     """One Q4_K file of the same model, with a vocabulary of its size and as many merges as Llama 3's."""
+
     def text(word: str) -> bytes:
         return struct.pack("<Q", len(word)) + word.encode()
 
     def strings(key: str, words: list[str]) -> bytes:
         return text(key) + struct.pack("<IIQ", 9, 8, len(words)) + b"".join(map(text, words))
 
-    numbers = {"block_count": LAYERS, "embedding_length": HIDDEN, "feed_forward_length": INNER,
-               "attention.head_count": 64, "attention.head_count_kv": 8, "context_length": 131072}
-    pairs = [text("general.architecture") + struct.pack("<I", 8) + text("llama"),
-             *(text(f"llama.{key}") + struct.pack("<II", 4, value) for key, value in numbers.items()),
-             strings("tokenizer.ggml.tokens", [f"token{n}" for n in range(VOCABULARY)]),
-             strings("tokenizer.ggml.merges", [f"left{n} right{n}" for n in range(280_000)])]
+    numbers = {
+        "block_count": LAYERS,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": INNER,
+        "attention.head_count": 64,
+        "attention.head_count_kv": 8,
+        "context_length": 131072,
+    }
+    pairs = [
+        text("general.architecture") + struct.pack("<I", 8) + text("llama"),
+        *(text(f"llama.{key}") + struct.pack("<II", 4, value) for key, value in numbers.items()),
+        strings("tokenizer.ggml.tokens", [f"token{n}" for n in range(VOCABULARY)]),
+        strings("tokenizer.ggml.merges", [f"left{n} right{n}" for n in range(280_000)]),
+    ]
     table, end = [], 0
     for name, shape in tensors().items():
         weights = 1
         for length in shape:
             weights *= length
-        table.append(text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), 12, end))
+        table.append(
+            text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), 12, end)
+        )
         end += weights // 256 * 144
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(table), len(pairs)) + b"".join(pairs) + b"".join(table)
+    head = (
+        b"GGUF" + struct.pack("<IQQ", 3, len(table), len(pairs)) + b"".join(pairs) + b"".join(table)
+    )
     path.write_bytes(head)
     os.truncate(path, -(-len(head) // 32) * 32 + end)
 
@@ -95,12 +130,20 @@ def milliseconds(rounds: int = 15) -> dict[str, float]:
                 _forget(source)
                 for state in ("cold", "warm"):
                     began = time.perf_counter()
-                    found = footprint("llama", sources.evidence(str(source), "llama"), options={"context_length": 8192})
-                    taken.setdefault(f"{name}, {state}", []).append((time.perf_counter() - began) * 1e3)
+                    found = footprint(
+                        "llama",
+                        sources.evidence(str(source), "llama"),
+                        options={"context_length": 8192},
+                    )
+                    taken.setdefault(f"{name}, {state}", []).append(
+                        (time.perf_counter() - began) * 1e3
+                    )
                 assert found.parts[0].bytes == WEIGHT_BYTES // (1 if name == "shards" else 2) * (
-                    1 if name == "shards" else 144 / 256), found
+                    1 if name == "shards" else 144 / 256
+                ), found
     return {name: statistics.median(times) for name, times in taken.items()} | {
-        f"{name}, worst": max(times) for name, times in taken.items()}
+        f"{name}, worst": max(times) for name, times in taken.items()
+    }
 
 
 def _forget(source: Path) -> None:

@@ -3,6 +3,7 @@
 Eight devices with 25 leases each, a moment of each every two seconds, written and thinned as the recorder does; and a
 journal that is full. Read as a chart of 600 points reads it.
 """
+
 from __future__ import annotations
 
 import statistics
@@ -21,15 +22,30 @@ DEVICES, LEASES, ROUNDS = 8, 25, 15
 def figures() -> dict[str, float]:
     """Milliseconds of the processor for one reading, the median; and what lies on the disk, in MiB."""
     with tempfile.TemporaryDirectory(prefix="bench-history-") as place:
-        record, journal, now = Record(Path(place) / "history.db"), Journal(Path(place) / "journal.db"), time.time()
+        record, journal, now = (
+            Record(Path(place) / "history.db"),
+            Journal(Path(place) / "journal.db"),
+            time.time(),
+        )
         for part in range(24 * 6):
             began = now - DAY + 600 * part
             record.append(_moments(began))
             record.thin(began + 600)
-        journal.append(Event(n, now - DAY + n * DAY / KEPT, f"m{n % 200}", "granted", "request",
-                             "it needs 14.0 GiB; cuda:0 has 21.6 GiB free and would keep 7.6.") for n in range(KEPT))
-        taken = {f"history, {name}": _median(lambda since=now - seconds: record.between(since, now, 599))
-                 for name, seconds in (("24 h", DAY), ("2 h", 7200), ("15 min", 900))}
+        journal.append(
+            Event(
+                n,
+                now - DAY + n * DAY / KEPT,
+                f"m{n % 200}",
+                "granted",
+                "request",
+                "it needs 14.0 GiB; cuda:0 has 21.6 GiB free and would keep 7.6.",
+            )
+            for n in range(KEPT)
+        )
+        taken = {
+            f"history, {name}": _median(lambda since=now - seconds: record.between(since, now, 599))
+            for name, seconds in (("24 h", DAY), ("2 h", 7200), ("15 min", 900))
+        }
         taken["events, 10,000"] = _median(lambda: journal.tail(since=now - DAY))
         taken["MiB on disk"] = record.path.stat().st_size / 2**20
         return taken
@@ -40,8 +56,20 @@ def _moments(began: float) -> list[Moment]:
     for second in range(0, 600, 2):
         for n in range(DEVICES):
             claims = {f"model-{n}-{m}@{4000 + m}": (m + 1) * GIB for m in range(LEASES)}
-            rows.append(Moment(began + second, f"cuda:{n}", 80 * GIB, 72 * GIB, 40 * GIB + second * 2**20, Level.LOW,
-                               37.0, 61.0, 250.0, claims))
+            rows.append(
+                Moment(
+                    began + second,
+                    f"cuda:{n}",
+                    80 * GIB,
+                    72 * GIB,
+                    40 * GIB + second * 2**20,
+                    Level.LOW,
+                    37.0,
+                    61.0,
+                    250.0,
+                    claims,
+                )
+            )
     return rows
 
 

@@ -3,6 +3,7 @@ more than calling the same llama.cpp engine directly.
 
 The server, its client and its engines share the cores. `wrk` comes with most systems (`apt install wrk`).
 """
+
 from __future__ import annotations
 
 import http.client
@@ -44,9 +45,15 @@ class Server(NamedTuple):
     token: str
     process: psutil.Process
 
-    def call(self, connection: http.client.HTTPConnection, **body: object) -> http.client.HTTPResponse:
-        connection.request("POST", "/v1/chat/completions", json.dumps({"messages": MESSAGES, **body}),
-                           {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"})
+    def call(
+        self, connection: http.client.HTTPConnection, **body: object
+    ) -> http.client.HTTPResponse:
+        connection.request(
+            "POST",
+            "/v1/chat/completions",
+            json.dumps({"messages": MESSAGES, **body}),
+            {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"},
+        )
         answer = connection.getresponse()
         assert answer.status == 200, answer.read()
         return answer
@@ -54,7 +61,9 @@ class Server(NamedTuple):
 
 class Echo(NamedTuple):
     a_second: float
-    a_processor_second: float  # of the server alone: what a quiet machine would reach, with the client elsewhere
+    a_processor_second: (
+        float  # of the server alone: what a quiet machine would reach, with the client elsewhere
+    )
     half_load: float  # requests a second, while the waits were measured
     median: float  # seconds, at half the target
     p99: float
@@ -65,14 +74,31 @@ def serving(directory: str) -> Iterator[Server]:
     """`gpu serve` with a model that echoes and one that llama.cpp runs, from when it tells its URL."""
     place = Path(directory)
     samples.gguf_lm(place / "writer.gguf", size="24 MiB")
-    (place / "models.json").write_text(json.dumps({"models": {
-        "echo": {"backend": "fake", "type": "llm", "memory": "1GiB"},
-        "writer": {"path": "writer.gguf", "type": "llm", "context_length": 512}}}))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GPU_")} | {
-        "GPU_DEVICES": "sim:24GiB,host:64GiB", "GPU_LEDGER": f"sqlite://{place}/ledger",
-        "XDG_STATE_HOME": f"{place}/state", "GPU_CATALOG": f"{place}/models.json"}
-    with subprocess.Popen([sys.executable, "-m", "gpu_runtime.cli", "serve"], env=environment, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    (place / "models.json").write_text(
+        json.dumps(
+            {
+                "models": {
+                    "echo": {"backend": "fake", "type": "llm", "memory": "1GiB"},
+                    "writer": {"path": "writer.gguf", "type": "llm", "context_length": 512},
+                }
+            }
+        )
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("GPU_")
+    } | {
+        "GPU_DEVICES": "sim:24GiB,host:64GiB",
+        "GPU_LEDGER": f"sqlite://{place}/ledger",
+        "XDG_STATE_HOME": f"{place}/state",
+        "GPU_CATALOG": f"{place}/models.json",
+    }
+    with subprocess.Popen(
+        [sys.executable, "-m", "gpu_runtime.cli", "serve"],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
         try:
             process.stdout.readline()
             url = urlsplit(process.stdout.readline().strip())
@@ -102,29 +128,55 @@ def wrk(server: Server, seconds: int, a_second: float = 0.0) -> dict[str, float]
         body = json.dumps({"model": "echo", "messages": MESSAGES})
         script.write(SCRIPT.format(body=body, token=server.token, pause=pause))
         script.flush()
-        said = subprocess.run(["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds}s", "--latency", "-s", script.name,
-                               f"http://{server.address}"], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [
+                "wrk",
+                "-t1",
+                f"-c{CONNECTIONS}",
+                f"-d{seconds}s",
+                "--latency",
+                "-s",
+                script.name,
+                f"http://{server.address}",
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
     assert "Non-2xx" not in said and "Socket errors" not in said, said
     unit = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-    waits = {name: float(value) * unit[what] for name, value, what in re.findall(r"(\d+%)\s+([\d.]+)(us|ms|s)\b", said)}
+    waits = {
+        name: float(value) * unit[what]
+        for name, value, what in re.findall(r"(\d+%)\s+([\d.]+)(us|ms|s)\b", said)
+    }
     return {"a second": float(re.search(r"Requests/sec:\s+([\d.]+)", said)[1]), **waits}
 
 
 def overhead(server: Server, file: Path, rounds: int = 8, most: int = 200) -> dict[str, float]:
     """Seconds that a short answer takes longer over HTTP than from the engine, and the ratio of tokens a second."""
     connection = http.client.HTTPConnection(server.address)
-    taken: dict[str, list[float]] = {"direct": [], "through": [], "direct, one": [], "through, one": []}
+    taken: dict[str, list[float]] = {
+        "direct": [],
+        "through": [],
+        "direct, one": [],
+        "through, one": [],
+    }
     with Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:") as rt:
         rt.register("writer", str(file), context_length=512)
         with rt.use("writer") as model:
+
             def direct(count: int, stream: bool) -> None:
-                said = model.create_chat_completion(MESSAGES, stream=stream, max_tokens=count, temperature=0)
+                said = model.create_chat_completion(
+                    MESSAGES, stream=stream, max_tokens=count, temperature=0
+                )
                 if stream:
                     for _ in said:
                         pass
 
             def through(count: int, stream: bool) -> None:
-                answer = server.call(connection, model="writer", stream=stream, max_tokens=count, temperature=0)
+                answer = server.call(
+                    connection, model="writer", stream=stream, max_tokens=count, temperature=0
+                )
                 while stream and answer.readline():  # word by word, as a program would
                     pass
                 answer.read()
@@ -138,8 +190,12 @@ def overhead(server: Server, file: Path, rounds: int = 8, most: int = 200) -> di
                     for name, way in (("direct, one", direct), ("through, one", through)):
                         taken[name].append(_seconds(lambda way=way: way(1, False)))
     middle = {name: statistics.median(seconds) for name, seconds in taken.items()}
-    return {"tokens ratio": middle["direct"] / middle["through"], "tokens a second": most / middle["through"],
-            "added, median": middle["through, one"] - middle["direct, one"], "direct, median": middle["direct, one"]}
+    return {
+        "tokens ratio": middle["direct"] / middle["through"],
+        "tokens a second": most / middle["through"],
+        "added, median": middle["through, one"] - middle["direct, one"],
+        "direct, median": middle["direct, one"],
+    }
 
 
 def _seconds(work: Callable[[], None]) -> float:
@@ -151,7 +207,9 @@ def _seconds(work: Callable[[], None]) -> float:
 def figures() -> tuple[Echo | None, dict[str, float]]:
     """Both; None where there is no `wrk`."""
     with tempfile.TemporaryDirectory() as directory, serving(directory) as server:
-        return echo(server) if shutil.which("wrk") else None, overhead(server, Path(directory, "writer.gguf"))
+        return echo(server) if shutil.which("wrk") else None, overhead(
+            server, Path(directory, "writer.gguf")
+        )
 
 
 if __name__ == "__main__":
@@ -159,4 +217,9 @@ if __name__ == "__main__":
         if "echo" in sys.argv or len(sys.argv) == 1:
             print(echo(served))
         if "overhead" in sys.argv or len(sys.argv) == 1:
-            print({name: round(value, 5) for name, value in overhead(served, Path(here, "writer.gguf")).items()})
+            print(
+                {
+                    name: round(value, 5)
+                    for name, value in overhead(served, Path(here, "writer.gguf")).items()
+                }
+            )

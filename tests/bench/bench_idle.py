@@ -4,6 +4,7 @@
 
 Processor time of all of them together, as the operating system counts it, over some seconds in which nobody acts.
 """
+
 from __future__ import annotations
 
 import subprocess
@@ -24,7 +25,9 @@ sys.stdin.read()
 """
 
 
-def percent_of_a_core(processes: int = 64, seconds: float = 10.0, settle_seconds: float = 8.0) -> dict[str, float]:
+def percent_of_a_core(
+    processes: int = 64, seconds: float = 10.0, settle_seconds: float = 8.0
+) -> dict[str, float]:
     """Processor time of idle kernels as a percentage of one core: all together, and the busiest of them."""
     with tempfile.TemporaryDirectory() as directory:
         kernels = [_kernel(f"sqlite://{directory}/ledger") for _ in range(processes)]
@@ -43,8 +46,12 @@ def percent_of_a_core(processes: int = 64, seconds: float = 10.0, settle_seconds
 
 
 def _kernel(ledger: str) -> subprocess.Popen[bytes]:
-    kernel = subprocess.Popen([sys.executable, "-c", KERNEL, ledger], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                              start_new_session=True)
+    kernel = subprocess.Popen(
+        [sys.executable, "-c", KERNEL, ledger],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
     assert kernel.stdout and kernel.stdout.readline() == b"ready\n"
     return kernel
 
@@ -61,6 +68,8 @@ def _spent(kernel: subprocess.Popen[bytes]) -> float:
 if __name__ == "__main__":
     given = [float(word) for word in sys.argv[1:3]]
     figures = percent_of_a_core(*([int(given[0])] if given else []), *given[1:])
-    print(f"{int(given[0]) if given else 64} idle kernels with monitors, processor time as a percentage of one core")
+    print(
+        f"{int(given[0]) if given else 64} idle kernels with monitors, processor time as a percentage of one core"
+    )
     for name, value in figures.items():
         print(f"{name:>14}  {value:8.2f} %")

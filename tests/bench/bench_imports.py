@@ -1,4 +1,5 @@
 """What an import costs, against `import torch` in the same run: every figure is a process of its own."""
+
 from __future__ import annotations
 
 import statistics
@@ -29,7 +30,9 @@ def seconds(rounds: int = 7) -> dict[str, float]:
     for _ in range(rounds):
         for name, statement in _CASES.items():
             program = _PROGRAM.format(statement=statement, shell=name == "load_ext")
-            done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                [sys.executable, "-c", program], capture_output=True, text=True, check=True
+            )
             taken[name].append(float(done.stdout))
     return {name: statistics.median(times) for name, times in taken.items()}
 

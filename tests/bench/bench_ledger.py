@@ -4,6 +4,7 @@
 
 The target: at most four times a bare one-row UPDATE in the same journal mode, with 50 leases in the book.
 """
+
 from __future__ import annotations
 
 import multiprocessing
@@ -30,20 +31,37 @@ def fill(url: str, leases: int = LEASES, owners: int = OWNERS) -> list[Ledger]:
     doors = [open_ledger(url, notebook="/home/ann/work/analysis.ipynb") for _ in range(owners)]
     for door in doors:
         held = tuple(
-            Lease(door.owner.id, f"model-{n}", key=f"{door.owner.id}-{n}", shares=(Share("cuda:0", 2**30 + n),),
-                  last_used=1234.567 + n, settled_at=1200.123, uses=7, reload_seconds=3.25, restore_seconds=0.25,
-                  droppable=True, backend="transformers", model_type="llm", quantization="int8")
-            for n in range(leases // owners))
-        section = Section(door.owner, leases=held, residue={"cuda:0": 500 * 2**20}, counts={"loaded": 10})
+            Lease(
+                door.owner.id,
+                f"model-{n}",
+                key=f"{door.owner.id}-{n}",
+                shares=(Share("cuda:0", 2**30 + n),),
+                last_used=1234.567 + n,
+                settled_at=1200.123,
+                uses=7,
+                reload_seconds=3.25,
+                restore_seconds=0.25,
+                droppable=True,
+                backend="transformers",
+                model_type="llm",
+                quantization="int8",
+            )
+            for n in range(leases // owners)
+        )
+        section = Section(
+            door.owner, leases=held, residue={"cuda:0": 500 * 2**20}, counts={"loaded": 10}
+        )
         door.transact(lambda book, section=section: (book.with_section(section), None))
     return doors
 
 
 def touch(door: Ledger) -> Callable[[], None]:
     """A transaction as publishing makes it: one of this owner's leases changes."""
+
     def decide(book: Book) -> tuple[Book, None]:
         lease = book.sections[door.owner.id].leases[0]
         return book.with_lease(replace(lease, last_used=lease.last_used + 1)), None
+
     return lambda: door.transact(decide)
 
 
@@ -59,8 +77,11 @@ def bare_update(directory: Path, size: int) -> Callable[[], None]:
 
     def update() -> None:
         state[0] += 1
-        db.execute("UPDATE book SET rev=rev+1, schema=?, body=? WHERE host=? AND rev=?",
-                   (1, bodies[state[0] % 2], "h", state[0] - 1))
+        db.execute(
+            "UPDATE book SET rev=rev+1, schema=?, body=? WHERE host=? AND rev=?",
+            (1, bodies[state[0] % 2], "h", state[0] - 1),
+        )
+
     return update
 
 
@@ -84,23 +105,34 @@ def transaction_cost() -> dict[str, float]:
         size = len(encode(doors[0].read()))
         bare, alone = microseconds(bare_update(Path(root), size), touch(doors[0]))
         first, second, read = microseconds(touch(doors[0]), touch(doors[1]), doors[0].read)
-        in_memory, = microseconds(touch(remembered[0]))
+        (in_memory,) = microseconds(touch(remembered[0]))
         for door in (*doors, *remembered):
             door.close()
-    return {"page bytes": size, "bare UPDATE": bare, "transact, alone": alone, "ratio": alone / bare,
-            "transact, in turn": (first + second) / 2, "ratio in turn": (first + second) / 2 / bare,
-            "read after a write": read, "transact, memory": in_memory}
+    return {
+        "page bytes": size,
+        "bare UPDATE": bare,
+        "transact, alone": alone,
+        "ratio": alone / bare,
+        "transact, in turn": (first + second) / 2,
+        "ratio in turn": (first + second) / 2 / bare,
+        "read after a write": read,
+        "transact, memory": in_memory,
+    }
 
 
 def redis_cost() -> dict[str, float]:
     """Medians in µs, as above, in a Redis on a socket of this machine that appends and syncs once a second."""
     with redis_server() as server:
         doors = fill(server.fresh())
-        alone, = microseconds(touch(doors[0]))
+        (alone,) = microseconds(touch(doors[0]))
         first, second, read = microseconds(touch(doors[0]), touch(doors[1]), doors[0].read)
         for door in doors:
             door.close()
-    return {"transact, alone": alone, "transact, in turn": (first + second) / 2, "read after a write": read}
+    return {
+        "transact, alone": alone,
+        "transact, in turn": (first + second) / 2,
+        "read after a write": read,
+    }
 
 
 def crowd_cost(processes: int, seconds: float = 2.0, url: str = "") -> dict[str, float]:
@@ -110,7 +142,10 @@ def crowd_cost(processes: int, seconds: float = 2.0, url: str = "") -> dict[str,
         doors = fill(url)
         context = multiprocessing.get_context("spawn")
         gate, results = context.Barrier(processes), context.Queue()
-        crowd = [context.Process(target=_hammer, args=(url, gate, results, seconds)) for _ in range(processes)]
+        crowd = [
+            context.Process(target=_hammer, args=(url, gate, results, seconds))
+            for _ in range(processes)
+        ]
         for one in crowd:
             one.start()
         waits = [wait for _ in crowd for wait in results.get(timeout=60 + seconds)]
@@ -119,13 +154,19 @@ def crowd_cost(processes: int, seconds: float = 2.0, url: str = "") -> dict[str,
         for door in doors:
             door.close()
     waits.sort()
-    return {"a second": len(waits) / seconds, "median ms": waits[len(waits) // 2] * 1e3,
-            "99 % ms": waits[len(waits) * 99 // 100] * 1e3, "worst ms": waits[-1] * 1e3}
+    return {
+        "a second": len(waits) / seconds,
+        "median ms": waits[len(waits) // 2] * 1e3,
+        "99 % ms": waits[len(waits) * 99 // 100] * 1e3,
+        "worst ms": waits[-1] * 1e3,
+    }
 
 
 def _hammer(url: str, gate: object, results: object, seconds: float) -> None:
     door = open_ledger(url)
-    ticket = Ticket(key=door.owner.id, owner=door.owner.id, verb="use", name="qwen", arrived=0, refreshed=0)
+    ticket = Ticket(
+        key=door.owner.id, owner=door.owner.id, verb="use", name="qwen", arrived=0, refreshed=0
+    )
     gate.wait(60)  # type: ignore[attr-defined]
     waits, began = [], time.perf_counter()
     while time.perf_counter() - began < seconds:
@@ -147,7 +188,7 @@ def ring_cost() -> float:
             a.ring((b.owner.id,))
             b.wait(1)
 
-        cost, = microseconds(ring)
+        (cost,) = microseconds(ring)
         a.close()
         b.close()
     return cost

@@ -4,6 +4,7 @@
 on the same model, a Llama built without data. *Random worlds*: small enough that every set of leases on every card can
 be tried; the bytes that our plans free, against the fewest that could have been freed.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -29,7 +30,9 @@ HEADS = 64
 def seventy_billion(layout: str = "balanced") -> Request:
     pieces = (END_BYTES, *[LAYER_BYTES] * LAYERS, END_BYTES)
     footprint = replace(Footprint.of(sum(pieces)), heads=HEADS, pieces=pieces)
-    return replace(request("llama-70b"), footprint=footprint, placement=PlacementRules(layout=layout))
+    return replace(
+        request("llama-70b"), footprint=footprint, placement=PlacementRules(layout=layout)
+    )
 
 
 def eight_full_cards(leases: int = 200, seed: int = 0) -> tuple[Book, World]:
@@ -38,9 +41,16 @@ def eight_full_cards(leases: int = 200, seed: int = 0) -> tuple[Book, World]:
     models = []
     for n in range(leases):
         cards = random.sample(range(8), 2 if n % 10 == 0 else 1)
-        models.append(lease(f"m{n}", by=1 + n % 4, last_used=NOW - 10 - random.randrange(900),
-                            reload_seconds=random.uniform(1, 9), importance=random.choice([10, 20]),
-                            **{f"sim{card}": random.uniform(1, 4.5) / len(cards) for card in cards}))
+        models.append(
+            lease(
+                f"m{n}",
+                by=1 + n % 4,
+                last_used=NOW - 10 - random.randrange(900),
+                reload_seconds=random.uniform(1, 9),
+                importance=random.choice([10, 20]),
+                **{f"sim{card}": random.uniform(1, 4.5) / len(cards) for card in cards},
+            )
+        )
     return book(*models), world(**{f"sim{n}": 80 for n in range(8)}, host=900)
 
 
@@ -62,20 +72,32 @@ def accelerate_seconds(rounds: int = 5) -> float:
     from accelerate import infer_auto_device_map, init_empty_weights
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-                         num_key_value_heads=8, vocab_size=128256, torch_dtype=torch.bfloat16)
+    config = LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        torch_dtype=torch.bfloat16,
+    )
     with init_empty_weights():
         model = LlamaForCausalLM(config)
     taken = []
     for _ in range(rounds):
         began = time.thread_time()
-        infer_auto_device_map(model, max_memory={n: 80 * GIB for n in range(8)}, dtype=torch.bfloat16,
-                              no_split_module_classes=["LlamaDecoderLayer"])
+        infer_auto_device_map(
+            model,
+            max_memory={n: 80 * GIB for n in range(8)},
+            dtype=torch.bfloat16,
+            no_split_module_classes=["LlamaDecoderLayer"],
+        )
         taken.append(time.thread_time() - began)
     return statistics.median(taken)
 
 
 # -- against an exact optimum -------------------------------------------------------------------------------------
+
 
 def small_worlds(count: int, seed: int = 0) -> Iterator[tuple[Book, Request, World]]:
     """One to three cards, up to eight idle leases on each; one in five lies over two. Loading again takes a second a
@@ -91,8 +113,14 @@ def small_worlds(count: int, seed: int = 0) -> Iterator[tuple[Book, Request, Wor
             if all(left[card] >= size for card, size in sizes.items()):
                 for card, size in sizes.items():
                     left[card] -= size
-                models.append(lease(f"m{n}", last_used=NOW - 10 - random.randrange(900), reload_seconds=sum(sizes.values()),
-                                    **{f"sim{card}": size for card, size in sizes.items()}))
+                models.append(
+                    lease(
+                        f"m{n}",
+                        last_used=NOW - 10 - random.randrange(900),
+                        reload_seconds=sum(sizes.values()),
+                        **{f"sim{card}": size for card, size in sizes.items()},
+                    )
+                )
         wanted = request("new", random.randint(4, min(capacity)))
         there = world(**{f"sim{n}": size for n, size in enumerate(capacity)}, host=500)
         page = book(*models)
@@ -107,8 +135,17 @@ def ways_out(page: Book, wanted: Request, there: World) -> Iterator[tuple[Lease,
     for count in range(1, len(models) + 1):
         for gone in itertools.combinations(models, count):
             for device in there.devices:
-                freed = sum(share.bytes for lease in gone for share in lease.shares if share.device == device.id)
-                if not device.is_host and freed and free[device.id] + freed >= wanted.footprint.bytes:
+                freed = sum(
+                    share.bytes
+                    for lease in gone
+                    for share in lease.shares
+                    if share.device == device.id
+                )
+                if (
+                    not device.is_host
+                    and freed
+                    and free[device.id] + freed >= wanted.footprint.bytes
+                ):
                     yield gone
                     break
 
@@ -121,7 +158,10 @@ def lawful(page: Book, wanted: Request, there: World) -> Iterator[tuple[Lease, .
     """Of those, where room is made on one card: none that displaces somebody while those unused for longer would do."""
     models, free = list(page.leases()), room(page, there)
     for device in there.devices:
-        on = sorted((m for m in models if any(s.device == device.id for s in m.shares)), key=lambda m: m.last_used)
+        on = sorted(
+            (m for m in models if any(s.device == device.id for s in m.shares)),
+            key=lambda m: m.last_used,
+        )
         need, prefix = wanted.footprint.bytes - free[device.id], 0
         freed = [sum(s.bytes for s in m.shares if s.device == device.id) for m in on]
         while prefix < len(on) and sum(freed[:prefix]) < need:
@@ -149,8 +189,11 @@ def excess(policy: str, worlds: int, seed: int = 0) -> dict[str, float]:
         least = min(len(way) for way in every)
         ours, count, fewest = ours + freed_bytes(gone), count + len(gone), fewest + least
         unbound += min(map(freed_bytes, every))
-        best += min(freed_bytes(way) for way in (every if policy == "fewest-evictions" else lawful(page, wanted, there))
-                    if policy != "fewest-evictions" or len(way) == least)
+        best += min(
+            freed_bytes(way)
+            for way in (every if policy == "fewest-evictions" else lawful(page, wanted, there))
+            if policy != "fewest-evictions" or len(way) == least
+        )
     return {"bytes": ours / best, "leases": count / fewest, "unbound": ours / unbound}
 
 
@@ -173,13 +216,19 @@ def figures(rounds: int = 30, worlds: int = 1000) -> dict[str, float]:
 def main() -> None:
     found = figures()
     for layout in ("balanced", "proportional"):
-        print(f"plan of a 70B model over 8 cards with 200 leases, {layout:<13} {found[layout] * 1e3:8.2f} ms   ≤ 5 ms; "
-              f"{found[layout] / found['accelerate']:.3f} × accelerate's map (≤ 1 ×)")
-    print(f"{'accelerate.infer_auto_device_map, the same model':<60} {found['accelerate'] * 1e3:8.2f} ms")
+        print(
+            f"plan of a 70B model over 8 cards with 200 leases, {layout:<13} {found[layout] * 1e3:8.2f} ms   ≤ 5 ms; "
+            f"{found[layout] / found['accelerate']:.3f} × accelerate's map (≤ 1 ×)"
+        )
+    print(
+        f"{'accelerate.infer_auto_device_map, the same model':<60} {found['accelerate'] * 1e3:8.2f} ms"
+    )
     for policy in PLACEMENTS:
-        print(f"{policy:<17} bytes freed {found[f'{policy} bytes']:.3f} × the optimum (≤ 1.05 ×), leases "
-              f"{found[f'{policy} leases']:.3f} × the fewest; {found[f'{policy} unbound']:.3f} × the fewest bytes of "
-              "any set at all")
+        print(
+            f"{policy:<17} bytes freed {found[f'{policy} bytes']:.3f} × the optimum (≤ 1.05 ×), leases "
+            f"{found[f'{policy} leases']:.3f} × the fewest; {found[f'{policy} unbound']:.3f} × the fewest bytes of "
+            "any set at all"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Offload and restore of a large module, beside a plain preallocated copy of as many bytes, in one run.
 
-    python -m tests.bench.bench_restore [GiB]
+python -m tests.bench.bench_restore [GiB]
 """
+
 from __future__ import annotations
 
 import statistics
@@ -37,8 +38,14 @@ def measure(gib: float = 2.0, layers: int = 300, rounds: int = 7) -> Figures:
     probe = open_probe(f"sim:{int(2 * gib * GIB)},host:{int(2 * gib * GIB)}")
     backend, spec = open_backend("torch", probe), ModelSpec("big", "torch")
     device, host = (Share("sim:0", 0),), (Share("host", 0),)
-    model = backend.load(spec, device, lambda: torch.nn.ModuleList(
-        torch.nn.utils.skip_init(torch.nn.Linear, width, width, bias=False) for _ in range(layers)))
+    model = backend.load(
+        spec,
+        device,
+        lambda: torch.nn.ModuleList(
+            torch.nn.utils.skip_init(torch.nn.Linear, width, width, bias=False)
+            for _ in range(layers)
+        ),
+    )
     size = backend.measure(model)[0].bytes
     here, there = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     seconds: dict[str, list[float]] = {"copy": [], "offload": [], "restore": []}
@@ -47,7 +54,10 @@ def measure(gib: float = 2.0, layers: int = 300, rounds: int = 7) -> Figures:
         seconds["offload"].append(_timed(lambda: backend.move(model, host)))
         seconds["restore"].append(_timed(lambda: backend.move(model, device)))
     backend.drop(model)
-    return Figures(size, *(size / statistics.median(seconds[what][1:]) for what in ("copy", "restore", "offload")))
+    return Figures(
+        size,
+        *(size / statistics.median(seconds[what][1:]) for what in ("copy", "restore", "offload")),
+    )
 
 
 def _timed(act: Callable[[], object]) -> float:
@@ -58,7 +68,9 @@ def _timed(act: Callable[[], object]) -> float:
 
 if __name__ == "__main__":
     figures = measure(float(sys.argv[1]) if len(sys.argv) > 1 else 2.0)
-    print(f"{figures.size / GIB:.2f} GiB, medians\n"
-          f"plain copy_   {figures.copy / 1e9:6.1f} GB/s\n"
-          f"restore       {figures.restore / 1e9:6.1f} GB/s   {figures.restore_ratio:.2f} of the copy\n"
-          f"offload       {figures.offload / 1e9:6.1f} GB/s   {figures.offload / figures.copy:.2f} of the copy")
+    print(
+        f"{figures.size / GIB:.2f} GiB, medians\n"
+        f"plain copy_   {figures.copy / 1e9:6.1f} GB/s\n"
+        f"restore       {figures.restore / 1e9:6.1f} GB/s   {figures.restore_ratio:.2f} of the copy\n"
+        f"offload       {figures.offload / 1e9:6.1f} GB/s   {figures.offload / figures.copy:.2f} of the copy"
+    )

@@ -3,6 +3,7 @@
 The order is compared twice on the same mixed trace: by a pure simulation of cards and loads, and with a real gateway
 over a real runtime whose loads take a while. First-come is the same machinery with the calls in order of arrival.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -49,7 +50,9 @@ def trace(calls: int = 800, seed: int = 1) -> list[Waiting]:
     return made[:calls]
 
 
-def first_come(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float) -> list[Waiting]:
+def first_come(
+    waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float
+) -> list[Waiting]:
     return sorted(waiting, key=lambda call: call.key)
 
 
@@ -115,7 +118,9 @@ class World:
         before = self.loads
         for model in [model for model, done in self.loading.items() if done is None]:
             taken = len(self.warm) + sum(done is not None for done in self.loading.values())
-            idle = sorted((used, name) for name, used in self.warm.items() if not self.running[name])
+            idle = sorted(
+                (used, name) for name, used in self.warm.items() if not self.running[name]
+            )
             if taken >= ROOM and not idle:
                 self.in_use[model] = frozenset(self.warm)  # as the ledger last told it
                 continue
@@ -129,8 +134,13 @@ class World:
 
     def engines(self) -> dict[str, Engine]:
         found = {name: Engine(Place.WARM, self.running[name], CONCURRENCY) for name in self.warm}
-        return found | {name: Engine(Place.LOADING, in_use=self.in_use.get(name, frozenset()) if done is None
-                                     else frozenset()) for name, done in self.loading.items()}
+        return found | {
+            name: Engine(
+                Place.LOADING,
+                in_use=self.in_use.get(name, frozenset()) if done is None else frozenset(),
+            )
+            for name, done in self.loading.items()
+        }
 
     def later(self, seconds: float, what: str, model: str) -> None:
         heapq.heappush(self.events, (self.now + seconds, len(self.started), what, model))
@@ -139,11 +149,18 @@ class World:
         place = {key: at for at, key in enumerate(self.started)}
         late = 0
         for call in self.calls.values():
-            late += any(place[other.key] < place[call.key] for other in self.calls.values() if other.arrived
-                        >= call.arrived + overtaken_for_seconds(call.importance, other.importance)
-                        and other.model == call.model)
-        against = max((wait - ANSWER_SECONDS - LOAD_SECONDS) / overtaken_for_seconds(self.calls[key].importance, URGENT)
-                      for key, wait in self.waits.items())
+            late += any(
+                place[other.key] < place[call.key]
+                for other in self.calls.values()
+                if other.arrived
+                >= call.arrived + overtaken_for_seconds(call.importance, other.importance)
+                and other.model == call.model
+            )
+        against = max(
+            (wait - ANSWER_SECONDS - LOAD_SECONDS)
+            / overtaken_for_seconds(self.calls[key].importance, URGENT)
+            for key, wait in self.waits.items()
+        )
         return Told(self.loads, max(self.waits.values()), late, against)
 
 
@@ -163,10 +180,21 @@ def _chat(model: str, text: str = "one two three", **more: Any) -> dict[str, Any
 
 
 def _runtime(directory: str, load_seconds: float = 0.0) -> Runtime:
-    rt = Runtime(devices="sim:24GiB,host:64GiB", ledger=f"sqlite://{directory}/ledger", enable_cpu_offload=False)
+    rt = Runtime(
+        devices="sim:24GiB,host:64GiB",
+        ledger=f"sqlite://{directory}/ledger",
+        enable_cpu_offload=False,
+    )
     for name in MODELS:
-        rt.register(name, lambda what: time.sleep(load_seconds), backend="fake", size="9 GiB", model_type="llm",
-                    context_length=64, sequences=1)
+        rt.register(
+            name,
+            lambda what: time.sleep(load_seconds),
+            backend="fake",
+            size="9 GiB",
+            model_type="llm",
+            context_length=64,
+            sequences=1,
+        )
     return rt
 
 
@@ -176,7 +204,9 @@ async def _closed(gateway: Gateway, calls: int, clients: int) -> float:
 
     async def client() -> None:
         for _ in left:
-            reply = await gateway.answer("chat", _chat(chance.choices(MODELS, weights=(6, 4, 3, 2, 2, 1))[0]))
+            reply = await gateway.answer(
+                "chat", _chat(chance.choices(MODELS, weights=(6, 4, 3, 2, 2, 1))[0])
+            )
             assert reply.json is not None and reply.json["model"] == reply.asked
 
     began = time.perf_counter()
@@ -200,6 +230,7 @@ def _with_gateway(work: Callable[[Gateway], Any], **options: Any) -> Any:
 
 def real(calls: int = 600, clients: int = 32) -> dict[str, tuple[int, float]]:
     """Loads and seconds of a mixed trace with loads of 20 ms, ours and in first-come order."""
+
     async def work(gateway: Gateway) -> tuple[int, float]:
         seconds = await _closed(gateway, calls, clients)
         return gateway.queue.loads, seconds
@@ -212,6 +243,7 @@ def real(calls: int = 600, clients: int = 32) -> dict[str, tuple[int, float]]:
 
 def rates(calls: int = 6000, clients: int = 32) -> dict[str, float]:
     """Calls a second, and a second of processor time, of a warm echo engine; and what one call costs alone."""
+
     async def work(gateway: Gateway) -> dict[str, float]:
         gateway._rt.register("echo", backend="fake", size="1 GiB", model_type="llm")
         await gateway.answer("chat", _chat("echo"))
@@ -229,8 +261,11 @@ def rates(calls: int = 6000, clients: int = 32) -> dict[str, float]:
             began = time.perf_counter()
             await gateway.answer("chat", _chat("echo"))
             alone.append(time.perf_counter() - began)
-        return {"a second": calls / wall, "a processor second": calls / processor,
-                "alone, median": statistics.median(alone)}
+        return {
+            "a second": calls / wall,
+            "a processor second": calls / processor,
+            "alone, median": statistics.median(alone),
+        }
 
     return _with_gateway(work)
 
@@ -238,11 +273,17 @@ def rates(calls: int = 6000, clients: int = 32) -> dict[str, float]:
 def tokens(rounds: int = 9, most: int = 400) -> dict[str, float]:
     """Tokens a second of a small real llama.cpp model, by its own methods and through the gateway; and what is added
     to a short answer."""
+
     async def run() -> dict[str, float]:
         with tempfile.TemporaryDirectory() as directory:
             rt = Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:")
-            rt.register("gguf", gguf_lm(f"{directory}/tiny.gguf", size="24 MiB"), backend="llama_cpp", model_type="llm",
-                        context_length=512)
+            rt.register(
+                "gguf",
+                gguf_lm(f"{directory}/tiny.gguf", size="24 MiB"),
+                backend="llama_cpp",
+                model_type="llm",
+                context_length=512,
+            )
             gateway = Gateway(rt, serving=Serving())
             try:
                 return await _compared(rt, gateway, rounds, most)
@@ -259,19 +300,28 @@ async def _compared(rt: Runtime, gateway: Gateway, rounds: int, most: int) -> di
     def direct(count: int) -> float:
         with rt.use("gguf") as model:
             began = time.perf_counter()
-            for _ in model.create_chat_completion(messages, stream=True, max_tokens=count, temperature=0):
+            for _ in model.create_chat_completion(
+                messages, stream=True, max_tokens=count, temperature=0
+            ):
                 pass
             return time.perf_counter() - began
 
     async def through(count: int) -> float:
         began = time.perf_counter()
-        reply = await gateway.answer("chat", _chat("gguf", stream=True, max_tokens=count, temperature=0))
+        reply = await gateway.answer(
+            "chat", _chat("gguf", stream=True, max_tokens=count, temperature=0)
+        )
         async for _ in reply.events:  # type: ignore[union-attr]
             pass
         return time.perf_counter() - began
 
     await through(4)
-    taken: dict[str, list[float]] = {"direct": [], "through": [], "direct, one": [], "through, one": []}
+    taken: dict[str, list[float]] = {
+        "direct": [],
+        "through": [],
+        "direct, one": [],
+        "through, one": [],
+    }
     for _ in range(rounds):  # by turns, since other work on the machine comes and goes
         taken["direct"].append(await asyncio.to_thread(direct, most))
         taken["through"].append(await through(most))
@@ -279,8 +329,11 @@ async def _compared(rt: Runtime, gateway: Gateway, rounds: int, most: int) -> di
             taken["direct, one"].append(await asyncio.to_thread(direct, 1))
             taken["through, one"].append(await through(1))
     middle = {name: statistics.median(seconds) for name, seconds in taken.items()}
-    return {"tokens ratio": middle["direct"] / middle["through"], "tokens a second": most / middle["through"],
-            "added, median": middle["through, one"] - middle["direct, one"]}
+    return {
+        "tokens ratio": middle["direct"] / middle["through"],
+        "tokens a second": most / middle["through"],
+        "added, median": middle["through, one"] - middle["direct, one"],
+    }
 
 
 if __name__ == "__main__":

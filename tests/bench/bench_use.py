@@ -1,4 +1,5 @@
 """Entering and leaving the block of a resident model, with 50 leases in a SQLite book and the monitor running."""
+
 from __future__ import annotations
 
 import statistics
@@ -22,8 +23,11 @@ def microseconds(leases: int = 50, rounds: int = 20_000) -> dict[str, float]:
             restored.append(_timed(rt, "m7"))
         rt.close()
     entered.sort()
-    return {"resident, median": statistics.median(entered) * 1e6, "resident, p99": entered[int(rounds * 0.99)] * 1e6,
-            "from host, median": statistics.median(restored) * 1e6}
+    return {
+        "resident, median": statistics.median(entered) * 1e6,
+        "resident, p99": entered[int(rounds * 0.99)] * 1e6,
+        "from host, median": statistics.median(restored) * 1e6,
+    }
 
 
 def _timed(rt: Runtime, name: str) -> float:

@@ -1,4 +1,5 @@
 """A real browser for the tests that need one, and what went wrong in it."""
+
 from __future__ import annotations
 
 import os
@@ -8,7 +9,9 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
-SHOWN_MS = 30_000.0  # how long anything may take to be seen, on a machine that does other things too
+SHOWN_MS = (
+    30_000.0  # how long anything may take to be seen, on a machine that does other things too
+)
 
 
 @contextmanager
@@ -18,7 +21,8 @@ def running() -> Iterator[object]:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-background-networking"])
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-background-networking"]
+        )
         try:
             yield browser
         finally:
@@ -29,13 +33,17 @@ class Watched:
     """A page of the browser, with its errors and with the requests that went elsewhere than to its server."""
 
     def __init__(self, browser, url: str, **context) -> None:
-        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **context})
+        self.context = browser.new_context(
+            **{"viewport": {"width": 1280, "height": 900}, **context}
+        )
         self.page = self.context.new_page()
         self.page.set_default_timeout(SHOWN_MS)
         self.errors: list[str] = []
         self.elsewhere: list[str] = []
         host = urlsplit(url).netloc
-        self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+        self.page.on(
+            "console", lambda said: self.errors.append(said.text) if said.type == "error" else None
+        )
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda asked: self._note(asked.url, host))
         self.page.on("websocket", lambda socket: self._note(socket.url, host))
@@ -71,4 +79,5 @@ class Watched:
         return self.page.evaluate(
             "() => { let one = document.activeElement; "
             "while (one && one.shadowRoot && one.shadowRoot.activeElement) one = one.shadowRoot.activeElement; "
-            "return one ? one.textContent : '' }")
+            "return one ? one.textContent : '' }"
+        )

@@ -2,6 +2,7 @@
 
 The page is the real one, in a real Chromium, in both themes; what it shows is made up, and so the same each time.
 """
+
 from __future__ import annotations
 
 import sys
@@ -28,7 +29,10 @@ def evict(seen: Watched) -> None:
     seen.page.locator("[role=dialog]").get_by_text("frees").first.wait_for()
 
 
-PICTURES = {"console_now": (now, 790), "console_evict": (evict, 560)}  # file: what is done first, pixels high
+PICTURES = {
+    "console_now": (now, 790),
+    "console_evict": (evict, 560),
+}  # file: what is done first, pixels high
 
 
 def main() -> None:
@@ -39,8 +43,12 @@ def main() -> None:
         with serving(words, place, {"GPU_CONSOLE_TOKEN": OPERATORS}, port=port):
             for name, (prepare, height) in PICTURES.items():
                 for theme in ("light", "dark"):
-                    seen = Watched(browser, f"http://127.0.0.1:{port}/?token={OPERATORS}", timezone_id="UTC",
-                                   viewport={"width": 1200, "height": height})
+                    seen = Watched(
+                        browser,
+                        f"http://127.0.0.1:{port}/?token={OPERATORS}",
+                        timezone_id="UTC",
+                        viewport={"width": 1200, "height": height},
+                    )
                     seen.ready()
                     if theme == "dark":
                         seen.page.click("[aria-label='Toggle theme']")

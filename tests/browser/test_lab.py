@@ -1,4 +1,5 @@
 """The console inside a notebook, in a real JupyterLab that Chromium shows: rendered, clicked, live, light to keep."""
+
 from __future__ import annotations
 
 import json
@@ -21,8 +22,10 @@ from .chromium import CHROMIUM, SHOWN_MS, Watched, running
 
 pytest.importorskip("playwright")
 pytest.importorskip("jupyterlab")
-pytestmark = [pytest.mark.timeout(300),
-              pytest.mark.skipif(not shutil.which(CHROMIUM), reason="needs Chromium")]
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not shutil.which(CHROMIUM), reason="needs Chromium"),
+]
 
 CELLS = (
     "%load_ext gpu\n%gpu load qwen --backend fake --size 8GiB",
@@ -39,22 +42,46 @@ def lab(tmp_path_factory):
     (home / "work").mkdir()
     notebook = home / "work" / "console.ipynb"
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS], metadata=kernel),
-                   notebook)
+    nbformat.write(
+        nbformat.v4.new_notebook(
+            cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS], metadata=kernel
+        ),
+        notebook,
+    )
     port = free_port()
     environment = os.environ | {
-        "HOME": str(home), "JUPYTER_CONFIG_DIR": f"{home}/config", "JUPYTER_DATA_DIR": f"{home}/data",
-        "JUPYTER_RUNTIME_DIR": f"{home}/run", "PYTHONPATH": FOUND_BY_CHILDREN, "GPU_DEVICES": "sim:24GiB,host:64GiB",
-        "GPU_LEDGER": f"sqlite://{home}/ledger", "XDG_STATE_HOME": f"{home}/state"}
-    words = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
-             f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={home}/work",
-             "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", "--LabApp.news_url="]
+        "HOME": str(home),
+        "JUPYTER_CONFIG_DIR": f"{home}/config",
+        "JUPYTER_DATA_DIR": f"{home}/data",
+        "JUPYTER_RUNTIME_DIR": f"{home}/run",
+        "PYTHONPATH": FOUND_BY_CHILDREN,
+        "GPU_DEVICES": "sim:24GiB,host:64GiB",
+        "GPU_LEDGER": f"sqlite://{home}/ledger",
+        "XDG_STATE_HOME": f"{home}/state",
+    }
+    words = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        "--ip=127.0.0.1",
+        f"--port={port}",
+        f"--IdentityProvider.token={TOKEN}",
+        f"--ServerApp.root_dir={home}/work",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+        "--LabApp.news_url=",
+    ]
     with (home / "said.txt").open("wb") as out:
-        server = subprocess.Popen(words, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        server = subprocess.Popen(
+            words, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         _wait(f"http://127.0.0.1:{port}/api?token={TOKEN}", server, home / "said.txt")
         with running() as chromium:
-            seen = Watched(chromium, f"http://127.0.0.1:{port}/lab/tree/console.ipynb?token={TOKEN}")
+            seen = Watched(
+                chromium, f"http://127.0.0.1:{port}/lab/tree/console.ipynb?token={TOKEN}"
+            )
             seen.notebook = notebook
             yield seen
             seen.close()
@@ -104,7 +131,16 @@ def test_it_is_shown_live_and_what_is_clicked_is_done(live):
 
 def test_it_asked_no_other_host_for_anything(live):
     """Panel's scripts and styles come from the kernel, also for what is drawn later."""
-    for title in ("Now", "Leases", "Queue", "Decisions", "Evictions", "Fragmentation", "What if", "Models"):
+    for title in (
+        "Now",
+        "Leases",
+        "Queue",
+        "Decisions",
+        "Evictions",
+        "Fragmentation",
+        "What if",
+        "Models",
+    ):
         live.tab(title)
         live.page.wait_for_selector(f"[role=tab][aria-selected=true]:has-text('{title}')")
     live.row("qwen", "warm in RAM").wait_for()
@@ -124,7 +160,9 @@ def test_the_notebooks_file_stays_small_and_holds_a_picture(live):
         if "data-gpuc" in text and len(text) < 2**20 or time.monotonic() > until:
             break
     assert len(text) < 2**20, f"{len(text):,} bytes"
-    (output,) = (output for output in json.loads(text)["cells"][1]["outputs"] if "data-gpuc" in str(output))
+    (output,) = (
+        output for output in json.loads(text)["cells"][1]["outputs"] if "data-gpuc" in str(output)
+    )
     html = "".join(output["data"]["text/html"])
     assert "1 simulated GPU" in html and "qwen" in "".join(output["data"]["text/plain"])
 
@@ -146,7 +184,9 @@ def test_it_goes_on_while_a_long_cell_runs(live):
     assert "[*]:" in page.locator(".jp-InputPrompt").all_inner_texts()
 
 
-@pytest.mark.skipif(int(ipykernel.__version__.split(".")[0]) < 7, reason="needs the subshells of ipykernel 7")
+@pytest.mark.skipif(
+    int(ipykernel.__version__.split(".")[0]) < 7, reason="needs the subshells of ipykernel 7"
+)
 def test_what_is_clicked_while_a_long_cell_runs_is_done_meanwhile(live):
     """In a subshell of the kernel."""
     live.row("qwen", "warm in RAM").locator("button", has_text="Restore").click()

@@ -1,4 +1,5 @@
 """The served console in a real Chromium, over real kernels: seen, clicked, and seen again by another."""
+
 from __future__ import annotations
 
 import re
@@ -36,8 +37,18 @@ def box(tmp_path_factory):
 def served(box):
     """`gpu console`, as an operator starts it."""
     port = free_port()
-    words = [sys.executable, "-m", "gpu_runtime.cli", "console", "--port", str(port), "--no-browser"]
-    with serving(words, box, {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CONSOLE_VIEWER_TOKEN": VIEWERS}, port=port) as found:
+    words = [
+        sys.executable,
+        "-m",
+        "gpu_runtime.cli",
+        "console",
+        "--port",
+        str(port),
+        "--no-browser",
+    ]
+    with serving(
+        words, box, {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CONSOLE_VIEWER_TOKEN": VIEWERS}, port=port
+    ) as found:
         yield found
 
 
@@ -59,14 +70,18 @@ def opened(chromium, served):
 def kernel(box):
     """Another process with a model on the card."""
     one = Kernel(f"sqlite://{box}/ledger", DEVICES)
-    assert one.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
+    assert (
+        one.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
+    )
     yield one
     one.end()
 
 
 def where(kernel: Kernel) -> str:
     """Where the kernel itself has its model."""
-    kernel.process.stdin.write("print(next(lease.where for lease in rt.status().leases() if lease.name == 'qwen'))\n")
+    kernel.process.stdin.write(
+        "print(next(lease.where for lease in rt.status().leases() if lease.name == 'qwen'))\n"
+    )
     kernel.process.stdin.flush()
     said = kernel._answer()
     assert kernel._answer() == "done"
@@ -88,7 +103,9 @@ def test_every_tab_renders_without_an_error_or_a_request_elsewhere(opened, kerne
         seen.page.wait_for_selector(f"[role=tab][aria-selected=true]:has-text('{title}')")
     seen.tab("Models")
     seen.row("qwen", pid(kernel)).wait_for()
-    background = seen.page.evaluate("getComputedStyle(document.querySelector('main, body')).backgroundColor")
+    background = seen.page.evaluate(
+        "getComputedStyle(document.querySelector('main, body')).backgroundColor"
+    )
     assert not seen.page.locator("text=could not be drawn").count()
     assert (seen.errors, seen.elsewhere) == ([], []), background
 
@@ -101,7 +118,9 @@ def test_the_page_takes_the_systems_theme_until_another_is_chosen(opened, kernel
     """And keeps the choice over a reload; whoever goes back to the system's follows it again."""
     light, dark = background(opened(color_scheme="light")), None
     seen = opened(color_scheme="dark")
-    seen.page.wait_for_function("(light) => getComputedStyle(document.body).backgroundColor !== light", arg=light)
+    seen.page.wait_for_function(
+        "(light) => getComputedStyle(document.body).backgroundColor !== light", arg=light
+    )
     dark = background(seen)
     seen.page.click("[aria-label='Toggle theme']")
     seen.page.wait_for_function("() => localStorage.getItem('gpu-console-theme') === 'light'")
@@ -120,7 +139,9 @@ def test_a_narrow_page_keeps_the_buttons_in_reach_and_tells_24_hours(opened, ker
     box = seen.row("qwen", pid(kernel)).locator("button", has_text="Pin").bounding_box()
     assert 0 < box["x"] and box["x"] + box["width"] <= 760
     seen.tab("Decisions")
-    assert re.fullmatch(r"\d\d:\d\d:\d\d", seen.row("granted", "qwen").first.locator("td").first.inner_text())
+    assert re.fullmatch(
+        r"\d\d:\d\d:\d\d", seen.row("granted", "qwen").first.locator("td").first.inner_text()
+    )
 
 
 def test_a_click_a_dialog_a_confirmation_and_the_model_has_left_in_its_own_kernel(opened, kernel):
@@ -209,8 +230,13 @@ def test_an_owner_that_does_not_answer_is_named_with_the_time_since_when(opened,
 
 
 def test_a_table_is_filtered_and_sorted_in_the_browser(opened, kernel):
-    assert kernel.tell("[(rt.register(n, backend='fake', size=s), rt.preload(n)) for n, s in (('bge', '1GiB'), "
-                       "('llama', '3GiB'))]") == "done"
+    assert (
+        kernel.tell(
+            "[(rt.register(n, backend='fake', size=s), rt.preload(n)) for n, s in (('bge', '1GiB'), "
+            "('llama', '3GiB'))]"
+        )
+        == "done"
+    )
     seen = opened()
     seen.tab("Models")
     seen.row("llama", pid(kernel)).wait_for()
@@ -231,7 +257,15 @@ def test_a_table_is_filtered_and_sorted_in_the_browser(opened, kernel):
 def test_a_server_that_is_gone_is_noticed_by_the_page_itself(chromium, tmp_path):
     """What it shows then is old, and says so."""
     port = free_port()
-    words = [sys.executable, "-m", "gpu_runtime.cli", "console", "--port", str(port), "--no-browser"]
+    words = [
+        sys.executable,
+        "-m",
+        "gpu_runtime.cli",
+        "console",
+        "--port",
+        str(port),
+        "--no-browser",
+    ]
     with serving(words, tmp_path, {"GPU_CONSOLE_TOKEN": OPERATORS}, port=port):
         seen = Watched(chromium, f"http://127.0.0.1:{port}/?token={OPERATORS}").ready()
     seen.page.locator("text=/nothing heard from the server for \\d+ s/").wait_for()

@@ -1,4 +1,5 @@
 """Reading YAML and JSON that anybody may have written: plain values with their lines, and one clear error else."""
+
 from __future__ import annotations
 
 import json
@@ -23,7 +24,10 @@ def wrong(text: str | bytes, file: str = "f.yaml") -> BadDocument:
 
 
 def test_a_file_holds_several_documents_and_empty_ones_are_none():
-    assert values("a: 1\n---\n---\nb: [x, 2.5, true, null]\n...\n") == [{"a": 1}, {"b": ["x", 2.5, True, None]}]
+    assert values("a: 1\n---\n---\nb: [x, 2.5, true, null]\n...\n") == [
+        {"a": 1},
+        {"b": ["x", 2.5, True, None]},
+    ]
     assert values("# nothing\n") == values("") == []
 
 
@@ -36,35 +40,44 @@ def test_every_value_knows_its_line():
 def test_a_name_or_a_date_stays_the_text_it_was():
     """YAML would make a number of 10:30, a date of 2024-01-02, and true of a key that says on."""
     assert values("released: 2024-01-02\n10:30: x\non: y\n1: z\n") == [
-        {"released": "2024-01-02", "10:30": "x", "on": "y", "1": "z"}]
+        {"released": "2024-01-02", "10:30": "x", "on": "y", "1": "z"}
+    ]
 
 
 def test_an_alias_stands_for_what_it_names_and_a_merge_gives_way_to_what_is_written():
     text = "base: &b {memory: 1, keep: true}\none: {<<: *b, memory: 2}\ntwo: *b\nthree: {<<: *b, memory: 3}\n"
     (value,) = values(text)
-    assert value["one"] == {"memory": 2, "keep": True} and value["two"] == {"memory": 1, "keep": True}
+    assert value["one"] == {"memory": 2, "keep": True} and value["two"] == {
+        "memory": 1,
+        "keep": True,
+    }
     assert value["three"] == {"memory": 3, "keep": True}
 
 
-@pytest.mark.parametrize(("text", "line", "says"), [
-    ("a: 1\nb:\n  c: 1\n  c: 2\n", 4, "stands here twice; the first time in line 3"),
-    ("a: [1, 2\nb: 3\n", 2, "not YAML"),
-    ("a: 1\n\tb: 2\n", 2, "not YAML"),
-    ("a: !!python/object/apply:os.system [true]\n", 1, "is nothing that is read here"),
-    ("a: 1\nb: !!binary aGk=\n", 2, "is nothing that is read here"),
-    ("a: .inf\n", 1, "not a number that can be used"),
-    (f"a: 1\nb: {'9' * 5000}\n", 2, "not a number"),
-    ("a: 99999999999999999999\n", 1, "too large a number"),
-    ("? [x]\n: 1\n", 1, "must be text"),
-    ("a: 1\n<<: 3\n", 2, "<< takes a mapping"),
-    ("a: *nobody\n", 1, "not YAML"),
-])
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ("a: 1\nb:\n  c: 1\n  c: 2\n", 4, "stands here twice; the first time in line 3"),
+        ("a: [1, 2\nb: 3\n", 2, "not YAML"),
+        ("a: 1\n\tb: 2\n", 2, "not YAML"),
+        ("a: !!python/object/apply:os.system [true]\n", 1, "is nothing that is read here"),
+        ("a: 1\nb: !!binary aGk=\n", 2, "is nothing that is read here"),
+        ("a: .inf\n", 1, "not a number that can be used"),
+        (f"a: 1\nb: {'9' * 5000}\n", 2, "not a number"),
+        ("a: 99999999999999999999\n", 1, "too large a number"),
+        ("? [x]\n: 1\n", 1, "must be text"),
+        ("a: 1\n<<: 3\n", 2, "<< takes a mapping"),
+        ("a: *nobody\n", 1, "not YAML"),
+    ],
+)
 def test_what_cannot_be_read_is_named_with_its_line(text, line, says):
     error = wrong(text)
     assert error.line == line and says in str(error)
 
 
-@pytest.mark.parametrize("text", ["[" * 50_000 + "]" * 50_000, "{a: " * 5000 + "1" + "}" * 5000, "- " * 20_000 + "x"])
+@pytest.mark.parametrize(
+    "text", ["[" * 50_000 + "]" * 50_000, "{a: " * 5000 + "1" + "}" * 5000, "- " * 20_000 + "x"]
+)
 def test_what_is_nested_too_deep_is_refused_and_ends_no_process(text):
     """PyYAML's fast parser ends the process there, by a fault of segmentation."""
     assert f"deeper than {DEEPEST}" in str(wrong(text))
@@ -74,8 +87,13 @@ def test_an_alias_to_what_it_lies_in_is_refused():
     assert "deeper than" in str(wrong("a: &a [*a]\n"))
 
 
-@pytest.mark.parametrize("use", ["[*{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}]",
-                                 "{{<<: [*{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}]}}"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        "[*{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}]",
+        "{{<<: [*{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}]}}",
+    ],
+)
 def test_a_page_that_grows_through_its_aliases_is_refused(use):
     """A billion laughs: nine of nine of nine …"""
     first = "{x: 1}" if "<<" in use else "[lol]"
@@ -91,6 +109,7 @@ def test_a_file_that_is_too_large_or_no_text_is_refused():
 
 # -- JSON ---------------------------------------------------------------------------------------------------------
 
+
 def test_json_with_tabs_and_exponents_and_several_in_a_row():
     """It is YAML but for these."""
     text = '{\n\t"a": 1e3,\n\t"b": "\\/"\n}\n{"c": null}\n'
@@ -99,18 +118,28 @@ def test_json_with_tabs_and_exponents_and_several_in_a_row():
     assert first.line(("b",)) == 3 and second.line(("c",)) == 5
 
 
-@pytest.mark.parametrize(("text", "line", "says"), [
-    ('{"a": 1,\n "a": 2}', 2, "twice"), ('{"a":\n oops}', 2, "not JSON"), ('{"a": NaN}', 1, "not JSON that can be used"),
-    ("[" * 100_000, 1, "not JSON"), ('{"a": ' * 40 + "1" + "}" * 40, 1, "deeper than"),
-])
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ('{"a": 1,\n "a": 2}', 2, "twice"),
+        ('{"a":\n oops}', 2, "not JSON"),
+        ('{"a": NaN}', 1, "not JSON that can be used"),
+        ("[" * 100_000, 1, "not JSON"),
+        ('{"a": ' * 40 + "1" + "}" * 40, 1, "deeper than"),
+    ],
+)
 def test_json_that_cannot_be_read_is_named_with_its_line(text, line, says):
     error = wrong(text, "f.json")
     assert error.line == line and says in str(error)
 
 
-plain = st.recursive(st.none() | st.booleans() | st.integers(-2**40, 2**40) | st.text(max_size=8),
-                     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-                     max_leaves=10)
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=10,
+)
 
 
 @given(plain.filter(lambda value: value is not None))
@@ -119,7 +148,10 @@ def test_json_is_read_as_it_was_written(value):
     assert values(json.dumps(value, indent="\t", ensure_ascii=False), "f.json") == [value]
 
 
-@given(st.binary(max_size=60) | st.text(alphabet="{}[]:,-&*<!|>'\" \n\tab1", max_size=60).map(str.encode))
+@given(
+    st.binary(max_size=60)
+    | st.text(alphabet="{}[]:,-&*<!|>'\" \n\tab1", max_size=60).map(str.encode)
+)
 def test_any_bytes_at_all_are_read_or_refused(data):
     """Nothing else comes out: no other error, no hanging."""
     for file in ("f.yaml", "f.json"):

@@ -1,4 +1,5 @@
 """Files of models: the three documents' shapes as their authors wrote them, and every field's limits."""
+
 from __future__ import annotations
 
 import pytest
@@ -94,7 +95,10 @@ models:
 
 
 def entries(text: str) -> dict[str, Entry]:
-    return {made.name: Entry(made.name, made.body) for made in manifests(read(text.encode(), "f.yaml"), "f.yaml")}
+    return {
+        made.name: Entry(made.name, made.body)
+        for made in manifests(read(text.encode(), "f.yaml"), "f.yaml")
+    }
 
 
 def spec(fields: str, **settings):
@@ -111,67 +115,124 @@ def wrong(text: str) -> BadDocument:
 
 # -- the shapes ---------------------------------------------------------------------------------------------------
 
+
 def test_the_documents_of_helix():
     found = {name: spec_of(entry, Settings.load()) for name, entry in entries(HELIX).items()}
-    assert {name: (s.backend, s.size, s.model_type, s.options["context_length"]) for name, s in found.items()} == {
-        "qwen3:8b": ("ollama", 10 * 10**9, "llm", 40960), "gpt-oss:120b": ("ollama", 80 * 10**9, "llm", 131072),
-        "qwen2.5-vl-7b": ("vllm", 39 * GIB, "llm", 32768)}
+    assert {
+        name: (s.backend, s.size, s.model_type, s.options["context_length"])
+        for name, s in found.items()
+    } == {
+        "qwen3:8b": ("ollama", 10 * 10**9, "llm", 40960),
+        "gpt-oss:120b": ("ollama", 80 * 10**9, "llm", 131072),
+        "qwen2.5-vl-7b": ("vllm", 39 * GIB, "llm", 32768),
+    }
     assert found["qwen2.5-vl-7b"].source == "Qwen/Qwen2.5-VL-7B-Instruct"
 
 
 def test_the_list_of_helix():
     found = {name: spec_of(entry, Settings.load()) for name, entry in entries(HELIX_LIST).items()}
     assert {name: (s.backend, s.size) for name, s in found.items()} == {
-        "llama3:70b": ("ollama", 42949672960), "Qwen/Qwen2.5-VL-7B-Instruct": ("vllm", 41943040000)}
+        "llama3:70b": ("ollama", 42949672960),
+        "Qwen/Qwen2.5-VL-7B-Instruct": ("vllm", 41943040000),
+    }
 
 
 def test_the_mapping_of_kitchen_brigade():
     found = {name: spec_of(entry, Settings.load()) for name, entry in entries(KITCHEN).items()}
     assert {name: (s.backend, s.source, s.options) for name, s in found.items()} == {
         "phi-4": ("llama_cpp", "phi-4-Q4_K_M.gguf", {"context_length": 16384, "gpu_layers": -1}),
-        "codellama-7b": ("llama_cpp", "codellama-7b.Q4_K_M.gguf", {"context_length": 8192, "gpu_layers": 20})}
+        "codellama-7b": (
+            "llama_cpp",
+            "codellama-7b.Q4_K_M.gguf",
+            {"context_length": 8192, "gpu_layers": 20},
+        ),
+    }
 
 
 def test_the_manifests_of_model_boss():
     """The backend follows from the category where it is not said; pinned is kept."""
     found = {name: spec_of(entry, Settings.load()) for name, entry in entries(BOSS).items()}
     assert {name: (s.backend, s.size, s.keep, s.model_type) for name, s in found.items()} == {
-        "siglip2": ("transformers", 2048 * MIB, True, "vision"), "sdxl": ("diffusers", 9000 * MIB, False, "diffusion"),
-        "qwen-35b": ("llama-server", 22000 * MIB, False, "llm")}
+        "siglip2": ("transformers", 2048 * MIB, True, "vision"),
+        "sdxl": ("diffusers", 9000 * MIB, False, "diffusion"),
+        "qwen-35b": ("llama-server", 22000 * MIB, False, "llm"),
+    }
 
 
 def test_a_bare_manifest_and_json_and_all_shapes_in_one_file():
-    text = HELIX + "---\n" + KITCHEN + '---\n{"name": "bare", "memory": 7}\n---\n[{"id": "Org/in-a-list", "size": "1G"}]\n'
+    text = (
+        HELIX
+        + "---\n"
+        + KITCHEN
+        + '---\n{"name": "bare", "memory": 7}\n---\n[{"id": "Org/in-a-list", "size": "1G"}]\n'
+    )
     found = entries(text)
-    assert list(found) == ["qwen3:8b", "gpt-oss:120b", "qwen2.5-vl-7b", "phi-4", "codellama-7b", "bare", "Org/in-a-list"]
+    assert list(found) == [
+        "qwen3:8b",
+        "gpt-oss:120b",
+        "qwen2.5-vl-7b",
+        "phi-4",
+        "codellama-7b",
+        "bare",
+        "Org/in-a-list",
+    ]
     assert all(entry.body["apiVersion"] == API_VERSION for entry in found.values())
 
 
 def test_what_was_written_is_kept_whole():
     """What means nothing here too: labels, a status, fields of somebody else's."""
-    text = (f"apiVersion: {API_VERSION}\nkind: Agent\nmetadata: {{name: a, labels: {{team: x}}}}\n"
-            "spec: {memory: 10GB, colour: red, x-memroy: 1}\nstatus: {phase: ready}\n")
+    text = (
+        f"apiVersion: {API_VERSION}\nkind: Agent\nmetadata: {{name: a, labels: {{team: x}}}}\n"
+        "spec: {memory: 10GB, colour: red, x-memroy: 1}\nstatus: {phase: ready}\n"
+    )
     assert entries(text)["a"].body == {
-        "apiVersion": API_VERSION, "kind": "Agent", "metadata": {"name": "a", "labels": {"team": "x"}},
-        "spec": {"memory": "10GB", "colour": "red", "x-memroy": 1}, "status": {"phase": "ready"}}
+        "apiVersion": API_VERSION,
+        "kind": "Agent",
+        "metadata": {"name": "a", "labels": {"team": "x"}},
+        "spec": {"memory": "10GB", "colour": "red", "x-memroy": 1},
+        "status": {"phase": "ready"},
+    }
 
 
-@pytest.mark.parametrize(("text", "line", "field", "says"), [
-    ("apiVersion: v1\nkind: Model\n", 1, "apiVersion", "'v1' is not read here"),
-    (f"apiVersion: {API_VERSION}\nkind: Pod\n", 2, "kind", "must be Model, Agent or AIApp"),
-    (f"apiVersion: {API_VERSION}\nkind: Model\nmetadata: {{}}\n", 3, "metadata", "name is missing"),
-    (f"apiVersion: {API_VERSION}\nkind: Model\nmetadata:\n  name: 7\n", 4, "metadata.name", "put it in quotes"),
-    (f"apiVersion: {API_VERSION}\nkind: Model\nmetadata: {{name: a}}\nspec: 3\n", 4, "spec", "mapping of fields"),
-    ("models: 3\n", 1, "models", "a mapping of names, or a list"),
-    ("models:\n  - memory: 1\n", 2, "models[0]", "its name is missing"),
-    ("models:\n  a: 10GB\n", 2, "models.a", "mapping of fields"),
-    ("models:\n  a@b: {}\n", 2, "models.a@b", "'@'"),
-    ("models: {a: {memory: 1}}\ndefaults: {}\n", 2, "defaults", "nothing else is read"),
-    ("modles:\n  a: {memory: 1}\n", 1, "", "Did you mean models"),
-    ("hello\n", 1, "", "this is no model"),
-    ("models: {}\n", 1, "", "there is no model in it"),
-    ("models: [{name: a}]\n---\nmodels: {a: {memory: 1}}\n", 3, "models.a", "stands in this file twice; the first time in line 1"),
-])
+@pytest.mark.parametrize(
+    ("text", "line", "field", "says"),
+    [
+        ("apiVersion: v1\nkind: Model\n", 1, "apiVersion", "'v1' is not read here"),
+        (f"apiVersion: {API_VERSION}\nkind: Pod\n", 2, "kind", "must be Model, Agent or AIApp"),
+        (
+            f"apiVersion: {API_VERSION}\nkind: Model\nmetadata: {{}}\n",
+            3,
+            "metadata",
+            "name is missing",
+        ),
+        (
+            f"apiVersion: {API_VERSION}\nkind: Model\nmetadata:\n  name: 7\n",
+            4,
+            "metadata.name",
+            "put it in quotes",
+        ),
+        (
+            f"apiVersion: {API_VERSION}\nkind: Model\nmetadata: {{name: a}}\nspec: 3\n",
+            4,
+            "spec",
+            "mapping of fields",
+        ),
+        ("models: 3\n", 1, "models", "a mapping of names, or a list"),
+        ("models:\n  - memory: 1\n", 2, "models[0]", "its name is missing"),
+        ("models:\n  a: 10GB\n", 2, "models.a", "mapping of fields"),
+        ("models:\n  a@b: {}\n", 2, "models.a@b", "'@'"),
+        ("models: {a: {memory: 1}}\ndefaults: {}\n", 2, "defaults", "nothing else is read"),
+        ("modles:\n  a: {memory: 1}\n", 1, "", "Did you mean models"),
+        ("hello\n", 1, "", "this is no model"),
+        ("models: {}\n", 1, "", "there is no model in it"),
+        (
+            "models: [{name: a}]\n---\nmodels: {a: {memory: 1}}\n",
+            3,
+            "models.a",
+            "stands in this file twice; the first time in line 1",
+        ),
+    ],
+)
 def test_a_shape_that_cannot_be_is_named_with_file_line_and_field(text, line, field, says):
     error = wrong(text)
     assert (error.file, error.line, error.field) == ("f.yaml", line, field) and says in str(error)
@@ -179,44 +240,77 @@ def test_a_shape_that_cannot_be_is_named_with_file_line_and_field(text, line, fi
 
 # -- the fields ---------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("written", "size"), [
-    ("10GB", 10**10), ("10GiB", 10 * GIB), ("10G", 10 * GIB), ("10 GiB", 10 * GIB), ("8589934592", 8589934592),
-    ("1.5GB", 1_500_000_000), ("512MiB", 512 * MIB),
-])
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        ("10GB", 10**10),
+        ("10GiB", 10 * GIB),
+        ("10G", 10 * GIB),
+        ("10 GiB", 10 * GIB),
+        ("8589934592", 8589934592),
+        ("1.5GB", 1_500_000_000),
+        ("512MiB", 512 * MIB),
+    ],
+)
 def test_sizes_are_decimal_binary_or_bytes(written, size):
     assert spec(f"memory: {written}").size == spec(f"size: {written}").size == size
 
 
-@pytest.mark.parametrize(("fields", "field", "says"), [
-    ("memory: 10XB", "memory", "'10XB' is not a size"), ("memory: -1", "memory", "not a size"),
-    ("memory: 0", "memory", "no size"), ("memory: true", "memory", "not a size"), ("memory: [1]", "memory", "not a size"),
-    ("vram_mb: lots", "vram_mb", "not a number of MiB"), ("vram_mb: 0", "vram_mb", "not a number of MiB"),
-    ("context_length: 0", "context_length", "greater than 0"), ("context_length: 1.5", "context_length", "whole number"),
-    ("gpu_layers: -2", "gpu_layers", "greater than or equal to -1"), ("gpu_layers: many", "gpu_layers", "whole number"),
-    ("gpu_layers: true", "gpu_layers", "whole number"), ("gpus: 0", "gpus", "how many GPUs"),
-    ("gpus: []", "gpus", "how many GPUs"), ("gpus: 4, max_tensor_parallel: 2", "gpus", "more than max_tensor_parallel"),
-    ("gpu_memory: {}", "gpu_memory", "names no card"), ("gpu_memory: {0: 1XB}", "gpu_memory", "'1XB' is not a size"),
-    ("max_tensor_parallel: 0", "max_tensor_parallel", "greater than 0"), ("layout: diagonal", "layout", "'auto'"),
-    ("dtype: bfloat61", "dtype", "did you mean bfloat16"), ("dtype: 7", "dtype", "must be text"),
-    ("importance: vital", "importance", "none of urgent"), ("importance: 0", "importance", "none of urgent"),
-    ("keep: perhaps", "keep", "true or false"), ("keep_alive: soon", "keep_alive", "not a duration"),
-    ("enabled: 7", "enabled", "true or false"), ("type: chta", "type", "did you mean chat"),
-    ("runtime: vlm", "runtime", "did you mean vllm"), ("backend: ''", "backend", "must be text"),
-    ("path: 3", "path", "must be text"), ("path: ''", "path", "empty"),
-    ("runtime_args: --max-model-len 3", "runtime_args", "list of words"),
-    ("runtime_args: [--max-model-len, many]", "runtime_args", "not a number of tokens"),
-    ("runtime_args: [--dtype]", "runtime_args", "--dtype takes a value"),
-    ("gpu_fraction_factor: 0", "gpu_fraction_factor", "greater than 0"),
-    ("fraction_largest_possible: 1.5", "fraction_largest_possible", "less than or equal to 1"),
-    ("memory: 10GB, size: 11GB", "size", "memory and size mean the same"),
-    ("keep: true, pin: false", "pin", "keep and pin mean the same"),
-    ("runtime: vllm, backend: ollama", "backend", "runtime and backend mean the same"),
-    ("memroy: 10GB", "memroy", "did you mean memory"), ("context-length: 3", "context-length", "did you mean context_length"),
-    ("Memory: 10GB", "Memory", "did you mean memory"),
-])
+@pytest.mark.parametrize(
+    ("fields", "field", "says"),
+    [
+        ("memory: 10XB", "memory", "'10XB' is not a size"),
+        ("memory: -1", "memory", "not a size"),
+        ("memory: 0", "memory", "no size"),
+        ("memory: true", "memory", "not a size"),
+        ("memory: [1]", "memory", "not a size"),
+        ("vram_mb: lots", "vram_mb", "not a number of MiB"),
+        ("vram_mb: 0", "vram_mb", "not a number of MiB"),
+        ("context_length: 0", "context_length", "greater than 0"),
+        ("context_length: 1.5", "context_length", "whole number"),
+        ("gpu_layers: -2", "gpu_layers", "greater than or equal to -1"),
+        ("gpu_layers: many", "gpu_layers", "whole number"),
+        ("gpu_layers: true", "gpu_layers", "whole number"),
+        ("gpus: 0", "gpus", "how many GPUs"),
+        ("gpus: []", "gpus", "how many GPUs"),
+        ("gpus: 4, max_tensor_parallel: 2", "gpus", "more than max_tensor_parallel"),
+        ("gpu_memory: {}", "gpu_memory", "names no card"),
+        ("gpu_memory: {0: 1XB}", "gpu_memory", "'1XB' is not a size"),
+        ("max_tensor_parallel: 0", "max_tensor_parallel", "greater than 0"),
+        ("layout: diagonal", "layout", "'auto'"),
+        ("dtype: bfloat61", "dtype", "did you mean bfloat16"),
+        ("dtype: 7", "dtype", "must be text"),
+        ("importance: vital", "importance", "none of urgent"),
+        ("importance: 0", "importance", "none of urgent"),
+        ("keep: perhaps", "keep", "true or false"),
+        ("keep_alive: soon", "keep_alive", "not a duration"),
+        ("enabled: 7", "enabled", "true or false"),
+        ("type: chta", "type", "did you mean chat"),
+        ("runtime: vlm", "runtime", "did you mean vllm"),
+        ("backend: ''", "backend", "must be text"),
+        ("path: 3", "path", "must be text"),
+        ("path: ''", "path", "empty"),
+        ("runtime_args: --max-model-len 3", "runtime_args", "list of words"),
+        ("runtime_args: [--max-model-len, many]", "runtime_args", "not a number of tokens"),
+        ("runtime_args: [--dtype]", "runtime_args", "--dtype takes a value"),
+        ("gpu_fraction_factor: 0", "gpu_fraction_factor", "greater than 0"),
+        ("fraction_largest_possible: 1.5", "fraction_largest_possible", "less than or equal to 1"),
+        ("memory: 10GB, size: 11GB", "size", "memory and size mean the same"),
+        ("keep: true, pin: false", "pin", "keep and pin mean the same"),
+        ("runtime: vllm, backend: ollama", "backend", "runtime and backend mean the same"),
+        ("memroy: 10GB", "memroy", "did you mean memory"),
+        ("context-length: 3", "context-length", "did you mean context_length"),
+        ("Memory: 10GB", "Memory", "did you mean memory"),
+    ],
+)
 def test_a_field_that_cannot_be_is_named_with_file_line_and_field(fields, field, says):
     error = wrong(f"models:\n  other: {{memory: 1}}\n  m:\n    {{{fields}}}\n")
-    assert (error.file, error.line, error.field) == ("f.yaml", 4, f"models.m.{field}") and says in str(error)
+    assert (error.file, error.line, error.field) == (
+        "f.yaml",
+        4,
+        f"models.m.{field}",
+    ) and says in str(error)
 
 
 def test_all_that_is_wrong_is_told_at_once():
@@ -230,22 +324,44 @@ def test_what_means_the_same_may_be_said_twice():
 
 
 def test_fields_become_what_a_model_is():
-    made = spec("path: /m, memory: 10GB, type: embedding, quantization: int8, importance: high, pin: true, keep_alive: 10m, "
-                "layout: balanced, dtype: bf16, gpus: [0, 'cuda:1'], max_tensor_parallel: 2, gpu_memory: 20GiB, "
-                "gpu_fraction_factor: 3.0, fraction_largest_possible: 0.8, enabled: false, revision: main")
-    assert (made.source, made.model_type, made.quantization, made.importance, made.keep, made.keep_alive) == (
-        "/m", "embedding", "int8", 5, True, 600.0)
+    made = spec(
+        "path: /m, memory: 10GB, type: embedding, quantization: int8, importance: high, pin: true, keep_alive: 10m, "
+        "layout: balanced, dtype: bf16, gpus: [0, 'cuda:1'], max_tensor_parallel: 2, gpu_memory: 20GiB, "
+        "gpu_fraction_factor: 3.0, fraction_largest_possible: 0.8, enabled: false, revision: main"
+    )
+    assert (
+        made.source,
+        made.model_type,
+        made.quantization,
+        made.importance,
+        made.keep,
+        made.keep_alive,
+    ) == ("/m", "embedding", "int8", 5, True, 600.0)
     assert (made.layout, made.devices, made.enabled) == ("balanced", ("0", "cuda:1"), False)
     assert made.options == {"dtype": "bfloat16", "revision": "main"}
-    assert made.placement == {"most_cards": 2, "card_bytes": 20 * GIB, "factor": 3.0, "largest_fraction": 0.8}
+    assert made.placement == {
+        "most_cards": 2,
+        "card_bytes": 20 * GIB,
+        "factor": 3.0,
+        "largest_fraction": 0.8,
+    }
 
 
 def test_a_number_of_gpus_is_how_many_it_goes_over():
     assert spec("gpus: 2").placement == {"least_cards": 2, "most_cards": 2}
 
 
-@pytest.mark.parametrize(("written", "becomes"), [("chat", "llm"), ("embeddings", "embedding"), ("rerank", "reranker"),
-                                                  ("image", "diffusion"), ("Vision", "vision"), ("tts", "other")])
+@pytest.mark.parametrize(
+    ("written", "becomes"),
+    [
+        ("chat", "llm"),
+        ("embeddings", "embedding"),
+        ("rerank", "reranker"),
+        ("image", "diffusion"),
+        ("Vision", "vision"),
+        ("tts", "other"),
+    ],
+)
 def test_a_type_is_ours_or_other(written, becomes):
     """`type`, as Helix says it, and `category`, as Model Boss does."""
     assert spec(f"type: {written}").model_type == spec(f"category: {written}").model_type == becomes
@@ -253,10 +369,14 @@ def test_a_type_is_ours_or_other(written, becomes):
 
 # -- settings -----------------------------------------------------------------------------------------------------
 
+
 def test_layers_and_backend_come_from_the_settings_where_the_model_does_not_say():
     """INFERENCE_GPU_LAYERS and INFERENCE_BACKEND of Kitchen Brigade: the model's own word wins."""
     settings = {"inference_gpu_layers": 0, "inference_backend": "llamacpp"}
-    silent, own = spec("path: a.gguf", **settings), spec("path: a.gguf, gpu_layers: 20, backend: vllm", **settings)
+    silent, own = (
+        spec("path: a.gguf", **settings),
+        spec("path: a.gguf, gpu_layers: 20, backend: vllm", **settings),
+    )
     assert (silent.options["gpu_layers"], silent.backend) == (0, "llama_cpp")
     assert (own.options["gpu_layers"], own.backend) == (20, "vllm")
 
@@ -264,16 +384,26 @@ def test_layers_and_backend_come_from_the_settings_where_the_model_does_not_say(
 def test_trust_takes_both_the_file_and_the_owner_of_the_process():
     """A file that somebody else wrote cannot make this process run code."""
     words = "runtime_args: [--trust-remote-code, --seed, '1']"
-    for fields, trusted, told in ((words, False, ["--seed", "1"]), (words, True, ["--trust-remote-code", "--seed", "1"]),
-                                  ("trust_remote_code: true", False, None), ("trust_remote_code: true", True, None),
-                                  ("memory: 1", True, None)):
+    for fields, trusted, told in (
+        (words, False, ["--seed", "1"]),
+        (words, True, ["--trust-remote-code", "--seed", "1"]),
+        ("trust_remote_code: true", False, None),
+        ("trust_remote_code: true", True, None),
+        ("memory: 1", True, None),
+    ):
         options = spec(fields, gpu_trust_remote_code=trusted).options
         assert options.get("trust_remote_code", False) is (trusted and "memory" not in fields)
         assert options.get("runtime_args") == told
 
 
-@pytest.mark.parametrize("smuggled", ["runtime_args: ['--trust-remote-code=true']", "runtime_args: ['--trust_remote_code']",
-                                      "runtime_args: {trust_remote_code: true}"])
+@pytest.mark.parametrize(
+    "smuggled",
+    [
+        "runtime_args: ['--trust-remote-code=true']",
+        "runtime_args: ['--trust_remote_code']",
+        "runtime_args: {trust_remote_code: true}",
+    ],
+)
 def test_trust_is_not_passed_on_in_another_spelling(smuggled):
     assert spec(smuggled).options.get("runtime_args") == []
     assert spec(smuggled, gpu_trust_remote_code=True).options["trust_remote_code"] is True
@@ -281,20 +411,39 @@ def test_trust_is_not_passed_on_in_another_spelling(smuggled):
 
 # -- an engine's arguments ----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("words", "what", "value"), [
-    ("[--max-model-len, '8192']", "context_length", 8192), ("[--max-model-len=8k]", "context_length", 8000),
-    ("[-c, 4096]", "context_length", 4096), ("[-ngl, -1]", "gpu_layers", -1), ("[--dtype, half]", "dtype", "float16"),
-    ("{max_model_len: 8192, enforce_eager: true}", "context_length", 8192),
-])
+
+@pytest.mark.parametrize(
+    ("words", "what", "value"),
+    [
+        ("[--max-model-len, '8192']", "context_length", 8192),
+        ("[--max-model-len=8k]", "context_length", 8000),
+        ("[-c, 4096]", "context_length", 4096),
+        ("[-ngl, -1]", "gpu_layers", -1),
+        ("[--dtype, half]", "dtype", "float16"),
+        ("{max_model_len: 8192, enforce_eager: true}", "context_length", 8192),
+    ],
+)
 def test_an_argument_takes_effect_and_wins_over_the_field_beside_it(words, what, value):
-    assert spec(f"context_length: 1, gpu_layers: 7, dtype: float32, runtime_args: {words}").options[what] == value
+    assert (
+        spec(f"context_length: 1, gpu_layers: 7, dtype: float32, runtime_args: {words}").options[
+            what
+        ]
+        == value
+    )
 
 
 def test_arguments_that_no_backend_here_reads_are_kept_and_said():
-    (entry,) = entries("models: {m: {runtime: tgi, memory: 1, "
-                       "runtime_args: [--seed, '1', --gpu-memory-utilization, '0.9'], colour: red}}").values()
+    (entry,) = entries(
+        "models: {m: {runtime: tgi, memory: 1, "
+        "runtime_args: [--seed, '1', --gpu-memory-utilization, '0.9'], colour: red}}"
+    ).values()
     said = " | ".join(notes(entry, Settings.load()))
     assert "unknown here, and kept: colour" in said and "engine's command line: --seed" in said
     assert "decided by the placement, and kept: --gpu-memory-utilization" in said
     assert "this version has no backend tgi" in said
-    assert spec_of(entry, Settings.load()).options["runtime_args"] == ["--seed", "1", "--gpu-memory-utilization", "0.9"]
+    assert spec_of(entry, Settings.load()).options["runtime_args"] == [
+        "--seed",
+        "1",
+        "--gpu-memory-utilization",
+        "0.9",
+    ]

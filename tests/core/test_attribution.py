@@ -1,4 +1,5 @@
 """For whom a thread acts."""
+
 from __future__ import annotations
 
 import threading

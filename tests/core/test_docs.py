@@ -1,4 +1,5 @@
 """What can be used is documented: every public name, verb and setting stands in the README."""
+
 from __future__ import annotations
 
 import os
@@ -34,8 +35,11 @@ def test_every_public_name_is_in_the_readme():
 
 def test_every_verb_is_in_the_table_of_magics():
     """As `%gpu VERB`, in the README's table; as `gpu VERB`, where it works in a terminal only."""
-    assert {verb.name for verb in VERBS.values() if not re.search(
-        rf"^\|.*`{verb.places[0]} {verb.name}\b", README, flags=re.MULTILINE)} == set()
+    assert {
+        verb.name
+        for verb in VERBS.values()
+        if not re.search(rf"^\|.*`{verb.places[0]} {verb.name}\b", README, flags=re.MULTILINE)
+    } == set()
 
 
 def test_every_setting_is_in_the_readme_with_its_default_and_meaning():
@@ -60,19 +64,34 @@ def test_the_examples_work(tmp_path):
     """Typed as they stand, on a card that holds one of the two models: the first steps aside to RAM and says why."""
     samples, example, *_ = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     settings = {"GPU_DEVICES": "sim:96MiB,host:8GiB", "GPU_LEDGER": f"sqlite://{tmp_path}/ledger"}
-    shown = subprocess.run([sys.executable, "-c", samples + example], cwd=tmp_path, env=os.environ | settings,
-                           capture_output=True, text=True, timeout=120, check=False)
+    shown = subprocess.run(
+        [sys.executable, "-c", samples + example],
+        cwd=tmp_path,
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert shown.returncode == 0, shown.stderr
-    assert re.search(r"^offloaded - ranker needs .*; writer was idle", shown.stdout, flags=re.MULTILINE)
+    assert re.search(
+        r"^offloaded - ranker needs .*; writer was idle", shown.stdout, flags=re.MULTILINE
+    )
 
 
 def test_every_link_in_the_readme_leads_somewhere():
     """To a section of this page, or a file of this repository."""
-    sections = {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-")
-                for title in re.findall(r"^#+ (.*)$", README, flags=re.MULTILINE)}
+    sections = {
+        re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)$", README, flags=re.MULTILINE)
+    }
     targets = re.findall(r"\]\(([^)\s]+)\)", README)
-    broken = [target for target in targets if not target.startswith("http")
-              and not (target[1:] in sections if target.startswith("#") else (ROOT / target).exists())]
+    broken = [
+        target
+        for target in targets
+        if not target.startswith("http")
+        and not (target[1:] in sections if target.startswith("#") else (ROOT / target).exists())
+    ]
     assert targets and broken == []
 
 

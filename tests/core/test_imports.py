@@ -1,4 +1,5 @@
 """What an import costs: neither `gpu_runtime` nor `gpu` may load a library that is only needed later."""
+
 from __future__ import annotations
 
 import subprocess
@@ -6,13 +7,32 @@ import sys
 
 import pytest
 
-NEEDED_LATER = ["torch", "transformers", "accelerate", "panel", "bokeh", "llama_cpp", "pandas", "pydantic_settings"]
+NEEDED_LATER = [
+    "torch",
+    "transformers",
+    "accelerate",
+    "panel",
+    "bokeh",
+    "llama_cpp",
+    "pandas",
+    "pydantic_settings",
+]
 
 
-@pytest.mark.parametrize("package", ["gpu_runtime", "gpu", "gpu_runtime.web.auth", "gpu_panels.launcher"])
+@pytest.mark.parametrize(
+    "package", ["gpu_runtime", "gpu", "gpu_runtime.web.auth", "gpu_panels.launcher"]
+)
 def test_an_import_loads_nothing_that_is_only_needed_later(package, tmp_path):
     """torch alone takes a second; a notebook that only looks must not pay for it."""
-    program = f"import sys, {package}; print(*(name for name in {NEEDED_LATER} if name in sys.modules))"
+    program = (
+        f"import sys, {package}; print(*(name for name in {NEEDED_LATER} if name in sys.modules))"
+    )
     shown = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (shown.stdout.strip(), shown.stderr) == ("", "")

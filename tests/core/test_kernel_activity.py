@@ -1,4 +1,5 @@
 """Whether this process's kernel runs a cell, and since when."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,5 @@
 """The faults that the tests must notice stand where the script puts them; `python -m tests.mutants` tries each."""
+
 from __future__ import annotations
 
 import pytest

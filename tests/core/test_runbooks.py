@@ -1,4 +1,5 @@
 """The runbooks keep in step with what they speak of: their titles, links and tables are read here, and run by nbval."""
+
 from __future__ import annotations
 
 import json
@@ -11,23 +12,32 @@ from gpu_runtime.facts import Level, Rules
 from gpu_runtime.scheduler.pressure import level, relief
 
 ROOT = Path(__file__).parents[2]
-RUNBOOKS = {path.name: json.loads(path.read_text()) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+RUNBOOKS = {
+    path.name: json.loads(path.read_text()) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
+}
 
 
 def prose(name: str) -> str:
     """The markdown of a runbook."""
-    return "\n\n".join("".join(cell["source"]) for cell in RUNBOOKS[name]["cells"] if cell["cell_type"] == "markdown")
+    return "\n\n".join(
+        "".join(cell["source"])
+        for cell in RUNBOOKS[name]["cells"]
+        if cell["cell_type"] == "markdown"
+    )
 
 
 def rows(text: str, heading: str) -> list[list[str]]:
     """The cells of the table that begins with that heading."""
-    table = text[text.index(f"| {heading} |"):].partition("\n\n")[0].splitlines()[2:]
+    table = text[text.index(f"| {heading} |") :].partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in table]
 
 
 def test_the_readme_lists_every_runbook_by_its_title():
     """One line each, in order; whoever adds a runbook adds its line."""
-    lines = [f"- [{prose(name).partition(chr(10))[0].removeprefix('# ')}](notebooks/{name})" for name in RUNBOOKS]
+    lines = [
+        f"- [{prose(name).partition(chr(10))[0].removeprefix('# ')}](notebooks/{name})"
+        for name in RUNBOOKS
+    ]
     readme = (ROOT / "README.md").read_text().splitlines()
     assert [line for line in readme if re.match(r"- \[\d\d · ", line)] == lines
 
@@ -38,7 +48,9 @@ def test_a_runbook_says_when_to_use_it_and_its_links_lead_somewhere(name):
     text = prose(name)
     assert re.match(r"# \d\d · .+\n\n\*\*When to use this:\*\* ", text)
     links = re.findall(r"\]\(([^)\s#]+)[^)]*\)", text)
-    assert [link for link in links if "://" not in link and not (ROOT / "notebooks" / link).exists()] == []
+    assert [
+        link for link in links if "://" not in link and not (ROOT / "notebooks" / link).exists()
+    ] == []
 
 
 @pytest.mark.parametrize("name", RUNBOOKS)
@@ -47,8 +59,14 @@ def test_a_runbook_is_kept_as_it_was_executed(name):
     lesson."""
     code = [cell for cell in RUNBOOKS[name]["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
-    failed = [cell["id"] for cell in code if any(output["output_type"] == "error" for output in cell["outputs"])]
-    assert failed == [cell["id"] for cell in code if "raises-exception" in cell["metadata"].get("tags", ())]
+    failed = [
+        cell["id"]
+        for cell in code
+        if any(output["output_type"] == "error" for output in cell["outputs"])
+    ]
+    assert failed == [
+        cell["id"] for cell in code if "raises-exception" in cell["metadata"].get("tags", ())
+    ]
 
 
 def test_the_drill_of_pressure_states_the_levels_as_they_are():
@@ -61,8 +79,14 @@ def test_the_drill_of_pressure_states_the_levels_as_they_are():
     asked = [relief(Level(row[0]), Rules()) for row in shown]
     seconds = [re.search(r"(\d+) s", row[2]) for row in shown]
     assert [ask and ask.idle_seconds for ask in asked] == [
-        None, float(seconds[1][1]), float(seconds[2][1]), 0.0 if shown[3][2] == "all, at once" else -1.0]
-    assert [bool(ask and ask.drop) for ask in asked] == ["disk" in row[3] and "RAM" not in row[3] for row in shown]
+        None,
+        float(seconds[1][1]),
+        float(seconds[2][1]),
+        0.0 if shown[3][2] == "all, at once" else -1.0,
+    ]
+    assert [bool(ask and ask.drop) for ask in asked] == [
+        "disk" in row[3] and "RAM" not in row[3] for row in shown
+    ]
 
 
 def test_every_symptom_of_the_troubleshooting_table_has_its_section():
@@ -71,8 +95,11 @@ def test_every_symptom_of_the_troubleshooting_table_has_its_section():
     named = [row[-1] for row in rows(text, "you see")]
     sections = re.split(r"^## (?=\d+ · )", text, flags=re.MULTILINE)[1:]
     assert named == [section.partition(" ")[0] for section in sections]
-    assert [section[:40] for section in sections
-            if not all(word in section for word in ("**Diagnosis", "**Cure"))] == []
+    assert [
+        section[:40]
+        for section in sections
+        if not all(word in section for word in ("**Diagnosis", "**Cure"))
+    ] == []
 
 
 def test_the_runbook_of_the_console_says_what_each_tab_answers():
@@ -80,4 +107,8 @@ def test_the_runbook_of_the_console_says_what_each_tab_answers():
     from gpu_panels.tabs import registry
 
     told = re.findall(r"\*\*([^*]+)\*\*", prose("05_operator_console.ipynb"))
-    assert [title for title in registry.TABS if not any(re.search(rf"\b{title}\b", words) for words in told)] == []
+    assert [
+        title
+        for title in registry.TABS
+        if not any(re.search(rf"\b{title}\b", words) for words in told)
+    ] == []

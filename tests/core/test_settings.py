@@ -1,4 +1,5 @@
 """Settings: where a value comes from, what is refused, and what it becomes."""
+
 from __future__ import annotations
 
 import pytest
@@ -83,50 +84,56 @@ def test_a_dotenv_file_in_the_working_directory_is_not_read(environment, tmp_pat
     assert Settings.load().gpu_policy == "lru"
 
 
-@pytest.mark.parametrize(("name", "text", "value"), [
-    ("enable_memory_governor", "off", False),
-    ("enable_cpu_offload", "false", False),
-    ("development_cpu_only", "1", True),
-    ("gpu_trust_remote_code", "true", True),
-    ("inference_memory_limit_gb", "16.5", 16.5),
-    ("inference_gpu_index", "1", 1),
-    ("eviction_idle_threshold_seconds", "2m", 120.0),
-    ("pressure_check_interval_seconds", "0.5", 0.5),
-    ("gpu_policy", "cost_aware", "cost_aware"),
-    ("gpu_console_read_only", "yes", True),
-    ("gpu_console_operators", "ann, bob", "ann, bob"),
-    ("gpu_ledger", "memory:", "memory:"),
-])
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("enable_memory_governor", "off", False),
+        ("enable_cpu_offload", "false", False),
+        ("development_cpu_only", "1", True),
+        ("gpu_trust_remote_code", "true", True),
+        ("inference_memory_limit_gb", "16.5", 16.5),
+        ("inference_gpu_index", "1", 1),
+        ("eviction_idle_threshold_seconds", "2m", 120.0),
+        ("pressure_check_interval_seconds", "0.5", 0.5),
+        ("gpu_policy", "cost_aware", "cost_aware"),
+        ("gpu_console_read_only", "yes", True),
+        ("gpu_console_operators", "ann, bob", "ann, bob"),
+        ("gpu_ledger", "memory:", "memory:"),
+    ],
+)
 def test_the_environment_is_read_as_text_and_becomes_a_value(environment, name, text, value):
     """Each under its own name in capitals."""
     environment.setenv(name.upper(), text)
     assert getattr(Settings.load(), name) == value
 
 
-@pytest.mark.parametrize(("name", "value", "expected"), [
-    ("gpu_memory_max_percent", "90", "a number from 0 to 1, such as 0.9"),
-    ("gpu_memory_max_percent", "-0.1", "a number from 0 to 1, such as 0.9"),
-    ("gpu_memory_max_percent", "nan", "a number from 0 to 1, such as 0.9"),
-    ("cpu_memory_max_percent", "half", "a number from 0 to 1, such as 0.5"),
-    ("inference_memory_limit_gb", "0", "a number of GiB above 0, such as 16"),
-    ("inference_memory_limit_gb", "16GB", "a number of GiB above 0, such as 16"),
-    ("inference_gpu_index", "-1", "the index of a GPU, such as 0"),
-    ("inference_gpu_index", "1.5", "the index of a GPU, such as 0"),
-    ("development_cpu_only", "maybe", "true or false"),
-    ("enable_memory_governor", "2", "true or false"),
-    ("enable_cpu_offload", "none", "true or false"),
-    ("gpu_trust_remote_code", "ja", "true or false"),
-    ("gpu_policy", "mru", "lru or cost_aware"),
-    ("gpu_placement", "worst", "best-fit, most-free or fewest-evictions"),
-    ("gpu_split_margin_mb", "-1", "a whole number of MiB, such as 512"),
-    ("gpu_split_overhead", "1.5", "a number from 0 to 1, such as 0"),
-    ("gpu_fraction_factor", "0", "a number above 0, such as 3"),
-    ("gpu_relief", "sometimes", "auto, always or never"),
-    ("eviction_grace_seconds", "-5", "seconds, such as 5 or '2m'"),
-    ("eviction_idle_threshold_seconds", "soon", "seconds, such as 120 or '2m'"),
-    ("eviction_idle_high_seconds", "30 parsecs", "seconds, such as 30 or '2m'"),
-    ("pressure_check_interval_seconds", "0", "seconds above 0, such as 15 or '1m'"),
-])
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("gpu_memory_max_percent", "90", "a number from 0 to 1, such as 0.9"),
+        ("gpu_memory_max_percent", "-0.1", "a number from 0 to 1, such as 0.9"),
+        ("gpu_memory_max_percent", "nan", "a number from 0 to 1, such as 0.9"),
+        ("cpu_memory_max_percent", "half", "a number from 0 to 1, such as 0.5"),
+        ("inference_memory_limit_gb", "0", "a number of GiB above 0, such as 16"),
+        ("inference_memory_limit_gb", "16GB", "a number of GiB above 0, such as 16"),
+        ("inference_gpu_index", "-1", "the index of a GPU, such as 0"),
+        ("inference_gpu_index", "1.5", "the index of a GPU, such as 0"),
+        ("development_cpu_only", "maybe", "true or false"),
+        ("enable_memory_governor", "2", "true or false"),
+        ("enable_cpu_offload", "none", "true or false"),
+        ("gpu_trust_remote_code", "ja", "true or false"),
+        ("gpu_policy", "mru", "lru or cost_aware"),
+        ("gpu_placement", "worst", "best-fit, most-free or fewest-evictions"),
+        ("gpu_split_margin_mb", "-1", "a whole number of MiB, such as 512"),
+        ("gpu_split_overhead", "1.5", "a number from 0 to 1, such as 0"),
+        ("gpu_fraction_factor", "0", "a number above 0, such as 3"),
+        ("gpu_relief", "sometimes", "auto, always or never"),
+        ("eviction_grace_seconds", "-5", "seconds, such as 5 or '2m'"),
+        ("eviction_idle_threshold_seconds", "soon", "seconds, such as 120 or '2m'"),
+        ("eviction_idle_high_seconds", "30 parsecs", "seconds, such as 30 or '2m'"),
+        ("pressure_check_interval_seconds", "0", "seconds above 0, such as 15 or '1m'"),
+    ],
+)
 def test_a_bad_value_is_refused_in_one_sentence(environment, name, value, expected):
     """It names the setting as its writer wrote it, the value, and what would do."""
     environment.setenv(name.upper(), value)
@@ -140,10 +147,16 @@ def test_a_bad_value_is_refused_in_one_sentence(environment, name, value, expect
     assert (error.value.setting, error.value.value, error.value.expected) == (name, value, expected)
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("gpu_devices", 3), ("gpu_ledger", 7), ("gpu_memory_max_percent", True),
-    ("inference_gpu_index", True), ("eviction_grace_seconds", [5]),
-])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gpu_devices", 3),
+        ("gpu_ledger", 7),
+        ("gpu_memory_max_percent", True),
+        ("inference_gpu_index", True),
+        ("eviction_grace_seconds", [5]),
+    ],
+)
 def test_a_wrong_type_is_refused(name, value):
     """Numbers are not text, and True is not one hundred percent."""
     with pytest.raises(BadSetting) as error:
@@ -168,11 +181,20 @@ def test_settings_do_not_change_once_loaded():
 def test_rules_carry_the_numbers_that_decisions_go_by():
     """HIGH is never more patient than MODERATE, whatever was typed."""
     settings = Settings.load(
-        eviction_grace_seconds=1, eviction_idle_threshold_seconds=20, gpu_relief="always", enable_cpu_offload=False,
-        inference_memory_limit_gb=1.5)
+        eviction_grace_seconds=1,
+        eviction_idle_threshold_seconds=20,
+        gpu_relief="always",
+        enable_cpu_offload=False,
+        inference_memory_limit_gb=1.5,
+    )
     assert settings.rules() == Rules(
-        grace_seconds=1.0, idle_moderate_seconds=20.0, idle_high_seconds=20.0, relief="always", offload=False,
-        limit_bytes=1_610_612_736)
+        grace_seconds=1.0,
+        idle_moderate_seconds=20.0,
+        idle_high_seconds=20.0,
+        relief="always",
+        offload=False,
+        limit_bytes=1_610_612_736,
+    )
     assert Settings.load(eviction_idle_high_seconds=10).rules() == Rules(idle_high_seconds=10.0)
 
 
@@ -188,9 +210,14 @@ def test_every_preset_can_be_loaded(environment, name):
 def test_presets_are_those_of_the_document():
     """Smaller cards: less of the card, and idle models leave sooner."""
     assert preset("8 gb") == {
-        "GPU_MEMORY_MAX_PERCENT": "0.85", "ENABLE_CPU_OFFLOAD": "true", "EVICTION_IDLE_THRESHOLD_SECONDS": "60"}
+        "GPU_MEMORY_MAX_PERCENT": "0.85",
+        "ENABLE_CPU_OFFLOAD": "true",
+        "EVICTION_IDLE_THRESHOLD_SECONDS": "60",
+    }
     assert preset("4GB")["EVICTION_IDLE_THRESHOLD_SECONDS"] == "30"
-    with pytest.raises(BadSetting, match="preset='12GB' cannot be used: it must be one of 24GB, 16GB, 8GB, 4GB"):
+    with pytest.raises(
+        BadSetting, match="preset='12GB' cannot be used: it must be one of 24GB, 16GB, 8GB, 4GB"
+    ):
         preset("12GB")
 
 
@@ -210,7 +237,10 @@ def test_a_token_is_never_shown(environment, name):
     token = "4f1c8a90b2d74e6f9a3b"
     environment.setenv(name.upper(), token)
     settings = Settings.load()
-    assert row(settings, name.upper()).value == "***" and getattr(settings, name).get_secret_value() == token
+    assert (
+        row(settings, name.upper()).value == "***"
+        and getattr(settings, name).get_secret_value() == token
+    )
     assert token not in repr(settings) and token not in str(settings)
     for wrong in ({name: token[:15]}, {name + "s": token}):
         with pytest.raises(BadSetting) as error:
@@ -222,7 +252,11 @@ def test_a_token_is_never_shown(environment, name):
     assert token[:15] not in str(error.value)
 
 
-@given(password=st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1).map(lambda text: f"<{text}>"))
+@given(
+    password=st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1).map(
+        lambda text: f"<{text}>"
+    )
+)
 def test_no_password_survives_masking(password):
     """Whatever it is made of, even an @ or a /."""
     assert masked(f"redis://ops:{password}@box:6379/0") == "redis://ops:***@box:6379/0"
@@ -234,7 +268,9 @@ def test_every_fraction_is_a_percent(fraction):
     assert Settings.load(gpu_memory_max_percent=fraction).gpu_memory_max_percent == fraction
 
 
-@given(st.one_of(st.floats(max_value=0, exclude_max=True), st.floats(min_value=1, exclude_min=True)))
+@given(
+    st.one_of(st.floats(max_value=0, exclude_max=True), st.floats(min_value=1, exclude_min=True))
+)
 def test_nothing_else_is(number):
     """90 is the likely slip."""
     with pytest.raises(BadSetting):

@@ -1,4 +1,5 @@
 """Threads of our own: started in one go, so that an interrupt finds them either there or not."""
+
 from __future__ import annotations
 
 import signal
@@ -30,7 +31,9 @@ def test_an_interrupt_while_it_is_started_leaves_it_running():
             tried += 1
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0.00002 + tried % 50 * 0.000004)
-                for _ in range(20):  # an interrupt may be lost: in a destructor the interpreter passes over it
+                for _ in range(
+                    20
+                ):  # an interrupt may be lost: in a destructor the interpreter passes over it
                     begun.append(threads.start(lambda: ended.append(1)))
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 time.sleep(0)  # what has struck by now strikes here
@@ -52,6 +55,7 @@ def test_works_are_done_side_by_side(many):
 
 def test_works_are_done_one_after_the_other_where_it_is_too_late_for_threads(monkeypatch):
     """While the interpreter ends none can be started."""
+
     def too_late(work):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 

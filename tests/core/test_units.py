@@ -1,4 +1,5 @@
 """Words and numbers: what is read is what was meant, and what is printed can be read again."""
+
 from __future__ import annotations
 
 import pytest
@@ -9,26 +10,80 @@ from gpu_runtime.errors import BadSize
 from gpu_runtime.units import parse_bytes, parse_seconds, show_bytes, show_seconds
 
 UNITS = {
-    "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
-    "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
 }
 SIZES = st.integers(0, 2**63 - 1)
 
 
-@pytest.mark.parametrize(("text", "size"), [
-    ("10GB", 10_000_000_000), ("10GiB", 10 * 2**30), ("10G", 10 * 2**30), ("10g", 10 * 2**30), ("10 gib", 10 * 2**30),
-    ("512", 512), (512, 512), ("512 B", 512), ("1.5 MiB", 1_572_864), (".5K", 512), (" 2 TiB ", 2**41), (1e3, 1000),
-    ("16_000MB", 16 * 10**9), ("16,000 MiB", 16_000 * 2**20), (0, 0), ("9007199254740993", 2**53 + 1),
-])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("10GB", 10_000_000_000),
+        ("10GiB", 10 * 2**30),
+        ("10G", 10 * 2**30),
+        ("10g", 10 * 2**30),
+        ("10 gib", 10 * 2**30),
+        ("512", 512),
+        (512, 512),
+        ("512 B", 512),
+        ("1.5 MiB", 1_572_864),
+        (".5K", 512),
+        (" 2 TiB ", 2**41),
+        (1e3, 1000),
+        ("16_000MB", 16 * 10**9),
+        ("16,000 MiB", 16_000 * 2**20),
+        (0, 0),
+        ("9007199254740993", 2**53 + 1),
+    ],
+)
 def test_gb_is_decimal_gib_and_a_bare_g_are_binary(text, size):
     """The Kitchen Brigade document's sizes, and the ways people write them."""
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", [
-    "", " ", "GiB", "-1", "-1 GiB", -1, -0.5, "1 GiB extra", "1 XB", "1e9", "0x10", "1..5", "1,2", "ten", "nan", "inf",
-    float("nan"), float("inf"), 2**63, "9000000 TiB", True, None, [1], b"1", "1 GiB\n2", "½ GiB",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "GiB",
+        "-1",
+        "-1 GiB",
+        -1,
+        -0.5,
+        "1 GiB extra",
+        "1 XB",
+        "1e9",
+        "0x10",
+        "1..5",
+        "1,2",
+        "ten",
+        "nan",
+        "inf",
+        float("nan"),
+        float("inf"),
+        2**63,
+        "9000000 TiB",
+        True,
+        None,
+        [1],
+        b"1",
+        "1 GiB\n2",
+        "½ GiB",
+    ],
+)
 def test_what_is_not_a_size_is_refused_and_named(text):
     """Never guessed, never negative, never more than a file can hold."""
     with pytest.raises(BadSize) as error:
@@ -47,7 +102,9 @@ def test_a_number_is_its_own_size(size):
 def test_a_unit_multiplies(number, unit, space):
     """In any case of letters."""
     assert parse_bytes(f"{number}{space}{unit}") == number * UNITS[unit]
-    assert parse_bytes(f"{number}{space}{unit.upper()}") == parse_bytes(f"{number}{space}{unit.lower()}")
+    assert parse_bytes(f"{number}{space}{unit.upper()}") == parse_bytes(
+        f"{number}{space}{unit.lower()}"
+    )
 
 
 @given(st.integers(0, 2**62))
@@ -74,16 +131,27 @@ def test_any_text_is_a_size_or_is_refused(text):
         assert error.value == text
 
 
-@pytest.mark.parametrize(("text", "seconds"), [
-    ("30", 30.0), (30, 30.0), (0.5, 0.5), ("250ms", 0.25), ("10m", 600.0), ("10 min", 600.0), ("1.5h", 5400.0),
-    ("2d", 172800.0),
-])
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30", 30.0),
+        (30, 30.0),
+        (0.5, 0.5),
+        ("250ms", 0.25),
+        ("10m", 600.0),
+        ("10 min", 600.0),
+        ("1.5h", 5400.0),
+        ("2d", 172800.0),
+    ],
+)
 def test_durations_are_read_as_written(text, seconds):
     """A bare number is seconds."""
     assert parse_seconds(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "soon", "-1", -1, "1 y", float("nan"), float("inf"), True, None, [5], "5 GiB"])
+@pytest.mark.parametrize(
+    "text", ["", "soon", "-1", -1, "1 y", float("nan"), float("inf"), True, None, [5], "5 GiB"]
+)
 def test_what_is_not_a_duration_is_refused_and_named(text):
     """In the words for durations, not those for sizes."""
     with pytest.raises(BadSize, match="is not a duration. Write it like 30, '10m' or '2h'"):

@@ -1,4 +1,5 @@
 """Maps of allocators: every byte of what is reserved has its place, on a simulated card and in torch's own account."""
+
 from __future__ import annotations
 
 import msgspec
@@ -12,13 +13,24 @@ from gpu_runtime.devices.drivers import Card, Listing
 from gpu_runtime.devices.probe import Probe, open_probe
 from gpu_runtime.devices.process_memory import Memory
 from gpu_runtime.devices.simulated_allocator import FREE, HOLE, Run, Segment, Segments
-from gpu_runtime.facts import AllocatorMap, Block, BlockState, Device, DeviceView, Level, SegmentMap, encode
+from gpu_runtime.facts import (
+    AllocatorMap,
+    Block,
+    BlockState,
+    Device,
+    DeviceView,
+    Level,
+    SegmentMap,
+    encode,
+)
 from gpu_runtime.ledgers.allocator_files import MOST_BYTES
 from gpu_runtime.units import GIB, KIB, MIB
 
 ALLOCATED, PENDING, INACTIVE, RELEASED, MIXED = BlockState
 
-sizes = st.one_of(st.integers(1, 4 * KIB), st.integers(1, 12 * MIB), st.sampled_from([MIB, 10 * MIB, 40 * MIB]))
+sizes = st.one_of(
+    st.integers(1, 4 * KIB), st.integers(1, 12 * MIB), st.sampled_from([MIB, 10 * MIB, 40 * MIB])
+)
 
 
 def torch_block(megabytes: float, state: str = "active_allocated") -> dict:
@@ -26,20 +38,42 @@ def torch_block(megabytes: float, state: str = "active_allocated") -> dict:
     return {"size": size, "requested_size": size, "address": 0, "state": state, "frames": []}
 
 
-def torch_segment(*blocks: dict, at: int = 0, type: str = "large", pool: tuple[int, int] = (0, 0), device: int = 0,
-                  expandable: bool = False) -> dict:
+def torch_segment(
+    *blocks: dict,
+    at: int = 0,
+    type: str = "large",
+    pool: tuple[int, int] = (0, 0),
+    device: int = 0,
+    expandable: bool = False,
+) -> dict:
     """A segment as torch.cuda.memory_snapshot() tells it. Source: torch/cuda/memory.py, `_snapshot`."""
-    return {"address": 0x7F00_0000_0000 + at, "total_size": sum(block["size"] for block in blocks), "stream": 0,
-            "segment_type": type, "segment_pool_id": pool, "device": device, "is_expandable": expandable, "frames": [],
-            "allocated_size": 0, "active_size": 0, "requested_size": 0, "blocks": list(blocks)}
+    return {
+        "address": 0x7F00_0000_0000 + at,
+        "total_size": sum(block["size"] for block in blocks),
+        "stream": 0,
+        "segment_type": type,
+        "segment_pool_id": pool,
+        "device": device,
+        "is_expandable": expandable,
+        "frames": [],
+        "allocated_size": 0,
+        "active_size": 0,
+        "requested_size": 0,
+        "blocks": list(blocks),
+    }
 
 
 def cut(*segments: tuple[Run, ...]) -> Segments:
-    return Segments(tuple(Segment(id, False, runs) for id, runs in enumerate(segments, 1)), len(segments) + 1)
+    return Segments(
+        tuple(Segment(id, False, runs) for id, runs in enumerate(segments, 1)), len(segments) + 1
+    )
 
 
 def states(map: AllocatorMap) -> list[list[tuple[int, str]]]:
-    return [[(block.bytes // MIB, str(block.state)) for block in segment.blocks] for segment in map.segments]
+    return [
+        [(block.bytes // MIB, str(block.state)) for block in segment.blocks]
+        for segment in map.segments
+    ]
 
 
 def drawn(*segments: SegmentMap) -> AllocatorMap:
@@ -49,14 +83,26 @@ def drawn(*segments: SegmentMap) -> AllocatorMap:
 
 def test_a_simulated_cards_segments_are_told_as_they_are_cut():
     """Neighbours in use are one stretch, with their number; what was given back is no longer reserved."""
-    map = of_segments("sim:0", cut((Run(3 * MIB, 7, 1), Run(5 * MIB, 8, 1), Run(12 * MIB, FREE)),
-                                   (Run(4 * MIB, 9, 1), Run(6 * MIB, HOLE)), (Run(20 * MIB, FREE),)), ooms=2)
+    map = of_segments(
+        "sim:0",
+        cut(
+            (Run(3 * MIB, 7, 1), Run(5 * MIB, 8, 1), Run(12 * MIB, FREE)),
+            (Run(4 * MIB, 9, 1), Run(6 * MIB, HOLE)),
+            (Run(20 * MIB, FREE),),
+        ),
+        ooms=2,
+    )
     assert map.segments[0] == SegmentMap(
-        0, 20 * MIB, "large", (Block(8 * MIB, ALLOCATED, 2), Block(12 * MIB, INACTIVE)))
+        0, 20 * MIB, "large", (Block(8 * MIB, ALLOCATED, 2), Block(12 * MIB, INACTIVE))
+    )
     assert states(map)[1:] == [[(4, "allocated"), (6, "released")], [(20, "inactive")]]
     assert [segment.address for segment in map.segments] == [0, 20 * MIB, 30 * MIB]
     assert (map.allocated_bytes, map.reserved_bytes) == (12 * MIB, 44 * MIB)
-    assert (map.inactive_bytes, map.releasable_bytes, map.largest_free_bytes) == (32 * MIB, 20 * MIB, 20 * MIB)
+    assert (map.inactive_bytes, map.releasable_bytes, map.largest_free_bytes) == (
+        32 * MIB,
+        20 * MIB,
+        20 * MIB,
+    )
     assert (map.alloc_retries, map.ooms) == (0, 2)
 
 
@@ -73,7 +119,13 @@ def test_what_defragmenting_will_release_is_known_before(rows, freed):
         assert segment.bytes == sum(block.bytes for block in segment.blocks)
         for block in segment.blocks:
             by_state[block.state] += block.bytes
-    assert by_state == {ALLOCATED: map.allocated_bytes, INACTIVE: map.inactive_bytes, RELEASED: 0, PENDING: 0, MIXED: 0}
+    assert by_state == {
+        ALLOCATED: map.allocated_bytes,
+        INACTIVE: map.inactive_bytes,
+        RELEASED: 0,
+        PENDING: 0,
+        MIXED: 0,
+    }
     assert map.reserved_bytes == map.allocated_bytes + map.inactive_bytes
     assert memory.empty_cache() == map.releasable_bytes
     assert memory.map().inactive_bytes == map.inactive_bytes - map.releasable_bytes
@@ -82,32 +134,57 @@ def test_what_defragmenting_will_release_is_known_before(rows, freed):
 def test_torchs_snapshot_becomes_a_map():
     """In the order of addresses; other cards' segments are theirs; what waits for a stream is neither."""
     snapshot = [
-        torch_segment(torch_block(4, "inactive"), torch_block(8), torch_block(8), torch_block(20, "inactive"),
-                      at=64 * MIB),
+        torch_segment(
+            torch_block(4, "inactive"),
+            torch_block(8),
+            torch_block(8),
+            torch_block(20, "inactive"),
+            at=64 * MIB,
+        ),
         torch_segment(torch_block(2), type="small", at=0),
-        torch_segment(torch_block(3, "active_awaiting_free"), torch_block(17, "active_pending_free"), at=256 * MIB),
+        torch_segment(
+            torch_block(3, "active_awaiting_free"),
+            torch_block(17, "active_pending_free"),
+            at=256 * MIB,
+        ),
         torch_segment(torch_block(64, "inactive"), at=512 * MIB),
         torch_segment(torch_block(99), device=1),
     ]
     map = of_torch("cuda:3", 0, snapshot, {"num_alloc_retries": 4, "num_ooms": 1})
-    assert states(map) == [[(2, "allocated")], [(4, "inactive"), (16, "allocated"), (20, "inactive")],
-                           [(20, "pending")], [(64, "inactive")]]
+    assert states(map) == [
+        [(2, "allocated")],
+        [(4, "inactive"), (16, "allocated"), (20, "inactive")],
+        [(20, "pending")],
+        [(64, "inactive")],
+    ]
     assert [segment.kind for segment in map.segments] == ["small", "large", "large", "large"]
     assert (map.device, map.allocated_bytes, map.reserved_bytes) == ("cuda:3", 18 * MIB, 126 * MIB)
-    assert (map.inactive_bytes, map.releasable_bytes, map.largest_free_bytes) == (88 * MIB, 64 * MIB, 64 * MIB)
+    assert (map.inactive_bytes, map.releasable_bytes, map.largest_free_bytes) == (
+        88 * MIB,
+        64 * MIB,
+        64 * MIB,
+    )
     assert (map.alloc_retries, map.ooms) == (4, 1)
 
 
 def test_a_private_pools_memory_is_not_promised_to_anybody():
     """A CUDA graph replays on its addresses: empty_cache leaves them, so they are inactive and not releasable."""
     map = of_torch("cuda:0", 0, [torch_segment(torch_block(32, "inactive"), pool=(0, 1))], {})
-    assert (map.segments[0].kind, map.inactive_bytes, map.releasable_bytes) == ("private", 32 * MIB, 0)
+    assert (map.segments[0].kind, map.inactive_bytes, map.releasable_bytes) == (
+        "private",
+        32 * MIB,
+        0,
+    )
 
 
 def test_of_an_expandable_segment_whole_free_pages_are_released():
     """Pages of 20 MiB, of 2 MiB for small blocks, whoever lies between them."""
-    large = torch_segment(torch_block(10), torch_block(55, "inactive"), torch_block(15), expandable=True)
-    small = torch_segment(torch_block(1), torch_block(4, "inactive"), torch_block(3), type="small", expandable=True)
+    large = torch_segment(
+        torch_block(10), torch_block(55, "inactive"), torch_block(15), expandable=True
+    )
+    small = torch_segment(
+        torch_block(1), torch_block(4, "inactive"), torch_block(3), type="small", expandable=True
+    )
     assert of_torch("cuda:0", 0, [large], {}).releasable_bytes == 40 * MIB
     assert of_torch("cuda:0", 0, [small], {}).releasable_bytes == 2 * MIB
 
@@ -118,20 +195,36 @@ def test_an_older_torch_that_knows_no_pools_is_read_too():
     assert of_torch("cuda:0", 0, [segment], {}).segments[0].kind == "large"
 
 
-blocks = st.lists(st.tuples(st.integers(512, 64 * MIB), st.sampled_from([ALLOCATED, INACTIVE, PENDING])), min_size=1,
-                  max_size=60)
+blocks = st.lists(
+    st.tuples(st.integers(512, 64 * MIB), st.sampled_from([ALLOCATED, INACTIVE, PENDING])),
+    min_size=1,
+    max_size=60,
+)
 
 
 @given(segments=st.lists(blocks, max_size=12), most=st.integers(1, 80))
 def test_a_map_is_bounded_and_keeps_every_byte(segments, most):
     """However much an allocator is cut up, its map fits; its figures are exact, and so is each segment's size."""
-    told = tuple(SegmentMap(index << 30, sum(size for size, _ in row), "large",
-                            tuple(Block(size, state) for size, state in row)) for index, row in enumerate(segments))
+    told = tuple(
+        SegmentMap(
+            index << 30,
+            sum(size for size, _ in row),
+            "large",
+            tuple(Block(size, state) for size, state in row),
+        )
+        for index, row in enumerate(segments)
+    )
     before = drawn(*told)
-    after, = bounded([before], most)
+    (after,) = bounded([before], most)
     assert sum(len(segment.blocks) for segment in after.segments) <= most
-    assert (after.reserved_bytes, after.inactive_bytes) == (before.reserved_bytes, before.inactive_bytes)
-    assert sum(segment.bytes for segment in after.segments) + after.left_out_bytes == before.reserved_bytes
+    assert (after.reserved_bytes, after.inactive_bytes) == (
+        before.reserved_bytes,
+        before.inactive_bytes,
+    )
+    assert (
+        sum(segment.bytes for segment in after.segments) + after.left_out_bytes
+        == before.reserved_bytes
+    )
     assert len(after.segments) + after.left_out == len(told)
     originals = {segment.address: segment for segment in told}
     for segment in after.segments:
@@ -139,11 +232,15 @@ def test_a_map_is_bounded_and_keeps_every_byte(segments, most):
         assert sum(block.bytes for block in segment.blocks) == segment.bytes
         assert sum(block.count for block in segment.blocks) == len(original.blocks)
         assert free(segment) == free(original)
-    assert [segment.address for segment in after.segments] == sorted(segment.address for segment in after.segments)
+    assert [segment.address for segment in after.segments] == sorted(
+        segment.address for segment in after.segments
+    )
 
 
 def free(segment: SegmentMap) -> int:
-    return sum(block.bytes if block.state is INACTIVE else block.inactive_bytes for block in segment.blocks)
+    return sum(
+        block.bytes if block.state is INACTIVE else block.inactive_bytes for block in segment.blocks
+    )
 
 
 def test_a_map_that_fits_is_told_as_it_is():
@@ -154,8 +251,15 @@ def test_a_map_that_fits_is_told_as_it_is():
 @pytest.mark.parametrize(("segments", "blocks"), [(1, 100_000), (8192 // 8, 1), (100_000, 3)])
 def test_the_largest_map_is_of_a_few_hundred_kilobytes(segments, blocks):
     """It is written whole after a change, and read by every console, which takes no more than 1 MiB for a map."""
-    cut_up = tuple(SegmentMap(0x7FFF_0000_0000 + (index << 30), blocks * MIB, "expandable", tuple(
-        Block(MIB, (ALLOCATED, INACTIVE)[index % 2]) for index in range(blocks))) for index in range(segments))
+    cut_up = tuple(
+        SegmentMap(
+            0x7FFF_0000_0000 + (index << 30),
+            blocks * MIB,
+            "expandable",
+            tuple(Block(MIB, (ALLOCATED, INACTIVE)[index % 2]) for index in range(blocks)),
+        )
+        for index in range(segments)
+    )
     maps = bounded([drawn(*cut_up)] * 8)
     assert sum(len(encode(map)) for map in maps) < MOST_BYTES * 0.6
 
@@ -171,17 +275,29 @@ def view(room: float | None, simulated: bool = False) -> DeviceView:
     return DeviceView(card, 20 * GIB, 0, None, Level.LOW, 0.0, room_bytes=size)
 
 
-@pytest.mark.parametrize(("releasable", "largest", "around", "expected"), [
-    (2, 2, view(7), 9),  # new memory, once what is releasable has been released
-    (0, 6, view(1), 6),  # a free block that is larger than what is left on the card
-    (1, 1, view(-1), 1),  # a card over its budget
-    (0, None, view(7), None),
-    (2, 2, view(None), None),  # the driver does not tell
-    (2, 2, view(8, simulated=True), 8),  # whatever is not claimed fits
-])
+@pytest.mark.parametrize(
+    ("releasable", "largest", "around", "expected"),
+    [
+        (2, 2, view(7), 9),  # new memory, once what is releasable has been released
+        (0, 6, view(1), 6),  # a free block that is larger than what is left on the card
+        (1, 1, view(-1), 1),  # a card over its budget
+        (0, None, view(7), None),
+        (2, 2, view(None), None),  # the driver does not tell
+        (2, 2, view(8, simulated=True), 8),  # whatever is not claimed fits
+    ],
+)
 def test_the_largest_request_that_fits(releasable, largest, around, expected):
     """Unknown is not 0."""
-    map = AllocatorMap("", "cuda:0", 0.0, 0, 0, 8 * GIB, releasable * GIB, None if largest is None else largest * GIB)
+    map = AllocatorMap(
+        "",
+        "cuda:0",
+        0.0,
+        0,
+        0,
+        8 * GIB,
+        releasable * GIB,
+        None if largest is None else largest * GIB,
+    )
     assert map.largest_request_bytes(around) == (None if expected is None else expected * GIB)
 
 
@@ -223,10 +339,13 @@ class FakeCuda:
 @pytest.fixture
 def on_cuda(monkeypatch):
     """A probe of two real cards, of which torch sees the second first."""
+
     def make(cuda: FakeCuda) -> Probe:
         monkeypatch.setattr("gpu_runtime.devices.probe._started_cuda", lambda: cuda)
-        cards = tuple(Card(Device(id, 24 * GIB, uuid=id), None, torch=torch)
-                      for id, torch in (("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")))
+        cards = tuple(
+            Card(Device(id, 24 * GIB, uuid=id), None, torch=torch)
+            for id, torch in (("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"))
+        )
         return Probe((*(card.device for card in cards), Device("host", GIB)), Listing(nvml, cards))
 
     return make
@@ -234,9 +353,14 @@ def on_cuda(monkeypatch):
 
 def test_on_real_cards_torch_is_asked_by_its_own_numbers(on_cuda):
     """CUDA's order is not the book's."""
-    cuda = FakeCuda(torch_segment(torch_block(20, "inactive"), device=1), torch_segment(torch_block(64)))
+    cuda = FakeCuda(
+        torch_segment(torch_block(20, "inactive"), device=1), torch_segment(torch_block(64))
+    )
     probe = on_cuda(cuda)
-    assert {map.device: map.reserved_bytes for map in probe.maps()} == {"cuda:0": 20 * MIB, "cuda:1": 64 * MIB}
+    assert {map.device: map.reserved_bytes for map in probe.maps()} == {
+        "cuda:0": 20 * MIB,
+        "cuda:1": 64 * MIB,
+    }
     before = probe.pulse()
     cuda.stats = {**cuda.stats, "allocation.all.allocated": 2}
     assert probe.pulse() != before

@@ -1,4 +1,5 @@
 """Which devices there are, in whose order, and what is said of them when the driver is silent, lost or hanging."""
+
 from __future__ import annotations
 
 import os
@@ -22,7 +23,8 @@ def test_simulated_cards_and_host():
     assert probe.devices == (
         Device("sim:0", 24 * GIB, "simulated", "SIM-0", 0, simulated=True),
         Device("sim:1", 24 * GIB, "simulated", "SIM-1", 1, simulated=True),
-        Device("host", 64 * GIB, "simulated RAM", simulated=True))
+        Device("host", 64 * GIB, "simulated RAM", simulated=True),
+    )
     assert probe.samples(5.0) == {}
     assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0}
 
@@ -34,9 +36,26 @@ def test_without_a_host_in_the_text_the_host_is_this_machine():
     assert sample.taken_at == 5.0 and 0 < sample.free_bytes <= probe.devices[-1].total_bytes
 
 
-@pytest.mark.parametrize("text", [
-    "", "sim", "sim:", "sim:0x1GiB", "sim:65x1GiB", "sim:-1GiB", "sim:0", "sim:1GiB,", "cuda:", "auto:0", "vulkan", "sim:1GiB,host:",
-    "sim:1GiB,host:0", "sim:1GiB,cuda", "sim:1GiB,host:1GiB,host:1GiB"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "sim",
+        "sim:",
+        "sim:0x1GiB",
+        "sim:65x1GiB",
+        "sim:-1GiB",
+        "sim:0",
+        "sim:1GiB,",
+        "cuda:",
+        "auto:0",
+        "vulkan",
+        "sim:1GiB,host:",
+        "sim:1GiB,host:0",
+        "sim:1GiB,cuda",
+        "sim:1GiB,host:1GiB,host:1GiB",
+    ],
+)
 def test_a_bad_text_is_refused_with_examples(text):
     with pytest.raises(BadSetting, match="sim:2x24GiB,host:64GiB") as error:
         open_probe(text)
@@ -62,8 +81,15 @@ class Driver(types.ModuleType):
     def __init__(self, *cards, broken=None):
         super().__init__("pynvml")
         self.cards, self.broken = cards, broken
-        for name in ("LibraryNotFound", "DriverNotLoaded", "NotSupported", "NoPermission", "FunctionNotFound",
-                     "NotFound", "GpuIsLost"):
+        for name in (
+            "LibraryNotFound",
+            "DriverNotLoaded",
+            "NotSupported",
+            "NoPermission",
+            "FunctionNotFound",
+            "NotFound",
+            "GpuIsLost",
+        ):
             setattr(self, f"NVMLError_{name}", type(name, (self.NVMLError,), {}))
 
     def nvmlInit(self):
@@ -99,7 +125,9 @@ class Driver(types.ModuleType):
         self.answer(card)
         if "free" not in card:
             raise self.NVMLError_NotSupported()
-        return types.SimpleNamespace(total=80 * GIB, free=card["free"], used=80 * GIB - card["free"])
+        return types.SimpleNamespace(
+            total=80 * GIB, free=card["free"], used=80 * GIB - card["free"]
+        )
 
     def answer(self, card):
         if card.get("lost"):
@@ -108,7 +136,10 @@ class Driver(types.ModuleType):
             card["hangs"].wait()
 
     def nvmlDeviceGetComputeRunningProcesses(self, card):
-        return [types.SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in card.get("processes", {}).items()]
+        return [
+            types.SimpleNamespace(pid=pid, usedGpuMemory=size)
+            for pid, size in card.get("processes", {}).items()
+        ]
 
     def nvmlDeviceGetGraphicsRunningProcesses(self, card):
         raise self.NVMLError_NotSupported()
@@ -145,28 +176,37 @@ def seen(environment):
 FOUR = [card(f"GPU-{letter * 4}") for letter in "abcd"]
 
 
-@pytest.mark.parametrize("visible, uuids", [
-    (None, ["GPU-aaaa", "GPU-bbbb", "GPU-cccc", "GPU-dddd"]),
-    ("", []),
-    ("2,0", ["GPU-cccc", "GPU-aaaa"]),
-    ("1,9,0", ["GPU-bbbb"]),
-    ("-1", []),
-    ("1,1", []),
-    ("GPU-dd,GPU-aaaa", ["GPU-dddd", "GPU-aaaa"]),
-    ("GPU-,0", []),
-])
+@pytest.mark.parametrize(
+    "visible, uuids",
+    [
+        (None, ["GPU-aaaa", "GPU-bbbb", "GPU-cccc", "GPU-dddd"]),
+        ("", []),
+        ("2,0", ["GPU-cccc", "GPU-aaaa"]),
+        ("1,9,0", ["GPU-bbbb"]),
+        ("-1", []),
+        ("1,1", []),
+        ("GPU-dd,GPU-aaaa", ["GPU-dddd", "GPU-aaaa"]),
+        ("GPU-,0", []),
+    ],
+)
 def test_cuda_visible_devices_is_read_as_cuda_reads_it(driver, visible, uuids):
     """The first wrong entry ends the list, an ambiguous beginning is wrong, and a card named twice leaves none."""
     driver(*FOUR)
     found = seen({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    assert [(c.torch, c.device.uuid) for c in found] == [(f"cuda:{i}", uuid) for i, uuid in enumerate(uuids)]
-    assert all(c.device.id == f"cuda:{'abcd'.index(c.device.uuid[-1])}" for c in found), "everybody's name is the driver's"
+    assert [(c.torch, c.device.uuid) for c in found] == [
+        (f"cuda:{i}", uuid) for i, uuid in enumerate(uuids)
+    ]
+    assert all(c.device.id == f"cuda:{'abcd'.index(c.device.uuid[-1])}" for c in found), (
+        "everybody's name is the driver's"
+    )
 
 
 def test_of_a_partitioned_card_its_first_instance_is_seen_or_the_one_that_is_named(driver):
     driver(card("GPU-aaaa", instances=[card("MIG-1"), card("MIG-2")]))
     assert [(c.device.id, c.device.uuid) for c in seen({})] == [("cuda:0.0", "MIG-1")]
-    assert [(c.device.id, c.device.uuid) for c in seen({"CUDA_VISIBLE_DEVICES": "MIG-2"})] == [("cuda:0.1", "MIG-2")]
+    assert [(c.device.id, c.device.uuid) for c in seen({"CUDA_VISIBLE_DEVICES": "MIG-2"})] == [
+        ("cuda:0.1", "MIG-2")
+    ]
 
 
 def test_auto_takes_the_cards_where_there_are_any(driver):
@@ -174,7 +214,9 @@ def test_auto_takes_the_cards_where_there_are_any(driver):
     probe = open_probe("auto")
     assert not probe.simulated
     assert [device.id for device in probe.devices] == ["cuda:0", "host"]
-    assert probe.samples(7.0)["cuda:0"] == Sample("cuda:0", 7.0, 70 * GIB, {4121: 3 * GIB, 4122: None}, 37, 61, 412.0)
+    assert probe.samples(7.0)["cuda:0"] == Sample(
+        "cuda:0", 7.0, 70 * GIB, {4121: 3 * GIB, 4122: None}, 37, 61, 412.0
+    )
 
 
 def test_what_the_driver_charges_to_this_process_is_used(driver):
@@ -194,7 +236,9 @@ def test_cpu_only_looks_at_no_card(driver):
 def test_without_a_driver_the_card_is_simulated(driver, why):
     driver(broken=why)
     probe = open_probe("auto")
-    assert probe.simulated and probe.devices[0].total_bytes == max(GIB, psutil.virtual_memory().total // 2 // GIB * GIB)
+    assert probe.simulated and probe.devices[0].total_bytes == max(
+        GIB, psutil.virtual_memory().total // 2 // GIB * GIB
+    )
     with pytest.raises(BadSetting, match="no CUDA card is visible here"):
         open_probe("cuda")
 

@@ -1,4 +1,5 @@
 """The simulated accelerator that the tests of several cards run on: it must behave as CUDA does where we rely on it."""
+
 from __future__ import annotations
 
 import gc
@@ -16,7 +17,10 @@ def test_bytes_are_counted_on_their_card_from_the_first_tensor_of_a_storage_to_t
     before = simgpu.used_bytes(1)
     x = torch.ones(8, 8, device="simgpu:1")
     part = x[2:4].t()
-    assert simgpu.used_bytes(1) - before == 256 and part.untyped_storage()._cdata == x.untyped_storage()._cdata
+    assert (
+        simgpu.used_bytes(1) - before == 256
+        and part.untyped_storage()._cdata == x.untyped_storage()._cdata
+    )
     del x
     gc.collect()
     assert simgpu.used_bytes(1) - before == 256
@@ -26,7 +30,10 @@ def test_bytes_are_counted_on_their_card_from_the_first_tensor_of_a_storage_to_t
 
 
 def test_a_full_card_raises_its_own_out_of_memory_error():
-    with simgpu.limited(card2=MIB), pytest.raises(simgpu.SimOutOfMemory, match="simgpu:2 out of memory") as error:
+    with (
+        simgpu.limited(card2=MIB),
+        pytest.raises(simgpu.SimOutOfMemory, match="simgpu:2 out of memory") as error,
+    ):
         torch.empty(MIB + 1, dtype=torch.uint8, device="simgpu:2")
     assert isinstance(error.value, torch.OutOfMemoryError)
     assert simgpu.used_bytes(2) == 0

@@ -1,4 +1,5 @@
 """The segment allocator: bytes are conserved, neighbours join, and what fits by its bytes always fits."""
+
 from __future__ import annotations
 
 import itertools
@@ -13,7 +14,9 @@ from gpu_runtime.errors import OutOfMemory
 from gpu_runtime.units import KIB, MIB
 
 CAPACITY = 64 * MIB
-sizes = st.one_of(st.integers(1, 4 * KIB), st.integers(1, 12 * MIB), st.sampled_from([0, MIB, 10 * MIB, CAPACITY]))
+sizes = st.one_of(
+    st.integers(1, 4 * KIB), st.integers(1, 12 * MIB), st.sampled_from([0, MIB, 10 * MIB, CAPACITY])
+)
 
 
 class Allocator(RuleBasedStateMachine):
@@ -63,7 +66,9 @@ class Allocator(RuleBasedStateMachine):
     def allocated_is_at_most_reserved_is_at_most_what_there_is(self):
         figures = self.memory.map()
         rounding = 512 * len(self.held)
-        assert sum(self.held.values()) <= figures.allocated_bytes <= sum(self.held.values()) + rounding
+        assert (
+            sum(self.held.values()) <= figures.allocated_bytes <= sum(self.held.values()) + rounding
+        )
         assert figures.allocated_bytes <= figures.reserved_bytes <= CAPACITY + rounding
         assert figures.largest_free_bytes <= figures.reserved_bytes - figures.allocated_bytes
 
@@ -72,7 +77,9 @@ class Allocator(RuleBasedStateMachine):
         for segment in self.memory._state.segments:
             for left, right in itertools.pairwise(segment.runs):
                 assert left.key != right.key or left.key > FREE
-            assert all(run.size > 0 and (run.key > FREE or run.requested == 0) for run in segment.runs)
+            assert all(
+                run.size > 0 and (run.key > FREE or run.requested == 0) for run in segment.runs
+            )
 
     @invariant()
     def every_block_has_a_place_of_its_own(self):
@@ -114,7 +121,11 @@ def test_freed_memory_stays_reserved_and_is_used_again():
     memory.allocate(30 * MIB).free()
     kept = memory.allocate(29 * MIB)
     figures = memory.map()
-    assert (figures.allocated_bytes, figures.reserved_bytes, figures.largest_free_bytes) == (29 * MIB, 30 * MIB, MIB)
+    assert (figures.allocated_bytes, figures.reserved_bytes, figures.largest_free_bytes) == (
+        29 * MIB,
+        30 * MIB,
+        MIB,
+    )
     kept.free()
     assert memory.empty_cache() == 30 * MIB
 

@@ -1,4 +1,5 @@
 """Each vendor's module gives the same facts: nvidia-smi, ROCm and Metal, driven by recorded and documented answers."""
+
 from __future__ import annotations
 
 import sys
@@ -20,6 +21,7 @@ RECORDED = Path(__file__).parent / "recorded"
 
 # -- nvidia-smi ------------------------------------------------------------------------------------------------------
 
+
 @pytest.fixture
 def tool(tmp_path, monkeypatch):
     """An nvidia-smi on the PATH that says what was recorded; NVML's binding is not installed."""
@@ -31,11 +33,13 @@ def tool(tmp_path, monkeypatch):
 
     def says(report="", listing="", code=0, seconds=0):
         script = tmp_path / "nvidia-smi"
-        script.write_text("#!/bin/sh\n"
-                          f'echo run >> "{tmp_path}/runs"\n'
-                          f"[ {seconds} = 0 ] || sleep {seconds}\n"
-                          f'case "$1" in -L) cat "{RECORDED}/{listing or "nvidia_smi_list.txt"}";; '
-                          f'*) cat "{RECORDED}/{report}" 2>/dev/null || echo "{report}";; esac\nexit {code}\n')
+        script.write_text(
+            "#!/bin/sh\n"
+            f'echo run >> "{tmp_path}/runs"\n'
+            f"[ {seconds} = 0 ] || sleep {seconds}\n"
+            f'case "$1" in -L) cat "{RECORDED}/{listing or "nvidia_smi_list.txt"}";; '
+            f'*) cat "{RECORDED}/{report}" 2>/dev/null || echo "{report}";; esac\nexit {code}\n'
+        )
         script.chmod(0o755)
         return tmp_path / "runs"
 
@@ -48,9 +52,16 @@ def test_on_windows_the_card_is_known_and_what_a_process_holds_is_not(tool):
     listing = drivers.seen({})
     [card] = listing.cards
     assert listing.source is nvidia_smi
-    assert card.device == Device("cuda:0", 8192 * MIB, "NVIDIA GeForce RTX 2070 SUPER",
-                                 "GPU-a09831af-4ab2-c847-2cf0-115cf3ec46f0", 0)
-    assert nvidia_smi.ask(card, 5.0) == Sample("cuda:0", 5.0, 6939 * MIB, {2068: None}, 5.0, 40.0, 49.44)
+    assert card.device == Device(
+        "cuda:0",
+        8192 * MIB,
+        "NVIDIA GeForce RTX 2070 SUPER",
+        "GPU-a09831af-4ab2-c847-2cf0-115cf3ec46f0",
+        0,
+    )
+    assert nvidia_smi.ask(card, 5.0) == Sample(
+        "cuda:0", 5.0, 6939 * MIB, {2068: None}, 5.0, 40.0, 49.44
+    )
     assert nvidia_smi.versions() == {"driver": "516.40", "CUDA": "11.7"}
 
 
@@ -60,8 +71,11 @@ def test_instances_are_devices_with_the_uuids_that_only_the_list_tells(tool):
     assert [(card.device.id, card.device.total_bytes, card.device.uuid) for card in whole] == [
         ("cuda:0.0", 40448 * MIB, "MIG-c7384736-a75d-5afc-978f-d2f1294409fd"),
         ("cuda:0.1", 19968 * MIB, "MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d"),
-        ("cuda:1", 81920 * MIB, "GPU-61a65011-6571-a6d2-5ab8-66cbb6f7f9c3")]
-    assert nvidia_smi.ask(whole[0], 5.0) == Sample("cuda:0.0", 5.0, 40151 * MIB, {4121: 260 * MIB}, None, 34.0, 61.20)
+        ("cuda:1", 81920 * MIB, "GPU-61a65011-6571-a6d2-5ab8-66cbb6f7f9c3"),
+    ]
+    assert nvidia_smi.ask(whole[0], 5.0) == Sample(
+        "cuda:0.0", 5.0, 40151 * MIB, {4121: 260 * MIB}, None, 34.0, 61.20
+    )
     assert nvidia_smi.ask(whole[1], 5.0).processes == {}
     assert nvidia_smi.ask(whole[2], 5.0) == Sample("cuda:1", 5.0, 81369 * MIB, {}, 0.0, 31.0, 58.10)
     seen = drivers.seen({"CUDA_VISIBLE_DEVICES": "MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d"}).cards
@@ -80,8 +94,11 @@ def test_one_run_of_the_tool_answers_for_all_cards(tool, monkeypatch):
 
 def test_a_tool_that_fails_is_no_reason_to_pretend_that_there_is_no_card(tool):
     tool("Failed to initialize NVML: Driver/library version mismatch", code=18)
-    with pytest.raises(ProbeFailed, match="the driver of the cuda cards does not answer nvidia-smi: "
-                                          "Failed to initialize NVML: Driver/library version mismatch"):
+    with pytest.raises(
+        ProbeFailed,
+        match="the driver of the cuda cards does not answer nvidia-smi: "
+        "Failed to initialize NVML: Driver/library version mismatch",
+    ):
         drivers.seen({})
 
 
@@ -108,6 +125,7 @@ def test_what_is_no_report_is_said_to_be_none(tool):
 
 # -- ROCm ------------------------------------------------------------------------------------------------------------
 
+
 class Rocm(types.ModuleType):
     """The binding as its source documents it: dictionaries, MiB, "N/A", and an exception for what a card has not."""
 
@@ -126,7 +144,9 @@ class Rocm(types.ModuleType):
 
     def amdsmi_init(self):
         if not self.told:
-            raise self.AmdSmiException("Error code: 34 | AMDSMI_STATUS_DRIVER_NOT_LOADED - Driver not loaded")
+            raise self.AmdSmiException(
+                "Error code: 34 | AMDSMI_STATUS_DRIVER_NOT_LOADED - Driver not loaded"
+            )
 
     def amdsmi_get_processor_handles(self):
         return list(range(len(self.told)))
@@ -137,7 +157,9 @@ class Rocm(types.ModuleType):
 
         def answer(handle, *_):
             if name not in self.told[handle]:
-                raise self.AmdSmiException("Error code: 2 | AMDSMI_STATUS_NOT_SUPPORTED - Feature not supported")
+                raise self.AmdSmiException(
+                    "Error code: 2 | AMDSMI_STATUS_NOT_SUPPORTED - Feature not supported"
+                )
             return self.told[handle][name]
 
         return answer
@@ -146,17 +168,37 @@ class Rocm(types.ModuleType):
 def mi300(hip_id, **more):
     return {
         "amdsmi_get_gpu_vram_usage": {"vram_total": 196592, "vram_used": 1592},
-        "amdsmi_get_gpu_asic_info": {"market_name": "AMD Instinct MI300X", "target_graphics_version": "gfx942"},
+        "amdsmi_get_gpu_asic_info": {
+            "market_name": "AMD Instinct MI300X",
+            "target_graphics_version": "gfx942",
+        },
         "amdsmi_get_gpu_device_uuid": f"{hip_id:02}ff74a1-0000-1000-80ff-000000000000",
-        "amdsmi_get_gpu_enumeration_info": {"drm_render": 128, "drm_card": 1, "hsa_id": hip_id + 1, "hip_id": hip_id,
-                                            "hip_uuid": f"GPU-{hip_id:016x}"},
+        "amdsmi_get_gpu_enumeration_info": {
+            "drm_render": 128,
+            "drm_card": 1,
+            "hsa_id": hip_id + 1,
+            "hip_id": hip_id,
+            "hip_uuid": f"GPU-{hip_id:016x}",
+        },
         "amdsmi_get_gpu_activity": {"gfx_activity": 45, "umc_activity": 30, "mm_activity": "N/A"},
-        "amdsmi_get_power_info": {"current_socket_power": 350, "average_socket_power": "N/A", "power_limit": 750},
+        "amdsmi_get_power_info": {
+            "current_socket_power": 350,
+            "average_socket_power": "N/A",
+            "power_limit": 750,
+        },
         "amdsmi_get_temp_metric": 52,
-        "amdsmi_get_gpu_process_list": [{
-            "name": "python3", "pid": 12345, "mem": 1073741824, "engine_usage": {"gfx": 100, "enc": 0},
-            "memory_usage": {"gtt_mem": 0, "cpu_mem": 0, "vram_mem": 1073741824}}],
-        "amdsmi_get_gpu_driver_info": {"driver_name": "amdgpu", "driver_version": "6.10.5"}, **more}
+        "amdsmi_get_gpu_process_list": [
+            {
+                "name": "python3",
+                "pid": 12345,
+                "mem": 1073741824,
+                "engine_usage": {"gfx": 100, "enc": 0},
+                "memory_usage": {"gtt_mem": 0, "cpu_mem": 0, "vram_mem": 1073741824},
+            }
+        ],
+        "amdsmi_get_gpu_driver_info": {"driver_name": "amdgpu", "driver_version": "6.10.5"},
+        **more,
+    }
 
 
 @pytest.fixture
@@ -176,17 +218,30 @@ def rocm(monkeypatch):
 def test_rocm_s_cards_give_the_same_facts(rocm):
     rocm(mi300(1), mi300(0))
     probe = open_probe("auto")
-    assert probe.devices[0] == Device("rocm:0", 196592 * MIB, "AMD Instinct MI300X", "GPU-0000000000000000", 0)
-    assert [probe.place(f"rocm:{n}").torch for n in (0, 1)] == ["cuda:0", "cuda:1"], "as torch calls them"
-    assert probe.samples(5.0)["rocm:1"] == Sample("rocm:1", 5.0, 195000 * MIB, {12345: GIB}, 45, 52, 350)
+    assert probe.devices[0] == Device(
+        "rocm:0", 196592 * MIB, "AMD Instinct MI300X", "GPU-0000000000000000", 0
+    )
+    assert [probe.place(f"rocm:{n}").torch for n in (0, 1)] == ["cuda:0", "cuda:1"], (
+        "as torch calls them"
+    )
+    assert probe.samples(5.0)["rocm:1"] == Sample(
+        "rocm:1", 5.0, 195000 * MIB, {12345: GIB}, 45, 52, 350
+    )
     assert amd.versions()["driver"] == "6.10.5"
 
 
-@pytest.mark.parametrize("environment, seen", [
-    ({}, ["rocm:0", "rocm:1", "rocm:2"]), ({"HIP_VISIBLE_DEVICES": "2,0"}, ["rocm:2", "rocm:0"]),
-    ({"HIP_VISIBLE_DEVICES": "GPU-0000000000000001"}, ["rocm:1"]), ({"CUDA_VISIBLE_DEVICES": "1"}, ["rocm:1"]),
-    ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, ["rocm:0"]),
-    ({"ROCR_VISIBLE_DEVICES": "1,2", "HIP_VISIBLE_DEVICES": "1"}, ["rocm:2"]), ({"HIP_VISIBLE_DEVICES": ""}, [])])
+@pytest.mark.parametrize(
+    "environment, seen",
+    [
+        ({}, ["rocm:0", "rocm:1", "rocm:2"]),
+        ({"HIP_VISIBLE_DEVICES": "2,0"}, ["rocm:2", "rocm:0"]),
+        ({"HIP_VISIBLE_DEVICES": "GPU-0000000000000001"}, ["rocm:1"]),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, ["rocm:1"]),
+        ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, ["rocm:0"]),
+        ({"ROCR_VISIBLE_DEVICES": "1,2", "HIP_VISIBLE_DEVICES": "1"}, ["rocm:2"]),
+        ({"HIP_VISIBLE_DEVICES": ""}, []),
+    ],
+)
 def test_hip_s_variables_choose_as_hip_reads_them(rocm, environment, seen):
     rocm(mi300(0), mi300(1), mi300(2))
     found = drivers.seen(environment).cards
@@ -195,8 +250,11 @@ def test_hip_s_variables_choose_as_hip_reads_them(rocm, environment, seen):
 
 
 def test_what_a_rocm_card_does_not_tell_is_unknown(rocm):
-    told = {name: said for name, said in mi300(0).items() if name in (
-        "amdsmi_get_gpu_vram_usage", "amdsmi_get_gpu_device_uuid")}
+    told = {
+        name: said
+        for name, said in mi300(0).items()
+        if name in ("amdsmi_get_gpu_vram_usage", "amdsmi_get_gpu_device_uuid")
+    }
     rocm(told)
     [card] = drivers.seen({}).cards
     assert card.device.uuid == told["amdsmi_get_gpu_device_uuid"]
@@ -209,7 +267,10 @@ def test_what_a_rocm_card_does_not_tell_is_unknown(rocm):
 
 def test_a_rocm_driver_that_fails_is_told(rocm):
     rocm()
-    with pytest.raises(ProbeFailed, match="the driver of the rocm cards does not answer amdsmi: .*DRIVER_NOT_LOADED"):
+    with pytest.raises(
+        ProbeFailed,
+        match="the driver of the rocm cards does not answer amdsmi: .*DRIVER_NOT_LOADED",
+    ):
         drivers.seen({}, "rocm")
 
 
@@ -220,28 +281,44 @@ def test_rocm_asked_for_by_name_where_there_is_none():
 
 # -- Metal -----------------------------------------------------------------------------------------------------------
 
+
 def test_apple_silicon_has_one_gpu_whose_memory_is_the_machines():
     [card] = apple.read((RECORDED / "system_profiler_m1.json").read_text()).cards
-    assert card.device == Device("metal:0", psutil.virtual_memory().total, "Apple M1", "METAL-0", 0, unified=True)
+    assert card.device == Device(
+        "metal:0", psutil.virtual_memory().total, "Apple M1", "METAL-0", 0, unified=True
+    )
     sample = apple.ask(card, 5.0)
     assert 0 < sample.free_bytes <= card.device.total_bytes and sample.processes == {}
-    assert apple.visible(apple.read((RECORDED / "system_profiler_m1.json").read_text()), {})[0].torch == "mps:0"
+    assert (
+        apple.visible(apple.read((RECORDED / "system_profiler_m1.json").read_text()), {})[0].torch
+        == "mps:0"
+    )
 
 
 def test_of_an_intel_mac_the_discrete_gpu_is_used_and_how_full_it_is_nobody_knows():
-    listing = apple.read('''{"SPDisplaysDataType": [
+    listing = apple.read("""{"SPDisplaysDataType": [
         {"sppci_model": "Intel UHD Graphics 630", "spdisplays_metal": "spdisplays_supported",
          "spdisplays_vram_shared": "1536 MB"},
         {"sppci_model": "AMD Radeon Pro 5500M", "spdisplays_mtlgpufamilysupport": "spdisplays_metal3",
-         "spdisplays_vram": "8 GB"}]}''')
+         "spdisplays_vram": "8 GB"}]}""")
     [card] = listing.cards
-    assert (card.device.name, card.device.total_bytes, card.device.unified) == ("AMD Radeon Pro 5500M", 8 * GIB, False)
+    assert (card.device.name, card.device.total_bytes, card.device.unified) == (
+        "AMD Radeon Pro 5500M",
+        8 * GIB,
+        False,
+    )
     assert apple.ask(card, 5.0).free_bytes is None
 
 
-@pytest.mark.parametrize("said, absent", [
-    ('{"SPDisplaysDataType": []}', True), ('{"SPDisplaysDataType": [{"_name": "NVIDIA GeForce 9400M"}]}', True),
-    ('{"other": 1}', False), ("no json", False)])
+@pytest.mark.parametrize(
+    "said, absent",
+    [
+        ('{"SPDisplaysDataType": []}', True),
+        ('{"SPDisplaysDataType": [{"_name": "NVIDIA GeForce 9400M"}]}', True),
+        ('{"other": 1}', False),
+        ("no json", False),
+    ],
+)
 def test_a_mac_without_metal_has_no_card_and_nonsense_is_told(said, absent):
     if absent:
         assert apple.read(said).absent == "no GPU here can do Metal"

@@ -1,4 +1,5 @@
 """How many bytes a model needs, and where each number came from."""
+
 from __future__ import annotations
 
 import pytest
@@ -19,9 +20,18 @@ from gpu_runtime.estimation.kv_cache import (
 from gpu_runtime.facts import Evidence, Footprint, Measurement, Part
 from gpu_runtime.units import GIB, MIB
 
-LLAMA_3_8B = dict(architectures=["LlamaForCausalLM"], model_type="llama", num_hidden_layers=32, hidden_size=4096,
-                  intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
-                  max_position_embeddings=8192, torch_dtype="bfloat16")
+LLAMA_3_8B = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    num_hidden_layers=32,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+    max_position_embeddings=8192,
+    torch_dtype="bfloat16",
+)
 HEADER = Evidence(16 * GIB, "safetensors header", config=LLAMA_3_8B)
 MEASURED = Measurement(15 * GIB, 19 * GIB, "2026-11-21", "NVIDIA H100")
 
@@ -39,14 +49,20 @@ CHAIN = [  # each with everything below it known too; the first that is known wi
     (dict(), HEADER, [("weights", 16 * GIB, "safetensors header")]),
     (dict(), Evidence(5 * GIB, "shapes", file_bytes=9 * GIB), [("weights", 5 * GIB, "shapes")]),
     (dict(), FILES, [("weights", 10 * GIB, "file size"), ("margin", GIB, "file size")]),
-    (dict(), Evidence(file_bytes=10 * GIB, file_format="safetensors"),
-     [("weights", 10 * GIB, "file size"), ("margin", 3 * GIB, "file size")]),
+    (
+        dict(),
+        Evidence(file_bytes=10 * GIB, file_format="safetensors"),
+        [("weights", 10 * GIB, "file size"), ("margin", 3 * GIB, "file size")],
+    ),
     (dict(), Evidence(), [("weights", 4_235_000_000, "name"), ("margin", 423_500_000, "name")]),
 ]
 
 
-@pytest.mark.parametrize(("known", "evidence", "expected"), CHAIN,
-                         ids=["declared", "measured", "header", "shapes", "gguf file", "safetensors file", "name"])
+@pytest.mark.parametrize(
+    ("known", "evidence", "expected"),
+    CHAIN,
+    ids=["declared", "measured", "header", "shapes", "gguf file", "safetensors file", "name"],
+)
 def test_the_best_that_is_known_tells_the_weights(known, evidence, expected):
     """Declared, measured, header, shapes, file size, name: in that order, and only guesses take a factor."""
     assert parts(footprint("Llama-2-7B-Q4_K_M", evidence, **known)) == expected
@@ -54,7 +70,9 @@ def test_the_best_that_is_known_tells_the_weights(known, evidence, expected):
 
 def test_what_nobody_knows_is_an_error_that_asks_for_a_size():
     """Never zero: a model of no bytes would fit anywhere."""
-    with pytest.raises(UnknownSize, match=r"the size of writer is unknown: its factory failed.\n.*size='8 GiB'"):
+    with pytest.raises(
+        UnknownSize, match=r"the size of writer is unknown: its factory failed.\n.*size='8 GiB'"
+    ):
         footprint("writer", Evidence(why_unknown="its factory failed"))
     with pytest.raises(ValueError, match="neither its source nor its name tells it"):
         footprint("writer", Evidence())
@@ -63,25 +81,33 @@ def test_what_nobody_knows_is_an_error_that_asks_for_a_size():
 def test_a_declared_size_is_the_whole():
     """Room for a context is within it: what the weights leave, so that it stays claimed once they are loaded."""
     asked = footprint("m", HEADER, declared=20 * GIB, options=dict(context_length=8192))
-    assert parts(asked) == [("weights", 16 * GIB, "safetensors header"), ("room", 4 * GIB, "declared")]
+    assert parts(asked) == [
+        ("weights", 16 * GIB, "safetensors header"),
+        ("room", 4 * GIB, "declared"),
+    ]
     assert (asked.bytes, asked.working_bytes) == (20 * GIB, 4 * GIB)
     less = footprint("m", HEADER, declared=10 * GIB, options=dict(context_length=8192))
     assert parts(less) == [("all", 10 * GIB, "declared")]
     assert parts(footprint("m", Evidence(), declared=20 * GIB, context_bytes=CONTEXT_BYTES)) == [
-        ("all", 20 * GIB, "declared")]
+        ("all", 20 * GIB, "declared")
+    ]
 
 
 def test_a_factor_goes_as_soon_as_cache_and_activations_can_be_reckoned():
     """It stood in for them; both together would count them twice."""
     files = Evidence(file_bytes=10 * GIB, file_format="safetensors", config=LLAMA_3_8B)
     assert [name for name, _, _ in parts(footprint("m", files))] == ["weights", "margin"]
-    assert [name for name, _, _ in parts(footprint("m", files, options=dict(context_length=100)))] == [
-        "weights", "kv_cache", "activations"]
+    assert [
+        name for name, _, _ in parts(footprint("m", files, options=dict(context_length=100)))
+    ] == ["weights", "kv_cache", "activations"]
 
 
 def test_a_context_asked_for_is_reserved():
     found = footprint("m", HEADER, options=dict(context_length=8192, sequences=2))
-    assert parts(found)[:2] == [("weights", 16 * GIB, "safetensors header"), ("kv_cache", 2 * GIB, "config")]
+    assert parts(found)[:2] == [
+        ("weights", 16 * GIB, "safetensors header"),
+        ("kv_cache", 2 * GIB, "config"),
+    ]
     assert found.parts[1].detail == "2 × 8,192 tokens, 32 layers, 16 bits"
     assert found.working_bytes == found.bytes - 16 * GIB and found.heads == 32
     assert not found.notes
@@ -91,8 +117,10 @@ def test_a_context_that_nobody_asked_for_is_named_and_not_counted():
     """It grows while the model writes, and what it takes is measured."""
     found = footprint("m", HEADER)
     assert found.bytes == 16 * GIB and found.working_bytes == 0
-    assert found.notes == ("Its KV cache grows by 128 KiB a token while it writes, and is not counted. "
-                           "Reserve for it:  context_length=TOKENS",)
+    assert found.notes == (
+        "Its KV cache grows by 128 KiB a token while it writes, and is not counted. "
+        "Reserve for it:  context_length=TOKENS",
+    )
 
 
 def test_the_peak_is_told_and_not_leased():
@@ -106,14 +134,26 @@ def test_the_peak_is_told_and_not_leased():
 def test_the_cuda_context_is_a_part_of_its_own():
     found = footprint("m", HEADER, context_bytes=CONTEXT_BYTES)
     assert parts(found)[-1] == ("context", CONTEXT_BYTES, "typical") and found.working_bytes == 0
-    assert parts(footprint("m", HEADER, context_bytes=420 * MIB))[-1] == ("context", 420 * MIB, "measured")
+    assert parts(footprint("m", HEADER, context_bytes=420 * MIB))[-1] == (
+        "context",
+        420 * MIB,
+        "measured",
+    )
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    (dict(context_length=0), "context_length=0 cannot be used: it must be a whole number above 0"),
-    (dict(context_length="8k"), "context_length='8k'"), (dict(sequences=-1), "sequences=-1"),
-    (dict(sequences=True), "sequences=True"), (dict(context_length=8, cache_dtype="q9"), "cache_dtype='q9'"),
-])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            dict(context_length=0),
+            "context_length=0 cannot be used: it must be a whole number above 0",
+        ),
+        (dict(context_length="8k"), "context_length='8k'"),
+        (dict(sequences=-1), "sequences=-1"),
+        (dict(sequences=True), "sequences=True"),
+        (dict(context_length=8, cache_dtype="q9"), "cache_dtype='q9'"),
+    ],
+)
 def test_an_option_that_cannot_be_is_named(options, said):
     with pytest.raises(BadSetting) as error:
         footprint("m", HEADER, options=options)
@@ -136,18 +176,34 @@ def test_the_pieces_sum_to_the_footprint(weights, extra):
 
 # -- names --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("name", "size"), [
-    ("Llama-2-7b-hf", 14e9), ("Qwen/Qwen2.5-0.5B-Instruct", 1e9), ("gpt-neo-125M", 250e6), ("phi-2_7B-fp32", 28e9),
-    ("Llama-3.1-8B-Instruct-GPTQ-INT4", 4.5e9), ("llama3:70b", 140e9), ("codellama-7b.Q4_K_M.gguf", 4.235e9),
-    ("Llama-3.3-70B-Instruct-UD-Q4_K_XL", 42.35e9), ("m-13B-8bit", 13e9), ("m-13B-bnb-4bit", 7.3125e9),
-    ("Qwen3-30B-A3B", 60e9), ("Mixtral-8x7B-v0.1", 92.96e9), ("Mixtral-8x7B-Instruct-AWQ", 26.145e9),
-    ("DeepSeek-R1-Distill-Qwen-1.5B", 3e9), ("kimi-1T-fp8", 1e12),
-])
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("Llama-2-7b-hf", 14e9),
+        ("Qwen/Qwen2.5-0.5B-Instruct", 1e9),
+        ("gpt-neo-125M", 250e6),
+        ("phi-2_7B-fp32", 28e9),
+        ("Llama-3.1-8B-Instruct-GPTQ-INT4", 4.5e9),
+        ("llama3:70b", 140e9),
+        ("codellama-7b.Q4_K_M.gguf", 4.235e9),
+        ("Llama-3.3-70B-Instruct-UD-Q4_K_XL", 42.35e9),
+        ("m-13B-8bit", 13e9),
+        ("m-13B-bnb-4bit", 7.3125e9),
+        ("Qwen3-30B-A3B", 60e9),
+        ("Mixtral-8x7B-v0.1", 92.96e9),
+        ("Mixtral-8x7B-Instruct-AWQ", 26.145e9),
+        ("DeepSeek-R1-Distill-Qwen-1.5B", 3e9),
+        ("kimi-1T-fp8", 1e12),
+    ],
+)
 def test_a_name_tells_weights_and_format(name, size):
     assert from_name(name)[0] == pytest.approx(size, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["writer", "gemma-3n-E4B", "bert-base", "model-4bit", "v2", "phi-4-Q4_K_M", "a100b"])
+@pytest.mark.parametrize(
+    "name", ["writer", "gemma-3n-E4B", "bert-base", "model-4bit", "v2", "phi-4-Q4_K_M", "a100b"]
+)
 def test_a_name_that_tells_nothing_is_not_guessed_at(name):
     """E4B is four billion at a time, of eight: such a number is none."""
     assert from_name(name) is None
@@ -165,40 +221,87 @@ def test_every_quantisation_is_read_as_itself(word):
 
 # -- the KV cache -------------------------------------------------------------------------------------------------
 
+
 def cache_gib(config: dict, tokens: int, **more) -> float:
     return kv_cache_bytes(cache_layers(config), tokens=tokens, **more) / GIB
 
 
-MISTRAL = dict(model_type="mistral", num_hidden_layers=32, hidden_size=4096, num_attention_heads=32,
-               num_key_value_heads=8, sliding_window=4096)
-GEMMA_3_27B = dict(model_type="gemma3", text_config=dict(
-    model_type="gemma3_text", num_hidden_layers=62, hidden_size=5376, num_attention_heads=32, num_key_value_heads=16,
-    head_dim=128, sliding_window=1024, sliding_window_pattern=6))
-DEEPSEEK_V3 = dict(model_type="deepseek_v3", num_hidden_layers=61, hidden_size=7168, num_attention_heads=128,
-                   num_key_value_heads=128, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128)
+MISTRAL = dict(
+    model_type="mistral",
+    num_hidden_layers=32,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    sliding_window=4096,
+)
+GEMMA_3_27B = dict(
+    model_type="gemma3",
+    text_config=dict(
+        model_type="gemma3_text",
+        num_hidden_layers=62,
+        hidden_size=5376,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        head_dim=128,
+        sliding_window=1024,
+        sliding_window_pattern=6,
+    ),
+)
+DEEPSEEK_V3 = dict(
+    model_type="deepseek_v3",
+    num_hidden_layers=61,
+    hidden_size=7168,
+    num_attention_heads=128,
+    num_key_value_heads=128,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+)
 
 
-@pytest.mark.parametrize(("config", "tokens", "gib"), [
-    (LLAMA_3_8B, 8192, 1.0),  # grouped queries: 8 of 32
-    ({**LLAMA_3_8B, "num_key_value_heads": 32}, 8192, 4.0),  # one key a head
-    (MISTRAL, 4096, 0.5), (MISTRAL, 32768, 0.5),  # nothing outside the window is kept
-    ({**MISTRAL, "sliding_window": None}, 32768, 4.0),
-    (GEMMA_3_27B, 131072, (10 * 131072 + 52 * 1024) * 16 * 128 * 2 * 2 / GIB),  # every sixth layer sees all
-    (DEEPSEEK_V3, 131072, 61 * 131072 * 576 * 2 / GIB),  # one latent vector for all heads
-    ({**MISTRAL, "model_type": "qwen2", "use_sliding_window": False}, 32768, 4.0),
-    ({**MISTRAL, "model_type": "qwen2"}, 32768, 4.0),  # Qwen's own default
-    ({**MISTRAL, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 16}, 32768, 2.25),
-    ({**MISTRAL, "layer_types": ["full_attention", "sliding_attention"] * 16}, 32768, 2.25),
-    ({**MISTRAL, "layer_types": ["full_attention"] + ["linear_attention"] * 31}, 32768, 0.125),
-    ({**LLAMA_3_8B, "num_kv_shared_layers": 16}, 8192, 0.5),
-    (dict(n_layer=48, n_head=25, n_embd=1600), 1024, 48 * 1024 * 3200 * 2 / GIB),  # GPT-2's names
-    ({**LLAMA_3_8B, "num_key_value_heads": [8] * 16 + [4] * 16}, 8192, 0.75),  # a number for each layer
-])
+@pytest.mark.parametrize(
+    ("config", "tokens", "gib"),
+    [
+        (LLAMA_3_8B, 8192, 1.0),  # grouped queries: 8 of 32
+        ({**LLAMA_3_8B, "num_key_value_heads": 32}, 8192, 4.0),  # one key a head
+        (MISTRAL, 4096, 0.5),
+        (MISTRAL, 32768, 0.5),  # nothing outside the window is kept
+        ({**MISTRAL, "sliding_window": None}, 32768, 4.0),
+        (
+            GEMMA_3_27B,
+            131072,
+            (10 * 131072 + 52 * 1024) * 16 * 128 * 2 * 2 / GIB,
+        ),  # every sixth layer sees all
+        (DEEPSEEK_V3, 131072, 61 * 131072 * 576 * 2 / GIB),  # one latent vector for all heads
+        ({**MISTRAL, "model_type": "qwen2", "use_sliding_window": False}, 32768, 4.0),
+        ({**MISTRAL, "model_type": "qwen2"}, 32768, 4.0),  # Qwen's own default
+        (
+            {**MISTRAL, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 16},
+            32768,
+            2.25,
+        ),
+        ({**MISTRAL, "layer_types": ["full_attention", "sliding_attention"] * 16}, 32768, 2.25),
+        ({**MISTRAL, "layer_types": ["full_attention"] + ["linear_attention"] * 31}, 32768, 0.125),
+        ({**LLAMA_3_8B, "num_kv_shared_layers": 16}, 8192, 0.5),
+        (
+            dict(n_layer=48, n_head=25, n_embd=1600),
+            1024,
+            48 * 1024 * 3200 * 2 / GIB,
+        ),  # GPT-2's names
+        (
+            {**LLAMA_3_8B, "num_key_value_heads": [8] * 16 + [4] * 16},
+            8192,
+            0.75,
+        ),  # a number for each layer
+    ],
+)
 def test_the_cache_follows_from_the_config(config, tokens, gib):
     assert cache_gib(config, tokens) == pytest.approx(gib)
 
 
-@pytest.mark.parametrize(("dtype", "gib"), [("float32", 2.0), ("bfloat16", 1.0), ("fp8", 0.5), ("q8_0", 0.53125)])
+@pytest.mark.parametrize(
+    ("dtype", "gib"), [("float32", 2.0), ("bfloat16", 1.0), ("fp8", 0.5), ("q8_0", 0.53125)]
+)
 def test_the_cache_may_be_of_another_dtype(dtype, gib):
     found = footprint("m", HEADER, options=dict(context_length=8192, cache_dtype=dtype))
     assert found.parts[1].bytes == gib * GIB
@@ -213,27 +316,61 @@ def test_with_sequences_alone_the_context_is_the_longest_that_the_model_knows():
 
 def test_a_model_that_does_not_write_keeps_no_cache():
     """An embedder reads once."""
-    bert = dict(architectures=["BertModel"], num_hidden_layers=12, hidden_size=768, num_attention_heads=12)
+    bert = dict(
+        architectures=["BertModel"], num_hidden_layers=12, hidden_size=768, num_attention_heads=12
+    )
     assert cache_layers(bert) == () and attention_heads(bert) == 12
     assert footprint("m", Evidence(MIB, "safetensors header", config=bert)).notes == ()
 
 
-@pytest.mark.parametrize("config", [
-    {}, dict(num_hidden_layers=10**9, num_attention_heads=8, hidden_size=64), dict(num_hidden_layers="many"),
-    dict(num_hidden_layers=-3, num_attention_heads=8, hidden_size=64), dict(num_hidden_layers=2),
-    dict(num_hidden_layers=True, num_attention_heads=1, hidden_size=1), dict(num_hidden_layers=2, num_attention_heads=4),
-])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        dict(num_hidden_layers=10**9, num_attention_heads=8, hidden_size=64),
+        dict(num_hidden_layers="many"),
+        dict(num_hidden_layers=-3, num_attention_heads=8, hidden_size=64),
+        dict(num_hidden_layers=2),
+        dict(num_hidden_layers=True, num_attention_heads=1, hidden_size=1),
+        dict(num_hidden_layers=2, num_attention_heads=4),
+    ],
+)
 def test_a_config_that_tells_nothing_usable_is_unknown(config):
     """Whatever somebody wrote into it: no crash, no zero, no tuple of a billion layers."""
     assert cache_layers(config) is None
 
 
-@given(st.dictionaries(st.sampled_from([
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window",
-    "layer_types", "kv_lora_rank", "qk_rope_head_dim", "text_config", "sliding_window_pattern", "architectures",
-    "intermediate_size", "vocab_size", "max_window_layers", "num_experts_per_tok", "model_type"]),
-    st.none() | st.booleans() | st.integers(-2, 99) | st.floats() | st.text(max_size=5)
-    | st.lists(st.integers(-1, 9) | st.text(max_size=9), max_size=9)))
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            [
+                "num_hidden_layers",
+                "hidden_size",
+                "num_attention_heads",
+                "num_key_value_heads",
+                "head_dim",
+                "sliding_window",
+                "layer_types",
+                "kv_lora_rank",
+                "qk_rope_head_dim",
+                "text_config",
+                "sliding_window_pattern",
+                "architectures",
+                "intermediate_size",
+                "vocab_size",
+                "max_window_layers",
+                "num_experts_per_tok",
+                "model_type",
+            ]
+        ),
+        st.none()
+        | st.booleans()
+        | st.integers(-2, 99)
+        | st.floats()
+        | st.text(max_size=5)
+        | st.lists(st.integers(-1, 9) | st.text(max_size=9), max_size=9),
+    )
+)
 def test_no_config_can_do_harm(config):
     """It is a file that somebody downloaded."""
     layers = cache_layers(config)
@@ -242,8 +379,11 @@ def test_no_config_can_do_harm(config):
     assert active is None or active > 0
 
 
-@given(st.lists(st.builds(Layer, st.integers(0, 4096), st.integers(0, 4096)), max_size=80), st.integers(1, 10**6),
-       st.integers(1, 64))
+@given(
+    st.lists(st.builds(Layer, st.integers(0, 4096), st.integers(0, 4096)), max_size=80),
+    st.integers(1, 10**6),
+    st.integers(1, 64),
+)
 def test_a_longer_context_never_takes_less_and_sequences_add_up(layers, tokens, sequences):
     one = kv_cache_bytes(layers, tokens=tokens)
     assert kv_cache_bytes(layers, tokens=2 * tokens) >= one
@@ -251,10 +391,14 @@ def test_a_longer_context_never_takes_less_and_sequences_add_up(layers, tokens, 
 
 
 def test_attention_written_out_holds_its_scores():
-    flash, eager = (activation_bytes(LLAMA_3_8B, Wish(8192, 1, 16.0, 2, eager)) for eager in (False, True))
+    flash, eager = (
+        activation_bytes(LLAMA_3_8B, Wish(8192, 1, 16.0, 2, eager)) for eager in (False, True)
+    )
     assert eager > 32 * 8192**2 * 6 > 10 * flash
 
 
 def test_a_part_says_whether_it_is_room_for_use():
-    assert [Part(name, 1, "x").for_use for name in ("weights", "kv_cache", "activations", "room", "context", "all")] == [
-        False, True, True, True, False, False]
+    assert [
+        Part(name, 1, "x").for_use
+        for name in ("weights", "kv_cache", "activations", "room", "context", "all")
+    ] == [False, True, True, True, False, False]

@@ -1,4 +1,5 @@
 """A shell with the extension loaded on a runtime of its own, and clocks that read UTC."""
+
 from __future__ import annotations
 
 import os
@@ -41,7 +42,9 @@ def bare_shell():
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
-    return InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}), colors="nocolor")
+    return InteractiveShell.instance(
+        config=Config({"HistoryManager": {"enabled": False}}), colors="nocolor"
+    )
 
 
 @pytest.fixture
@@ -49,7 +52,9 @@ def fresh_shell(bare_shell):
     """An IPython shell in which nothing was named yet."""
     before = set(bare_shell.user_ns)
     yield bare_shell
-    for name in set(bare_shell.user_ns) - before:  # `shell.reset` collects garbage, and takes half a second for it
+    for name in (
+        set(bare_shell.user_ns) - before
+    ):  # `shell.reset` collects garbage, and takes half a second for it
         del bare_shell.user_ns[name]
 
 
@@ -66,5 +71,10 @@ def shell(fresh_shell, rt):
 @pytest.fixture
 def child_environment(tmp_path):
     """For processes of this test: a ledger of their own, and this checkout."""
-    return {**os.environ, "PYTHONPATH": FOUND_BY_CHILDREN, "GPU_DEVICES": "sim:24GiB,host:64GiB",
-            "GPU_LEDGER": f"sqlite://{tmp_path}/ledger", "TZ": "UTC"}
+    return {
+        **os.environ,
+        "PYTHONPATH": FOUND_BY_CHILDREN,
+        "GPU_DEVICES": "sim:24GiB,host:64GiB",
+        "GPU_LEDGER": f"sqlite://{tmp_path}/ledger",
+        "TZ": "UTC",
+    }

@@ -1,4 +1,5 @@
 """Snapshots to look at: a busy afternoon, an empty morning, and what goes wrong in between."""
+
 from __future__ import annotations
 
 from msgspec.structs import replace
@@ -39,32 +40,104 @@ def lease(name, gib, device="sim:0", owner=ME, **more):
     return Lease(owner.id, name, shares=(Share(device, int(gib * GIB)),), **more)
 
 
-def snapshot(*leases, cards=1, gib=24.0, host=64.0, simulated=True, strangers=0.0, processes=None, tickets=(),
-             events=(), specs=(), totals=None, measured=True, **more):
+def snapshot(
+    *leases,
+    cards=1,
+    gib=24.0,
+    host=64.0,
+    simulated=True,
+    strangers=0.0,
+    processes=None,
+    tickets=(),
+    events=(),
+    specs=(),
+    totals=None,
+    measured=True,
+    **more,
+):
     """The world in one line: the leases, and what differs from one simulated card of 24 GiB."""
-    sections = {owner.id: Section(owner, tuple(one for one in leases if one.owner == owner.id)) for owner in (ME, BOB)}
+    sections = {
+        owner.id: Section(owner, tuple(one for one in leases if one.owner == owner.id))
+        for owner in (ME, BOB)
+    }
     views = []
     ids = [f"{'sim' if simulated else 'cuda'}:{n}" for n in range(cards)]
     for id in (*ids, HOST):
         total = int((host if id == HOST else gib) * GIB)
         limit = int(total * (0.5 if id == HOST else 0.9))
         claimed = sum(share.bytes for one in leases for share in one.claims() if share.device == id)
-        used = claimed + (int(strangers * GIB) if id == ids[0] else 0) if measured or id == HOST else None
+        used = (
+            claimed + (int(strangers * GIB) if id == ids[0] else 0)
+            if measured or id == HOST
+            else None
+        )
         full = max(claimed / limit, (used or 0) / total)
-        level = (Level.LOW, Level.MODERATE, Level.HIGH, Level.CRITICAL)[(full >= .6) + (full >= .8) + (full >= .9)]
-        sample = None if simulated else Sample(id, NOW, None if used is None else total - used,
-                                               processes or {} if id == ids[0] else {}, 37.0 if id != HOST else None)
-        views.append(DeviceView(Device(id, total, "NVIDIA H100" if not simulated and id != HOST else "",
-                                       simulated=simulated), limit, claimed, used, level, full, sample,
-                                room_bytes=None if used is None else min(limit - claimed, total - used)))
-    others = tuple(Stranger(ids[0], pid, size, "carol", "python3") for pid, size in (processes or {}).items()
-                   if pid not in (ME.pid, BOB.pid))
-    return Snapshot(NOW, WALL, ME, tuple(views), sections, tuple(tickets), tuple(events), tuple(specs), simulated,
-                    ledger="memory:", totals=totals or {}, strangers=others, **more)
+        level = (Level.LOW, Level.MODERATE, Level.HIGH, Level.CRITICAL)[
+            (full >= 0.6) + (full >= 0.8) + (full >= 0.9)
+        ]
+        sample = (
+            None
+            if simulated
+            else Sample(
+                id,
+                NOW,
+                None if used is None else total - used,
+                processes or {} if id == ids[0] else {},
+                37.0 if id != HOST else None,
+            )
+        )
+        views.append(
+            DeviceView(
+                Device(
+                    id,
+                    total,
+                    "NVIDIA H100" if not simulated and id != HOST else "",
+                    simulated=simulated,
+                ),
+                limit,
+                claimed,
+                used,
+                level,
+                full,
+                sample,
+                room_bytes=None if used is None else min(limit - claimed, total - used),
+            )
+        )
+    others = tuple(
+        Stranger(ids[0], pid, size, "carol", "python3")
+        for pid, size in (processes or {}).items()
+        if pid not in (ME.pid, BOB.pid)
+    )
+    return Snapshot(
+        NOW,
+        WALL,
+        ME,
+        tuple(views),
+        sections,
+        tuple(tickets),
+        tuple(events),
+        tuple(specs),
+        simulated,
+        ledger="memory:",
+        totals=totals or {},
+        strangers=others,
+        **more,
+    )
 
 
 def event(seq, model, action, because, gib=0.0, device="sim:0", **more):
-    return Event(seq, WALL - 60 + seq, model, action, "request", because, int(gib * GIB), device, ME.id, **more)
+    return Event(
+        seq,
+        WALL - 60 + seq,
+        model,
+        action,
+        "request",
+        because,
+        int(gib * GIB),
+        device,
+        ME.id,
+        **more,
+    )
 
 
 EVENTS = (
@@ -79,40 +152,115 @@ empty = snapshot()
 registered = snapshot(specs=(ModelSpec("qwen", "fake", size=14 * GIB),))
 busy = snapshot(
     lease("qwen", 14, pins=1, pinned_since=NOW - 40, uses=3, keep=True),
-    lease("reranker", 4, owner=BOB, importance=5), lease("llama", 8, HOST, last_used=NOW - 200),
-    events=EVENTS, totals=TOTALS)
+    lease("reranker", 4, owner=BOB, importance=5),
+    lease("llama", 8, HOST, last_used=NOW - 200),
+    events=EVENTS,
+    totals=TOTALS,
+)
 waiting = snapshot(
-    lease("qwen", 14, pins=1, pinned_since=NOW - 40), lease("reranker", 4, owner=BOB, phase=Phase.LEAVING),
-    tickets=(Ticket("k1", BOB.id, "use", "llama", NOW - 12, NOW, need=(Share("sim:0", 8 * GIB),),
-                    because="qwen (14.0 GiB on sim:0) is in use"),
-             Ticket("k2", ME.id, "evict", f"{BOB.id}/reranker", NOW - 3, NOW)),
-    events=EVENTS, totals=TOTALS)
+    lease("qwen", 14, pins=1, pinned_since=NOW - 40),
+    lease("reranker", 4, owner=BOB, phase=Phase.LEAVING),
+    tickets=(
+        Ticket(
+            "k1",
+            BOB.id,
+            "use",
+            "llama",
+            NOW - 12,
+            NOW,
+            need=(Share("sim:0", 8 * GIB),),
+            because="qwen (14.0 GiB on sim:0) is in use",
+        ),
+        Ticket("k2", ME.id, "evict", f"{BOB.id}/reranker", NOW - 3, NOW),
+    ),
+    events=EVENTS,
+    totals=TOTALS,
+)
 overdraft = snapshot(
-    lease("qwen", 14, "cuda:0"), lease("llama", 9, "cuda:0", BOB), simulated=False, strangers=0.5,
-    processes={4000: 14 * GIB, 999: GIB // 2}, degraded="cuda:0 did not answer 5 times in a row; next try in 30 s")
-NAMES = ("Qwen/Qwen3-Embedding-0.6B", "meta-llama/Llama-3.1-8B-Instruct", "bge", "mistral", "phi", "gemma", "whisper",
-         "sdxl", "a-very-long-name-that-nobody-would-type-but-some-tool-made-up-for-a-fine-tuned-checkpoint-00017")
+    lease("qwen", 14, "cuda:0"),
+    lease("llama", 9, "cuda:0", BOB),
+    simulated=False,
+    strangers=0.5,
+    processes={4000: 14 * GIB, 999: GIB // 2},
+    degraded="cuda:0 did not answer 5 times in a row; next try in 30 s",
+)
+NAMES = (
+    "Qwen/Qwen3-Embedding-0.6B",
+    "meta-llama/Llama-3.1-8B-Instruct",
+    "bge",
+    "mistral",
+    "phi",
+    "gemma",
+    "whisper",
+    "sdxl",
+    "a-very-long-name-that-nobody-would-type-but-some-tool-made-up-for-a-fine-tuned-checkpoint-00017",
+)
 eight = snapshot(
-    *(lease(name, 6 + 7 * (n % 5), f"cuda:{n % 8}", (ME, BOB)[n % 2], pins=int(n % 3 == 0),
-            importance=(10, 1, 30)[n % 3])
-      for n, name in enumerate(NAMES)),
+    *(
+        lease(
+            name,
+            6 + 7 * (n % 5),
+            f"cuda:{n % 8}",
+            (ME, BOB)[n % 2],
+            pins=int(n % 3 == 0),
+            importance=(10, 1, 30)[n % 3],
+        )
+        for n, name in enumerate(NAMES)
+    ),
     Lease(ME.id, "cell#1", shares=(Share("cuda:3", 20 * GIB),), kind="block", pins=1),
-    Lease(BOB.id, "arriving-one", target=(Share("cuda:4", 30 * GIB),), phase=Phase.ARRIVING, pins=1),
-    cards=8, gib=80, host=1024, simulated=False, strangers=11, processes={777: 11 * GIB}, events=EVENTS, totals=TOTALS)
+    Lease(
+        BOB.id, "arriving-one", target=(Share("cuda:4", 30 * GIB),), phase=Phase.ARRIVING, pins=1
+    ),
+    cards=8,
+    gib=80,
+    host=1024,
+    simulated=False,
+    strangers=11,
+    processes={777: 11 * GIB},
+    events=EVENTS,
+    totals=TOTALS,
+)
 unmeasured = snapshot(lease("qwen", 14, "cuda:0"), simulated=False, measured=False)
-_two = snapshot(lease("qwen", 14, "cuda:0"), lease("llama", 9, "cuda:1", BOB, pins=1, pinned_since=NOW - 40), cards=2,
-                simulated=False)
-drained = replace(_two, devices=(_two.devices[0], replace(_two.devices[1], drained=Drain("ann", WALL - 600)),
-                                 *_two.devices[2:]))
-hostile = snapshot(lease("<img src=x onerror=alert(1)>\x1b[31m\n", 4), events=(
-    event(1, "<b>evil</b>", "refused", "<script>alert(1)</script>", 4),))
+_two = snapshot(
+    lease("qwen", 14, "cuda:0"),
+    lease("llama", 9, "cuda:1", BOB, pins=1, pinned_since=NOW - 40),
+    cards=2,
+    simulated=False,
+)
+drained = replace(
+    _two,
+    devices=(
+        _two.devices[0],
+        replace(_two.devices[1], drained=Drain("ann", WALL - 600)),
+        *_two.devices[2:],
+    ),
+)
+hostile = snapshot(
+    lease("<img src=x onerror=alert(1)>\x1b[31m\n", 4),
+    events=(event(1, "<b>evil</b>", "refused", "<script>alert(1)</script>", 4),),
+)
 
 fits = Plan(
-    True, (Move(f"{ME.id}/qwen", (Share("sim:0", 14 * GIB),), (Share(HOST, 14 * GIB),)),
-           Load(f"{ME.id}/gemma", (Share("sim:0", 12 * GIB),))),
-    (Share("sim:0", 12 * GIB),), "qwen was used least recently. gemma needs 12.0 GiB; sim:0 has 17.6 GiB free.",
-    (Candidate((Share("sim:0", 12 * GIB),), False, "3.6 GiB free of 12.0 GiB needed"),
-     Candidate((Share("sim:1", 12 * GIB),), False, "2.0 GiB free of 12.0 GiB needed")), (),
-    Footprint((Part("weights", 11 * GIB, "header"), Part("activations", GIB, "declared"))), "gemma")
-refused = Plan(False, (), (), "gemma needs 40.0 GiB on one device; the largest budget is 21.6 GiB (sim:0)",
-               footprint=Footprint.of(40 * GIB), name="gemma")
+    True,
+    (
+        Move(f"{ME.id}/qwen", (Share("sim:0", 14 * GIB),), (Share(HOST, 14 * GIB),)),
+        Load(f"{ME.id}/gemma", (Share("sim:0", 12 * GIB),)),
+    ),
+    (Share("sim:0", 12 * GIB),),
+    "qwen was used least recently. gemma needs 12.0 GiB; sim:0 has 17.6 GiB free.",
+    (
+        Candidate((Share("sim:0", 12 * GIB),), False, "3.6 GiB free of 12.0 GiB needed"),
+        Candidate((Share("sim:1", 12 * GIB),), False, "2.0 GiB free of 12.0 GiB needed"),
+    ),
+    (),
+    Footprint((Part("weights", 11 * GIB, "header"), Part("activations", GIB, "declared"))),
+    "gemma",
+)
+refused = Plan(
+    False,
+    (),
+    (),
+    "gemma needs 40.0 GiB on one device; the largest budget is 21.6 GiB (sim:0)",
+    footprint=Footprint.of(40 * GIB),
+    name="gemma",
+)

@@ -1,4 +1,5 @@
 """Consoles served by real processes, and clients that bring what they like."""
+
 from __future__ import annotations
 
 import asyncio
@@ -25,7 +26,7 @@ from tests.faces.conftest import FOUND_BY_CHILDREN
 OPERATORS, VIEWERS = "operator-0123456789abcdef", "viewer-0123456789abcdef"
 START_SECONDS = 60.0
 # The page of these tests: it says who looks, counts what was done, and has a button that a forged click can reach.
-PAGE = '''
+PAGE = """
 import panel as pn
 from gpu_panels import server
 
@@ -38,7 +39,7 @@ def page(visitor):
             DONE.append("an operator")
         told.object = f"done by {DONE or 'nobody'}"
     return pn.Column(told, pn.widgets.Button(name="act", on_click=act))
-'''
+"""
 SCRIPT = PAGE + "server.serve_page(page)\n"
 COMMAND = PAGE + "import sys\nserver.run(**eval(sys.argv[1]), page=page, browser=False)\n"
 
@@ -46,10 +47,22 @@ COMMAND = PAGE + "import sys\nserver.run(**eval(sys.argv[1]), page=page, browser
 class Conversation:
     """A client of Bokeh's protocol that says what it likes: `async with`, once the server has greeted it."""
 
-    def __init__(self, server: Served, path: str, subprotocol: str, *, cookie: str = "", origin: str = "",
-                 **headers: str) -> None:
-        headers |= {name: value for name, value in (("Cookie", cookie), ("Origin", origin)) if value}
-        self._request = HTTPRequest(f"ws://127.0.0.1:{server.port}{path}", headers=headers, request_timeout=20)
+    def __init__(
+        self,
+        server: Served,
+        path: str,
+        subprotocol: str,
+        *,
+        cookie: str = "",
+        origin: str = "",
+        **headers: str,
+    ) -> None:
+        headers |= {
+            name: value for name, value in (("Cookie", cookie), ("Origin", origin)) if value
+        }
+        self._request = HTTPRequest(
+            f"ws://127.0.0.1:{server.port}{path}", headers=headers, request_timeout=20
+        )
         self._subprotocols = ["bokeh", subprotocol] if subprotocol else None
 
     async def __aenter__(self) -> Conversation:
@@ -67,15 +80,23 @@ class Conversation:
         """An event such as a browser sends when a button is clicked, and the server's word that it was taken."""
         entries: list[list[object]] = [["model", {"id": model}]]
         if data is not None:
-            entries.append(["data", {"type": "map", "entries": [list(pair) for pair in data.items()]}])
+            entries.append(
+                ["data", {"type": "map", "entries": [list(pair) for pair in data.items()]}]
+            )
         sent = {"type": "event", "name": event, "values": {"type": "map", "entries": entries}}
         message = {"kind": "MessageSent", "msg_type": "bokeh_event", "msg_data": sent}
         await self._asked("PATCH-DOC", {"events": [message]})
 
     async def change(self, model: str, attr: str, new: object) -> None:
         """A property of a model set anew, as by a widget."""
-        await self._asked("PATCH-DOC", {"events": [
-            {"kind": "ModelChanged", "model": {"id": model}, "attr": attr, "new": new}]})
+        await self._asked(
+            "PATCH-DOC",
+            {
+                "events": [
+                    {"kind": "ModelChanged", "model": {"id": model}, "attr": attr, "new": new}
+                ]
+            },
+        )
 
     @staticmethod
     def ids(document: str, model: str) -> list[str]:
@@ -143,18 +164,36 @@ class Served:
     def output(self) -> str:
         return self.said.read_text()
 
-    def get(self, path: str = "", *, method: str = "GET", body: str | None = None, host: str = "127.0.0.1",
-            **headers: str) -> Answer:
+    def get(
+        self,
+        path: str = "",
+        *,
+        method: str = "GET",
+        body: str | None = None,
+        host: str = "127.0.0.1",
+        **headers: str,
+    ) -> Answer:
         """One request, which follows no redirect. Header names are written with _ for -."""
-        connection = (UnixConnection(self.socket) if self.socket else
-                      http.client.HTTPConnection(host, self.port, timeout=20))
+        connection = (
+            UnixConnection(self.socket)
+            if self.socket
+            else http.client.HTTPConnection(host, self.port, timeout=20)
+        )
         began = time.monotonic()
         try:
-            connection.request(method, path or self.path, body=body,
-                               headers={name.replace("_", "-"): value for name, value in headers.items()})
+            connection.request(
+                method,
+                path or self.path,
+                body=body,
+                headers={name.replace("_", "-"): value for name, value in headers.items()},
+            )
             answer = connection.getresponse()
-            return Answer(answer.status, {name.lower(): value for name, value in answer.getheaders()},
-                          answer.read().decode("utf-8", "replace"), time.monotonic() - began)
+            return Answer(
+                answer.status,
+                {name.lower(): value for name, value in answer.getheaders()},
+                answer.read().decode("utf-8", "replace"),
+                time.monotonic() - began,
+            )
         finally:
             connection.close()
 
@@ -168,14 +207,28 @@ class Served:
 
 
 @contextmanager
-def serving(words: list[str], tmp_path: Path, environment: Mapping[str, str] = {}, *, port: int = 0,
-            socket_path: str = "", path: str = "/") -> Iterator[Served]:
+def serving(
+    words: list[str],
+    tmp_path: Path,
+    environment: Mapping[str, str] = {},
+    *,
+    port: int = 0,
+    socket_path: str = "",
+    path: str = "/",
+) -> Iterator[Served]:
     """A server, from when it answers to the end of the block."""
     name = f"served-{port or Path(socket_path).name}"
     said = tmp_path / f"{name}.txt"
     with said.open("wb") as out:
-        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=tmp_path,
-                                   env=environ(tmp_path) | dict(environment), start_new_session=True)
+        process = subprocess.Popen(
+            words,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=tmp_path,
+            env=environ(tmp_path) | dict(environment),
+            start_new_session=True,
+        )
     served = Served(process, port, socket_path, path, said)
     try:
         _wait(served)
@@ -186,8 +239,12 @@ def serving(words: list[str], tmp_path: Path, environment: Mapping[str, str] = {
 
 def environ(tmp_path: Path) -> dict[str, str]:
     return os.environ | {
-        "PYTHONPATH": FOUND_BY_CHILDREN, "GPU_DEVICES": "sim:24GiB,host:64GiB", "GPU_LEDGER": f"sqlite://{tmp_path}/ledger",
-        "XDG_STATE_HOME": f"{tmp_path}/state", "PYTHONUNBUFFERED": "1"}
+        "PYTHONPATH": FOUND_BY_CHILDREN,
+        "GPU_DEVICES": "sim:24GiB,host:64GiB",
+        "GPU_LEDGER": f"sqlite://{tmp_path}/ledger",
+        "XDG_STATE_HOME": f"{tmp_path}/state",
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def end(process: subprocess.Popen) -> None:
@@ -236,4 +293,3 @@ def panel_serve(tmp_path: Path, *flags: str) -> list[str]:
     script = tmp_path / "console.py"
     script.write_text(SCRIPT)
     return [sys.executable, "-m", "panel", "serve", str(script), *flags]
-

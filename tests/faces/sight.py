@@ -3,26 +3,47 @@
 Simulation: Machado, Oliveira & Fernandes 2009, at full severity, in linear RGB. Distance: CIEDE2000 (Sharma, Wu &
 Dalal 2005); about 1 can just be told apart side by side. Contrast: WCAG 2.2.
 """
+
 from __future__ import annotations
 
 import numpy as np
 
 SIGHT = {
     "normal": np.eye(3),
-    "protanopia": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
-                            [-0.003882, -0.048116, 1.051998]]),
-    "deuteranopia": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
-                              [-0.011820, 0.042940, 0.968881]]),
-    "tritanopia": np.array([[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
-                            [0.004733, 0.691367, 0.303900]]),
+    "protanopia": np.array(
+        [
+            [0.152286, 1.052583, -0.204868],
+            [0.114503, 0.786281, 0.099216],
+            [-0.003882, -0.048116, 1.051998],
+        ]
+    ),
+    "deuteranopia": np.array(
+        [
+            [0.367322, 0.860646, -0.227968],
+            [0.280085, 0.672501, 0.047413],
+            [-0.011820, 0.042940, 0.968881],
+        ]
+    ),
+    "tritanopia": np.array(
+        [
+            [1.255528, -0.076749, -0.178779],
+            [-0.078411, 0.930809, 0.147602],
+            [0.004733, 0.691367, 0.303900],
+        ]
+    ),
 }
-_XYZ = np.array([[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750],
-                 [0.0193339, 0.1191920, 0.9503041]])
+_XYZ = np.array(
+    [
+        [0.4124564, 0.3575761, 0.1804375],
+        [0.2126729, 0.7151522, 0.0721750],
+        [0.0193339, 0.1191920, 0.9503041],
+    ]
+)
 
 
 def linear(colour: str) -> np.ndarray:
     """`#rrggbb` as linear light, 0 to 1."""
-    rgb = np.array([int(colour[at:at + 2], 16) for at in (1, 3, 5)]) / 255
+    rgb = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
     return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
 
 
@@ -57,9 +78,22 @@ def ciede2000(one: np.ndarray, other: np.ndarray) -> float:
     turn = (h2 - h1 + 180) % 360 - 180 if both else 0.0
     hue = 2 * np.sqrt(c1 * c2) * np.sin(np.radians(turn) / 2)
     lm, cm, hm = (l1 + l2) / 2, (c1 + c2) / 2, (h1 + turn / 2) % 360 if both else h1 + h2
-    t = (1 - 0.17 * np.cos(np.radians(hm - 30)) + 0.24 * np.cos(np.radians(2 * hm))
-         + 0.32 * np.cos(np.radians(3 * hm + 6)) - 0.2 * np.cos(np.radians(4 * hm - 63)))
-    sl, sc, sh = 1 + 0.015 * (lm - 50) ** 2 / np.sqrt(20 + (lm - 50) ** 2), 1 + 0.045 * cm, 1 + 0.015 * cm * t
-    rotation = -2 * np.sqrt(cm**7 / (cm**7 + 25**7)) * np.sin(np.radians(60 * np.exp(-(((hm - 275) / 25) ** 2))))
+    t = (
+        1
+        - 0.17 * np.cos(np.radians(hm - 30))
+        + 0.24 * np.cos(np.radians(2 * hm))
+        + 0.32 * np.cos(np.radians(3 * hm + 6))
+        - 0.2 * np.cos(np.radians(4 * hm - 63))
+    )
+    sl, sc, sh = (
+        1 + 0.015 * (lm - 50) ** 2 / np.sqrt(20 + (lm - 50) ** 2),
+        1 + 0.045 * cm,
+        1 + 0.015 * cm * t,
+    )
+    rotation = (
+        -2
+        * np.sqrt(cm**7 / (cm**7 + 25**7))
+        * np.sin(np.radians(60 * np.exp(-(((hm - 275) / 25) ** 2))))
+    )
     dl, dc, dh = (l2 - l1) / sl, (c2 - c1) / sc, hue / sh
     return float(np.sqrt(dl**2 + dc**2 + dh**2 + rotation * dc * dh))

@@ -1,4 +1,5 @@
 """An allocator's map as a picture: area is bytes, and nothing that matters is too small to be seen."""
+
 from __future__ import annotations
 
 import itertools
@@ -38,9 +39,22 @@ def segment(at: int, *blocks: tuple[float, BlockState], kind: str = "large") -> 
     return SegmentMap(at, sum(block.bytes for block in cut), kind, cut)
 
 
-adapters = AllocatorMap(samples.BOB.id, "sim:0", 1.0, 9 * MIB, 40 * MIB, 31 * MIB, 20 * MIB, 20 * MIB, 1, 0, (
-    segment(0, (3, FREE), (3, USED), (3, FREE), (3, USED), (3, FREE), (3, USED), (2, FREE)),
-    segment(20 * MIB, (20, FREE))))
+adapters = AllocatorMap(
+    samples.BOB.id,
+    "sim:0",
+    1.0,
+    9 * MIB,
+    40 * MIB,
+    31 * MIB,
+    20 * MIB,
+    20 * MIB,
+    1,
+    0,
+    (
+        segment(0, (3, FREE), (3, USED), (3, FREE), (3, USED), (3, FREE), (3, USED), (2, FREE)),
+        segment(20 * MIB, (20, FREE)),
+    ),
+)
 empty = AllocatorMap(samples.ME.id, "sim:0", 1.0, 0, 0, 0, 0, 0, ooms=1)
 unknown = AllocatorMap(samples.ME.id, "cuda:0", 1.0, 3 * GIB, 4 * GIB)
 
@@ -52,25 +66,30 @@ def test_a_map_reads_as_text():
         "9.0 MiB of 40.0 MiB reserved are allocated. 31.0 MiB are inactive, 20.0 MiB in one piece at most: defrag "
         "gives 20.0 MiB back, 11.0 MiB lie in segments that are in use, and stay.",
         "       0 B ░░░░░░░░░▒█████████▒░░░░░░░░▒█████████▒░░░░░░░░░██████████░░░░░░",
-        "  20.0 MiB ················································"
-        "················",
+        "  20.0 MiB ································································",
         "  █ allocated 9.0 MiB   ░ inactive, in a segment in use 11.0 MiB   · inactive, given back by defrag 20.0 MiB",
     ]
 
 
-@pytest.mark.parametrize(("map", "said"), [
-    (empty, "0 B of 0 B reserved are allocated. Nothing is inactive."),
-    (unknown, "3.0 GiB of 4.0 GiB reserved are allocated; how the rest is cut up is unknown."),
-    (AllocatorMap("", "d", 0.0, 0, MIB, MIB, MIB, MIB), "0 B of 1.0 MiB reserved are allocated. 1.0 MiB are inactive, "
-                                                        "1.0 MiB in one piece at most: defrag gives them back."),
-])
+@pytest.mark.parametrize(
+    ("map", "said"),
+    [
+        (empty, "0 B of 0 B reserved are allocated. Nothing is inactive."),
+        (unknown, "3.0 GiB of 4.0 GiB reserved are allocated; how the rest is cut up is unknown."),
+        (
+            AllocatorMap("", "d", 0.0, 0, MIB, MIB, MIB, MIB),
+            "0 B of 1.0 MiB reserved are allocated. 1.0 MiB are inactive, "
+            "1.0 MiB in one piece at most: defrag gives them back.",
+        ),
+    ],
+)
 def test_what_a_map_says_in_words(map, said):
     """Unknown is not 0."""
     assert verdict(map) == said
 
 
 def test_what_is_not_drawn_is_told():
-    map, = bounded([drawn(*(segment(n * MIB, (1, USED)) for n in range(40)))], 20)
+    (map,) = bounded([drawn(*(segment(n * MIB, (1, USED)) for n in range(40)))], 20)
     assert left_out(map) == "Not drawn: 35 smaller segments, 35.0 MiB in all."
     assert left_out(adapters) == ""
 
@@ -82,7 +101,9 @@ def area(map: AllocatorMap) -> dict[str, float]:
     return sums
 
 
-wide = st.lists(st.tuples(st.integers(1, 64), st.sampled_from([USED, FREE, WAITING])), min_size=1, max_size=6)
+wide = st.lists(
+    st.tuples(st.integers(1, 64), st.sampled_from([USED, FREE, WAITING])), min_size=1, max_size=6
+)
 
 
 @given(rows=st.lists(wide, min_size=1, max_size=8))
@@ -90,7 +111,9 @@ def test_area_is_bytes(rows):
     """As long as everything is wide enough to be seen; and no two pieces lie upon each other."""
     map = drawn(*(segment(n << 20, *row) for n, row in enumerate(rows)))
     shown = picture(map)
-    assert {kind: size for kind, size in area(map).items() if size} == pytest.approx(dict(legend(map)))
+    assert {kind: size for kind, size in area(map).items() if size} == pytest.approx(
+        dict(legend(map))
+    )
     assert sum(size for _, size in legend(map)) == map.reserved_bytes
     for row in range(shown.rows):
         spans = sorted((piece.left, piece.right) for piece in shown.pieces if piece.row == row)
@@ -103,15 +126,22 @@ def test_one_small_tensor_in_a_large_segment_is_seen():
     """It may be all that keeps 10 GiB from being given back: it is drawn as wide as can be seen, and on top."""
     map = drawn(segment(0, (5 * KIB, FREE), (1 / 1024, USED), (5 * KIB, FREE)))
     last = picture(map).pieces[-1]
-    assert (last.kind, last.right - last.left) == (ALLOCATED, pytest.approx(picture(map).row_bytes / allocator_map.CELLS))
+    assert (last.kind, last.right - last.left) == (
+        ALLOCATED,
+        pytest.approx(picture(map).row_bytes / allocator_map.CELLS),
+    )
 
 
 def test_blocks_too_small_to_be_told_apart_are_told_by_how_much_of_them_is_in_use():
     """Half in use is drawn half as high, not as a solid wall."""
     row = [(0.25, USED), (0.75, FREE)] * 4
     map = drawn(segment(0, *row), segment(1 << 40, (8000, USED)))
-    few = [piece for piece in picture(map).pieces if piece.kind == ALLOCATED and piece.right < 9 * MIB]
-    assert sum((piece.right - piece.left) * (piece.high - piece.low) for piece in few) == pytest.approx(MIB)
+    few = [
+        piece for piece in picture(map).pieces if piece.kind == ALLOCATED and piece.right < 9 * MIB
+    ]
+    assert sum(
+        (piece.right - piece.left) * (piece.high - piece.low) for piece in few
+    ) == pytest.approx(MIB)
     assert max(piece.high for piece in few) < 0.5
     assert "in 3 blocks: 512 KiB allocated; 768 KiB inactive, in a segment in use" in few[0].told
 
@@ -119,7 +149,7 @@ def test_blocks_too_small_to_be_told_apart_are_told_by_how_much_of_them_is_in_us
 def test_thousands_of_blocks_make_a_bounded_picture():
     """What a page draws and a notebook keeps does not grow with the number of blocks."""
     row = [(0.3, USED), (0.7, FREE)] * 4000
-    map, = bounded([drawn(*(segment(n << 40, *row) for n in range(8)))])
+    (map,) = bounded([drawn(*(segment(n << 40, *row) for n in range(8)))])
     assert len(picture(map).pieces) < 2 * allocator_map.MOST_ROWS * allocator_map.CELLS
     assert len(allocator_map.as_svg(map, "")) < 400 * KIB
 
@@ -133,7 +163,9 @@ def test_a_private_pools_memory_is_not_shown_as_coming_back():
 @pytest.mark.parametrize("sight", SIGHT)
 def test_the_kinds_are_told_apart_by_everybody(sight):
     colours = [colour for colour in COLOURS.values() if colour]
-    assert min(distance(one, other, sight) for one, other in itertools.combinations(colours, 2)) >= 10
+    assert (
+        min(distance(one, other, sight) for one, other in itertools.combinations(colours, 2)) >= 10
+    )
 
 
 def test_all_maps_are_shown_with_whose_they_are_the_worst_first():
@@ -150,7 +182,9 @@ def test_a_notebook_named_like_a_script_is_only_a_name():
 
 
 def test_where_nobody_holds_anything_it_says_what_to_type():
-    assert "Load a model" in repr(render.shown("fragmentation", allocator_map.mapped((), samples.empty)))
+    assert "Load a model" in repr(
+        render.shown("fragmentation", allocator_map.mapped((), samples.empty))
+    )
 
 
 def test_a_simulated_cards_map_is_drawn():

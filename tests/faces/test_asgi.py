@@ -1,4 +1,5 @@
 """An ASGI application behind Tornado: requests whole, answers as they come, and word of whoever hangs up."""
+
 from __future__ import annotations
 
 import asyncio
@@ -13,12 +14,21 @@ from tornado.web import Application
 from gpu_runtime.web.asgi import Asgi
 from gpu_runtime.web.gate import COOKIE
 
-FINE = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain"), (b"x-a", b"1"),
-                                                                  (b"x-a", b"2"), (b"connection", b"close")]}
+FINE = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/plain"),
+        (b"x-a", b"1"),
+        (b"x-a", b"2"),
+        (b"connection", b"close"),
+    ],
+}
 
 
 def serving(app, talk, **options):
     """Runs `talk(port, client)` against a server of that application, bounded in time."""
+
     async def story():
         [sock] = bind_sockets(0, "127.0.0.1", family=socket.AF_INET)
         server = HTTPServer(Application([(r".*", Asgi, {"app": app})], **{COOKIE: None}), **options)
@@ -47,14 +57,22 @@ def test_a_request_arrives_whole_and_the_answer_is_its_own():
         await send({"type": "http.response.body", "body": b"ok"})
 
     async def talk(url, client):
-        answer = await client.fetch(f"{url}/a%20b/c?x=1&y=%2F", method="PUT", body=b"\x00\xff", headers={"X-Two": "é"})
+        answer = await client.fetch(
+            f"{url}/a%20b/c?x=1&y=%2F", method="PUT", body=b"\x00\xff", headers={"X-Two": "é"}
+        )
         assert answer.body == b"ok" and answer.headers["Content-Type"] == "text/plain"
         assert answer.headers.get_list("X-A") == ["1", "2"] and "Etag" not in answer.headers
 
     serving(app, talk)
     assert (seen["method"], seen["path"], seen["query_string"], seen["body"]) == (
-        "PUT", "/a b/c", b"x=1&y=%2F", b"\x00\xff")
-    assert seen["state"] == {"visitor": None} and all(name == name.lower() for name, _ in seen["headers"])
+        "PUT",
+        "/a b/c",
+        b"x=1&y=%2F",
+        b"\x00\xff",
+    )
+    assert seen["state"] == {"visitor": None} and all(
+        name == name.lower() for name, _ in seen["headers"]
+    )
 
 
 def test_parts_are_sent_when_they_are_there():

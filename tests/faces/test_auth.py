@@ -1,4 +1,5 @@
 """Who is let in, and as what: decided from what a request brings along, and from nothing else."""
+
 from __future__ import annotations
 
 import doctest
@@ -10,7 +11,16 @@ from hypothesis import strategies as st
 
 from gpu_runtime.errors import NotAllowed
 from gpu_runtime.web import auth
-from gpu_runtime.web.auth import OPERATOR, VIEWER, Guesses, Terms, Visitor, check, role_of, same_origin
+from gpu_runtime.web.auth import (
+    OPERATOR,
+    VIEWER,
+    Guesses,
+    Terms,
+    Visitor,
+    check,
+    role_of,
+    same_origin,
+)
 
 OPERATORS, VIEWERS = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
 TERMS = Terms("ann", operator_token=OPERATORS, viewer_token=VIEWERS)
@@ -54,7 +64,9 @@ def test_nothing_else_gives_a_role(text, place):
 def test_tokens_are_compared_in_constant_time_and_none_is_skipped(monkeypatch):
     """Each that was brought with each that there is, whether or not one fitted already."""
     compared = []
-    monkeypatch.setattr(auth.hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b)
+    monkeypatch.setattr(
+        auth.hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b
+    )
     check(TERMS, authorization=f"Bearer {OPERATORS}", query="x")
     assert compared == [(32, 32)] * 6
 
@@ -80,9 +92,21 @@ def test_a_login_gives_no_role_by_itself():
     assert [role_of(name, named) for name in ("mallory", "guest", "")] == [None] * 3
 
 
-@pytest.mark.parametrize("origin", [
-    "http://evil.example", "http://box:9999", "https://box.evil.example:8211", "null", "", "http://", "file://box:8211",
-    "http://box:8211@evil.example", "http://[box:8211", "//box:8211"])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://evil.example",
+        "http://box:9999",
+        "https://box.evil.example:8211",
+        "null",
+        "",
+        "http://",
+        "file://box:8211",
+        "http://box:8211@evil.example",
+        "http://[box:8211",
+        "//box:8211",
+    ],
+)
 @pytest.mark.parametrize("also", [(), ("*",), ("*:8211",), ("good.example",)])
 def test_a_foreign_origin_is_foreign_whatever_wildcard_was_given(origin, also):
     """`--allow-websocket-origin=*` is typed to be rid of an error, not to let every page in."""

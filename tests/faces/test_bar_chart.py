@@ -1,4 +1,5 @@
 """A drawn bar: what its figure holds, and that only what differs is sent."""
+
 from __future__ import annotations
 
 from copy import deepcopy
@@ -32,8 +33,11 @@ def test_the_figure_shows_every_stretch_and_mark():
     assert chart.source.data["title"] == ["qwen", "reranker"]
     assert (chart.source.data["left"], chart.source.data["right"]) == ([0, 14], [14, 18])
     assert chart.range.end == 24 and chart.figure.below[0].formatter.format == "%d GiB"
-    assert [pytest.approx(21.6)] == [x for x, kind in zip(chart.marks.data["x"], chart.marks.data["kind"], strict=True)
-                                     if kind == "budget"]
+    assert [pytest.approx(21.6)] == [
+        x
+        for x, kind in zip(chart.marks.data["x"], chart.marks.data["kind"], strict=True)
+        if kind == "budget"
+    ]
 
 
 def test_nothing_new_sends_nothing_and_five_seconds_send_a_column(monkeypatch):
@@ -63,7 +67,9 @@ ROWS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from("abc")), max_size=6
 @given(ROWS, ROWS)
 def test_a_source_that_is_brought_up_to_date_holds_the_new_columns(before, after):
     """Whether by patches or anew; it says whether anything differed; and what it was given, others may hold."""
-    first, second = ({"n": [n for n, _ in rows], "s": [s for _, s in rows]} for rows in (before, after))
+    first, second = (
+        {"n": [n for n, _ in rows], "s": [s for _, s in rows]} for rows in (before, after)
+    )
     given, source = deepcopy(first), ColumnDataSource({"n": [], "s": []})
     assert bring(source, first) == bool(before)
     assert bring(source, second) == (first != second)

@@ -1,4 +1,5 @@
 """The stacked bars of the console: no byte lost, none made up, and what is unknown said to be unknown."""
+
 from __future__ import annotations
 
 import pytest
@@ -27,13 +28,31 @@ def bar(snapshot, device=0):
 
 def seen(book, world):
     """The snapshot of a book, as a face is given it."""
-    return Snapshot(world.now, world.wall, worlds.owner(), views(book, world), book.sections, book.tickets, book.events,
-                    (), True, totals=totals(book))
+    return Snapshot(
+        world.now,
+        world.wall,
+        worlds.owner(),
+        views(book, world),
+        book.sections,
+        book.tickets,
+        book.events,
+        (),
+        True,
+        totals=totals(book),
+    )
 
 
 CARDS = ("cuda0", "cuda1", "host")
-LEASES = st.lists(st.tuples(st.sampled_from(CARDS), st.integers(1, 40 * GIB), st.sampled_from(list(Phase)),
-                            st.sampled_from(CARDS), st.integers(1, 3)), max_size=40)
+LEASES = st.lists(
+    st.tuples(
+        st.sampled_from(CARDS),
+        st.integers(1, 40 * GIB),
+        st.sampled_from(list(Phase)),
+        st.sampled_from(CARDS),
+        st.integers(1, 3),
+    ),
+    max_size=40,
+)
 
 
 @given(LEASES, st.integers(0, 5 * GIB), st.integers(0, 5 * GIB), st.integers(0, 80 * GIB))
@@ -42,15 +61,27 @@ def test_a_bar_is_the_books_claims_to_the_byte(drawn, residue, held_by_the_dead,
     leases = []
     for n, (lies, size, phase, goes, pid) in enumerate(drawn):
         at, to = (bars_device(place) for place in (lies, goes))
-        leases.append(Lease(worlds.owner(pid).id, f"m{n}", phase=phase,
-                            shares=() if phase is Phase.ARRIVING else (Share(at, size),),
-                            target=(Share(to, size),) if phase is not Phase.SETTLED else ()))
-    book = worlds.book(*leases, owners=(1, 2, 3), residue={1: {"cuda:0": residue}},
-                       ghosts=(Ghost("9.1.0", 9, "cuda:0", held_by_the_dead, 0.0, 1.0),))
+        leases.append(
+            Lease(
+                worlds.owner(pid).id,
+                f"m{n}",
+                phase=phase,
+                shares=() if phase is Phase.ARRIVING else (Share(at, size),),
+                target=(Share(to, size),) if phase is not Phase.SETTLED else (),
+            )
+        )
+    book = worlds.book(
+        *leases,
+        owners=(1, 2, 3),
+        residue={1: {"cuda:0": residue}},
+        ghosts=(Ghost("9.1.0", 9, "cuda:0", held_by_the_dead, 0.0, 1.0),),
+    )
     snapshot = seen(book, worlds.world(cuda0=80, cuda1=80, host=512, free={"cuda0": free / GIB}))
     claims = book.claims()
     for view, one in zip(snapshot.devices, bars.bars(snapshot), strict=True):
-        assert sum(s.bytes for s in one.stretches if s.kind != "strangers") == claims.get(view.device.id, 0)
+        assert sum(s.bytes for s in one.stretches if s.kind != "strangers") == claims.get(
+            view.device.id, 0
+        )
         columns = bar_columns.columns(one, Palette().looks(bar_columns.labels([one])))
         assert sum(columns["bytes"]) == one.used_bytes <= one.scale_bytes
         assert columns["left"][1:] == columns["right"][:-1], "no gap and no overlap"
@@ -64,20 +95,26 @@ def test_who_holds_what_is_told_on_pointing_at_it():
     """Model, bytes, owner, use, importance, and that it is pinned."""
     qwen = stretches(samples.busy)["qwen"]
     assert qwen.who == "train.ipynb"
-    assert qwen.told == ("14.0 GiB\nheld by train.ipynb (pid 4000), ann\nin use for 40 s by train.ipynb\n"
-                         "importance normal, pinned: it is never evicted")
+    assert qwen.told == (
+        "14.0 GiB\nheld by train.ipynb (pid 4000), ann\nin use for 40 s by train.ipynb\n"
+        "importance normal, pinned: it is never evicted"
+    )
     assert stretches(samples.busy)["reranker"].told.endswith("idle 10 s\nimportance high")
 
 
 def test_the_state_of_the_kernel_is_told_where_it_is_known():
     section = samples.busy.sections[samples.ME.id]
-    busy = replace(samples.busy, sections={samples.ME.id: replace(section, busy_since=samples.NOW - 90)})
+    busy = replace(
+        samples.busy, sections={samples.ME.id: replace(section, busy_since=samples.NOW - 90)}
+    )
     assert "its kernel has been busy for 90 s" in stretches(busy)["qwen"].told
 
 
 def test_a_part_of_a_split_model_says_of_how_much_it_is():
     split = Lease(samples.ME.id, "big", shares=(Share("sim:0", 4 * GIB), Share("sim:1", 4 * GIB)))
-    assert stretches(samples.snapshot(split, cards=2))["big"].told.startswith("4.0 GiB of 8.0 GiB on sim:0,1\n")
+    assert stretches(samples.snapshot(split, cards=2))["big"].told.startswith(
+        "4.0 GiB of 8.0 GiB on sim:0,1\n"
+    )
 
 
 def test_comers_and_goers_are_hatched_and_say_so():
@@ -94,14 +131,20 @@ def test_small_leases_gather_and_none_is_lost():
     leases = (samples.lease(f"m{n}", 0.25 + n % 4, f"sim:{n % 8}") for n in range(200))
     crowd = samples.snapshot(*leases, cards=8, gib=80)
     for view, one in zip(crowd.devices, bars.bars(crowd), strict=True):
-        assert len(one.stretches) <= bars.MOST_STRETCHES + 1 and one.used_bytes == view.claimed_bytes
-    assert bar(crowd).stretches[-1].title == "25 others" or bar(crowd).stretches[-1].kind == "others"
+        assert (
+            len(one.stretches) <= bars.MOST_STRETCHES + 1 and one.used_bytes == view.claimed_bytes
+        )
+    assert (
+        bar(crowd).stretches[-1].title == "25 others" or bar(crowd).stretches[-1].kind == "others"
+    )
     assert "and " in bar(crowd).stretches[-1].told.splitlines()[-1]
 
 
 def test_one_thin_lease_keeps_its_name():
     """`1 others` would tell less."""
-    assert list(stretches(samples.snapshot(samples.lease("big", 10), samples.lease("thin", 0.01)))) == ["big", "thin"]
+    assert list(
+        stretches(samples.snapshot(samples.lease("big", 10), samples.lease("thin", 0.01)))
+    ) == ["big", "thin"]
 
 
 def test_memory_that_nobody_leased_names_its_processes():
@@ -109,22 +152,36 @@ def test_memory_that_nobody_leased_names_its_processes():
     other = stretches(samples.overdraft)["other programs"]
     assert other.bytes == GIB // 2
     assert "python3, carol, pid 999" in other.told
-    assert bar_columns.columns(bar(samples.overdraft), {})["hatch"][-1] == "x", "no lease looks like it"
+    assert bar_columns.columns(bar(samples.overdraft), {})["hatch"][-1] == "x", (
+        "no lease looks like it"
+    )
 
 
 def test_a_strangers_size_that_the_driver_will_not_say_is_unknown():
-    held = replace(samples.overdraft, strangers=(Stranger("cuda:0", 999, None, "carol", "python3"),))
+    held = replace(
+        samples.overdraft, strangers=(Stranger("cuda:0", 999, None, "carol", "python3"),)
+    )
     assert "size unknown python3, carol, pid 999" in stretches(held)["other programs"].told
 
 
 def test_residue_names_whose_it_is():
     section = samples.busy.sections[samples.BOB.id]
     view = samples.busy.devices[0]
-    sections = {**samples.busy.sections, samples.BOB.id: replace(section, residue={"sim:0": 300 * MIB})}
+    sections = {
+        **samples.busy.sections,
+        samples.BOB.id: replace(section, residue={"sim:0": 300 * MIB}),
+    }
     with_cache = replace(
-        samples.busy, sections=sections,
-        devices=(replace(view, claimed_bytes=view.claimed_bytes + 300 * MIB), *samples.busy.devices[1:]))
-    assert "300 MiB analysis.ipynb (pid 4121), bob" in stretches(with_cache)["context and cache"].told
+        samples.busy,
+        sections=sections,
+        devices=(
+            replace(view, claimed_bytes=view.claimed_bytes + 300 * MIB),
+            *samples.busy.devices[1:],
+        ),
+    )
+    assert (
+        "300 MiB analysis.ipynb (pid 4121), bob" in stretches(with_cache)["context and cache"].told
+    )
 
 
 def test_marks_stand_where_the_level_of_the_claims_changes():
@@ -132,7 +189,12 @@ def test_marks_stand_where_the_level_of_the_claims_changes():
     rules = Rules(moderate=0.5, high=0.7, critical=0.95)
     found = {mark.kind: mark.bytes for mark in bar(replace(samples.busy, rules=rules)).marks}
     limit = samples.busy.devices[0].limit_bytes
-    assert found == {"moderate": limit // 2, "high": int(limit * 0.7), "critical": int(limit * 0.95), "budget": limit}
+    assert found == {
+        "moderate": limit // 2,
+        "high": int(limit * 0.7),
+        "critical": int(limit * 0.95),
+        "budget": limit,
+    }
 
 
 def test_the_reserve_lies_at_the_end_of_a_measured_card():
@@ -141,13 +203,25 @@ def test_the_reserve_lies_at_the_end_of_a_measured_card():
     kinds = {one.kind: (one.start, one.end) for one in bar(real).regions}
     total = real.devices[0].device.total_bytes
     assert kinds["reserve"] == (total - GIB, total)
-    assert "reserve" not in {one.kind for one in bar(replace(samples.busy, rules=Rules(reserve_bytes=GIB))).regions}
+    assert "reserve" not in {
+        one.kind for one in bar(replace(samples.busy, rules=Rules(reserve_bytes=GIB))).regions
+    }
 
 
-@pytest.mark.parametrize(("room", "blind", "words"), [
-    (4 * GIB, "", "4.0 GiB free"), (0, "", "no room free"), (-GIB, "", "over its budget by 1.0 GiB"),
-    (None, "cuda:0 has not been measured yet", "free room unknown: cuda:0 has not been measured yet"),
-    (None, "", "free room unknown")])
+@pytest.mark.parametrize(
+    ("room", "blind", "words"),
+    [
+        (4 * GIB, "", "4.0 GiB free"),
+        (0, "", "no room free"),
+        (-GIB, "", "over its budget by 1.0 GiB"),
+        (
+            None,
+            "cuda:0 has not been measured yet",
+            "free room unknown: cuda:0 has not been measured yet",
+        ),
+        (None, "", "free room unknown"),
+    ],
+)
 def test_free_room_in_words(room, blind, words):
     """None is unknown, never 0."""
     assert bars.room_words(replace(samples.busy.devices[0], room_bytes=room, blind=blind)) == words
@@ -167,7 +241,8 @@ def test_the_host_counts_its_warm_models():
 
 def test_a_drained_card_says_by_whom_and_since_when():
     assert bars.notices(samples.drained, samples.drained.devices[1]) == [
-        "drained by ann 10 min ago: it takes no new leases"]
+        "drained by ann 10 min ago: it takes no new leases"
+    ]
     view = replace(samples.busy.devices[0], drained=Drain("<b>", samples.WALL))
     assert bars.notices(samples.busy, view)[0].startswith("drained by <b>")
 
@@ -188,7 +263,8 @@ def test_a_small_device_has_an_axis_of_its_own_unit():
 
 def test_a_bar_can_be_read_aloud():
     assert bar(samples.busy).told == (
-        "sim:0: qwen of train.ipynb 14.0 GiB, reranker of analysis.ipynb 4.0 GiB; budget 21.6 GiB")
+        "sim:0: qwen of train.ipynb 14.0 GiB, reranker of analysis.ipynb 4.0 GiB; budget 21.6 GiB"
+    )
     assert bar(samples.empty).told == "sim:0: empty; budget 21.6 GiB"
 
 
@@ -203,7 +279,9 @@ def test_what_is_free_begins_where_what_is_used_ends():
     used = bar(samples.busy).used_bytes
     limit, total = samples.busy.devices[0].limit_bytes, samples.busy.devices[0].device.total_bytes
     assert [(one.kind, one.start, one.end) for one in bar(samples.busy).regions] == [
-        ("budget", used, limit), ("beyond", limit, total)]
+        ("budget", used, limit),
+        ("beyond", limit, total),
+    ]
     assert bar(samples.busy).regions[0].told == "3.6 GiB free; 21.6 GiB may be leased in all"
     over = samples.snapshot(samples.lease("big", 30))
     assert bar(over).regions == ()

@@ -1,4 +1,5 @@
 """The `gpu` command: the verbs of the table, one line for each failure, and exit codes that scripts can trust."""
+
 from __future__ import annotations
 
 import json
@@ -25,7 +26,9 @@ def gpu(rt, monkeypatch, capsys, tmp_path):
         rt.register(name, backend="fake", size=size)
         rt.preload(name)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "models.yaml").write_text("models: {phi:4b: {runtime: tgi, memory: 4GiB, colour: red}}")
+    (tmp_path / "models.yaml").write_text(
+        "models: {phi:4b: {runtime: tgi, memory: 4GiB, colour: red}}"
+    )
     (tmp_path / "bad.yaml").write_text("models:\n  phi:4b:\n    memroy: 4GiB\n")
     rt.apply("models.yaml")
 
@@ -40,21 +43,47 @@ def gpu(rt, monkeypatch, capsys, tmp_path):
 
 
 SAYS = {
-    (): "1 simulated GPU", ("status",): "qwen", ("models",): "NAME", ("leases",): "DEVICE", ("evictions",): "offloaded",
-    ("fragmentation",): "ALLOCATED BYTES", ("health",): "healthy", ("plan", "llama"): "llama fits once 1 other",
-    ("why", "qwen"): "was loaded", ("preload", "llama"): "llama is on sim:0", ("evict", "qwen"): "14.0 GiB came free",
-    ("restore", "llama"): "restore llama: llama is on sim:0", ("pin", "qwen"): "is kept",
-    ("unpin", "qwen"): "may leave", ("move", "qwen", "sim:0"): "move qwen: qwen is on sim:0 already", ("drain", "sim:0"): "sim:0 is drained", ("defrag",): "defrag:", ("doctor",): "last refusals", ("config",): "GPU_LEDGER",
+    (): "1 simulated GPU",
+    ("status",): "qwen",
+    ("models",): "NAME",
+    ("leases",): "DEVICE",
+    ("evictions",): "offloaded",
+    ("fragmentation",): "ALLOCATED BYTES",
+    ("health",): "healthy",
+    ("plan", "llama"): "llama fits once 1 other",
+    ("why", "qwen"): "was loaded",
+    ("preload", "llama"): "llama is on sim:0",
+    ("evict", "qwen"): "14.0 GiB came free",
+    ("restore", "llama"): "restore llama: llama is on sim:0",
+    ("pin", "qwen"): "is kept",
+    ("unpin", "qwen"): "may leave",
+    ("move", "qwen", "sim:0"): "move qwen: qwen is on sim:0 already",
+    ("drain", "sim:0"): "sim:0 is drained",
+    ("defrag",): "defrag:",
+    ("doctor",): "last refusals",
+    ("config",): "GPU_LEDGER",
     ("config", "--preset", "4GB"): "export GPU_MEMORY_MAX_PERCENT=0.80",
-    ("apply", "-f", "models.yaml"): "apply models.yaml: 1 unchanged (phi:4b)\n  phi:4b: unknown here, and kept: colour",
-    ("catalog",): "no backend tgi here", ("inspect", "phi:4b"): "metadata:\n  name: phi:4b\n",
-    ("inspect", "phi:4b", "--format", "json"): '"name": "phi:4b"', ("inspect", "phi:4b", "--json"): '"memory": "4GiB"',
+    (
+        "apply",
+        "-f",
+        "models.yaml",
+    ): "apply models.yaml: 1 unchanged (phi:4b)\n  phi:4b: unknown here, and kept: colour",
+    ("catalog",): "no backend tgi here",
+    ("inspect", "phi:4b"): "metadata:\n  name: phi:4b\n",
+    ("inspect", "phi:4b", "--format", "json"): '"name": "phi:4b"',
+    ("inspect", "phi:4b", "--json"): '"memory": "4GiB"',
     ("plan", "phi:4b"): "It would not be loaded: its backend tgi is not part of this version",
     ("delete", "phi:4b"): "phi:4b is no longer in the catalogue",
-    ("help",): "gpu evict NAME", ("help", "evict"): "a model; another process's as NAME@PID", ("-h",): "gpu [status]",
-    ("console", "-h"): "gpu console [--host HOST] [--port N] [--socket PATH] [--read-only] [--no-browser]",
+    ("help",): "gpu evict NAME",
+    ("help", "evict"): "a model; another process's as NAME@PID",
+    ("-h",): "gpu [status]",
+    (
+        "console",
+        "-h",
+    ): "gpu console [--host HOST] [--port N] [--socket PATH] [--read-only] [--no-browser]",
     ("serve", "-h"): "gpu serve [--host HOST] [--port N] [--socket PATH] [--read-only]",
-    ("evict", "-h"): "gpu evict NAME", ("ledger", "-h"): "gpu ledger init --group G DIR",
+    ("evict", "-h"): "gpu evict NAME",
+    ("ledger", "-h"): "gpu ledger init --group G DIR",
 }
 
 
@@ -77,9 +106,13 @@ def test_a_terminal_holds_no_models_and_tells_of_everybodys_allocators(rt, monke
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    (("ledger", "init"), "--group, DIR"), (("ledger", "share", "--group", "g", "/x"), "invalid choice: 'share'"),
-])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("ledger", "init"), "--group, DIR"),
+        (("ledger", "share", "--group", "g", "/x"), "invalid choice: 'share'"),
+    ],
+)
 def test_setting_up_a_shared_ledger_takes_a_group_and_a_directory(gpu, words, told):
     code, out, err = gpu(*words)
     assert (code, out) == (2, "") and told in err and "Usage: gpu ledger init --group G DIR" in err
@@ -88,40 +121,81 @@ def test_setting_up_a_shared_ledger_takes_a_group_and_a_directory(gpu, words, to
 def test_a_table_is_aligned_and_its_sizes_are_for_people(gpu):
     _, out, _ = gpu("models")
     header, *lines = out.splitlines()
-    assert header.split() == ["NAME", "BACKEND", "WHERE", "BYTES", "IDLE", "USES", "IMPORTANCE", "OWNER"]
-    where = {line.split()[0]: line[header.index("WHERE"):].split()[0] for line in lines}
+    assert header.split() == [
+        "NAME",
+        "BACKEND",
+        "WHERE",
+        "BYTES",
+        "IDLE",
+        "USES",
+        "IMPORTANCE",
+        "OWNER",
+    ]
+    where = {line.split()[0]: line[header.index("WHERE") :].split()[0] for line in lines}
     assert where == {"llama": "host", "qwen": "sim:0", "phi:4b": "disk"}
     assert "14.0 GiB" in out
 
 
-@pytest.mark.parametrize("words", [("status",), ("models",), ("evictions", "--all"), ("health",), ("plan", "llama"),
-                                   ("why", "qwen"), ("config",), ("config", "--preset", "8GB")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("status",),
+        ("models",),
+        ("evictions", "--all"),
+        ("health",),
+        ("plan", "llama"),
+        ("why", "qwen"),
+        ("config",),
+        ("config", "--preset", "8GB"),
+    ],
+    ids=" ".join,
+)
 def test_json_parses(gpu, words):
     code, out, _ = gpu(*words, "--json")
     assert code == 0 and json.loads(out)
 
 
-@pytest.mark.parametrize(("words", "code", "says"), [
-    (("evict", "nobody"), 1, "no model is called 'nobody'"),
-    (("config", "--preset", "3GB"), 1, "'3GB' cannot be used"),
-    (("evcit",), 2, "no verb is called 'evcit'. Did you mean evict?"),
-    (("load", "x"), 2, "load works in a notebook only: %gpu load NAME"),
-    (("evict",), 2, "required: NAME. Usage: gpu evict NAME"),
-    (("status", "-o", "x"), 2, "a terminal has not. To a file: gpu status … --json > FILE"),
-    (("why", "nobody"), 1, "Register it, in a notebook: %gpu load nobody PATH"),
-    (("apply",), 2, "required: --file/-f. Usage: gpu apply -f FILE"),
-    (("apply", "-f", "bad.yaml"), 1, "bad.yaml, line 3, models.phi:4b.memroy: memroy is not a known field; did you mean "
-                                     "memory?"),
-    (("apply", "-f", "none.yaml"), 1, "none.yaml: it cannot be read (No such file or directory)."),
-    (("inspect", "nobody"), 1, "no model is called 'nobody'. Known: phi:4b. Add it to the catalogue: gpu apply -f FILE"),
-    (("preload", "phi:4b"), 1, "its backend tgi is not part of this version"),
-    (("console", "--port", "70000"), 2, "'70000' is not a port"),
-    (("console", "--socket", "/tmp/console"), 1, "needs a directory that is yours alone (mode 0700), and /tmp is not"),
-    (("console", "--host", "203.0.113.1"), 1, "nothing can listen on 203.0.113.1"),
-    (("evict", "qwen", "--frobnicate"), 2, "unrecognized arguments: --frobnicate"),
-    (("--frobnicate",), 2, "unrecognized arguments: --frobnicate"),
-    (("evict", "qwen", "--timeout", "soon"), 2, "'soon' is not a duration"),
-], ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("evict", "nobody"), 1, "no model is called 'nobody'"),
+        (("config", "--preset", "3GB"), 1, "'3GB' cannot be used"),
+        (("evcit",), 2, "no verb is called 'evcit'. Did you mean evict?"),
+        (("load", "x"), 2, "load works in a notebook only: %gpu load NAME"),
+        (("evict",), 2, "required: NAME. Usage: gpu evict NAME"),
+        (("status", "-o", "x"), 2, "a terminal has not. To a file: gpu status … --json > FILE"),
+        (("why", "nobody"), 1, "Register it, in a notebook: %gpu load nobody PATH"),
+        (("apply",), 2, "required: --file/-f. Usage: gpu apply -f FILE"),
+        (
+            ("apply", "-f", "bad.yaml"),
+            1,
+            "bad.yaml, line 3, models.phi:4b.memroy: memroy is not a known field; did you mean "
+            "memory?",
+        ),
+        (
+            ("apply", "-f", "none.yaml"),
+            1,
+            "none.yaml: it cannot be read (No such file or directory).",
+        ),
+        (
+            ("inspect", "nobody"),
+            1,
+            "no model is called 'nobody'. Known: phi:4b. Add it to the catalogue: gpu apply -f FILE",
+        ),
+        (("preload", "phi:4b"), 1, "its backend tgi is not part of this version"),
+        (("console", "--port", "70000"), 2, "'70000' is not a port"),
+        (
+            ("console", "--socket", "/tmp/console"),
+            1,
+            "needs a directory that is yours alone (mode 0700), and /tmp is not",
+        ),
+        (("console", "--host", "203.0.113.1"), 1, "nothing can listen on 203.0.113.1"),
+        (("evict", "qwen", "--frobnicate"), 2, "unrecognized arguments: --frobnicate"),
+        (("--frobnicate",), 2, "unrecognized arguments: --frobnicate"),
+        (("evict", "qwen", "--timeout", "soon"), 2, "'soon' is not a duration"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
 def test_a_failure_is_one_line_on_standard_error(gpu, words, code, says):
     """1: it failed, 2: it was not understood."""
     returned, out, err = gpu(*words)
@@ -134,15 +208,23 @@ def test_without_panel_the_console_says_what_to_install(gpu, monkeypatch):
     monkeypatch.setitem(sys.modules, "panel", None)
     monkeypatch.delitem(sys.modules, "gpu_panels.server", raising=False)
     monkeypatch.delattr("gpu_panels.server", raising=False)
-    assert gpu("console") == (1, "", "gpu: the console needs panel, which is not installed. "
-                                     "Install it: pip install 'gpu-console[console]'\n")
+    assert gpu("console") == (
+        1,
+        "",
+        "gpu: the console needs panel, which is not installed. "
+        "Install it: pip install 'gpu-console[console]'\n",
+    )
 
 
 def test_an_unset_setting_of_a_wrong_type_is_one_line(gpu, environment):
     environment.setenv("GPU_MEMORY_MAX_PERCENT", "lots")
     code, _, err = gpu("config")
-    assert code == 1 and err == "gpu: GPU_MEMORY_MAX_PERCENT='lots' cannot be used: " \
-                               "it must be a number from 0 to 1, such as 0.9.\n"
+    assert (
+        code == 1
+        and err
+        == "gpu: GPU_MEMORY_MAX_PERCENT='lots' cannot be used: "
+        "it must be a number from 0 to 1, such as 0.9.\n"
+    )
 
 
 def test_the_runtime_is_closed_whatever_happens(gpu):
@@ -163,43 +245,69 @@ def test_an_interrupt_is_one_line(gpu, monkeypatch):
 def test_help_says_how_each_setting_is_shown(gpu):
     """`gpu config` has every setting."""
     _, out, _ = gpu("config")
-    assert {line.split()[0] for line in out.splitlines()[1:]} == {name.upper() for name in Settings.model_fields}
+    assert {line.split()[0] for line in out.splitlines()[1:]} == {
+        name.upper() for name in Settings.model_fields
+    }
 
 
 # -- real processes -----------------------------------------------------------------------------------------------
 
+
 def command(environment, *words, **more):
-    return subprocess.run([sys.executable, "-m", "gpu_runtime.cli", *words], env=environment, capture_output=True,
-                          text=True, timeout=60, **more)
+    return subprocess.run(
+        [sys.executable, "-m", "gpu_runtime.cli", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        **more,
+    )
 
 
 def test_another_process_is_asked_through_the_ledger(child_environment):
     """The command sees our model, with our pid, and evicts it; we obey."""
     ledger = child_environment["GPU_LEDGER"]
-    with gpu_runtime.Runtime(devices="sim:24GiB,host:64GiB", ledger=ledger, eviction_grace_seconds=0.0) as rt:
+    with gpu_runtime.Runtime(
+        devices="sim:24GiB,host:64GiB", ledger=ledger, eviction_grace_seconds=0.0
+    ) as rt:
         rt.register("qwen", backend="fake", size="14GiB")
         rt.preload("qwen")
         seen = command(child_environment, "status")
-        assert re.search(rf"qwen +14\.0 GiB +sim:0 +pid {os.getpid()}\b", seen.stdout), seen.stdout + seen.stderr
+        assert re.search(rf"qwen +14\.0 GiB +sim:0 +pid {os.getpid()}\b", seen.stdout), (
+            seen.stdout + seen.stderr
+        )
         evicted = command(child_environment, "evict", f"qwen@{os.getpid()}")
         assert (evicted.returncode, evicted.stderr) == (0, "")
         assert rt.models()["where"].tolist() == ["host"]
         with rt.use("qwen"):
             refused = command(child_environment, "evict", f"qwen@{os.getpid()}", "--timeout", "3")
-        assert refused.returncode == 1 and "in use" in refused.stderr and refused.stderr.count("\n") == 1
+        assert (
+            refused.returncode == 1
+            and "in use" in refused.stderr
+            and refused.stderr.count("\n") == 1
+        )
 
 
 def test_looking_imports_neither_torch_nor_pandas(child_environment):
     """`gpu status` in a prompt or a loop must not cost a second."""
-    code = "import sys; from gpu_runtime.cli import main; code = main(['status']);" \
-           "print(code, [m for m in ('torch', 'transformers', 'pandas', 'IPython', 'panel') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], env=child_environment, capture_output=True, text=True,
-                          timeout=60)
+    code = (
+        "import sys; from gpu_runtime.cli import main; code = main(['status']);"
+        "print(code, [m for m in ('torch', 'transformers', 'pandas', 'IPython', 'panel') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=child_environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stdout.splitlines()[-1] == "0 []", done.stderr
 
 
 def test_a_reader_that_went_away_is_no_error(child_environment):
     """`gpu config | head -1`."""
     shell = f"set -o pipefail; {sys.executable} -m gpu_runtime.cli help | head -c 1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", shell], env=child_environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", shell], env=child_environment, capture_output=True, text=True, timeout=60
+    )
     assert done.stderr == "" and done.stdout.splitlines()[-1].endswith("0")

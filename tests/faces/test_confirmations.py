@@ -1,4 +1,5 @@
 """What a click stands for, what is asked before it is done, and what is noticed when things have changed meanwhile."""
+
 from __future__ import annotations
 
 import pytest
@@ -21,7 +22,9 @@ def at(name="qwen", owner=ME):
 def test_a_click_is_resolved_to_one_lease_of_one_owner():
     """Two processes may hold a model of the same name."""
     both = snapshot(lease("qwen", 14), lease("qwen", 4, owner=BOB))
-    assert propose("evict", at(owner=BOB), both) == Proposal("evict", at(owner=BOB), "sim:0", 4 * 2**30, BOB.pid)
+    assert propose("evict", at(owner=BOB), both) == Proposal(
+        "evict", at(owner=BOB), "sim:0", 4 * 2**30, BOB.pid
+    )
     assert propose("evict", at(owner=BOB), both).address == "qwen@4121"
 
 
@@ -29,11 +32,15 @@ def test_an_eviction_is_asked_with_the_model_the_bytes_who_has_it_and_what_becom
     asked = propose("evict", at(), idle(restore_seconds=2.5))
     assert question(asked, idle(restore_seconds=2.5)) == (
         "Evict qwen?",
-        ("This frees 14.0 GiB on sim:0.",
-         "Held by this process of ann, idle for 3 min. Nobody uses it now.",
-         "It steps aside to host memory where there is room, and it comes back by itself when it is used next, in "
-         "about 2.5 s."),
-        "Evict, freeing 14.0 GiB", True)
+        (
+            "This frees 14.0 GiB on sim:0.",
+            "Held by this process of ann, idle for 3 min. Nobody uses it now.",
+            "It steps aside to host memory where there is room, and it comes back by itself when it is used next, in "
+            "about 2.5 s.",
+        ),
+        "Evict, freeing 14.0 GiB",
+        True,
+    )
 
 
 @pytest.mark.parametrize("verb", ["evict", "restore", "pin", "unpin"])
@@ -49,8 +56,10 @@ def test_every_question_names_the_model_its_bytes_and_the_person(verb):
 def test_of_what_is_not_loaded_it_is_said_whether_its_size_is_known():
     world = snapshot()
     asks = question(propose("preload", "/catalogued", world), world)
-    assert asks.lines[:2] == ("It is not loaded, and its size not known here.",
-                              "It is brought to a device by a process that can load it.")
+    assert asks.lines[:2] == (
+        "It is not loaded, and its size not known here.",
+        "It is brought to a device by a process that can load it.",
+    )
 
 
 def test_of_a_model_that_cannot_be_moved_it_is_said_that_it_is_loaded_anew():
@@ -59,9 +68,16 @@ def test_of_a_model_that_cannot_be_moved_it_is_said_that_it_is_loaded_anew():
     assert "in about 20 s" in question(propose("evict", at(), world), world).lines[-1]
 
 
-@pytest.mark.parametrize(("verb", "words"), [
-    ("preload", "Idle models step aside"), ("restore", "Idle models step aside"), ("pin", "stay taken"),
-    ("unpin", "steps aside when others need its room"), ("defrag", "gives the blocks that it caches")])
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        ("preload", "Idle models step aside"),
+        ("restore", "Idle models step aside"),
+        ("pin", "stay taken"),
+        ("unpin", "steps aside when others need its room"),
+        ("defrag", "gives the blocks that it caches"),
+    ],
+)
 def test_every_other_verb_says_what_it_will_do(verb, words):
     asks = question(propose(verb, at(), idle()), idle())
     assert words in " ".join(asks.lines) and asks.confirm and not asks.grave
@@ -75,21 +91,30 @@ def test_what_is_as_it_was_may_be_done(verb):
 
 def test_a_model_that_is_on_disk_may_be_preloaded():
     world = idle()
-    world = replace(world, sections={**world.sections, BOB.id: replace(world.sections[BOB.id], names=("llama",))})
+    world = replace(
+        world,
+        sections={**world.sections, BOB.id: replace(world.sections[BOB.id], names=("llama",))},
+    )
     assert changed(propose("preload", at("llama", BOB), world), world) == ""
-    assert changed(propose("preload", "/catalogued", world), world) == "", "the runtime itself says who could load it"
+    assert changed(propose("preload", "/catalogued", world), world) == "", (
+        "the runtime itself says who could load it"
+    )
 
 
-@pytest.mark.parametrize(("verb", "then", "words"), [
-    ("evict", snapshot(), "holds it no more"),
-    ("evict", idle(pins=1), "qwen is in use by now"),
-    ("evict", snapshot(lease("qwen", 14, HOST)), "qwen is on host by now, not on sim:0"),
-    ("evict", idle(phase=Phase.LEAVING), "qwen is leaving already"),
-    ("pin", idle(keep=True), "qwen is pinned already"),
-    ("unpin", idle(), "qwen is not pinned already"),
-    ("defrag", replace(snapshot(), sections={}), "The process that held qwen is gone"),
-    ("evict", replace(snapshot(), sections={}), "The process that held qwen is gone"),
-    ("evict", snapshot(lease("qwen", 14, owner=BOB)), "holds it no more")])
+@pytest.mark.parametrize(
+    ("verb", "then", "words"),
+    [
+        ("evict", snapshot(), "holds it no more"),
+        ("evict", idle(pins=1), "qwen is in use by now"),
+        ("evict", snapshot(lease("qwen", 14, HOST)), "qwen is on host by now, not on sim:0"),
+        ("evict", idle(phase=Phase.LEAVING), "qwen is leaving already"),
+        ("pin", idle(keep=True), "qwen is pinned already"),
+        ("unpin", idle(), "qwen is not pinned already"),
+        ("defrag", replace(snapshot(), sections={}), "The process that held qwen is gone"),
+        ("evict", replace(snapshot(), sections={}), "The process that held qwen is gone"),
+        ("evict", snapshot(lease("qwen", 14, owner=BOB)), "holds it no more"),
+    ],
+)
 def test_what_has_changed_since_the_click_is_said_and_nothing_is_done(verb, then, words):
     """The last: another owner has it now, and the click was not about theirs."""
     told = changed(propose(verb, at(), idle()), then)

@@ -1,4 +1,5 @@
 """One session's page, without a browser: what it shows, what a click does, what it costs, and that it ends."""
+
 from __future__ import annotations
 
 import gc
@@ -81,6 +82,7 @@ def click(page, answer):
 
 # -- tabs ---------------------------------------------------------------------------------------------------------
 
+
 class Counted(Tab):
     """A tab that counts what is asked of it."""
 
@@ -112,8 +114,14 @@ def two(watch, monkeypatch):
     Counted.made = Counted.updates = 0
     Counted.themes = []
     only(monkeypatch, "Models", "Counted")
-    monkeypatch.setattr(registry, "kind", {"Counted": Counted, "Failing": Failing, "Models": Counted}.__getitem__)
-    monkeypatch.setattr(registry, "kind", lambda title, known=registry.kind: known(title) if title != "Models" else Other)
+    monkeypatch.setattr(
+        registry, "kind", {"Counted": Counted, "Failing": Failing, "Models": Counted}.__getitem__
+    )
+    monkeypatch.setattr(
+        registry,
+        "kind",
+        lambda title, known=registry.kind: known(title) if title != "Models" else Other,
+    )
     return Console(watch, VIEWER)
 
 
@@ -165,7 +173,10 @@ def test_a_tab_that_fails_says_so_and_the_others_go_on(watch, monkeypatch, caplo
     only(monkeypatch, "Failing", "Counted")
     monkeypatch.setattr(registry, "kind", {"Counted": Counted, "Failing": Failing}.__getitem__)
     made = Console(watch, VIEWER)
-    assert "division by zero" in made._holders["Failing"].objects[0].object and "Traceback" in caplog.text
+    assert (
+        "division by zero" in made._holders["Failing"].objects[0].object
+        and "Traceback" in caplog.text
+    )
     made._tabs.active = 1
     assert Counted.made
 
@@ -175,8 +186,16 @@ def test_every_tab_of_the_table_can_be_made_and_shows_a_busy_an_empty_and_a_stra
     made = Console(watch, OPERATOR)
     for n, title in enumerate(made._titles):
         made._tabs.active = n
-        for world in (samples.empty, samples.busy, samples.waiting, samples.eight, samples.overdraft, samples.hostile,
-                      samples.unmeasured, samples.drained):
+        for world in (
+            samples.empty,
+            samples.busy,
+            samples.waiting,
+            samples.eight,
+            samples.overdraft,
+            samples.hostile,
+            samples.unmeasured,
+            samples.drained,
+        ):
             made._update(world)
             assert title in made._made, f"{title} failed: {made._holders[title].objects}"
 
@@ -188,16 +207,21 @@ def renew(watch):
 
 # -- the strip and the banner -------------------------------------------------------------------------------------
 
+
 def test_the_strip_says_level_box_ledger_and_who_looks():
     said = header.words(samples.busy, OPERATOR)
     for words in ("HIGH", "1 simulated GPU", "memory:", "ann · operator"):
         assert words in said
     assert "viewer, read only" in header.words(samples.busy, VIEWER)
-    assert ">viewer, read only<" in header.words(samples.busy, Visitor("viewer", False)), "not: viewer · viewer"
+    assert ">viewer, read only<" in header.words(samples.busy, Visitor("viewer", False)), (
+        "not: viewer · viewer"
+    )
 
 
 def test_names_in_the_strip_are_escaped():
-    said = header.words(replace(samples.busy, ledger="sqlite:///<img src=x>"), Visitor("<script>", True))
+    said = header.words(
+        replace(samples.busy, ledger="sqlite:///<img src=x>"), Visitor("<script>", True)
+    )
     assert "<img" not in said and "<script>" not in said
 
 
@@ -209,8 +233,14 @@ def test_a_ledger_that_fails_is_told_above_the_last_figures(page, watch, rt, mon
     beat = page.strip.beat
     watch.poll()
     page.tick()
-    assert page._banner.visible and "the disk is full" in page._banner.object and "Since " in page._banner.object
-    assert page.strip.beat == beat, "the strip's own clock goes on, and says how old the figures are"
+    assert (
+        page._banner.visible
+        and "the disk is full" in page._banner.object
+        and "Since " in page._banner.object
+    )
+    assert page.strip.beat == beat, (
+        "the strip's own clock goes on, and says how old the figures are"
+    )
     monkeypatch.undo()
     watch.poll()
     page.tick()
@@ -218,6 +248,7 @@ def test_a_ledger_that_fails_is_told_above_the_last_figures(page, watch, rt, mon
 
 
 # -- acting -------------------------------------------------------------------------------------------------------
+
 
 def test_confirming_does_it_in_a_thread_and_says_what_came_of_it(page, watch, rt, waiting_threads):
     page.actions.propose("evict", target(watch))
@@ -227,7 +258,10 @@ def test_confirming_does_it_in_a_thread_and_says_what_came_of_it(page, watch, rt
     assert where(rt) == "sim:0", "the page's own thread does nothing"
     waiting_threads.pop()()
     page.actions.update(None)
-    assert where(rt) == "host" and "qwen stepped aside to host; 14.0 GiB came free" in page.actions.outcomes.object
+    assert (
+        where(rt) == "host"
+        and "qwen stepped aside to host; 14.0 GiB came free" in page.actions.outcomes.object
+    )
 
 
 def test_what_went_well_is_told_for_a_while(page, watch, waiting_threads):
@@ -243,13 +277,17 @@ def test_what_went_well_is_told_for_a_while(page, watch, waiting_threads):
     assert not page.actions.outcomes.visible
 
 
-def test_what_is_still_waited_for_is_not_pushed_out_by_what_was_asked_since(page, watch, waiting_threads):
+def test_what_is_still_waited_for_is_not_pushed_out_by_what_was_asked_since(
+    page, watch, waiting_threads
+):
     """Its outcome would never be told; a process that does not answer is what an operator must not lose sight of."""
     page.actions.propose("evict", target(watch))
     click(page, "confirm")
     for n in range(MOST_TOLD + 1):
         page.actions._tell(propose("pin", target(watch), watch.look.snapshot), "failed", f"no {n}")
-    assert "was asked" in page.actions.outcomes.object and "no 1" not in page.actions.outcomes.object
+    assert (
+        "was asked" in page.actions.outcomes.object and "no 1" not in page.actions.outcomes.object
+    )
     waiting_threads.pop()()
     page.actions.update(None)
     assert "14.0 GiB came free" in page.actions.outcomes.object
@@ -286,7 +324,9 @@ def test_an_answer_to_another_question_does_nothing(page, watch, waiting_threads
     assert waiting_threads == [] and page.actions.dialog.open
 
 
-def test_what_was_confirmed_is_looked_at_once_more_before_it_is_done(page, watch, rt, waiting_threads):
+def test_what_was_confirmed_is_looked_at_once_more_before_it_is_done(
+    page, watch, rt, waiting_threads
+):
     """Between the click and the confirmation somebody has begun to use it."""
     page.actions.propose("evict", target(watch))
     with rt.use("qwen"):
@@ -296,10 +336,16 @@ def test_what_was_confirmed_is_looked_at_once_more_before_it_is_done(page, watch
     assert where(rt) == "sim:0" and "in use by now" in page.actions.outcomes.object
 
 
-def test_what_the_runtime_refuses_is_told_in_its_words(page, watch, rt, waiting_threads, monkeypatch):
+def test_what_the_runtime_refuses_is_told_in_its_words(
+    page, watch, rt, waiting_threads, monkeypatch
+):
     page.actions.propose("evict", target(watch))
     click(page, "confirm")
-    monkeypatch.setattr(rt, "evict", lambda *_, **__: (_ for _ in ()).throw(LedgerUnavailable("<b>full</b>", path="x")))
+    monkeypatch.setattr(
+        rt,
+        "evict",
+        lambda *_, **__: (_ for _ in ()).throw(LedgerUnavailable("<b>full</b>", path="x")),
+    )
     waiting_threads.pop()()
     page.actions.update(None)
     assert "&lt;b&gt;full" in page.actions.outcomes.object
@@ -312,7 +358,9 @@ def test_who_did_it_is_in_the_journal(page, watch, rt, waiting_threads):
     assert rt.why("qwen")[0].by.startswith("ann, console")
 
 
-def test_a_viewer_has_no_buttons_and_no_dialog_and_a_forged_click_does_nothing(watch, rt, waiting_threads, monkeypatch):
+def test_a_viewer_has_no_buttons_and_no_dialog_and_a_forged_click_does_nothing(
+    watch, rt, waiting_threads, monkeypatch
+):
     only(monkeypatch, "Models")
     page = Console(watch, VIEWER)
     assert '"Evict"' not in page._made["Models"].sheet.rows
@@ -346,6 +394,7 @@ def test_an_unknown_verb_is_none(page, watch):
 
 # -- the end ------------------------------------------------------------------------------------------------------
 
+
 def test_a_session_that_ends_leaves_nothing_behind(watch, monkeypatch):
     """A thousand of them would."""
     only(monkeypatch, "Models", "Leases", "Queue")
@@ -364,14 +413,22 @@ class Context(SimpleNamespace):
 
 
 @pytest.mark.parametrize("first", ["destroyed", "told"])
-def test_a_served_session_leaves_nothing_behind_when_its_browser_has_gone(watch, monkeypatch, caplog, first):
+def test_a_served_session_leaves_nothing_behind_when_its_browser_has_gone(
+    watch, monkeypatch, caplog, first
+):
     """Its page with all that was drawn, its callbacks and its place in the watch; also what Panel would keep."""
     only(monkeypatch, "Now", "Models", "Leases", "Queue")
     made = []
     monkeypatch.setattr(console, "Console", lambda *given: made.append(Console(*given)) or made[-1])
     doc, request = Document(), SimpleNamespace(arguments={}, path="/", headers={})
-    context = Context(id="1", _document=doc, session=SimpleNamespace(token=""), destroyed=False, server_context=None,
-                      request=request)
+    context = Context(
+        id="1",
+        _document=doc,
+        session=SimpleNamespace(token=""),
+        destroyed=False,
+        server_context=None,
+        request=request,
+    )
     doc._session_context = weakref.ref(context)
     with set_curdoc(doc):
         console.page(OPERATOR, watch).server_doc(doc, location=False)
@@ -390,13 +447,24 @@ def test_a_served_session_leaves_nothing_behind_when_its_browser_has_gone(watch,
     loop.close()  # a tick that was under way would have let go by itself
     del doc, context, session, loop
     gc.collect()
-    assert gone() is None and len(watch._sessions) == 0 and "failed with following error" not in caplog.text
+    assert (
+        gone() is None
+        and len(watch._sessions) == 0
+        and "failed with following error" not in caplog.text
+    )
 
 
 def test_importing_the_package_imports_neither_panel_nor_bokeh(child_environment):
-    code = "import sys, gpu_panels, gpu_runtime; print({'panel', 'bokeh', 'torch'} & set(sys.modules))"
-    found = subprocess.run([sys.executable, "-c", code], env=child_environment, capture_output=True, text=True,
-                           timeout=60)
+    code = (
+        "import sys, gpu_panels, gpu_runtime; print({'panel', 'bokeh', 'torch'} & set(sys.modules))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env=child_environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert found.stdout.strip() == "set()", found
 
 

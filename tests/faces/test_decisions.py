@@ -1,4 +1,5 @@
 """The tab Decisions: each verdict with its because and what else was considered."""
+
 from __future__ import annotations
 
 from gpu_panels.tabs import decisions
@@ -11,10 +12,30 @@ from gpu_runtime.facts import Event
 from . import samples
 from .watching import looked_at, refresh
 
-REFUSED = Event(7, samples.WALL, "gemma", "refused", "hopeless", "gemma needs 40.0 GiB", 40 * samples.GIB, "sim:0",
-                samples.BOB.id, runners_up=("sim:0: 21.6 GiB of 40.0 GiB needed", "sim:1: it is drained"))
-GRANTED = Event(6, samples.WALL - 5, "qwen", "granted", "request", "sim:0 has room", 14 * samples.GIB, "sim:0",
-                "9.1.0", by="ann, console")
+REFUSED = Event(
+    7,
+    samples.WALL,
+    "gemma",
+    "refused",
+    "hopeless",
+    "gemma needs 40.0 GiB",
+    40 * samples.GIB,
+    "sim:0",
+    samples.BOB.id,
+    runners_up=("sim:0: 21.6 GiB of 40.0 GiB needed", "sim:1: it is drained"),
+)
+GRANTED = Event(
+    6,
+    samples.WALL - 5,
+    "qwen",
+    "granted",
+    "request",
+    "sim:0 has room",
+    14 * samples.GIB,
+    "sim:0",
+    "9.1.0",
+    by="ann, console",
+)
 WAITED = replace(GRANTED, seq=5, action="waiting", because="llama is in use", bytes=0)
 TOLD = (REFUSED, GRANTED, WAITED)
 
@@ -26,13 +47,20 @@ def texts(row):
 def test_a_decision_tells_verdict_model_process_need_because_and_what_lost():
     (row,) = rows((REFUSED,), samples.busy)
     assert texts(row)[1:] == [
-        "✗ refused", "gemma", "analysis.ipynb (pid 4121), bob", "40.0 GiB", "gemma needs 40.0 GiB",
-        "sim:0: 21.6 GiB of 40.0 GiB needed\nsim:1: it is drained"]
+        "✗ refused",
+        "gemma",
+        "analysis.ipynb (pid 4121), bob",
+        "40.0 GiB",
+        "gemma needs 40.0 GiB",
+        "sim:0: 21.6 GiB of 40.0 GiB needed\nsim:1: it is drained",
+    ]
 
 
 def test_its_time_is_a_number_that_the_browser_tells_by_its_own_clock():
     """The server may stand in another time zone than who looks."""
-    assert rows((REFUSED,), samples.busy)[0].cells[0] == decisions.Cell("", samples.WALL, kind="time")
+    assert rows((REFUSED,), samples.busy)[0].cells[0] == decisions.Cell(
+        "", samples.WALL, kind="time"
+    )
 
 
 def test_who_asked_is_named_also_when_their_process_is_gone():
@@ -44,7 +72,11 @@ def test_what_was_not_needed_is_not_shown_as_zero():
 
 
 def test_verdicts_can_be_told_apart_and_chosen():
-    assert [texts(row)[1] for row in rows(TOLD, samples.busy)] == ["✗ refused", "✓ granted", "◷ waits"]
+    assert [texts(row)[1] for row in rows(TOLD, samples.busy)] == [
+        "✗ refused",
+        "✓ granted",
+        "◷ waits",
+    ]
     assert [texts(row)[1] for row in rows(TOLD, samples.busy, "waiting")] == ["◷ waits"]
     assert rows((replace(REFUSED, action="loaded"),), samples.busy) == ()
 

@@ -1,4 +1,5 @@
 """The tab Evictions: filtered, counted, over time, and as a file that no spreadsheet runs."""
+
 from __future__ import annotations
 
 import csv
@@ -23,10 +24,25 @@ GIB, WALL = samples.GIB, samples.WALL
 
 
 def event(seq, action="offloaded", model="llama", ago=60.0, reason="memory_pressure", **more):
-    return Event(seq, WALL - ago, model, action, reason, "qwen needs room", 8 * GIB, "sim:0", samples.ME.id, **more)
+    return Event(
+        seq,
+        WALL - ago,
+        model,
+        action,
+        reason,
+        "qwen needs room",
+        8 * GIB,
+        "sim:0",
+        samples.ME.id,
+        **more,
+    )
 
 
-OFF, DROP, BACK = event(1), event(2, "unloaded", "Qwen/big", 50, "request"), event(3, "restored", ago=40, seconds=1.25)
+OFF, DROP, BACK = (
+    event(1),
+    event(2, "unloaded", "Qwen/big", 50, "request"),
+    event(3, "restored", ago=40, seconds=1.25),
+)
 PAST = (OFF, DROP, BACK)
 
 
@@ -36,17 +52,31 @@ def texts(row):
 
 # -- filters
 
-@pytest.mark.parametrize(("wanted", "found"), [
-    (Filter(), [OFF, DROP]), (Filter(action="restored"), [BACK]), (Filter(action="unloaded"), [DROP]),
-    (Filter(model="qwen"), [DROP]), (Filter(model=" LLA "), [OFF]), (Filter(reason="request"), [DROP]),
-    (Filter(reason=ANY, since=WALL - 55), [DROP]), (Filter(model="nobody"), [])])
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (Filter(), [OFF, DROP]),
+        (Filter(action="restored"), [BACK]),
+        (Filter(action="unloaded"), [DROP]),
+        (Filter(model="qwen"), [DROP]),
+        (Filter(model=" LLA "), [OFF]),
+        (Filter(reason="request"), [DROP]),
+        (Filter(reason=ANY, since=WALL - 55), [DROP]),
+        (Filter(model="nobody"), []),
+    ],
+)
 def test_a_filter_lets_through_what_it_says(wanted, found):
     """By model, reason, action and time; unasked, the evictions."""
     assert list(matching(PAST, wanted)) == found
 
 
 def test_reasons_to_choose_from_are_those_that_occurred():
-    assert evicted.reasons((*PAST, event(4, "granted", reason="cap"))) == [ANY, "memory_pressure", "request"]
+    assert evicted.reasons((*PAST, event(4, "granted", reason="cap"))) == [
+        ANY,
+        "memory_pressure",
+        "request",
+    ]
 
 
 @given(st.lists(st.integers(0, 20)), st.lists(st.integers(0, 20)))
@@ -58,8 +88,16 @@ def test_journal_and_page_together_tell_each_event_once_the_newest_first(past, r
 
 def test_a_row_tells_what_left_from_where_why_and_what_coming_back_took():
     off, _, back = evicted.rows(PAST, samples.busy)
-    assert texts(off)[1:] == ["llama", "▼ offloaded", "8.0 GiB", "sim:0", "memory pressure", "qwen needs room",
-                              "train.ipynb (pid 4000), ann", "–"]
+    assert texts(off)[1:] == [
+        "llama",
+        "▼ offloaded",
+        "8.0 GiB",
+        "sim:0",
+        "memory pressure",
+        "qwen needs room",
+        "train.ipynb (pid 4000), ann",
+        "–",
+    ]
     assert texts(back)[-1] == "1.2 s" and texts(back)[2] == "▲ restored"
 
 
@@ -70,9 +108,12 @@ def test_a_split_model_names_all_its_devices():
 
 # -- counted
 
+
 def test_evictions_are_offloads_and_unloads():
     """Law 10, as it stands on the page."""
-    assert words(counted(samples.busy)).startswith("3 evictions = 2 offloads + 1 unload 2 restored 4 loads 0 refusals")
+    assert words(counted(samples.busy)).startswith(
+        "3 evictions = 2 offloads + 1 unload 2 restored 4 loads 0 refusals"
+    )
 
 
 def test_the_counters_of_a_real_house_add_up(rt):
@@ -80,7 +121,9 @@ def test_the_counters_of_a_real_house_add_up(rt):
     rt.register("b", backend="fake", size="14GiB")
     for name in "abab":
         rt.preload(name)
-    (_, evictions, _), (_, offloads, _), (_, unloads, _), (_, restored, _), *_ = evicted.counters(rt.status())
+    (_, evictions, _), (_, offloads, _), (_, unloads, _), (_, restored, _), *_ = evicted.counters(
+        rt.status()
+    )
     assert evictions == offloads + unloads == 3 and restored == 2
     shown = merged((), rt.status().events)
     assert len(matching(shown, Filter())) == 3
@@ -90,30 +133,51 @@ def test_the_counters_of_a_real_house_add_up(rt):
 
 # -- over time
 
-@given(st.lists(st.tuples(st.sampled_from(["offloaded", "unloaded", "restored", "loaded", "granted"]),
-                          st.floats(0, 4000), st.integers(0, 9)), max_size=60))
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["offloaded", "unloaded", "restored", "loaded", "granted"]),
+            st.floats(0, 4000),
+            st.integers(0, 9),
+        ),
+        max_size=60,
+    )
+)
 def test_every_event_of_the_time_is_counted_once(drawn):
-    events = [event(n, action, ago=ago, seconds=float(took)) for n, (action, ago, took) in enumerate(drawn)]
+    events = [
+        event(n, action, ago=ago, seconds=float(took))
+        for n, (action, ago, took) in enumerate(drawn)
+    ]
     told = timeline(events, WALL - 3600, WALL)
     inside = [one for one in events if one.wall >= WALL - 3600]
     for action in ("offloaded", "unloaded", "restored"):
         assert sum(getattr(told, action)) == sum(one.action == action for one in inside)
-    assert sum(told.seconds) == sum(one.seconds for one in inside if one.action in ("loaded", "restored"))
+    assert sum(told.seconds) == sum(
+        one.seconds for one in inside if one.action in ("loaded", "restored")
+    )
     columns = evicted.pieces(told)
-    assert sum(top - bottom for top, bottom in zip(columns["top"], columns["bottom"], strict=True)) == sum(
-        one.action in evicted.LOOKS for one in inside)
+    assert sum(
+        top - bottom for top, bottom in zip(columns["top"], columns["bottom"], strict=True)
+    ) == sum(one.action in evicted.LOOKS for one in inside)
     assert max(columns["top"], default=0) <= evicted.top(told)
 
 
 def test_offloads_and_unloads_of_one_time_stand_upon_each_other_and_returns_beside_them():
     columns = evicted.pieces(timeline(PAST, WALL - 4800, WALL))
-    assert [(told, bottom, top) for told, bottom, top in zip(columns["told"], columns["bottom"], columns["top"],
-                                                             strict=True)] == [
-        ("1 offloaded", 0, 1), ("1 unloaded", 1, 2), ("1 restored", 0, 1)]
-    assert columns["left"][0] == columns["left"][1] and columns["left"][2] == pytest.approx(columns["right"][0])
+    assert [
+        (told, bottom, top)
+        for told, bottom, top in zip(
+            columns["told"], columns["bottom"], columns["top"], strict=True
+        )
+    ] == [("1 offloaded", 0, 1), ("1 unloaded", 1, 2), ("1 restored", 0, 1)]
+    assert columns["left"][0] == columns["left"][1] and columns["left"][2] == pytest.approx(
+        columns["right"][0]
+    )
 
 
 # -- as a file
+
 
 def read(text):
     return list(csv.DictReader(io.StringIO(text)))
@@ -121,9 +185,18 @@ def read(text):
 
 def test_the_file_has_what_is_filtered_in_utc():
     (row,) = read(csv_of(matching(PAST, Filter(action="restored")), samples.busy))
-    assert row == {"time": "2025-11-20T12:02:24.000+00:00", "model": "llama", "action": "restored",
-                   "reason": "memory_pressure", "because": "qwen needs room", "bytes": str(8 * GIB), "device": "sim:0",
-                   "owner": "train.ipynb (pid 4000)", "asked_by": "", "seconds": "1.25"}
+    assert row == {
+        "time": "2025-11-20T12:02:24.000+00:00",
+        "model": "llama",
+        "action": "restored",
+        "reason": "memory_pressure",
+        "because": "qwen needs room",
+        "bytes": str(8 * GIB),
+        "device": "sim:0",
+        "owner": "train.ipynb (pid 4000)",
+        "asked_by": "",
+        "seconds": "1.25",
+    }
 
 
 @given(st.text(max_size=12))
@@ -136,18 +209,25 @@ def test_no_cell_is_a_formula(name):
 
 # -- the tab
 
+
 def shown(tab):
     return [row[1][1][0] for row in decode(tab.sheet.rows)]
 
 
 def tab_of(*events, snapshot=samples.busy, **answers):
     page = replace(snapshot, events=())
-    return looked_at(Evictions, page, history=lambda seconds, points: History((), events, seconds), **answers)
+    return looked_at(
+        Evictions, page, history=lambda seconds, points: History((), events, seconds), **answers
+    )
 
 
 def test_the_tab_shows_the_evictions_and_follows_its_filters():
     tab = tab_of(*PAST)
-    assert shown(tab) == ["Qwen/big", "llama"] and tab.reason.options == [ANY, "memory_pressure", "request"]
+    assert shown(tab) == ["Qwen/big", "llama"] and tab.reason.options == [
+        ANY,
+        "memory_pressure",
+        "request",
+    ]
     tab.reason.value = "request"
     assert shown(tab) == ["Qwen/big"]
     tab.action.value = "restored"
@@ -181,7 +261,10 @@ def test_a_day_of_evictions_stays_in_the_chart():
     tab = tab_of(*day.events)
     assert len(tab.chart.spent.data["x"]) == BINS
     assert tab.chart.height.end >= max(tab.chart.source.data["top"])
-    assert tab.chart.time.start <= (samples.WALL - 84_600) * 1e3 and samples.WALL * 1e3 <= tab.chart.time.end
+    assert (
+        tab.chart.time.start <= (samples.WALL - 84_600) * 1e3
+        and samples.WALL * 1e3 <= tab.chart.time.end
+    )
 
 
 def test_the_parts_of_the_time_stay_where_they_are_until_the_next_begins():

@@ -1,4 +1,5 @@
 """The real console, spoken to by a client that has no buttons and forges what they would send."""
+
 from __future__ import annotations
 
 import asyncio
@@ -32,8 +33,15 @@ def place(tmp_path_factory):
 def kernel(place):
     """Another process, which holds qwen: what it says when it is asked where that lies."""
     environ = served.environ(place) | {"EVICTION_GRACE_SECONDS": "0"}
-    process = subprocess.Popen([sys.executable, "-c", KERNEL], env=environ, cwd=place, stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", KERNEL],
+        env=environ,
+        cwd=place,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
     def says():
         process.stdin.write("?\n")
@@ -51,13 +59,22 @@ def kernel(place):
 def one(place):
     port = free_port()
     environ = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CONSOLE_VIEWER_TOKEN": VIEWERS}
-    words = [sys.executable, "-m", "gpu_runtime.cli", "console", "--port", str(port), "--no-browser"]
+    words = [
+        sys.executable,
+        "-m",
+        "gpu_runtime.cli",
+        "console",
+        "--port",
+        str(port),
+        "--no-browser",
+    ]
     with serving(words, place, environ, port=port) as server:
         yield server
 
 
 def components(document, kind):
     """Panel's components of that class: their models, as they stand in the document."""
+
     def within(thing):
         if isinstance(thing, dict):
             attributes = thing.get("attributes")
@@ -68,6 +85,7 @@ def components(document, kind):
         elif isinstance(thing, list):
             for part in thing:
                 yield from within(part)
+
     return list(within(json.loads(document)))
 
 
@@ -80,13 +98,21 @@ async def evicts(server, token):
     path, cookie = server.enter(token)
     page = server.get(path, Cookie=cookie)
     async with Conversation(server, path + "ws", page.session_token, cookie=cookie) as said:
-        tabs, = components(await said.document(), "Tabs")
+        (tabs,) = components(await said.document(), "Tabs")
         for turn in range(100):
-            await said.change(data_of(tabs)["id"], "active", turn % len(tabs["attributes"]["children"]))
-            await asyncio.sleep(0.3)  # until the page has been told of the model, and has drawn the tab
+            await said.change(
+                data_of(tabs)["id"], "active", turn % len(tabs["attributes"]["children"])
+            )
+            await asyncio.sleep(
+                0.3
+            )  # until the page has been told of the model, and has drawn the tab
             document = await said.document()
-            rows = {id: sheet["id"] for sheet in components(document, "Sheet")
-                    for id, *_ in json.loads(data_of(sheet)["attributes"]["rows"]) if id.endswith("/qwen")}
+            rows = {
+                id: sheet["id"]
+                for sheet in components(document, "Sheet")
+                for id, *_ in json.loads(data_of(sheet)["attributes"]["rows"])
+                if id.endswith("/qwen")
+            }
             if rows:
                 break
         for lease, sheet in rows.items():

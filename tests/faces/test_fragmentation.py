@@ -1,4 +1,5 @@
 """The tab Fragmentation: maps and a Snapshot in, a table, words and a picture out; and what its buttons ask for."""
+
 from __future__ import annotations
 
 import json
@@ -9,7 +10,16 @@ from gpu_panels.charts.map_chart import MapChart
 from gpu_panels.palette import EDGE
 from gpu_panels.poller import Look
 from gpu_panels.tabs import fragmentation
-from gpu_panels.tabs.fragmentation import COLUMNS, EMPTY, Fetch, FragmentationTab, Told, cuts, report, rows
+from gpu_panels.tabs.fragmentation import (
+    COLUMNS,
+    EMPTY,
+    Fetch,
+    FragmentationTab,
+    Told,
+    cuts,
+    report,
+    rows,
+)
 from msgspec.structs import replace
 
 from gpu_runtime.devices.allocator_stats import bounded
@@ -21,9 +31,22 @@ from . import samples
 from .sight import SIGHT, contrast, distance
 from .test_allocator_map import FREE, USED, adapters, drawn, segment
 
-here = replace(samples.busy, devices=tuple(replace(view, room_bytes=3 * GIB) for view in samples.busy.devices))
-mine = AllocatorMap(samples.ME.id, "sim:0", 1.0, 14 * GIB, 15 * GIB, GIB, GIB, 512 * MIB, 2, 1,
-                    (segment(0, (14 * 1024, USED)), segment(1 << 40, (512, FREE)), segment(1 << 41, (512, FREE))))
+here = replace(
+    samples.busy, devices=tuple(replace(view, room_bytes=3 * GIB) for view in samples.busy.devices)
+)
+mine = AllocatorMap(
+    samples.ME.id,
+    "sim:0",
+    1.0,
+    14 * GIB,
+    15 * GIB,
+    GIB,
+    GIB,
+    512 * MIB,
+    2,
+    1,
+    (segment(0, (14 * 1024, USED)), segment(1 << 40, (512, FREE)), segment(1 << 41, (512, FREE))),
+)
 
 
 def texts(row) -> list[str]:
@@ -37,16 +60,36 @@ def table(maps, snapshot=here, acts=True, chosen=""):
 def test_a_row_a_process_and_card_the_most_inactive_first():
     """The largest free block stands beside the largest request that would fit."""
     first, second = table((adapters, mine))
-    assert texts(first) == ["this process", "sim:0", "14.0 GiB", "15.0 GiB", "1.0 GiB", "1.0 GiB", "512 MiB", "3.0 GiB",
-                            "2", "1"]
-    assert texts(second) == ["analysis.ipynb (pid 4121), bob", "sim:0", "9.0 MiB", "40.0 MiB", "31.0 MiB", "20.0 MiB",
-                             "20.0 MiB", "3.0 GiB", "1", "0"]
+    assert texts(first) == [
+        "this process",
+        "sim:0",
+        "14.0 GiB",
+        "15.0 GiB",
+        "1.0 GiB",
+        "1.0 GiB",
+        "512 MiB",
+        "3.0 GiB",
+        "2",
+        "1",
+    ]
+    assert texts(second) == [
+        "analysis.ipynb (pid 4121), bob",
+        "sim:0",
+        "9.0 MiB",
+        "40.0 MiB",
+        "31.0 MiB",
+        "20.0 MiB",
+        "20.0 MiB",
+        "3.0 GiB",
+        "1",
+        "0",
+    ]
     assert len(first.cells) == len(COLUMNS)
 
 
 def test_who_does_not_tell_is_unknown_and_not_empty():
     """It holds memory on the card, and has published no map; the host has no allocator of a card's."""
-    bob, = [row for row in table((mine,)) if "bob" in row.cells[0].text]
+    (bob,) = [row for row in table((mine,)) if "bob" in row.cells[0].text]
     assert texts(bob)[1:] == ["sim:0", *["unknown"] * 8]
     assert bob.buttons[0].why_not == "It does not tell how its memory is cut"
     assert not any(row.cells[1].text == "host" for row in table((mine,)))
@@ -61,14 +104,23 @@ def test_unknown_figures_stay_unknown():
 
 
 def test_a_map_of_somebody_who_has_left_is_not_shown():
-    assert [row.id for row in table((replace(mine, owner="1.2.3"),))] == [f"{samples.ME.id}/sim:0",
-                                                                         f"{samples.BOB.id}/sim:0"]
+    assert [row.id for row in table((replace(mine, owner="1.2.3"),))] == [
+        f"{samples.ME.id}/sim:0",
+        f"{samples.BOB.id}/sim:0",
+    ]
 
 
 def test_buttons_are_for_those_who_may_act_and_say_why_they_cannot_be_pressed():
     """Everybody may look at a map."""
-    bob = next(row for row in table((adapters, mine), chosen=f"{samples.BOB.id}/sim:0") if "bob" in row.cells[0].text)
-    assert [(button.verb, button.why_not) for button in bob.buttons] == [("show", "It is drawn below"), ("defrag", "")]
+    bob = next(
+        row
+        for row in table((adapters, mine), chosen=f"{samples.BOB.id}/sim:0")
+        if "bob" in row.cells[0].text
+    )
+    assert [(button.verb, button.why_not) for button in bob.buttons] == [
+        ("show", "It is drawn below"),
+        ("defrag", ""),
+    ]
     assert [button.verb for button in table((mine,), acts=False)[0].buttons] == ["show"]
     stuck = table((replace(mine, releasable_bytes=0),))[0]
     assert stuck.buttons[1].why_not.startswith("Nothing would come back")
@@ -91,16 +143,23 @@ def test_a_notebook_named_like_a_script_is_only_a_name():
 
 # -- the picture --------------------------------------------------------------------------------------------------
 
+
 def test_every_piece_of_a_map_is_in_its_place():
     """The first row on top; a row is as long as the figure is wide."""
     chart = MapChart()
     assert chart.show(picture(adapters))
     data = chart.source.data
-    assert sum((right - left) for left, right, what in zip(data["left"], data["right"], data["what"], strict=True)
-               if what == "allocated") == pytest.approx(9 / 20)
+    assert sum(
+        (right - left)
+        for left, right, what in zip(data["left"], data["right"], data["what"], strict=True)
+        if what == "allocated"
+    ) == pytest.approx(9 / 20)
     assert max(data["top"]) < 0 and min(data["bottom"]) > -2
     assert {(what, hatch) for what, hatch in zip(data["what"], data["hatch"], strict=True)} == {
-        ("allocated", " "), ("inactive, in a segment in use", "/"), ("inactive, given back by defrag", " ")}
+        ("allocated", " "),
+        ("inactive, in a segment in use", "/"),
+        ("inactive, given back by defrag", " "),
+    }
     assert len(chart.edges.data["left"]) == 2
     assert (chart.figure.y_range.start, chart.figure.y_range.end) == (-2, 0)
     assert chart.figure.yaxis[0].major_label_overrides == {-0.5: "0 B", -1.5: "20.0 MiB"}
@@ -136,6 +195,7 @@ def test_neighbours_are_told_apart_by_everybody_on_both_pages(sight):
 
 
 # -- the tab ------------------------------------------------------------------------------------------------------
+
 
 class FakeWatch:
     """Tells these maps."""

@@ -1,4 +1,5 @@
 """The tab Fragmentation in a real browser: another kernel's memory, drawn, and given back at a click."""
+
 from __future__ import annotations
 
 import sys
@@ -15,8 +16,12 @@ from tests.stories.test_processes import DEVICES, Kernel
 playwright = pytest.importorskip("playwright.sync_api")
 CONSOLE = "from gpu_panels import server; server.run(port={port}, browser=False)"
 # Five models of 3 MiB in a segment of 20 MiB, and 64 MiB that code has used and is done with.
-WORK = "; ".join(f"rt.register('a{n}', backend='fake', size='3MiB'); rt.preload('a{n}')" for n in range(5)) \
+WORK = (
+    "; ".join(
+        f"rt.register('a{n}', backend='fake', size='3MiB'); rt.preload('a{n}')" for n in range(5)
+    )
     + "; rt.probe.place('sim:0').allocate(64 << 20).free()"
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +32,13 @@ def place(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def served(place):
     """A console of its own process."""
-    port, tokens = free_port(), {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CONSOLE_VIEWER_TOKEN": VIEWERS}
-    with serving([sys.executable, "-c", CONSOLE.format(port=port)], place, tokens, port=port) as console:
+    port, tokens = (
+        free_port(),
+        {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CONSOLE_VIEWER_TOKEN": VIEWERS},
+    )
+    with serving(
+        [sys.executable, "-c", CONSOLE.format(port=port)], place, tokens, port=port
+    ) as console:
         yield console
 
 
@@ -37,8 +47,10 @@ def browser():
     if not Path("/usr/bin/chromium").exists():
         pytest.skip("needs Debian's chromium")
     with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path="/usr/bin/chromium",
-                                        args=["--no-sandbox", "--disable-background-networking"])
+        opened = driver.chromium.launch(
+            executable_path="/usr/bin/chromium",
+            args=["--no-sandbox", "--disable-background-networking"],
+        )
         yield opened
         opened.close()
 
@@ -67,11 +79,21 @@ class Page:
         self.page = browser.new_page(viewport={"width": 1280, "height": 900})
         self.amiss: list[str] = []
         ours = f"127.0.0.1:{served.port}"
-        self.page.on("console", lambda said: self.amiss.append(said.text)
-                     if said.type in ("error", "warning") else None)
+        self.page.on(
+            "console",
+            lambda said: (
+                self.amiss.append(said.text) if said.type in ("error", "warning") else None
+            ),
+        )
         self.page.on("pageerror", lambda error: self.amiss.append(str(error)))
-        self.page.on("request", lambda asked: self.amiss.append(asked.url)
-                     if asked.url.startswith(("http", "ws")) and ours not in asked.url else None)
+        self.page.on(
+            "request",
+            lambda asked: (
+                self.amiss.append(asked.url)
+                if asked.url.startswith(("http", "ws")) and ours not in asked.url
+                else None
+            ),
+        )
         self.page.goto(f"http://{ours}/?token={token}")
         self.page.get_by_role("tab", name="Fragmentation").click(timeout=60_000)
 
@@ -100,7 +122,9 @@ def test_another_kernels_memory_is_drawn_with_nothing_amiss(browser, served, ker
     visitor.page.get_by_text("inactive, given back by defrag").wait_for(timeout=30_000)
     assert visitor.page.locator("canvas").count() >= 1
     visitor.page.get_by_role("button", name="theme").click()
-    visitor.page.wait_for_function("getComputedStyle(document.body).backgroundColor === 'rgb(18, 18, 18)'")
+    visitor.page.wait_for_function(
+        "getComputedStyle(document.body).backgroundColor === 'rgb(18, 18, 18)'"
+    )
     visitor.sees(kernel, "84.0 MiB")
     assert visitor.amiss == []
     visitor.page.close()
@@ -136,5 +160,7 @@ def test_a_killed_kernel_disappears_and_an_empty_page_says_what_to_do(browser, s
     visitor.sees(kernel, "84.0 MiB")
     kernel.end()
     visitor.page.get_by_text("No process holds memory on a card yet").wait_for(timeout=30_000)
-    visitor.page.get_by_text("inactive, given back by defrag").wait_for(state="detached", timeout=10_000)
+    visitor.page.get_by_text("inactive, given back by defrag").wait_for(
+        state="detached", timeout=10_000
+    )
     visitor.page.close()

@@ -1,4 +1,5 @@
 """Who gets in, tried on real servers with real clients: other users of the box, other pages, and viewers that forge."""
+
 from __future__ import annotations
 
 import asyncio
@@ -11,13 +12,35 @@ import pytest
 from bokeh.util.token import get_session_id, get_token_payload
 from tornado.httpclient import HTTPClientError
 
-from tests.faces.served import OPERATORS, VIEWERS, Conversation, console, free_port, panel_serve, serving
+from tests.faces.served import (
+    OPERATORS,
+    VIEWERS,
+    Conversation,
+    console,
+    free_port,
+    panel_serve,
+    serving,
+)
 
 TOKENS = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CONSOLE_VIEWER_TOKEN": VIEWERS}
 # Every flag that is typed to be rid of an error, and that a gate can bear.
-HOSTILE = ("--allow-websocket-origin=*", "--address", "0.0.0.0", "--index", "console", "--dev", "--oauth-optional",
-           "--use-xheaders", "--global-loading-spinner", "--log-level", "debug", "--session-history", "10",
-           "--unused-session-lifetime", "2000000")
+HOSTILE = (
+    "--allow-websocket-origin=*",
+    "--address",
+    "0.0.0.0",
+    "--index",
+    "console",
+    "--dev",
+    "--oauth-optional",
+    "--use-xheaders",
+    "--global-loading-spinner",
+    "--log-level",
+    "debug",
+    "--session-history",
+    "10",
+    "--unused-session-lifetime",
+    "2000000",
+)
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +95,27 @@ def websocket_of(path):
 
 
 FORGED = "eyJzZXNzaW9uX2lkIjogIm1pbmUiLCAic2Vzc2lvbl9leHBpcnkiOiA5OTk5OTk5OTk5fQ"  # session "mine", for ever
-ROUTES = ["", "/", "/console", "/metadata", "/console/metadata", "/autoload.js?bokeh-autoload-element=1",
-          "/console/autoload.js?bokeh-autoload-element=1", "/static/js/bokeh.js", "/static/extensions/panel/p.js",
-          "/components/gpu_runtime.settings/Settings/x/y", "/favicon.ico", "/admin", "/rest/session_info", "/login",
-          "/console?bokeh-session-id=mine", f"/console?bokeh-token={FORGED}", "//", "/../console", "/%2e%2e/console"]
+ROUTES = [
+    "",
+    "/",
+    "/console",
+    "/metadata",
+    "/console/metadata",
+    "/autoload.js?bokeh-autoload-element=1",
+    "/console/autoload.js?bokeh-autoload-element=1",
+    "/static/js/bokeh.js",
+    "/static/extensions/panel/p.js",
+    "/components/gpu_runtime.settings/Settings/x/y",
+    "/favicon.ico",
+    "/admin",
+    "/rest/session_info",
+    "/login",
+    "/console?bokeh-session-id=mine",
+    f"/console?bokeh-token={FORGED}",
+    "//",
+    "/../console",
+    "/%2e%2e/console",
+]
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -94,7 +134,9 @@ def test_a_program_without_the_token_is_told_so_in_json(one):
         answer = one.get(one.path, Accept="application/json", **token)
         assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
         assert "token" in json.loads(answer.body)["error"]["message"] and "<" not in answer.body
-    assert one.get(one.path, Accept="*/*", Origin="http://evil.example").status == 403, "no token would help"
+    assert one.get(one.path, Accept="*/*", Origin="http://evil.example").status == 403, (
+        "no token would help"
+    )
     assert one.get(one.path, Accept="text/html,*/*").body.startswith("<!doctype html>")
 
 
@@ -116,7 +158,11 @@ def test_what_the_page_knows_holds_no_credential(one):
     """Bokeh writes a request's headers and cookies into the page. HttpOnly would be worth nothing."""
     one.get()
     path, cookie = one.enter()
-    page = one.get(path, Cookie=f"{cookie}; username-127-0-0-1-8888=jupyters", Authorization=f"token {OPERATORS}")
+    page = one.get(
+        path,
+        Cookie=f"{cookie}; username-127-0-0-1-8888=jupyters",
+        Authorization=f"token {OPERATORS}",
+    )
     inside = str(get_token_payload(page.session_token))
     assert "headers" in inside
     for secret in (cookie.partition("=")[2], OPERATORS, "jupyters", path.split("/")[1]):
@@ -127,7 +173,9 @@ def test_a_page_shows_itself_to_whom_it_was_made_for(one):
     """The way in works, and the name is that of whoever started the server."""
     one.get()
     path, cookie, token = opened(one)
-    document = talk(one, websocket_of(path), token, cookie=cookie, origin=f"http://127.0.0.1:{one.port}")
+    document = talk(
+        one, websocket_of(path), token, cookie=cookie, origin=f"http://127.0.0.1:{one.port}"
+    )
     assert "may act: True" in document
     path, cookie, token = opened(one, VIEWERS)
     assert "SECRET of viewer, may act: False" in talk(one, websocket_of(path), token, cookie=cookie)
@@ -139,8 +187,9 @@ def test_programs_bring_the_token_in_a_header(one):
     for scheme in ("Bearer", "token"):
         page = one.get(Authorization=f"{scheme} {OPERATORS}")
         assert page.status == 200
-        assert "may act: True" in talk(one, websocket_of(one.path), page.session_token,
-                                       Authorization=f"{scheme} {OPERATORS}")
+        assert "may act: True" in talk(
+            one, websocket_of(one.path), page.session_token, Authorization=f"{scheme} {OPERATORS}"
+        )
 
 
 def test_a_websocket_needs_what_a_page_needs(one):
@@ -184,8 +233,11 @@ def test_nobody_chooses_the_session_of_somebody_else(one):
     """A link with `?bokeh-session-id=` would put its reader's page into a session that its sender knows."""
     one.get()
     path, cookie = one.enter()
-    for more in ({"path": f"{path}?bokeh-session-id=mine"}, {"path": f"{path}?bokeh-token={FORGED}"},
-                 {"path": path, "Bokeh_Session_Id": "mine"}):
+    for more in (
+        {"path": f"{path}?bokeh-session-id=mine"},
+        {"path": f"{path}?bokeh-token={FORGED}"},
+        {"path": path, "Bokeh_Session_Id": "mine"},
+    ):
         page = one.get(**more, Cookie=cookie)
         assert get_session_id(page.session_token) != "mine"
 
@@ -197,10 +249,15 @@ def test_a_token_is_typed_where_the_url_was_lost(one):
     for where, up in ((one.path, "./"), ("/an-older-lane/console", "../")):
         answer = one.get(where, method="POST", body=f"token={VIEWERS}", **form)
         assert answer.status == 302 and answer.headers["location"].startswith(up), answer
-        page = one.get("/" + answer.headers["location"].replace("../", "").replace("./", ""), Cookie=answer.cookie)
+        page = one.get(
+            "/" + answer.headers["location"].replace("../", "").replace("./", ""),
+            Cookie=answer.cookie,
+        )
         assert page.status == 200
     assert one.get(one.path, method="POST", body="token=wrong", **form).status in (403, 429)
-    assert one.get(one.path, method="POST", body="x" * 5000, **form).status == 400  # a stranger's body is short
+    assert (
+        one.get(one.path, method="POST", body="x" * 5000, **form).status == 400
+    )  # a stranger's body is short
 
 
 def test_a_cookie_of_the_same_name_does_not_shut_anybody_out(one):
@@ -224,24 +281,46 @@ def test_guesses_are_slowed_and_those_inside_go_on(one):
 def test_a_prefix_and_an_origin_that_was_named_are_kept_to(place):
     """Behind a proxy: its host name is let in, and the cookie is for a path below the prefix."""
     port = free_port()
-    words = panel_serve(place, "--warm", "--port", str(port), "--prefix", "/gpu",
-                        "--allow-websocket-origin", "good.example")
+    words = panel_serve(
+        place,
+        "--warm",
+        "--port",
+        str(port),
+        "--prefix",
+        "/gpu",
+        "--allow-websocket-origin",
+        "good.example",
+    )
     with serving(words, place, TOKENS, port=port, path="/gpu/console") as one:
         entered = one.get(f"/gpu/console?token={OPERATORS}")
         way = entered.headers["location"].removeprefix(".")
         assert f"Path=/gpu{way.removesuffix('/console')}/;" in entered.headers["set-cookie"] + ";"
         page = one.get(f"/gpu{way}", Cookie=entered.cookie)
         for origin in ("https://good.example", f"http://127.0.0.1:{port}"):
-            assert "SECRET" in talk(one, f"/gpu{way}/ws", page.session_token, cookie=entered.cookie, origin=origin)
-        assert refused(one, f"/gpu{way}/ws", page.session_token, cookie=entered.cookie,
-                       origin="https://not.good.example") == 403
+            assert "SECRET" in talk(
+                one, f"/gpu{way}/ws", page.session_token, cookie=entered.cookie, origin=origin
+            )
+        assert (
+            refused(
+                one,
+                f"/gpu{way}/ws",
+                page.session_token,
+                cookie=entered.cookie,
+                origin="https://not.good.example",
+            )
+            == 403
+        )
         assert one.get(f"/gpu?token={OPERATORS}").headers["location"].startswith("gpu/")
 
 
 def test_tokens_are_in_no_log_and_on_no_command_line(one):
     """Other users read command lines, and logs are copied. The one URL that is printed is meant to be."""
     one.get()
-    for path in (f"{one.path}?token={OPERATORS}", f"/nowhere?token={OPERATORS}", f"/static/x?a=1&token={OPERATORS}"):
+    for path in (
+        f"{one.path}?token={OPERATORS}",
+        f"/nowhere?token={OPERATORS}",
+        f"/static/x?a=1&token={OPERATORS}",
+    ):
         one.get(path)
         one.get(path, method="PUT")
     path, cookie = one.enter()

@@ -1,4 +1,5 @@
 """The chart of a device's past: every byte of every moment, in as few rectangles as hold it."""
+
 from __future__ import annotations
 
 import pytest
@@ -16,11 +17,20 @@ from . import pasts, samples
 
 
 def moment(wall, measured=None, level=Level.LOW, limit=20, **gib):
-    return Moment(wall, "sim:0", 24 * GIB, limit * GIB, None if measured is None else int(measured * GIB), level,
-                  claims={f"{name}@1": int(size * GIB) for name, size in gib.items()})
+    return Moment(
+        wall,
+        "sim:0",
+        24 * GIB,
+        limit * GIB,
+        None if measured is None else int(measured * GIB),
+        level,
+        claims={f"{name}@1": int(size * GIB) for name, size in gib.items()},
+    )
 
 
-def evicted(wall, model="llama", action="offloaded", device="sim:0", because="qwen needs room", **more):
+def evicted(
+    wall, model="llama", action="offloaded", device="sim:0", because="qwen needs room", **more
+):
     return Event(1, wall, model, action, "request", because, 8 * GIB, device, "1.1.0", **more)
 
 
@@ -36,22 +46,35 @@ def test_what_was_held_for_a_while_is_one_rectangle():
 
 def test_a_lease_lies_upon_those_that_held_more_over_the_time():
     drawn = of(moment(0, qwen=8), moment(10, qwen=8, llama=4), moment(20, llama=4))
-    assert drawn.runs == (Run("qwen@1", 0, 20, 0, 8 * GIB), Run("llama@1", 10, 20, 8 * GIB, 12 * GIB),
-                          Run("llama@1", 20, 30, 0, 4 * GIB))
+    assert drawn.runs == (
+        Run("qwen@1", 0, 20, 0, 8 * GIB),
+        Run("llama@1", 10, 20, 8 * GIB, 12 * GIB),
+        Run("llama@1", 20, 30, 0, 4 * GIB),
+    )
 
 
-CLAIMS = st.dictionaries(st.sampled_from([f"m{n}@1" for n in range(20)]), st.integers(1, 8 * GIB), max_size=20)
+CLAIMS = st.dictionaries(
+    st.sampled_from([f"m{n}@1" for n in range(20)]), st.integers(1, 8 * GIB), max_size=20
+)
 
 
-@given(st.lists(st.tuples(CLAIMS, st.one_of(st.none(), st.integers(0, 80 * GIB))), min_size=1, max_size=30))
+@given(
+    st.lists(
+        st.tuples(CLAIMS, st.one_of(st.none(), st.integers(0, 80 * GIB))), min_size=1, max_size=30
+    )
+)
 def test_at_each_moment_the_stack_is_what_was_claimed_and_measured(drawn):
     """Nothing lost and nothing made up, also where many gather as others; and nothing overlaps."""
-    moments = [Moment(10.0 * n, "sim:0", 80 * GIB, 72 * GIB, measured, Level.LOW, claims=claims)
-               for n, (claims, measured) in enumerate(drawn)]
+    moments = [
+        Moment(10.0 * n, "sim:0", 80 * GIB, 72 * GIB, measured, Level.LOW, claims=claims)
+        for n, (claims, measured) in enumerate(drawn)
+    ]
     runs = of(*moments).runs
     for one in moments:
-        now = sorted((run for run in runs if run.start <= one.wall < run.end), key=lambda run: run.low)
-        assert [run.low for run in now] == [0, *(run.high for run in now)][:len(now)]
+        now = sorted(
+            (run for run in runs if run.start <= one.wall < run.end), key=lambda run: run.low
+        )
+        assert [run.low for run in now] == [0, *(run.high for run in now)][: len(now)]
         assert sum(run.bytes for run in now if run.label != UNLEASED) == one.claimed_bytes
         assert sum(run.bytes for run in now) == max(one.claimed_bytes, one.measured_bytes or 0)
         assert len(now) <= history.MOST_LEASES + 1
@@ -65,7 +88,9 @@ def test_those_that_held_least_gather():
 
 
 def test_what_is_in_use_beyond_all_leases_lies_on_top():
-    assert of(moment(0, measured=9.5, qwen=8)).runs[-1] == Run(UNLEASED, 0, 10, 8 * GIB, int(9.5 * GIB))
+    assert of(moment(0, measured=9.5, qwen=8)).runs[-1] == Run(
+        UNLEASED, 0, 10, 8 * GIB, int(9.5 * GIB)
+    )
 
 
 def test_an_unknown_measurement_is_no_zero():
@@ -75,18 +100,33 @@ def test_an_unknown_measurement_is_no_zero():
 
 def test_a_gap_in_the_record_stays_a_gap():
     """Nobody sampled for an hour: what was held then is not known."""
-    drawn = of(moment(0, qwen=8), moment(10, qwen=8), moment(20, qwen=8), moment(3600, qwen=8), moment(3610, qwen=8))
+    drawn = of(
+        moment(0, qwen=8),
+        moment(10, qwen=8),
+        moment(20, qwen=8),
+        moment(3600, qwen=8),
+        moment(3610, qwen=8),
+    )
     assert [(run.start, run.end) for run in drawn.runs] == [(0, 30), (3600, 3620)]
 
 
 def test_pressure_stands_behind_it_as_long_as_it_lasted():
-    drawn = of(moment(0), moment(10, level=Level.HIGH), moment(20, level=Level.HIGH), moment(30, level=Level.CRITICAL))
+    drawn = of(
+        moment(0),
+        moment(10, level=Level.HIGH),
+        moment(20, level=Level.HIGH),
+        moment(30, level=Level.CRITICAL),
+    )
     assert drawn.bands == (Band(Level.HIGH, 10, 30), Band(Level.CRITICAL, 30, 40))
     assert history.band_columns(drawn)["told"] == ["◕ HIGH pressure", "● CRITICAL pressure"]
 
 
 def test_the_budget_is_a_line_in_steps():
-    assert of(moment(0), moment(10), moment(20, limit=10)).limits == ((0, 20 * GIB), (20, 10 * GIB), (30, 10 * GIB))
+    assert of(moment(0), moment(10), moment(20, limit=10)).limits == (
+        (0, 20 * GIB),
+        (20, 10 * GIB),
+        (30, 10 * GIB),
+    )
 
 
 def test_an_eviction_is_a_mark_that_says_why():
@@ -98,9 +138,16 @@ def test_an_eviction_is_a_mark_that_says_why():
 
 def test_only_evictions_of_this_device_and_time_are_marked():
     shares = (Share("sim:1", GIB), Share("sim:0", GIB))
-    drawn = of(moment(0), moment(60), events=(
-        evicted(-5), evicted(30, device="sim:1"), evicted(30, action="loaded"),
-        evicted(31, device="sim:1", shares=shares)))
+    drawn = of(
+        moment(0),
+        moment(60),
+        events=(
+            evicted(-5),
+            evicted(30, device="sim:1"),
+            evicted(30, action="loaded"),
+            evicted(31, device="sim:1", shares=shares),
+        ),
+    )
     assert [event.wall for event in drawn.events] == [31]
 
 
@@ -115,7 +162,9 @@ def test_marks_too_close_to_be_told_apart_are_one_that_counts():
 def test_a_lease_is_named_by_its_notebook_where_that_is_known():
     """Of a process that is gone only the number is left."""
     assert history.titles(["qwen@4000", "qwen@9"], samples.busy) == {
-        "qwen@4000": "qwen · train.ipynb", "qwen@9": "qwen · pid 9"}
+        "qwen@4000": "qwen · train.ipynb",
+        "qwen@9": "qwen · pid 9",
+    }
 
 
 def test_nothing_to_draw_says_why():
@@ -127,14 +176,21 @@ def test_nothing_to_draw_says_why():
 def test_a_day_of_600_moments_is_a_few_hundred_rectangles():
     """What has to be drawn on each zoom."""
     day = pasts.day()
-    assert 100 < len(chart(day.moments, day.events, "sim:0", samples.WALL - 86400, samples.WALL).runs) < 2000
+    assert (
+        100
+        < len(chart(day.moments, day.events, "sim:0", samples.WALL - 86400, samples.WALL).runs)
+        < 2000
+    )
 
 
 # -- the figure
 
+
 def drawn_at(end, shown=None, home=False):
     shown = shown or HistoryChart()
-    drawn = chart([moment(wall, qwen=8) for wall in range(0, int(end), 10)], (), "sim:0", end - 900, end)
+    drawn = chart(
+        [moment(wall, qwen=8) for wall in range(0, int(end), 10)], (), "sim:0", end - 900, end
+    )
     shown.show(history.drawing(drawn, Palette().looks(drawn.labels), {}), home=home)
     return shown
 
@@ -154,7 +210,9 @@ def test_what_was_zoomed_stays_until_all_is_asked_for():
     shown = drawn_at(1000)
     shown.time.update(start=500_000, end=600_000)
     assert window(drawn_at(1010, shown)) == (500, 600)
-    assert (shown.time.reset_start, shown.time.reset_end) == (110_000, 1010_000), "the reset button shows all"
+    assert (shown.time.reset_start, shown.time.reset_end) == (110_000, 1010_000), (
+        "the reset button shows all"
+    )
     assert window(drawn_at(1020, shown, home=True)) == (120, 1020)
     assert window(drawn_at(1030, shown)) == (130, 1030)
 
@@ -168,6 +226,8 @@ def test_nothing_new_sends_nothing():
 @pytest.mark.parametrize(("gib", "unit"), [(24, "%d GiB"), (0.5, "%d MiB")])
 def test_heights_are_in_a_unit_that_fits_the_device(gib, unit):
     shown = HistoryChart()
-    drawn = chart([Moment(0, "sim:0", int(gib * GIB), int(gib * GIB), 0, Level.LOW)], (), "sim:0", 0, 900)
+    drawn = chart(
+        [Moment(0, "sim:0", int(gib * GIB), int(gib * GIB), 0, Level.LOW)], (), "sim:0", 0, 900
+    )
     shown.show(history.drawing(drawn, {}, {}))
     assert shown.figure.yaxis[0].formatter.format == unit

@@ -1,4 +1,5 @@
 """What a notebook shows: safe, the same each time, and readable without colours."""
+
 from __future__ import annotations
 
 import re
@@ -12,8 +13,19 @@ from gpu_runtime.rendering import html, render
 from . import samples
 
 PAGES = {
-    **{name: render.shown("status", getattr(samples, name))
-       for name in ("busy", "waiting", "overdraft", "eight", "empty", "registered", "unmeasured", "hostile")},
+    **{
+        name: render.shown("status", getattr(samples, name))
+        for name in (
+            "busy",
+            "waiting",
+            "overdraft",
+            "eight",
+            "empty",
+            "registered",
+            "unmeasured",
+            "hostile",
+        )
+    },
     "plan": render.shown("plan", samples.fits, subject="gemma", around=samples.busy),
     "refused": render.shown("plan", samples.refused, subject="gemma", around=samples.busy),
     "why": render.shown("why", samples.EVENTS, subject="qwen"),
@@ -61,7 +73,21 @@ def test_every_answer_has_text_and_well_formed_html(name):
     bundle = PAGES[name]._repr_mimebundle_()
     assert set(bundle) == {"text/plain", "text/html"} and bundle["text/plain"].strip()
     assert tree(bundle["text/html"]).tags <= {
-        "style", "div", "span", "b", "code", "pre", "table", "thead", "tbody", "tr", "th", "td", "ol", "li"}
+        "style",
+        "div",
+        "span",
+        "b",
+        "code",
+        "pre",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+        "ol",
+        "li",
+    }
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -83,19 +109,24 @@ def test_names_are_escaped_wherever_they_are_shown():
 def test_status_is_a_table_of_who_holds_what():
     """Every name, size, place, holder and state stands in a cell of its own."""
     page = PAGES["busy"]._repr_mimebundle_()["text/html"]
-    table = page[page.index('<table class="gpuc-table"'):]
-    rows = [[re.sub("<[^>]*>", "", cell) for cell in re.findall(r"<t[hd]\b.*?</t[hd]>", row)]
-            for row in re.findall(r"<tr>(.*?)</tr>", table)]
+    table = page[page.index('<table class="gpuc-table"') :]
+    rows = [
+        [re.sub("<[^>]*>", "", cell) for cell in re.findall(r"<t[hd]\b.*?</t[hd]>", row)]
+        for row in re.findall(r"<tr>(.*?)</tr>", table)
+    ]
     assert rows == [
         ["model", "size", "where", "held by", "importance", "state"],
         ["qwen", "14.0 GiB", "sim:0", "this process", "pinned", "in use for 40 s"],
         ["reranker", "4.0 GiB", "sim:0", "analysis.ipynb (pid 4121), bob", "high", "idle 12 s"],
-        ["llama", "8.0 GiB", "host", "this process", "", "warm, idle 3 min"]]
+        ["llama", "8.0 GiB", "host", "this process", "", "warm, idle 3 min"],
+    ]
 
 
 def test_every_style_rule_holds_in_our_own_scope_only():
     """A rule that reached beyond `.gpuc` would restyle the user's notebook."""
-    css = re.sub(r"@media[^{]*{(.*})}", r"\1", html.style().removeprefix("<style>").removesuffix("</style>"))
+    css = re.sub(
+        r"@media[^{]*{(.*})}", r"\1", html.style().removeprefix("<style>").removesuffix("</style>")
+    )
     selectors = [one.strip() for rule in re.findall(r"([^{}]+){", css) for one in rule.split(",")]
     assert len(selectors) > 20 and [one for one in selectors if not one.startswith(".gpuc")] == []
 
@@ -112,14 +143,19 @@ def test_the_stretches_of_a_bar_fill_it_and_no_more():
         bars = page.split('<div class="gpuc-fill"')[1:]
         assert len(bars) == len(getattr(samples, name).devices)
         for bar in bars:
-            assert sum(float(part) for part in re.findall(r"float:left;width:([\d.]+)%", bar)) <= 100.02
+            assert (
+                sum(float(part) for part in re.findall(r"float:left;width:([\d.]+)%", bar))
+                <= 100.02
+            )
 
 
 def test_a_model_keeps_its_colour():
     """By its name alone: in another notebook, on another day, beside other models."""
     assert {name: html.look(name) for name in ("qwen", "reranker", "mistral")} == {
-        "qwen": ("#e69f00", "#000000", "gpuc-t0"), "reranker": ("#f0e442", "#000000", "gpuc-t1"),
-        "mistral": ("#0072b2", "#ffffff", "gpuc-t1")}
+        "qwen": ("#e69f00", "#000000", "gpuc-t0"),
+        "reranker": ("#f0e442", "#000000", "gpuc-t1"),
+        "mistral": ("#0072b2", "#ffffff", "gpuc-t1"),
+    }
     for name in ("busy", "waiting", "plan"):
         assert "background-color:#e69f00" in PAGES[name]._repr_mimebundle_()["text/html"]
 
@@ -133,7 +169,9 @@ def test_a_notebook_that_is_not_trusted_yet_still_has_its_bars():
 def test_simulated_devices_are_said_so_on_every_page():
     for name in ("busy", "empty", "plan", "refused"):
         bundle = PAGES[name]._repr_mimebundle_()
-        assert "simulated" in bundle["text/plain"] and "simulated" in " ".join(tree(bundle["text/html"]).words)
+        assert "simulated" in bundle["text/plain"] and "simulated" in " ".join(
+            tree(bundle["text/html"]).words
+        )
     assert "simulated" not in PAGES["eight"]._repr_mimebundle_()["text/plain"]
 
 

@@ -1,4 +1,5 @@
 """The console as a Panel object over a notebook's own runtime: where nothing can be live, and what it leaves."""
+
 from __future__ import annotations
 
 import base64
@@ -25,8 +26,11 @@ from .test_magics import run
 def installed(monkeypatch):
     """As the package's metadata has it."""
     entry = SimpleNamespace(load=lambda: Inline)
-    monkeypatch.setattr(console_hook, "entry_points", lambda **group: [entry] if group == {
-        "group": "gpu_runtime", "name": "console"} else [])
+    monkeypatch.setattr(
+        console_hook,
+        "entry_points",
+        lambda **group: [entry] if group == {"group": "gpu_runtime", "name": "console"} else [],
+    )
 
 
 @pytest.fixture
@@ -70,8 +74,15 @@ def test_a_front_end_without_comms_is_shown_a_picture_of_the_moment(shown, rt):
     assert "<script" not in bundle["text/html"]
 
 
-@pytest.mark.parametrize(("header", "live"), [
-    ({"username": ""}, True), ({"username": "username"}, False), ({"username": "ann"}, False), ({}, False)])
+@pytest.mark.parametrize(
+    ("header", "live"),
+    [
+        ({"username": ""}, True),
+        ({"username": "username"}, False),
+        ({"username": "ann"}, False),
+        ({}, False),
+    ],
+)
 def test_only_a_browser_is_shown_it_live(monkeypatch, header, live):
     """Jupyter's pages name no user in their requests; whoever runs notebooks from Python does."""
     shell = SimpleNamespace(kernel=SimpleNamespace(get_parent=lambda: {"header": header}))
@@ -98,8 +109,10 @@ def test_what_was_never_shown_leaves_nothing_behind(rt):
 
 # -- what stays in the notebook's file ----------------------------------------------------------------------------
 
-PAGE = ('<div id="x" data-root-id="y"></div>\n<script type="application/javascript">(function(root) {\n  var docs_json = {document};\n'
-        "  root.embed(docs_json)\n})(window);</script>")
+PAGE = (
+    '<div id="x" data-root-id="y"></div>\n<script type="application/javascript">(function(root) {\n  var docs_json = {document};\n'
+    "  root.embed(docs_json)\n})(window);</script>"
+)
 LONG = "x" * (inline_assets.LONG + 1) + '</script><!--"'
 
 
@@ -108,7 +121,9 @@ def page(document):
 
 
 def test_a_long_text_is_said_once_and_outside_the_page():
-    found, texts = inline_assets.split(page({"a": [LONG, "short"], "b": {"esm": LONG}}), "<p>still</p>")
+    found, texts = inline_assets.split(
+        page({"a": [LONG, "short"], "b": {"esm": LONG}}), "<p>still</p>"
+    )
     (key,) = (key for key, text in texts.items() if text == LONG)
     assert found.count(f'root.gpuc["{key}"]') == 2 and LONG[:50] not in found and '"short"' in found
     assert found.startswith("<div data-gpuc="), "the picture is there until the page is"
@@ -121,18 +136,29 @@ def test_texts_cannot_end_the_script_that_they_are_in():
     publisher = SimpleNamespace(publish=lambda data, *_, **__: shown.append(data))
     resources = inline_assets.Resources(SimpleNamespace(display_pub=publisher))
     resources.publish_texts({"k": LONG})
-    assert "</script>" not in shown[0][inline_assets.LOAD] and "<!--" not in shown[0][inline_assets.LOAD]
+    assert (
+        "</script>" not in shown[0][inline_assets.LOAD]
+        and "<!--" not in shown[0][inline_assets.LOAD]
+    )
 
 
 def test_a_page_that_is_made_otherwise_is_left_as_it_is():
     """A later Panel may write it in another way: then it is large, and works."""
-    assert inline_assets.split("<div>something else</div>", "still") == ("<div>something else</div>", {})
+    assert inline_assets.split("<div>something else</div>", "still") == (
+        "<div>something else</div>",
+        {},
+    )
 
 
 def test_what_a_browser_has_taken_is_taken_out_of_the_output():
     published = []
-    shell = SimpleNamespace(display_pub=SimpleNamespace(
-        publish=lambda data, metadata, transient, update: published.append((transient["display_id"], update, data))))
+    shell = SimpleNamespace(
+        display_pub=SimpleNamespace(
+            publish=lambda data, metadata, transient, update: published.append(
+                (transient["display_id"], update, data)
+            )
+        )
+    )
     resources = inline_assets.Resources(shell)
     resources.publish_texts({"k": "text"})
     resources.clear()
@@ -144,7 +170,13 @@ def test_panels_own_styles_come_with_the_page():
     """Panel names its CDN where a part of the page changes later: without internet a page without style."""
     styles = inline_assets.LocalStyles()
     url = f"{CDN_DIST}css/loading.css?v=1"
-    assert url in styles and "https://elsewhere/x.css" not in styles and f"{CDN_DIST}../../secret.css" not in styles
+    assert (
+        url in styles
+        and "https://elsewhere/x.css" not in styles
+        and f"{CDN_DIST}../../secret.css" not in styles
+    )
     found = styles[url].url
-    assert found.startswith("data:text/css;base64,") and b":host" in base64.b64decode(found.partition(",")[2])
+    assert found.startswith("data:text/css;base64,") and b":host" in base64.b64decode(
+        found.partition(",")[2]
+    )
     assert styles[url] is styles[url]

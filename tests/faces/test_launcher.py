@@ -1,4 +1,5 @@
 """The tile in JupyterLab's launcher: clicked in a real one, and tried by those who have no part in it."""
+
 from __future__ import annotations
 
 import http.client
@@ -24,7 +25,9 @@ def as_installed(place: Path) -> Path:
 
     It has the distribution's own name, and comes first on the path: what is installed, of whatever age, counts once.
     """
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
+        GROUP
+    ]
     folder = place / "installed" / "gpu_console-0.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: gpu-console\nVersion: 0\n")
@@ -38,14 +41,34 @@ def jupyter(tmp_path_factory):
     """A JupyterLab with the tile: its port."""
     place, port = tmp_path_factory.mktemp("lab"), free_port()
     environ = served.environ(place) | {
-        "PYTHONPATH": f"{as_installed(place)}:{FOUND_BY_CHILDREN}", "JUPYTER_TOKEN": JUPYTERS,
-        "JUPYTER_CONFIG_DIR": str(place / "config"), "JUPYTER_RUNTIME_DIR": str(place / "runtime"), "HOME": str(place)}
-    words = [sys.executable, "-m", "jupyterlab", "--no-browser", f"--port={port}", "--ServerApp.port_retries=0",
-             f"--ServerApp.root_dir={place}", "--allow-root", "--ip=127.0.0.1"]
+        "PYTHONPATH": f"{as_installed(place)}:{FOUND_BY_CHILDREN}",
+        "JUPYTER_TOKEN": JUPYTERS,
+        "JUPYTER_CONFIG_DIR": str(place / "config"),
+        "JUPYTER_RUNTIME_DIR": str(place / "runtime"),
+        "HOME": str(place),
+    }
+    words = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        f"--port={port}",
+        "--ServerApp.port_retries=0",
+        f"--ServerApp.root_dir={place}",
+        "--allow-root",
+        "--ip=127.0.0.1",
+    ]
     said = place / "said.txt"
     with said.open("wb") as out:
-        process = subprocess.Popen(words, env=environ, cwd=place, stdout=out, stderr=subprocess.STDOUT,
-                                   stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            words,
+            env=environ,
+            cwd=place,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
     try:
         until = time.monotonic() + 90
         while get(port, "/api", Authorization=f"token {JUPYTERS}")[0] != 200:
@@ -71,7 +94,11 @@ def get(port, path, **headers):
 def test_the_launcher_has_a_tile_with_title_and_icon(jupyter):
     status, body = get(jupyter, "/server-proxy/servers-info", Authorization=f"token {JUPYTERS}")
     (tile,) = [one for one in json.loads(body)["server_processes"] if one["name"] == "gpu-console"]
-    assert (status, tile["launcher_entry"]["title"], tile["new_browser_tab"]) == (200, "GPU console", False)
+    assert (status, tile["launcher_entry"]["title"], tile["new_browser_tab"]) == (
+        200,
+        "GPU console",
+        False,
+    )
     status, icon = get(jupyter, "/server-proxy/icon/gpu-console", Authorization=f"token {JUPYTERS}")
     assert status == 200 and icon.startswith("<svg")
 
@@ -90,12 +117,20 @@ def test_the_tile_opens_the_console_in_a_tab_of_jupyterlab(jupyter):
     if not Path("/usr/bin/chromium").exists():
         pytest.skip("needs Debian's chromium")
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path="/usr/bin/chromium",
-                                         args=["--no-sandbox", "--disable-background-networking"])
+        browser = driver.chromium.launch(
+            executable_path="/usr/bin/chromium",
+            args=["--no-sandbox", "--disable-background-networking"],
+        )
         page = browser.new_page(viewport={"width": 1280, "height": 800})
         outside, sockets = [], []
-        page.on("request", lambda request: outside.append(request.url) if f"127.0.0.1:{jupyter}" not in request.url
-                and request.url.startswith("http") else None)
+        page.on(
+            "request",
+            lambda request: (
+                outside.append(request.url)
+                if f"127.0.0.1:{jupyter}" not in request.url and request.url.startswith("http")
+                else None
+            ),
+        )
         page.on("websocket", lambda socket: sockets.append(socket.url))
         page.goto(f"http://127.0.0.1:{jupyter}/lab?token={JUPYTERS}")
         tile = page.locator(".jp-LauncherCard", has_text="GPU console")
@@ -103,6 +138,8 @@ def test_the_tile_opens_the_console_in_a_tab_of_jupyterlab(jupyter):
         assert tile.locator("img").evaluate("image => image.naturalWidth") > 0
         tile.click()
         frame = page.frame_locator("iframe[src*='gpu-console']")
-        frame.get_by_text("simulated").first.wait_for(timeout=60_000)  # of the header, which says how things stand
+        frame.get_by_text("simulated").first.wait_for(
+            timeout=60_000
+        )  # of the header, which says how things stand
         assert any("/gpu-console/ws" in url for url in sockets) and outside == []
         browser.close()

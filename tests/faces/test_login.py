@@ -1,4 +1,5 @@
 """Other ways in than a token: Panel's own login, with roles for names; and a Unix socket of one's own."""
+
 from __future__ import annotations
 
 import doctest
@@ -24,20 +25,38 @@ from gpu_runtime.web import sockets
 from tests.faces.served import OPERATORS, console, free_port, panel_serve, serving
 from tests.faces.test_gate import opened, refused, talk, websocket_of
 
-PEOPLE = {"ann": "anns-password", "bob": "bobs-password", "eve": "eves-password", "guest": "guests-password"}
+PEOPLE = {
+    "ann": "anns-password",
+    "bob": "bobs-password",
+    "eve": "eves-password",
+    "guest": "guests-password",
+}
 FORM = {"Content_Type": "application/x-www-form-urlencoded"}
 
 
 # -- Panel's login
+
 
 @pytest.fixture(scope="module")
 def asking(tmp_path_factory):
     """A console that asks for names and passwords: ann may act, bob may look, eve has an account and no role."""
     place, port = tmp_path_factory.mktemp("login"), free_port()
     (place / "people.json").write_text(json.dumps(PEOPLE))
-    environ = {"PANEL_COOKIE_SECRET": "c" * 32, "GPU_CONSOLE_OPERATORS": "ann, guest", "GPU_CONSOLE_VIEWERS": "bob"}
-    words = panel_serve(place, "--warm", "--port", str(port), "--basic-auth", "people.json", "--oauth-optional",
-                        "--allow-websocket-origin=*")
+    environ = {
+        "PANEL_COOKIE_SECRET": "c" * 32,
+        "GPU_CONSOLE_OPERATORS": "ann, guest",
+        "GPU_CONSOLE_VIEWERS": "bob",
+    }
+    words = panel_serve(
+        place,
+        "--warm",
+        "--port",
+        str(port),
+        "--basic-auth",
+        "people.json",
+        "--oauth-optional",
+        "--allow-websocket-origin=*",
+    )
     with serving(words, place, environ, port=port, path="/console") as one:
         yield one
 
@@ -45,10 +64,18 @@ def asking(tmp_path_factory):
 def cookies_of(one, name):
     """The cookies of somebody who has typed their password."""
     connection = http.client.HTTPConnection("127.0.0.1", one.port, timeout=20)
-    connection.request("POST", "/login", urlencode({"username": name, "password": PEOPLE[name]}),
-                       {"Content-Type": FORM["Content_Type"]})
+    connection.request(
+        "POST",
+        "/login",
+        urlencode({"username": name, "password": PEOPLE[name]}),
+        {"Content-Type": FORM["Content_Type"]},
+    )
     answer = connection.getresponse()
-    kept = [value.partition(";")[0] for header, value in answer.getheaders() if header.lower() == "set-cookie"]
+    kept = [
+        value.partition(";")[0]
+        for header, value in answer.getheaders()
+        if header.lower() == "set-cookie"
+    ]
     connection.close()
     return "; ".join(cookie for cookie in kept if not cookie.endswith('=""'))
 
@@ -76,7 +103,12 @@ def test_an_account_without_a_role_is_told_so(asking):
 
 def test_who_has_not_logged_in_sees_the_way_to_the_login_and_no_more(asking):
     """`--oauth-optional` would let guests in: they come to a page of Panel's, and nothing of ours is on it."""
-    for path in ("/console/metadata", "/console/autoload.js?bokeh-autoload-element=1", "/static/js/bokeh.js", "/x"):
+    for path in (
+        "/console/metadata",
+        "/console/autoload.js?bokeh-autoload-element=1",
+        "/static/js/bokeh.js",
+        "/x",
+    ):
         answer = asking.get(path)
         assert answer.status == 403 and "SECRET" not in answer.body, (path, answer)
     page = asking.get()
@@ -89,7 +121,12 @@ def test_who_has_not_logged_in_sees_the_way_to_the_login_and_no_more(asking):
 def test_a_forged_login_is_no_login(asking):
     """The cookie is signed; a token has no place here."""
     page = asking.get(Cookie=cookies_of(asking, "bob")).session_token
-    for forged in ("user=ann", "user=2|1:0|10:1|4:user|4:YW5u|00", "is_guest=1", f"gpu-console={OPERATORS}"):
+    for forged in (
+        "user=ann",
+        "user=2|1:0|10:1|4:user|4:YW5u|00",
+        "is_guest=1",
+        f"gpu-console={OPERATORS}",
+    ):
         assert refused(asking, "/console/ws", page, cookie=forged) == 403
         assert asking.get("/static/js/bokeh.min.js", Cookie=forged).status == 403
     assert refused(asking, "/console/ws", page, Authorization=f"Bearer {OPERATORS}") == 403
@@ -117,6 +154,7 @@ def test_passwords_are_not_tried_as_fast_as_they_can_be_typed(asking):
 
 # -- OAuth
 
+
 class Provider(BaseHTTPRequestHandler):
     """The least of an OAuth provider: the code that it was sent is the token, and the token the name."""
 
@@ -125,7 +163,9 @@ class Provider(BaseHTTPRequestHandler):
         self._answer({"access_token": body["code"][0], "token_type": "bearer"})
 
     def do_GET(self):
-        self._answer({"login": self.headers["Authorization"].removeprefix("Bearer "), "email": "ann"})
+        self._answer(
+            {"login": self.headers["Authorization"].removeprefix("Bearer "), "email": "ann"}
+        )
 
     def _answer(self, value):
         body = json.dumps(value).encode()
@@ -145,11 +185,26 @@ def oauth(tmp_path_factory):
     provider = ThreadingHTTPServer(("127.0.0.1", 0), Provider)
     threading.Thread(target=provider.serve_forever, daemon=True).start()
     at = f"http://127.0.0.1:{provider.server_port}"
-    environ = {"PANEL_COOKIE_SECRET": "c" * 32, "PANEL_OAUTH_KEY": "key", "PANEL_OAUTH_SECRET": "secret",
-               "PANEL_OAUTH_AUTHORIZE_URL": f"{at}/authorize", "PANEL_OAUTH_TOKEN_URL": f"{at}/token",
-               "PANEL_OAUTH_USER_URL": f"{at}/user", "GPU_CONSOLE_OPERATORS": "ann", "GPU_CONSOLE_VIEWERS": "bob"}
-    words = panel_serve(place, "--warm", "--port", str(port), "--oauth-provider", "generic",
-                        "--oauth-jwt-user", "login")
+    environ = {
+        "PANEL_COOKIE_SECRET": "c" * 32,
+        "PANEL_OAUTH_KEY": "key",
+        "PANEL_OAUTH_SECRET": "secret",
+        "PANEL_OAUTH_AUTHORIZE_URL": f"{at}/authorize",
+        "PANEL_OAUTH_TOKEN_URL": f"{at}/token",
+        "PANEL_OAUTH_USER_URL": f"{at}/user",
+        "GPU_CONSOLE_OPERATORS": "ann",
+        "GPU_CONSOLE_VIEWERS": "bob",
+    }
+    words = panel_serve(
+        place,
+        "--warm",
+        "--port",
+        str(port),
+        "--oauth-provider",
+        "generic",
+        "--oauth-jwt-user",
+        "login",
+    )
     with serving(words, place, environ, port=port, path="/console") as one:
         yield one
     provider.shutdown()
@@ -162,9 +217,17 @@ def by_oauth(one, name):
     assert asked.status == 302 and "/authorize?" in asked.headers["location"]
     state = parse_qs(urlsplit(asked.headers["location"]).query)["state"][0]
     connection = http.client.HTTPConnection("127.0.0.1", one.port, timeout=20)
-    connection.request("GET", "/login?" + urlencode({"code": name, "state": state}), headers={"Cookie": asked.cookie})
+    connection.request(
+        "GET",
+        "/login?" + urlencode({"code": name, "state": state}),
+        headers={"Cookie": asked.cookie},
+    )
     answer = connection.getresponse()
-    kept = [value.partition(";")[0] for header, value in answer.getheaders() if header.lower() == "set-cookie"]
+    kept = [
+        value.partition(";")[0]
+        for header, value in answer.getheaders()
+        if header.lower() == "set-cookie"
+    ]
     connection.close()
     assert answer.status == 302, one.output
     return "; ".join(cookie for cookie in kept if not cookie.endswith('=""'))
@@ -191,6 +254,7 @@ def test_a_name_that_the_provider_tells_is_shown_as_text(oauth):
 
 # -- a Unix socket
 
+
 @pytest.fixture(scope="module", params=["gpu console", "panel serve"])
 def private(request, tmp_path_factory):
     """A console on a socket in a directory of one's own, as JupyterLab's launcher starts it."""
@@ -201,7 +265,9 @@ def private(request, tmp_path_factory):
         with serving(console(place, socket_path=path), place, socket_path=path) as one:
             yield one
     else:
-        with serving(panel_serve(place, "--unix-socket", path), place, socket_path=path, path="/console") as one:
+        with serving(
+            panel_serve(place, "--unix-socket", path), place, socket_path=path, path="/console"
+        ) as one:
             one.get()
             yield one
 
@@ -222,11 +288,18 @@ def test_a_foreign_page_is_refused_there_too(private):
 
 def test_what_the_proxy_sends_along_is_not_written_into_the_page(private):
     """It passes on Jupyter's own cookies and token; a script in the page could read them there."""
-    page = private.get(f"{private.path}?token=jupyters", Cookie="username-localhost-8888=jupyters",
-                       Authorization="token jupyters")
+    page = private.get(
+        f"{private.path}?token=jupyters",
+        Cookie="username-localhost-8888=jupyters",
+        Authorization="token jupyters",
+    )
     inside = str(get_token_payload(page.session_token))
     assert page.status == 200 and "headers" in inside
-    assert "jupyters" not in inside and "jupyters" not in page.body and "jupyters" not in private.output
+    assert (
+        "jupyters" not in inside
+        and "jupyters" not in page.body
+        and "jupyters" not in private.output
+    )
 
 
 def status_for_nobody(path):
@@ -271,6 +344,7 @@ def test_another_user_is_asked_for_the_token_though_the_socket_was_opened_to_the
 
 
 # -- where a socket may lie
+
 
 @pytest.fixture
 def mine(tmp_path):
@@ -334,6 +408,7 @@ def test_a_path_that_is_too_long_for_a_socket_is_refused_in_words(mine):
 
 # -- the port, and the end
 
+
 def test_the_first_free_port_is_taken_unless_one_was_asked_for():
     """On a shared box the first ones are others' consoles."""
     with socket.socket() as taken:
@@ -341,7 +416,10 @@ def test_the_first_free_port_is_taken_unless_one_was_asked_for():
         taken.listen()
         port = taken.getsockname()[1]
         assert sockets.free_port("127.0.0.1", port, tries=50) > port
-        with pytest.raises(GpuError, match=f"port {port} of 127.0.0.1 is in use. Take another:  gpu console --port N"):
+        with pytest.raises(
+            GpuError,
+            match=f"port {port} of 127.0.0.1 is in use. Take another:  gpu console --port N",
+        ):
             sockets.free_port("127.0.0.1", port, tries=1)
 
 
@@ -373,12 +451,20 @@ def test_the_examples_of_the_server_hold():
 def test_each_start_makes_a_token_of_its_own(environment):
     """Unless one is set; and none is shown where the settings are."""
     first, second = server.terms(), server.terms()
-    assert len(first.operator_token) > 40 and first.operator_token != second.operator_token and not first.viewer_token
+    assert (
+        len(first.operator_token) > 40
+        and first.operator_token != second.operator_token
+        and not first.viewer_token
+    )
     environment.setenv("GPU_CONSOLE_TOKEN", OPERATORS)
     environment.setenv("GPU_CONSOLE_OPERATORS", " ann,bob ,")
     environment.setenv("GPU_CONSOLE_READ_ONLY", "true")
     told = server.terms()
-    assert (told.operator_token, told.operators, told.read_only) == (OPERATORS, {"ann", "bob"}, True)
+    assert (told.operator_token, told.operators, told.read_only) == (
+        OPERATORS,
+        {"ann", "bob"},
+        True,
+    )
 
 
 def test_a_browser_is_sent_the_token_by_a_file_and_not_on_its_command_line(environment, tmp_path):

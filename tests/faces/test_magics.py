@@ -1,4 +1,5 @@
 """%gpu and %%gpu in a shell: every verb, every way to get it wrong, and what is left behind."""
+
 from __future__ import annotations
 
 import json
@@ -15,7 +16,9 @@ import gpu_runtime
 from gpu_runtime import errors, facts, verbs
 from gpu_runtime.rendering import progress, render
 
-pytestmark = pytest.mark.filterwarnings("ignore:To exit", "ignore::IPython.core.completer.ProvisionalCompleterWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:To exit", "ignore::IPython.core.completer.ProvisionalCompleterWarning"
+)
 GIB = 2**30
 
 
@@ -26,7 +29,9 @@ def models(rt, monkeypatch, tmp_path):
         rt.register(name, backend="fake", size=size)
         rt.preload(name)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "models.yaml").write_text("models: {phi:4b: {backend: fake, memory: 4GiB}, org/far: {runtime: tgi}}")
+    (tmp_path / "models.yaml").write_text(
+        "models: {phi:4b: {backend: fake, memory: 4GiB}, org/far: {runtime: tgi}}"
+    )
     rt.apply("models.yaml")
     return rt
 
@@ -48,19 +53,35 @@ def printed(shell, cell):
 # -- the verbs ----------------------------------------------------------------------------------------------------
 
 SHOWN = {
-    "": "1 simulated GPU", "status": "1 simulated GPU", "health": "healthy", "plan qwen": "qwen is there already",
-    "plan llama": "llama fits once 1 other has stepped aside", "plan 2GiB": "A lease of 2.0 GiB fits in what is free",
-    "why qwen": "was loaded, 14.0 GiB", "evict qwen": "evict qwen: qwen stepped aside to host; 14.0 GiB came free",
-    "preload llama": "preload llama: llama is on sim:0", "restore llama": "restore llama: llama is on sim:0",
-    "pin qwen": "pin qwen: qwen is kept", "unpin qwen": "unpin qwen: qwen may leave", "defrag": "defrag: ",
+    "": "1 simulated GPU",
+    "status": "1 simulated GPU",
+    "health": "healthy",
+    "plan qwen": "qwen is there already",
+    "plan llama": "llama fits once 1 other has stepped aside",
+    "plan 2GiB": "A lease of 2.0 GiB fits in what is free",
+    "why qwen": "was loaded, 14.0 GiB",
+    "evict qwen": "evict qwen: qwen stepped aside to host; 14.0 GiB came free",
+    "preload llama": "preload llama: llama is on sim:0",
+    "restore llama": "restore llama: llama is on sim:0",
+    "pin qwen": "pin qwen: qwen is kept",
+    "unpin qwen": "unpin qwen: qwen may leave",
+    "defrag": "defrag: ",
     "move qwen sim:0": "move qwen: qwen is on sim:0 already",
     "drain sim:0": "drain sim:0: sim:0 is drained: it takes no new leases",
     "drain sim:0 --undo": "sim:0 was not drained",
-    "doctor": "last refusals", "config": "SETTING", "config --preset 8GB": "export GPU_MEMORY_MAX_PERCENT=0.85", "help": "  %gpu [status]",
-    "help evict": "%gpu evict NAME", "load qwen": "load qwen: qwen is on sim:0 already", "-h": "  %gpu [status]",
-    "evict --help": "%gpu evict NAME", "apply -f models.yaml": "2 unchanged (phi:4b, org/far)",
-    "inspect phi:4b": "metadata:\n  name: phi:4b", "inspect phi:4b --format json": '"memory": "4GiB"',
-    "delete phi:4b": "delete phi:4b: phi:4b is no longer in the catalogue", "load phi:4b": "load phi:4b: phi:4b is on sim:0",
+    "doctor": "last refusals",
+    "config": "SETTING",
+    "config --preset 8GB": "export GPU_MEMORY_MAX_PERCENT=0.85",
+    "help": "  %gpu [status]",
+    "help evict": "%gpu evict NAME",
+    "load qwen": "load qwen: qwen is on sim:0 already",
+    "-h": "  %gpu [status]",
+    "evict --help": "%gpu evict NAME",
+    "apply -f models.yaml": "2 unchanged (phi:4b, org/far)",
+    "inspect phi:4b": "metadata:\n  name: phi:4b",
+    "inspect phi:4b --format json": '"memory": "4GiB"',
+    "delete phi:4b": "delete phi:4b: phi:4b is no longer in the catalogue",
+    "load phi:4b": "load phi:4b: phi:4b is on sim:0",
 }
 FRAMES = {
     "models": "name backend where bytes idle_seconds uses importance keep owner",
@@ -69,8 +90,8 @@ FRAMES = {
     "evictions --all --limit 2": "time model action reason bytes device owner",
     "catalog": "name type backend bytes context_length importance keep state source",
     "fragmentation": "device allocated_bytes reserved_bytes fragmentation_bytes fragmentation_percent alloc_retries "
-                     "ooms inactive_bytes releasable_bytes largest_free_bytes largest_request_bytes owner user pid "
-                     "notebook",
+    "ooms inactive_bytes releasable_bytes largest_free_bytes largest_request_bytes owner user pid "
+    "notebook",
 }
 
 
@@ -90,7 +111,9 @@ def test_a_table_is_a_plain_dataframe(shell, models, words):
 
 
 def test_every_verb_is_tried_here():
-    tried = {words.split()[0] for words in (*SHOWN, *FRAMES) if words} | {"console"}  # that one in test_inline.py
+    tried = {words.split()[0] for words in (*SHOWN, *FRAMES) if words} | {
+        "console"
+    }  # that one in test_inline.py
     assert {verb.name for verb in verbs.verbs(verbs.MAGIC)} == tried - {"-h"}
 
 
@@ -111,8 +134,22 @@ def test_an_answer_can_be_stored_and_silenced(shell, models):
     assert "healthy" in printed(shell, "%gpu health")
 
 
-@pytest.mark.parametrize("words", ["status", "models", "leases", "evictions", "fragmentation", "health", "plan qwen",
-                                   "why qwen", "config", "config --preset 4GB", "defrag"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "status",
+        "models",
+        "leases",
+        "evictions",
+        "fragmentation",
+        "health",
+        "plan qwen",
+        "why qwen",
+        "config",
+        "config --preset 4GB",
+        "defrag",
+    ],
+)
 def test_json_is_text_that_parses_and_a_tree(shell, models, words):
     answer = run(shell, f"%gpu {words} --json")
     assert answer._repr_mimebundle_()["application/json"] == json.loads(answer)
@@ -147,7 +184,9 @@ def test_a_path_with_spaces_is_one_word(shell, models, tmp_path):
     (tmp_path / "my model").mkdir()
     with pytest.raises(errors.NotAModel) as caught:
         run(shell, f"%gpu load new '{tmp_path}/my model'")
-    assert "my model" in str(caught.value) and "'" + str(tmp_path) not in str(caught.value.facts.get("source", ""))
+    assert "my model" in str(caught.value) and "'" + str(tmp_path) not in str(
+        caught.value.facts.get("source", "")
+    )
 
 
 def test_a_load_that_failed_leaves_the_name_free(shell, models, tmp_path):
@@ -161,8 +200,18 @@ def test_a_load_that_failed_leaves_the_name_free(shell, models, tmp_path):
 
 # -- getting it wrong ---------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("typed", "nearest"), [("evcit", "evict"), ("statsu", "status"), ("modles", "models"),
-                                                ("Health", "health"), ("preloda", "preload"), ("xyz", "")])
+
+@pytest.mark.parametrize(
+    ("typed", "nearest"),
+    [
+        ("evcit", "evict"),
+        ("statsu", "status"),
+        ("modles", "models"),
+        ("Health", "health"),
+        ("preloda", "preload"),
+        ("xyz", ""),
+    ],
+)
 def test_a_typo_suggests_the_nearest_verb(shell, typed, nearest):
     with pytest.raises(errors.UnknownVerb) as caught:
         run(shell, f"%gpu {typed}")
@@ -170,14 +219,22 @@ def test_a_typo_suggests_the_nearest_verb(shell, typed, nearest):
     assert (f"Did you mean {nearest}?" in str(caught.value)) == bool(nearest)
 
 
-@pytest.mark.parametrize(("line", "kind"), [
-    ("evict nobody", errors.UnknownModel), ("plan nobody", errors.UnknownModel), ("why nobody", errors.UnknownModel),
-    ("load phi:4b --importance high", errors.AlreadyRegistered), ("load org/far", errors.LoadFailed),
-    ("inspect nobody", errors.UnknownModel), ("apply -f none.yaml", errors.BadDocument),
-    ("config --preset 3GB", errors.BadSetting), ("load big --backend fake --size lots", errors.BadSize),
-    ("load big --backend fake --size 100GiB", errors.DoesNotFit), ("load qwen --backend fake --size 1GiB",
-                                                                   errors.AlreadyRegistered),
-])
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("evict nobody", errors.UnknownModel),
+        ("plan nobody", errors.UnknownModel),
+        ("why nobody", errors.UnknownModel),
+        ("load phi:4b --importance high", errors.AlreadyRegistered),
+        ("load org/far", errors.LoadFailed),
+        ("inspect nobody", errors.UnknownModel),
+        ("apply -f none.yaml", errors.BadDocument),
+        ("config --preset 3GB", errors.BadSetting),
+        ("load big --backend fake --size lots", errors.BadSize),
+        ("load big --backend fake --size 100GiB", errors.DoesNotFit),
+        ("load qwen --backend fake --size 1GiB", errors.AlreadyRegistered),
+    ],
+)
 def test_a_failure_is_our_own_error_and_shows_as_one_sentence(shell, models, line, kind):
     """Never a traceback of ours; and raised, so that nbval sees it."""
     with pytest.raises(kind):
@@ -186,13 +243,19 @@ def test_a_failure_is_our_own_error_and_shows_as_one_sentence(shell, models, lin
     assert shown.startswith(f"{kind.__name__}: ") and "Traceback" not in shown
 
 
-@pytest.mark.parametrize(("line", "says"), [
-    ("evict", "required: NAME"), ("evict qwen --frobnicate", "unrecognized arguments: --frobnicate"),
-    ("evict qwen --timeout soon", "'soon' is not a duration"),
-    ("load x --importance vital", "'vital' is none of urgent"),
-    ("evictions --limit none", "'none' is not a number of rows"), ("plan 'qwen", "No closing quotation"),
-    ("health -o 3x", "not a name that Python could use"), ("status extra", "unrecognized arguments: extra"),
-])
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("evict", "required: NAME"),
+        ("evict qwen --frobnicate", "unrecognized arguments: --frobnicate"),
+        ("evict qwen --timeout soon", "'soon' is not a duration"),
+        ("load x --importance vital", "'vital' is none of urgent"),
+        ("evictions --limit none", "'none' is not a number of rows"),
+        ("plan 'qwen", "No closing quotation"),
+        ("health -o 3x", "not a name that Python could use"),
+        ("status extra", "unrecognized arguments: extra"),
+    ],
+)
 def test_bad_syntax_says_how_it_is_typed(shell, models, line, says):
     with pytest.raises(UsageError) as caught:
         run(shell, f"%gpu {line}")
@@ -201,17 +264,23 @@ def test_bad_syntax_says_how_it_is_typed(shell, models, line, says):
 
 # -- %%gpu --------------------------------------------------------------------------------------------------------
 
+
 def held(rt):
     return [(lease.name, lease.pins) for lease in rt.status().leases() if lease.pins]
 
 
 def test_a_cell_runs_in_the_users_names_under_a_lease(shell, rt):
     """Its last expression is shown, as in any cell, and then what it took."""
-    shown = printed(shell, "%%gpu 8GiB\nkind = [(l.kind, l.bytes) for l in rt.status().leases()]\nlen(kind)")
+    shown = printed(
+        shell, "%%gpu 8GiB\nkind = [(l.kind, l.bytes) for l in rt.status().leases()]\nlen(kind)"
+    )
     assert shell.user_ns["kind"] == [("block", 8 * GIB)]
     first, second = shown.strip().splitlines()
-    assert first.endswith("1") and second == \
-        "8.0 GiB leased on sim:0 · peak and delta unknown: only torch on a real card tells them"
+    assert (
+        first.endswith("1")
+        and second
+        == "8.0 GiB leased on sim:0 · peak and delta unknown: only torch on a real card tells them"
+    )
     assert list(rt.status().leases()) == []
 
 
@@ -219,7 +288,9 @@ def test_a_semicolon_silences_the_last_expression_only(shell, rt):
     assert printed(shell, "%%gpu 1GiB\n41 + 1;").startswith("1.0 GiB leased")
 
 
-@pytest.mark.parametrize("raises", ["1/0", "raise KeyboardInterrupt", "raise SystemExit(3)", "import nothing_such"])
+@pytest.mark.parametrize(
+    "raises", ["1/0", "raise KeyboardInterrupt", "raise SystemExit(3)", "import nothing_such"]
+)
 @pytest.mark.parametrize("line", ["8GiB", "--model llama", "1GiB --model llama --importance high"])
 def test_a_cell_gives_back_whatever_happens(shell, models, line, raises):
     """The lease, the pin, and the name `model`."""
@@ -241,7 +312,9 @@ def test_a_traceback_is_let_go_with_its_error(shell, rt):
     """What we hang on an error refers to no frame: the user's tensors end with the error."""
     printed(shell, "%%gpu 1GiB\nraise ValueError('x')")
     render_own = sys.last_value._render_traceback_
-    assert not [cell for cell in render_own.__closure__ if isinstance(cell.cell_contents, BaseException)]
+    assert not [
+        cell for cell in render_own.__closure__ if isinstance(cell.cell_contents, BaseException)
+    ]
 
 
 def test_a_cell_that_is_not_python_fails_with_pythons_own_words(shell, rt):
@@ -264,8 +337,13 @@ def test_magics_and_shell_lines_work_inside_a_cell(shell, rt):
 def test_a_cell_can_hold_a_model_and_finds_it_under_its_name(shell, models):
     """`model`, while the cell runs; what the user had there comes back."""
     shell.user_ns["model"] = "mine"
-    run(shell, "%%gpu --model llama\nwhat = repr(model), [l.pins for l in rt.status().leases() if l.name == 'llama']")
-    assert shell.user_ns["what"] == ("<fake llama on sim:0>", [1]) and shell.user_ns["model"] == "mine"
+    run(
+        shell,
+        "%%gpu --model llama\nwhat = repr(model), [l.pins for l in rt.status().leases() if l.name == 'llama']",
+    )
+    assert (
+        shell.user_ns["what"] == ("<fake llama on sim:0>", [1]) and shell.user_ns["model"] == "mine"
+    )
 
 
 def test_a_cell_keeps_the_name_that_it_gave_another_meaning(shell, models):
@@ -273,10 +351,17 @@ def test_a_cell_keeps_the_name_that_it_gave_another_meaning(shell, models):
     assert shell.user_ns["model"] == 7
 
 
-@pytest.mark.parametrize(("line", "kind"), [
-    ("100GiB", errors.DoesNotFit), ("lots", errors.BadSize), ("-3", errors.BadSize),
-    ("--model nobody", errors.UnknownModel), ("evict qwen", UsageError), ("1GiB --importance vital", UsageError),
-])
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("100GiB", errors.DoesNotFit),
+        ("lots", errors.BadSize),
+        ("-3", errors.BadSize),
+        ("--model nobody", errors.UnknownModel),
+        ("evict qwen", UsageError),
+        ("1GiB --importance vital", UsageError),
+    ],
+)
 def test_a_cell_that_cannot_have_its_room_does_not_run(shell, models, line, kind):
     with pytest.raises(kind):
         run(shell, f"%%gpu {line}\nran = True")
@@ -284,6 +369,7 @@ def test_a_cell_that_cannot_have_its_room_does_not_run(shell, models, line, kind
 
 
 # -- progress -----------------------------------------------------------------------------------------------------
+
 
 class Terminal(list):
     write = list.append
@@ -300,8 +386,11 @@ def test_in_a_terminal_progress_is_one_line_that_goes_away():
     with progress.TerminalProgress("qwen", terminal, clock=iter((0.0, 0.05, 0.2)).__next__) as told:
         for done in (0, GIB, 2 * GIB):  # the second comes too soon after the first to be drawn
             told(done, 4 * GIB)
-    assert terminal == [f"\rloading qwen  {'·' * 32}  0 B of 4.0 GiB\x1b[K",
-                        f"\rloading qwen  {'█' * 16}{'·' * 16}  2.0 GiB of 4.0 GiB\x1b[K", "\r\x1b[K"]
+    assert terminal == [
+        f"\rloading qwen  {'·' * 32}  0 B of 4.0 GiB\x1b[K",
+        f"\rloading qwen  {'█' * 16}{'·' * 16}  2.0 GiB of 4.0 GiB\x1b[K",
+        "\r\x1b[K",
+    ]
 
 
 def test_a_stream_that_is_no_terminal_gets_no_progress(tmp_path):
@@ -312,15 +401,32 @@ def test_a_stream_that_is_no_terminal_gets_no_progress(tmp_path):
 
 # -- completion ---------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("text", "offered"), [
-    ("%gpu m", {"models", "move"}), ("df = %gpu mod", {"models"}), ("%gpuctl ev", {"evict", "evictions"}),
-    ("%gpu evict ", {"llama", "qwen", "phi:4b", "org/far"}), ("%gpu evict q", {"qwen"}), ("x = %gpu plan l", {"llama"}),
-    ("%gpu evict qwen --t", {"--timeout"}), ("%gpu load new --importance h", {"high"}),
-    ("%gpu config --preset 1", {"16GB"}), ("%gpu help pre", {"preload"}), ("%%gpu --model q", {"qwen"}),
-    ("%%gpu 8GiB --i", {"--importance"}), ("%%gpu --importance u", {"urgent"}), ("%gpu status --j", {"--json"}),
-    ("%gpu load new --backend f", {"fake"}), ("%gpu xyz", set()), ("%gpu inspect ", {"phi:4b", "org/far"}),
-    ("%gpu load phi:", {"phi:4b"}), ("%gpu plan org/", {"org/far"}), ("%gpu inspect phi:4b --format y", {"yaml"}),
-])
+
+@pytest.mark.parametrize(
+    ("text", "offered"),
+    [
+        ("%gpu m", {"models", "move"}),
+        ("df = %gpu mod", {"models"}),
+        ("%gpuctl ev", {"evict", "evictions"}),
+        ("%gpu evict ", {"llama", "qwen", "phi:4b", "org/far"}),
+        ("%gpu evict q", {"qwen"}),
+        ("x = %gpu plan l", {"llama"}),
+        ("%gpu evict qwen --t", {"--timeout"}),
+        ("%gpu load new --importance h", {"high"}),
+        ("%gpu config --preset 1", {"16GB"}),
+        ("%gpu help pre", {"preload"}),
+        ("%%gpu --model q", {"qwen"}),
+        ("%%gpu 8GiB --i", {"--importance"}),
+        ("%%gpu --importance u", {"urgent"}),
+        ("%gpu status --j", {"--json"}),
+        ("%gpu load new --backend f", {"fake"}),
+        ("%gpu xyz", set()),
+        ("%gpu inspect ", {"phi:4b", "org/far"}),
+        ("%gpu load phi:", {"phi:4b"}),
+        ("%gpu plan org/", {"org/far"}),
+        ("%gpu inspect phi:4b --format y", {"yaml"}),
+    ],
+)
 def test_tab_offers_verbs_options_and_models(shell, models, text, offered):
     """In a line magic, a cell magic and an assignment; and nothing else beside them."""
     with capture_output(display=False):
@@ -346,13 +452,15 @@ def test_tab_leaves_python_and_the_body_of_a_cell_alone(shell, models):
     def asked(text):
         lines = text.split("\n")
         return magics._loaded[id(shell)].matcher(
-            CompletionContext("", text, len(lines[-1]), len(lines) - 1, None))["completions"]
+            CompletionContext("", text, len(lines[-1]), len(lines) - 1, None)
+        )["completions"]
 
     assert asked("%%gpu 8GiB\nevi") == [] and asked("gpu ev") == [] and asked("%gpux ev") == []
     assert asked("%gpu ev")
 
 
 # -- loading and unloading ----------------------------------------------------------------------------------------
+
 
 def test_loading_prints_nothing_and_offers_the_runtime(fresh_shell, rt):
     with capture_output(display=False) as captured:
@@ -370,9 +478,14 @@ def test_a_name_in_use_is_left_alone(fresh_shell, rt):
 
 def state(shell):
     tables = shell.magics_manager.magics
-    return ({kind: dict(table) for kind, table in tables.items()}, list(shell.Completer.custom_matchers),
-            dict(shell.display_formatter.mimebundle_formatter.type_printers), "rt" in shell.user_ns,
-            set(shell.magics_manager.registry), {name: list(hooks) for name, hooks in shell.events.callbacks.items()})
+    return (
+        {kind: dict(table) for kind, table in tables.items()},
+        list(shell.Completer.custom_matchers),
+        dict(shell.display_formatter.mimebundle_formatter.type_printers),
+        "rt" in shell.user_ns,
+        set(shell.magics_manager.registry),
+        {name: list(hooks) for name, hooks in shell.events.callbacks.items()},
+    )
 
 
 def test_unloading_takes_everything_back(fresh_shell, rt):
@@ -382,7 +495,10 @@ def test_unloading_takes_everything_back(fresh_shell, rt):
     for _ in range(2):  # loading twice is loading once
         magics.load(fresh_shell)
     magics.unload(fresh_shell)
-    assert state(fresh_shell) == before and fresh_shell.magics_manager.magics["line"].pop("gpu") is theirs
+    assert (
+        state(fresh_shell) == before
+        and fresh_shell.magics_manager.magics["line"].pop("gpu") is theirs
+    )
 
 
 def test_loading_opens_nothing_and_the_first_use_tells_what_is_wrong(fresh_shell, monkeypatch):
@@ -412,16 +528,25 @@ def test_the_runtime_takes_its_place_before_the_first_cell_that_names_it(shell, 
 def test_help_is_the_table_of_verbs(shell):
     """`%gpu?` shows it: every verb, a line each."""
     doc = shell.find_magic("gpu").__doc__
-    assert all(f"  %gpu {verb.name}" in doc or verb.name == "status" for verb in verbs.verbs(verbs.MAGIC))
+    assert all(
+        f"  %gpu {verb.name}" in doc or verb.name == "status" for verb in verbs.verbs(verbs.MAGIC)
+    )
 
 
 def test_loading_imports_nothing_heavy(child_environment):
     """What a model or a table needs comes with the first one."""
-    code = ("from IPython.core.interactiveshell import InteractiveShell as S; import sys; s = S.instance();"
-            "s.run_cell('%load_ext gpu'); s.run_cell('%gpu'); assert 'rt' in s.user_ns;"
-            "print([m for m in ('torch', 'transformers', 'panel', 'pandas', 'accelerate') if m in sys.modules])")
-    done = subprocess.run([sys.executable, "-c", code], env=child_environment, capture_output=True, text=True,
-                          timeout=60)
+    code = (
+        "from IPython.core.interactiveshell import InteractiveShell as S; import sys; s = S.instance();"
+        "s.run_cell('%load_ext gpu'); s.run_cell('%gpu'); assert 'rt' in s.user_ns;"
+        "print([m for m in ('torch', 'transformers', 'panel', 'pandas', 'accelerate') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=child_environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
@@ -430,6 +555,7 @@ def test_values_for_display_are_facts():
 
 
 # -- the kernel's state -------------------------------------------------------------------------------------------
+
 
 def test_a_cell_that_runs_is_told_and_its_end_too(shell, models):
     """So that others see whether this notebook works, and since when it does not."""
@@ -441,7 +567,9 @@ def test_a_cell_that_runs_is_told_and_its_end_too(shell, models):
     assert section.busy_since == 0 and section.idle_since >= busy
     with capture_output():
         shell.run_cell("1 / 0")
-    assert models.status().sections[models.status().owner.id].busy_since == 0, "a failing cell ends as well"
+    assert models.status().sections[models.status().owner.id].busy_since == 0, (
+        "a failing cell ends as well"
+    )
 
 
 def test_a_kernel_without_the_extension_says_nothing_of_cells(shell, models):

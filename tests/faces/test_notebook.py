@@ -1,4 +1,5 @@
 """In a real kernel: what a notebook keeps, and that a failing cell is seen to fail."""
+
 from __future__ import annotations
 
 import os
@@ -30,9 +31,16 @@ CELLS = [
 def outputs(tmp_path_factory):
     """The outputs of each cell, run once for all tests here."""
     environment = {"GPU_DEVICES": "sim:24GiB,host:64GiB", "GPU_LEDGER": "memory:", "TZ": "UTC"}
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS])
-    client = NotebookClient(notebook, timeout=60, kernel_name="python3", allow_errors=True,
-                            resources={"metadata": {"path": str(tmp_path_factory.mktemp("notebook"))}})
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(source) for source in CELLS]
+    )
+    client = NotebookClient(
+        notebook,
+        timeout=60,
+        kernel_name="python3",
+        allow_errors=True,
+        resources={"metadata": {"path": str(tmp_path_factory.mktemp("notebook"))}},
+    )
     client.execute(env={**os.environ, "PYTHONPATH": FOUND_BY_CHILDREN, **environment})
     return [cell.outputs for cell in notebook.cells]
 
@@ -59,8 +67,10 @@ def test_a_magic_can_be_assigned(outputs):
     assert outputs[3][0].data["text/plain"] == "['qwen']"
 
 
-@pytest.mark.parametrize(("cell", "kind"), [
-    (4, "ZeroDivisionError"), (5, "UnknownVerb"), (6, "DoesNotFit"), (8, "KeyboardInterrupt")])
+@pytest.mark.parametrize(
+    ("cell", "kind"),
+    [(4, "ZeroDivisionError"), (5, "UnknownVerb"), (6, "DoesNotFit"), (8, "KeyboardInterrupt")],
+)
 def test_a_failing_cell_is_seen_to_fail(outputs, cell, kind):
     """As an error output, once: that is what nbval looks for."""
     errors = [output for output in outputs[cell] if output.output_type == "error"]
@@ -71,7 +81,8 @@ def test_a_failing_cell_is_seen_to_fail(outputs, cell, kind):
 
 def test_our_own_failures_are_a_sentence(outputs):
     assert outputs[5][0].traceback == [
-        "UnknownVerb: no verb is called 'evcit'. Did you mean evict? All of them:  %gpu help"]
+        "UnknownVerb: no verb is called 'evcit'. Did you mean evict? All of them:  %gpu help"
+    ]
 
 
 def test_bad_syntax_goes_to_standard_error(outputs):
@@ -85,7 +96,9 @@ def test_failing_cells_gave_back_what_they_held(outputs):
 
 def test_a_leased_cell_shows_its_value_and_then_its_report(outputs):
     value, report = outputs[11]
-    assert value.data["text/plain"] == "42" and report.data["text/plain"].startswith("1.0 GiB leased on sim:0")
+    assert value.data["text/plain"] == "42" and report.data["text/plain"].startswith(
+        "1.0 GiB leased on sim:0"
+    )
 
 
 def test_the_runtime_of_the_process_is_the_one_in_the_notebook(outputs):

@@ -1,4 +1,5 @@
 """The tab Now, without a browser: what it shows, and that what it made stays made."""
+
 from __future__ import annotations
 
 import re
@@ -24,7 +25,8 @@ def heading(snapshot, device=0):
 
 def test_the_heading_tells_level_room_and_use():
     assert words(heading(samples.busy)).startswith(
-        "sim:0 ◕ HIGH 3.6 GiB free 18.0 of 21.6 GiB leased · 4.0 GiB idle")
+        "sim:0 ◕ HIGH 3.6 GiB free 18.0 of 21.6 GiB leased · 4.0 GiB idle"
+    )
 
 
 def test_the_bar_can_be_heard():
@@ -46,9 +48,15 @@ def test_what_the_monitor_cannot_see_is_said_first():
 
 
 def test_a_card_for_every_device_and_the_first_ones_history():
-    tab = looked_at(Now, samples.eight, history=lambda seconds, points: pasts.day(seconds=seconds, cards=1, gib=80))
+    tab = looked_at(
+        Now,
+        samples.eight,
+        history=lambda seconds, points: pasts.day(seconds=seconds, cards=1, gib=80),
+    )
     assert len(tab._grid) == 9 and tab._device.value == "cuda:0"
-    assert [card.chart.source.data["title"] for card in tab._cards.values()][1] == ["meta-llama/Llama-3.1-8B-Instruct"]
+    assert [card.chart.source.data["title"] for card in tab._cards.values()][1] == [
+        "meta-llama/Llama-3.1-8B-Instruct"
+    ]
     assert tab._silence.html.startswith("Nothing is recorded of cuda:0"), "the past is of sim:0"
 
 
@@ -56,8 +64,10 @@ def test_figures_are_made_once():
     """Each second brings new data, never a new figure."""
     tab = looked_at(Now, samples.busy, history=lambda seconds, points: pasts.day(seconds=seconds))
     made = [card.chart.figure for card in tab._cards.values()] + [tab._chart.figure]
-    tab.watch.rt.snapshot = replace(samples.waiting, devices=tuple(
-        replace(view, level=Level.CRITICAL) for view in samples.waiting.devices))
+    tab.watch.rt.snapshot = replace(
+        samples.waiting,
+        devices=tuple(replace(view, level=Level.CRITICAL) for view in samples.waiting.devices),
+    )
     refresh(tab)
     assert made == [card.chart.figure for card in tab._cards.values()] + [tab._chart.figure]
     assert "● CRITICAL" in tab._cards["sim:0"].head.html
@@ -67,7 +77,10 @@ def test_figures_are_made_once():
 def test_another_window_is_asked_for_and_shown_whole():
     asked = []
     tab = looked_at(
-        Now, samples.busy, history=lambda seconds, points: asked.append(seconds) or pasts.day(seconds=seconds))
+        Now,
+        samples.busy,
+        history=lambda seconds, points: asked.append(seconds) or pasts.day(seconds=seconds),
+    )
     tab._chart.time.update(start=1, end=2)
     tab._window.value = "24 h"
     refresh(tab)
@@ -79,7 +92,10 @@ def test_nothing_recorded_says_so_above_a_chart_that_has_its_axes():
     """The last quarter of an hour, up to the device's size: not the first of January 1970."""
     tab = looked_at(Now, samples.busy, history=lambda seconds, points: History((), (), seconds))
     assert tab._silence.html.startswith("Nothing is recorded of sim:0 yet")
-    assert (tab._chart.time.end, tab._chart.time.end - tab._chart.time.start) == (samples.WALL * 1e3, 900_000)
+    assert (tab._chart.time.end, tab._chart.time.end - tab._chart.time.start) == (
+        samples.WALL * 1e3,
+        900_000,
+    )
     assert tab._chart.height.end > 24
 
 

@@ -1,4 +1,5 @@
 """The console's colours: told apart by everybody, in the dark and in the light, and kept."""
+
 from __future__ import annotations
 
 import itertools
@@ -73,7 +74,9 @@ def test_a_lease_keeps_its_look_whoever_comes_and_goes():
     palette = Palette()
     before = palette.looks(["qwen@1", "llama@2"])
     palette.looks([f"model-{n}@3" for n in range(40)])
-    assert palette.looks(["llama@2", "new@9", "qwen@1"]) | before == palette.looks(["llama@2", "new@9", "qwen@1"])
+    assert palette.looks(["llama@2", "new@9", "qwen@1"]) | before == palette.looks(
+        ["llama@2", "new@9", "qwen@1"]
+    )
 
 
 @given(LABELS)
@@ -82,7 +85,7 @@ def test_as_many_as_there_are_looks_all_differ(labels):
     chosen = choose({}, labels)
     few = dict(list(chosen.items())[:SLOTS])
     assert len(set(few.values())) == len(few)
-    colours = [slot % len(COLOURS) for slot in list(chosen.values())[:len(COLOURS)]]
+    colours = [slot % len(COLOURS) for slot in list(chosen.values())[: len(COLOURS)]]
     assert len(set(colours)) == len(colours)
 
 
@@ -90,7 +93,9 @@ def test_as_many_as_there_are_looks_all_differ(labels):
 def test_what_was_chosen_stays_and_new_ones_keep_clear_of_the_last_seen(first, then):
     kept = choose({}, first)
     again = choose(kept, then)
-    assert {one: again[one] for one in again if one in kept} == {one: kept[one] for one in again if one in kept}
+    assert {one: again[one] for one in again if one in kept} == {
+        one: kept[one] for one in again if one in kept
+    }
     new = [one for one in again if one not in kept]
     if len(set(first) | set(then)) <= SLOTS:
         assert not {again[one] for one in new} & set(kept.values())
@@ -104,9 +109,14 @@ def test_memory_is_bounded():
     assert len(palette._kept) == KEPT
 
 
-@pytest.mark.parametrize(("one", "other", "expected"), [
-    ((50, 2.6772, -79.7751), (50, 0, -82.7485), 2.0425), ((50, 2.5, 0), (73, 25, -18), 27.1492),
-    ((2.0776, 0.0795, -1.1350), (0.9033, -0.0636, -0.5514), 0.9082)])
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ((50, 2.6772, -79.7751), (50, 0, -82.7485), 2.0425),
+        ((50, 2.5, 0), (73, 25, -18), 27.1492),
+        ((2.0776, 0.0795, -1.1350), (0.9033, -0.0636, -0.5514), 0.9082),
+    ],
+)
 def test_the_measure_of_distance_is_the_published_one(one, other, expected):
     """Pairs of the paper's own table: Sharma, Wu & Dalal 2005."""
     assert ciede2000(np.array(one), np.array(other)) == pytest.approx(expected, abs=1e-4)

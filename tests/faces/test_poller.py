@@ -1,4 +1,5 @@
 """One poller for all sessions: it asks once, only while somebody looks, and outlives a ledger that fails."""
+
 from __future__ import annotations
 
 import gc
@@ -99,7 +100,9 @@ def test_that_models_are_being_used_is_passed_on_with_the_next_second(watch, rt,
     assert watch.look.snapshot.sections == rt.snapshot.sections
 
 
-@pytest.mark.parametrize("news", [{"shares": ()}, {"keep": True}, {"phase": Phase.LEAVING}, {"importance": 1}])
+@pytest.mark.parametrize(
+    "news", [{"shares": ()}, {"keep": True}, {"phase": Phase.LEAVING}, {"importance": 1}]
+)
 def test_where_a_model_lies_and_what_may_be_done_with_it_is_passed_on_at_once(watch, rt, news):
     """Whoever has just clicked waits for it."""
     watch.poll()
@@ -108,7 +111,9 @@ def test_where_a_model_lies_and_what_may_be_done_with_it_is_passed_on_at_once(wa
     assert watch.look.snapshot.sections == rt.snapshot.sections
 
 
-def test_a_ledger_that_fails_is_told_with_the_time_since_when_and_the_last_figures_stay(watch, rt, clock):
+def test_a_ledger_that_fails_is_told_with_the_time_since_when_and_the_last_figures_stay(
+    watch, rt, clock
+):
     """A page that went blank would say less than one that says how old it is."""
     watch.poll()
     rt.failure = LedgerUnavailable("the disk is full", path="/x")
@@ -135,7 +140,9 @@ def test_whoever_looks_also_looks_for_the_dead(watch, rt, clock):
     assert (rt.asked, rt.reaped) == (3, 2)
 
 
-def test_what_is_asked_beside_the_snapshot_is_fetched_once_for_all_and_anew_when_it_is_due(watch, rt, clock):
+def test_what_is_asked_beside_the_snapshot_is_fetched_once_for_all_and_anew_when_it_is_due(
+    watch, rt, clock
+):
     fetched = []
 
     def history(asked):
@@ -198,7 +205,9 @@ def test_a_figure_is_reckoned_once_for_all_sessions(watch):
 def test_it_asks_only_while_somebody_looks(rt):
     """Twenty sessions are one thread; none is none."""
     running = []
-    watch = Watch(rt, start=lambda work: running.append(threading.Thread(target=work)) or running[-1].start())
+    watch = Watch(
+        rt, start=lambda work: running.append(threading.Thread(target=work)) or running[-1].start()
+    )
     sessions = [Session() for _ in range(20)]
     for session in sessions:
         watch.join(session)
@@ -216,7 +225,9 @@ def test_it_asks_only_while_somebody_looks(rt):
 def test_a_session_that_was_never_closed_does_not_keep_it_asking(rt):
     """A browser that vanishes leaves no goodbye."""
     running = []
-    watch = Watch(rt, start=lambda work: running.append(threading.Thread(target=work)) or running[-1].start())
+    watch = Watch(
+        rt, start=lambda work: running.append(threading.Thread(target=work)) or running[-1].start()
+    )
     session = Session()
     watch.join(session)
     gone = weakref.ref(session)

@@ -1,4 +1,5 @@
 """What a terminal shows, as whole strings: alignment is part of the meaning."""
+
 from __future__ import annotations
 
 import pytest
@@ -14,7 +15,9 @@ from .samples import GIB, lease, snapshot
 
 def test_status_tells_at_a_glance_how_full_who_and_why():
     """Devices, then holders, then the last decision and the counters."""
-    assert text.status(samples.busy) == """\
+    assert (
+        text.status(samples.busy)
+        == """\
 1 simulated GPU · pressure HIGH
 
 sim:0  ███████████████████▓▓▓▓▓·····│··  18.0 of 21.6 GiB    83%  HIGH
@@ -29,11 +32,14 @@ llama      8.0 GiB  host   this process                                warm, idl
 
 Last decision  12:02:08  qwen was loaded, 14.0 GiB on sim:0: qwen needs 14.0 GiB; sim:0 has 21.6 GiB free.
 3 evictions (2 offloaded, 1 unloaded) · 2 restored · 4 loaded"""
+    )
 
 
 def test_status_shows_an_overdraft_strangers_and_a_blind_monitor():
     """On a real card what nobody leased is seen too, with its process."""
-    assert text.status(samples.overdraft) == """\
+    assert (
+        text.status(samples.overdraft)
+        == """\
 1 × NVIDIA H100 · pressure CRITICAL
 The monitor cannot see: cuda:0 did not answer 5 times in a row; next try in 30 s
 
@@ -46,22 +52,36 @@ MODEL               SIZE  WHERE   HELD BY                         STATE
 qwen            14.0 GiB  cuda:0  this process                    idle 12 s
 llama            9.0 GiB  cuda:0  analysis.ipynb (pid 4121), bob  idle 12 s
 other programs   512 MiB  cuda:0  python3, carol, pid 999         not governed"""
+    )
 
 
 def test_status_names_who_waits_for_what():
     """A request in the queue, and a thing asked of another process, each with its reason."""
-    assert text.status(samples.waiting).partition("Waiting")[2].partition("\n\n")[0] == """\
+    assert (
+        text.status(samples.waiting).partition("Waiting")[2].partition("\n\n")[0]
+        == """\
 : 2
   1. llama, 8.0 GiB on sim:0, for analysis.ipynb (pid 4121), bob, waiting 12 s: qwen (14.0 GiB on sim:0) is in use
   2. this process asked analysis.ipynb (pid 4121), bob to evict reranker, 3.0 s ago"""
+    )
 
 
-@pytest.mark.parametrize(("seen", "prompt", "hint"), [
-    (samples.empty, "%gpu", "Nothing is loaded yet. Load a model:  %gpu load NAME PATH"),
-    (samples.registered, "%gpu", "Nothing is loaded. Registered here: qwen. Load one:  %gpu preload qwen"),
-    (samples.empty, "gpu",
-     "Nothing is loaded yet. Load a model, in a notebook:  %load_ext gpu  and  %gpu load NAME PATH"),
-])
+@pytest.mark.parametrize(
+    ("seen", "prompt", "hint"),
+    [
+        (samples.empty, "%gpu", "Nothing is loaded yet. Load a model:  %gpu load NAME PATH"),
+        (
+            samples.registered,
+            "%gpu",
+            "Nothing is loaded. Registered here: qwen. Load one:  %gpu preload qwen",
+        ),
+        (
+            samples.empty,
+            "gpu",
+            "Nothing is loaded yet. Load a model, in a notebook:  %load_ext gpu  and  %gpu load NAME PATH",
+        ),
+    ],
+)
 def test_an_empty_state_says_what_to_type(seen, prompt, hint):
     assert text.status(seen, prompt).splitlines()[-1] == hint
 
@@ -73,7 +93,9 @@ def test_unknown_is_said_and_never_shown_as_zero():
 
 
 def test_a_plan_shows_its_verdict_its_steps_and_the_devices_after_them():
-    assert text.plan(samples.fits, samples.busy, "gemma") == """\
+    assert (
+        text.plan(samples.fits, samples.busy, "gemma")
+        == """\
 gemma fits once 1 other has stepped aside · simulated
 qwen was used least recently. gemma needs 12.0 GiB; sim:0 has 17.6 GiB free.
 Needs 12.0 GiB
@@ -89,46 +111,77 @@ then  host   ████▓▓▓▓▓▓▓·····│··········�
 Also considered:
   sim:1 2.0 GiB free of 12.0 GiB needed
 Nothing was done. Do it:  %gpu preload gemma"""
+    )
 
 
 @pytest.mark.parametrize("path", ["models/gemma", "gemma.Q4_K_M.gguf"])
 def test_a_plan_for_a_path_says_how_to_load_it(path):
     """Nobody has registered it, so there is nothing to preload."""
-    assert text.plan(replace(samples.fits, name=path), samples.busy, path).endswith(f"Do it:  %gpu load {path}")
+    assert text.plan(replace(samples.fits, name=path), samples.busy, path).endswith(
+        f"Do it:  %gpu load {path}"
+    )
 
 
 def test_a_refusal_is_a_plan_too():
-    assert text.plan(samples.refused, samples.busy, "gemma") == """\
+    assert (
+        text.plan(samples.refused, samples.busy, "gemma")
+        == """\
 gemma would not get its room now · simulated
 gemma needs 40.0 GiB on one device; the largest budget is 21.6 GiB (sim:0)
 Needs 40.0 GiB (declared)"""
+    )
 
 
 def test_why_tells_the_last_decisions_the_newest_first():
-    assert text.why("qwen", samples.EVENTS[:0:-1]) == """\
+    assert (
+        text.why("qwen", samples.EVENTS[:0:-1])
+        == """\
 12:02:08  qwen was loaded, 14.0 GiB on sim:0: qwen needs 14.0 GiB; sim:0 has 21.6 GiB free.
 12:02:06  llama stepped aside from sim:0, freeing 8.0 GiB: qwen needs room."""
+    )
 
 
 def test_what_a_verb_did_is_one_line():
-    evicted = Outcome("evict", "qwen", True, "qwen stepped aside to host; 14.0 GiB came free", 14 * GIB, "host", 0.8)
-    assert text.outcome(evicted) == "evict qwen: qwen stepped aside to host; 14.0 GiB came free (800 ms)"
+    evicted = Outcome(
+        "evict",
+        "qwen",
+        True,
+        "qwen stepped aside to host; 14.0 GiB came free",
+        14 * GIB,
+        "host",
+        0.8,
+    )
+    assert (
+        text.outcome(evicted)
+        == "evict qwen: qwen stepped aside to host; 14.0 GiB came free (800 ms)"
+    )
     loaded = Outcome("load", "qwen", True, "qwen is on sim:0", 14 * GIB, "sim:0", 2.5)
     assert text.outcome(loaded) == "load qwen: qwen is on sim:0 (14.0 GiB, 2.5 s)"
-    assert text.outcome(Outcome("evict", "qwen", False, "pid 7 was asked")) == "evict qwen, not done: pid 7 was asked"
+    assert (
+        text.outcome(Outcome("evict", "qwen", False, "pid 7 was asked"))
+        == "evict qwen, not done: pid 7 was asked"
+    )
 
 
 def test_health_is_one_line():
-    assert text.health(Health(True, Level.LOW, 25.0, "Memory usage normal")) == \
-        "healthy · pressure LOW · used 25 % · Memory usage normal"
-    assert text.health(Health(False, Level.CRITICAL, None, "x")) == "NOT healthy · pressure CRITICAL · used unknown · x"
+    assert (
+        text.health(Health(True, Level.LOW, 25.0, "Memory usage normal"))
+        == "healthy · pressure LOW · used 25 % · Memory usage normal"
+    )
+    assert (
+        text.health(Health(False, Level.CRITICAL, None, "x"))
+        == "NOT healthy · pressure CRITICAL · used unknown · x"
+    )
 
 
 def test_a_preset_is_lines_for_a_shell():
-    assert text.preset(preset("8GB")) == """\
+    assert (
+        text.preset(preset("8GB"))
+        == """\
 export GPU_MEMORY_MAX_PERCENT=0.85
 export ENABLE_CPU_OFFLOAD=true
 export EVICTION_IDLE_THRESHOLD_SECONDS=60"""
+    )
 
 
 def test_config_says_where_a_value_came_from():
@@ -174,7 +227,9 @@ def test_a_plan_for_a_size_says_how_to_run_a_cell_under_it(rt):
 def test_the_bars_after_a_plan_conserve_bytes():
     """What a step takes from one device it puts on another."""
     before = {bar.device.id: bar.used_bytes for bar in views.bars(samples.busy)}
-    after = {bar.device.id: bar.used_bytes for bar in views.bars_after(samples.busy, samples.fits.steps)}
+    after = {
+        bar.device.id: bar.used_bytes for bar in views.bars_after(samples.busy, samples.fits.steps)
+    }
     assert sum(after.values()) == sum(before.values()) + 12 * GIB
 
 
@@ -191,12 +246,27 @@ def test_json_has_every_field_and_plain_values():
     """Also those that are empty; times are epoch seconds, idle times are counted from now."""
     status = plain.status(samples.busy)
     assert status["devices"][0] == {
-        "id": "sim:0", "name": "", "uuid": "", "total_bytes": 24 * GIB, "limit_bytes": int(24 * GIB * .9),
-        "claimed_bytes": 18 * GIB, "measured_bytes": 18 * GIB, "residue_bytes": 0, "pressure_percent": 83.3,
-        "level": "HIGH", "drained_by": None, "utilisation_percent": None, "temperature_celsius": None,
-        "power_watts": None, "simulated": True}
+        "id": "sim:0",
+        "name": "",
+        "uuid": "",
+        "total_bytes": 24 * GIB,
+        "limit_bytes": int(24 * GIB * 0.9),
+        "claimed_bytes": 18 * GIB,
+        "measured_bytes": 18 * GIB,
+        "residue_bytes": 0,
+        "pressure_percent": 83.3,
+        "level": "HIGH",
+        "drained_by": None,
+        "utilisation_percent": None,
+        "temperature_celsius": None,
+        "power_watts": None,
+        "simulated": True,
+    }
     assert [one["idle_seconds"] for one in status["leases"]] == [0.0, 200.0, 12.0]
     assert plain.plain(samples.fits)["steps"][1] == {
-        "step": "load", "lease": f"{samples.ME.id}/gemma", "shares": [{"device": "sim:0", "bytes": 12 * GIB}],
-        "because": ""}
+        "step": "load",
+        "lease": f"{samples.ME.id}/gemma",
+        "shares": [{"device": "sim:0", "bytes": 12 * GIB}],
+        "because": "",
+    }
     assert plain.plain(Share(HOST, 1)) == {"device": HOST, "bytes": 1}

@@ -1,4 +1,5 @@
 """Servers that were started so that no gate could help: they show no console, and say which option to leave out."""
+
 from __future__ import annotations
 
 import json
@@ -21,8 +22,15 @@ ROUTES = [("/told", Telling, {})]
 AUTH = "def get_user(handler):\n    return 'ann'\n\nlogin_url = '/login'\n"
 REFUSED = {
     ("--admin",): "--admin opens a route that is not guarded",
-    ("--rest-provider", "param"): "--rest-provider or --rest-session-info opens a route that is not guarded",
-    ("--rest-session-info", "--session-history", "9"): "--rest-provider or --rest-session-info opens a route",
+    (
+        "--rest-provider",
+        "param",
+    ): "--rest-provider or --rest-session-info opens a route that is not guarded",
+    (
+        "--rest-session-info",
+        "--session-history",
+        "9",
+    ): "--rest-provider or --rest-session-info opens a route",
     ("--plugins", "plugin"): "--plugins (plugin.Telling) opens a route that is not guarded",
     ("--static-dirs", "files=."): "--static-dirs opens a route that is not guarded",
     ("--liveness",): "--liveness opens a route that is not guarded",
@@ -30,7 +38,12 @@ REFUSED = {
     ("--auth-module", "auth.py"): "--auth-module tells no names",
     ("--basic-auth", "sesame"): "--basic-auth with one password for all proves nobody's name",
     ("--basic-auth", "people.json"): "Nobody has a role. Set GPU_CONSOLE_OPERATORS",
-    ("--basic-auth", "people.json", "--cookie-secret", "s"): "--cookie-secret on a command line can be read by",
+    (
+        "--basic-auth",
+        "people.json",
+        "--cookie-secret",
+        "s",
+    ): "--cookie-secret on a command line can be read by",
     ("another.py",): "shares its process with no other application",
 }
 
@@ -52,9 +65,21 @@ def ended(place):
     running = {}
     for flags in REFUSED:
         words = panel_serve(place, *flags, "--warm", "--port", str(free_port()))
-        env = {name: value for name, value in environ.items() if "--cookie-secret" not in flags or "COOKIE" not in name}
-        running[flags] = subprocess.Popen(words, cwd=place, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                          stdin=subprocess.DEVNULL, text=True, start_new_session=True)
+        env = {
+            name: value
+            for name, value in environ.items()
+            if "--cookie-secret" not in flags or "COOKIE" not in name
+        }
+        running[flags] = subprocess.Popen(
+            words,
+            cwd=place,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
     said = {}
     for flags, process in running.items():
         try:
@@ -92,7 +117,10 @@ def test_more_than_one_process_is_refused(place):
     port = free_port()
     words = panel_serve(place, "--port", str(port), "--num-procs", "2")
     with serving(words, place, port=port, path="/console") as one:
-        assert {one.get().status for _ in range(20)} <= {302, 503}  # each process learns of its first page
+        assert {one.get().status for _ in range(20)} <= {
+            302,
+            503,
+        }  # each process learns of its first page
         assert "gpu: no console is served. --num-procs" in one.output and "token=" not in one.output
 
 
@@ -101,5 +129,11 @@ def test_a_token_that_is_too_short_serves_nothing(place):
     port = free_port()
     words = panel_serve(place, "--port", str(port), "--warm")
     environ = served.environ(place) | {"GPU_CONSOLE_TOKEN": "short"}
-    said = subprocess.run(words, cwd=place, env=environ, capture_output=True, text=True, timeout=100)
-    assert said.returncode == 1 and "text of 16 characters or more" in said.stderr and "'short'" not in said.stderr
+    said = subprocess.run(
+        words, cwd=place, env=environ, capture_output=True, text=True, timeout=100
+    )
+    assert (
+        said.returncode == 1
+        and "text of 16 characters or more" in said.stderr
+        and "'short'" not in said.stderr
+    )

@@ -1,4 +1,5 @@
 """While a model waits the cell says for whom; when it has come, the line is gone."""
+
 from __future__ import annotations
 
 import threading
@@ -8,14 +9,18 @@ from gpu.waiting import Waiting, sentence
 from gpu_runtime.facts import Candidate, Share, Wait
 from gpu_runtime.units import GIB
 
-WAIT = Wait("llama (14.0 GiB on cuda:0) is in use by train.ipynb (pid 4121) for 3 min", ahead=2,
-            considered=(Candidate((Share("cuda:0", 12 * GIB),), False, ""),))
+WAIT = Wait(
+    "llama (14.0 GiB on cuda:0) is in use by train.ipynb (pid 4121) for 3 min",
+    ahead=2,
+    considered=(Candidate((Share("cuda:0", 12 * GIB),), False, ""),),
+)
 
 
 def test_the_line_says_what_is_waited_for_who_holds_it_and_who_comes_first():
     assert sentence("qwen", WAIT) == (
         "qwen waits for 12.0 GiB on cuda:0: llama (14.0 GiB on cuda:0) is in use by train.ipynb (pid 4121) for 3 min; "
-        "2 ahead of you")
+        "2 ahead of you"
+    )
 
 
 def test_a_short_wait_shows_nothing_and_a_long_one_is_gone_when_it_is_over(monkeypatch):

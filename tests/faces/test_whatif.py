@@ -1,10 +1,21 @@
 """The tab What if: a plan in words and as the bars that it would leave, with nothing done."""
+
 from __future__ import annotations
 
 import pytest
 from gpu_panels.data import bars
 from gpu_panels.tabs import whatif
-from gpu_panels.tabs.whatif import NO_MODEL, Answer, WhatIf, after, answer, ask, details, displaced, known
+from gpu_panels.tabs.whatif import (
+    NO_MODEL,
+    Answer,
+    WhatIf,
+    after,
+    answer,
+    ask,
+    details,
+    displaced,
+    known,
+)
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Drop, Lease, Load, ModelSpec, Move, Plan, Share
@@ -20,14 +31,18 @@ PLAN = replace(samples.fits, steps=(OUT, IN))
 
 
 def drawn(snapshot):
-    return {bar.device.id: [(one.title, one.bytes, one.kind) for one in bar.stretches] for bar in bars.bars(snapshot)}
+    return {
+        bar.device.id: [(one.title, one.bytes, one.kind) for one in bar.stretches]
+        for bar in bars.bars(snapshot)
+    }
 
 
 def test_the_bars_after_a_plan_are_those_of_its_steps():
     """Who steps aside lies in host memory; what would come is hatched, since it is not there."""
     assert drawn(after(samples.busy, PLAN.steps)) == {
         "sim:0": [("gemma", 12 * GIB, "arriving"), ("reranker", 4 * GIB, "settled")],
-        "host": [("qwen", 14 * GIB, "settled"), ("llama", 8 * GIB, "settled")]}
+        "host": [("qwen", 14 * GIB, "settled"), ("llama", 8 * GIB, "settled")],
+    }
 
 
 def test_what_is_dropped_is_gone():
@@ -41,22 +56,34 @@ def test_bytes_are_conserved_in_what_would_be():
     assert then.devices[0].claimed_bytes == 16 * GIB and then.devices[0].measured_bytes is None
     then = after(samples.busy, PLAN.steps)
     assert [view.claimed_bytes for view in then.devices] == [16 * GIB, 22 * GIB]
-    assert [view.room_bytes - was.room_bytes for view, was in zip(then.devices, samples.busy.devices, strict=True)] == [
-        2 * GIB, -14 * GIB]
+    assert [
+        view.room_bytes - was.room_bytes
+        for view, was in zip(then.devices, samples.busy.devices, strict=True)
+    ] == [2 * GIB, -14 * GIB]
 
 
 def test_who_would_be_displaced_is_named_with_owner_and_way():
     assert displaced(PLAN, samples.busy) == [
-        "qwen (14.0 GiB) of train.ipynb (pid 4000), ann would go from sim:0 to host"]
+        "qwen (14.0 GiB) of train.ipynb (pid 4000), ann would go from sim:0 to host"
+    ]
     section = samples.busy.sections[samples.ME.id]
-    known_to_return = replace(samples.busy, sections={samples.ME.id: replace(
-        section, leases=tuple(replace(lease, restore_seconds=1.4) for lease in section.leases))})
+    known_to_return = replace(
+        samples.busy,
+        sections={
+            samples.ME.id: replace(
+                section,
+                leases=tuple(replace(lease, restore_seconds=1.4) for lease in section.leases),
+            )
+        },
+    )
     assert displaced(PLAN, known_to_return)[0].endswith("; it is back 1.4 s after it is used again")
 
 
 def test_the_answer_tells_verdict_because_and_who_steps_aside():
     told = words(answer(Answer(PLAN), samples.busy))
-    assert told.startswith("✓ gemma fits once 1 other has stepped aside qwen was used least recently.")
+    assert told.startswith(
+        "✓ gemma fits once 1 other has stepped aside qwen was used least recently."
+    )
     assert "Who would step aside qwen (14.0 GiB) of train.ipynb" in told
     more = words(details(Answer(PLAN), samples.busy))
     assert "move qwen (14.0 GiB) from sim:0 to host load gemma (12.0 GiB) on sim:0" in more
@@ -64,7 +91,9 @@ def test_the_answer_tells_verdict_because_and_who_steps_aside():
 
 
 def test_a_refusal_is_told_and_draws_nothing():
-    assert words(answer(Answer(samples.refused), samples.busy)).startswith("✗ gemma would not get its room now")
+    assert words(answer(Answer(samples.refused), samples.busy)).startswith(
+        "✗ gemma would not get its room now"
+    )
     assert whatif.touched(samples.refused.steps) == []
 
 
@@ -76,10 +105,15 @@ def test_no_name_is_markup():
 
 # -- asking
 
+
 def test_models_to_choose_from_are_all_that_can_be_planned_for():
     """One that two processes have is told apart."""
-    twice = samples.snapshot(samples.lease("qwen", 1), samples.lease("qwen", 1, owner=samples.BOB),
-                             Lease(samples.ME.id, "cell#1", kind="block"), specs=(ModelSpec("gemma", "fake"),))
+    twice = samples.snapshot(
+        samples.lease("qwen", 1),
+        samples.lease("qwen", 1, owner=samples.BOB),
+        Lease(samples.ME.id, "cell#1", kind="block"),
+        specs=(ModelSpec("gemma", "fake"),),
+    )
     assert known(twice) == ["gemma", "qwen@4000", "qwen@4121"]
 
 
@@ -110,10 +144,16 @@ def test_a_plan_for_a_model_or_a_size_changes_nothing(rt):
 
 # -- the tab
 
+
 def test_the_tab_asks_answers_and_draws_the_devices_that_change():
     asked = []
     tab = looked_at(WhatIf, samples.busy, plan=lambda words: asked.append(words) or PLAN)
-    assert "Choose a model" in tab.told.html and tab.model.options == [NO_MODEL, "llama", "qwen", "reranker"]
+    assert "Choose a model" in tab.told.html and tab.model.options == [
+        NO_MODEL,
+        "llama",
+        "qwen",
+        "reranker",
+    ]
     tab.model.value = "qwen"
     assert "Asking" in tab.told.html
     refresh(tab)
@@ -121,7 +161,9 @@ def test_the_tab_asks_answers_and_draws_the_devices_that_change():
     assert list(tab._pairs) == ["sim:0", "host"]
     pair = tab._pairs["sim:0"]
     assert (pair.now.source.data["title"], pair.then.source.data["title"]) == (
-        ["qwen", "reranker"], ["gemma", "reranker"])
+        ["qwen", "reranker"],
+        ["gemma", "reranker"],
+    )
 
 
 def test_a_size_takes_the_place_of_the_model_and_the_other_way_round():

@@ -1,4 +1,5 @@
 """A Watch over a runtime that gives fixed answers, polled by hand."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace

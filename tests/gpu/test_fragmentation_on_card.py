@@ -1,4 +1,5 @@
 """The map of a real card's allocator: every figure as torch itself gives it, and what was promised comes back."""
+
 from __future__ import annotations
 
 import pytest
@@ -27,10 +28,12 @@ def test_the_map_is_what_torch_says_and_defragmenting_gives_what_it_promised(rt)
     kept = [tensor(3) for _ in range(12)]
     whole = [tensor(64) for _ in range(4)]
     del kept[::2], whole
-    map, = (one for one in rt.allocator_maps() if one.device == "cuda:0")
+    (map,) = (one for one in rt.allocator_maps() if one.device == "cuda:0")
     stats = torch.cuda.memory_stats()
     assert (map.allocated_bytes, map.reserved_bytes) == (
-        stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"])
+        stats["allocated_bytes.all.current"],
+        stats["reserved_bytes.all.current"],
+    )
     assert map.inactive_bytes - map.releasable_bytes == stats["inactive_split_bytes.all.current"]
     assert map.releasable_bytes >= 4 * 64 * MIB and map.largest_free_bytes >= 64 * MIB
     assert sum(segment.bytes for segment in map.segments) == map.reserved_bytes
@@ -39,7 +42,10 @@ def test_the_map_is_what_torch_says_and_defragmenting_gives_what_it_promised(rt)
     assert torch.cuda.memory_reserved() == map.reserved_bytes - map.releasable_bytes
     assert torch.cuda.mem_get_info()[0] - driver_before == map.releasable_bytes
     row = rt.fragmentation().set_index("device").loc["cuda:0"]
-    assert row["releasable_bytes"] == 0 and row["inactive_bytes"] == map.inactive_bytes - map.releasable_bytes
+    assert (
+        row["releasable_bytes"] == 0
+        and row["inactive_bytes"] == map.inactive_bytes - map.releasable_bytes
+    )
     del kept
 
 

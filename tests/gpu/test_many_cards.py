@@ -1,4 +1,5 @@
 """What only real cards show of several of them: whose memory grows, and what torch lets a process take."""
+
 from __future__ import annotations
 
 import subprocess
@@ -15,7 +16,9 @@ from tests import tiny_models
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
-two_cards = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two CUDA cards here")
+two_cards = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="there are not two CUDA cards here"
+)
 
 IDS = torch.tensor([[5, 6, 7, 8]])
 
@@ -31,7 +34,9 @@ def test_a_model_over_two_cards_answers_as_on_one_and_each_card_holds_its_share(
     probe = open_probe("cuda")
     one, two = [device.id for device in probe.devices if not device.is_host][:2]
     backend = open_backend("transformers", probe)
-    spec = ModelSpec("llama", "transformers", source=str(tiny_models.causal_lm(tmp_path / "m", size="256 MiB")))
+    spec = ModelSpec(
+        "llama", "transformers", source=str(tiny_models.causal_lm(tmp_path / "m", size="256 MiB"))
+    )
     names = {id: probe.place(id).torch for id in (one, two)}
     model = backend.load(spec, (Share(one, 1),))
     module, size = backend.value(model), backend.measure(model)[0].bytes
@@ -42,8 +47,9 @@ def test_a_model_over_two_cards_answers_as_on_one_and_each_card_holds_its_share(
         before = {id: torch.cuda.memory_allocated(names[id]) for id in names}
         backend.move(model, (Share(first, size // 2), Share(second, size - size // 2)))
         measured = {share.device: share.bytes for share in backend.measure(model)}
-        assert {id: torch.cuda.memory_allocated(names[id]) - before[id] for id in names} == pytest.approx(
-            measured, abs=2 * MIB)
+        assert {
+            id: torch.cuda.memory_allocated(names[id]) - before[id] for id in names
+        } == pytest.approx(measured, abs=2 * MIB)
         assert torch.equal(logits(module), expected) and backend.elsewhere(model) == ()
     backend.drop(model)
 
@@ -63,7 +69,9 @@ backend = open_backend("torch", probe)
 backend.load(ModelSpec("net", "torch"), (Share(card, 0),), lambda: torch.nn.Linear(8, 8).eval())
 print(torch.cuda.current_device(), [torch._C._cuda_hasPrimaryContext(i) for i in range({last + 1})])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.split(maxsplit=1) == [str(last), f"{[False] * last + [True]}\n"], done.stderr
 
 
@@ -74,7 +82,9 @@ def test_torch_may_take_what_nobody_else_has_leased_and_all_of_it_once_the_model
     card = rt.probe.devices[0]
     name = rt.probe.place(card.id).torch
     try:
-        rt.register("mine", lambda: torch.nn.Linear(1024, 1024).eval(), size="64 MiB", devices=(card.id,))
+        rt.register(
+            "mine", lambda: torch.nn.Linear(1024, 1024).eval(), size="64 MiB", devices=(card.id,)
+        )
         rt.preload("mine")
         alone = torch.cuda.get_per_process_memory_fraction(name)
         neighbour.register("theirs", backend="fake", size="4 GiB", devices=(card.id,))

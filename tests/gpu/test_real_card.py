@@ -1,4 +1,5 @@
 """What a simulation cannot show: bytes on a real card, measured by torch and by the driver before and after."""
+
 from __future__ import annotations
 
 import os
@@ -33,12 +34,17 @@ def probe(torch):
 
 def network(torch, megabytes=256):
     width = 1024
-    return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(megabytes // 4))).eval()
+    return torch.nn.Sequential(
+        *(torch.nn.Linear(width, width, bias=False) for _ in range(megabytes // 4))
+    ).eval()
 
 
 def test_the_probe_names_the_cards_as_cuda_does(torch, probe):
     """By UUID, in CUDA's order."""
-    mine = {f"cuda:{i}": str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())}
+    mine = {
+        f"cuda:{i}": str(torch.cuda.get_device_properties(i).uuid)
+        for i in range(torch.cuda.device_count())
+    }
     assert {d.id: d.uuid.removeprefix("GPU-") for d in probe.devices if not d.is_host} == mine
     sample = probe.samples(0.0)["cuda:0"]
     assert sample.free_bytes is None or 0 < sample.free_bytes <= probe.devices[0].total_bytes
@@ -59,7 +65,10 @@ def test_the_whole_journey_on_a_card(torch, probe):
     for _ in range(3):
         backend.move(model, HOST)
         assert held_on_card - torch.cuda.memory_allocated() == size
-        assert backend.measure(model) == (Share("host", size),) and probe.place("host").held_bytes() >= size
+        assert (
+            backend.measure(model) == (Share("host", size),)
+            and probe.place("host").held_bytes() >= size
+        )
         assert all(p.device.type == "cpu" for p in module.parameters())
         backend.move(model, CARD)
         with torch.no_grad():
@@ -85,7 +94,9 @@ def test_training_goes_on_after_a_round_trip(torch, probe):
     import copy
 
     torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 8)).cuda()
+    module = torch.nn.Sequential(
+        torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 8)
+    ).cuda()
     twin = copy.deepcopy(module)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (module, twin)]
     backend = open_backend("torch", probe)

@@ -1,4 +1,5 @@
 """The main job on a real card: what a simulation cannot show, measured bytes before and after."""
+
 from __future__ import annotations
 
 import subprocess
@@ -23,7 +24,9 @@ def card(tmp_path):
     used = sum(size for device, size in rt.probe.used().items() if device == "cuda:0")
     rt.close()
     percent = (used + 700 * MIB) / total
-    rt = Runtime(devices="cuda", ledger=f"sqlite://{tmp_path}/ledger", gpu_memory_max_percent=percent)
+    rt = Runtime(
+        devices="cuda", ledger=f"sqlite://{tmp_path}/ledger", gpu_memory_max_percent=percent
+    )
     for name, seed in (("one", 1), ("two", 2)):
         rt.register(name, tiny_models.causal_lm(tmp_path / name, size="480 MiB", seed=seed))
     yield rt
@@ -46,7 +49,9 @@ def test_two_models_that_do_not_fit_together_take_turns_on_the_card(card):
     for name in ("one", "two", "one"):
         with card.use(name) as module:
             assert torch.equal(answer(module), expected[name])
-            assert abs(torch.cuda.memory_allocated() - before) < 32 * MIB, "one of them lies there, not both"
+            assert abs(torch.cuda.memory_allocated() - before) < 32 * MIB, (
+                "one of them lies there, not both"
+            )
     assert card.status().totals["restorations"] >= 3
 
 
@@ -72,10 +77,14 @@ def test_a_leased_block_is_capped_and_measured(card):
 
 def test_memory_that_nobody_leased_is_seen_and_not_granted(card):
     """Another process takes memory without asking: room is what is really there."""
-    program = ("import sys, torch; held = torch.empty(1024, dtype=torch.uint8, device='cuda'); "
-               "free = torch.cuda.mem_get_info()[0]; held = torch.empty(free - 300 * 2**20, dtype=torch.uint8, "
-               "device='cuda'); print('held', flush=True); sys.stdin.readline()")
-    stranger = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    program = (
+        "import sys, torch; held = torch.empty(1024, dtype=torch.uint8, device='cuda'); "
+        "free = torch.cuda.mem_get_info()[0]; held = torch.empty(free - 300 * 2**20, dtype=torch.uint8, "
+        "device='cuda'); print('held', flush=True); sys.stdin.readline()"
+    )
+    stranger = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert stranger.stdout.readline().strip() == "held"
         with pytest.raises(Exception, match="outside our leases|no room"):

@@ -3,6 +3,7 @@
 Each goes into an environment of its own that sees the libraries of this one but not this one's gpu-console, so that
 what is imported is what was installed.
 """
+
 from __future__ import annotations
 
 import os
@@ -20,9 +21,20 @@ pytestmark = pytest.mark.install
 
 def run(*command: str | Path, cwd: Path) -> str:
     """What the command prints. Fails the test, showing all output, where it fails."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run([str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True,
-                          timeout=120, check=False)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -32,7 +44,9 @@ def environment(tmp_path: Path) -> Path:
     """A fresh environment whose python finds this one's libraries, less what belongs to gpu-console."""
     folder = tmp_path / "environment"
     venv.create(folder, with_pip=False, symlinks=True)
-    libraries = tmp_path / "libraries"  # this environment's, link by link; .pth files are not followed from here
+    libraries = (
+        tmp_path / "libraries"
+    )  # this environment's, link by link; .pth files are not followed from here
     libraries.mkdir()
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if "gpu_console" not in entry.name:
@@ -43,41 +57,79 @@ def environment(tmp_path: Path) -> Path:
 
 
 def install(environment: Path, *what: str | Path, cwd: Path) -> None:
-    run(sys.executable, "-m", "pip", f"--python={environment}/bin/python", "install", "-q", "--no-deps",
-        "--no-build-isolation", "--no-index", *what, cwd=cwd)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        f"--python={environment}/bin/python",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        *what,
+        cwd=cwd,
+    )
 
 
 def imported_from(environment: Path, cwd: Path) -> list[Path]:
     """The folders that `gpu_runtime` and `gpu` are imported from."""
     program = "import gpu_runtime, gpu; print(gpu_runtime.__path__[0]); print(gpu.__path__[0])"
-    return [Path(line) for line in run(environment / "bin" / "python", "-c", program, cwd=cwd).splitlines()]
+    return [
+        Path(line)
+        for line in run(environment / "bin" / "python", "-c", program, cwd=cwd).splitlines()
+    ]
 
 
 def files_in(folder: Path) -> set[Path]:
-    return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    return {
+        path.relative_to(folder)
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
 
 
 def check_command(environment: Path, cwd: Path) -> None:
     """The command runs, and JupyterLab finds the console's tile and its icon."""
     assert "status" in run(environment / "bin" / "gpu", "--help", cwd=cwd)
-    program = "from importlib.metadata import distribution; from pathlib import Path;" \
-              "tile, = [one for one in distribution('gpu-console').entry_points if one.group == " \
-              "'jupyter_serverproxy_servers']; print(Path(tile.load()()['launcher_entry']['icon_path']).is_file())"
+    program = (
+        "from importlib.metadata import distribution; from pathlib import Path;"
+        "tile, = [one for one in distribution('gpu-console').entry_points if one.group == "
+        "'jupyter_serverproxy_servers']; print(Path(tile.load()()['launcher_entry']['icon_path']).is_file())"
+    )
     assert run(environment / "bin" / "python", "-c", program, cwd=cwd).strip() == "True"
 
 
 def test_a_wheel_works_outside_the_repository(environment, tmp_path):
     """All packages lie in the wheel, whole and under their import names, and nothing else does."""
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index",
-        "-w", tmp_path, ROOT, cwd=tmp_path)
-    wheel, = tmp_path.glob("gpu_console-*.whl")
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        tmp_path,
+        ROOT,
+        cwd=tmp_path,
+    )
+    (wheel,) = tmp_path.glob("gpu_console-*.whl")
     install(environment, wheel, cwd=tmp_path)
 
     site = next(environment.glob("lib/python3*/site-packages"))
     assert imported_from(environment, tmp_path) == [site / "gpu_runtime", site / "gpu"]
-    ours = {entry.name for entry in site.iterdir() if not entry.name.endswith((".dist-info", ".pth"))}
+    ours = {
+        entry.name for entry in site.iterdir() if not entry.name.endswith((".dist-info", ".pth"))
+    }
     assert ours - {"__pycache__"} == {"gpu_runtime", "gpu", "gpu_panels"}
-    for package in (ROOT / "gpu_runtime", ROOT / "kernel_ext" / "gpu", ROOT / "panels" / "gpu_panels"):
+    for package in (
+        ROOT / "gpu_runtime",
+        ROOT / "kernel_ext" / "gpu",
+        ROOT / "panels" / "gpu_panels",
+    ):
         assert files_in(site / package.name) == files_in(package)
     check_command(environment, tmp_path)
 
@@ -86,5 +138,8 @@ def test_an_editable_install_works_outside_the_repository(environment, tmp_path)
     """What is imported is the repository itself."""
     install(environment, "-e", ROOT, cwd=tmp_path)
 
-    assert imported_from(environment, tmp_path) == [ROOT / "gpu_runtime", ROOT / "kernel_ext" / "gpu"]
+    assert imported_from(environment, tmp_path) == [
+        ROOT / "gpu_runtime",
+        ROOT / "kernel_ext" / "gpu",
+    ]
     check_command(environment, tmp_path)

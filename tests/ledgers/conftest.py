@@ -1,4 +1,5 @@
 """Small builders for the ledgers' tests: doors, decisions, and processes that hold a door open."""
+
 from __future__ import annotations
 
 import ctypes
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gpu_runtime.facts import AllocatorMap as AllocatorMap  # for what other processes are told to do
+from gpu_runtime.facts import (
+    AllocatorMap as AllocatorMap,
+)  # for what other processes are told to do
 from gpu_runtime.facts import Book, Lease, Section, Share, Ticket
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.base import Ledger
@@ -34,7 +37,9 @@ def lease(ledger: Ledger, name: str, gib: int = 1) -> Lease:
 
 
 def ticket(ledger: Ledger, key: str) -> Ticket:
-    return Ticket(key=key, owner=ledger.owner.id, verb="use", name="qwen", arrived=1.0, refreshed=1.0)
+    return Ticket(
+        key=key, owner=ledger.owner.id, verb="use", name="qwen", arrived=1.0, refreshed=1.0
+    )
 
 
 def put(ledger: Ledger, *names: str, **more) -> None:
@@ -44,10 +49,12 @@ def put(ledger: Ledger, *names: str, **more) -> None:
 
 def count(ledger: Ledger) -> int:
     """Adds one to this owner's count."""
+
     def decide(book: Book) -> tuple[Book, int]:
         mine = book.sections.get(ledger.owner.id) or Section(ledger.owner)
         n = mine.counts.get("n", 0) + 1
         return book.with_section(replace(mine, counts={"n": n})), n
+
     return ledger.transact(decide)
 
 
@@ -58,9 +65,11 @@ def reach(ledger: Ledger, most: int) -> str:
     commit) does not make it twice.
     """
     for n in range(1, most + 1):
+
         def decide(book: Book, n: int = n) -> tuple[Book, int]:
             mine = book.sections.get(ledger.owner.id) or Section(ledger.owner)
             return book.with_section(replace(mine, counts={"n": n})), mine.counts.get("n", 0)
+
         if ledger.transact(decide) not in (n - 1, n):
             return f"lost before {n}"
     return "none lost"
@@ -68,10 +77,12 @@ def reach(ledger: Ledger, most: int) -> str:
 
 def without(ledger: Ledger, owner_id: str) -> None:
     """Reaps an owner: its section and its tickets."""
+
     def decide(book: Book) -> tuple[Book, None]:
         sections = {id: section for id, section in book.sections.items() if id != owner_id}
         tickets = tuple(ticket for ticket in book.tickets if ticket.owner != owner_id)
         return replace(book, sections=sections, tickets=tickets), None
+
     ledger.transact(decide)
 
 
@@ -96,6 +107,7 @@ def in_a_child(act: Callable[[], object]) -> str:
 
 def looping(ledger: Ledger) -> None:
     """Two threads that use the ledger without pause: one looks, one writes."""
+
     def loop(act: Callable[[], object]) -> None:
         while True:
             act()
@@ -131,12 +143,16 @@ def redis() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(params=["memory", "sqlite", "redis"])
-def door(request: pytest.FixtureRequest, tmp_path: Path, doors: Callable[[str], Ledger]) -> Callable[[], Ledger]:
+def door(
+    request: pytest.FixtureRequest, tmp_path: Path, doors: Callable[[str], Ledger]
+) -> Callable[[], Ledger]:
     """Opens another owner's door to one book, on each kind of ledger."""
     if request.param == "redis":
         url = request.getfixturevalue("redis").fresh()
     else:
-        url = {"memory": f"memory:{tmp_path.name}", "sqlite": f"sqlite://{tmp_path}/ledger"}[request.param]
+        url = {"memory": f"memory:{tmp_path.name}", "sqlite": f"sqlite://{tmp_path}/ledger"}[
+            request.param
+        ]
     return lambda: doors(url)
 
 
@@ -151,9 +167,15 @@ class Notebook:
             "    try: print(eval(line), flush=True)\n"
             "    except Exception as error: print(type(error).__name__, flush=True)\n"
         )
-        self.process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, text=True, start_new_session=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        env=os.environ | {"PYTHONPATH": str(REPO)})
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=REPO,
+            text=True,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(REPO)},
+        )
         self.id = self.answer()
 
     def say(self, line: str) -> str:

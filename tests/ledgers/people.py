@@ -1,4 +1,5 @@
 """Real users of this machine, made for a test and removed after it, each with processes of their own."""
+
 from __future__ import annotations
 
 import os
@@ -45,9 +46,15 @@ class Person:
     def __init__(self, user: str, uid: int, gids: list[int], state: str) -> None:
         self.user = user
         code = CHILD.format(uid=uid, gids=gids, state=state)
-        self.process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, text=True, start_new_session=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        env=os.environ | {"PYTHONPATH": str(REPO)})
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=REPO,
+            text=True,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(REPO)},
+        )
 
     @property
     def pid(self) -> int:

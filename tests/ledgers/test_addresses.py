@@ -1,4 +1,5 @@
 """What may stand in GPU_LEDGER, and what is said of what may not."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -14,26 +15,47 @@ def test_three_slashes_or_more_name_one_directory(tmp_path, slashes):
     """Other tools write an absolute path with four."""
     ledger = open_ledger(f"{slashes}{tmp_path}/ledger")
     try:
-        assert ledger.url == f"sqlite://{tmp_path}/ledger" and ledger.directory.parent == tmp_path / "ledger"
+        assert (
+            ledger.url == f"sqlite://{tmp_path}/ledger"
+            and ledger.directory.parent == tmp_path / "ledger"
+        )
     finally:
         ledger.close()
 
 
-@pytest.mark.parametrize("url, meant", [
-    ("sqlite:///ledger", "{here}/ledger"), ("sqlite:///ledger.db", "{here}/ledger"), ("sqlite:///./ledger", "{here}/ledger"),
-    ("sqlite:///../ledger", "{above}/ledger"), ("sqlite:///~/ledger", "{home}/ledger"), ("sqlite://a/ledger", "{here}/a/ledger"),
-    ("sqlite:ledger", "{here}/ledger"), ("a/ledger", "{here}/a/ledger"), ("/var/tmp/ledger", "/var/tmp/ledger"),
-    ("~/ledger", "{home}/ledger")])
-def test_a_relative_path_is_refused_with_the_address_that_was_meant(tmp_path, monkeypatch, url, meant):
+@pytest.mark.parametrize(
+    "url, meant",
+    [
+        ("sqlite:///ledger", "{here}/ledger"),
+        ("sqlite:///ledger.db", "{here}/ledger"),
+        ("sqlite:///./ledger", "{here}/ledger"),
+        ("sqlite:///../ledger", "{above}/ledger"),
+        ("sqlite:///~/ledger", "{home}/ledger"),
+        ("sqlite://a/ledger", "{here}/a/ledger"),
+        ("sqlite:ledger", "{here}/ledger"),
+        ("a/ledger", "{here}/a/ledger"),
+        ("/var/tmp/ledger", "/var/tmp/ledger"),
+        ("~/ledger", "{home}/ledger"),
+    ],
+)
+def test_a_relative_path_is_refused_with_the_address_that_was_meant(
+    tmp_path, monkeypatch, url, meant
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadSetting) as error:
         open_ledger(url)
-    assert f"sqlite://{meant.format(here=tmp_path, above=tmp_path.parent, home=Path.home())}" in str(error.value)
+    assert (
+        f"sqlite://{meant.format(here=tmp_path, above=tmp_path.parent, home=Path.home())}"
+        in str(error.value)
+    )
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("url", ["postgres://ops:s3cret@box/db", "", "sqlite:"])
 def test_what_is_no_address_is_refused_with_those_that_are(url):
-    with pytest.raises(BadSetting, match="memory:, memory:NAME, sqlite:///ABSOLUTE/DIRECTORY or redis://HOST:PORT/DB") as error:
+    with pytest.raises(
+        BadSetting,
+        match="memory:, memory:NAME, sqlite:///ABSOLUTE/DIRECTORY or redis://HOST:PORT/DB",
+    ) as error:
         open_ledger(url)
     assert "s3cret" not in str(error.value)

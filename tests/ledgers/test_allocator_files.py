@@ -1,4 +1,5 @@
 """The maps that lie beside the book as files: who may write them, and whose are believed."""
+
 from __future__ import annotations
 
 import os
@@ -39,7 +40,9 @@ def test_a_map_that_has_not_changed_is_not_read_again(pair, monkeypatch):
     assert a.maps()[b.owner.id][0].wall == 2.0
 
 
-@pytest.mark.parametrize("words", [b"", b"{", b'[{"owner":1}]', b"\xff\xfe", b" " * (MOST_BYTES + 1)])
+@pytest.mark.parametrize(
+    "words", [b"", b"{", b'[{"owner":1}]', b"\xff\xfe", b" " * (MOST_BYTES + 1)]
+)
 def test_a_file_that_is_no_map_is_none(pair, words):
     """Cut off, of another version, or somebody's joke: its owner's memory is unknown, and everybody else's is told."""
     a, b, file = pair

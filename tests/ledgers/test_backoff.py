@@ -1,4 +1,5 @@
 """Who may come back to the book at once, and who waits."""
+
 from __future__ import annotations
 
 from gpu_runtime.ledgers.sqlite.backoff import CROWDED_SECONDS, FREE_TURNS, IN_A_ROW_SECONDS, Pace
@@ -33,15 +34,22 @@ def test_a_crowd_is_forgotten():
 def test_whoever_comes_now_and_then_never_waits():
     pace = Pace()
     pace.crowded(10.0)
-    assert not any(turns(pace, 2, now=10.0 + n * 2 * IN_A_ROW_SECONDS) != [0.0, 0.0] for n in range(20))
+    assert not any(
+        turns(pace, 2, now=10.0 + n * 2 * IN_A_ROW_SECONDS) != [0.0, 0.0] for n in range(20)
+    )
 
 
 def test_only_who_writes_without_pause_among_others_lines_up_before_its_first_try():
     """Whoever tries first and lines up afterwards mostly finds nobody; but in a crowd it would try in vain."""
     alone, among = Pace(), Pace()
     among.crowded(10.0)
-    lined_up = {pace: [(pace.before(10.0), pace.lines_up, pace.ended(0.0001, 10.0))[1] for _ in range(FREE_TURNS + 4)]
-                for pace in (alone, among)}
+    lined_up = {
+        pace: [
+            (pace.before(10.0), pace.lines_up, pace.ended(0.0001, 10.0))[1]
+            for _ in range(FREE_TURNS + 4)
+        ]
+        for pace in (alone, among)
+    }
     assert not any(lined_up[alone])
     assert lined_up[among] == [False, False] + [True] * (FREE_TURNS + 2)
     among.before(10.0 + 2 * IN_A_ROW_SECONDS)

@@ -1,4 +1,5 @@
 """What every ledger promises, whatever it is made of."""
+
 from __future__ import annotations
 
 import threading
@@ -101,17 +102,28 @@ def test_no_increment_is_lost(door):
 
 
 def event(seq: int) -> Event:
-    return Event(seq=seq, wall=0.0, model="qwen", action="loaded", reason="request", because="asked")
+    return Event(
+        seq=seq, wall=0.0, model="qwen", action="loaded", reason="request", because="asked"
+    )
 
 
 def shared_book(a, b) -> None:
     """A book with something of everything: sections and tickets of both, a device, a limit, a sample, an event."""
+
     def decide(book: Book) -> tuple[Book, None]:
-        return replace(book.with_section(section(a, "qwen")).with_ticket(ticket(a, "a1")),
-                       devices=(Device("sim:0", 8 * GIB),), limits={"sim:0": 8 * GIB},
-                       samples={"sim:0": Sample("sim:0", 10.0, GIB)}, events=(event(1), event(2)), seq=2), None
+        return replace(
+            book.with_section(section(a, "qwen")).with_ticket(ticket(a, "a1")),
+            devices=(Device("sim:0", 8 * GIB),),
+            limits={"sim:0": 8 * GIB},
+            samples={"sim:0": Sample("sim:0", 10.0, GIB)},
+            events=(event(1), event(2)),
+            seq=2,
+        ), None
+
     a.transact(decide)
-    b.transact(lambda book: (book.with_section(section(b, "llama")).with_ticket(ticket(b, "b1")), None))
+    b.transact(
+        lambda book: (book.with_section(section(b, "llama")).with_ticket(ticket(b, "b1")), None)
+    )
 
 
 def arriving(book: Book, a, gib: int) -> Book:
@@ -119,48 +131,71 @@ def arriving(book: Book, a, gib: int) -> Book:
 
 
 UNLAWFUL = {
-    "another's section": (
-        lambda book, a, b: book.with_section(section(b)), "its owner's to write"),
+    "another's section": (lambda book, a, b: book.with_section(section(b)), "its owner's to write"),
     "another's lease": (
-        lambda book, a, b: book.with_section(replace(section(a), leases=(lease(b, "x"),))), "its owner's"),
+        lambda book, a, b: book.with_section(replace(section(a), leases=(lease(b, "x"),))),
+        "its owner's",
+    ),
     "a section removed": (
-        lambda book, a, b: replace(book, sections={a.owner.id: section(a)}, tickets=()), "proof of death"),
+        lambda book, a, b: replace(book, sections={a.owner.id: section(a)}, tickets=()),
+        "proof of death",
+    ),
     "a section under another's id": (
-        lambda book, a, b: replace(book, sections={**book.sections, a.owner.id: section(b)}), "says it is"),
+        lambda book, a, b: replace(book, sections={**book.sections, a.owner.id: section(b)}),
+        "says it is",
+    ),
     "two leases of one name": (
-        lambda book, a, b: book.with_section(section(a, "x", "x")), "one name"),
+        lambda book, a, b: book.with_section(section(a, "x", "x")),
+        "one name",
+    ),
     "another's ticket": (
-        lambda book, a, b: book.with_ticket(replace(ticket(b, "b1"), because="x")), "to write"),
-    "a ticket for another": (
-        lambda book, a, b: book.with_ticket(ticket(b, "b2")), "to write"),
+        lambda book, a, b: book.with_ticket(replace(ticket(b, "b1"), because="x")),
+        "to write",
+    ),
+    "a ticket for another": (lambda book, a, b: book.with_ticket(ticket(b, "b2")), "to write"),
     "another's ticket removed": (
-        lambda book, a, b: book.without_ticket("b1"), "its own to withdraw"),
+        lambda book, a, b: book.without_ticket("b1"),
+        "its own to withdraw",
+    ),
     "a device changed": (
-        lambda book, a, b: replace(book, devices=(Device("sim:0", 9 * GIB),)), "first owner"),
-    "a limit changed": (
-        lambda book, a, b: replace(book, limits={"sim:0": 9 * GIB}), "first owner"),
-    "a limit removed": (
-        lambda book, a, b: replace(book, limits={}), "first owner"),
+        lambda book, a, b: replace(book, devices=(Device("sim:0", 9 * GIB),)),
+        "first owner",
+    ),
+    "a limit changed": (lambda book, a, b: replace(book, limits={"sim:0": 9 * GIB}), "first owner"),
+    "a limit removed": (lambda book, a, b: replace(book, limits={}), "first owner"),
     "an older sample": (
-        lambda book, a, b: replace(book, samples={"sim:0": Sample("sim:0", 9.0, GIB)}), "no newer"),
+        lambda book, a, b: replace(book, samples={"sim:0": Sample("sim:0", 9.0, GIB)}),
+        "no newer",
+    ),
     "an event changed": (
-        lambda book, a, b: replace(book, events=(event(1), replace(event(2), because="x"))), "never changed"),
+        lambda book, a, b: replace(book, events=(event(1), replace(event(2), because="x"))),
+        "never changed",
+    ),
     "an event inserted": (
-        lambda book, a, b: replace(book, events=(event(0), *book.events)), "never changed"),
+        lambda book, a, b: replace(book, events=(event(0), *book.events)),
+        "never changed",
+    ),
     "an event with an old number": (
-        lambda book, a, b: replace(book, events=(*book.events, event(2)), seq=3), "never changed"),
+        lambda book, a, b: replace(book, events=(*book.events, event(2)), seq=3),
+        "never changed",
+    ),
     "an event beyond seq": (
-        lambda book, a, b: replace(book, events=(*book.events, event(3))), "must rise"),
-    "seq falls": (
-        lambda book, a, b: replace(book, seq=1), "would fall"),
+        lambda book, a, b: replace(book, events=(*book.events, event(3))),
+        "must rise",
+    ),
+    "seq falls": (lambda book, a, b: replace(book, seq=1), "would fall"),
     "too many entries": (
-        lambda book, a, b: book.with_section(section(a, *map(str, range(MOST_ENTRIES)), gib=0)), "that a page holds"),
+        lambda book, a, b: book.with_section(section(a, *map(str, range(MOST_ENTRIES)), gib=0)),
+        "that a page holds",
+    ),
     "too many events": (
-        lambda book, a, b: replace(book, events=tuple(map(event, range(3, 4 + MOST_EVENTS))), seq=99), "a page holds"),
-    "another schema": (
-        lambda book, a, b: replace(book, schema=2), "schema"),
-    "an overdraft": (
-        lambda book, a, b: arriving(book, a, gib=7), "law 1"),
+        lambda book, a, b: replace(
+            book, events=tuple(map(event, range(3, 4 + MOST_EVENTS))), seq=99
+        ),
+        "a page holds",
+    ),
+    "another schema": (lambda book, a, b: replace(book, schema=2), "schema"),
+    "an overdraft": (lambda book, a, b: arriving(book, a, gib=7), "law 1"),
 }
 
 
@@ -182,12 +217,18 @@ LAWFUL = {
     "one's own section": lambda book, a: book.with_section(section(a)),
     "one's own tickets": lambda book, a: book.without_ticket("a1").with_ticket(ticket(a, "a2")),
     "a further device and limit": lambda book, a: replace(
-        book, devices=(*book.devices, Device("sim:1", GIB)), limits={**book.limits, "sim:1": GIB}),
+        book, devices=(*book.devices, Device("sim:1", GIB)), limits={**book.limits, "sim:1": GIB}
+    ),
     "a newer sample": lambda book, a: replace(
-        book, samples={"sim:0": Sample("sim:0", 11.0, GIB), "x": Sample("x", 0.0, None)}),
-    "events appended and trimmed": lambda book, a: replace(book, events=(event(2), event(4)), seq=5),
+        book, samples={"sim:0": Sample("sim:0", 11.0, GIB), "x": Sample("x", 0.0, None)}
+    ),
+    "events appended and trimmed": lambda book, a: replace(
+        book, events=(event(2), event(4)), seq=5
+    ),
     "a grant within the budget": lambda book, a: arriving(book, a, gib=6),
-    "a fact beyond the budget": lambda book, a: book.with_section(section(a, "qwen", gib=20, residue={"sim:0": GIB})),
+    "a fact beyond the budget": lambda book, a: book.with_section(
+        section(a, "qwen", gib=20, residue={"sim:0": GIB})
+    ),
 }
 
 
@@ -236,7 +277,9 @@ def test_the_dead_are_reaped_whole(door):
     with pytest.raises(LedgerRefused, match="its own to withdraw"):
         a.transact(lambda book: (book.without_ticket("b1"), None))
     without(a, b.owner.id)
-    assert list(a.read().sections) == [a.owner.id] and [one.key for one in a.read().tickets] == ["a1"]
+    assert list(a.read().sections) == [a.owner.id] and [one.key for one in a.read().tickets] == [
+        "a1"
+    ]
 
 
 def test_the_ticket_of_a_dead_owner_without_a_section_goes_too(door):
@@ -329,7 +372,9 @@ def test_plain_memory_is_a_book_of_its_own():
     assert names(b) == []
 
 
-@pytest.mark.parametrize("url", ["", "http://localhost", "redis:6379", "sqlite:relative", "/var/tmp/x"])
+@pytest.mark.parametrize(
+    "url", ["", "http://localhost", "redis:6379", "sqlite:relative", "/var/tmp/x"]
+)
 def test_another_url_names_the_known_ones(url):
     with pytest.raises(BadSetting, match="sqlite:///"):
         open_ledger(url)
@@ -343,7 +388,9 @@ def test_an_ear_that_is_being_closed_cannot_be_heard_of_again(monkeypatch):
     from gpu_runtime.ledgers.notify import _Ear
 
     alive_at_close, close = [], os.close
-    monkeypatch.setattr(os, "close", lambda fd: (alive_at_close.append(ref() is not None), close(fd)))
+    monkeypatch.setattr(
+        os, "close", lambda fd: (alive_at_close.append(ref() is not None), close(fd))
+    )
     ear = _Ear()
     ref = weakref.ref(ear)
     del ear
@@ -353,14 +400,21 @@ def test_an_ear_that_is_being_closed_cannot_be_heard_of_again(monkeypatch):
 def drawn(ledger, *segments: SegmentMap, wall: float = 1.0) -> AllocatorMap:
     """A map of a ledger's owner."""
     reserved = sum(segment.bytes for segment in segments)
-    return AllocatorMap(ledger.owner.id, "sim:0", wall, reserved, reserved, 0, 0, 0, segments=segments)
+    return AllocatorMap(
+        ledger.owner.id, "sim:0", wall, reserved, reserved, 0, 0, 0, segments=segments
+    )
 
 
 def test_an_owners_maps_are_seen_by_all_and_replaced_whole(door):
     """What an owner publishes is its last word: nothing of what it said before is left."""
     a, b = door(), door()
     assert b.maps() == {}
-    cut = SegmentMap(0, 20 << 20, "large", (Block(1 << 20, BlockState.ALLOCATED, 2), Block(19 << 20, BlockState.INACTIVE)))
+    cut = SegmentMap(
+        0,
+        20 << 20,
+        "large",
+        (Block(1 << 20, BlockState.ALLOCATED, 2), Block(19 << 20, BlockState.INACTIVE)),
+    )
     a.publish_maps((drawn(a, cut), drawn(a)))
     assert b.maps() == a.maps() == {a.owner.id: (drawn(a, cut), drawn(a))}
     a.publish_maps((drawn(a, wall=2.0),))

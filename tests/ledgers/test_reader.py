@@ -1,4 +1,5 @@
 """A look at the book that leaves no trace."""
+
 from __future__ import annotations
 
 import os
@@ -20,8 +21,11 @@ def redis():
 
 @pytest.fixture(params=["sqlite", "redis"])
 def door(request, tmp_path):
-    url = f"sqlite://{tmp_path}/ledger" if request.param == "sqlite" else \
-        f"{request.getfixturevalue('redis').fresh()}&owners={tmp_path}/owners"
+    url = (
+        f"sqlite://{tmp_path}/ledger"
+        if request.param == "sqlite"
+        else f"{request.getfixturevalue('redis').fresh()}&owners={tmp_path}/owners"
+    )
     ledger = open_ledger(url)
     ledger.asked_for = url
     yield ledger
@@ -40,7 +44,10 @@ def test_every_write_is_seen_and_no_trace_is_left(door):
         write(door, count)
         assert looker.look() == looker.look() == door.read()
     assert looker.look().counts == {"loaded": 29}
-    assert (sorted(os.listdir(door.directory)), sorted(os.listdir(door.directory / "owners"))) == here
+    assert (
+        sorted(os.listdir(door.directory)),
+        sorted(os.listdir(door.directory / "owners")),
+    ) == here
 
 
 def test_a_book_that_nobody_wrote_is_not_read_again(tmp_path, monkeypatch):
@@ -55,9 +62,15 @@ def test_a_book_that_nobody_wrote_is_not_read_again(tmp_path, monkeypatch):
     door.close()
 
 
-@pytest.mark.parametrize("harm", [
-    lambda path: path.unlink(), lambda path: path.write_bytes(b"\0" * 8192), lambda path: path.write_text("no book"),
-    lambda path: os.truncate(path, 5000)])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(b"\0" * 8192),
+        lambda path: path.write_text("no book"),
+        lambda path: os.truncate(path, 5000),
+    ],
+)
 def test_a_damaged_book_is_nothing_to_look_at_and_is_left_as_it_is(tmp_path, harm):
     """To mend it is its owners' business."""
     door = open_ledger(f"sqlite://{tmp_path}/ledger")

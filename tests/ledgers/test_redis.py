@@ -1,4 +1,5 @@
 """What only a real Redis can show: what it loses, what it is not, and hosts that share it."""
+
 from __future__ import annotations
 
 import logging
@@ -46,11 +47,13 @@ def page_of(ledger) -> str:
 
 def promise(ledger, gib: int, limit_gib: int = 8) -> None:
     """Reserves so much for a model that has not arrived."""
+
     def decide(book):
         target = replace(lease(ledger, "new"), shares=(), target=(Share("sim:0", gib * GIB),))
         book = book if book.limits else replace(book, limits={"sim:0": limit_gib * GIB})
         base = book if ledger.owner.id in book.sections else book.with_section(section(ledger))
         return base.with_lease(target), None
+
     ledger.transact(decide)
 
 
@@ -105,7 +108,12 @@ def test_a_flushed_redis_is_rebuilt_from_the_living(here, url, notebook, redis, 
     dead.say("put(ledger, 'ghost')")
     other.say("put(ledger, 'llama', gib=6)")
     put(ledger, "qwen")
-    ledger.transact(lambda book: (replace(book, limits={"sim:0": 8 * GIB}).with_ticket(ticket(ledger, "mine")), None))
+    ledger.transact(
+        lambda book: (
+            replace(book, limits={"sim:0": 8 * GIB}).with_ticket(ticket(ledger, "mine")),
+            None,
+        )
+    )
     dead.kill()
     redis.say("FLUSHDB", database=redis.databases)
     with caplog.at_level(logging.WARNING, "gpu_runtime"):
@@ -149,7 +157,9 @@ def test_a_grant_that_was_not_to_be_is_taken_back(here, redis, monkeypatch):
 
     def decide(book):
         runs.append(names(other))
-        return (book.with_section(section(ledger, "qwen", "ghost")) if len(runs) == 1 else book), None
+        return (
+            book.with_section(section(ledger, "qwen", "ghost")) if len(runs) == 1 else book
+        ), None
 
     monkeypatch.setattr(ledger._book, "_run", lose_the_page)
     ledger.transact(decide)
@@ -240,9 +250,14 @@ def test_a_garbled_page_is_set_aside_and_made_anew(here, redis, how):
 def test_a_page_that_is_too_large_is_not_read(here, redis):
     ledger = here()
     put(ledger, "qwen")
-    redis.say("EVAL", "local body = redis.call('HGET', KEYS[1], 'body')"
-              "redis.call('HSET', KEYS[1], 'rev', 9, 'body', body .. string.rep(' ', 5000000))", "1", page_of(ledger),
-              database=redis.databases)
+    redis.say(
+        "EVAL",
+        "local body = redis.call('HGET', KEYS[1], 'body')"
+        "redis.call('HSET', KEYS[1], 'rev', 9, 'body', body .. string.rep(' ', 5000000))",
+        "1",
+        page_of(ledger),
+        database=redis.databases,
+    )
     assert names(ledger) == ["qwen"]
     assert redis.say("KEYS", "gpu-console:damaged:*", database=redis.databases)
 
@@ -256,7 +271,10 @@ def test_a_deleted_directory_of_the_owners_is_made_anew(here, url, notebook):
     count(ledger)
     other = notebook(url)
     assert other.say("ledger.dead(ledger.read())") == "frozenset()"
-    assert ledger.read().owner(ledger.owner.id).inode == (ledger.directory / "owners" / ledger.owner.id).stat().st_ino
+    assert (
+        ledger.read().owner(ledger.owner.id).inode
+        == (ledger.directory / "owners" / ledger.owner.id).stat().st_ino
+    )
 
 
 def test_a_forgotten_script_is_looked_into_and_loaded_again(here, redis):
@@ -267,7 +285,10 @@ def test_a_forgotten_script_is_looked_into_and_loaded_again(here, redis):
     old = idle.read()
     redis.say("SCRIPT", "FLUSH")
     redis.say("HSET", page_of(ledger), "rev", "1", "body", '{"schema":1}', database=redis.databases)
-    idle._book._page, idle._book._least_rev = idle._book._page._replace(rev=1, book=replace(old, sections={})), 1
+    idle._book._page, idle._book._least_rev = (
+        idle._book._page._replace(rev=1, book=replace(old, sections={})),
+        1,
+    )
     count(idle)
     assert names(idle) == ["llama", "qwen"]
 
@@ -275,10 +296,13 @@ def test_a_forgotten_script_is_looked_into_and_loaded_again(here, redis):
 # What a Redis must be
 
 
-@pytest.mark.parametrize(("options", "because"), [
-    (("--appendonly", "no"), "config set appendonly yes"),
-    (("--maxmemory-policy", "allkeys-lru"), "config set maxmemory-policy noeviction"),
-])
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        (("--appendonly", "no"), "config set appendonly yes"),
+        (("--maxmemory-policy", "allkeys-lru"), "config set maxmemory-policy noeviction"),
+    ],
+)
 def test_a_redis_that_may_forget_is_refused_with_what_to_set(own, doors, options, because):
     """At the first door, and where it comes back so under an open one."""
     url = own.fresh()
@@ -297,7 +321,10 @@ def test_a_redis_that_may_forget_is_refused_with_what_to_set(own, doors, options
 def test_a_database_of_something_else_is_refused_by_name(redis, doors):
     url = redis.virgin()
     redis.say("SET", "theirs", "1", database=redis.databases)
-    with pytest.raises(LedgerUnavailable, match=r"not ours: it holds 1 keys of something else.*\n.*GPU_LEDGER=redis://"):
+    with pytest.raises(
+        LedgerUnavailable,
+        match=r"not ours: it holds 1 keys of something else.*\n.*GPU_LEDGER=redis://",
+    ):
         doors(url)
     assert redis.say("KEYS", "*", database=redis.databases) == "theirs"
 
@@ -332,7 +359,9 @@ def test_a_redis_that_does_not_answer_is_told_and_waited_for(own, doors):
     put(ledger, "qwen")
     own.kill()
     began = time.monotonic()
-    with pytest.raises(LedgerUnavailable, match="does not answer .*what is held stays held.\n.*GPU_LEDGER"):
+    with pytest.raises(
+        LedgerUnavailable, match="does not answer .*what is held stays held.\n.*GPU_LEDGER"
+    ):
         put(ledger)
     assert time.monotonic() - began < 5
     own.start()
@@ -386,10 +415,13 @@ def test_passwords_are_never_shown(doors, caplog):
         assert "s3cret" not in ledger.url + str(ledger.directory)
         server.kill()
         errors = []
-        for use in (ledger.read, lambda: open_ledger("redis://:s3cret@127.0.0.1:1/0"),
-                    lambda: open_ledger("redis://:s3cret@127.0.0.1:port/0"),
-                    lambda: open_ledger("redis://:s3cret@127.0.0.1/0?nonsense=1"),
-                    lambda: open_ledger("http://:s3cret@127.0.0.1")):
+        for use in (
+            ledger.read,
+            lambda: open_ledger("redis://:s3cret@127.0.0.1:1/0"),
+            lambda: open_ledger("redis://:s3cret@127.0.0.1:port/0"),
+            lambda: open_ledger("redis://:s3cret@127.0.0.1/0?nonsense=1"),
+            lambda: open_ledger("http://:s3cret@127.0.0.1"),
+        ):
             with pytest.raises((LedgerUnavailable, BadSetting)) as error:
                 use()
             errors.append(error.value)
@@ -416,13 +448,16 @@ def test_hosts_have_pages_of_their_own(here, monkeypatch):
     assert (names(ledger), names(other)) == (["qwen"], ["llama"])
     pages = {page.host: page for page in ledger.read_all()}
     assert {host: [one.name for one in page.book.leases()] for host, page in pages.items()} == {
-        ledger.owner.boot: ["qwen"], other_boot: ["llama"]}
+        ledger.owner.boot: ["qwen"],
+        other_boot: ["llama"],
+    }
     assert all(page.seen_seconds < 60 and page.name for page in pages.values())
     book = other.read()
     other._shut(remove=False)  # it dies
     assert ledger.dead(book) == frozenset()
     with pytest.raises(LedgerRefused, match="proof of death"):
         from gpu_runtime.ledgers.invariants import refuse_unlawful
+
         refuse_unlawful(book, replace(book, sections={}), ledger.owner.id, ledger.dead)
 
 
@@ -513,8 +548,10 @@ def test_an_answer_that_was_not_waited_for_is_never_read(here, monkeypatch):
     ledger = here()
     count(ledger)
     with monkeypatch.context() as patch:
+
         def stop(*_, **__):
             raise KeyboardInterrupt
+
         patch.setattr(ledger._book._wire._connection, "read_response", stop)
         with pytest.raises(KeyboardInterrupt):
             ledger.read()

@@ -1,4 +1,5 @@
 """A ledger that two real users share: they lease, recall and reap across users, and nobody speaks for another."""
+
 from __future__ import annotations
 
 import grp
@@ -22,7 +23,9 @@ from .people import Person, require_root, run
 
 WORLD = "sim:8GiB,host:32GiB"
 GROUP, STRANGERS = f"gpug{os.getpid()}", f"gpus{os.getpid()}"
-ANN, BOB, OPS, EVE = (f"{name}{os.getpid()}" for name in ("ann", "bob", "ops", "eve"))  # eve is not in the group
+ANN, BOB, OPS, EVE = (
+    f"{name}{os.getpid()}" for name in ("ann", "bob", "ops", "eve")
+)  # eve is not in the group
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +66,10 @@ class Box:
     def kernel(self, user: str, **sizes: str) -> Person:
         """A process of the user with a runtime `rt`, which finds the ledger by the configuration."""
         person = self.person(user)
-        told = person.say(f"rt = Runtime(devices={WORLD!r}, gpu_config_file={str(self.config)!r}, "
-                          "eviction_grace_seconds=0)")
+        told = person.say(
+            f"rt = Runtime(devices={WORLD!r}, gpu_config_file={str(self.config)!r}, "
+            "eviction_grace_seconds=0)"
+        )
         assert told == "None", told
         for name, size in sizes.items():
             person.say(f"rt.register({name!r}, backend='fake', size={size!r})")
@@ -85,7 +90,9 @@ class Box:
         return self.ledger / "sim-1x8.0GiB-host32.0GiB"
 
     def boot(self) -> Path:
-        return next(path for path in self.world().iterdir() if re.fullmatch("[0-9a-f-]{36}", path.name))
+        return next(
+            path for path in self.world().iterdir() if re.fullmatch("[0-9a-f-]{36}", path.name)
+        )
 
 
 @pytest.fixture
@@ -101,13 +108,17 @@ def box(users: None) -> Iterator[Box]:
 
 # Together
 
+
 def test_members_lease_recall_and_reap_across_users(box):
     """Bob's model makes Ann's idle one step aside; when he is killed, his bytes are hers again."""
     ann, bob = box.kernel(ANN, writer="5GiB"), box.kernel(BOB, ranker="5GiB")
     assert ann.say("rt.preload('writer').where") == "'sim:0'"
     assert bob.say("rt.preload('ranker', timeout=20).where") == "'sim:0'"
     assert ann.say("[l.where for l in rt.status().leases() if l.name == 'writer']") == "['host']"
-    assert ann.say("[e.by for e in rt.why('writer') if e.action == 'offloaded']") == f"['{BOB}, pid {bob.pid}']"
+    assert (
+        ann.say("[e.by for e in rt.why('writer') if e.action == 'offloaded']")
+        == f"['{BOB}, pid {bob.pid}']"
+    )
     held = ann.say("sorted(map(tuple, rt.leases()[['model', 'user', 'pid']].values.tolist()))")
     assert held == repr([("ranker", BOB, bob.pid), ("writer", ANN, ann.pid)])
     bob.kill()
@@ -122,15 +133,23 @@ def test_who_comes_first_makes_it_for_all_whatever_the_umask(box):
         person.send(f"rt = Runtime(devices={WORLD!r}, gpu_config_file={str(box.config)!r})")
     assert [person.answer() for person in people] == ["None"] * 4
     for person in people:
-        assert person.say("(rt.register('m', backend='fake', size='1GiB'), rt.preload('m').where)[1]") == "'sim:0'"
+        assert (
+            person.say("(rt.register('m', backend='fake', size='1GiB'), rt.preload('m').where)[1]")
+            == "'sim:0'"
+        )
     group = grp.getgrnam(GROUP).gr_gid
     for path in [box.ledger, *box.ledger.rglob("*")]:
         is_ = path.lstat()
         mode = stat.S_IMODE(is_.st_mode)
         if stat.S_ISLNK(is_.st_mode) or path.name == "ballast":
             continue
-        expected = (0o3770 if path.name in ("owners", "ledger", box.world().name) else 0o2770) if stat.S_ISDIR(is_.st_mode) else \
-            0o640 if path.parent.name == "owners" and path.suffix != ".bell" else 0o660
+        expected = (
+            (0o3770 if path.name in ("owners", "ledger", box.world().name) else 0o2770)
+            if stat.S_ISDIR(is_.st_mode)
+            else 0o640
+            if path.parent.name == "owners" and path.suffix != ".bell"
+            else 0o660
+        )
         assert (path, oct(mode), is_.st_gid) == (path, oct(expected), group)
 
 
@@ -138,8 +157,10 @@ def test_who_is_not_in_the_group_is_told_so(box):
     box.kernel(ANN)
     eve = box.person(EVE)
     told = eve.say(f"Runtime(devices={WORLD!r}, gpu_config_file={str(box.config)!r})")
-    assert told.startswith(f"LedgerUnavailable: the ledger {box.ledger} is shared by the group {GROUP}, and {EVE} is not "
-                           f"in it.   The operator can add you:  usermod -aG {GROUP} {EVE}")
+    assert told.startswith(
+        f"LedgerUnavailable: the ledger {box.ledger} is shared by the group {GROUP}, and {EVE} is not "
+        f"in it.   The operator can add you:  usermod -aG {GROUP} {EVE}"
+    )
 
 
 def test_which_ledger(box, monkeypatch, tmp_path):
@@ -147,20 +168,30 @@ def test_which_ledger(box, monkeypatch, tmp_path):
     from gpu_runtime import Runtime
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    for settings, url in (({"ledger": "memory:"}, "memory:"), ({"gpu_config_file": str(box.config)}, box.url),
-                          ({}, f"sqlite://{tmp_path}/gpu-console/ledger/{Path(box.url).name}")):
-        with Runtime(devices=WORLD, **{"gpu_config_file": str(tmp_path / "none.toml"), **settings}) as rt:
+    for settings, url in (
+        ({"ledger": "memory:"}, "memory:"),
+        ({"gpu_config_file": str(box.config)}, box.url),
+        ({}, f"sqlite://{tmp_path}/gpu-console/ledger/{Path(box.url).name}"),
+    ):
+        with Runtime(
+            devices=WORLD, **{"gpu_config_file": str(tmp_path / "none.toml"), **settings}
+        ) as rt:
             assert rt.status().ledger == url
 
 
 # Apart
 
+
 def test_nobody_touches_another_users_proof_of_life(box):
     ann, bob = box.kernel(ANN), box.kernel(BOB)
     file = box.boot() / "owners" / ann.say("rt._keeper.me").strip("'")
     assert bob.say(f"open({str(file)!r}, 'rb').close()") == "None"
-    for attempt in (f"os.unlink({str(file)!r})", f"open({str(file)!r}, 'r+b')",
-                    f"os.rename({str(file)!r}, '/tmp/away')", f"os.replace({str(box.config)!r}, {str(file)!r})"):
+    for attempt in (
+        f"os.unlink({str(file)!r})",
+        f"open({str(file)!r}, 'r+b')",
+        f"os.rename({str(file)!r}, '/tmp/away')",
+        f"os.replace({str(box.config)!r}, {str(file)!r})",
+    ):
         assert bob.say(attempt).startswith("PermissionError"), attempt
 
 
@@ -185,8 +216,9 @@ def test_nobody_is_led_elsewhere(box):
     is_ = diary.stat()
     assert (is_.st_size, oct(stat.S_IMODE(is_.st_mode)), is_.st_gid) == (0, oct(0o600), 0)
     for taken in (box.boot(), box.world(), box.ledger / ".shared"):
-        assert bob.say(f"os.rename({str(taken)!r}, '{box.ledger}/away')").startswith("PermissionError") is (
-            taken.stat().st_uid != pwd.getpwnam(BOB).pw_uid), taken
+        assert bob.say(f"os.rename({str(taken)!r}, '{box.ledger}/away')").startswith(
+            "PermissionError"
+        ) is (taken.stat().st_uid != pwd.getpwnam(BOB).pw_uid), taken
 
 
 def test_init_follows_no_link_of_a_member(box):
@@ -229,10 +261,18 @@ def test_a_row_in_anothers_name_is_not_believed(box):
     me, other = (person.say("rt._keeper.me").strip("'") for person in (ann, ann2))
     bob.say(FORGE)
     for verb, recalls in (("evict", (f"{me}/writer",)), ("pin", ())):
-        assert bob.say(f"ledger.transact(lambda book: (book.with_ticket(Ticket('{other}:99:x', '{other}', {verb!r}, "
-                       f"'{me}/writer', 0.0, 0.0, recalls={recalls!r})), 'written'))") == "'written'"
+        assert (
+            bob.say(
+                f"ledger.transact(lambda book: (book.with_ticket(Ticket('{other}:99:x', '{other}', {verb!r}, "
+                f"'{me}/writer', 0.0, 0.0, recalls={recalls!r})), 'written'))"
+            )
+            == "'written'"
+        )
         ann.say("rt.tick()")
-        assert ann.say("[(l.where, l.keep) for l in rt.status().leases() if l.name == 'writer']") == "[('sim:0', False)]"
+        assert (
+            ann.say("[(l.where, l.keep) for l in rt.status().leases() if l.name == 'writer']")
+            == "[('sim:0', False)]"
+        )
 
 
 def test_a_claimed_user_is_not_believed(box):
@@ -241,8 +281,13 @@ def test_a_claimed_user_is_not_believed(box):
     ann.say("rt.preload('writer')")
     me = ann.say("rt._keeper.me").strip("'")
     bob.say("put(ledger, 'x')")
-    assert bob.say(f"ledger.transact(lambda book: (book.with_ticket(Ticket('k', ledger.owner.id, 'pin', '{me}/writer', "
-                   f"0.0, 0.0)), 'written'))") == "'written'"
+    assert (
+        bob.say(
+            f"ledger.transact(lambda book: (book.with_ticket(Ticket('k', ledger.owner.id, 'pin', '{me}/writer', "
+            f"0.0, 0.0)), 'written'))"
+        )
+        == "'written'"
+    )
     ann.say("rt.tick()")
     assert ann.say("[l.keep for l in rt.status().leases() if l.name == 'writer']") == "[False]"
     assert ann.say("sorted(set(rt.leases()['user']))") == repr([ANN, f"{ANN} (unproven)"])
@@ -254,10 +299,16 @@ def test_another_user_may_ask_to_step_aside_and_nothing_else(box):
     ann.say("rt.preload('writer')")
     for verb in ("pin", "unpin", "preload", "restore"):
         refused = bob.say(f"rt.{verb}('writer')")
-        assert refused.startswith("NotAllowed: ") and f"in pid {ann.pid}: it is {ANN}'s to say" in refused
+        assert (
+            refused.startswith("NotAllowed: ")
+            and f"in pid {ann.pid}: it is {ANN}'s to say" in refused
+        )
     assert bob.say("rt.defrag().done") == "True"
     assert bob.say("rt.evict('writer').done") == "True"
-    assert ann.say("[e.by for e in rt.why('writer') if e.action == 'offloaded']") == f"['{BOB}, pid {bob.pid}']"
+    assert (
+        ann.say("[e.by for e in rt.why('writer') if e.action == 'offloaded']")
+        == f"['{BOB}, pid {bob.pid}']"
+    )
     assert ann2.say("rt.preload('writer').done") == "True"
     assert ann2.say("rt.pin('writer').done") == "True"
     assert bob.say("rt.evict('writer')").startswith("StillInUse: writer is kept")
@@ -272,7 +323,10 @@ def test_members_see_each_others_maps_and_nobody_forges_one(box):
     seen = "[(m.owner, m.allocated_bytes >> 30) for m in rt.allocator_maps()]"
     assert bob.say(seen) == f"[('{me}', 5)]"
     file = box.boot() / "owners" / f"{me}.map"
-    assert (stat.S_IMODE(file.stat().st_mode), grp.getgrgid(file.stat().st_gid).gr_name) == (0o640, GROUP)
+    assert (stat.S_IMODE(file.stat().st_mode), grp.getgrgid(file.stat().st_gid).gr_name) == (
+        0o640,
+        GROUP,
+    )
     assert bob.say(f"os.replace({str(file)!r}, '/tmp/x')").startswith("PermissionError")
     ann.say("rt._maps._ledger._maps.withdraw(rt._keeper.me)")
     assert bob.say(f"Path({str(file)!r}).write_bytes(b'[]')") == "2"
@@ -296,8 +350,10 @@ def test_a_name_from_the_page_only_chooses_among_registered_models(box):
     evil = box.root / "evil"
     ann.say("from gpu_runtime.scheduler.recall import Order")
     for name in (str(evil), f"reader@{other.pid}", f"__import__('os').system('touch {evil}')"):
-        assert "has not registered" in other.say(f"rt._keeper.ask('preload', {ann.say('rt._keeper.me')} + '/' + {name!r}, "
-                                                 "timeout=10).because")
+        assert "has not registered" in other.say(
+            f"rt._keeper.ask('preload', {ann.say('rt._keeper.me')} + '/' + {name!r}, "
+            "timeout=10).because"
+        )
         ann.say(f"rt._carry_out(Order('k', 'preload', {name!r}))")
         assert ann.say("rt.status().events[-1].action") == "'failed'"
     assert other.say("[l.where for l in rt.status().leases()]") == "['host']" and not evil.exists()
@@ -308,8 +364,13 @@ def test_operators_may_ask_everything(box):
     ann, ops = box.kernel(ANN, writer="5GiB"), box.kernel(OPS)
     ann.say("rt.preload('writer')")
     assert ops.say("rt.pin('writer').done") == "True"
-    told, until = f"writer is kept on its device, as {OPS}, pid {ops.pid} asked", time.monotonic() + 10
-    while told not in ann.say("[e.because for e in rt.status().events]"):  # the answer follows the deed
+    told, until = (
+        f"writer is kept on its device, as {OPS}, pid {ops.pid} asked",
+        time.monotonic() + 10,
+    )
+    while told not in ann.say(
+        "[e.because for e in rt.status().events]"
+    ):  # the answer follows the deed
         assert time.monotonic() < until
     assert ops.say("rt.unpin('writer').done") == "True"
 
@@ -321,14 +382,17 @@ def test_nobody_speaks_for_another_when_the_book_is_rebuilt(box):
     ann.say("put(ledger, 'writer')")
     id = ann.say("ledger.owner.id").strip("'")
     bob.say(f"lie = Book(sections={{{id!r}: ledger.read().sections[{id!r}]}})")
-    bob.say(f"lie = replace(lie.with_lease(Lease({id!r}, 'lie', shares=(Share('sim:0', 7 << 30),))), "
-            f"tickets=(Ticket('k', {id!r}, 'use', 'more', 0.0, 0.0),))")
+    bob.say(
+        f"lie = replace(lie.with_lease(Lease({id!r}, 'lie', shares=(Share('sim:0', 7 << 30),))), "
+        f"tickets=(Ticket('k', {id!r}, 'use', 'more', 0.0, 0.0),))"
+    )
     assert bob.say("ledger._file.owner_file.write_roster(encode(lie), rev=5, schema=1)") == "None"
     os.unlink(box.boot() / os.readlink(box.boot() / "CURRENT"))
     assert ann.say("(names(ledger), ledger.read().tickets)") == "(['writer'], ())"
 
 
 # The operator's caps
+
 
 def test_bytes_count_for_all_of_a_users_processes(box):
     """Ann's idle model in another kernel steps aside for her; with both in use, the cap is named."""
@@ -341,15 +405,21 @@ def test_bytes_count_for_all_of_a_users_processes(box):
     two.say("model = held.__enter__()")
     two.say("rt.tick()")
     told = one.say("rt.preload('a')")
-    assert told.startswith(f"NotAllowed: a needs 3.0 GiB; {ANN} may hold at most 5.0 GiB on sim:0 (cap [users.{ANN}] "
-                           f"bytes_per_device in {box.config}); 3.0 GiB there cannot leave now."), told
+    assert told.startswith(
+        f"NotAllowed: a needs 3.0 GiB; {ANN} may hold at most 5.0 GiB on sim:0 (cap [users.{ANN}] "
+        f"bytes_per_device in {box.config}); 3.0 GiB there cannot leave now."
+    ), told
 
 
 def test_a_groups_caps_hold_for_each_member(box):
     box.say(f'[groups.{GROUP}]\nimportance = "normal"\nkeep = false')
     ann = box.kernel(ANN, a="1GiB")
-    assert f"(cap [groups.{GROUP}] importance in {box.config})" in ann.say("rt.use('a', importance='high').__enter__()")
-    assert f"{ANN} may not keep a on a device (cap [groups.{GROUP}] keep in" in ann.say("rt.pin('a')")
+    assert f"(cap [groups.{GROUP}] importance in {box.config})" in ann.say(
+        "rt.use('a', importance='high').__enter__()"
+    )
+    assert f"{ANN} may not keep a on a device (cap [groups.{GROUP}] keep in" in ann.say(
+        "rt.pin('a')"
+    )
     assert ann.say("rt.preload('a').done") == "True"
 
 
@@ -363,14 +433,20 @@ def test_a_block_held_for_too_long_is_told_and_nothing_new_is_granted(box):
     two.say("rt.evict('a')")
     time.sleep(1.1)
     one.say("rt.tick()")
-    assert "training#1 (1.0 GiB)" in one.say("[e.because for e in rt.status().events if e.action == 'overstayed']")
+    assert "training#1 (1.0 GiB)" in one.say(
+        "[e.because for e in rt.status().events if e.action == 'overstayed']"
+    )
     told = two.say("rt.preload('a')")
-    assert told.startswith("NotAllowed: ") and f"(cap [users.{ANN}] longest_lease in {box.config})" in told
+    assert (
+        told.startswith("NotAllowed: ")
+        and f"(cap [users.{ANN}] longest_lease in {box.config})" in told
+    )
     one.say("held.__exit__(None, None, None)")
     assert two.say("rt.preload('a', timeout=20).done") == "True"
 
 
 # gpu ledger init
+
 
 def test_init_twice_is_init_once(box):
     before = box.config.read_text()
@@ -383,9 +459,12 @@ def test_init_adds_the_ledger_to_a_configuration_that_is_there(users, tmp_path):
     root.chmod(0o755)
     try:
         config = root / "config.toml"
-        config.write_text('[users.ann]\nkeep = false\n')
+        config.write_text("[users.ann]\nkeep = false\n")
         init(str(root / "ledger"), GROUP, str(config))
-        assert config.read_text() == f'ledger = "sqlite://{root}/ledger"\n\n[users.ann]\nkeep = false\n'
+        assert (
+            config.read_text()
+            == f'ledger = "sqlite://{root}/ledger"\n\n[users.ann]\nkeep = false\n'
+        )
         with pytest.raises(GpuError, match="names another ledger already"):
             init(str(root / "other"), GROUP, str(config))
         assert not (root / "other").exists()
@@ -403,7 +482,11 @@ def test_init_refuses_what_makes_no_sense(box, monkeypatch):
     (root / "open").chmod(0o777)
     (root / "link").symlink_to(box.ledger)
     for place, group, why in (
-        (root / "new", "nogroup-of-that-name", "a group of this machine; make it with:  groupadd nogroup-of-that-name"),
+        (
+            root / "new",
+            "nogroup-of-that-name",
+            "a group of this machine; make it with:  groupadd nogroup-of-that-name",
+        ),
         (box.ledger, STRANGERS, f"it is shared by {GROUP} already"),
         (root / "full", GROUP, "there is something else in it"),
         (root / "closed" / "ledger", GROUP, "is closed to them"),

@@ -1,4 +1,5 @@
 """What only real files and real processes can show: death, damage, forks and the stop button."""
+
 from __future__ import annotations
 
 import logging
@@ -106,7 +107,11 @@ def test_the_dead_are_swept(here, notebook):
     unreaped.kill()
     another = here()
     left = {path.name for path in (ledger.directory / "owners").iterdir()}
-    assert {name.removesuffix(".bell") for name in left} == {ledger.owner.id, another.owner.id, unreaped.id}
+    assert {name.removesuffix(".bell") for name in left} == {
+        ledger.owner.id,
+        another.owner.id,
+        unreaped.id,
+    }
 
 
 def test_an_orderly_end_leaves_nothing(here):
@@ -134,7 +139,10 @@ def change_one_digit(path: Path) -> None:
         (body,) = db.execute("SELECT body FROM book").fetchone()
         at = body.index(b'"leases":[')
         at += next(place for place, byte in enumerate(body[at:]) if chr(byte) in "1234567")
-        db.execute("UPDATE book SET body=?, rev=rev+1", (body[:at] + bytes([body[at] + 1]) + body[at + 1:],))
+        db.execute(
+            "UPDATE book SET body=?, rev=rev+1",
+            (body[:at] + bytes([body[at] + 1]) + body[at + 1 :],),
+        )
 
 
 DAMAGE = {
@@ -145,7 +153,9 @@ DAMAGE = {
     "deleted": Path.unlink,
     "its page garbled": garble_the_page,
     "CURRENT deleted": lambda path: (path.parent / "CURRENT").unlink(),
-    "an older copy copied over it": lambda path: subprocess.run(["cp", f"{path}.old", path], check=True),
+    "an older copy copied over it": lambda path: subprocess.run(
+        ["cp", f"{path}.old", path], check=True
+    ),
     "an older copy moved over it": lambda path: os.replace(f"{path}.old", path),
 }
 
@@ -162,8 +172,16 @@ def test_a_damaged_book_is_rebuilt_from_the_living(here, notebook, caplog, how):
     other.say("count(ledger)")
     dead.kill()
     path = Path(ledger.path)
-    subprocess.run([sys.executable, "-c", f"from pathlib import Path; from tests.ledgers.test_sqlite import DAMAGE;"
-                    f"DAMAGE[{how!r}](Path({str(path)!r}))"], check=True, cwd=REPO)
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"from pathlib import Path; from tests.ledgers.test_sqlite import DAMAGE;"
+            f"DAMAGE[{how!r}](Path({str(path)!r}))",
+        ],
+        check=True,
+        cwd=REPO,
+    )
 
     with caplog.at_level(logging.WARNING, "gpu_runtime"):
         book = ledger.read()
@@ -214,7 +232,9 @@ def test_no_damage_loses_what_was_acknowledged(here, notebook):
     for number in range(10):
         time.sleep(0.03)  # let them write; nothing is waited for
         path = Path(ledger.directory / files.current(ledger.directory))
-        subprocess.run(["truncate", "-s", "5000", path] if number % 2 else ["rm", "-f", path], check=True)
+        subprocess.run(
+            ["truncate", "-s", "5000", path] if number % 2 else ["rm", "-f", path], check=True
+        )
     assert [other.answer() for other in others] == ["none lost"] * 4
     assert [one.counts for one in ledger.read().sections.values()] == [{"n": 1500}] * 4
 
@@ -268,6 +288,7 @@ def test_a_grant_that_was_not_to_be_is_not_rebuilt(here):
 @pytest.fixture
 def damaged_once(monkeypatch):
     """Has the book deleted, and rebuilt by another owner, when a door's first write has lost its race."""
+
     def arrange(ledger, other):
         write, left = ledger._file.put, [1]
 
@@ -283,13 +304,15 @@ def damaged_once(monkeypatch):
                 raise
 
         monkeypatch.setattr(ledger._file, "put", put_and_lose)
+
     return arrange
 
 
 @pytest.mark.parametrize("races_lost", [1, 2, 3])
 @pytest.mark.parametrize("others", ["another's grant", "nobody's"])
-def test_a_grant_that_lost_its_race_just_before_the_book_was_damaged_is_taken_back(here, damaged_once, others,
-                                                                                   races_lost):
+def test_a_grant_that_lost_its_race_just_before_the_book_was_damaged_is_taken_back(
+    here, damaged_once, others, races_lost
+):
     """Whoever rebuilds finds it in the roster, and cannot know that somebody else has that memory by now.
 
     Also where the race for the new book is lost: what was read there again is no more to be believed.
@@ -310,7 +333,9 @@ def test_a_grant_that_lost_its_race_just_before_the_book_was_damaged_is_taken_ba
     assert "ghost" not in names(other) and "mine" in names(other)
 
 
-def test_another_thread_keeps_what_it_is_granted_while_a_void_grant_is_taken_back(here, damaged_once):
+def test_another_thread_keeps_what_it_is_granted_while_a_void_grant_is_taken_back(
+    here, damaged_once
+):
     """All of an owner's threads write one section: what one of them takes back is its own grant alone."""
     ledger, other = here(), here()
     put(ledger, "mine")
@@ -318,7 +343,9 @@ def test_another_thread_keeps_what_it_is_granted_while_a_void_grant_is_taken_bac
     seen = []
 
     def beside():
-        ledger.transact(lambda book: (book.with_section(section(ledger, *ours(book, ledger), "beside")), None))
+        ledger.transact(
+            lambda book: (book.with_section(section(ledger, *ours(book, ledger), "beside")), None)
+        )
 
     def decide(book):
         seen.append(ours(book, ledger))
@@ -336,7 +363,9 @@ def test_another_thread_keeps_what_it_is_granted_while_a_void_grant_is_taken_bac
 
 
 @pytest.mark.parametrize("seen_by_the_other", ["before the copy was taken", "while it decided"])
-def test_an_old_copy_is_not_believed_by_who_has_seen_nothing_newer(here, tmp_path, seen_by_the_other):
+def test_an_old_copy_is_not_believed_by_who_has_seen_nothing_newer(
+    here, tmp_path, seen_by_the_other
+):
     """To its eyes the copy is the book as it knows it; and what was granted since would be granted once more."""
     ledger, other, tries = here(), here(), []
     put(other, "theirs")
@@ -404,7 +433,10 @@ def test_a_deleted_directory_is_made_anew(here, notebook):
     count(ledger)
     other = notebook()
     assert other.say("ledger.dead(ledger.read())") == "frozenset()"
-    assert ledger.read().owner(ledger.owner.id).inode == (ledger.directory / "owners" / ledger.owner.id).stat().st_ino
+    assert (
+        ledger.read().owner(ledger.owner.id).inode
+        == (ledger.directory / "owners" / ledger.owner.id).stat().st_ino
+    )
     other.say(f"ledger.ring(['{ledger.owner.id}'])")
     ledger.wait(0)  # the ring that the move itself made
     other.say(f"ledger.ring(['{ledger.owner.id}'])")
@@ -457,6 +489,7 @@ def test_a_half_written_roster_falls_back_to_the_one_before(here):
 def test_a_roster_that_is_written_while_it_is_read_is_none_yet():
     """The first roster goes to the second slot, and leaves zeros in the first: seen half before and half after, their
     check sum is right."""
+
     class Growing:
         size = 0
 
@@ -480,7 +513,9 @@ def test_who_reaps_what_another_has_just_reaped_decides_again(here, notebook):
         if len(seen) == 1:
             without(other, dead.id)
             here()
-        return replace(book, sections={id: it for id, it in book.sections.items() if id != dead.id}), None
+        return replace(
+            book, sections={id: it for id, it in book.sections.items() if id != dead.id}
+        ), None
 
     ledger.transact(reap)
     assert seen == [["qwen"], []]
@@ -509,9 +544,21 @@ def test_a_newer_books_schema_is_respected(here, notebook):
     ledger, path = here(), None
     put(ledger, "qwen")
     path = ledger.path
-    subprocess.run([sys.executable, "-c", "import sqlite3, sys\nwith sqlite3.connect(sys.argv[1]) as db: "
-                    "db.execute('UPDATE book SET schema=9, rev=rev+1')", path], check=True)
-    for use in (ledger.read, lambda: put(ledger, "x"), lambda: SqliteLedger(ledger.directory.parent)):
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sqlite3, sys\nwith sqlite3.connect(sys.argv[1]) as db: "
+            "db.execute('UPDATE book SET schema=9, rev=rev+1')",
+            path,
+        ],
+        check=True,
+    )
+    for use in (
+        ledger.read,
+        lambda: put(ledger, "x"),
+        lambda: SqliteLedger(ledger.directory.parent),
+    ):
         with pytest.raises(LedgerNewer) as newer:
             use()
         assert (newer.value.path, newer.value.found, newer.value.ours) == (path, 9, 1)
@@ -606,9 +653,18 @@ print("released")
 
 def test_a_full_disk_refuses_grants_and_lets_release(tmp_path):
     """A grant must not be written by halves; what is given back must be, or the card stays full as well."""
-    done = subprocess.run(["unshare", "-rm", "bash", "-c", FULL_DISK, "-", tmp_path, sys.executable],
-                          capture_output=True, text=True, cwd=REPO, timeout=60)
-    if done.returncode in (1, 77, 127) and "unshare" in done.stderr + done.stdout or done.returncode == 77:
+    done = subprocess.run(
+        ["unshare", "-rm", "bash", "-c", FULL_DISK, "-", tmp_path, sys.executable],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        timeout=60,
+    )
+    if (
+        done.returncode in (1, 77, 127)
+        and "unshare" in done.stderr + done.stdout
+        or done.returncode == 77
+    ):
         pytest.skip(f"no user namespaces here to mount a small disk in: {done.stderr.strip()}")
     assert done.stdout == "released\n", done.stderr
 
@@ -619,11 +675,22 @@ def test_a_full_disk_refuses_grants_and_lets_release(tmp_path):
 def test_a_writer_stopped_in_the_act_is_named(tmp_path):
     """Nobody can write until it goes on; whoever waits learns its number."""
     ledger = SqliteLedger(tmp_path, patience_seconds=0.3)
-    holder = subprocess.Popen([sys.executable, "-c", "import sqlite3, sys\ndb = sqlite3.connect(sys.argv[1])\n"
-                               "db.execute('BEGIN EXCLUSIVE')\nprint('held', flush=True)\nsys.stdin.read()",
-                               ledger.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sqlite3, sys\ndb = sqlite3.connect(sys.argv[1])\n"
+            "db.execute('BEGIN EXCLUSIVE')\nprint('held', flush=True)\nsys.stdin.read()",
+            ledger.path,
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(LedgerUnavailable, match=f"pid {holder.pid} holds its lock.*\n.*kill -CONT {holder.pid}"):
+    with pytest.raises(
+        LedgerUnavailable, match=f"pid {holder.pid} holds its lock.*\n.*kill -CONT {holder.pid}"
+    ):
         put(ledger, "qwen")
     holder.communicate()
     put(ledger, "qwen")
@@ -642,7 +709,9 @@ def test_the_stop_button_leaves_the_ledger_usable(here, notebook):
             try:
                 # Once for each time it is armed: a second one could meet the line that catches the first.
                 signal.setitimer(signal.ITIMER_REAL, dice.uniform(0.0001, 0.001))
-                until = time.monotonic() + 0.02  # it may be lost: in a destructor the interpreter passes over it
+                until = (
+                    time.monotonic() + 0.02
+                )  # it may be lost: in a destructor the interpreter passes over it
                 while time.monotonic() < until:
                     count(ledger)
                     counted += 1
@@ -706,7 +775,9 @@ def test_processes_lose_no_increment(notebook):
 def test_whoever_waits_is_woken_by_the_death_of_another(here, notebook):
     """Nobody rings for the dead: without this a waiter would find their memory free only at its next look."""
     a, other, bystander = here(), notebook(), notebook()
-    ends = [replace(a.owner, pid=one.process.pid, started=_started(one)) for one in (other, bystander)]
+    ends = [
+        replace(a.owner, pid=one.process.pid, started=_started(one)) for one in (other, bystander)
+    ]
     other.signal(signal.SIGSTOP)
     assert not a.wait(0.05, ends), "who is stopped lives"
     threading.Timer(0.05, other.kill).start()

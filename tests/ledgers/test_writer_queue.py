@@ -1,4 +1,5 @@
 """The line before the book: it helps those who wait in it, and nobody depends on whoever is inside."""
+
 from __future__ import annotations
 
 import os
@@ -33,9 +34,14 @@ class Other:
     """Another process at the same turnstile."""
 
     def __init__(self, directory: Path) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", INSIDE, directory], cwd=REPO, text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        env=os.environ | {"PYTHONPATH": str(REPO)})
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", INSIDE, directory],
+            cwd=REPO,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(REPO)},
+        )
 
     def say(self, word: str) -> str:
         self.process.stdin.write(word + "\n")
@@ -91,7 +97,9 @@ def test_whoever_does_not_come_out_is_walked_past(ours, other, how):
     assert time.monotonic() - began >= STALLED_SECONDS
     began = time.monotonic()
     assert not any(ours.enter() for _ in range(100))
-    assert time.monotonic() - began < 100 * STALLED_SECONDS, "and nobody waits for the same one twice"
+    assert time.monotonic() - began < 100 * STALLED_SECONDS, (
+        "and nobody waits for the same one twice"
+    )
     if how == "thinking":
         other.say("leave")
         assert ours.try_enter(), "the line is in order again"
@@ -126,9 +134,12 @@ def inside(ledger):
 
 def writing(door, decided: threading.Semaphore) -> threading.Thread:
     """A thread that writes once; each time it decides is counted."""
+
     def decide(book):
         decided.release()
-        return book.with_ticket(Ticket("ours", door.owner.id, "use", "qwen", arrived=0, refreshed=0)), None
+        return book.with_ticket(
+            Ticket("ours", door.owner.id, "use", "qwen", arrived=0, refreshed=0)
+        ), None
 
     thread = threading.Thread(target=door.transact, args=[decide])
     thread.start()
@@ -140,7 +151,9 @@ def test_who_comes_while_nobody_is_held_up_does_not_wait_for_the_one_inside(ledg
     assert ledger.read().ticket("ours")
 
 
-def test_who_comes_while_one_is_held_up_lines_up_and_decides_on_what_that_one_wrote(ledger, inside, tmp_path):
+def test_who_comes_while_one_is_held_up_lines_up_and_decides_on_what_that_one_wrote(
+    ledger, inside, tmp_path
+):
     inside.say("hold up")
     decided, held_up = threading.Semaphore(0), open_ledger(f"sqlite://{tmp_path}/ledger")
     thread = writing(ledger, decided)
@@ -148,7 +161,12 @@ def test_who_comes_while_one_is_held_up_lines_up_and_decides_on_what_that_one_wr
     thread.join(0.05)
     assert not held_up.read().tickets
     held_up._turnstile = None  # it is inside, so to speak
-    held_up.transact(lambda book: (book.with_ticket(Ticket("theirs", held_up.owner.id, "use", "qwen", 0, 0)), None))
+    held_up.transact(
+        lambda book: (
+            book.with_ticket(Ticket("theirs", held_up.owner.id, "use", "qwen", 0, 0)),
+            None,
+        )
+    )
     inside.say("leave")
     thread.join(20)
     assert {ticket.key for ticket in ledger.read().tickets} == {"ours", "theirs"}
@@ -167,9 +185,19 @@ def test_who_is_inside_and_cannot_write_at_all_does_not_spin(ledger, monkeypatch
 
     with monkeypatch.context() as patch, pytest.raises(LedgerUnavailable):
         patch.setattr(ledger._file, "put", lose)
-        patch.setattr("gpu_runtime.ledgers.sqlite.ledger.time.sleep", lambda seconds: slept.append(seconds) or sleep(seconds))
-        ledger.transact(lambda book: (decided.append(book) or book.with_ticket(
-            Ticket("ours", ledger.owner.id, "use", "qwen", arrived=0, refreshed=0)), None))
+        patch.setattr(
+            "gpu_runtime.ledgers.sqlite.ledger.time.sleep",
+            lambda seconds: slept.append(seconds) or sleep(seconds),
+        )
+        ledger.transact(
+            lambda book: (
+                decided.append(book)
+                or book.with_ticket(
+                    Ticket("ours", ledger.owner.id, "use", "qwen", arrived=0, refreshed=0)
+                ),
+                None,
+            )
+        )
     assert len(slept) >= len(decided) - MOST_LOST_INSIDE - 1 > 0
     assert all(slept)
 

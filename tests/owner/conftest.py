@@ -1,4 +1,5 @@
 """Runtimes on simulated devices, closed when their test ends; and a clock that a test moves by hand."""
+
 from __future__ import annotations
 
 import itertools
@@ -64,4 +65,6 @@ def where(rt: Runtime) -> dict[str, str]:
 
 def claims(rt: Runtime) -> dict[str, int]:
     """Bytes claimed on each device, zeros left out."""
-    return {view.device.id: view.claimed_bytes for view in rt.status().devices if view.claimed_bytes}
+    return {
+        view.device.id: view.claimed_bytes for view in rt.status().devices if view.claimed_bytes
+    }

@@ -1,4 +1,5 @@
 """The maps of allocators in the house: published calmly, told per process and card, and cured by the one path."""
+
 from __future__ import annotations
 
 import os
@@ -24,7 +25,10 @@ def holes(rt, count: int = 6) -> None:
 
 def by_pid(frame) -> list[tuple]:
     columns = ["device", "allocated_bytes", "reserved_bytes", "inactive_bytes"]
-    return [tuple(None if pandas.isna(value) else value for value in row) for row in frame[columns].values.tolist()]
+    return [
+        tuple(None if pandas.isna(value) else value for value in row)
+        for row in frame[columns].values.tolist()
+    ]
 
 
 def test_everybodys_maps_are_told_by_owner(runtime, shared_book):
@@ -36,7 +40,9 @@ def test_everybodys_maps_are_told_by_owner(runtime, shared_book):
     a.tick(), b.tick()
     seen = {one.owner: (one.allocated_bytes, one.inactive_bytes) for one in a.allocator_maps()}
     assert seen == {a._keeper.me: (9 * MIB, 11 * MIB), b._keeper.me: (4 * GIB, 0)}
-    assert {one.segments for one in b.allocator_maps()} == {one.segments for one in a.allocator_maps()}
+    assert {one.segments for one in b.allocator_maps()} == {
+        one.segments for one in a.allocator_maps()
+    }
     b.close()
     assert {one.owner for one in a.allocator_maps()} == {a._keeper.me}
 
@@ -57,7 +63,11 @@ def test_the_frame_tells_what_defragmenting_would_give(runtime):
     holes(rt, 12)  # two segments of 20 MiB
     row = rt.fragmentation().iloc[0]
     held = 6 * 3 * MIB
-    assert (row["allocated_bytes"], row["reserved_bytes"], row["inactive_bytes"]) == (held, 40 * MIB, 40 * MIB - held)
+    assert (row["allocated_bytes"], row["reserved_bytes"], row["inactive_bytes"]) == (
+        held,
+        40 * MIB,
+        40 * MIB - held,
+    )
     assert (row["fragmentation_bytes"], row["fragmentation_percent"]) == (22 * MIB, 55.0)
     assert (row["releasable_bytes"], row["largest_free_bytes"]) == (0, 3 * MIB)
     limit = int(24 * GIB * rt.settings.gpu_memory_max_percent)
@@ -170,6 +180,9 @@ def test_defragmenting_is_an_event_with_the_person_who_did_it(runtime, shared_bo
     kept_cache(a, "32MiB")
     with b.on_behalf_of("bob, console"):
         b.defrag("qwen", timeout=20)
-    told = [(event.bytes, event.by.partition(" (")[0]) for event in a.status().events
-            if event.action == "defrag" and event.bytes]
+    told = [
+        (event.bytes, event.by.partition(" (")[0])
+        for event in a.status().events
+        if event.action == "defrag" and event.bytes
+    ]
     assert told == [(64 * MIB, "ann, console"), (32 * MIB, "bob, console")]

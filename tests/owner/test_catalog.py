@@ -1,4 +1,5 @@
 """The catalogue: written once, used by name everywhere, and never half changed."""
+
 from __future__ import annotations
 
 import json
@@ -54,20 +55,26 @@ def catalog(place) -> Catalog:
 @pytest.fixture
 def file(tmp_path):
     """Writes a file of models, and gives its path."""
+
     def write(text: str, name: str = "models.yaml") -> str:
         (tmp_path / name).write_text(text)
         return str(tmp_path / name)
+
     return write
 
 
 # -- applying -----------------------------------------------------------------------------------------------------
+
 
 def test_what_is_applied_is_there_for_every_process_and_boot(catalog, place, file):
     """A second catalogue object is what another process, or the next boot, would have."""
     done = catalog.apply(file(DRILLS))
     assert done.added == ("qwen3:8b", "org/llama") and not done.changed
     other = Catalog(Settings.load(gpu_catalog=str(place)))
-    assert {spec.name: spec.size for spec in other.specs()} == {"qwen3:8b": 14 * GIB, "org/llama": 10 * GIB}
+    assert {spec.name: spec.size for spec in other.specs()} == {
+        "qwen3:8b": 14 * GIB,
+        "org/llama": 10 * GIB,
+    }
 
 
 def test_applying_again_changes_only_what_differs(catalog, file):
@@ -84,34 +91,53 @@ def test_a_bad_document_changes_nothing_at_all(catalog, file):
     catalog.apply(file(DRILLS))
     before = catalog.file.read_bytes()
     with pytest.raises(BadDocument) as caught:
-        catalog.apply(file("models: {new: {memory: 1}}\n---\nmodels:\n  qwen3:8b:\n    memory: 3XB\n---\n" + DRILLS))
+        catalog.apply(
+            file(
+                "models: {new: {memory: 1}}\n---\nmodels:\n  qwen3:8b:\n    memory: 3XB\n---\n"
+                + DRILLS
+            )
+        )
     assert (caught.value.line, caught.value.field) == (5, "models.qwen3:8b.memory")
     assert catalog.file.read_bytes() == before
 
 
 def test_what_is_to_be_said_of_several_models_is_said_once(catalog, file):
-    done = catalog.apply(file("models: {a: {runtime: tgi, memory: 1}, b: {runtime: tgi, memory: 1, colour: red}}"))
-    assert done.notes == ("a, b: planned, and not loaded here: this version has no backend tgi",
-                          "b: unknown here, and kept: colour")
+    done = catalog.apply(
+        file("models: {a: {runtime: tgi, memory: 1}, b: {runtime: tgi, memory: 1, colour: red}}")
+    )
+    assert done.notes == (
+        "a, b: planned, and not loaded here: this version has no backend tgi",
+        "b: unknown here, and kept: colour",
+    )
 
 
 def test_a_chat_template_is_text_or_a_file_beside_the_one_that_names_it(catalog, file, tmp_path):
     """Read when the model is looked up, so that every engine is given its text; whether it thinks is passed on too."""
     (tmp_path / "brief.jinja").write_text("{{ messages[-1].content }}")
-    catalog.apply(file("""
+    catalog.apply(
+        file("""
 models:
   a: {backend: fake, memory: 1GiB, chat_template: brief.jinja, thinking: false}
   b: {backend: fake, memory: 1GiB, chat_template: "{{ messages }}"}
-"""))
+""")
+    )
     specs = {spec.name: spec.options for spec in catalog.specs()}
     assert specs["a"] == {"chat_template": "{{ messages[-1].content }}", "thinking": False}
     assert specs["b"] == {"chat_template": "{{ messages }}"}
 
 
 def test_paths_are_relative_to_the_file_that_says_them(catalog, file, tmp_path):
-    catalog.apply(file("models: {a: {path: sub/../a.gguf}, b: {path: /abs/b}, c: {source: ./c}, d: {source: org/d}}"))
+    catalog.apply(
+        file(
+            "models: {a: {path: sub/../a.gguf}, b: {path: /abs/b}, c: {source: ./c}, d: {source: org/d}}"
+        )
+    )
     assert {spec.name: spec.source for spec in catalog.specs()} == {
-        "a": f"{tmp_path}/a.gguf", "b": "/abs/b", "c": f"{tmp_path}/c", "d": "org/d"}
+        "a": f"{tmp_path}/a.gguf",
+        "b": "/abs/b",
+        "c": f"{tmp_path}/c",
+        "d": "org/d",
+    }
 
 
 def test_a_file_that_is_not_there_is_named(catalog, tmp_path):
@@ -120,21 +146,49 @@ def test_a_file_that_is_not_there_is_named(catalog, tmp_path):
 
 
 words = st.text(alphabet="abcxyz/:.-_ é", min_size=1, max_size=12).map(str.strip).filter(bool)
-scalars = st.none() | st.booleans() | st.integers(-2**53, 2**53) | st.text(max_size=20) | st.floats(
-    allow_nan=False, allow_infinity=False)
-unknown = st.dictionaries(words.map("x-".__add__), st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3), max_leaves=6), max_size=3)
-written = st.fixed_dictionaries({}, optional={
-    "memory": st.sampled_from(["10GB", "10GiB", "10G", 12345]), "gpu_layers": st.integers(-1, 80),
-    "gpus": st.integers(1, 8) | st.just([0, 1]), "gpu_memory": st.sampled_from(["20GiB", {"0": "1GiB"}]),
-    "layout": st.sampled_from(["balanced", "single"]), "dtype": st.just("half"), "importance": st.sampled_from(["high", 3]),
-    "keep": st.booleans(), "keep_alive": st.sampled_from(["10m", 600, 0.5]), "type": st.just("chat"),
-    "enabled": st.booleans(), "description": st.text(max_size=30), "gpu_fraction_factor": st.floats(0.5, 4),
-    "runtime_args": st.lists(st.sampled_from(["--seed=1", "--trust-remote-code", "--flag"]), max_size=3),
-})
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.text(max_size=20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+)
+unknown = st.dictionaries(
+    words.map("x-".__add__),
+    st.recursive(
+        scalars,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+        max_leaves=6,
+    ),
+    max_size=3,
+)
+written = st.fixed_dictionaries(
+    {},
+    optional={
+        "memory": st.sampled_from(["10GB", "10GiB", "10G", 12345]),
+        "gpu_layers": st.integers(-1, 80),
+        "gpus": st.integers(1, 8) | st.just([0, 1]),
+        "gpu_memory": st.sampled_from(["20GiB", {"0": "1GiB"}]),
+        "layout": st.sampled_from(["balanced", "single"]),
+        "dtype": st.just("half"),
+        "importance": st.sampled_from(["high", 3]),
+        "keep": st.booleans(),
+        "keep_alive": st.sampled_from(["10m", 600, 0.5]),
+        "type": st.just("chat"),
+        "enabled": st.booleans(),
+        "description": st.text(max_size=30),
+        "gpu_fraction_factor": st.floats(0.5, 4),
+        "runtime_args": st.lists(
+            st.sampled_from(["--seed=1", "--trust-remote-code", "--flag"]), max_size=3
+        ),
+    },
+)
 
 
-@given(st.dictionaries(words, st.builds(dict.__or__, unknown, written), min_size=1, max_size=4), st.sampled_from(["yaml", "json"]))
+@given(
+    st.dictionaries(words, st.builds(dict.__or__, unknown, written), min_size=1, max_size=4),
+    st.sampled_from(["yaml", "json"]),
+)
 def test_a_round_trip_loses_nothing(tmp_path_factory, models, form):
     """File, catalogue, inspect, apply elsewhere: every field as it was written, the unknown ones too."""
     here = tmp_path_factory.mktemp("trip")
@@ -150,6 +204,7 @@ def test_a_round_trip_loses_nothing(tmp_path_factory, models, form):
 
 # -- inspecting and deleting --------------------------------------------------------------------------------------
 
+
 def test_inspect_gives_a_document_that_is_the_callers_own(catalog, file):
     catalog.apply(file(DRILLS))
     body = catalog.inspect("org/llama")
@@ -163,7 +218,11 @@ def test_inspect_gives_a_document_that_is_the_callers_own(catalog, file):
 
 def test_a_model_answers_to_its_id_too(catalog, file):
     """As Helix's users call it; not where two have the same."""
-    catalog.apply(file("models: [{name: a, id: Org/A, memory: 1}, {name: b, id: Org/B}, {name: c, id: Org/B}]"))
+    catalog.apply(
+        file(
+            "models: [{name: a, id: Org/A, memory: 1}, {name: b, id: Org/B}, {name: c, id: Org/B}]"
+        )
+    )
     assert catalog.spec("Org/A").name == "a" and catalog.spec("Org/B") is None
 
 
@@ -171,11 +230,14 @@ def test_what_is_deleted_is_gone_and_a_name_that_is_not_there_is_said(catalog, f
     catalog.apply(file(DRILLS))
     catalog.delete("qwen3:8b")
     assert list(catalog.entries()) == ["org/llama"]
-    with pytest.raises(UnknownModel, match="Known: org/llama.\n  Add it to the catalogue:  gpu apply -f FILE"):
+    with pytest.raises(
+        UnknownModel, match="Known: org/llama.\n  Add it to the catalogue:  gpu apply -f FILE"
+    ):
         catalog.delete("qwen3:8b")
 
 
 # -- what lies on the disk ----------------------------------------------------------------------------------------
+
 
 def test_files_written_by_hand_in_its_directory_are_read_and_never_written(catalog, place, file):
     place.mkdir()
@@ -212,9 +274,17 @@ def test_one_file_by_hand_is_read_and_one_that_is_not_there_is_ours(tmp_path, fi
     assert list(ours.entries()) == ["org/llama"]
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"\x00" * 100, b'{"gpu_console_catalog": 1, "models": [3]}',
-                                    b'{"gpu_console_catalog": 1, "models": [{"metadata": {"name": "a"}, "spec": {"gpus": -1}}]}',
-                                    b'{"gpu_console_catalog": "x"}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{",
+        b"\x00" * 100,
+        b'{"gpu_console_catalog": 1, "models": [3]}',
+        b'{"gpu_console_catalog": 1, "models": [{"metadata": {"name": "a"}, "spec": {"gpus": -1}}]}',
+        b'{"gpu_console_catalog": "x"}',
+    ],
+)
 def test_a_damaged_catalogue_is_named_and_set_aside_by_the_next_apply(catalog, place, file, damage):
     catalog.apply(file(DRILLS))
     (place / "catalog.json").write_bytes(damage)
@@ -238,11 +308,17 @@ def test_a_write_that_fails_leaves_it_as_it_was(catalog, file, monkeypatch):
     """A full disk, at the last moment."""
     catalog.apply(file(DRILLS))
     before = catalog.file.read_bytes()
-    monkeypatch.setattr(catalogs.os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        catalogs.os,
+        "fsync",
+        lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+    )
     with pytest.raises(CatalogUnavailable, match="No space left on device.; it is as it was"):
         catalog.apply(file("models: {x: {memory: 1}}"))
     assert catalog.file.read_bytes() == before
-    assert [name for name in os.listdir(catalog.directory) if name.startswith(".catalog.json-")] == []
+    assert [
+        name for name in os.listdir(catalog.directory) if name.startswith(".catalog.json-")
+    ] == []
 
 
 def test_whoever_reads_finds_the_old_one_or_the_new_one(catalog, place, file, monkeypatch):
@@ -262,7 +338,10 @@ def test_whoever_reads_finds_the_old_one_or_the_new_one(catalog, place, file, mo
 def test_who_waits_too_long_for_the_lock_is_told(catalog, file, monkeypatch):
     catalog.apply(file(DRILLS))
     monkeypatch.setattr(catalogs, "PATIENCE_SECONDS", 0.05)
-    with FileLock(catalog.directory / "catalog.lock"), pytest.raises(CatalogUnavailable, match="fuser -v .*catalog.lock"):
+    with (
+        FileLock(catalog.directory / "catalog.lock"),
+        pytest.raises(CatalogUnavailable, match="fuser -v .*catalog.lock"),
+    ):
         catalog.apply(file(DRILLS))
 
 
@@ -295,21 +374,29 @@ for number in range(6):
 
 def test_applies_of_several_processes_at_once_lose_nothing(catalog, place, tmp_path):
     environment = {**os.environ, "GPU_CATALOG": str(place), "PYTHONPATH": str(ROOT)}
-    racers = [subprocess.Popen([sys.executable, "-c", APPLY, who, str(tmp_path)], env=environment) for who in "abcd"]
+    racers = [
+        subprocess.Popen([sys.executable, "-c", APPLY, who, str(tmp_path)], env=environment)
+        for who in "abcd"
+    ]
     assert [racer.wait(120) for racer in racers] == [0] * 4
-    assert set(catalog.entries()) == {f"{who}-{number}" for who in "abcd" for number in (0, 1, 3, 4)}
+    assert set(catalog.entries()) == {
+        f"{who}-{number}" for who in "abcd" for number in (0, 1, 3, 4)
+    }
 
 
 # -- in a runtime -------------------------------------------------------------------------------------------------
 
+
 @pytest.fixture
 def shelf(runtime, place, file):
     """Makes runtimes that share a catalogue with these models."""
+
     def make(text: str = DRILLS, **settings):
         rt = runtime(catalog=str(place), **settings)
         if text:
             rt.apply(file(text))
         return rt
+
     return make
 
 
@@ -319,7 +406,9 @@ def test_a_catalogued_model_is_used_by_name_without_registering_it(shelf):
         with rt.use(name) as model:
             assert repr(model) == f"<fake {name} on sim:0>"
     assert where(rt) == {"qwen3:8b": "host", "org/llama": "sim:0"}
-    assert next(lease for lease in rt.status().leases() if lease.name == "org/llama").importance == 5
+    assert (
+        next(lease for lease in rt.status().leases() if lease.name == "org/llama").importance == 5
+    )
 
 
 def test_every_kernel_that_shares_the_catalogue_has_it(shelf, shared_book):
@@ -350,7 +439,10 @@ def test_models_lists_the_catalogue_once_and_as_lying_on_disk(shelf, shared_book
     two.register("own", backend="fake", size="1GiB")
     frame = two.models()
     assert [tuple(row) for row in frame[["name", "where"]].values] == [
-        ("own", "disk"), ("org/llama", "sim:0"), ("qwen3:8b", "disk")]
+        ("own", "disk"),
+        ("org/llama", "sim:0"),
+        ("qwen3:8b", "disk"),
+    ]
     assert list(frame["owner"][[0, 2]]) == ["me", "catalogue"] and frame["bytes"][2] == 14 * GIB
 
 
@@ -414,14 +506,22 @@ def test_a_disabled_model_says_so_and_nobody_leaves_for_it(shelf):
     assert where(rt)["qwen3:8b"] == "sim:0"
 
 
-def test_a_model_whose_engine_is_not_installed_refuses_before_anybody_leaves_for_it(shelf, monkeypatch):
+def test_a_model_whose_engine_is_not_installed_refuses_before_anybody_leaves_for_it(
+    shelf, monkeypatch
+):
     """What to install is said; the card is left to whoever can use it."""
     monkeypatch.setattr("shutil.which", lambda name: None)
     rt = shelf(DRILLS + "  far: {runtime: ollama, memory: 20GiB}\n")
     rt.preload("qwen3:8b")
-    with pytest.raises(LoadFailed, match="there is no command ollama here.\n  Install it"), rt.use("far"):
+    with (
+        pytest.raises(LoadFailed, match="there is no command ollama here.\n  Install it"),
+        rt.use("far"),
+    ):
         pass
-    assert where(rt)["qwen3:8b"] == "sim:0" and rt.catalog().set_index("name")["state"]["far"] == "ollama is not installed"
+    assert (
+        where(rt)["qwen3:8b"] == "sim:0"
+        and rt.catalog().set_index("name")["state"]["far"] == "ollama is not installed"
+    )
 
 
 @pytest.mark.parametrize("backend", ["tgi", "sglang"])
@@ -430,10 +530,19 @@ def test_a_model_whose_backend_is_not_here_is_planned_and_refuses_to_load(shelf,
     rt = shelf(DRILLS + f"  far: {{runtime: {backend}, memory: 20GiB}}\n")
     rt.preload("qwen3:8b")
     plan = rt.plan("far")
-    assert plan.footprint.bytes == 20 * GIB and f"its backend {backend} is not part of this version" in plan.obstacle
-    with pytest.raises(LoadFailed, match=f"its backend {backend} is not part of this version"), rt.use("far"):
+    assert (
+        plan.footprint.bytes == 20 * GIB
+        and f"its backend {backend} is not part of this version" in plan.obstacle
+    )
+    with (
+        pytest.raises(LoadFailed, match=f"its backend {backend} is not part of this version"),
+        rt.use("far"),
+    ):
         pass
-    assert where(rt)["qwen3:8b"] == "sim:0" and rt.catalog().set_index("name")["state"]["far"] == f"no backend {backend} here"
+    assert (
+        where(rt)["qwen3:8b"] == "sim:0"
+        and rt.catalog().set_index("name")["state"]["far"] == f"no backend {backend} here"
+    )
 
 
 def test_a_model_whose_size_nothing_tells_asks_for_it(shelf):
@@ -448,24 +557,35 @@ def test_a_model_too_large_for_the_card_does_not_fit(shelf):
 
 
 def test_its_cards_are_named_by_index_or_id_and_must_be_there(shelf):
-    rt = shelf("models: {a: {backend: fake, memory: 1GiB, gpus: [1]}, b: {backend: fake, memory: 1GiB, gpus: ['sim:1']}, "
-               "c: {backend: fake, memory: 1GiB, gpus: [7]}}", devices="sim:2x24GiB,host:64GiB")
+    rt = shelf(
+        "models: {a: {backend: fake, memory: 1GiB, gpus: [1]}, b: {backend: fake, memory: 1GiB, gpus: ['sim:1']}, "
+        "c: {backend: fake, memory: 1GiB, gpus: [7]}}",
+        devices="sim:2x24GiB,host:64GiB",
+    )
     for name in "ab":
         assert rt.preload(name).where == "sim:1"
     with pytest.raises(UnknownDevice, match="7"):
         rt.preload("c")
 
 
-@pytest.mark.parametrize(("fields", "shares"), [
-    ("memory: 3GiB", {"sim:0": 3}), ("memory: 3GiB, gpus: [2]", {"sim:2": 3}),
-    ("memory: 40GiB", {"sim:0": 20, "sim:1": 20}), ("memory: 30GiB, max_tensor_parallel: 1", {}),
-    ("memory: 10GiB, gpus: 2, layout: balanced", {"sim:0": 5, "sim:1": 5}),
-    ("memory: 10GiB, gpu_memory: 6GiB", {"sim:0": 5, "sim:1": 5}),
-    ("memory: 9GiB, layout: balanced, gpu_memory: {1: 6GiB, 2: 6GiB}", {"sim:1": 4.5, "sim:2": 4.5}),
-    ("memory: 3GiB, gpu_fraction_factor: 3", {"sim:0": 9}),
-    ("memory: 3GiB, gpu_fraction_factor: 3, fraction_largest_possible: 0.3", {"sim:0": 21.6}),
-    ("memory: 3GiB, layout: whole", {"sim:0": 21.6}),
-])
+@pytest.mark.parametrize(
+    ("fields", "shares"),
+    [
+        ("memory: 3GiB", {"sim:0": 3}),
+        ("memory: 3GiB, gpus: [2]", {"sim:2": 3}),
+        ("memory: 40GiB", {"sim:0": 20, "sim:1": 20}),
+        ("memory: 30GiB, max_tensor_parallel: 1", {}),
+        ("memory: 10GiB, gpus: 2, layout: balanced", {"sim:0": 5, "sim:1": 5}),
+        ("memory: 10GiB, gpu_memory: 6GiB", {"sim:0": 5, "sim:1": 5}),
+        (
+            "memory: 9GiB, layout: balanced, gpu_memory: {1: 6GiB, 2: 6GiB}",
+            {"sim:1": 4.5, "sim:2": 4.5},
+        ),
+        ("memory: 3GiB, gpu_fraction_factor: 3", {"sim:0": 9}),
+        ("memory: 3GiB, gpu_fraction_factor: 3, fraction_largest_possible: 0.3", {"sim:0": 21.6}),
+        ("memory: 3GiB, layout: whole", {"sim:0": 21.6}),
+    ],
+)
 def test_what_it_says_of_its_placement_decides_where_it_would_go(shelf, fields, shares):
     """Each override, on three cards of 21.6 GiB; no shares: it is refused."""
     rt = shelf(f"models: {{m: {{backend: fake, {fields}}}}}", devices="sim:3x24GiB,host:64GiB")

@@ -1,4 +1,5 @@
 """What was decided and why, what else was considered, and who had asked."""
+
 from __future__ import annotations
 
 import threading
@@ -19,8 +20,13 @@ def told(rt, action):
 
 # -- grants, waits and refusals -----------------------------------------------------------------------------------
 
+
 def test_every_decision_says_why_and_what_else_was_considered(runtime, tmp_path):
-    two = dict(devices="sim:2x20GiB,host:64GiB", gpu_memory_max_percent=1.0, ledger=f"sqlite://{tmp_path}/ledger")
+    two = dict(
+        devices="sim:2x20GiB,host:64GiB",
+        gpu_memory_max_percent=1.0,
+        ledger=f"sqlite://{tmp_path}/ledger",
+    )
     other, rt = runtime(**two), runtime(**two)
     fakes(other, a="12GiB", b="15GiB")
     fakes(rt, c="18GiB", huge="100GiB")
@@ -33,7 +39,12 @@ def test_every_decision_says_why_and_what_else_was_considered(runtime, tmp_path)
         rt.preload("huge")
     refused, *granted, waiting, b, a = rt.decisions()
     assert [(e.model, e.action) for e in (refused, granted[0], waiting, b, a)] == [
-        ("huge", "refused"), ("c", "granted"), ("c", "waiting"), ("b", "granted"), ("a", "granted")]
+        ("huge", "refused"),
+        ("c", "granted"),
+        ("c", "waiting"),
+        ("b", "granted"),
+        ("a", "granted"),
+    ]
     assert all(event.because for event in rt.decisions())
     assert b.runners_up == ("sim:0: has 8.0 GiB free, 7.0 GiB too little.",)
     assert waiting.runners_up == ("sim:1: has 5.0 GiB free, 13.0 GiB too little.",)
@@ -47,7 +58,9 @@ def test_what_else_was_considered_is_kept_out_of_the_page(runtime):
     rt.preload("a")
     [granted] = [event for event in rt.status().events if event.action == "granted"]
     assert granted.runners_up == () and len(rt.decisions()[0].runners_up) == 7
-    assert [event.action for event in rt.why("a")] == ["loaded", "granted"], "and one event is told once"
+    assert [event.action for event in rt.why("a")] == ["loaded", "granted"], (
+        "and one event is told once"
+    )
 
 
 def test_the_last_few_are_found_among_many(runtime):
@@ -64,7 +77,10 @@ def test_the_last_few_are_found_among_many(runtime):
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_a_journal_tells_the_latest_of_those_that_are_asked_for(tmp_path, on_disk):
     journal = Journal(tmp_path / "journal.db" if on_disk else None)
-    journal.append(Event(n, float(n), "ab"[n % 2], "granted" if n % 3 else "loaded", "", "") for n in range(1, 13))
+    journal.append(
+        Event(n, float(n), "ab"[n % 2], "granted" if n % 3 else "loaded", "", "")
+        for n in range(1, 13)
+    )
     assert [e.seq for e in journal.tail(2)] == [11, 12]
     assert [e.seq for e in journal.tail(2, "a", ("granted",))] == [8, 10]
     assert [e.seq for e in journal.tail(actions=("loaded",))] == [3, 6, 9, 12]
@@ -74,6 +90,7 @@ def test_a_journal_tells_the_latest_of_those_that_are_asked_for(tmp_path, on_dis
 
 
 # -- who asked ----------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def two(runtime, shared_book):
@@ -113,7 +130,9 @@ def test_what_is_done_in_a_notebook_for_somebody_is_told_as_well(runtime):
         rt.defrag()
         rt.drain("sim:0")
     by = {event.action: event.by for event in rt.status().events}
-    assert {by[action] for action in ("preload", "pin", "unpin", "offloaded", "moved", "defrag")} == {ann}
+    assert {
+        by[action] for action in ("preload", "pin", "unpin", "offloaded", "moved", "defrag")
+    } == {ann}
     assert by["drained"] == f"ann ({rt.status().owner.user})"
     assert rt.status().devices[0].drained.by == by["drained"]
 
@@ -153,9 +172,14 @@ def test_two_visitors_who_act_at_once_are_not_mixed_up(two):
         with console.on_behalf_of(name):
             console.preload(model)
 
-    clicks = [threading.Thread(target=click, args=pair) for pair in (("ann", "llama"), ("ben", "phi"))]
+    clicks = [
+        threading.Thread(target=click, args=pair) for pair in (("ann", "llama"), ("ben", "phi"))
+    ]
     for one in clicks:
         one.start()
     for one in clicks:
         one.join(20)
-    assert {(model, by.split(" ")[0]) for model, by in told(kernel, "asked")} == {("llama", "ann"), ("phi", "ben")}
+    assert {(model, by.split(" ")[0]) for model, by in told(kernel, "asked")} == {
+        ("llama", "ann"),
+        ("phi", "ben"),
+    }

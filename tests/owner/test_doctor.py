@@ -1,4 +1,5 @@
 """The report that people paste: it says what is there, stands where something is broken, and holds no secrets."""
+
 from __future__ import annotations
 
 import os
@@ -19,8 +20,13 @@ def chapter(report, title):
 def test_it_tells_versions_devices_ledger_settings_and_where_each_came_from(runtime, environment):
     environment.setenv("GPU_POLICY", "cost_aware")
     report = runtime(devices="sim:2x16GiB,host:32GiB", gpu_memory_max_percent=0.5).doctor()
-    assert chapter(report, "versions")["gpu-console"] and chapter(report, "versions")["python"].startswith("3.")
-    assert chapter(report, "devices")["sim:1"] == "simulated, total 16.0 GiB, budget 8.0 GiB, claimed 0 B, LOW"
+    assert chapter(report, "versions")["gpu-console"] and chapter(report, "versions")[
+        "python"
+    ].startswith("3.")
+    assert (
+        chapter(report, "devices")["sim:1"]
+        == "simulated, total 16.0 GiB, budget 8.0 GiB, claimed 0 B, LOW"
+    )
     assert chapter(report, "ledger")["where"] == "memory:"
     settings = chapter(report, "settings")
     assert settings["GPU_POLICY"] == "cost_aware  (environment)"
@@ -34,7 +40,12 @@ def test_it_names_the_last_refusals_and_what_is_drained(runtime):
     with pytest.raises(DoesNotFit):
         rt.preload("big")
     rt.drain("sim:0")
-    refusals = " ".join(how for _, how in next(c for c in rt.doctor().chapters if c.title.startswith("last refusals")).rows)
+    refusals = " ".join(
+        how
+        for _, how in next(
+            c for c in rt.doctor().chapters if c.title.startswith("last refusals")
+        ).rows
+    )
     assert "big refused (hopeless): big needs 64" in refusals and "sim:0 drained" in refusals
     assert "sim:0 was drained by" in chapter(rt.doctor(), "devices")["sim:0"]
 
@@ -46,9 +57,19 @@ def test_no_password_and_no_token_is_in_it(runtime, environment, secret):
     environment.setenv("HF_TOKEN", secret)
     rt._keeper.ledger.url = f"redis://ops:{secret}@box:6379/0?password={secret}"
     rt.register("big", backend="fake", size="64GiB")
-    said = types.SimpleNamespace(tail=lambda: [types.SimpleNamespace(
-        action="refused", wall=0.0, model="big", reason="failed", because=f"https://ann:{secret}@hub/x said no to {secret}"
-        if secret.startswith("hf_") else f"https://ann:{secret}@hub/x said no")])
+    said = types.SimpleNamespace(
+        tail=lambda: [
+            types.SimpleNamespace(
+                action="refused",
+                wall=0.0,
+                model="big",
+                reason="failed",
+                because=f"https://ann:{secret}@hub/x said no to {secret}"
+                if secret.startswith("hf_")
+                else f"https://ann:{secret}@hub/x said no",
+            )
+        ]
+    )
     rt._keeper.journal, before = said, rt._keeper.journal
     text = rt.doctor().text
     rt._keeper.journal = before
@@ -64,8 +85,10 @@ def test_where_nothing_opens_it_says_why_and_the_rest_all_the_same(environment, 
     monkeypatch.setattr(gpu_runtime, "runtime", broken)
     environment.setenv("GPU_LEDGER", "redis://ops:s3cret@nowhere:1/0")
     report = doctor.examine()
-    assert "the ledger /x cannot be written." in next(
-        c for c in report.chapters if c.title == "the runtime does not open").rows[0][1]
+    assert (
+        "the ledger /x cannot be written."
+        in next(c for c in report.chapters if c.title == "the runtime does not open").rows[0][1]
+    )
     assert chapter(report, "settings")["GPU_LEDGER"] == "redis://ops:***@nowhere:1/0  (environment)"
 
 

@@ -1,4 +1,5 @@
 """`drain`, from Python: what leaves at once, what later, who may, and that it outlives whoever said so."""
+
 from __future__ import annotations
 
 import sys
@@ -24,7 +25,11 @@ def test_idle_models_leave_at_once_and_come_back_elsewhere(runtime):
     rt = runtime(devices="sim:2x16GiB")
     assert (fake(rt, "a"), fake(rt, "b")) == ("sim:0", "sim:0")
     done = rt.drain("sim:0")
-    assert done.done and done.bytes == 8 * 2**30 and done.because == "sim:0 is drained: it takes no new leases"
+    assert (
+        done.done
+        and done.bytes == 8 * 2**30
+        and done.because == "sim:0 is drained: it takes no new leases"
+    )
     assert where(rt) == {"a": "host", "b": "host"}
     assert rt.preload("a").where == "sim:1"
     assert rt.status().devices[0].drained.by == rt.status().owner.user
@@ -48,7 +53,10 @@ def test_what_is_pinned_stays_and_what_is_new_is_refused(runtime):
     fake(rt, "a", keep=True)
     assert "a (4.0 GiB) is pinned and stays until it is unpinned" in rt.drain("sim:0").because
     rt.register("b", backend="fake", size="1GiB")
-    with pytest.raises(DoesNotFit, match=r"sim:0 was drained by .*, and takes no new leases.*\n.*gpu drain sim:0 --undo"):
+    with pytest.raises(
+        DoesNotFit,
+        match=r"sim:0 was drained by .*, and takes no new leases.*\n.*gpu drain sim:0 --undo",
+    ):
         rt.preload("b")
     rt.unpin("a")
     rt.tick()
@@ -77,14 +85,19 @@ def test_it_outlives_who_said_so_and_all_owners(runtime, tmp_path):
 
 def test_another_process_moves_its_own_when_a_terminal_drains(runtime, tmp_path):
     ledger = f"sqlite://{tmp_path}/ledger"
-    kernel, terminal = runtime(devices="sim:2x16GiB", ledger=ledger, monitor=True), runtime(devices="sim:2x16GiB", ledger=ledger)
+    kernel, terminal = (
+        runtime(devices="sim:2x16GiB", ledger=ledger, monitor=True),
+        runtime(devices="sim:2x16GiB", ledger=ledger),
+    )
     fake(kernel, "a")
     done = terminal.drain("sim:0", timeout=20)
     assert done.bytes == 4 * 2**30 and where(terminal) == {"a": "host"}
 
 
 def test_a_device_that_there_is_not_is_named(runtime):
-    with pytest.raises(UnknownDevice, match="no device is called 'sim:7'. This machine has sim:0, sim:1"):
+    with pytest.raises(
+        UnknownDevice, match="no device is called 'sim:7'. This machine has sim:0, sim:1"
+    ):
         runtime(devices="sim:2x16GiB").drain("sim:7")
     with pytest.raises(UnknownDevice):
         runtime(devices="sim:16GiB").drain("host")
@@ -93,6 +106,7 @@ def test_a_device_that_there_is_not_is_named(runtime):
 @pytest.fixture
 def as_user(monkeypatch):
     """Whose runtimes are opened from now on, on one ledger in memory."""
+
     def become(user):
         def opened(url, **options):
             return MemoryLedger("crowd", notebook=options["notebook"], user=user)
@@ -102,14 +116,18 @@ def as_user(monkeypatch):
     return become
 
 
-def test_where_others_share_the_cards_only_an_operator_drains(runtime, tmp_path, as_user, monkeypatch):
+def test_where_others_share_the_cards_only_an_operator_drains(
+    runtime, tmp_path, as_user, monkeypatch
+):
     monkeypatch.setattr(Keeper, "shared", True)
     config = tmp_path / "config.toml"
     config.write_text('[operators]\nusers = ["ops"]\n')
     as_user("ann")
     ann = runtime(gpu_config_file=str(config))
     fake(ann, "a")
-    with pytest.raises(NotAllowed, match="ann may not drain a card: others share it, so it is an operator's to say"):
+    with pytest.raises(
+        NotAllowed, match="ann may not drain a card: others share it, so it is an operator's to say"
+    ):
         ann.drain("sim:0")
     as_user("ops")
     ops = runtime(gpu_config_file=str(config))
@@ -120,7 +138,9 @@ def test_where_others_share_the_cards_only_an_operator_drains(runtime, tmp_path,
     assert where(ann) == {"a": "host"} and ann.status().devices[0].drained.by == "ops"
 
 
-def test_in_a_ledger_that_vouches_for_nobody_whoever_is_not_alone_must_be_an_operator(runtime, as_user):
+def test_in_a_ledger_that_vouches_for_nobody_whoever_is_not_alone_must_be_an_operator(
+    runtime, as_user
+):
     as_user("ann")
     ann = runtime()
     assert ann.drain("sim:0").done and ann.drain("sim:0", undo=True).done

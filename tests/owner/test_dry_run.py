@@ -1,4 +1,5 @@
 """What a plan can be asked about, and what it says of what nobody has registered."""
+
 from __future__ import annotations
 
 import os
@@ -7,7 +8,15 @@ import sys
 
 import pytest
 
-from gpu_runtime.errors import AmbiguousName, BadSetting, BadSize, LoadFailed, NotAModel, UnknownModel, UnknownSize
+from gpu_runtime.errors import (
+    AmbiguousName,
+    BadSetting,
+    BadSize,
+    LoadFailed,
+    NotAModel,
+    UnknownModel,
+    UnknownSize,
+)
 from gpu_runtime.facts import Move
 from gpu_runtime.units import GIB, MIB
 from tests import tiny_models
@@ -29,7 +38,11 @@ def test_a_path_is_planned_without_registering_it(rt, tmp_path):
     """The same answer as for the registered model, and nothing is known of it afterwards."""
     tiny_models.causal_lm(tmp_path / "models" / "writer")
     plan = rt.plan("models/writer")
-    assert plan.granted and parts(plan) == [("weights", "safetensors header")] and plan.name == "models/writer"
+    assert (
+        plan.granted
+        and parts(plan) == [("weights", "safetensors header")]
+        and plan.name == "models/writer"
+    )
     assert rt.specs() == () and not rt.plan("models/writer").obstacle
     rt.register("writer", "models/writer")
     assert rt.plan("writer").footprint == plan.footprint
@@ -38,28 +51,44 @@ def test_a_path_is_planned_without_registering_it(rt, tmp_path):
 def test_a_plan_opens_no_torch(tmp_path):
     """`gpu plan PATH` in a terminal would wait seconds for it."""
     tiny_models.causal_lm(tmp_path / "m")
-    code = ("import sys, gpu_runtime; rt = gpu_runtime.Runtime(devices='sim:1GiB', ledger='memory:'); "
-            f"print(rt.plan({str(tmp_path / 'm')!r}).footprint.bytes, 'torch' in sys.modules)")
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    code = (
+        "import sys, gpu_runtime; rt = gpu_runtime.Runtime(devices='sim:1GiB', ledger='memory:'); "
+        f"print(rt.plan({str(tmp_path / 'm')!r}).footprint.bytes, 'torch' in sys.modules)"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
     assert said.split()[1] == "False" and int(said.split()[0]) > MIB / 2
 
 
 def test_a_context_can_be_planned_for_before_anything_is_registered(rt, tmp_path):
     directory = str(tiny_models.causal_lm(tmp_path / "m"))
     plan = rt.plan(directory, context_length=200, sequences=4, dtype="bfloat16")
-    assert parts(plan) == [("weights", "safetensors header"), ("kv_cache", "config"), ("activations", "config")]
+    assert parts(plan) == [
+        ("weights", "safetensors header"),
+        ("kv_cache", "config"),
+        ("activations", "config"),
+    ]
     weights, cache, _ = plan.footprint.parts
     assert weights.bytes == rt.plan(directory).footprint.bytes // 2
     assert cache.bytes == 4 * 200 * 2 * (2 * 16 * 2) * 2
     rt.register("m", directory)
-    assert rt.plan("m", context_length=200, sequences=4, dtype="bfloat16").footprint == plan.footprint
+    assert (
+        rt.plan("m", context_length=200, sequences=4, dtype="bfloat16").footprint == plan.footprint
+    )
     assert rt.plan("m").footprint.working_bytes == 0
     with pytest.raises(BadSetting, match="context_length=0"):
         rt.plan("m", context_length=0)
 
 
-@pytest.mark.parametrize(("name", "gib"), [("7B", 14e9 * 1.3 / GIB), ("llama-7B-Q4_K_M", 4.235e9 * 1.1 / GIB),
-                                           ("org/llama-7B-awq", 7e9 * 4.5 / 8 * 1.3 / GIB)])
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        ("7B", 14e9 * 1.3 / GIB),
+        ("llama-7B-Q4_K_M", 4.235e9 * 1.1 / GIB),
+        ("org/llama-7B-awq", 7e9 * 4.5 / 8 * 1.3 / GIB),
+    ],
+)
 def test_a_name_that_tells_its_size_can_be_planned(rt, name, gib):
     """As a guess that says so; and nobody is told to load what is not here."""
     plan = rt.plan(name)
@@ -81,7 +110,8 @@ def test_a_path_that_is_not_there_tells_both_readings(rt, tmp_path):
         rt.plan("models/writter")
     assert str(error.value) == (
         f"models/writter is neither a directory (there is no {tmp_path}/models/writter) nor a hub id that was "
-        f"downloaded. Mend the path, or download it first:  hf download models/writter.")
+        f"downloaded. Mend the path, or download it first:  hf download models/writter."
+    )
     for path in ("./models/writer", "a/b/c", "m.gguf", "/no/such/place"):
         with pytest.raises(NotAModel, match=f"there is no {os.path.abspath(path)}"):
             rt.plan(path)
@@ -139,7 +169,9 @@ def test_a_model_of_another_process_is_found_in_the_book(runtime, shared_book):
     other.evict("qwen")
     (step,) = mine.plan("qwen").steps
     assert isinstance(step, Move) and step.lease.endswith("/qwen")
-    with pytest.raises(UnknownSize, match=r"llama is unknown: pid \d+ has registered it and not loaded it"):
+    with pytest.raises(
+        UnknownSize, match=r"llama is unknown: pid \d+ has registered it and not loaded it"
+    ):
         other.tick()
         mine.plan("llama")
     with pytest.raises(UnknownModel):

@@ -1,4 +1,5 @@
 """Models that run outside this process, and what becomes of their leases when they fail: real llama.cpp."""
+
 from __future__ import annotations
 
 import os
@@ -14,7 +15,9 @@ from tests import tiny_models
 
 from .conftest import claims, fakes, where
 
-pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install 'gpu-console[llama]'")
+pytest.importorskip(
+    "llama_cpp", reason="llama-cpp-python is not installed: pip install 'gpu-console[llama]'"
+)
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -64,7 +67,9 @@ def test_two_that_do_not_fit_together_take_turns_by_being_dropped_and_loaded_aga
     assert where(rt) == {"phi": "sim:0", "mini": "disk"} and claims(rt).keys() == {"sim:0"}
 
 
-def test_killed_in_the_middle_it_costs_one_error_and_the_lease_is_free_when_that_is_seen(runtime, tmp_path):
+def test_killed_in_the_middle_it_costs_one_error_and_the_lease_is_free_when_that_is_seen(
+    runtime, tmp_path
+):
     """With -9. The next call loads it anew, in the same block."""
     rt = runtime(devices="sim:256MiB,host:256MiB")
     rt.register("phi", str(tiny_models.gguf_lm(tmp_path / "slow.gguf", size="24 MiB")))
@@ -73,10 +78,14 @@ def test_killed_in_the_middle_it_costs_one_error_and_the_lease_is_free_when_that
         stream = phi.create_completion("hello", max_tokens=400, stream=True)
         next(stream)
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineDied, match=f"phi .pid {pid}. is gone: it was killed by SIGKILL") as error:
+        with pytest.raises(
+            EngineDied, match=f"phi .pid {pid}. is gone: it was killed by SIGKILL"
+        ) as error:
             list(stream)
         assert claims(rt) == {} and rt.probe.used()["sim:0"] == 0 and not list(rt.status().leases())
-        assert (error.value.status, error.value.kind) == (-9, "crash") and os.path.exists(error.value.log)
+        assert (error.value.status, error.value.kind) == (-9, "crash") and os.path.exists(
+            error.value.log
+        )
         assert write(phi) == before and phi.pid != pid
     assert actions(rt) == ["granted", "loaded", "lost", "granted", "loaded"]
     assert rt.why("phi")[2].bytes > MIB
@@ -95,14 +104,22 @@ def test_killed_while_nobody_uses_it_its_lease_is_returned_too(rt):
         assert write(phi)
 
 
-@pytest.mark.parametrize("words", ["CUDA error: an illegal memory access was encountered",
-                                   "cuBLAS initialization failed", "CUDA error: device-side assert triggered",
-                                   "Metal initialization failed"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: an illegal memory access was encountered",
+        "cuBLAS initialization failed",
+        "CUDA error: device-side assert triggered",
+        "Metal initialization failed",
+    ],
+)
 def test_a_driver_s_error_puts_the_model_away_and_the_next_call_has_a_fresh_worker(rt, words):
     """Known by its text. Its caller is told what comes next."""
     with rt.use("phi") as phi:
         pid = phi.pid
-        with pytest.raises(EngineFault, match="next use of phi loads it anew, in a fresh worker") as error:
+        with pytest.raises(
+            EngineFault, match="next use of phi loads it anew, in a fresh worker"
+        ) as error:
             phi.drill(words)
         assert error.value.why == words and error.value.reloads and claims(rt) == {}
         assert write(phi) and phi.pid != pid
@@ -129,10 +146,12 @@ def test_a_call_that_is_refused_costs_nobody_anything(rt):
     """Too long, of a wrong type, or with words in it that look like a driver's error: the model goes on."""
     with rt.use("phi") as phi:
         pid = phi.pid
-        for call in (lambda: phi.create_completion("hello " * 900),
-                     lambda: phi.create_completion("hello", temprature=1), lambda: phi.create_completion("hello",
-                                                                                                         logits_processor=[print]),
-                     lambda: phi.create_chat_completion("device-side assert triggered")):
+        for call in (
+            lambda: phi.create_completion("hello " * 900),
+            lambda: phi.create_completion("hello", temprature=1),
+            lambda: phi.create_completion("hello", logits_processor=[print]),
+            lambda: phi.create_chat_completion("device-side assert triggered"),
+        ):
             with pytest.raises(BadCall):
                 call()
         assert write(phi) and phi.pid == pid
@@ -196,7 +215,10 @@ def test_a_device_side_assert_in_the_kernel_says_that_the_process_is_lost_and_wh
     """Every further call on that context would fail. Leases are returned; workers go on."""
     fakes(rt, a="1MiB", b="1MiB")
     rt.preload("b")
-    with pytest.raises(ProcessLost, match="since a failed:\n  CUDA error: device-side") as error, rt.use("a"):
+    with (
+        pytest.raises(ProcessLost, match="since a failed:\n  CUDA error: device-side") as error,
+        rt.use("a"),
+    ):
         raise RuntimeError("CUDA error: device-side assert triggered")
     assert "Restart the kernel" in str(error.value) and error.value.kind == "device-side assert"
     assert claims(rt) == {} and [event.action for event in rt.why("b")][0] == "lost"
@@ -220,7 +242,10 @@ def test_a_reset_driver_in_the_kernel_costs_the_model_that_was_in_use(runtime):
 def test_an_error_of_the_user_s_own_is_left_alone(runtime):
     rt = runtime()
     fakes(rt, a="1GiB")
-    for error in (ValueError("device-side assert triggered"), RuntimeError("shapes cannot be multiplied")):
+    for error in (
+        ValueError("device-side assert triggered"),
+        RuntimeError("shapes cannot be multiplied"),
+    ):
         with pytest.raises(type(error)) as seen, rt.use("a"):
             raise error
         assert seen.value is error and where(rt) == {"a": "sim:0"}
@@ -237,7 +262,10 @@ def test_in_process_is_a_choice(rt, file):
             return scores
 
         from llama_cpp import LogitsProcessorList
-        near.create_completion("hello", max_tokens=3, logits_processor=LogitsProcessorList([listen]))
+
+        near.create_completion(
+            "hello", max_tokens=3, logits_processor=LogitsProcessorList([listen])
+        )
         assert near.pid is None and len(heard) == 3
         with pytest.raises(ProcessLost, match="Restart the kernel. A model that runs in a worker"):
             near.drill("CUDA error: device-side assert triggered")
@@ -254,7 +282,12 @@ def test_layers_of_the_model_win_over_the_setting(runtime, file):
     rt.register("none", str(file), gpu_layers=0)
     sizes = {name: rt.plan(name).footprint.parts[0].bytes for name in ("all", "some", "none")}
     assert sizes["some"] == pytest.approx(sizes["all"] / 3, abs=1) and sizes["none"] == 0
-    assert rt.plan("none").footprint.bytes == 0 < rt.plan("some").footprint.bytes < rt.plan("all").footprint.bytes
+    assert (
+        rt.plan("none").footprint.bytes
+        == 0
+        < rt.plan("some").footprint.bytes
+        < rt.plan("all").footprint.bytes
+    )
 
 
 def test_a_model_without_a_layer_on_the_card_takes_nothing_of_it(runtime, file):

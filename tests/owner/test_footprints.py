@@ -1,4 +1,5 @@
 """What is learnt from loading and using models, on cards that a test makes up."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -12,9 +13,20 @@ from gpu_runtime.owner.footprints import Sizing
 from gpu_runtime.telemetry.measurements import Measurements
 from gpu_runtime.units import GIB, MIB
 
-CARDS = (Device("cuda:0", 80 * GIB, "NVIDIA H100"), Device("cuda:1", 80 * GIB, "NVIDIA H100"), Device(HOST, 64 * GIB))
-CONFIG = dict(architectures=["LlamaForCausalLM"], num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-              hidden_size=4096, intermediate_size=14336, torch_dtype="bfloat16")
+CARDS = (
+    Device("cuda:0", 80 * GIB, "NVIDIA H100"),
+    Device("cuda:1", 80 * GIB, "NVIDIA H100"),
+    Device(HOST, 64 * GIB),
+)
+CONFIG = dict(
+    architectures=["LlamaForCausalLM"],
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    hidden_size=4096,
+    intermediate_size=14336,
+    torch_dtype="bfloat16",
+)
 HEADER = Evidence(10 * GIB, "safetensors header", fingerprint="f", config=CONFIG)
 
 
@@ -24,8 +36,14 @@ class Box:
     def __init__(self, devices=CARDS):
         self.devices, self.held, self.context, self.beyond = devices, {}, {}, {}
         self.evidence_, self.handle = HEADER, None
-        self.resident = SimpleNamespace(spec=ModelSpec("qwen", "transformers", "/qwen"), origin=None, handle=None,
-                                        measured=None, backend=self, pieces=tuple)
+        self.resident = SimpleNamespace(
+            spec=ModelSpec("qwen", "transformers", "/qwen"),
+            origin=None,
+            handle=None,
+            measured=None,
+            backend=self,
+            pieces=tuple,
+        )
         self.sizing = Sizing(Measurements(), self, wall=lambda: 1_795_000_000.0)
 
     used = property(lambda self: lambda: self.held)
@@ -50,7 +68,10 @@ class Box:
         self.resident.handle = None
 
     def parts(self, *places):
-        return [(part.name, part.bytes, part.source) for part in self.sizing.footprint(self.resident, places).parts]
+        return [
+            (part.name, part.bytes, part.source)
+            for part in self.sizing.footprint(self.resident, places).parts
+        ]
 
 
 @pytest.fixture
@@ -75,7 +96,12 @@ def test_simulated_cards_have_no_context():
 
 def test_a_context_is_believed_when_two_looks_agree(box):
     """The driver's figures are late: in the middle of a load they belong to no moment."""
-    for seen, expected in ((130, CONTEXT_BYTES), (420, CONTEXT_BYTES), (420, 420 * MIB), (0, 420 * MIB)):
+    for seen, expected in (
+        (130, CONTEXT_BYTES),
+        (420, CONTEXT_BYTES),
+        (420, 420 * MIB),
+        (0, 420 * MIB),
+    ):
         box.context = {"cuda:0": seen * MIB}
         box.sizing.saw_contexts()
         assert box.parts()[1][1] == expected
@@ -87,7 +113,10 @@ def test_what_was_measured_counts_once_it_is_not_loaded_any_more(box):
     box.load(9.5)
     box.unload()
     found = box.sizing.footprint(box.resident)
-    assert found.bytes == 9.5 * GIB and found.parts[0].detail == "after it was loaded on NVIDIA H100 on 2026-11-18"
+    assert (
+        found.bytes == 9.5 * GIB
+        and found.parts[0].detail == "after it was loaded on NVIDIA H100 on 2026-11-18"
+    )
 
 
 def peak(box):
@@ -105,7 +134,9 @@ def test_the_peak_of_a_load_is_remembered(box):
 def test_a_peak_that_nothing_tells_is_unknown(box):
     """Not zero, and not the resident bytes."""
     box.load(9.5)
-    assert peak(box) is None and not any("peak" in note for note in box.sizing.footprint(box.resident).notes)
+    assert peak(box) is None and not any(
+        "peak" in note for note in box.sizing.footprint(box.resident).notes
+    )
 
 
 def test_a_higher_peak_in_use_is_remembered_where_no_other_model_was_used(box):
@@ -122,7 +153,10 @@ def test_a_higher_peak_in_use_is_remembered_where_no_other_model_was_used(box):
     assert peak(box) == 20
     box.unload()
     found = box.sizing.footprint(box.resident)
-    assert found.bytes == 9 * GIB and "At its peak it took 20.0 GiB, measured on 2026-11-18." in found.notes
+    assert (
+        found.bytes == 9 * GIB
+        and "At its peak it took 20.0 GiB, measured on 2026-11-18." in found.notes
+    )
 
 
 def test_a_lower_peak_of_a_later_load_does_not_hide_a_higher_one(box):
@@ -138,11 +172,18 @@ def test_a_loaded_model_is_as_large_as_it_is_and_keeps_its_room_for_use(box):
     box.resident.spec = ModelSpec("qwen", "transformers", "/qwen", size=20 * GIB)
     box.load(9)
     assert box.parts() == [("weights", 9 * GIB, "measured")]
-    box.resident.spec = ModelSpec("qwen", "transformers", "/qwen", size=20 * GIB, options=dict(context_length=8192))
+    box.resident.spec = ModelSpec(
+        "qwen", "transformers", "/qwen", size=20 * GIB, options=dict(context_length=8192)
+    )
     assert box.parts() == [("weights", 9 * GIB, "measured"), ("room", 11 * GIB, "declared")]
-    box.resident.spec = ModelSpec("qwen", "transformers", "/qwen", options=dict(context_length=8192))
+    box.resident.spec = ModelSpec(
+        "qwen", "transformers", "/qwen", options=dict(context_length=8192)
+    )
     assert box.parts()[:2] == [("weights", 9 * GIB, "measured"), ("kv_cache", GIB, "config")]
-    box.resident.spec, box.evidence_ = ModelSpec("qwen", "transformers", "/qwen"), LoadFailed("it has gone")
+    box.resident.spec, box.evidence_ = (
+        ModelSpec("qwen", "transformers", "/qwen"),
+        LoadFailed("it has gone"),
+    )
     assert box.parts() == [("weights", 9 * GIB, "measured")]
 
 
@@ -152,6 +193,9 @@ def test_a_declared_size_needs_no_source_and_nothing_else_does_without(box):
         box.parts()
     box.resident.spec = ModelSpec("qwen", "transformers", "/qwen", size=5 * GIB)
     assert box.parts() == [("all", 5 * GIB, "declared")]
-    box.resident.spec, box.evidence_ = ModelSpec("drill", "fake"), Evidence(why_unknown="as large as declared")
+    box.resident.spec, box.evidence_ = (
+        ModelSpec("drill", "fake"),
+        Evidence(why_unknown="as large as declared"),
+    )
     with pytest.raises(UnknownSize, match="as large as declared"):
         box.parts()

@@ -1,5 +1,6 @@
 """How the devices were used over the last day: what is kept, what is shown of it, and what becomes of a damaged
 file."""
+
 from __future__ import annotations
 
 import ctypes
@@ -43,12 +44,17 @@ def shown(record, since=WALL - DAY, until=WALL + 1, most=10**6):
 
 # -- what is shown ------------------------------------------------------------------------------------------------
 
-days = st.lists(st.tuples(st.sampled_from(("sim:0", "sim:1")), st.integers(0, 86_399), st.integers(0, 9)),
-                max_size=60, unique_by=lambda row: row[:2])
+days = st.lists(
+    st.tuples(st.sampled_from(("sim:0", "sim:1")), st.integers(0, 86_399), st.integers(0, 9)),
+    max_size=60,
+    unique_by=lambda row: row[:2],
+)
 
 
 @given(days, st.integers(1, 12), st.integers(60, 86_400))
-def test_a_chart_has_every_peak_in_order_and_nothing_that_never_was(tmp_path_factory, rows, most, seconds):
+def test_a_chart_has_every_peak_in_order_and_nothing_that_never_was(
+    tmp_path_factory, rows, most, seconds
+):
     """However few moments it is given for however many there are."""
     record = Record(tmp_path_factory.mktemp("history") / "history.db")
     told = [moment(WALL - ago, used, device) for device, ago, used in rows]
@@ -61,7 +67,8 @@ def test_a_chart_has_every_peak_in_order_and_nothing_that_never_was(tmp_path_fac
         assert len(of) <= most
         assert all(one.wall < later.wall for one, later in pairwise(of))
         assert max((one.peak_bytes for one in of), default=0) == max(
-            (one.peak_bytes for one in inside if one.device == device), default=0)
+            (one.peak_bytes for one in inside if one.device == device), default=0
+        )
 
 
 @given(days)
@@ -77,7 +84,8 @@ def test_thinning_keeps_every_peak_and_forgets_yesterday(tmp_path_factory, rows)
         kept = [one for one in told if one.wall >= now - DAY]
         for device in ("sim:0", "sim:1"):
             assert max((one.peak_bytes for one in left if one.device == device), default=0) == max(
-                (one.peak_bytes for one in kept if one.device == device), default=0)
+                (one.peak_bytes for one in kept if one.device == device), default=0
+            )
         assert {repr(one) for one in kept if one.wall > now - 1800} <= set(map(repr, left))
 
 
@@ -85,8 +93,11 @@ def test_a_full_day_is_bounded_on_disk_and_a_chart_of_it_in_moments(record):
     """Two devices with a dozen leases, a moment every two seconds, written and thinned as the recorder does."""
     claims = {f"model-{n}@{4000 + n}": n * GIB for n in range(12)}
     for hour in range(25):
-        record.append(moment(WALL - DAY + 3600 * (hour - 1) + second, second, f"sim:{n}", **claims)
-                      for second in range(0, 3600, 2) for n in range(2))
+        record.append(
+            moment(WALL - DAY + 3600 * (hour - 1) + second, second, f"sim:{n}", **claims)
+            for second in range(0, 3600, 2)
+            for n in range(2)
+        )
         record.thin(WALL - DAY + 3600 * hour)
     assert record.path.stat().st_size < 8 << 20
     found = shown(record, most=600)
@@ -96,8 +107,14 @@ def test_a_full_day_is_bounded_on_disk_and_a_chart_of_it_in_moments(record):
 def test_a_chart_that_moves_on_does_not_flicker(record):
     """Of the moments that two looks have in common both show the same."""
     record.append(moment(WALL - ago, ago * 7919 % 100) for ago in range(3600))
-    one, other = ([one.wall for one in shown(record, since=WALL - 3600 + later, until=WALL + later, most=60)
-                   if WALL - 3500 < one.wall < WALL - 100] for later in (0, 5))
+    one, other = (
+        [
+            one.wall
+            for one in shown(record, since=WALL - 3600 + later, until=WALL + later, most=60)
+            if WALL - 3500 < one.wall < WALL - 100
+        ]
+        for later in (0, 5)
+    )
     assert one == other and len(one) > 50
 
 
@@ -110,7 +127,10 @@ def test_there_is_always_the_moment_of_now(runtime):
     card, host = story.moments
     assert (card.device, host.device) == ("sim:0", "host")
     assert card.claims == {f"qwen@{os.getpid()}": 10 * GIB} and card.measured_bytes == 10 * GIB
-    assert [event.action for event in story.events] == ["granted", "loaded"] and story.seconds == 900
+    assert [event.action for event in story.events] == [
+        "granted",
+        "loaded",
+    ] and story.seconds == 900
     assert story.of("host") == (host,)
 
 
@@ -133,16 +153,39 @@ def test_a_line_of_no_points_is_refused_and_one_of_one_is_now(runtime):
 
 # -- what is recorded ---------------------------------------------------------------------------------------------
 
+
 def test_real_cards_are_recorded_as_they_were_measured():
     """By their UUID; one that does not answer is a gap, and no zero."""
-    page = book(lease("a", cuda0=4), lease("b", cuda1=2), devices=(
-        Device("cuda:0", 20 * GIB, uuid="GPU-a"), Device("cuda:1", 20 * GIB, uuid="GPU-b"), Device("host", 64 * GIB)),
-        limits={"cuda:0": 18 * GIB, "cuda:1": 18 * GIB, "host": 32 * GIB})
-    said = Figures(1, 10.0, Sample("host", 10.0, 60 * GIB), {
-        "GPU-a": Sample("", 10.0, 12 * GIB, utilisation_percent=37.0, temperature_celsius=61.0, power_watts=250.0)},
-        failed={"GPU-b": "GPU is lost"})
+    page = book(
+        lease("a", cuda0=4),
+        lease("b", cuda1=2),
+        devices=(
+            Device("cuda:0", 20 * GIB, uuid="GPU-a"),
+            Device("cuda:1", 20 * GIB, uuid="GPU-b"),
+            Device("host", 64 * GIB),
+        ),
+        limits={"cuda:0": 18 * GIB, "cuda:1": 18 * GIB, "host": 32 * GIB},
+    )
+    said = Figures(
+        1,
+        10.0,
+        Sample("host", 10.0, 60 * GIB),
+        {
+            "GPU-a": Sample(
+                "",
+                10.0,
+                12 * GIB,
+                utilisation_percent=37.0,
+                temperature_celsius=61.0,
+                power_watts=250.0,
+            )
+        },
+        failed={"GPU-b": "GPU is lost"},
+    )
     zero, one, host = now_of(page, said, 10.0, WALL)
-    assert zero == Moment(WALL, "cuda:0", 20 * GIB, 18 * GIB, 8 * GIB, Level.LOW, 37.0, 61.0, 250.0, {"a@1": 4 * GIB})
+    assert zero == Moment(
+        WALL, "cuda:0", 20 * GIB, 18 * GIB, 8 * GIB, Level.LOW, 37.0, 61.0, 250.0, {"a@1": 4 * GIB}
+    )
     assert (one.measured_bytes, one.claims) == (None, {"b@1": 2 * GIB})
     assert host.measured_bytes == 4 * GIB
 
@@ -182,13 +225,22 @@ def test_what_cannot_be_written_now_is_written_later(tmp_path, record):
 # -- a file that is damaged, foreign or another's -----------------------------------------------------------------
 
 FOREIGN = {
-    "text": lambda path: path.write_text("this is no database at all, and has never been one " * 100),
+    "text": lambda path: path.write_text(
+        "this is no database at all, and has never been one " * 100
+    ),
     "empty": lambda path: path.write_bytes(b""),
     "another database": lambda path: _made(path, "CREATE TABLE moments(a, b)"),
-    "a view": lambda path: _made(path, "CREATE VIEW moments AS SELECT 1 AS wall, 'x' AS device, 2 AS peak, 'y' AS body"),
-    "cut off": lambda path: (Record(path).append(moment(WALL - n, n) for n in range(5000)),
-                             os.truncate(path, path.stat().st_size // 2)),
-    "garbled": lambda path: (Record(path).append(moment(WALL - n, n) for n in range(5000)), _garble(path)),
+    "a view": lambda path: _made(
+        path, "CREATE VIEW moments AS SELECT 1 AS wall, 'x' AS device, 2 AS peak, 'y' AS body"
+    ),
+    "cut off": lambda path: (
+        Record(path).append(moment(WALL - n, n) for n in range(5000)),
+        os.truncate(path, path.stat().st_size // 2),
+    ),
+    "garbled": lambda path: (
+        Record(path).append(moment(WALL - n, n) for n in range(5000)),
+        _garble(path),
+    ),
 }
 
 
@@ -259,8 +311,10 @@ def test_a_reader_who_may_not_write_reads(record):
     record.path.chmod(0o400)
     record.path.parent.chmod(0o500)
     try:
-        program = f"from gpu_runtime.telemetry.timeline import Record; from pathlib import Path\n" \
-                  f"print(len(Record(Path({str(record.path)!r})).between(0, {WALL + 1}, 10)))"
+        program = (
+            f"from gpu_runtime.telemetry.timeline import Record; from pathlib import Path\n"
+            f"print(len(Record(Path({str(record.path)!r})).between(0, {WALL + 1}, 10)))"
+        )
         assert _as_nobody(program) == "1"
     finally:
         record.path.parent.chmod(0o700)
@@ -268,14 +322,20 @@ def test_a_reader_who_may_not_write_reads(record):
 
 def _as_nobody(program: str) -> str:
     """What it prints in a process that has none of root's powers, where the test is root's."""
+
     def renounce() -> None:
         if os.geteuid() == 0:
             libc = ctypes.CDLL(None, use_errno=True)
             for capability in range(41):
                 libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP, before exec
 
-    ran = subprocess.run([sys.executable, "-c", program], preexec_fn=renounce, capture_output=True, text=True,
-                         timeout=60, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        preexec_fn=renounce,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()
-

@@ -1,4 +1,5 @@
 """A kernel that does nothing costs next to nothing, and misses nothing for it."""
+
 from __future__ import annotations
 
 import os
@@ -19,8 +20,10 @@ LONG = 64 / LOOKS_PER_SECOND  # seconds between two looks in a crowd of 64
 @pytest.fixture
 def crowd(runtime, shared_book, clock):
     """Sixty-four kernels with an idle model each; their monitors are ticked by hand."""
-    kernels = [runtime(ledger=shared_book, clock=clock, monitor=False, devices="sim:2x100GiB,host:400GiB")
-               for _ in range(64)]
+    kernels = [
+        runtime(ledger=shared_book, clock=clock, monitor=False, devices="sim:2x100GiB,host:400GiB")
+        for _ in range(64)
+    ]
     for rt in kernels:
         fakes(rt, m="1GiB")
         rt.preload("m")
@@ -67,7 +70,9 @@ def test_a_use_wakes_a_monitor_that_sleeps_long(crowd):
     assert ledger.read().lease(rt._keeper.me, "m").pins == 0
 
 
-def test_a_cell_is_told_within_a_second_and_takes_no_transaction_of_its_own(crowd, monkeypatch, clock):
+def test_a_cell_is_told_within_a_second_and_takes_no_transaction_of_its_own(
+    crowd, monkeypatch, clock
+):
     """Its begin rings for a monitor that sleeps long; what the monitor says then is what it would say anyway."""
     rt = crowd[5]
     kernel = rt._keeper.activity = Activity(clock)
@@ -125,12 +130,16 @@ def test_a_death_is_noticed_though_the_one_before_it_is_dead_too_or_stopped(crow
         looker.tick()
     assert row[10] not in looker._keeper.ledger.read().sections
     assert claims(looker)["sim:0"] == sum(
-        lease.bytes for lease in looker._keeper.ledger.read().leases() if lease.where == "sim:0")
+        lease.bytes for lease in looker._keeper.ledger.read().leases() if lease.where == "sim:0"
+    )
 
 
 def test_a_book_that_nobody_wrote_is_not_read_again(tmp_path, monkeypatch):
     """Two system calls tell; and whatever is written after that is seen at once."""
-    mine, other = open_ledger(f"sqlite://{tmp_path}/ledger"), open_ledger(f"sqlite://{tmp_path}/ledger")
+    mine, other = (
+        open_ledger(f"sqlite://{tmp_path}/ledger"),
+        open_ledger(f"sqlite://{tmp_path}/ledger"),
+    )
     try:
         other.transact(lambda book: (_noted(book, 1), None))
         _as_if_long_ago(mine)
@@ -166,7 +175,9 @@ def test_the_monitor_gets_the_interpreter_promptly_and_gives_it_back():
     with promptly:
         with promptly:
             assert sys.getswitchinterval() == pytest.approx(promptly.SECONDS)
-        assert sys.getswitchinterval() == pytest.approx(promptly.SECONDS), "another runtime's monitor is at work still"
+        assert sys.getswitchinterval() == pytest.approx(promptly.SECONDS), (
+            "another runtime's monitor is at work still"
+        )
     assert sys.getswitchinterval() == usual
 
 

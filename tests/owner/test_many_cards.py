@@ -1,11 +1,19 @@
 """Models over several cards and from card to card, through the runtime that users hold."""
+
 from __future__ import annotations
 
 import threading
 
 import pytest
 
-from gpu_runtime.errors import BadSetting, DoesNotFit, GpuError, NotResident, StillInUse, UnknownDevice
+from gpu_runtime.errors import (
+    BadSetting,
+    DoesNotFit,
+    GpuError,
+    NotResident,
+    StillInUse,
+    UnknownDevice,
+)
 from gpu_runtime.units import GIB
 from tests.owner.conftest import claims, fakes, where
 
@@ -46,7 +54,9 @@ def test_where_it_has_no_room_it_stays_and_the_sentence_says_what_to_type(runtim
     rt.preload("qwen")
     rt.preload("idle")
     before = claims(rt)
-    with pytest.raises(DoesNotFit, match=r"(?s)qwen needs 6.0 GiB; sim:1 has 3.0 GiB free.*%gpu evict idle  "):
+    with pytest.raises(
+        DoesNotFit, match=r"(?s)qwen needs 6.0 GiB; sim:1 has 3.0 GiB free.*%gpu evict idle  "
+    ):
         rt.move("qwen", "sim:1")
     assert claims(rt) == before and where(rt)["qwen"] == "sim:0"
 
@@ -145,6 +155,7 @@ def test_a_call_meanwhile_waits_and_never_runs_half_moved(runtime):
 
 # -- real modules, on the simulated accelerator -----------------------------------------------------------------------
 
+
 @pytest.fixture
 def llama(tmp_path):
     from tests import tiny_models
@@ -157,7 +168,9 @@ def accelerated(runtime):
     """A runtime whose four cards torch knows as four devices."""
     from tests import simgpu
 
-    return runtime(devices="sim:4x64MiB,host:256MiB", probe=simgpu.SimProbe(), gpu_memory_max_percent=1.0)
+    return runtime(
+        devices="sim:4x64MiB,host:256MiB", probe=simgpu.SimProbe(), gpu_memory_max_percent=1.0
+    )
 
 
 def test_a_model_goes_over_two_cards_by_itself_and_its_pins_hold_there(accelerated, llama):
@@ -171,7 +184,13 @@ def test_a_model_goes_over_two_cards_by_itself_and_its_pins_hold_there(accelerat
     size = rt.plan("llama").footprint.bytes
     fill = [f"fill{card}" for card in range(4)]
     for card, name in enumerate(fill):
-        rt.register(name, backend="fake", size=simgpu.CARD_BYTES - int(size * 0.75), devices=(f"simgpu:{card}",), keep=True)
+        rt.register(
+            name,
+            backend="fake",
+            size=simgpu.CARD_BYTES - int(size * 0.75),
+            devices=(f"simgpu:{card}",),
+            keep=True,
+        )
         rt.preload(name)
     with torch.no_grad(), rt.use("llama") as model:
         expected = model(ids).logits
@@ -181,12 +200,17 @@ def test_a_model_goes_over_two_cards_by_itself_and_its_pins_hold_there(accelerat
     assert rt.move("llama", "simgpu:2,3").where == "simgpu:2,3"
     inside = []
     model.model.layers[1].register_forward_pre_hook(
-        lambda module, args: inside.append(max(lease.pins for lease in rt.status().leases() if lease.name == "llama")))
+        lambda module, args: inside.append(
+            max(lease.pins for lease in rt.status().leases() if lease.name == "llama")
+        )
+    )
     with torch.no_grad():
         assert torch.equal(model(ids).logits, expected)
         rt.evict("llama")
         assert where(rt)["llama"] == "host"
-        assert torch.equal(model(ids).logits, expected), "called while away, it came back, to whichever cards have room"
+        assert torch.equal(model(ids).logits, expected), (
+            "called while away, it came back, to whichever cards have room"
+        )
         rt.evict("llama")
         assert torch.equal(model.forward(ids).logits.cpu(), expected)
     assert min(inside) >= 1 and len(where(rt)["llama"].split(",")) == 2
@@ -211,15 +235,22 @@ def test_a_call_is_one_use_though_it_leads_through_forward(runtime):
 def test_what_lies_elsewhere_after_a_load_is_told_by_name(runtime, monkeypatch, caplog):
     rt = runtime(devices=FOUR)
     fakes(rt, m="1GiB")
-    monkeypatch.setattr(rt._mine("m").backend, "elsewhere", lambda model: tuple(f"layer{i} on cpu" for i in range(5)))
+    monkeypatch.setattr(
+        rt._mine("m").backend,
+        "elsewhere",
+        lambda model: tuple(f"layer{i} on cpu" for i in range(5)),
+    )
     rt.preload("m")
     [event] = [event for event in rt.status().events if event.action == "misplaced"]
-    assert event.because == ("m was loaded to sim:0, but these lie elsewhere: layer0 on cpu, layer1 on cpu, layer2 on cpu "
-                             "and 2 more.")
+    assert event.because == (
+        "m was loaded to sim:0, but these lie elsewhere: layer0 on cpu, layer1 on cpu, layer2 on cpu "
+        "and 2 more."
+    )
     assert event.because in caplog.text
 
 
 # -- torch's own bound ------------------------------------------------------------------------------------------------
+
 
 def test_torchs_bound_is_told_once_and_lifted_when_the_last_model_leaves(runtime, monkeypatch):
     from gpu_runtime.owner import session as house

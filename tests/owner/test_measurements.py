@@ -1,4 +1,5 @@
 """What was measured is remembered beyond the boot, believed of the very same source alone, and never in the way."""
+
 from __future__ import annotations
 
 import fcntl
@@ -34,19 +35,32 @@ def test_it_is_remembered_by_the_next_process(path):
     assert set(os.listdir(path.parent)) == {"measured.json", "measured.lock"}
 
 
-@pytest.mark.parametrize(("spec", "evidence"), [
-    (SPEC, replace(EVIDENCE, fingerprint="changed since")),
-    (replace(SPEC, options={"dtype": "float32"}), EVIDENCE), (replace(SPEC, source="/models/other"), EVIDENCE),
-    (replace(SPEC, backend="llama_cpp"), EVIDENCE), (replace(SPEC, model_type="reranker"), EVIDENCE),
-], ids=["file", "dtype", "source", "backend", "type"])
+@pytest.mark.parametrize(
+    ("spec", "evidence"),
+    [
+        (SPEC, replace(EVIDENCE, fingerprint="changed since")),
+        (replace(SPEC, options={"dtype": "float32"}), EVIDENCE),
+        (replace(SPEC, source="/models/other"), EVIDENCE),
+        (replace(SPEC, backend="llama_cpp"), EVIDENCE),
+        (replace(SPEC, model_type="reranker"), EVIDENCE),
+    ],
+    ids=["file", "dtype", "source", "backend", "type"],
+)
 def test_another_source_or_another_way_to_load_it_is_another_model(path, spec, evidence):
     known = Measurements(path)
     known.remember(SPEC, EVIDENCE, SEEN)
     assert known.of(spec, evidence) is None
 
 
-@pytest.mark.parametrize("change", [
-    dict(name="other"), dict(importance=1), dict(keep=True), dict(options={"dtype": "bfloat16", "context_length": 8192})])
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(name="other"),
+        dict(importance=1),
+        dict(keep=True),
+        dict(options={"dtype": "bfloat16", "context_length": 8192}),
+    ],
+)
 def test_how_it_is_called_and_used_makes_no_difference(path, change):
     known = Measurements(path)
     known.remember(SPEC, EVIDENCE, SEEN)
@@ -59,13 +73,17 @@ def test_a_source_that_cannot_be_told_from_another_is_not_remembered(path):
     assert not path.exists() and known.of(SPEC, replace(EVIDENCE, fingerprint="")) is None
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"models": {"a": {"resident_bytes": "many"}}}', b"\x00" * 99])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"models": {"a": {"resident_bytes": "many"}}}', b"\x00" * 99]
+)
 def test_a_damaged_file_is_ignored_with_a_warning_and_mended(path, content, caplog):
     path.parent.mkdir()
     path.write_bytes(content)
     known = Measurements(path)
     assert known.of(SPEC, EVIDENCE) is None
-    assert [record.levelname for record in caplog.records] == ["WARNING"] and "is damaged" in caplog.text
+    assert [record.levelname for record in caplog.records] == [
+        "WARNING"
+    ] and "is damaged" in caplog.text
     known.remember(SPEC, EVIDENCE, SEEN)
     assert Measurements(path).of(SPEC, EVIDENCE) == SEEN
 
@@ -119,16 +137,25 @@ def test_the_file_does_not_grow_without_end(path, monkeypatch):
     known = Measurements(path)
     for number in (1, 2, 3, 1, 4):
         known.remember(replace(SPEC, source=f"/{number}"), EVIDENCE, SEEN)
-    assert [known.of(replace(SPEC, source=f"/{n}"), EVIDENCE) is None for n in (1, 2, 3, 4)] == [False, True, False, False]
+    assert [known.of(replace(SPEC, source=f"/{n}"), EVIDENCE) is None for n in (1, 2, 3, 4)] == [
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 # -- from a load to the next estimate -----------------------------------------------------------------------------
 
+
 @pytest.fixture
 def box(runtime, tmp_path):
     """A runtime on a ledger that outlives it; called again, the next kernel of that user."""
-    return lambda: runtime(devices="sim:64MiB,host:64MiB", ledger=f"sqlite://{tmp_path}/ledger",
-                           wall=lambda: 1_795_000_000.0)
+    return lambda: runtime(
+        devices="sim:64MiB,host:64MiB",
+        ledger=f"sqlite://{tmp_path}/ledger",
+        wall=lambda: 1_795_000_000.0,
+    )
 
 
 def weights(plan):

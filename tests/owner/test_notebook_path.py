@@ -1,4 +1,5 @@
 """Which notebook a kernel runs: each front end says it in its own way, some only after the kernel has started."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace

@@ -1,4 +1,5 @@
 """Two threads, or the stop button, at the worst moment: each was met by a storm or a crowd once."""
+
 from __future__ import annotations
 
 import sys
@@ -139,7 +140,9 @@ def test_a_second_interrupt_while_tidying_up_leaves_nothing(runtime, monkeypatch
 
 def test_an_eviction_that_nobody_waits_for_is_done_once(runtime, shared_book):
     """The console's button: the model may come back, and stay."""
-    asker, owner = (runtime(ledger=shared_book, eviction_grace_seconds=0, monitor=False) for _ in range(2))
+    asker, owner = (
+        runtime(ledger=shared_book, eviction_grace_seconds=0, monitor=False) for _ in range(2)
+    )
     fakes(owner, m="3GiB")
     owner.preload("m")
     asker.evict("m", wait=False)
@@ -159,7 +162,10 @@ def stopped_at(call: int, act) -> BaseException | None:
 
     def trace(frame, event, _):
         nonlocal left
-        if frame.f_globals.get("__name__", "").startswith("gpu_runtime") and not frame.f_code.co_flags & CO_GENERATOR:
+        if (
+            frame.f_globals.get("__name__", "").startswith("gpu_runtime")
+            and not frame.f_code.co_flags & CO_GENERATOR
+        ):
             left -= 1
             if left == 0:
                 raise KeyboardInterrupt
@@ -176,12 +182,18 @@ def stopped_at(call: int, act) -> BaseException | None:
 
 
 @pytest.mark.parametrize("deed", ["lease", "use", "evict", "preload"])
-def test_an_interrupt_at_the_entry_of_any_function_leaves_nothing_once_the_monitor_has_looked(runtime, deed):
+def test_an_interrupt_at_the_entry_of_any_function_leaves_nothing_once_the_monitor_has_looked(
+    runtime, deed
+):
     """Not even while the notebook keeps the error: the `finally` that was to let a key go is a function's entry too."""
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB", n="3GiB")
-    deeds = {"lease": lambda: _leased(rt), "use": lambda: _used(rt, "m"),
-             "evict": lambda: rt.evict("n"), "preload": lambda: rt.preload("n")}
+    deeds = {
+        "lease": lambda: _leased(rt),
+        "use": lambda: _used(rt, "m"),
+        "evict": lambda: rt.evict("n"),
+        "preload": lambda: rt.preload("n"),
+    }
     call = 0
     while True:
         rt.evict("m")

@@ -1,4 +1,5 @@
 """Real models, real forward passes: what a journey through RAM or disk may never change."""
+
 from __future__ import annotations
 
 import copy
@@ -10,7 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from gpu_runtime import AlreadyRegistered, CannotGovern, DoesNotFit, LoadFailed, NotAModel, NotResident
+from gpu_runtime import (
+    AlreadyRegistered,
+    CannotGovern,
+    DoesNotFit,
+    LoadFailed,
+    NotAModel,
+    NotResident,
+)
 from tests import tiny_models
 
 from .conftest import claims, where
@@ -21,15 +29,23 @@ IDS = torch.arange(3, 20).unsqueeze(0)
 def logits(module) -> torch.Tensor:
     with torch.no_grad():
         out = module(IDS)
-    return (out.logits if hasattr(out, "logits") else out.last_hidden_state if hasattr(out, "last_hidden_state") else out).clone()
+    return (
+        out.logits
+        if hasattr(out, "logits")
+        else out.last_hidden_state
+        if hasattr(out, "last_hidden_state")
+        else out
+    ).clone()
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     home = tmp_path_factory.mktemp("models")
     return {
-        "llm": tiny_models.causal_lm(home / "llm"), "tied": tiny_models.causal_lm(home / "tied", tied=True, seed=1),
-        "embedding": tiny_models.embedder(home / "embedding"), "reranker": tiny_models.reranker(home / "reranker"),
+        "llm": tiny_models.causal_lm(home / "llm"),
+        "tied": tiny_models.causal_lm(home / "tied", tied=True, seed=1),
+        "embedding": tiny_models.embedder(home / "embedding"),
+        "reranker": tiny_models.reranker(home / "reranker"),
     }
 
 
@@ -46,7 +62,10 @@ def test_a_model_answers_bit_for_bit_the_same_after_every_journey(runtime, direc
     with rt.use(kind) as again:
         assert again is module and torch.equal(logits(again), before)
     rt._keeper.evict(rt._mine(kind), "to disk", drop=True)
-    assert where(rt) == {kind: "disk"} and rt.probe.used().get("sim:0", 0) == rt.probe.used().get("host", 0) == 0
+    assert (
+        where(rt) == {kind: "disk"}
+        and rt.probe.used().get("sim:0", 0) == rt.probe.used().get("host", 0) == 0
+    )
     with rt.use(kind) as reloaded:
         assert reloaded is module, "a reference that was kept is filled again in place"
         assert torch.equal(logits(reloaded), before)
@@ -115,23 +134,30 @@ def test_a_weight_changed_in_place_is_never_lost(runtime, directories, change):
 
 
 def test_where_a_changed_model_can_neither_be_dropped_nor_kept_the_newcomer_is_refused_and_both_are_named(
-        runtime, directories):
+    runtime, directories
+):
     rt = runtime(devices="sim:1MiB,host:100KiB")
     rt.register("llm", directories["llm"])
     rt.register("tied", directories["tied"])
     with rt.use("llm") as module, torch.no_grad():
         module.lm_head.weight.data.add_(1.0)
         changed = logits(module)
-    with pytest.raises(DoesNotFit, match=r"(?s)tied.*llm.*exists nowhere else"), rt.use("tied", timeout=5):
+    with (
+        pytest.raises(DoesNotFit, match=r"(?s)tied.*llm.*exists nowhere else"),
+        rt.use("tied", timeout=5),
+    ):
         pass
     assert torch.equal(logits(module), changed)
 
 
 # -- modules that exist already -------------------------------------------------------------------------------------
 
+
 def mlp(seed=0) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 8, dtype=torch.float32))
+    return nn.Sequential(
+        nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 8, dtype=torch.float32)
+    )
 
 
 def test_an_adopted_module_is_counted_moved_and_never_dropped(runtime):
@@ -206,9 +232,14 @@ def test_a_factory_is_built_when_first_used_and_its_weights_are_never_dropped(ru
         assert torch.equal(module(torch.ones(2, 64)), before)
 
 
-@pytest.mark.parametrize("factory, error", [
-    (lambda: 1 / 0, "ZeroDivisionError"), (lambda: None, "NoneType"), (lambda: "text", "str"),
-])
+@pytest.mark.parametrize(
+    "factory, error",
+    [
+        (lambda: 1 / 0, "ZeroDivisionError"),
+        (lambda: None, "NoneType"),
+        (lambda: "text", "str"),
+    ],
+)
 def test_a_factory_that_raises_or_returns_nothing_is_named(runtime, factory, error):
     rt = runtime()
     with pytest.raises(Exception) as raised:
@@ -244,7 +275,12 @@ def test_out_of_memory_inside_a_block_becomes_one_readable_report(runtime, direc
         raise torch_error
     text = str(raised.value)
     assert type(raised.value).__name__ == "OutOfMemory" and raised.value.__cause__ is torch_error
-    assert "Tried to allocate 20.00 GiB" in text and "tied" in text and "llm, in use" in text and "%gpu status" in text
+    assert (
+        "Tried to allocate 20.00 GiB" in text
+        and "tied" in text
+        and "llm, in use" in text
+        and "%gpu status" in text
+    )
     assert where(rt) == {"llm": "sim:0", "tied": "host"}, "idle models stepped aside"
 
 
@@ -262,8 +298,10 @@ def test_threads_sharing_one_model_and_swapping_others_get_right_answers(runtime
                 if not torch.equal(logits(module), expected[name]):
                     wrong.append(name)
 
-    threads = [threading.Thread(target=work, args=(order,)) for order in (
-        ["llm", "tied"], ["tied", "reranker"], ["reranker", "llm"])]
+    threads = [
+        threading.Thread(target=work, args=(order,))
+        for order in (["llm", "tied"], ["tied", "reranker"], ["reranker", "llm"])
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,5 @@
 """Room for a model's use: asked for at registration, claimed as long as it is on a device, never carried anywhere."""
+
 from __future__ import annotations
 
 import pytest
@@ -98,7 +99,10 @@ def test_weights_that_grow_leave_the_room_as_it_is(rt):
     with rt.use("writer") as model:
         model(torch.tensor([[5, 6, 7]])).logits.sum().backward()
     rt.tick()
-    assert claims(rt) == {"sim:0": rt.probe.used()["sim:0"] + room} and rt.probe.used()["sim:0"] > 1.5 * weights
+    assert (
+        claims(rt) == {"sim:0": rt.probe.used()["sim:0"] + room}
+        and rt.probe.used()["sim:0"] > 1.5 * weights
+    )
 
 
 def test_a_declared_size_is_claimed_whole_where_a_context_is_asked_for(runtime, tmp_path):
@@ -115,7 +119,8 @@ def test_a_declared_size_is_claimed_whole_where_a_context_is_asked_for(runtime, 
 
 
 SHARES = st.lists(st.integers(1, 10**12), min_size=1, max_size=4).map(
-    lambda sizes: tuple(Share(f"sim:{n}", size) for n, size in enumerate(sizes)))
+    lambda sizes: tuple(Share(f"sim:{n}", size) for n, size in enumerate(sizes))
+)
 
 
 @given(SHARES, st.integers(0, 10**12), SHARES)
@@ -124,7 +129,10 @@ def test_a_lease_claims_what_was_measured_and_its_room_to_the_byte(measured, roo
     promised = Lease("1", "m", target=beside(later, room), working_bytes=room, phase=Phase.ARRIVING)
     for now in (measured, measured, later):
         promised = promised.holding(now)
-        assert sum(share.bytes for share in promised.shares) == sum(share.bytes for share in now) + room
+        assert (
+            sum(share.bytes for share in promised.shares)
+            == sum(share.bytes for share in now) + room
+        )
         assert promised.own_bytes == sum(share.bytes for share in now)
     away = promised.holding((Share(HOST, 7),))
     assert away.shares == (Share(HOST, 7),) and away.own_bytes == 7 and away.filled == ()

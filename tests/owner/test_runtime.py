@@ -1,4 +1,5 @@
 """What a researcher meets: models that take turns, errors that help, a book that is always as it should be."""
+
 from __future__ import annotations
 
 import contextlib
@@ -40,7 +41,13 @@ def test_two_models_that_do_not_fit_together_take_turns(runtime):
         with rt.use(name) as model:
             assert repr(model) == f"<fake {name} on sim:0>"
     assert where(rt) == {"qwen": "sim:0", "llama": "host"}
-    assert [e.action for e in rt.why("qwen")] == ["restored", "granted", "offloaded", "loaded", "granted"]
+    assert [e.action for e in rt.why("qwen")] == [
+        "restored",
+        "granted",
+        "offloaded",
+        "loaded",
+        "granted",
+    ]
     assert all(event.because for event in rt.why("qwen"))
 
 
@@ -76,7 +83,11 @@ def test_a_restored_model_counts_as_held_by_the_thread_that_uses_it(runtime):
     fakes(rt, qwen="14GiB", llama="9GiB")
     rt.preload("qwen")
     rt.preload("llama")
-    with rt.use("qwen"), pytest.raises(DoesNotFit, match="held by the block"), rt.lease("8 GiB", purpose="x", timeout=5):
+    with (
+        rt.use("qwen"),
+        pytest.raises(DoesNotFit, match="held by the block"),
+        rt.lease("8 GiB", purpose="x", timeout=5),
+    ):
         pass
 
 
@@ -104,12 +115,16 @@ def test_a_hopeless_request_evicts_nothing(runtime):
 @pytest.mark.parametrize("ledger", ["memory:", "sqlite"])
 def test_who_waits_sleeps(runtime, tmp_path, monkeypatch, ledger):
     """Two that wait in one process looked 6,000 times a second, each woken by the other's look."""
-    rt = runtime(monitor=False, ledger=ledger if ledger == "memory:" else f"sqlite://{tmp_path}/ledger")
+    rt = runtime(
+        monitor=False, ledger=ledger if ledger == "memory:" else f"sqlite://{tmp_path}/ledger"
+    )
     fakes(rt, a="14GiB", b="14GiB", c="14GiB")
     looks = []
     decide = rt._keeper.decide
     with rt.use("a"):
-        monkeypatch.setattr(rt._keeper, "decide", lambda *args, **named: looks.append(1) or decide(*args, **named))
+        monkeypatch.setattr(
+            rt._keeper, "decide", lambda *args, **named: looks.append(1) or decide(*args, **named)
+        )
 
         def wait(name):
             with pytest.raises(Busy), rt.use(name, timeout=1.5):
@@ -120,7 +135,9 @@ def test_who_waits_sleeps(runtime, tmp_path, monkeypatch, ledger):
             thread.start()
         for thread in waiting:
             thread.join(30)
-    assert 4 <= len(looks) <= 20  # each at the beginning, a second later and at the end; and at what the other began
+    assert (
+        4 <= len(looks) <= 20
+    )  # each at the beginning, a second later and at the end; and at what the other began
 
 
 def test_a_model_in_use_is_waited_for_and_the_wait_times_out_with_its_name(runtime):
@@ -186,11 +203,16 @@ def test_threads_that_hold_what_each_other_needs_are_told_at_once(runtime):
         thread.join(30)
     served, refused = sorted(outcomes, key=len)
     assert served == "served"
-    assert "c waits while its thread holds a" in refused and "d waits while its thread holds b" in refused
+    assert (
+        "c waits while its thread holds a" in refused
+        and "d waits while its thread holds b" in refused
+    )
 
 
 def test_many_threads_on_a_small_card_lose_nothing(runtime):
-    rt = runtime(devices="sim:20GiB,host:200GiB", gpu_memory_max_percent=1.0)  # RAM for all, also in passing
+    rt = runtime(
+        devices="sim:20GiB,host:200GiB", gpu_memory_max_percent=1.0
+    )  # RAM for all, also in passing
     fakes(rt, **{f"m{i}": "6GiB" for i in range(6)})
     failures = []
 
@@ -216,6 +238,7 @@ def test_many_threads_on_a_small_card_lose_nothing(runtime):
 
 # -- failing loads --------------------------------------------------------------------------------------------------
 
+
 def broken(error):
     """An origin for a fake: the load fails like this once its bytes are held."""
 
@@ -226,9 +249,14 @@ def broken(error):
     return hook
 
 
-@pytest.mark.parametrize("error, raised", [
-    (RuntimeError("no such layer"), LoadFailed), (KeyboardInterrupt(), KeyboardInterrupt), (LoadFailed("bad"), LoadFailed),
-])
+@pytest.mark.parametrize(
+    "error, raised",
+    [
+        (RuntimeError("no such layer"), LoadFailed),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (LoadFailed("bad"), LoadFailed),
+    ],
+)
 def test_a_load_that_fails_leaves_the_book_as_it_was(runtime, error, raised):
     rt = runtime()
     fakes(rt, other="5GiB")
@@ -248,7 +276,10 @@ def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holde
     fakes(rt, a="5GiB", b="5GiB")
     with rt.use("a"):
         rt.probe.place("sim:0").squeeze(17 * GIB)
-        with pytest.raises(OutOfMemory, match=r"(?s)while loading b.*5.0 GiB.*a, in use"), rt.use("b"):
+        with (
+            pytest.raises(OutOfMemory, match=r"(?s)while loading b.*5.0 GiB.*a, in use"),
+            rt.use("b"),
+        ):
             pass
     rt.pin("a")
     with pytest.raises(OutOfMemory, match="a, kept"), rt.use("b"):
@@ -276,7 +307,10 @@ def test_out_of_memory_after_all_have_left_leaves_no_ticket_and_doubts_the_decla
     rt.probe.place("sim:0").squeeze(21 * GIB)
     with pytest.raises(OutOfMemory) as told:
         rt.preload("b")
-    assert "It was declared as 5.0 GiB. Does it need more? Say so:  rt.register('b', …, size='…')" in str(told.value)
+    assert (
+        "It was declared as 5.0 GiB. Does it need more? Say so:  rt.register('b', …, size='…')"
+        in str(told.value)
+    )
     assert where(rt) == {"a": "host", "b": "disk"} and rt.status().tickets == ()
     assert rt.probe.used().get("sim:0", 0) == 0
 
@@ -293,10 +327,18 @@ def test_out_of_memory_while_coming_back_from_ram_asks_for_room_alone(runtime):
     assert "declared" not in str(told.value)
 
 
-@pytest.mark.parametrize(("said", "advised"), [
-    ("CUDA error: device-side assert triggered", True), ("Metal initialization failed", True),
-    ("cuBLAS initialization failed", True), ("the file is cut short", False)])
-def test_a_load_that_failed_with_the_driver_says_that_the_kernel_must_go(runtime, monkeypatch, said, advised):
+@pytest.mark.parametrize(
+    ("said", "advised"),
+    [
+        ("CUDA error: device-side assert triggered", True),
+        ("Metal initialization failed", True),
+        ("cuBLAS initialization failed", True),
+        ("the file is cut short", False),
+    ],
+)
+def test_a_load_that_failed_with_the_driver_says_that_the_kernel_must_go(
+    runtime, monkeypatch, said, advised
+):
     """After such an error nothing works on the card in this process, whatever is tried next."""
     rt = runtime()
     fakes(rt, m="3GiB")
@@ -324,7 +366,9 @@ def test_a_load_that_fails_after_its_bytes_have_come_gives_them_back(runtime, mo
     with pytest.raises(LoadFailed, match="the source is gone"), rt.use("m"):
         pass
     assert claims(rt) == {} and rt.probe.used()["sim:0"] == 0
-    assert len(dropped) == 1, "they are not left to whoever still holds the model, such as a traceback"
+    assert len(dropped) == 1, (
+        "they are not left to whoever still holds the model, such as a traceback"
+    )
 
 
 def test_a_pin_taken_after_the_decision_still_keeps_the_model(runtime):
@@ -356,6 +400,7 @@ def test_a_failing_move_leaves_the_model_where_it_is(runtime):
 
 
 # -- the stop button ------------------------------------------------------------------------------------------------
+
 
 def test_no_pin_survives_its_block_however_often_the_stop_button_strikes(runtime):
     """Interrupts at random instructions of entering, using and leaving a block: afterwards nothing is in use."""
@@ -426,6 +471,7 @@ def test_an_exit_stack_holds_the_model_until_it_closes(runtime):
 
 # -- verbs ----------------------------------------------------------------------------------------------------------
 
+
 def test_evict_refuses_what_is_in_use_or_pinned_and_says_what_to_type(runtime):
     rt = runtime()
     fakes(rt, m="3GiB")
@@ -486,7 +532,8 @@ def test_the_limit_of_this_process_is_named_in_the_words_of_the_inference_servic
         with pytest.raises(MemoryLimitExceeded) as refused, rt.use("b"):
             pass
         assert str(refused.value).startswith(
-            "Loading 'b' (10.0GB) would exceed memory limit (10.0GB + 10.0GB > 16.0GB)")
+            "Loading 'b' (10.0GB) would exceed memory limit (10.0GB + 10.0GB > 16.0GB)"
+        )
         assert "shorter context_length (its parts:  %gpu plan b)" in str(refused.value)
     with rt.use("b"):  # a can leave now
         assert where(rt)["a"] == "host"
@@ -519,6 +566,7 @@ def test_forget_frees_the_memory_and_the_name(runtime):
 
 # -- bad input ------------------------------------------------------------------------------------------------------
 
+
 def test_bad_input_is_named_and_nothing_is_registered(runtime):
     rt = runtime()
     for call, error, words in [
@@ -526,8 +574,16 @@ def test_bad_input_is_named_and_nothing_is_registered(runtime):
         (lambda: rt.register("m", backend="fake", size="-3GiB"), BadSize, "-3GiB"),
         (lambda: rt.register("m", backend="fake", size="much"), BadSize, "much"),
         (lambda: rt.register("m", backend="fake"), BadSize, "size"),
-        (lambda: rt.register("m", backend="fake", size="1GiB", devices=("cuda:7",)), UnknownDevice, "cuda:7"),
-        (lambda: rt.register("m", backend="fake", size="1GiB", importance="huge"), BadSetting, "urgent"),
+        (
+            lambda: rt.register("m", backend="fake", size="1GiB", devices=("cuda:7",)),
+            UnknownDevice,
+            "cuda:7",
+        ),
+        (
+            lambda: rt.register("m", backend="fake", size="1GiB", importance="huge"),
+            BadSetting,
+            "urgent",
+        ),
         (lambda: rt.register("m@1", backend="fake", size="1GiB"), BadSetting, "@"),
         (lambda: rt.register("m", backend="nope", size="1GiB"), BadSetting, "nope"),
         (lambda: rt.use("m"), UnknownModel, "%gpu load m"),
@@ -555,6 +611,7 @@ def test_the_same_registration_twice_is_one_and_another_under_its_name_is_refuse
 
 
 # -- several owners -------------------------------------------------------------------------------------------------
+
 
 def test_an_idle_model_of_another_process_steps_aside_and_comes_back(runtime, shared_book):
     a, b = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "ab")
@@ -652,11 +709,15 @@ def test_closing_gives_everything_back(runtime, shared_book):
 
 # -- pressure -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("sizes, level, leaves", [
-    ({"a": "9000MiB"}, Level.MODERATE, {"a": "host"}),
-    ({"a": "12000MiB"}, Level.HIGH, {"a": "host"}),
-    ({"a": "13500MiB"}, Level.CRITICAL, {"a": "disk"}),
-])
+
+@pytest.mark.parametrize(
+    "sizes, level, leaves",
+    [
+        ({"a": "9000MiB"}, Level.MODERATE, {"a": "host"}),
+        ({"a": "12000MiB"}, Level.HIGH, {"a": "host"}),
+        ({"a": "13500MiB"}, Level.CRITICAL, {"a": "disk"}),
+    ],
+)
 def test_the_table_of_levels_applied_to_the_letter(runtime, clock, sizes, level, leaves):
     """16,000 MB card, 14,400 usable, `GPU_RELIEF=always`."""
     rt = runtime(devices="sim:16000MiB,host:64GiB", gpu_relief="always", clock=clock, monitor=False)
@@ -684,8 +745,20 @@ def test_a_full_card_that_nobody_waits_for_is_left_alone_by_default(runtime, clo
 def test_the_lines_that_operators_watch_for_word_for_word(runtime, clock, caplog):
     caplog.set_level(logging.INFO, logger="gpu_runtime")
     rt = runtime(devices="sim:24576MiB,host:64GiB", gpu_relief="always", clock=clock, monitor=False)
-    rt.register("Qwen/Qwen3-Embedding-0.6B", backend="fake", size="1440MiB", model_type="embedding", quantization="float16")
-    rt.register("Qwen/Qwen3-Reranker-0.6B", backend="fake", size="1200MiB", model_type="reranker", quantization="float16")
+    rt.register(
+        "Qwen/Qwen3-Embedding-0.6B",
+        backend="fake",
+        size="1440MiB",
+        model_type="embedding",
+        quantization="float16",
+    )
+    rt.register(
+        "Qwen/Qwen3-Reranker-0.6B",
+        backend="fake",
+        size="1200MiB",
+        model_type="reranker",
+        quantization="float16",
+    )
     rt.register("filler", backend="fake", size="17000MiB")
     for name in ("Qwen/Qwen3-Embedding-0.6B", "Qwen/Qwen3-Reranker-0.6B", "filler"):
         rt.preload(name)
@@ -694,10 +767,23 @@ def test_the_lines_that_operators_watch_for_word_for_word(runtime, clock, caplog
     clock.advance(60)
     rt.tick()
     rt.preload("Qwen/Qwen3-Embedding-0.6B")
-    lines = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "gpu_runtime"]
-    assert ("INFO", "GovernedModelManager initialized with memory governor (gpu_budget=22118MB)") in lines
-    assert ("INFO", "Memory request approved: embedding:Qwen/Qwen3-Embedding-0.6B:float16 needs 1440MB") in lines
-    assert ("INFO", "Offloaded reranker:Qwen/Qwen3-Reranker-0.6B to CPU (freed 1200MB GPU)") in lines
+    lines = [
+        (record.levelname, record.getMessage())
+        for record in caplog.records
+        if record.name == "gpu_runtime"
+    ]
+    assert (
+        "INFO",
+        "GovernedModelManager initialized with memory governor (gpu_budget=22118MB)",
+    ) in lines
+    assert (
+        "INFO",
+        "Memory request approved: embedding:Qwen/Qwen3-Embedding-0.6B:float16 needs 1440MB",
+    ) in lines
+    assert (
+        "INFO",
+        "Offloaded reranker:Qwen/Qwen3-Reranker-0.6B to CPU (freed 1200MB GPU)",
+    ) in lines
     assert ("INFO", "Restored embedding:Qwen/Qwen3-Embedding-0.6B from CPU to GPU") in lines
     assert ("WARNING", "HIGH memory pressure: 88.8%. Offloading idle models.") in lines
 
@@ -709,7 +795,8 @@ def test_critical_pressure_is_logged_as_an_error(runtime, clock, caplog):
     clock.advance(60)
     rt.tick()
     assert ("ERROR", "CRITICAL memory pressure! Usage: 94.1%. Forcing aggressive eviction.") in [
-        (record.levelname, record.getMessage()) for record in caplog.records]
+        (record.levelname, record.getMessage()) for record in caplog.records
+    ]
 
 
 def test_probe_failures_open_a_breaker_that_is_shown(runtime, clock, monkeypatch):
@@ -764,6 +851,7 @@ def test_ungoverned_models_load_unasked_and_pressure_is_unknown(runtime):
 
 # -- forks ----------------------------------------------------------------------------------------------------------
 
+
 def test_a_forked_child_owns_nothing_and_the_parent_keeps_everything(runtime, tmp_path):
     rt = runtime(ledger=f"sqlite://{tmp_path}/ledger")
     fakes(rt, a="3GiB")
@@ -786,10 +874,15 @@ def test_what_a_verb_answers_can_be_printed(runtime):
     fakes(rt, qwen="14GiB")
     done = rt.preload("qwen")
     with rt.use("qwen"):
-        assert str(rt.status()) == ("sim:0: 14.0 GiB of 21.6 GiB claimed, pressure MODERATE\n"
-                                    "host: 0 B of 32.0 GiB claimed, pressure LOW\n  qwen: 14.0 GiB on sim:0, in use")
+        assert str(rt.status()) == (
+            "sim:0: 14.0 GiB of 21.6 GiB claimed, pressure MODERATE\n"
+            "host: 0 B of 32.0 GiB claimed, pressure LOW\n  qwen: 14.0 GiB on sim:0, in use"
+        )
     assert (str(done), str(rt.defrag())[:8]) == ("preload qwen: qwen is on sim:0", "defrag: ")
-    assert str(rt.health()).startswith("MODERATE: ") and str(rt.plan("2GiB")) == rt.plan("2GiB").because
+    assert (
+        str(rt.health()).startswith("MODERATE: ")
+        and str(rt.plan("2GiB")) == rt.plan("2GiB").because
+    )
     assert str(rt.why("qwen")[0]).startswith("qwen loaded: ")
 
 
@@ -800,18 +893,37 @@ def test_a_lease_without_a_purpose_bears_the_name_of_its_notebook(runtime, monke
         assert [lease.name for lease in rt.status().leases()] == ["train.ipynb#1", "cache#2"]
 
 
-@pytest.mark.parametrize("ask", [
-    lambda rt: rt.use("a").__enter__(), lambda rt: rt.preload("a"), lambda rt: rt.evict("a"), lambda rt: rt.pin("a"),
-    lambda rt: rt.lease("1GiB").__enter__(), lambda rt: rt.register("b", backend="fake", size="1GiB"),
-    lambda rt: rt.forget("a"), lambda rt: rt.plan("a"), lambda rt: rt.why("a"), lambda rt: rt.status(),
-    lambda rt: rt.models(), lambda rt: rt.leases(), lambda rt: rt.events(), lambda rt: rt.health(),
-    lambda rt: rt.fragmentation(), lambda rt: rt.specs(), lambda rt: rt.defrag(), lambda rt: rt.delete("a"),
-])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda rt: rt.use("a").__enter__(),
+        lambda rt: rt.preload("a"),
+        lambda rt: rt.evict("a"),
+        lambda rt: rt.pin("a"),
+        lambda rt: rt.lease("1GiB").__enter__(),
+        lambda rt: rt.register("b", backend="fake", size="1GiB"),
+        lambda rt: rt.forget("a"),
+        lambda rt: rt.plan("a"),
+        lambda rt: rt.why("a"),
+        lambda rt: rt.status(),
+        lambda rt: rt.models(),
+        lambda rt: rt.leases(),
+        lambda rt: rt.events(),
+        lambda rt: rt.health(),
+        lambda rt: rt.fragmentation(),
+        lambda rt: rt.specs(),
+        lambda rt: rt.defrag(),
+        lambda rt: rt.delete("a"),
+    ],
+)
 def test_a_closed_runtime_says_so_whatever_is_asked_of_it(runtime, ask):
     rt = runtime()
     fakes(rt, a="1GiB")
     rt.close()
-    with pytest.raises(LedgerUnavailable, match="this runtime was closed.*\n  Open another:  rt = gpu_runtime.runtime"):
+    with pytest.raises(
+        LedgerUnavailable,
+        match="this runtime was closed.*\n  Open another:  rt = gpu_runtime.runtime",
+    ):
         ask(rt)
 
 

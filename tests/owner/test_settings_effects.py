@@ -1,4 +1,5 @@
 """Every setting changes what it says it changes: one test each, and none without one."""
+
 from __future__ import annotations
 
 import asyncio
@@ -20,9 +21,12 @@ from .conftest import claims, fakes, where
 
 PROVEN: set[str] = set()
 ELSEWHERE = {  # by tests with real servers
-    "gpu_console_token": "faces/test_gate.py", "gpu_console_viewer_token": "faces/test_gate.py",
-    "gpu_console_operators": "faces/test_logins.py", "gpu_console_viewers": "faces/test_logins.py",
-    "gpu_console_read_only": "faces/test_logins.py", "gpu_serve_queue": "serving/test_gateway.py",
+    "gpu_console_token": "faces/test_gate.py",
+    "gpu_console_viewer_token": "faces/test_gate.py",
+    "gpu_console_operators": "faces/test_logins.py",
+    "gpu_console_viewers": "faces/test_logins.py",
+    "gpu_console_read_only": "faces/test_logins.py",
+    "gpu_serve_queue": "serving/test_gateway.py",
 }
 
 
@@ -69,10 +73,15 @@ def test_the_only_gpu_to_use(runtime):
 @proves("inference_backend")
 def test_the_catalogue_and_what_its_models_leave_unsaid(runtime, tmp_path):
     (tmp_path / "models.yaml").write_text("models: {a: {path: /a, memory: 1GiB}}")
-    rt = runtime(catalog=str(tmp_path / "models.yaml"), inference_gpu_layers=7, inference_backend="llamacpp")
+    rt = runtime(
+        catalog=str(tmp_path / "models.yaml"), inference_gpu_layers=7, inference_backend="llamacpp"
+    )
     spec = rt.plan("a") and rt._catalogue.spec("a")
     assert (spec.backend, spec.options) == ("llama_cpp", {"gpu_layers": 7})
-    assert rt.catalog_names() == ("a",) and runtime(catalog=str(tmp_path / "none")).catalog_names() == ()
+    assert (
+        rt.catalog_names() == ("a",)
+        and runtime(catalog=str(tmp_path / "none")).catalog_names() == ()
+    )
 
 
 @proves("gpu_engine_ports")
@@ -86,7 +95,11 @@ def test_where_servers_listen_and_how_long_they_may_take(runtime):
 def test_the_devices(runtime):
     views = runtime(devices="sim:3x8GiB,host:16GiB").status().devices
     assert [(view.device.id, view.device.total_bytes // GIB) for view in views] == [
-        ("sim:0", 8), ("sim:1", 8), ("sim:2", 8), ("host", 16)]
+        ("sim:0", 8),
+        ("sim:1", 8),
+        ("sim:2", 8),
+        ("host", 16),
+    ]
 
 
 @proves("development_cpu_only")
@@ -132,14 +145,22 @@ def test_who_leaves_first(runtime, clock):
         clock.advance(1)
         for name, seconds in (("old", 900.0), ("cheap", 0.001)):
             resident = rt._mine(name)
-            resident.lease = resident.lease.__class__(**{
-                **{f: getattr(resident.lease, f) for f in resident.lease.__struct_fields__}, "reload_seconds": seconds})
+            resident.lease = resident.lease.__class__(
+                **{
+                    **{f: getattr(resident.lease, f) for f in resident.lease.__struct_fields__},
+                    "reload_seconds": seconds,
+                }
+            )
         assert [step.lease.partition("/")[2] for step in rt.plan("new").steps] == [leaves, "new"]
 
 
 @proves("gpu_placement")
 def test_which_card_a_model_goes_to(runtime):
-    for placement, card in (("best-fit", "sim:0"), ("most-free", "sim:1"), ("fewest-evictions", "sim:0")):
+    for placement, card in (
+        ("best-fit", "sim:0"),
+        ("most-free", "sim:1"),
+        ("fewest-evictions", "sim:0"),
+    ):
         rt = runtime(devices="sim:2x24GiB,host:64GiB", gpu_placement=placement)
         rt.register("first", backend="fake", size="5GiB", devices=("sim:0",))
         rt.preload("first")
@@ -162,7 +183,9 @@ def test_whose_eviction_is_the_fewest(runtime, clock):
 def test_what_a_proportional_split_leaves_free_of_each_card(runtime):
     """20 GiB are to be had of each card: 19.5 less the margin, or nearly all of it."""
     for margin, granted in ((512, False), (0, True)):
-        rt = runtime(devices="sim:2x20GiB,host:64GiB", gpu_memory_max_percent=1.0, gpu_split_margin_mb=margin)
+        rt = runtime(
+            devices="sim:2x20GiB,host:64GiB", gpu_memory_max_percent=1.0, gpu_split_margin_mb=margin
+        )
         rt.register("big", backend="fake", size="39.5GiB")
         assert rt.plan("big").granted is granted
 
@@ -181,7 +204,9 @@ def test_what_each_card_of_a_split_takes_beyond_its_part(runtime):
 @proves("gpu_fraction_factor")
 def test_ndif_s_factor_in_the_place_of_the_estimate(runtime):
     """2 GiB claim 6 where that is a small part of the card; 8 GiB would claim 24, and take the card whole."""
-    rt = runtime(devices="sim:2x20GiB,host:64GiB", gpu_memory_max_percent=1.0, gpu_fraction_factor=3)
+    rt = runtime(
+        devices="sim:2x20GiB,host:64GiB", gpu_memory_max_percent=1.0, gpu_fraction_factor=3
+    )
     fakes(rt, small="2GiB", big="8GiB", other="2GiB")
     rt.preload("small")
     rt.preload("big")
@@ -194,8 +219,12 @@ def test_ndif_s_factor_in_the_place_of_the_estimate(runtime):
 @proves("fraction_largest_possible")
 def test_from_which_part_of_a_card_on_it_is_taken_whole(runtime):
     for largest, claimed in ((0.8, 15), (0.7, 20)):
-        rt = runtime(devices="sim:20GiB,host:64GiB", gpu_memory_max_percent=1.0, gpu_fraction_factor=3,
-                     fraction_largest_possible=largest)
+        rt = runtime(
+            devices="sim:20GiB,host:64GiB",
+            gpu_memory_max_percent=1.0,
+            gpu_fraction_factor=3,
+            fraction_largest_possible=largest,
+        )
         fakes(rt, a="5GiB")
         rt.preload("a")
         assert claims(rt) == {"sim:0": claimed * GIB}
@@ -215,8 +244,14 @@ def test_when_pressure_evicts(runtime, clock):
 @proves("eviction_grace_seconds")
 @proves("eviction_idle_threshold_seconds")
 @proves("eviction_idle_high_seconds")
-@pytest.mark.parametrize("setting, size", [
-    ("eviction_grace_seconds", "20.5GiB"), ("eviction_idle_threshold_seconds", "14GiB"), ("eviction_idle_high_seconds", "18GiB")])
+@pytest.mark.parametrize(
+    "setting, size",
+    [
+        ("eviction_grace_seconds", "20.5GiB"),
+        ("eviction_idle_threshold_seconds", "14GiB"),
+        ("eviction_idle_high_seconds", "18GiB"),
+    ],
+)
 def test_how_long_idle_is_idle_enough(runtime, clock, setting, size):
     """At CRITICAL, MODERATE and HIGH: it stays until its time is up."""
     rt = runtime(**{setting: 77.0}, gpu_relief="always", clock=clock, monitor=False)
@@ -233,7 +268,12 @@ def test_how_long_idle_is_idle_enough(runtime, clock, setting, size):
 @proves("pressure_check_interval_seconds")
 def test_how_often_pressure_is_checked(runtime, clock):
     for interval, place in ((500.0, "sim:0"), (50.0, "host")):
-        rt = runtime(pressure_check_interval_seconds=interval, gpu_relief="always", clock=clock, monitor=False)
+        rt = runtime(
+            pressure_check_interval_seconds=interval,
+            gpu_relief="always",
+            clock=clock,
+            monitor=False,
+        )
         fakes(rt, a="18GiB")
         rt.preload("a")
         clock.advance(100)
@@ -250,11 +290,20 @@ def test_models_may_bring_code_only_where_that_was_allowed(runtime, tmp_path):
     (directory / "own_code.py").write_text(
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
         "class OwnConfig(LlamaConfig):\n    model_type = 'own_code'\n"
-        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n")
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
     config = directory / "config.json"
-    config.write_text(config.read_text().replace('"model_type": "llama"', '"model_type": "own_code"').replace(
-        '"LlamaForCausalLM"', '"OwnModel"').replace("{", '{"auto_map": {"AutoConfig": "own_code.OwnConfig", '
-                                                    '"AutoModelForCausalLM": "own_code.OwnModel"},', 1))
+    config.write_text(
+        config.read_text()
+        .replace('"model_type": "llama"', '"model_type": "own_code"')
+        .replace('"LlamaForCausalLM"', '"OwnModel"')
+        .replace(
+            "{",
+            '{"auto_map": {"AutoConfig": "own_code.OwnConfig", '
+            '"AutoModelForCausalLM": "own_code.OwnModel"},',
+            1,
+        )
+    )
     careful = runtime()
     with pytest.raises(Exception, match="own"):
         careful.register("own", directory, task="causal-lm")
@@ -290,8 +339,9 @@ def test_what_gpu_serve_starts_with(runtime, tmp_path, monkeypatch):
             await gateway.close()
 
     assert asyncio.run(started()) == (set(), True)
-    assert asyncio.run(started(gpu_tasks=str(tmp_path / "tasks.yaml"), model_boss_allow_cloud_fallback=False)) == (
-        {"summary"}, False)
+    assert asyncio.run(
+        started(gpu_tasks=str(tmp_path / "tasks.yaml"), model_boss_allow_cloud_fallback=False)
+    ) == ({"summary"}, False)
 
 
 @pytest.mark.parametrize(("setting", "test"), sorted(ELSEWHERE.items()))

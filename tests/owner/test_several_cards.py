@@ -1,4 +1,5 @@
 """A model over several cards, from the plan to the bytes on each; with fakes, which hold what their shares say."""
+
 from __future__ import annotations
 
 import pytest
@@ -35,9 +36,16 @@ def test_where_only_the_margin_is_in_the_way_it_is_named(runtime):
     """Two cards of 128 MiB hold 180 MiB, but not beside the half GiB that each keeps for its driver."""
     rt = runtime(devices="sim:2x128MiB,host:1GiB", gpu_memory_max_percent=1.0, monitor=False)
     rt.register("big", backend="fake", size="180MiB", layout="proportional")
-    with pytest.raises(DoesNotFit, match="512 MiB of each stay free for its driver \\(GPU_SPLIT_MARGIN_MB\\)"):
+    with pytest.raises(
+        DoesNotFit, match="512 MiB of each stay free for its driver \\(GPU_SPLIT_MARGIN_MB\\)"
+    ):
         rt.preload("big")
-    other = runtime(devices="sim:2x128MiB,host:1GiB", gpu_memory_max_percent=1.0, monitor=False, gpu_split_margin_mb=0)
+    other = runtime(
+        devices="sim:2x128MiB,host:1GiB",
+        gpu_memory_max_percent=1.0,
+        monitor=False,
+        gpu_split_margin_mb=0,
+    )
     other.register("big", backend="fake", size="180MiB", layout="proportional")
     assert other.preload("big").done
 
@@ -54,7 +62,12 @@ def test_a_restore_chooses_other_cards_where_the_old_ones_are_taken(runtime):
     rt.register("other", backend="fake", size="80GiB", devices=("sim:1",), keep=True)
     rt.preload("other")
     rt.preload("big")
-    assert claims(rt) == {"sim:0": 80 * GIB, "sim:1": 80 * GIB, "sim:2": 70 * GIB, "sim:3": 70 * GIB}
+    assert claims(rt) == {
+        "sim:0": 80 * GIB,
+        "sim:1": 80 * GIB,
+        "sim:2": 70 * GIB,
+        "sim:3": 70 * GIB,
+    }
 
 
 def test_a_whole_card_stays_whole_and_only_its_model_moves(runtime):
@@ -87,7 +100,8 @@ def test_a_plan_shows_the_cards_and_why_the_others_lost(runtime):
     assert [option.because for option in small.considered[1:]] == [
         "has 20.0 GiB free and would keep 15.0 GiB, more than sim:2",
         "has 30.0 GiB free and would keep 25.0 GiB, more than sim:2",
-        "has 40.0 GiB free and would keep 35.0 GiB, more than sim:2"]
+        "has 40.0 GiB free and would keep 35.0 GiB, more than sim:2",
+    ]
 
 
 def test_a_layout_of_no_such_name_is_a_bad_setting(runtime):

@@ -1,4 +1,5 @@
 """What a snapshot tells of the room that is left, so that a face need not reckon it."""
+
 from __future__ import annotations
 
 from gpu_runtime.facts import Sample
@@ -20,10 +21,14 @@ def test_a_snapshot_tells_what_a_grant_may_spend_and_by_which_rules(runtime):
 def test_room_that_cannot_be_seen_is_unknown_and_says_why(runtime, monkeypatch):
     """Not zero, and not free: the driver of this card does not answer."""
     rt = runtime(monitor=False)
-    devices = tuple(device if device.is_host else type(device)("cuda:0", device.total_bytes, "card", "GPU-1")
-                    for device in rt.probe.devices)
+    devices = tuple(
+        device if device.is_host else type(device)("cuda:0", device.total_bytes, "card", "GPU-1")
+        for device in rt.probe.devices
+    )
     monkeypatch.setattr(rt.probe, "devices", devices)
-    monkeypatch.setattr(rt.probe, "samples", lambda now, fresh=False: {"cuda:0": Sample("cuda:0", now, None)})
+    monkeypatch.setattr(
+        rt.probe, "samples", lambda now, fresh=False: {"cuda:0": Sample("cuda:0", now, None)}
+    )
     rt._keeper.limits["cuda:0"] = rt._keeper.limits["sim:0"]
     card = rt.status().devices[0]
     assert card.room_bytes is None

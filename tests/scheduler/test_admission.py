@@ -1,4 +1,5 @@
 """The decision tree, branch by branch."""
+
 from __future__ import annotations
 
 import pytest
@@ -21,7 +22,21 @@ from gpu_runtime.facts import (
 from gpu_runtime.scheduler.admission import admit, room
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.plan import plan
-from tests.worlds import GIB, NOW, WALL, ask_until, at, block, book, decide, lease, request, size, ticket, world
+from tests.worlds import (
+    GIB,
+    NOW,
+    WALL,
+    ask_until,
+    at,
+    block,
+    book,
+    decide,
+    lease,
+    request,
+    size,
+    ticket,
+    world,
+)
 
 
 def whole(device: str, gib: float) -> tuple[Share, ...]:
@@ -35,10 +50,14 @@ def bare(steps):
 
 # -- 1. settled here already ---------------------------------------------------------------------------------------
 
+
 def test_what_is_here_is_granted_without_a_step():
     qwen = lease("qwen", sim0=8)
     page = book(qwen)
-    assert decide(page, request("qwen", 8), world(sim0=20)) == (page, Grant(qwen, (), "qwen is on sim:0 already"))
+    assert decide(page, request("qwen", 8), world(sim0=20)) == (
+        page,
+        Grant(qwen, (), "qwen is on sim:0 already"),
+    )
 
 
 def test_what_is_here_is_granted_before_any_elder():
@@ -60,7 +79,9 @@ def test_an_answer_that_was_never_heard_is_given_again():
     page, first = decide(book(), request("qwen", 8, key="k"), world(sim0=20))
     again, second = decide(page, request("qwen", 8, key="k"), world(sim0=20, now=NOW + 1))
     assert again == page
-    assert second == Grant(first.lease, (Load(at(1, "qwen"), whole("sim:0", 8), "granted before"),), "granted before")
+    assert second == Grant(
+        first.lease, (Load(at(1, "qwen"), whole("sim:0", 8), "granted before"),), "granted before"
+    )
 
 
 def test_victims_of_an_unheard_wait_are_told_again():
@@ -68,13 +89,20 @@ def test_victims_of_an_unheard_wait_are_told_again():
     page, first = decide(book(lease("old", sim0=16)), request("qwen", 14, key="k"), world(sim0=20))
     again, second = decide(page, request("qwen", 14, key="k"), world(sim0=20))
     assert again == page
-    assert bare(second.steps) == bare(first.steps) == [Move(at(1, "old"), whole("sim:0", 16), whole(HOST, 16))]
+    assert (
+        bare(second.steps)
+        == bare(first.steps)
+        == [Move(at(1, "old"), whole("sim:0", 16), whole(HOST, 16))]
+    )
     assert isinstance(second, Wait) and second.because
 
 
 # -- 2. on its way in or out ---------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("phase, word", [(Phase.ARRIVING, "arriving"), (Phase.LEAVING, "stepping aside")])
+
+@pytest.mark.parametrize(
+    "phase, word", [(Phase.ARRIVING, "arriving"), (Phase.LEAVING, "stepping aside")]
+)
 def test_what_is_on_its_way_is_waited_for(phase, word):
     """It reserves no second room: what it needs is reserved already."""
     going = lease("qwen", host=8, key="another", phase=phase, target=whole("sim:0", 8))
@@ -96,23 +124,35 @@ def test_two_threads_that_want_one_model_make_room_for_it_once():
 
 # -- 3. hopeless ----------------------------------------------------------------------------------------------------
 
+
 def test_larger_than_any_budget_is_refused_and_nothing_is_evicted():
     """Usable 7,200 with 3,000 resident and a request of 9,000."""
     page = book(lease("resident", sim0="3000 MB"))
     after, verdict = decide(page, request("big", "9000 MB"), world(sim0="7200 MB"))
-    assert verdict == Refuse("big needs 8.4 GiB on one device; the largest budget is 6.7 GiB (sim:0)",
-                             need_bytes=9 * 10**9, budget_bytes=72 * 10**8, device="sim:0")
+    assert verdict == Refuse(
+        "big needs 8.4 GiB on one device; the largest budget is 6.7 GiB (sim:0)",
+        need_bytes=9 * 10**9,
+        budget_bytes=72 * 10**8,
+        device="sim:0",
+    )
     assert list(after.leases()) == list(page.leases()) and after.tickets == ()
 
 
 def test_a_kept_model_on_the_only_card_makes_a_whole_card_hopeless():
     """A dedicated 30 on the only 80 card and a request for a whole card."""
     dedicated = lease("dedicated", sim0=30, keep=True)
-    after, verdict = decide(book(dedicated, lease("idle", sim0=10)), request("big", 80), world(sim0=80))
+    after, verdict = decide(
+        book(dedicated, lease("idle", sim0=10)), request("big", 80), world(sim0=80)
+    )
     assert verdict == Refuse(
         "big needs 80.0 GiB; sim:0 has 80.0 GiB, "
         "and dedicated (30.0 GiB) is kept on the device (unpin it to let it go)",
-        kind="kept", need_bytes=80 * GIB, budget_bytes=80 * GIB, device="sim:0", holders=(at(1, "dedicated"),))
+        kind="kept",
+        need_bytes=80 * GIB,
+        budget_bytes=80 * GIB,
+        device="sim:0",
+        holders=(at(1, "dedicated"),),
+    )
     assert len(list(after.leases())) == 2
 
 
@@ -121,8 +161,10 @@ def test_what_the_asking_thread_itself_pins_counts_against_it():
     mine = lease("mine", sim0=12, pins=1)
     _, verdict = decide(book(mine), request("qwen", 10, held=(mine.id,)), world(sim0=20))
     assert (verdict.kind, verdict.holders) == ("nested", (mine.id,))
-    assert verdict.because == ("qwen needs 10.0 GiB; sim:0 has 20.0 GiB, "
-                               "and mine (12.0 GiB) is held by the block that asks")
+    assert verdict.because == (
+        "qwen needs 10.0 GiB; sim:0 has 20.0 GiB, "
+        "and mine (12.0 GiB) is held by the block that asks"
+    )
 
 
 def test_another_thread_s_pin_is_worth_waiting_for():
@@ -135,7 +177,10 @@ def test_what_exists_nowhere_else_and_finds_no_room_in_the_host_makes_it_hopeles
     adopted = lease("adopted", sim0=12, droppable=False)
     _, verdict = decide(book(adopted), request("qwen", 10), world(sim0=20, host=8))
     assert isinstance(verdict, Refuse)
-    assert "qwen needs 10.0 GiB" in verdict.because and "adopted (12.0 GiB) exists nowhere else" in verdict.because
+    assert (
+        "qwen needs 10.0 GiB" in verdict.because
+        and "adopted (12.0 GiB) exists nowhere else" in verdict.because
+    )
 
 
 def test_the_host_may_take_in_each_of_two_and_not_both():
@@ -166,26 +211,42 @@ def test_a_request_waits_where_it_can_fit_not_where_most_is_free():
     after, verdict = decide(page, request("big", 10, key="k"), world(sim0=20, sim1=8))
     assert after.ticket("k").need == whole("sim:0", 10)
     assert verdict.because == "busy (16.0 GiB on sim:0) is in use by pid 2"
-    assert isinstance(decide(after, request("small", 6, arrived=NOW + 1), world(sim0=20, sim1=8))[1], Grant)
+    assert isinstance(
+        decide(after, request("small", 6, arrived=NOW + 1), world(sim0=20, sim1=8))[1], Grant
+    )
 
 
 def test_a_process_may_take_less_than_the_host_s_limit_and_never_more():
     page = book(limits={"sim:0": size(10)})
     assert isinstance(decide(page, request("qwen", 12), world(sim0=20))[1], Refuse)
-    assert isinstance(decide(book(limits={"sim:0": size(20)}), request("qwen", 12), world(sim0=10))[1], Refuse)
+    assert isinstance(
+        decide(book(limits={"sim:0": size(20)}), request("qwen", 12), world(sim0=10))[1], Refuse
+    )
 
 
 # -- 4. fits in what is free ---------------------------------------------------------------------------------------
+
 
 def test_a_grant_is_a_reservation_pinned_by_its_loader():
     """From now on its bytes count, and nobody can evict it before its loader has used it (law 6)."""
     page, verdict = decide(book(), request("qwen", 14, key="k"), world(sim0=20))
     because = "qwen needs 14.0 GiB; sim:0 has 20.0 GiB free and would keep 6.0 GiB."
-    reserved = lease("qwen", key="k", target=whole("sim:0", 14), phase=Phase.ARRIVING, pins=1, pinned_since=NOW,
-                     last_used=NOW, droppable=False)
+    reserved = lease(
+        "qwen",
+        key="k",
+        target=whole("sim:0", 14),
+        phase=Phase.ARRIVING,
+        pins=1,
+        pinned_since=NOW,
+        last_used=NOW,
+        droppable=False,
+    )
     assert verdict == Grant(
-        reserved, (Load(at(1, "qwen"), whole("sim:0", 14), because),), because,
-        (Candidate(whole("sim:0", 14), True, "sim:0 has 20.0 GiB free and would keep 6.0 GiB"),))
+        reserved,
+        (Load(at(1, "qwen"), whole("sim:0", 14), because),),
+        because,
+        (Candidate(whole("sim:0", 14), True, "sim:0 has 20.0 GiB free and would keep 6.0 GiB"),),
+    )
     assert list(page.leases()) == [reserved]
     assert room(page, world(sim0=20))["sim:0"] == 6 * GIB
 
@@ -207,7 +268,9 @@ def test_what_lies_in_host_memory_moves_back_at_its_measured_size():
 def test_a_ticket_that_is_served_is_gone():
     """A place in the queue that outlived its grant would hold room for nobody."""
     waiting = ticket("qwen", key="k", sim0=14)
-    page, verdict = decide(book(tickets=[waiting]), request("qwen", 14, key="k", arrived=NOW - 10), world(sim0=20))
+    page, verdict = decide(
+        book(tickets=[waiting]), request("qwen", 14, key="k", arrived=NOW - 10), world(sim0=20)
+    )
     assert isinstance(verdict, Grant) and page.tickets == ()
 
 
@@ -226,10 +289,18 @@ def test_what_elders_need_is_set_aside():
     page = book(lease("busy", by=3, sim0=10, pins=1), tickets=[elder])
     _, verdict = decide(page, request("small", 4), world(sim0=20))
     assert isinstance(verdict, Wait) and verdict.ahead == 1
-    assert verdict.because.startswith("10.0 GiB are kept for big, which comes first; busy (10.0 GiB on sim:0) is in use")
+    assert verdict.because.startswith(
+        "10.0 GiB are kept for big, which comes first; busy (10.0 GiB on sim:0) is in use"
+    )
     [there] = plan(page, request("small", 4), world(sim0=20), lru).considered
-    assert there.because.endswith("10.0 GiB are kept for big, which comes first")  # all others see them free
-    _, verdict = decide(book(lease("busy", by=3, sim0=1, pins=1), tickets=[elder]), request("small", 4), world(sim0=20))
+    assert there.because.endswith(
+        "10.0 GiB are kept for big, which comes first"
+    )  # all others see them free
+    _, verdict = decide(
+        book(lease("busy", by=3, sim0=1, pins=1), tickets=[elder]),
+        request("small", 4),
+        world(sim0=20),
+    )
     assert isinstance(verdict, Grant), "what is left beside it is free"
 
 
@@ -242,21 +313,30 @@ def test_a_grant_spends_only_free_bytes():
 
 # -- 5. fits once idle leases have left -----------------------------------------------------------------------------
 
+
 def test_three_models_of_4000_and_a_request_of_5000_offloads_only_the_oldest():
-    models = [lease(name, sim0="4000 MB", last_used=used) for name, used in (("new", 300), ("old", 100), ("mid", 200))]
+    models = [
+        lease(name, sim0="4000 MB", last_used=used)
+        for name, used in (("new", 300), ("old", 100), ("mid", 200))
+    ]
     page, verdict = decide(book(*models), request("next", "5000 MB"), world(sim0="14400 MB"))
     [step] = verdict.steps
     assert isinstance(step, Move) and step.lease == at(1, "old")
     assert step.because == "next needs 4.7 GiB on sim:0; old was idle for 15 min."
     assert page.find(step.lease).phase is Phase.LEAVING
-    assert verdict.because == ("next needs 4.7 GiB; sim:0 has 2.2 GiB free. "
-                               "old (3.7 GiB, idle 15 min) steps aside to host.")
+    assert verdict.because == (
+        "next needs 4.7 GiB; sim:0 has 2.2 GiB free. "
+        "old (3.7 GiB, idle 15 min) steps aside to host."
+    )
 
 
 def test_only_those_leave_who_are_needed():
     """Occupants 10, 15 and 70 of 100 and a need of 60: only the 70 leaves, and the older two stay."""
-    page = book(lease("ten", sim0=10, last_used=1), lease("fifteen", sim0=15, last_used=2),
-                lease("seventy", sim0=70, last_used=3))
+    page = book(
+        lease("ten", sim0=10, last_used=1),
+        lease("fifteen", sim0=15, last_used=2),
+        lease("seventy", sim0=70, last_used=3),
+    )
     _, verdict = decide(page, request("qwen", 60), world(sim0=100, host=500))
     assert [step.lease for step in verdict.steps] == [at(1, "seventy")]
 
@@ -274,7 +354,9 @@ def test_others_are_asked_and_act_themselves():
 def test_a_foreign_lease_has_five_seconds_of_grace_and_one_s_own_none():
     """Another program's request must not evict between two calls; one's own knows what it does."""
     just_used = dict(sim0=14, last_used=NOW - 4)
-    _, verdict = decide(book(lease("theirs", by=2, **just_used)), request("qwen", 14), world(sim0=20))
+    _, verdict = decide(
+        book(lease("theirs", by=2, **just_used)), request("qwen", 14), world(sim0=20)
+    )
     assert (verdict.asked, verdict.retry_at) == ((), NOW + 1)
     assert verdict.because == "theirs (14.0 GiB on sim:0) was used 4.0 s ago"
     _, verdict = decide(book(lease("mine", **just_used)), request("qwen", 14), world(sim0=20))
@@ -283,7 +365,9 @@ def test_a_foreign_lease_has_five_seconds_of_grace_and_one_s_own_none():
 
 def test_time_that_may_change_things_on_another_card_is_told_too():
     """The nearest card is busy for good; the other one comes free when a grace period ends."""
-    page = book(lease("busy", by=2, sim0=10, pins=1), lease("theirs", by=2, sim1=14, last_used=NOW - 4))
+    page = book(
+        lease("busy", by=2, sim0=10, pins=1), lease("theirs", by=2, sim1=14, last_used=NOW - 4)
+    )
     assert decide(page, request("qwen", 14), world(sim0=20, sim1=20))[1].retry_at == NOW + 1
 
 
@@ -301,54 +385,83 @@ def test_a_request_never_displaces_a_more_important_lease():
     high = lease("mine", sim0=14, importance="high")
     _, verdict = decide(book(high), request("qwen", 14, arrived=1.0), world(sim0=20))
     assert (verdict.steps, verdict.because) == (
-        (), "mine (14.0 GiB on sim:0) is more important (importance 5, ours 10)")
+        (),
+        "mine (14.0 GiB on sim:0) is more important (importance 5, ours 10)",
+    )
 
 
 def test_the_least_important_leave_first_and_the_policy_decides_among_equals():
-    page = book(lease("batch", sim0=5, importance="batch", last_used=900), lease("old", sim0=5, last_used=1),
-                lease("new", sim0=5, last_used=2))
-    assert [s.lease for s in decide(page, request("q", 10), world(sim0=20))[1].steps] == [at(1, "batch")]
-    assert [s.lease for s in decide(page, request("q", 15), world(sim0=20))[1].steps] == [at(1, "batch"), at(1, "old")]
+    page = book(
+        lease("batch", sim0=5, importance="batch", last_used=900),
+        lease("old", sim0=5, last_used=1),
+        lease("new", sim0=5, last_used=2),
+    )
+    assert [s.lease for s in decide(page, request("q", 10), world(sim0=20))[1].steps] == [
+        at(1, "batch")
+    ]
+    assert [s.lease for s in decide(page, request("q", 15), world(sim0=20))[1].steps] == [
+        at(1, "batch"),
+        at(1, "old"),
+    ]
 
 
 def test_the_less_important_model_leaves_whatever_card_it_is_on():
     """Cheaper to reload is no reason to displace the more important."""
-    page = book(lease("high", sim0=14, importance="high", reload_seconds=1),
-                lease("low", sim1=14, importance="low", reload_seconds=60))
+    page = book(
+        lease("high", sim0=14, importance="high", reload_seconds=1),
+        lease("low", sim1=14, importance="low", reload_seconds=60),
+    )
     _, verdict = decide(page, request("urgent", 14, importance="urgent"), world(sim0=20, sim1=20))
     assert [step.lease for step in verdict.steps] == [at(1, "low")]
 
 
 def test_among_equals_room_is_made_on_the_card_that_costs_least():
-    page = book(lease("slow", sim0=14, reload_seconds=60), lease("quick", sim1=14, reload_seconds=1))
-    assert [s.lease for s in decide(page, request("q", 14), world(sim0=20, sim1=20))[1].steps] == [at(1, "quick")]
+    page = book(
+        lease("slow", sim0=14, reload_seconds=60), lease("quick", sim1=14, reload_seconds=1)
+    )
+    assert [s.lease for s in decide(page, request("q", 14), world(sim0=20, sim1=20))[1].steps] == [
+        at(1, "quick")
+    ]
     page = book(lease("newer", sim0=14, last_used=2), lease("older", sim1=14, last_used=1))
-    assert [s.lease for s in decide(page, request("q", 14), world(sim0=20, sim1=20))[1].steps] == [at(1, "older")]
+    assert [s.lease for s in decide(page, request("q", 14), world(sim0=20, sim1=20))[1].steps] == [
+        at(1, "older")
+    ]
 
 
 def test_warm_pool_first_then_unloaded_when_it_is_full():
     there = world(sim0=20, host=10)
     _, verdict = decide(book(lease("old", sim0=10)), request("q", 14), there)
     assert isinstance(verdict.steps[0], Move)
-    page, verdict = decide(book(lease("old", sim0=10), lease("warm", host=4)), request("q", 14), there)
+    page, verdict = decide(
+        book(lease("old", sim0=10), lease("warm", host=4)), request("q", 14), there
+    )
     assert isinstance(verdict.steps[0], Drop) and "steps aside to disk" in verdict.because
-    _, verdict = decide(book(lease("old", sim0=10)), request("q", 14), world(sim0=20, host=10, offload=False))
+    _, verdict = decide(
+        book(lease("old", sim0=10)), request("q", 14), world(sim0=20, host=10, offload=False)
+    )
     assert isinstance(verdict.steps[0], Drop)
 
 
 def test_host_bytes_are_spent_once():
     """Two leave and the host has room for one."""
-    page, verdict = decide(book(lease("a", sim0=10), lease("b", sim0=10)), request("q", 20), world(sim0=20, host=15))
+    page, verdict = decide(
+        book(lease("a", sim0=10), lease("b", sim0=10)), request("q", 20), world(sim0=20, host=15)
+    )
     assert sorted(type(step).__name__ for step in verdict.steps) == ["Drop", "Move"]
     assert room(page, world(sim0=20, host=15))[HOST] == 5 * GIB
 
 
 def test_what_exists_nowhere_else_has_the_first_claim_on_the_host():
     """Dropping it is impossible; dropping the other one costs only time."""
-    page = book(lease("adopted", sim0=10, droppable=False, last_used=900), lease("old", sim0=10, last_used=1))
+    page = book(
+        lease("adopted", sim0=10, droppable=False, last_used=900),
+        lease("old", sim0=10, last_used=1),
+    )
     _, verdict = decide(page, request("q", 20), world(sim0=20, host=10))
     assert {(type(step).__name__, step.lease) for step in verdict.steps} == {
-        ("Move", at(1, "adopted")), ("Drop", at(1, "old"))}
+        ("Move", at(1, "adopted")),
+        ("Drop", at(1, "old")),
+    }
 
 
 @pytest.mark.parametrize("warm_owner", [1, 2])
@@ -381,19 +494,28 @@ def test_what_is_leaving_already_is_waited_for_and_nobody_else_leaves():
 
 # -- 7. otherwise ---------------------------------------------------------------------------------------------------
 
+
 def test_a_model_in_use_is_never_a_victim():
     """However old and however humble, it stays until its cell is done."""
     llama = lease("llama", sim0=8, pins=1, last_used=0)
     _, verdict = admit(book(llama), request("qwen", gib=14), world(sim0=20), lru)
-    assert verdict == Wait(because="llama (8.0 GiB on sim:0) is in use", blockers=(llama.id,),
-                           considered=verdict.considered)
+    assert verdict == Wait(
+        because="llama (8.0 GiB on sim:0) is in use",
+        blockers=(llama.id,),
+        considered=verdict.considered,
+    )
 
 
 def test_whoever_is_in_the_way_is_named():
-    page = book(lease("llama", by=2, sim0=8, pins=1, pinned_since=NOW - 200), block("training", by=3, sim0=4))
+    page = book(
+        lease("llama", by=2, sim0=8, pins=1, pinned_since=NOW - 200),
+        block("training", by=3, sim0=4),
+    )
     _, verdict = decide(page, request("qwen", 14), world(sim0=20))
-    assert verdict.because == ("llama (8.0 GiB on sim:0) is in use by pid 2 for 3 min; "
-                               "training (4.0 GiB on sim:0) is held by running code by pid 3")
+    assert verdict.because == (
+        "llama (8.0 GiB on sim:0) is in use by pid 2 for 3 min; "
+        "training (4.0 GiB on sim:0) is held by running code by pid 3"
+    )
     assert verdict.blockers == (at(2, "llama"), at(3, "training"))
 
 
@@ -405,11 +527,22 @@ def test_a_block_of_code_is_waited_for_and_never_asked_to_move():
 def test_a_ticket_keeps_its_place_and_is_refreshed():
     busy = lease("busy", by=2, sim0=8, pins=1)
     page, _ = decide(book(busy), request("qwen", 14, key="k"), world(sim0=20))
-    assert page.tickets == (ticket("qwen", key="k", arrived=NOW, refreshed=NOW, sim0=14, blocked_since=NOW,
-                                   because="busy (8.0 GiB on sim:0) is in use by pid 2"),)
+    assert page.tickets == (
+        ticket(
+            "qwen",
+            key="k",
+            arrived=NOW,
+            refreshed=NOW,
+            sim0=14,
+            blocked_since=NOW,
+            because="busy (8.0 GiB on sim:0) is in use by pid 2",
+        ),
+    )
     page, _ = decide(page, request("qwen", 14, key="k"), world(sim0=20, now=NOW + 3))
     assert [(t.refreshed, t.blocked_since) for t in page.tickets] == [(NOW + 3, NOW)]
-    assert [event.action for event in page.events] == ["waiting"], "told once, however often it asks"
+    assert [event.action for event in page.events] == ["waiting"], (
+        "told once, however often it asks"
+    )
 
 
 def test_who_does_not_want_to_wait_leaves_no_ticket():
@@ -422,7 +555,9 @@ def test_a_full_page_refuses_and_evicts_nothing():
     many = [lease(f"m{n}", host=0) for n in range(MOST_ENTRIES - 1)]
     page = book(lease("old", sim0=10), *many)
     after, verdict = decide(page, request("qwen", 14), world(sim0=20))
-    assert verdict == Refuse("the book is full: 256 leases and requests", kind="full", need_bytes=14 * GIB)
+    assert verdict == Refuse(
+        "the book is full: 256 leases and requests", kind="full", need_bytes=14 * GIB
+    )
     assert list(after.leases()) == list(page.leases()) and after.tickets == ()
     assert decide(page, request("small", 1), world(sim0=20))[1].kind == "full"
 
@@ -435,6 +570,7 @@ def test_a_full_page_still_restores_what_it_holds():
 
 # -- the limit of one process ---------------------------------------------------------------------------------------
 
+
 def test_one_process_s_own_limit_makes_its_own_models_leave_first():
     """INFERENCE_MEMORY_LIMIT_GB is counted after what could leave, on all cards together."""
     page = book(lease("mine", sim0=6), lease("theirs", by=2, sim1=6))
@@ -445,8 +581,12 @@ def test_one_process_s_own_limit_makes_its_own_models_leave_first():
 def test_past_the_own_limit_is_refused_in_the_kitchen_s_words():
     page = book(lease("mine", sim0=6, pins=1))
     _, verdict = decide(page, request("qwen", 6), world(sim0=20, limit_bytes=size(10)))
-    assert verdict == Refuse("Loading 'qwen' (6.0GB) would exceed memory limit (6.0GB + 6.0GB > 10.0GB)",
-                             kind="limit", need_bytes=6 * GIB, budget_bytes=4 * GIB)
+    assert verdict == Refuse(
+        "Loading 'qwen' (6.0GB) would exceed memory limit (6.0GB + 6.0GB > 10.0GB)",
+        kind="limit",
+        need_bytes=6 * GIB,
+        budget_bytes=4 * GIB,
+    )
 
 
 def test_the_own_limit_counts_what_the_host_has_no_room_for():
@@ -467,10 +607,13 @@ def test_what_leaves_already_counts_for_the_own_limit():
 
 def test_the_own_limit_is_of_models_not_of_blocks():
     page = book(block(sim0=6))
-    assert isinstance(decide(page, request("qwen", 6), world(sim0=20, limit_bytes=size(10)))[1], Grant)
+    assert isinstance(
+        decide(page, request("qwen", 6), world(sim0=20, limit_bytes=size(10)))[1], Grant
+    )
 
 
 # -- measured devices -----------------------------------------------------------------------------------------------
+
 
 def real(free, **words):
     return world(cuda0=20, free={"cuda:0": free}, **words)
@@ -493,15 +636,20 @@ def test_what_the_sample_cannot_have_seen_is_counted():
 
 
 def test_what_settled_unseen_and_then_began_to_leave_is_still_unseen():
-    going = lease("a", cuda0=4, settled_at=NOW - 0.5, phase=Phase.LEAVING, key="x", target=whole(HOST, 4))
+    going = lease(
+        "a", cuda0=4, settled_at=NOW - 0.5, phase=Phase.LEAVING, key="x", target=whole(HOST, 4)
+    )
     assert room(book(going), real(18, taken_at=NOW - 1))["cuda:0"] == 14 * GIB
 
 
-@pytest.mark.parametrize("there, because", [
-    (world(cuda0=20), "cuda:0 has not been measured yet"),
-    (real(None), "the driver of cuda:0 does not say how much memory is free"),
-    (real(20, taken_at=NOW - 8), "the last measurement of cuda:0 is 8.0 s old"),
-])
+@pytest.mark.parametrize(
+    "there, because",
+    [
+        (world(cuda0=20), "cuda:0 has not been measured yet"),
+        (real(None), "the driver of cuda:0 does not say how much memory is free"),
+        (real(20, taken_at=NOW - 8), "the last measurement of cuda:0 is 8.0 s old"),
+    ],
+)
 def test_on_a_card_that_cannot_be_seen_grants_wait_and_nothing_leaves(there, because):
     """Unknown is not zero and not free (law 11)."""
     page = book(lease("idle", cuda0=18))
@@ -518,8 +666,12 @@ def test_a_card_in_sight_is_used_where_another_is_not():
 
 def test_strangers_memory_is_in_the_way_and_said_so():
     _, verdict = decide(book(), request("q", 14), real(6))
-    assert verdict == Wait("cuda:0 has 6.0 GiB free as measured, 14.0 GiB are needed; memory outside our leases is in "
-                           "the way", retry_at=NOW + 1, considered=verdict.considered)
+    assert verdict == Wait(
+        "cuda:0 has 6.0 GiB free as measured, 14.0 GiB are needed; memory outside our leases is in "
+        "the way",
+        retry_at=NOW + 1,
+        considered=verdict.considered,
+    )
 
 
 def test_nobody_else_leaves_for_bytes_that_left_after_the_sample():
@@ -533,8 +685,9 @@ def test_nobody_else_leaves_for_bytes_that_left_after_the_sample():
         page = left(page, step, step.shares, there)
     page, verdict = decide(page, request("q", 10), there)
     assert verdict.steps == () and verdict.retry_at == NOW + 1
-    assert verdict.because == ("q needs 10.0 GiB; cuda:0 has 0 B free. "
-                               "The next measurement will show what has just left.")
+    assert verdict.because == (
+        "q needs 10.0 GiB; cuda:0 has 0 B free. The next measurement will show what has just left."
+    )
     later = world(cuda0=20, free={"cuda:0": 10}, now=NOW + 1)
     assert isinstance(decide(page, request("q", 10), later)[1], Grant)
 
@@ -546,15 +699,20 @@ def test_what_a_process_holds_beyond_its_leases_counts_as_claimed():
 
 # -- plan -----------------------------------------------------------------------------------------------------------
 
+
 def test_a_plan_tells_every_step_and_does_none():
     page = book(lease("old", sim0=14), lease("qwen", host=14))
     told = plan(page, request("qwen", 14), world(sim0=20), lru)
     assert told.granted and told.shares == whole("sim:0", 14)
-    assert bare(told.steps) == [Move(at(1, "old"), whole("sim:0", 14), whole(HOST, 14)),
-                                Move(at(1, "qwen"), whole(HOST, 14), whole("sim:0", 14))]
-    assert told.because == ("qwen needs 14.0 GiB; sim:0 has 6.0 GiB free. "
-                            "old (14.0 GiB, idle 17 min) steps aside to host. "
-                            "qwen needs 14.0 GiB; sim:0 has 20.0 GiB free and would keep 6.0 GiB.")
+    assert bare(told.steps) == [
+        Move(at(1, "old"), whole("sim:0", 14), whole(HOST, 14)),
+        Move(at(1, "qwen"), whole(HOST, 14), whole("sim:0", 14)),
+    ]
+    assert told.because == (
+        "qwen needs 14.0 GiB; sim:0 has 6.0 GiB free. "
+        "old (14.0 GiB, idle 17 min) steps aside to host. "
+        "qwen needs 14.0 GiB; sim:0 has 20.0 GiB free and would keep 6.0 GiB."
+    )
 
 
 def test_a_plan_takes_those_it_asks_to_comply():
@@ -571,18 +729,28 @@ def test_a_plan_on_a_measured_card_sees_the_room_that_its_steps_make():
 
 def test_a_plan_that_would_wait_or_be_refused_says_why():
     told = plan(book(lease("busy", sim0=14, pins=1)), request("qwen", 14), world(sim0=20), lru)
-    assert (told.granted, told.steps, told.because) == (False, (), "busy (14.0 GiB on sim:0) is in use")
+    assert (told.granted, told.steps, told.because) == (
+        False,
+        (),
+        "busy (14.0 GiB on sim:0) is in use",
+    )
     assert not plan(book(), request("qwen", 24), world(sim0=20), lru).granted
 
 
 # -- what is told ---------------------------------------------------------------------------------------------------
 
+
 def test_decisions_are_events():
     page, _ = decide(book(), request("qwen", 14), world(sim0=20))
     page, _ = decide(page, request("big", 30), world(sim0=20))
-    told = [(e.seq, e.model, e.action, e.reason, e.bytes, e.device, e.owner, e.wall) for e in page.events]
-    assert told == [(1, "qwen", "granted", "request", 14 * GIB, "sim:0", "1.1.0", WALL + NOW),
-                    (2, "big", "refused", "hopeless", 30 * GIB, "sim:0", "1.1.0", WALL + NOW)]
+    told = [
+        (e.seq, e.model, e.action, e.reason, e.bytes, e.device, e.owner, e.wall)
+        for e in page.events
+    ]
+    assert told == [
+        (1, "qwen", "granted", "request", 14 * GIB, "sim:0", "1.1.0", WALL + NOW),
+        (2, "big", "refused", "hopeless", 30 * GIB, "sim:0", "1.1.0", WALL + NOW),
+    ]
     assert all(event.because for event in page.events)
     assert page.sections["1.1.0"].counts == {"refused": 1}
 

@@ -1,4 +1,5 @@
 """The cases that were agreed on, word for word. Sizes are budgets in GiB; a model is idle unless it says otherwise."""
+
 from __future__ import annotations
 
 import pytest
@@ -29,16 +30,21 @@ def settled(verdict, name):
 
 # -- two cards of 80 ------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("layout", ["single", *SPLITS])
 def test_15_on_two_80s_takes_one_card(layout):
     _, verdict = decide(book(), request("small", 15, layout=layout), world(**TWO))
     assert verdict.lease.target == on(sim0=15)
 
 
-@pytest.mark.parametrize("policy, card", [("best-fit", "sim:0"), ("fewest-evictions", "sim:0"), ("most-free", "sim:1")])
+@pytest.mark.parametrize(
+    "policy, card", [("best-fit", "sim:0"), ("fewest-evictions", "sim:0"), ("most-free", "sim:1")]
+)
 def test_a_second_15_goes_by_policy(policy, card):
     """`most-free` spreads them; the others keep the second card whole."""
-    _, verdict = decide(book(lease("first", sim0=15)), request("second", 15, policy=policy), world(**TWO))
+    _, verdict = decide(
+        book(lease("first", sim0=15)), request("second", 15, policy=policy), world(**TWO)
+    )
     assert [share.device for share in verdict.lease.target] == [card]
 
 
@@ -51,13 +57,19 @@ def test_70_and_70_and_then_200_is_refused_with_the_reason_and_nothing_evicted(l
     assert [lease.where for lease in page.leases()] == ["sim:0", "sim:1"]
     after, verdict = decide(page, request("big", 200, layout=layout), world(**TWO))
     assert isinstance(verdict, Refuse) and verdict.kind == "hopeless"
-    assert "big needs 200 GiB" in verdict.because and "sim:0,1 are 80.0 GiB + 80.0 GiB" in verdict.because
+    assert (
+        "big needs 200 GiB" in verdict.because
+        and "sim:0,1 are 80.0 GiB + 80.0 GiB" in verdict.because
+    )
     assert list(after.leases()) == list(page.leases()) and after.tickets == ()
 
 
 @pytest.mark.parametrize("layout", ["single", *SPLITS])
 def test_70_stale_on_each_and_a_request_of_45_is_one_eviction_and_one_card(layout):
-    page = book(lease("a", sim0=70, last_used=1, reload_seconds=20), lease("b", sim1=70, last_used=2, reload_seconds=20))
+    page = book(
+        lease("a", sim0=70, last_used=1, reload_seconds=20),
+        lease("b", sim1=70, last_used=2, reload_seconds=20),
+    )
     page, heard = ask_until(page, request("c", 45, layout=layout), world(**TWO))
     assert [step.lease for step in heard[0].steps] == [at(1, "a")]
     assert isinstance(heard[-1], Grant) and heard[-1].lease.target == on(sim0=45)
@@ -73,6 +85,7 @@ def test_140_on_two_free_80s_is_70_and_70(layout):
 
 # -- three cards ----------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("layout", SPLITS)
 def test_three_cards_the_first_full_and_busy_and_140_takes_the_other_two(layout):
     """A card that cannot take its part is skipped; it is not the end of the search."""
@@ -83,6 +96,7 @@ def test_three_cards_the_first_full_and_busy_and_140_takes_the_other_two(layout)
 
 # -- what is evictable ----------------------------------------------------------------------------------------------
 
+
 def test_stale_30_on_the_first_and_stale_60_over_both_make_60_and_30_evictable():
     """A lease over two cards gives back to each what it took from each."""
     page = book(lease("one", sim0=30), lease("two", sim0=30, sim1=30))
@@ -92,13 +106,21 @@ def test_stale_30_on_the_first_and_stale_60_over_both_make_60_and_30_evictable()
         card, gib = ("sim:0", first) if first else ("sim:1", second)
         emptied, heard = ask_until(page, request("q", gib, devices=(card,)), there)
         assert isinstance(heard[-1], Grant) is fits
-        freed = {card: share - before[card] for card, share in room(emptied.without_lease("1.1.0", "q"), there).items()}
-        assert (freed["sim:0"], freed["sim:1"]) == ((60 * GIB, 30 * GIB) if first else (30 * GIB, 30 * GIB))
+        freed = {
+            card: share - before[card]
+            for card, share in room(emptied.without_lease("1.1.0", "q"), there).items()
+        }
+        assert (freed["sim:0"], freed["sim:1"]) == (
+            (60 * GIB, 30 * GIB) if first else (30 * GIB, 30 * GIB)
+        )
 
 
 def test_occupants_10_15_and_70_of_100_and_a_need_of_60_only_the_70_leaves():
-    page = book(lease("ten", sim0=10, last_used=1), lease("fifteen", sim0=15, last_used=2),
-                lease("seventy", sim0=70, last_used=3))
+    page = book(
+        lease("ten", sim0=10, last_used=1),
+        lease("fifteen", sim0=15, last_used=2),
+        lease("seventy", sim0=70, last_used=3),
+    )
     for policy in ("best-fit", "most-free", "fewest-evictions"):
         _, verdict = decide(page, request("new", 60, policy=policy), world(sim0=100, host=500))
         assert [step.lease for step in verdict.steps] == [at(1, "seventy")]
@@ -110,7 +132,13 @@ def test_a_dedicated_30_on_the_only_80_and_a_request_for_a_whole_card_is_refused
     after, verdict = decide(book(dedicated), request("alone", 40, layout="whole"), world(sim0=80))
     assert verdict == Refuse(
         "alone needs 80.0 GiB; sim:0 has 80.0 GiB, and dedicated (30.0 GiB) is kept on the device (unpin it to let it "
-        "go)", kind="kept", need_bytes=80 * GIB, budget_bytes=80 * GIB, device="sim:0", holders=(at(1, "dedicated"),))
+        "go)",
+        kind="kept",
+        need_bytes=80 * GIB,
+        budget_bytes=80 * GIB,
+        device="sim:0",
+        holders=(at(1, "dedicated"),),
+    )
     assert list(after.leases()) == [dedicated]
     assert isinstance(decide(book(dedicated), request("beside", 40), world(sim0=80))[1], Grant)
 
@@ -137,7 +165,10 @@ def test_a_card_allocated_over_its_total_in_a_foreign_book_is_clamped_and_report
     """Facts are accepted, also false ones: nothing is granted there, and the overdraft is shown."""
     page = book(lease("liar", by=2, sim0=120, pins=1), limits={"sim:0": 80 * GIB})
     _, verdict = decide(page, request("q", 10), world(sim0=80))
-    assert isinstance(verdict, Wait) and verdict.considered[0].because == "sim:0 has 0 B free, 10.0 GiB too little"
+    assert (
+        isinstance(verdict, Wait)
+        and verdict.considered[0].because == "sim:0 has 0 B free, 10.0 GiB too little"
+    )
     [card, _] = views(page, world(sim0=80))
     assert (card.claimed_bytes, card.limit_bytes, card.level) == (120 * GIB, 80 * GIB, "CRITICAL")
     seen = Snapshot(NOW, NOW, owner(), (card,), page.sections, (), (), (), simulated=True)
@@ -151,14 +182,20 @@ MIB_FREE = dict(sim0="24000 MiB", sim1="12000 MiB", host=100)
 
 def test_30000_on_24000_and_12000_free_is_about_20146_and_9854():
     """In proportion to what is free once 512 MB of each card are set aside."""
-    _, verdict = decide(book(), request("big", "30000 MiB", layout="proportional"), world(**MIB_FREE))
-    assert [share.bytes / 2**20 for share in verdict.lease.target] == pytest.approx([20146.4, 9853.6], abs=0.1)
+    _, verdict = decide(
+        book(), request("big", "30000 MiB", layout="proportional"), world(**MIB_FREE)
+    )
+    assert [share.bytes / 2**20 for share in verdict.lease.target] == pytest.approx(
+        [20146.4, 9853.6], abs=0.1
+    )
     assert sum(share.bytes for share in verdict.lease.target) == size("30000 MiB")
 
 
 def test_35000_on_24000_and_12000_free_is_refused():
     """36,000 are free, and 34,976 beyond the margins."""
-    _, verdict = decide(book(), request("big", "35000 MiB", layout="proportional"), world(**MIB_FREE))
+    _, verdict = decide(
+        book(), request("big", "35000 MiB", layout="proportional"), world(**MIB_FREE)
+    )
     assert isinstance(verdict, Refuse)
     exactly = request("big", "34976 MiB", layout="proportional")
     assert isinstance(decide(book(), exactly, world(**MIB_FREE))[1], Grant), "an exact fit fits"
@@ -166,13 +203,16 @@ def test_35000_on_24000_and_12000_free_is_refused():
 
 # -- a lease on several cards lives as any other ---------------------------------------------------------------------
 
+
 def test_a_restore_may_go_to_other_cards_than_before():
     """It left 0 and 1 for the host; 0 is busy now, so it comes back to 1 and 2."""
     page = book(lease("big", host=140), lease("busy", by=2, sim0=80, pins=1))
     _, verdict = decide(page, request("big", 140, layout="balanced"), world(**THREE))
     [step] = verdict.steps
     assert (step.source, step.shares) == ((Share(HOST, 140 * GIB),), on(sim1=70, sim2=70))
-    assert verdict.lease.shares == (Share(HOST, 140 * GIB),) and verdict.lease.phase is Phase.ARRIVING
+    assert (
+        verdict.lease.shares == (Share(HOST, 140 * GIB),) and verdict.lease.phase is Phase.ARRIVING
+    )
 
 
 def test_a_ticket_for_several_cards_keeps_its_place_on_each():
@@ -196,10 +236,17 @@ def test_a_split_that_displaces_nobody_comes_before_one_card_that_must_be_emptie
 
 
 def test_room_is_made_on_several_cards_at_once_and_nobody_leaves_needlessly():
-    page = book(lease("a", sim0=60, last_used=1), lease("b", sim0=5, last_used=2), lease("c", by=2, sim1=60),
-                lease("d", sim2=80, pins=1))
+    page = book(
+        lease("a", sim0=60, last_used=1),
+        lease("b", sim0=5, last_used=2),
+        lease("c", by=2, sim1=60),
+        lease("d", sim2=80, pins=1),
+    )
     page, heard = ask_until(page, request("big", 140, layout="balanced"), world(**THREE))
-    assert ([step.lease for step in heard[0].steps], heard[0].asked) == ([at(1, "a")], (at(2, "c"),))
+    assert ([step.lease for step in heard[0].steps], heard[0].asked) == (
+        [at(1, "a")],
+        (at(2, "c"),),
+    )
     assert isinstance(heard[-1], Grant) and heard[-1].lease.target == on(sim0=70, sim1=70)
     assert page.find(at(1, "b")).where == "sim:0"
 
@@ -215,4 +262,6 @@ def test_a_plan_over_several_cards_tells_every_step_and_who_else_was_considered(
 def test_larger_than_any_card_is_hopeless_only_where_it_may_not_be_split():
     _, verdict = decide(book(), request("big", 140, layout="single"), world(**TWO))
     assert isinstance(verdict, Refuse) and "on one device" in verdict.because
-    assert isinstance(admit(book(), request("big", 140, layout="auto"), world(**TWO), lru)[1], Grant)
+    assert isinstance(
+        admit(book(), request("big", 140, layout="auto"), world(**TWO), lru)[1], Grant
+    )

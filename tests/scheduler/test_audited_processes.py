@@ -5,6 +5,7 @@ the truth: no device is over its budget (law 1), nothing is lost or forgotten (l
 (law 4), nothing that exists nowhere else was dropped (law 5). Every decision is made twice, and once more on the page
 read back.
 """
+
 from __future__ import annotations
 
 from collections import Counter
@@ -57,8 +58,10 @@ importances = st.sampled_from([1, 5, 10, 10, 10, 10, 20, 30])
 cards = st.sampled_from([(), (), (), ("sim:0",), ("sim:1", "cuda:0")])
 LAYOUTS = ["single", "single", "auto", "balanced", "proportional", "whole"]
 layouts = st.sampled_from(LAYOUTS)
-DEVICES = tuple(Device(id, limit if id != "cuda:0" else CARD_TOTAL, simulated=id != "cuda:0")
-                for id, limit in LIMITS.items())
+DEVICES = tuple(
+    Device(id, limit if id != "cuda:0" else CARD_TOTAL, simulated=id != "cuda:0")
+    for id, limit in LIMITS.items()
+)
 
 
 class Process:
@@ -98,11 +101,20 @@ def may_exit(process: Process, model: Lease) -> bool:
 
 
 class House(RuleBasedStateMachine):
-    @initialize(rank=st.sampled_from([lru, cost_aware]), strangers=st.integers(0, 3),
-                relief=st.sampled_from(["auto", "always"]), offload=st.sampled_from([True, True, True, False]),
-                loaded=st.lists(st.tuples(some, st.sampled_from(MODELS), st.integers(2, 6), importances, mostly),
-                                min_size=6, max_size=10))
-    def build(self, rank: Any, strangers: int, relief: str, offload: bool, loaded: list[Any]) -> None:
+    @initialize(
+        rank=st.sampled_from([lru, cost_aware]),
+        strangers=st.integers(0, 3),
+        relief=st.sampled_from(["auto", "always"]),
+        offload=st.sampled_from([True, True, True, False]),
+        loaded=st.lists(
+            st.tuples(some, st.sampled_from(MODELS), st.integers(2, 6), importances, mostly),
+            min_size=6,
+            max_size=10,
+        ),
+    )
+    def build(
+        self, rank: Any, strangers: int, relief: str, offload: bool, loaded: list[Any]
+    ) -> None:
         self.rank, self.strangers = rank, strangers
         self.rules = Rules(relief=relief, offload=offload)
         self.now = NOW
@@ -143,7 +155,9 @@ class House(RuleBasedStateMachine):
         for lease in new.leases():
             before = base.find(lease.id)
             if lease.phase is Phase.LEAVING and before and before.phase is not Phase.LEAVING:
-                assert not before.pins and not before.keep and before.kind == "model", f"law 4: {before}"
+                assert not before.pins and not before.keep and before.kind == "model", (
+                    f"law 4: {before}"
+                )
         self.book = new
         return base, answer
 
@@ -153,41 +167,85 @@ class House(RuleBasedStateMachine):
         process.keys.add(key)
         return key
 
-    def check_steps(self, book: Book, steps: tuple[Any, ...], importance: int | None = None) -> None:
+    def check_steps(
+        self, book: Book, steps: tuple[Any, ...], importance: int | None = None
+    ) -> None:
         for step in steps:
             lease = book.find(step.lease)
             assert step.because
             assert lease.droppable or not isinstance(step, Drop), f"law 5: {lease}"
             if importance is not None:
-                assert lease.importance >= importance, "a request never displaces a more important lease"
-                assert self.now >= lease.last_used + lease.keep_alive or importance < lease.importance, "kept alive"
+                assert lease.importance >= importance, (
+                    "a request never displaces a more important lease"
+                )
+                assert (
+                    self.now >= lease.last_used + lease.keep_alive or importance < lease.importance
+                ), "kept alive"
 
     # -- requests
 
     def pick(self, which: int) -> Process:
         return list(self.processes.values())[which % len(self.processes)]
 
-    @rule(which=some, name=st.sampled_from(MODELS), size=st.integers(1, 13), importance=importances, nested=mostly,
-          heard=mostly, cards=cards, layout=layouts, more=st.sampled_from([0, 0, 6]),
-          keep_alive=st.sampled_from([0.0, 0.0, 60.0]))
-    def request(self, which: int, name: str, size: int, importance: int, nested: bool, heard: bool,
-                cards: tuple[str, ...], layout: str, more: int, keep_alive: float) -> None:
+    @rule(
+        which=some,
+        name=st.sampled_from(MODELS),
+        size=st.integers(1, 13),
+        importance=importances,
+        nested=mostly,
+        heard=mostly,
+        cards=cards,
+        layout=layouts,
+        more=st.sampled_from([0, 0, 6]),
+        keep_alive=st.sampled_from([0.0, 0.0, 60.0]),
+    )
+    def request(
+        self,
+        which: int,
+        name: str,
+        size: int,
+        importance: int,
+        nested: bool,
+        heard: bool,
+        cards: tuple[str, ...],
+        layout: str,
+        more: int,
+        keep_alive: float,
+    ) -> None:
         process = self.pick(which)
         if len(process.asking) > 2:
             return
         key = self.key(process, f"use {name}")
-        held = tuple(sorted(model.id for model in process.models.values() if model.pins)) if nested else ()
+        held = (
+            tuple(sorted(model.id for model in process.models.values() if model.pins))
+            if nested
+            else ()
+        )
         wanted = Lease(process.id, name, importance=importance, keep_alive=keep_alive)
-        process.asking[key] = Request(key, wanted, Footprint.of(size + more), self.now,
-                                      PlacementRules(cards, layout, margin_bytes=0), held)
+        process.asking[key] = Request(
+            key,
+            wanted,
+            Footprint.of(size + more),
+            self.now,
+            PlacementRules(cards, layout, margin_bytes=0),
+            held,
+        )
         self.send(process, key, heard)
 
-    @rule(which=some, name=st.sampled_from(MODELS), size=st.integers(1, 6), importance=importances, droppable=mostly)
+    @rule(
+        which=some,
+        name=st.sampled_from(MODELS),
+        size=st.integers(1, 6),
+        importance=importances,
+        droppable=mostly,
+    )
     def cell(self, which: int, name: str, size: int, importance: int, droppable: bool) -> None:
         """A whole cell, where there is room at once: ask, load, use, leave."""
         process = self.pick(which)
         key = self.key(process, f"use {name}")
-        process.asking[key] = Request(key, Lease(process.id, name, importance=importance), Footprint.of(size), self.now)
+        process.asking[key] = Request(
+            key, Lease(process.id, name, importance=importance), Footprint.of(size), self.now
+        )
         self.send(process, key, True)
         if key in process.arriving:
             self.finish(process, key, False, droppable, 0)
@@ -195,8 +253,12 @@ class House(RuleBasedStateMachine):
 
     def waiting(self) -> list[tuple[Process, str]]:
         """Who may ask again: whoever has no step of its own to do first."""
-        return [(process, key) for process in self.processes.values() for key in sorted(process.asking)
-                if key not in process.arriving and not any(key == k for k, _ in process.departing)]
+        return [
+            (process, key)
+            for process in self.processes.values()
+            for key in sorted(process.asking)
+            if key not in process.arriving and not any(key == k for k, _ in process.departing)
+        ]
 
     @precondition(lambda self: self.waiting())
     @rule(which=some, heard=mostly)
@@ -207,7 +269,9 @@ class House(RuleBasedStateMachine):
 
     def send(self, process: Process, key: str, heard: bool) -> None:
         request = process.asking[key]
-        base, verdict = self.write(process, lambda book, world: admit(book, request, world, self.rank))
+        base, verdict = self.write(
+            process, lambda book, world: admit(book, request, world, self.rank)
+        )
         assert verdict.because
         self.check_verdict(base, request, verdict)
         if not heard:
@@ -226,12 +290,19 @@ class House(RuleBasedStateMachine):
 
     def check_verdict(self, base: Book, request: Request, verdict: Any) -> None:
         if isinstance(verdict, Refuse):
-            assert list(self.book.leases()) == list(base.leases()), "law 7: a refusal evicts nothing"
+            assert list(self.book.leases()) == list(base.leases()), (
+                "law 7: a refusal evicts nothing"
+            )
             assert self.book.ticket(request.key) is None
         elif isinstance(verdict, Grant) and verdict.steps:
             lease = self.book.lease(request.lease.owner, request.lease.name)
             assert self.book.ticket(request.key) is None
-            assert lease == verdict.lease and lease.pins and lease.phase is Phase.ARRIVING and lease.key == request.key
+            assert (
+                lease == verdict.lease
+                and lease.pins
+                and lease.phase is Phase.ARRIVING
+                and lease.key == request.key
+            )
         elif isinstance(verdict, Wait):
             again = base.lease(request.lease.owner, request.lease.name)
             self.check_steps(base, verdict.steps, request.lease.importance)
@@ -240,10 +311,18 @@ class House(RuleBasedStateMachine):
                 assert asked.owner != request.lease.owner and not asked.pins and not asked.keep
                 assert asked.importance >= request.lease.importance
                 assert self.now >= asked.last_used + self.rules.grace_seconds
-            hopeful = (verdict.steps or verdict.asked or verdict.blockers or verdict.ahead
-                       or verdict.retry_at is not None or "more important" in verdict.because
-                       or "stepping aside" in verdict.because or "is kept" in verdict.because
-                       or "no room for it now" in verdict.because or (again and again.phase is not Phase.SETTLED))
+            hopeful = (
+                verdict.steps
+                or verdict.asked
+                or verdict.blockers
+                or verdict.ahead
+                or verdict.retry_at is not None
+                or "more important" in verdict.because
+                or "stepping aside" in verdict.because
+                or "is kept" in verdict.because
+                or "no room for it now" in verdict.because
+                or (again and again.phase is not Phase.SETTLED)
+            )
             assert hopeful, f"waits for nothing: {verdict}"
             assert verdict.retry_at is None or verdict.retry_at > self.now
 
@@ -258,7 +337,9 @@ class House(RuleBasedStateMachine):
     @rule(which=some)
     def interrupt(self, which: int) -> None:
         """The stop button, at any instruction: the thread and its key are gone; the monitor tidies up later."""
-        asking = [(process, key) for process in self.processes.values() for key in sorted(process.asking)]
+        asking = [
+            (process, key) for process in self.processes.values() for key in sorted(process.asking)
+        ]
         process, key = asking[which % len(asking)]
         if not any(k == key for k, _ in process.departing):  # a move once begun finishes
             process.asking.pop(key)
@@ -280,7 +361,11 @@ class House(RuleBasedStateMachine):
     @precondition(lambda self: any(process.arriving for process in self.processes.values()))
     @rule(which=some, works=mostly, droppable=mostly, less=st.integers(0, 2))
     def arrive(self, which: int, works: bool, droppable: bool, less: int) -> None:
-        arriving = [(process, key) for process in self.processes.values() for key in sorted(process.arriving)]
+        arriving = [
+            (process, key)
+            for process in self.processes.values()
+            for key in sorted(process.arriving)
+        ]
         self.finish(*arriving[which % len(arriving)], not works, droppable, less)
 
     def finish(self, process: Process, key: str, fails: bool, droppable: bool, less: int) -> None:
@@ -289,21 +374,47 @@ class House(RuleBasedStateMachine):
         name = grant.lease.name
         old = process.models.get(name)
         if fails:
-            self.write(process, lambda book, world: (
-                books.abandon(book, process.id, name, key, world, "it failed"), None))
+            self.write(
+                process,
+                lambda book, world: (
+                    books.abandon(book, process.id, name, key, world, "it failed"),
+                    None,
+                ),
+            )
             now = self.book.lease(process.id, name)
-            assert (now is None) if old is None else (now.shares == old.shares and not now.target), "law 9"
+            assert (
+                (now is None) if old is None else (now.shares == old.shares and not now.target)
+            ), "law 9"
             return  # and the thread asks again, or gives up
         assert isinstance(step, Load) == (old is None)
         first, *others = step.shares
         size = first.bytes if isinstance(step, Move) else max(1, first.bytes - less)
         droppable = old.droppable if old else droppable
         settled = grant.lease.holding((Share(first.device, size), *others))
-        process.models[name] = replace(settled, pins=1, droppable=droppable, settled_at=self.now, last_used=self.now,
-                                       away_since=0.0)
-        self.write(process, lambda book, world: (books.arrived(
-            book, process.id, name, settled.shares, world, because=step.because, droppable=droppable,
-            filled=settled.filled), None))
+        process.models[name] = replace(
+            settled,
+            pins=1,
+            droppable=droppable,
+            settled_at=self.now,
+            last_used=self.now,
+            away_since=0.0,
+        )
+        self.write(
+            process,
+            lambda book, world: (
+                books.arrived(
+                    book,
+                    process.id,
+                    name,
+                    settled.shares,
+                    world,
+                    because=step.because,
+                    droppable=droppable,
+                    filled=settled.filled,
+                ),
+                None,
+            ),
+        )
         self.done["restored" if old else "loaded"] += 1
         self.close(process, key)
 
@@ -315,18 +426,28 @@ class House(RuleBasedStateMachine):
         key, step = process.departing.pop(0)
         name = step.lease.partition("/")[2]
         model = process.models.get(name)
-        if model is None or model.pins or not works:  # a user came in between, or the step failed: it stays
-            self.write(process, lambda book, world: (
-                books.abandon(book, process.id, name, key, world, "it stays"), None))
+        if (
+            model is None or model.pins or not works
+        ):  # a user came in between, or the step failed: it stays
+            self.write(
+                process,
+                lambda book, world: (
+                    books.abandon(book, process.id, name, key, world, "it stays"),
+                    None,
+                ),
+            )
         elif isinstance(step, Drop):
             assert model.droppable, "law 5"
             del process.models[name]
             self.write(process, lambda book, world: (books.left(book, step, (), world), None))
             self.done["unloaded"] += 1
         else:
-            process.models[name] = replace(model, shares=step.shares, filled=(), settled_at=self.now,
-                                           away_since=self.now)
-            self.write(process, lambda book, world: (books.left(book, step, step.shares, world), None))
+            process.models[name] = replace(
+                model, shares=step.shares, filled=(), settled_at=self.now, away_since=self.now
+            )
+            self.write(
+                process, lambda book, world: (books.left(book, step, step.shares, world), None)
+            )
             self.done["offloaded"] += 1
         if key not in process.asking and not any(k == key for k, _ in process.departing):
             process.keys.discard(key)
@@ -338,8 +459,12 @@ class House(RuleBasedStateMachine):
         return not moving and not any(g.lease.name == name for g in process.arriving.values())
 
     def models(self, true: Any) -> list[tuple[Process, Lease]]:
-        return [(process, model) for process in self.processes.values() for model in process.models.values()
-                if true(process, model)]
+        return [
+            (process, model)
+            for process in self.processes.values()
+            for model in process.models.values()
+            if true(process, model)
+        ]
 
     @precondition(lambda self: self.models(lambda process, model: model.on_device))
     @rule(which=some)
@@ -347,14 +472,18 @@ class House(RuleBasedStateMachine):
         """`use` of a resident model touches no ledger, also while somebody has just decided that it leaves."""
         models = self.models(lambda process, model: model.on_device)
         process, model = models[which % len(models)]
-        process.models[model.name] = replace(model, pins=model.pins + 1, last_used=self.now, pinned_since=self.now)
+        process.models[model.name] = replace(
+            model, pins=model.pins + 1, last_used=self.now, pinned_since=self.now
+        )
 
     @precondition(lambda self: self.models(may_exit))
     @rule(which=some, one=st.sampled_from([True, False]))
     def exit(self, which: int, one: bool) -> None:
         models = self.models(may_exit)
         for process, model in [models[which % len(models)]] if one else models:
-            process.models[model.name] = replace(model, pins=model.pins - 1 if one else 0, last_used=self.now)
+            process.models[model.name] = replace(
+                model, pins=model.pins - 1 if one else 0, last_used=self.now
+            )
 
     @rule(which=some)
     def publish(self, which: int) -> None:
@@ -364,8 +493,10 @@ class House(RuleBasedStateMachine):
             mine = self.book.sections[process.id]
             if not process.arriving and not process.departing and not process.asking:
                 assert {lease.name: lease for lease in mine.leases} == process.models
-                assert not any(ticket.key.split(":")[0] == process.id and ticket.key not in process.keys
-                               for ticket in self.book.tickets), "law 9: what it does not know is withdrawn"
+                assert not any(
+                    ticket.key.split(":")[0] == process.id and ticket.key not in process.keys
+                    for ticket in self.book.tickets
+                ), "law 9: what it does not know is withdrawn"
 
     @precondition(lambda self: self.models(self.may_go))
     @rule(which=some, sure=st.sampled_from([True, False]))
@@ -374,8 +505,13 @@ class House(RuleBasedStateMachine):
         process, model = models[which % len(models)]
         if sure:
             del process.models[model.name]
-            self.write(process, lambda book, world: (
-                books.release(book, process.id, model.name, world, "given up"), None))
+            self.write(
+                process,
+                lambda book, world: (
+                    books.release(book, process.id, model.name, world, "given up"),
+                    None,
+                ),
+            )
             assert self.book.lease(process.id, model.name) is None
 
     def may_go(self, process: Process, model: Lease) -> bool:
@@ -402,7 +538,8 @@ class House(RuleBasedStateMachine):
         process = self.pick(which)
         key = self.key(process, "obey")
         base, (steps, orders) = self.write(
-            process, lambda book, world: obey(book, process.id, world, self.rank, key))
+            process, lambda book, world: obey(book, process.id, world, self.rank, key)
+        )
         self.check_steps(base, steps)
         process.departing += [(key, step) for step in steps]
         if not steps:
@@ -425,7 +562,9 @@ class House(RuleBasedStateMachine):
         process = self.pick(which)
         if process:
             key = self.key(process, "relieve")
-            base, steps = self.write(process, lambda book, world: relieve(book, process.id, world, self.rank, key))
+            base, steps = self.write(
+                process, lambda book, world: relieve(book, process.id, world, self.rank, key)
+            )
             self.check_steps(base, steps)
             for step in steps:
                 model = base.find(step.lease)
@@ -448,9 +587,15 @@ class House(RuleBasedStateMachine):
     @precondition(lambda self: self.dead)
     @rule(which=some)
     def reap(self, which: int) -> None:
-        by, ids, totals = self.pick(which), [process.id for process in self.dead], books.totals(self.book)
+        by, ids, totals = (
+            self.pick(which),
+            [process.id for process in self.dead],
+            books.totals(self.book),
+        )
         self.write(by, lambda book, world: (books.reap(book, ids, world), None))
-        assert not set(ids) & (set(self.book.sections) | {ticket.owner for ticket in self.book.tickets})
+        assert not set(ids) & (
+            set(self.book.sections) | {ticket.owner for ticket in self.book.tickets}
+        )
         assert books.totals(self.book) == totals, "a reaping is no eviction, and undoes none"
         self.dead = []
         self.last_pid += 1
@@ -470,8 +615,13 @@ class House(RuleBasedStateMachine):
         """
         if freed:
             self.lingering = {}
-        settled = sum(share.bytes for process in self.processes.values() for model in process.models.values()
-                      for share in model.shares if share.device == "cuda:0")
+        settled = sum(
+            share.bytes
+            for process in self.processes.values()
+            for model in process.models.values()
+            for share in model.shares
+            if share.device == "cuda:0"
+        )
         free = CARD_TOTAL - self.strangers - settled - sum(self.lingering.values())
         self.samples = {"cuda:0": Sample("cuda:0", self.now, free, dict(self.lingering))}
 
@@ -482,10 +632,14 @@ class House(RuleBasedStateMachine):
         held: Counter[str] = Counter()
         for process in getattr(self, "processes", {}).values():
             held.update(process.holds())
-        held["cuda:0"] += sum(getattr(self, "lingering", {}).values())  # law 12: not free before the driver says so
+        held["cuda:0"] += sum(
+            getattr(self, "lingering", {}).values()
+        )  # law 12: not free before the driver says so
         for device, size in held.items():
             assert size <= LIMITS[device], f"law 1: {size} on {device}"
-        assert held["cuda:0"] + getattr(self, "strangers", 0) <= CARD_TOTAL, "law 11: the card itself is over"
+        assert held["cuda:0"] + getattr(self, "strangers", 0) <= CARD_TOTAL, (
+            "law 11: the card itself is over"
+        )
 
     @invariant()
     def what_is_held_is_in_the_book(self) -> None:
@@ -497,15 +651,23 @@ class House(RuleBasedStateMachine):
                 for share in lease.claims():
                     claimed[share.device] += share.bytes
             for device, size in process.holds().items():
-                assert size <= claimed[device], f"{process.id} holds {size} on {device}, the book has {claimed}"
+                assert size <= claimed[device], (
+                    f"{process.id} holds {size} on {device}, the book has {claimed}"
+                )
 
     @invariant()
     def evictions_are_offloads_and_unloads(self) -> None:
         if hasattr(self, "book"):
             totals = books.totals(self.book)
             assert totals["evictions"] == totals["offloads"] + totals["unloads"]
-            assert (totals["offloads"], totals["unloads"], totals["restorations"], totals["loads"]) == tuple(
-                self.done[action] for action in ("offloaded", "unloaded", "restored", "loaded"))
+            assert (
+                totals["offloads"],
+                totals["unloads"],
+                totals["restorations"],
+                totals["loads"],
+            ) == tuple(
+                self.done[action] for action in ("offloaded", "unloaded", "restored", "loaded")
+            )
 
     def teardown(self) -> None:
         """Everybody leaves: the book is empty, to the byte (law 3)."""
@@ -521,15 +683,36 @@ class House(RuleBasedStateMachine):
 
 TestHouse = House.TestCase
 TestHouse.settings = settings(
-    settings.default, max_examples=max(1000, settings.default.max_examples), stateful_step_count=max(
-        40, settings.default.stateful_step_count), suppress_health_check=list(HealthCheck))
+    settings.default,
+    max_examples=max(1000, settings.default.max_examples),
+    stateful_step_count=max(40, settings.default.stateful_step_count),
+    suppress_health_check=list(HealthCheck),
+)
 
 
 # Hypothesis switches rules off to find the odd corner; a walk that does everything finds the crowded ones.
 
-WEIGHTS = {"request": 6, "cell": 2, "ask_again": 8, "interrupt": 1, "time_out": 1, "arrive": 8, "depart": 8, "enter": 3,
-           "exit": 4, "publish": 2, "give_up": 1, "ask_other": 1, "obey": 3, "all_obey": 2, "relieve": 1, "die": 1,
-           "reap": 3, "time_passes": 4, "take_sample": 4}
+WEIGHTS = {
+    "request": 6,
+    "cell": 2,
+    "ask_again": 8,
+    "interrupt": 1,
+    "time_out": 1,
+    "arrive": 8,
+    "depart": 8,
+    "enter": 3,
+    "exit": 4,
+    "publish": 2,
+    "give_up": 1,
+    "ask_other": 1,
+    "obey": 3,
+    "all_obey": 2,
+    "relieve": 1,
+    "die": 1,
+    "reap": 3,
+    "time_passes": 4,
+    "take_sample": 4,
+}
 
 
 @pytest.mark.parametrize("first", range(0, 400, 50))
@@ -555,36 +738,65 @@ def walk(seed: int, steps: int = 60) -> House:
     def importance() -> int:
         return random.choice([1, 5, 10, 10, 10, 10, 20, 30])
 
-    house.build(random.choice([lru, cost_aware]), random.randrange(4), random.choice(["auto", "always"]),
-                random.random() < 0.8, [(some_(), random.choice(MODELS), random.randint(2, 6), importance(), mostly_())
-                                        for _ in range(10)])
+    house.build(
+        random.choice([lru, cost_aware]),
+        random.randrange(4),
+        random.choice(["auto", "always"]),
+        random.random() < 0.8,
+        [
+            (some_(), random.choice(MODELS), random.randint(2, 6), importance(), mostly_())
+            for _ in range(10)
+        ],
+    )
     arguments: dict[str, Callable[[], dict[str, Any]]] = {
-        "request": lambda: dict(which=some_(), name=random.choice(MODELS), size=random.randint(1, 13),
-                                importance=importance(), nested=random.random() < 0.5, heard=mostly_(),
-                                cards=random.choice([(), (), ("sim:0",), ("sim:1", "cuda:0")]),
-                                layout=random.choice(LAYOUTS), more=random.choice([0, 0, 6]),
-                                keep_alive=random.choice([0.0, 0.0, 60.0])),
-        "cell": lambda: dict(which=some_(), name=random.choice(MODELS), size=random.randint(1, 6),
-                             importance=importance(), droppable=mostly_()),
+        "request": lambda: dict(
+            which=some_(),
+            name=random.choice(MODELS),
+            size=random.randint(1, 13),
+            importance=importance(),
+            nested=random.random() < 0.5,
+            heard=mostly_(),
+            cards=random.choice([(), (), ("sim:0",), ("sim:1", "cuda:0")]),
+            layout=random.choice(LAYOUTS),
+            more=random.choice([0, 0, 6]),
+            keep_alive=random.choice([0.0, 0.0, 60.0]),
+        ),
+        "cell": lambda: dict(
+            which=some_(),
+            name=random.choice(MODELS),
+            size=random.randint(1, 6),
+            importance=importance(),
+            droppable=mostly_(),
+        ),
         "ask_again": lambda: dict(which=some_(), heard=mostly_()),
-        "arrive": lambda: dict(which=some_(), works=mostly_(), droppable=mostly_(), less=random.randrange(3)),
+        "arrive": lambda: dict(
+            which=some_(), works=mostly_(), droppable=mostly_(), less=random.randrange(3)
+        ),
         "depart": lambda: dict(which=some_(), works=mostly_()),
         "exit": lambda: dict(which=some_(), one=random.random() < 0.5),
         "give_up": lambda: dict(which=some_(), sure=True),
         "die": lambda: dict(which=some_(), sure=True),
-        "ask_other": lambda: dict(which=some_(), of=some_(), verb=random.choice(["evict", "pin", "unpin", "restore"])),
+        "ask_other": lambda: dict(
+            which=some_(), of=some_(), verb=random.choice(["evict", "pin", "unpin", "restore"])
+        ),
         "time_passes": lambda: dict(seconds=random.choice([0.1, 1.0, 2.5, 5.0, 31.0])),
-        "all_obey": dict, "take_sample": lambda: dict(freed=mostly_()),
+        "all_obey": dict,
+        "take_sample": lambda: dict(freed=mostly_()),
     }
-    possible = {"ask_again": house.waiting, "time_out": house.waiting,
-                "interrupt": lambda: any(p.asking for p in house.processes.values()),
-                "arrive": lambda: any(p.arriving for p in house.processes.values()),
-                "depart": lambda: any(p.departing for p in house.processes.values()),
-                "enter": lambda: house.models(lambda process, model: model.on_device),
-                "exit": lambda: house.models(may_exit), "give_up": lambda: house.models(house.may_go),
-                "ask_other": lambda: any(house.book.leases()), "reap": lambda: house.dead,
-                "die": lambda: len(house.processes) == 3,
-                "all_obey": lambda: any(ticket.recalls for ticket in house.book.tickets)}
+    possible = {
+        "ask_again": house.waiting,
+        "time_out": house.waiting,
+        "interrupt": lambda: any(p.asking for p in house.processes.values()),
+        "arrive": lambda: any(p.arriving for p in house.processes.values()),
+        "depart": lambda: any(p.departing for p in house.processes.values()),
+        "enter": lambda: house.models(lambda process, model: model.on_device),
+        "exit": lambda: house.models(may_exit),
+        "give_up": lambda: house.models(house.may_go),
+        "ask_other": lambda: any(house.book.leases()),
+        "reap": lambda: house.dead,
+        "die": lambda: len(house.processes) == 3,
+        "all_obey": lambda: any(ticket.recalls for ticket in house.book.tickets),
+    }
     for _ in range(steps):
         names = [name for name in WEIGHTS if name not in possible or possible[name]()]
         [name] = random.choices(names, [WEIGHTS[name] for name in names])

@@ -1,4 +1,5 @@
 """Those who can never be served, found by reduction; and who passes whom, and for how long."""
+
 from __future__ import annotations
 
 import itertools
@@ -14,68 +15,110 @@ from tests.worlds import NOW, at, book, decide, lease, request, ticket, world
 
 def test_two_threads_that_wait_for_each_other_s_model_and_the_youngest_is_refused():
     """It has lost least; the elder goes on when the younger one's block has ended."""
-    page = book(lease("a", sim0=10, pins=1), lease("b", by=2, sim0=10, pins=1),
-                tickets=[ticket("x", sim0=10, held=(at(1, "a"),), key="old", arrived=NOW - 5)])
+    page = book(
+        lease("a", sim0=10, pins=1),
+        lease("b", by=2, sim0=10, pins=1),
+        tickets=[ticket("x", sim0=10, held=(at(1, "a"),), key="old", arrived=NOW - 5)],
+    )
     young = request("y", 10, by=2, key="young", held=(at(2, "b"),))
     after, verdict = decide(page, young, world(sim0=20))
     assert verdict == Refuse(
         "waiting would never end: x waits while its thread holds a, y waits while its thread holds b",
-        kind="deadlock", need_bytes=10 * 2**30)
+        kind="deadlock",
+        need_bytes=10 * 2**30,
+    )
     assert after.tickets == page.tickets and list(after.leases()) == list(page.leases())
 
 
 def test_the_elder_of_a_deadlock_goes_on_waiting():
-    page = book(lease("a", sim0=10, pins=1), lease("b", by=2, sim0=10, pins=1),
-                tickets=[ticket("y", by=2, sim0=10, held=(at(2, "b"),), arrived=NOW - 1)])
+    page = book(
+        lease("a", sim0=10, pins=1),
+        lease("b", by=2, sim0=10, pins=1),
+        tickets=[ticket("y", by=2, sim0=10, held=(at(2, "b"),), arrived=NOW - 1)],
+    )
     _, verdict = decide(page, request("x", 10, held=(at(1, "a"),), arrived=NOW - 5), world(sim0=20))
     assert isinstance(verdict, Wait)
 
 
 def test_a_need_that_another_card_may_meet_is_no_deadlock():
     """The wait-for graph has a cycle over sim:0; but whoever uses sim:2 will finish, and then one of them fits."""
-    held = [lease("a", sim0=10, pins=1), lease("b", by=2, sim1=10, pins=1), lease("c", by=3, sim2=10, pins=1)]
-    waits = [ticket("x", sim0=10, held=(at(1, "a"),)), ticket("y", by=2, sim0=10, held=(at(2, "b"),))]
+    held = [
+        lease("a", sim0=10, pins=1),
+        lease("b", by=2, sim1=10, pins=1),
+        lease("c", by=3, sim2=10, pins=1),
+    ]
+    waits = [
+        ticket("x", sim0=10, held=(at(1, "a"),)),
+        ticket("y", by=2, sim0=10, held=(at(2, "b"),)),
+    ]
     assert deadlocked(book(*held, tickets=waits), world(sim0=10, sim1=10, sim2=10)) == ()
-    bound = [ticket(t.name, by=by, key=t.key, sim0=10, held=t.held, places=("sim:0", "sim:1"))
-             for by, t in zip((1, 2), waits, strict=True)]
+    bound = [
+        ticket(t.name, by=by, key=t.key, sim0=10, held=t.held, places=("sim:0", "sim:1"))
+        for by, t in zip((1, 2), waits, strict=True)
+    ]
     assert deadlocked(book(*held, tickets=bound), world(sim0=10, sim1=10, sim2=10)) == tuple(bound)
 
 
 def test_a_cycle_that_a_third_thread_will_break_is_no_deadlock():
     """Plain cycle search sees a and b wait for each other; but the third one's bytes serve one of them."""
-    page = book(lease("a", sim0=6, pins=1), lease("b", by=2, sim0=6, pins=1), lease("c", by=3, sim0=8, pins=1),
-                tickets=[ticket("x", sim0=8, held=(at(1, "a"),)), ticket("y", by=2, sim0=8, held=(at(2, "b"),))])
+    page = book(
+        lease("a", sim0=6, pins=1),
+        lease("b", by=2, sim0=6, pins=1),
+        lease("c", by=3, sim0=8, pins=1),
+        tickets=[
+            ticket("x", sim0=8, held=(at(1, "a"),)),
+            ticket("y", by=2, sim0=8, held=(at(2, "b"),)),
+        ],
+    )
     assert deadlocked(page, world(sim0=20)) == ()
 
 
 def test_no_cycle_of_two_and_yet_a_deadlock():
     """Each holds a third, and two of three would serve any of them: only all together never end."""
-    page = book(*(lease("m", by=n, sim0=4, pins=1) for n in (1, 2, 3)),
-                tickets=[ticket("x", by=n, sim0=5, held=(at(n, "m"),)) for n in (1, 2, 3)])
+    page = book(
+        *(lease("m", by=n, sim0=4, pins=1) for n in (1, 2, 3)),
+        tickets=[ticket("x", by=n, sim0=5, held=(at(n, "m"),)) for n in (1, 2, 3)],
+    )
     assert len(deadlocked(page, world(sim0=12))) == 3
 
 
 def test_who_holds_nothing_that_others_could_use_is_no_part_of_it():
     """It waits behind the deadlock; refusing it would help nobody."""
-    page = book(lease("a", sim0=10, pins=1), lease("b", by=2, sim0=10, pins=1), lease("c", by=3, sim1=1, pins=1),
-                tickets=[ticket("x", sim0=10, held=(at(1, "a"),), places=("sim:0",)),
-                         ticket("y", by=2, sim0=10, held=(at(2, "b"),), places=("sim:0",)),
-                         ticket("z", by=3, sim0=5, held=(at(3, "c"),), places=("sim:0",))])
+    page = book(
+        lease("a", sim0=10, pins=1),
+        lease("b", by=2, sim0=10, pins=1),
+        lease("c", by=3, sim1=1, pins=1),
+        tickets=[
+            ticket("x", sim0=10, held=(at(1, "a"),), places=("sim:0",)),
+            ticket("y", by=2, sim0=10, held=(at(2, "b"),), places=("sim:0",)),
+            ticket("z", by=3, sim0=5, held=(at(3, "c"),), places=("sim:0",)),
+        ],
+    )
     assert [t.name for t in deadlocked(page, world(sim0=20, sim1=20))] == ["x", "y"]
 
 
 def test_the_host_s_limit_counts_where_ours_is_larger():
-    page = book(lease("a", sim0=10, pins=1), lease("b", by=2, sim0=10, pins=1),
-                tickets=[ticket("x", sim0=10, held=(at(1, "a"),)), ticket("y", by=2, sim0=10, held=(at(2, "b"),))],
-                limits={"sim:0": 20 * 2**30})
+    page = book(
+        lease("a", sim0=10, pins=1),
+        lease("b", by=2, sim0=10, pins=1),
+        tickets=[
+            ticket("x", sim0=10, held=(at(1, "a"),)),
+            ticket("y", by=2, sim0=10, held=(at(2, "b"),)),
+        ],
+        limits={"sim:0": 20 * 2**30},
+    )
     assert len(deadlocked(page, world(sim0=40))) == 2
 
 
 # An oracle: try every order in which threads might finish.
 
+
 @cache
-def can_all_finish(held: tuple[tuple[str, int], ...], needs: tuple[tuple[int, frozenset[str]] | None, ...],
-                   limits: tuple[tuple[str, int], ...]) -> frozenset[int]:
+def can_all_finish(
+    held: tuple[tuple[str, int], ...],
+    needs: tuple[tuple[int, frozenset[str]] | None, ...],
+    limits: tuple[tuple[str, int], ...],
+) -> frozenset[int]:
     """The threads that can finish in some order. A thread without a need finishes by itself."""
     best: frozenset[int] = frozenset()
     todo, seen = [best], set()
@@ -85,19 +128,29 @@ def can_all_finish(held: tuple[tuple[str, int], ...], needs: tuple[tuple[int, fr
             continue
         seen.add(done)
         best = max(best, done, key=len)
-        used = {device: sum(size for n, (on, size) in enumerate(held) if on == device and n not in done)
-                for device, _ in limits}
+        used = {
+            device: sum(size for n, (on, size) in enumerate(held) if on == device and n not in done)
+            for device, _ in limits
+        }
         for n, need in enumerate(needs):
             if n in done:
                 continue
-            if need is None or any(need[0] <= limit - used[device] for device, limit in limits if device in need[1]):
+            if need is None or any(
+                need[0] <= limit - used[device] for device, limit in limits if device in need[1]
+            ):
                 todo.append(done | {n})
     return best
 
 
-threads = st.lists(st.tuples(
-    st.sampled_from(["sim:0", "sim:1"]), st.integers(1, 6),
-    st.none() | st.tuples(st.integers(1, 10), st.sampled_from([(), ("sim:0",), ("sim:1",)]))), min_size=2, max_size=5)
+threads = st.lists(
+    st.tuples(
+        st.sampled_from(["sim:0", "sim:1"]),
+        st.integers(1, 6),
+        st.none() | st.tuples(st.integers(1, 10), st.sampled_from([(), ("sim:0",), ("sim:1",)])),
+    ),
+    min_size=2,
+    max_size=5,
+)
 
 
 @given(threads)
@@ -112,30 +165,61 @@ def test_reduction_agrees_with_every_order_of_finishing(threads_):
         held.append((device, gib))
         if need:
             size, places = need
-            tickets.append(ticket("x", by=n, held=(at(n, "m"),), places=places, **{
-                (places or ("sim:0",))[0].replace(":", ""): size}))
+            tickets.append(
+                ticket(
+                    "x",
+                    by=n,
+                    held=(at(n, "m"),),
+                    places=places,
+                    **{(places or ("sim:0",))[0].replace(":", ""): size},
+                )
+            )
         needs.append((need[0], frozenset(need[1] or ("sim:0", "sim:1"))) if need else None)
     finish = can_all_finish(tuple(held), tuple(needs), (("sim:0", 10), ("sim:1", 10)))
-    named = {int(t.owner.split(".")[0]) - 1 for t in deadlocked(book(*leases, tickets=tickets), there)}
+    named = {
+        int(t.owner.split(".")[0]) - 1 for t in deadlocked(book(*leases, tickets=tickets), there)
+    }
     stuck = set(range(len(threads_))) - finish
     assert named <= stuck
-    if any(held[a][0] in needs[b][1] and held[b][0] in needs[a][1] for a, b in itertools.combinations(stuck, 2)):
+    if any(
+        held[a][0] in needs[b][1] and held[b][0] in needs[a][1]
+        for a, b in itertools.combinations(stuck, 2)
+    ):
         assert named
 
 
 # -- the queue --------------------------------------------------------------------------------------------------------
 
+
 def test_importance_then_arrival():
-    page = book(tickets=[ticket("late", arrived=NOW - 1), ticket("early", arrived=NOW - 2),
-                         ticket("urgent", arrived=NOW, importance="urgent"), ticket("asked", verb="evict", arrived=0)])
+    page = book(
+        tickets=[
+            ticket("late", arrived=NOW - 1),
+            ticket("early", arrived=NOW - 2),
+            ticket("urgent", arrived=NOW, importance="urgent"),
+            ticket("asked", verb="evict", arrived=0),
+        ]
+    )
     assert [t.name for t in queue(page, world(sim0=20))] == ["urgent", "early", "late"]
 
 
 def test_waiting_thirty_seconds_is_worth_one_class():
     """So that the humble are served in the end."""
     there = world(sim0=20)
-    assert [aged(30, waited, there) for waited in (0, 29.9, 30, 65, 95, 500)] == [30, 30, 20, 10, 5, 1]
-    assert (aged(15, 31, there), aged(0, 500, there), aged(40, 31, there), aged(10, -5, there)) == (10, 0, 30, 10)
+    assert [aged(30, waited, there) for waited in (0, 29.9, 30, 65, 95, 500)] == [
+        30,
+        30,
+        20,
+        10,
+        5,
+        1,
+    ]
+    assert (aged(15, 31, there), aged(0, 500, there), aged(40, 31, there), aged(10, -5, there)) == (
+        10,
+        0,
+        30,
+        10,
+    )
 
 
 def test_who_has_waited_long_comes_before_the_more_important():
@@ -164,7 +248,9 @@ def test_an_elder_blocked_by_a_model_in_use_is_passed_for_thirty_seconds_and_the
 
     def passes(seconds):
         elder = ticket("big", by=2, sim0=18, blocked_since=NOW - seconds)
-        return isinstance(decide(book(busy, tickets=[elder]), request("small", 4), world(sim0=20))[1], Grant)
+        return isinstance(
+            decide(book(busy, tickets=[elder]), request("small", 4), world(sim0=20))[1], Grant
+        )
 
     assert [passes(seconds) for seconds in (1, 29.9, 30, 100)] == [True, True, False, False]
 
@@ -178,7 +264,9 @@ def test_a_thread_that_holds_what_an_elder_waits_for_passes():
     elsewhere = lease("mine", sim1=4, pins=1)
     page = book(elsewhere, tickets=[ticket("big", by=2, sim0=18, places=("sim:0",))])
     there, bound = world(sim0=20, sim1=4), dict(devices=("sim:0",))
-    assert isinstance(decide(page, request("more", 4, held=(elsewhere.id,), **bound), there)[1], Wait)
+    assert isinstance(
+        decide(page, request("more", 4, held=(elsewhere.id,), **bound), there)[1], Wait
+    )
 
 
 def test_the_numbers_are_settings():

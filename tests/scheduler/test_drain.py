@@ -1,4 +1,5 @@
 """A drained card takes no new leases; what is idle there leaves, what is in use leaves when it is idle."""
+
 from __future__ import annotations
 
 import pytest
@@ -35,17 +36,23 @@ def test_where_every_card_is_drained_the_request_is_refused_with_what_to_type():
     page = book(lease("idle", sim0=4), drained={"sim:0": ANN})
     after, verdict = decide(page, request("qwen", 4), world(sim0=20))
     assert isinstance(verdict, Refuse) and verdict.kind == "drained"
-    assert after.sections == page.sections | {k: v for k, v in after.sections.items() if k == owner(1).id}
+    assert after.sections == page.sections | {
+        k: v for k, v in after.sections.items() if k == owner(1).id
+    }
     error = refusal("qwen", verdict)
     assert isinstance(error, DoesNotFit)
-    assert "qwen needs 4.0 GiB; sim:0 was drained by ann 3 min ago, and takes no new leases" in str(error)
+    assert "qwen needs 4.0 GiB; sim:0 was drained by ann 3 min ago, and takes no new leases" in str(
+        error
+    )
     assert "gpu drain sim:0 --undo" in str(error)
 
 
 def test_the_refusal_names_every_drained_card():
     page = book(drained={"sim:0": ANN, "sim:1": Drain("bob", WALL + NOW - 60)})
     _, verdict = decide(page, request("qwen", 4), world(sim0=20, sim1=20))
-    assert "sim:0 was drained by ann 3 min ago, sim:1 was drained by bob 60 s ago" in verdict.because
+    assert (
+        "sim:0 was drained by ann 3 min ago, sim:1 was drained by bob 60 s ago" in verdict.because
+    )
 
 
 def test_a_request_waits_for_the_card_that_is_left_and_displaces_nobody_on_the_drained_one():
@@ -65,24 +72,43 @@ def test_a_model_that_came_off_a_drained_card_is_restored_to_another():
 def test_idle_leases_leave_also_those_just_used_kept_alive_or_important():
     """A person's word: no grace. To the host while it has room, else to the disk; what exists nowhere else goes
     first."""
-    page = book(lease("a", sim0=2, last_used=NOW, importance="urgent", keep_alive=600.0), lease("b", sim0=2),
-                lease("only", sim0=2, droppable=False), lease("elsewhere", sim1=2), drained={"sim:0": ANN})
+    page = book(
+        lease("a", sim0=2, last_used=NOW, importance="urgent", keep_alive=600.0),
+        lease("b", sim0=2),
+        lease("only", sim0=2, droppable=False),
+        lease("elsewhere", sim1=2),
+        drained={"sim:0": ANN},
+    )
     there = world(sim0=20, sim1=20, host=4)
     _, steps = replayed(lambda book: drain.vacate(book, owner(1).id, there, "k"), page)
     assert [(type(step), step.lease) for step in steps] == [
-        (Move, at(1, "only")), (Move, at(1, "a")), (Drop, at(1, "b"))]
+        (Move, at(1, "only")),
+        (Move, at(1, "a")),
+        (Drop, at(1, "b")),
+    ]
     assert {step.reason for step in steps} == {"drain"}
     assert steps[0].because == "sim:0 was drained by ann 3 min ago."
 
 
-@pytest.mark.parametrize("stays, why", [
-    (lease("m", sim0=2, pins=1), "in use"), (lease("m", sim0=2, keep=True), "kept"), (block("m", sim0=2), "a block of code"),
-    (lease("m", sim0=2, droppable=False, movable=False), "exists nowhere else, and the host has no room for it")])
+@pytest.mark.parametrize(
+    "stays, why",
+    [
+        (lease("m", sim0=2, pins=1), "in use"),
+        (lease("m", sim0=2, keep=True), "kept"),
+        (block("m", sim0=2), "a block of code"),
+        (
+            lease("m", sim0=2, droppable=False, movable=False),
+            "exists nowhere else, and the host has no room for it",
+        ),
+    ],
+)
 def test_what_must_not_move_stays_and_is_told(stays, why):
     page = book(stays, drained={"sim:0": ANN})
     there = world(sim0=20)
     assert drain.vacate(page, owner(1).id, there, "k") == (page, ())
-    assert [(lease.name, said) for lease, said in drain.staying(page, "sim:0", there)] == [("m", why)]
+    assert [(lease.name, said) for lease, said in drain.staying(page, "sim:0", there)] == [
+        ("m", why)
+    ]
 
 
 def test_an_owner_moves_its_own_and_nobody_else_s():
@@ -98,7 +124,10 @@ def test_a_drain_is_told_and_undone_and_both_are_in_the_history():
     assert [view.drained and view.drained.by for view in views(page, there)] == ["ann", None, None]
     again = drain.undrain(page, there.devices[0], "bob", there)
     assert again.drained == {} and drain.undrain(again, there.devices[0], "bob", there) is again
-    assert [(event.model, event.action) for event in again.events] == [("sim:0", "drained"), ("sim:0", "undrained")]
+    assert [(event.model, event.action) for event in again.events] == [
+        ("sim:0", "drained"),
+        ("sim:0", "undrained"),
+    ]
 
 
 def test_a_drain_goes_by_the_card_and_not_by_its_name():
@@ -108,6 +137,7 @@ def test_a_drain_goes_by_the_card_and_not_by_its_name():
     page = drain.drain(book(), card, "ann", there)
     renamed = [Device("cuda:1", 80 * GIB, uuid="GPU-a"), Device("cuda:0", 80 * GIB, uuid="GPU-b")]
     from msgspec.structs import replace
+
     assert list(drain.drained(page, replace(there, devices=tuple(renamed)))) == ["cuda:1"]
 
 

@@ -1,4 +1,5 @@
 """Who leaves first."""
+
 from __future__ import annotations
 
 import itertools
@@ -50,7 +51,10 @@ def test_all_together_not_enough_is_none_not_some():
 
 
 def test_the_most_precious_of_the_chosen_is_spared_first():
-    a, b, c = (lease(name, sim0=gib_, last_used=used) for name, gib_, used in (("a", 4, 1), ("b", 4, 2), ("c", 4, 3)))
+    a, b, c = (
+        lease(name, sim0=gib_, last_used=used)
+        for name, gib_, used in (("a", 4, 1), ("b", 4, 2), ("c", 4, 3))
+    )
     assert victims(gib(sim0=8), [c, b, a], THERE, lru) == (a, b)
     big = lease("big", sim0=8, last_used=2.5)
     assert victims(gib(sim0=10), [a, b, big], THERE, lru) == (a, big)
@@ -65,7 +69,9 @@ def test_equal_ranks_are_ordered_by_name():
 def test_a_lease_on_several_devices_frees_them_all():
     """Tensor parallel: its shares go together."""
     split = lease("split", sim0=4, sim1=4, last_used=1)
-    assert victims(gib(sim0=4, sim1=4), [split, lease("a", sim0=4, last_used=2)], THERE, lru) == (split,)
+    assert victims(gib(sim0=4, sim1=4), [split, lease("a", sim0=4, last_used=2)], THERE, lru) == (
+        split,
+    )
 
 
 def test_an_owner_s_own_limit_counts_its_cards_together():
@@ -75,12 +81,23 @@ def test_an_owner_s_own_limit_counts_its_cards_together():
     assert victims(need, [mine, host, other, theirs], THERE, lru) == (mine, other)
 
 
-leases = st.lists(st.builds(
-    lambda n, a, b, importance, used: lease(f"m{n}", sim0=a, sim1=b, importance=importance, last_used=used),
-    st.integers(0, 10**6), st.integers(0, 9), st.integers(0, 9), st.sampled_from([1, 5, 10, 20, 30]),
-    st.integers(0, 5)), max_size=8, unique_by=lambda lease: lease.name)
+leases = st.lists(
+    st.builds(
+        lambda n, a, b, importance, used: lease(
+            f"m{n}", sim0=a, sim1=b, importance=importance, last_used=used
+        ),
+        st.integers(0, 10**6),
+        st.integers(0, 9),
+        st.integers(0, 9),
+        st.sampled_from([1, 5, 10, 20, 30]),
+        st.integers(0, 5),
+    ),
+    max_size=8,
+    unique_by=lambda lease: lease.name,
+)
 needs = st.fixed_dictionaries({"sim:0": st.integers(-3, 20), "sim:1": st.integers(-3, 20)}).map(
-    lambda need: {device: gib_ * 2**30 for device, gib_ in need.items()})
+    lambda need: {device: gib_ * 2**30 for device, gib_ in need.items()}
+)
 
 
 def freed(chosen, device):
@@ -124,8 +141,12 @@ def test_the_order_in_which_leases_are_listed_does_not_matter(idle, need, random
 @given(leases, needs)
 def test_against_every_subset(idle, need):
     """There is a set of victims exactly where exhaustive search finds one."""
-    subsets = itertools.chain.from_iterable(itertools.combinations(idle, n) for n in range(len(idle) + 1))
-    assert (victims(need, idle, THERE, lru) is not None) == any(enough(subset, need) for subset in subsets)
+    subsets = itertools.chain.from_iterable(
+        itertools.combinations(idle, n) for n in range(len(idle) + 1)
+    )
+    assert (victims(need, idle, THERE, lru) is not None) == any(
+        enough(subset, need) for subset in subsets
+    )
 
 
 def test_of_those_that_would_do_as_much_as_possible_is_spared():

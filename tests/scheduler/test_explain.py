@@ -1,4 +1,5 @@
 """What else was considered, beside a decision."""
+
 from __future__ import annotations
 
 from gpu_runtime.facts import Candidate, Event, Grant, Lease, PlacementRules, Refuse, Share, Wait
@@ -10,12 +11,16 @@ RULES = PlacementRules()
 
 
 def test_a_grant_says_why_the_other_cards_lost():
-    page, there = book(lease("a", sim1=4, pins=1), lease("b", sim2=15, pins=1)), world(sim0=20, sim1=20, sim2=20)
+    page, there = (
+        book(lease("a", sim1=4, pins=1), lease("b", sim2=15, pins=1)),
+        world(sim0=20, sim1=20, sim2=20),
+    )
     _, verdict = decide(page, request("qwen", 10), there)
     assert verdict.lease.target[0].device == "sim:1", "the tightest that will do"
     assert alternatives(verdict, RULES) == (
         "sim:0: has 20.0 GiB free and would keep 10.0 GiB, more than sim:1.",
-        "sim:2: has 5.0 GiB free, 5.0 GiB too little.")
+        "sim:2: has 5.0 GiB free, 5.0 GiB too little.",
+    )
 
 
 def test_a_grant_that_needed_room_says_who_else_might_have_stepped_aside():
@@ -24,7 +29,8 @@ def test_a_grant_that_needed_room_says_who_else_might_have_stepped_aside():
     page, wait = decide(page, request("qwen", 18), world(sim0=20, sim1=20))
     granted = Grant(Lease("1", "qwen", target=(Share("sim:0", 18 * GIB),)), (), "qwen fits")
     assert alternatives(granted, RULES, wait.considered) == (
-        "sim:1: b would have to step aside, and take 60 s to load again, not 2.0 s.",)
+        "sim:1: b would have to step aside, and take 60 s to load again, not 2.0 s.",
+    )
 
 
 def test_a_wait_says_what_speaks_against_the_other_cards():
@@ -46,5 +52,11 @@ def test_a_journal_is_not_filled_with_the_cards_of_a_large_box():
 
 def test_they_stand_beside_the_event_that_tells_the_decision_and_no_other():
     refusal = Refuse("no", considered=(Candidate((Share("sim:0", 1),), False, "sim:0 is full"),))
-    events = [Event(1, 0, "a", "unloaded", "request", ""), Event(2, 0, "b", "refused", "hopeless", "no")]
-    assert [event.runners_up for event in with_runners_up(events, refusal, RULES)] == [(), ("sim:0: is full.",)]
+    events = [
+        Event(1, 0, "a", "unloaded", "request", ""),
+        Event(2, 0, "b", "refused", "hopeless", "no"),
+    ]
+    assert [event.runners_up for event in with_runners_up(events, refusal, RULES)] == [
+        (),
+        ("sim:0: is full.",),
+    ]

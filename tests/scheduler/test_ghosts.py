@@ -1,4 +1,5 @@
 """What a dead process held on a real card ends when its driver shows it free, not before (law 12)."""
+
 from __future__ import annotations
 
 import pytest
@@ -14,13 +15,21 @@ DEAD = owner(2)
 
 def there(free, *, taken_at, now=NOW, listing=None, budget=72):
     """A card of 80 GiB of which 72 may be claimed, and what its driver said of it."""
-    return world(cuda0=budget, total={"cuda:0": 80}, free={"cuda:0": free}, taken_at=taken_at, now=now,
-                 processes=listing or {})
+    return world(
+        cuda0=budget,
+        total={"cuda:0": 80},
+        free={"cuda:0": free},
+        taken_at=taken_at,
+        now=now,
+        processes=listing or {},
+    )
 
 
 def reaped(page, at=NOW, **how):
-    return books.measure(books.reap(page, [DEAD.id], there(**{"free": 40, "taken_at": at - 1, **how})), there(
-        **{"free": 40, "taken_at": at - 1, **how}))
+    return books.measure(
+        books.reap(page, [DEAD.id], there(**{"free": 40, "taken_at": at - 1, **how})),
+        there(**{"free": 40, "taken_at": at - 1, **how}),
+    )
 
 
 HELD = book(lease("a", by=2, cuda0=40, settled_at=NOW - 100), owners=(1, 2))
@@ -42,7 +51,9 @@ def test_what_came_after_the_sample_is_not_taken_for_free_when_its_owner_dies():
 
 def test_what_was_on_its_way_when_its_owner_died_counts_in_full():
     arriving = lease("a", by=2, cuda0=0)
-    arriving = replace(arriving, shares=(), target=lease("a", cuda0=40).shares, phase=Phase.ARRIVING)
+    arriving = replace(
+        arriving, shares=(), target=lease("a", cuda0=40).shares, phase=Phase.ARRIVING
+    )
     page = reaped(book(arriving, owners=(1, 2)), free=80)
     assert room(page, there(80, taken_at=NOW - 1))["cuda:0"] == size(32)
 
@@ -58,7 +69,9 @@ def test_a_sample_from_after_the_death_without_the_process_frees_everything():
     later = there(80, taken_at=NOW + 1, now=NOW + 1, listing={77: size(1)})
     page = books.measure(reaped(HELD), later)
     assert (page.ghosts, page.claims(), room(page, later)["cuda:0"]) == ((), {}, size(72))
-    assert page.samples == later.samples, "with the proof in the page nobody goes by an older sample"
+    assert page.samples == later.samples, (
+        "with the proof in the page nobody goes by an older sample"
+    )
 
 
 @pytest.mark.parametrize("bytes_", [None, size(40)])
@@ -82,8 +95,10 @@ def test_a_card_is_not_granted_beyond_its_budget_while_the_driver_cleans_up():
     slow = there(30, taken_at=NOW - 0.1, listing={2: size(40)})
     page, verdict = decide(page, request("qwen", 60), slow)
     assert isinstance(verdict, Wait) and (verdict.steps, verdict.asked) == ((), ())
-    assert verdict.because == ("qwen needs 60.0 GiB; cuda:0 has 22.0 GiB free. "
-                               "Its driver has yet to free what pid 2 held, which has ended.")
+    assert verdict.because == (
+        "qwen needs 60.0 GiB; cuda:0 has 22.0 GiB free. "
+        "Its driver has yet to free what pid 2 held, which has ended."
+    )
     assert verdict.retry_at == NOW + 0.1
     done = there(70, taken_at=NOW + 1, now=NOW + 1)
     _, verdict = decide(books.measure(page, done), request("qwen", 60), done)
@@ -93,7 +108,9 @@ def test_a_card_is_not_granted_beyond_its_budget_while_the_driver_cleans_up():
 def test_the_number_of_a_living_owner_is_not_a_ghosts():
     """Numbers come back; the process that had it before is gone altogether then."""
     page = reaped(HELD)
-    again = page.with_section(replace(book(owners=(2,)).sections[DEAD.id], owner=replace(DEAD, started=99)))
+    again = page.with_section(
+        replace(book(owners=(2,)).sections[DEAD.id], owner=replace(DEAD, started=99))
+    )
     assert books.measure(again, there(40, taken_at=NOW - 1)).ghosts == ()
 
 
@@ -104,18 +121,31 @@ def test_simulated_cards_and_the_host_have_no_ghosts():
 
 
 def test_blocks_and_residue_leave_one_ghost_a_card():
-    page = book(lease("a", by=2, cuda0=3, settled_at=5.0), block(by=2, cuda0=4, settled_at=7.0), owners=(1, 2),
-                residue={2: {"cuda:0": 100, "cuda:1": 9}})
+    page = book(
+        lease("a", by=2, cuda0=3, settled_at=5.0),
+        block(by=2, cuda0=4, settled_at=7.0),
+        owners=(1, 2),
+        residue={2: {"cuda:0": 100, "cuda:1": 9}},
+    )
     [first, second] = books.reap(page, [DEAD.id], world(cuda0=20, cuda1=20)).ghosts
-    assert (first.device, first.bytes, first.settled_at, first.died_at) == ("cuda:0", size(7) + 100, 7.0, NOW)
+    assert (first.device, first.bytes, first.settled_at, first.died_at) == (
+        "cuda:0",
+        size(7) + 100,
+        7.0,
+        NOW,
+    )
     assert (second.device, second.bytes, second.pid) == ("cuda:1", 9, 2)
 
 
 def test_the_event_says_what_is_true_of_the_card():
-    told = [books.reap(page, [DEAD.id], there(40, taken_at=NOW)).events[-1].because
-            for page in (HELD, book(lease("a", by=2, host=1), owners=(1, 2)))]
-    assert told == ["pid 2 ended; what it held is free once its driver says so.",
-                    "pid 2 ended; what it held is free again."]
+    told = [
+        books.reap(page, [DEAD.id], there(40, taken_at=NOW)).events[-1].because
+        for page in (HELD, book(lease("a", by=2, host=1), owners=(1, 2)))
+    ]
+    assert told == [
+        "pid 2 ended; what it held is free once its driver says so.",
+        "pid 2 ended; what it held is free again.",
+    ]
 
 
 def test_a_ghost_without_a_sample_stays():

@@ -2,6 +2,7 @@
 
 Sizes are small whole numbers of bytes: what matters is how they compare.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -50,71 +51,140 @@ def leases(draw: Any, quiet: bool = False) -> list[Lease]:
     """Leases of three owners. Quiet: all settled, idle, and nobody's to keep."""
     made = []
     for n in range(draw(st.integers(0, 7))):
-        phase = Phase.SETTLED if quiet else draw(st.sampled_from([Phase.SETTLED] * 4 + [Phase.ARRIVING, Phase.LEAVING]))
+        phase = (
+            Phase.SETTLED
+            if quiet
+            else draw(st.sampled_from([Phase.SETTLED] * 4 + [Phase.ARRIVING, Phase.LEAVING]))
+        )
         place, size = draw(st.sampled_from(PLACES)), draw(st.integers(1, 9)) * B
         fields: dict[str, Any] = {place: size, "droppable": draw(st.booleans())}
-        if place != "host" and draw(st.sampled_from([False, False, True])):  # over two cards, or all three
-            fields |= {card: draw(st.integers(1, 5)) * B for card in draw(st.sampled_from([PLACES[:2], PLACES[1:3],
-                                                                                           PLACES[:3]]))}
+        if place != "host" and draw(
+            st.sampled_from([False, False, True])
+        ):  # over two cards, or all three
+            fields |= {
+                card: draw(st.integers(1, 5)) * B
+                for card in draw(st.sampled_from([PLACES[:2], PLACES[1:3], PLACES[:3]]))
+            }
         if phase is Phase.ARRIVING:
             fields = {"host": size} if draw(st.booleans()) else {}
             to = draw(st.sampled_from([("sim:0",), ("sim:0",), ("sim:0", "sim:2")]))
-            fields |= dict(target=tuple(Share(card, round(size / B)) for card in to), pins=1, droppable=bool(fields))
+            fields |= dict(
+                target=tuple(Share(card, round(size / B)) for card in to),
+                pins=1,
+                droppable=bool(fields),
+            )
         elif phase is Phase.LEAVING:
             total = sum(round(fields[card] / B) for card in PLACES[:3] if card in fields)
-            fields |= dict(target=(Share(HOST, total),) if place != "host" and draw(st.booleans()) else ())
+            fields |= dict(
+                target=(Share(HOST, total),) if place != "host" and draw(st.booleans()) else ()
+            )
         elif not quiet:
-            fields |= dict(pins=0 if place == "host" else draw(st.sampled_from([0, 0, 0, 1])),
-                           keep=draw(st.sampled_from([False, False, True])),
-                           keep_alive=draw(st.sampled_from([0.0, 0.0, 500.0])))
-        made.append(lease(
-            f"m{n}", by=draw(st.integers(1, 3)), phase=phase, key="" if phase is Phase.SETTLED else f"k{n}",
-            importance=draw(st.sampled_from(sorted(IMPORTANCE.values()))), movable=draw(st.booleans()) or quiet,
-            last_used=NOW - draw(st.sampled_from([1, 10, 100, 400]) if not quiet else st.sampled_from([10, 100, 400])),
-            reload_seconds=draw(st.sampled_from([0.0, 1.0, 30.0])), **fields))
+            fields |= dict(
+                pins=0 if place == "host" else draw(st.sampled_from([0, 0, 0, 1])),
+                keep=draw(st.sampled_from([False, False, True])),
+                keep_alive=draw(st.sampled_from([0.0, 0.0, 500.0])),
+            )
+        made.append(
+            lease(
+                f"m{n}",
+                by=draw(st.integers(1, 3)),
+                phase=phase,
+                key="" if phase is Phase.SETTLED else f"k{n}",
+                importance=draw(st.sampled_from(sorted(IMPORTANCE.values()))),
+                movable=draw(st.booleans()) or quiet,
+                last_used=NOW
+                - draw(
+                    st.sampled_from([1, 10, 100, 400])
+                    if not quiet
+                    else st.sampled_from([10, 100, 400])
+                ),
+                reload_seconds=draw(st.sampled_from([0.0, 1.0, 30.0])),
+                **fields,
+            )
+        )
     return made
 
 
 @st.composite
 def tickets(draw: Any) -> list[Any]:
-    return [ticket(f"t{n}", by=draw(st.integers(2, 3)), arrived=NOW - draw(st.integers(0, 200)),
-                   refreshed=NOW - draw(st.sampled_from([0, 1, 3])), importance=draw(st.sampled_from([5, 10, 20])),
-                   blocked_since=draw(st.sampled_from([0.0, NOW - 5, NOW - 50])),
-                   layout=draw(st.sampled_from(["balanced", "proportional"])), **{
-                       card: draw(st.integers(1, 9)) * B for card in draw(st.sampled_from([
-                           ("sim0",), ("sim1",), ("sim0", "sim2")]))})
-            for n in range(draw(st.integers(0, 2)))]
+    return [
+        ticket(
+            f"t{n}",
+            by=draw(st.integers(2, 3)),
+            arrived=NOW - draw(st.integers(0, 200)),
+            refreshed=NOW - draw(st.sampled_from([0, 1, 3])),
+            importance=draw(st.sampled_from([5, 10, 20])),
+            blocked_since=draw(st.sampled_from([0.0, NOW - 5, NOW - 50])),
+            layout=draw(st.sampled_from(["balanced", "proportional"])),
+            **{
+                card: draw(st.integers(1, 9)) * B
+                for card in draw(st.sampled_from([("sim0",), ("sim1",), ("sim0", "sim2")]))
+            },
+        )
+        for n in range(draw(st.integers(0, 2)))
+    ]
 
 
 @st.composite
 def worlds(draw: Any) -> World:
-    return world(sim0=draw(st.integers(4, 16)) * B, sim1=draw(st.integers(4, 16)) * B,
-                 sim2=draw(st.sampled_from([0, 4, 9, 12])) * B,
-                 host=draw(st.integers(0, 20)) * B, offload=draw(st.sampled_from([True, True, False])),
-                 limit_bytes=draw(st.sampled_from([None, None, 12])), relief=draw(st.sampled_from(["auto", "always"])))
+    return world(
+        sim0=draw(st.integers(4, 16)) * B,
+        sim1=draw(st.integers(4, 16)) * B,
+        sim2=draw(st.sampled_from([0, 4, 9, 12])) * B,
+        host=draw(st.integers(0, 20)) * B,
+        offload=draw(st.sampled_from([True, True, False])),
+        limit_bytes=draw(st.sampled_from([None, None, 12])),
+        relief=draw(st.sampled_from(["auto", "always"])),
+    )
 
 
 @st.composite
 def requests(draw: Any, page: Book) -> Request:
-    held = [lease.id for lease in page.leases() if lease.pins and lease.owner == owner(1).id and draw(st.booleans())]
+    held = [
+        lease.id
+        for lease in page.leases()
+        if lease.pins and lease.owner == owner(1).id and draw(st.booleans())
+    ]
     name = draw(st.sampled_from(["new", *(lease.name for lease in page.leases())]))
-    layout = draw(st.sampled_from(["single", "single", "auto", "balanced", "proportional", "whole"]))
+    layout = draw(
+        st.sampled_from(["single", "single", "auto", "balanced", "proportional", "whole"])
+    )
     size = draw(st.integers(1, 16 if layout == "single" else 36))
-    pieces = draw(st.sampled_from([(), (), (1,) * size, (3,) * (size // 3) + (size % 3,) * bool(size % 3)]))
-    rules = {"margin_bytes": draw(st.sampled_from([0, 0, 1])), "overhead": draw(st.sampled_from([0.0, 0.0, 0.1])),
-             "most_cards": draw(st.sampled_from([0, 0, 2])), "least_cards": draw(st.sampled_from([1, 1, 2])),
-             "factor": draw(st.sampled_from([0.0, 0.0, 3.0])),
-             "card_bytes": draw(st.sampled_from([{}, {}, {"sim:0": 7, "sim:1": 4, "sim:2": 9}]))}
-    return request(name, size * B, held=tuple(held), arrived=NOW - draw(st.integers(0, 100)),
-                   importance=draw(st.sampled_from([1, 5, 10, 20, 30])), layout=layout, pieces=pieces,
-                   heads=draw(st.sampled_from([0, 8, 12])), policy=draw(st.sampled_from(PLACEMENTS)),
-                   devices=draw(st.sampled_from([(), (), ("sim:0",), ("sim:0", "sim:2")])), rules=rules)
+    pieces = draw(
+        st.sampled_from([(), (), (1,) * size, (3,) * (size // 3) + (size % 3,) * bool(size % 3)])
+    )
+    rules = {
+        "margin_bytes": draw(st.sampled_from([0, 0, 1])),
+        "overhead": draw(st.sampled_from([0.0, 0.0, 0.1])),
+        "most_cards": draw(st.sampled_from([0, 0, 2])),
+        "least_cards": draw(st.sampled_from([1, 1, 2])),
+        "factor": draw(st.sampled_from([0.0, 0.0, 3.0])),
+        "card_bytes": draw(st.sampled_from([{}, {}, {"sim:0": 7, "sim:1": 4, "sim:2": 9}])),
+    }
+    return request(
+        name,
+        size * B,
+        held=tuple(held),
+        arrived=NOW - draw(st.integers(0, 100)),
+        importance=draw(st.sampled_from([1, 5, 10, 20, 30])),
+        layout=layout,
+        pieces=pieces,
+        heads=draw(st.sampled_from([0, 8, 12])),
+        policy=draw(st.sampled_from(PLACEMENTS)),
+        devices=draw(st.sampled_from([(), (), ("sim:0",), ("sim:0", "sim:2")])),
+        rules=rules,
+    )
 
 
 @st.composite
 def situations(draw: Any, quiet: bool = False) -> tuple[Book, Request, World]:
     there = draw(worlds())
-    page = book(*draw(leases(quiet)), tickets=() if quiet else draw(tickets()), owners=(1, 2, 3), limits=there.limits)
+    page = book(
+        *draw(leases(quiet)),
+        tickets=() if quiet else draw(tickets()),
+        owners=(1, 2, 3),
+        limits=there.limits,
+    )
     assume(all(size >= 0 for size in room(page, there).values()))
     return page, draw(requests(page)), there
 
@@ -142,7 +212,9 @@ def test_2_facts_are_always_accepted(situation, measured):
     page, verdict = decide(situation)
     wanted = situation[1].lease
     assume(isinstance(verdict, Grant) and verdict.steps)
-    settled = books.arrived(page, wanted.owner, wanted.name, (Share("sim:0", measured),), situation[2])
+    settled = books.arrived(
+        page, wanted.owner, wanted.name, (Share("sim:0", measured),), situation[2]
+    )
     assert settled.lease(wanted.owner, wanted.name).bytes == measured
     refuse_unlawful(page, settled, wanted.owner, lambda _: frozenset())
     told = books.publish(settled, books.Truth(owner(2), residue={"sim:0": measured}), situation[2])
@@ -158,7 +230,9 @@ def test_3_bytes_are_conserved(situation):
     steps = verdict.steps if isinstance(verdict, (Grant, Wait)) else ()
     again = any(step.because in ("granted before", "This was decided before.") for step in steps)
     for step in () if again else steps:
-        claimed = verdict.lease.target if isinstance(verdict, Grant) else getattr(step, "shares", ())
+        claimed = (
+            verdict.lease.target if isinstance(verdict, Grant) else getattr(step, "shares", ())
+        )
         for share in claimed:
             before[share.device] = before.get(share.device, 0) + share.bytes
     assert now == before
@@ -179,8 +253,12 @@ def test_4_and_5_who_leaves_is_idle_no_more_important_not_kept_and_not_the_only_
         assert gone.phase is Phase.SETTLED and gone.kind == "model"
         assert not gone.pins and not gone.keep and id not in wanted.held
         assert gone.importance >= wanted.lease.importance
-        assert gone.idle_seconds(NOW) >= gone.keep_alive or gone.importance > wanted.lease.importance
-        assert gone.owner == wanted.lease.owner or gone.idle_seconds(NOW) >= there.rules.grace_seconds
+        assert (
+            gone.idle_seconds(NOW) >= gone.keep_alive or gone.importance > wanted.lease.importance
+        )
+        assert (
+            gone.owner == wanted.lease.owner or gone.idle_seconds(NOW) >= there.rules.grace_seconds
+        )
         assert (gone.owner == wanted.lease.owner) == (id not in verdict.asked)
         assert gone.droppable or gone.movable
     for step in verdict.steps:
@@ -195,7 +273,12 @@ def test_6_a_grant_is_a_reservation_born_pinned(situation):
     wanted = situation[1]
     if isinstance(verdict, Grant) and verdict.steps:
         reserved = page.lease(wanted.lease.owner, wanted.lease.name)
-        assert (reserved, reserved.phase, reserved.key, reserved.pins) == (verdict.lease, Phase.ARRIVING, wanted.key, 1)
+        assert (reserved, reserved.phase, reserved.key, reserved.pins) == (
+            verdict.lease,
+            Phase.ARRIVING,
+            wanted.key,
+            1,
+        )
         assert page.ticket(wanted.key) is None
         assert isinstance(verdict.steps[0], Move if reserved.shares else Load)
 
@@ -218,7 +301,11 @@ def test_7_what_is_refused_could_not_be_served_by_any_set_of_victims(situation):
     if wanted_lease:
         footprint = replace(footprint, parts=Footprint.of(wanted_lease.bytes).parts)
     rules = wanted.placement
-    layouts = (rules.layout,) if rules.layout != "auto" else ("single", "proportional")[rules.least_cards > 1:]
+    layouts = (
+        (rules.layout,)
+        if rules.layout != "auto"
+        else ("single", "proportional")[rules.least_cards > 1 :]
+    )
     possible = False
     host_stays = sum(m.bytes for m in page.leases() if m.on_host and not m.droppable)
     on = [m for m in page.leases() if m.on_device]
@@ -228,10 +315,16 @@ def test_7_what_is_refused_could_not_be_served_by_any_set_of_victims(situation):
             must_move = sum(m.bytes for m in gone if not m.droppable)
             if must_move and not there.rules.offload or must_move + host_stays > there.limits[HOST]:
                 continue
-            left = {card: limit - sum(s.bytes for m in on if m not in gone for s in m.shares if s.device == card)
-                    for card, limit in limits.items()}
-            possible |= any(c.fits for layout in layouts
-                            for c in place(footprint, left, replace(wanted.placement, layout=layout), limits))
+            left = {
+                card: limit
+                - sum(s.bytes for m in on if m not in gone for s in m.shares if s.device == card)
+                for card, limit in limits.items()
+            }
+            possible |= any(
+                c.fits
+                for layout in layouts
+                for c in place(footprint, left, replace(wanted.placement, layout=layout), limits)
+            )
     if isinstance(verdict, Refuse) and verdict.kind != "limit":
         assert not possible
     if not possible and not (wanted_lease and wanted_lease.on_device):
@@ -249,7 +342,9 @@ def test_8_no_victim_can_be_spared(situation, card, more):
     if not isinstance(verdict, Wait):
         return
     [candidate] = verdict.considered
-    gone = [sum(s.bytes for s in page.find(id).shares if s.device == card) for id in candidate.victims]
+    gone = [
+        sum(s.bytes for s in page.find(id).shares if s.device == card) for id in candidate.victims
+    ]
     assert gone and sum(gone) + free >= wanted.footprint.bytes
     for spared in gone:
         assert free + sum(gone) - spared < wanted.footprint.bytes
@@ -265,13 +360,20 @@ def test_9_a_request_that_fails_leaves_the_book_as_it_was(situation):
         after = books.abandon(after, wanted.lease.owner, wanted.lease.name, wanted.key, there)
     elif isinstance(verdict, Wait):
         for step in verdict.steps:
-            after = books.abandon(after, wanted.lease.owner, step.lease.partition("/")[2], wanted.key, there)
+            after = books.abandon(
+                after, wanted.lease.owner, step.lease.partition("/")[2], wanted.key, there
+            )
         after = books.withdraw(after, wanted.key)
 
     def without_traces(leases_: Any) -> list[Lease]:
         """An abandoned restore keeps the words of the request until its owner publishes."""
-        return sorted((replace(m, last_used=0, pinned_since=0, importance=0, keep_alive=0, key="")
-                       for m in leases_), key=lambda m: m.id)
+        return sorted(
+            (
+                replace(m, last_used=0, pinned_since=0, importance=0, keep_alive=0, key="")
+                for m in leases_
+            ),
+            key=lambda m: m.id,
+        )
 
     assert without_traces(after.leases()) == without_traces(page.leases())
     assert after.tickets == page.tickets
@@ -286,7 +388,9 @@ def test_9_every_decision_first_looks_for_its_own_key(situation):
     assert list(twice.leases()) == list(once.leases())
     assert type(first) is type(second)
     if not isinstance(first, Refuse):
-        assert [replace(s, because="") for s in first.steps] == [replace(s, because="") for s in second.steps]
+        assert [replace(s, because="") for s in first.steps] == [
+            replace(s, because="") for s in second.steps
+        ]
         assert twice.seq == once.seq and len(twice.tickets) == len(once.tickets)
 
 
@@ -298,7 +402,9 @@ def test_10_every_verdict_and_event_says_because(situation, rank):
     for step in getattr(verdict, "steps", ()):
         assert step.because
     totals = books.totals(after)
-    assert totals["evictions"] == totals["offloads"] + totals["unloads"] == 0, "a decision is no eviction yet"
+    assert totals["evictions"] == totals["offloads"] + totals["unloads"] == 0, (
+        "a decision is no eviction yet"
+    )
 
 
 @given(situations())
@@ -307,23 +413,44 @@ def test_only_one_s_own_section_and_tickets_are_written(situation):
     after, _ = decide(situation)
     refuse_unlawful(situation[0], after, owner(1).id, lambda _: frozenset())
     for pid in (1, 2, 3):
-        obeyed, *_ = replayed(lambda b, pid=pid: obey(b, owner(pid).id, situation[2], lru, "obey"), after)
+        obeyed, *_ = replayed(
+            lambda b, pid=pid: obey(b, owner(pid).id, situation[2], lru, "obey"), after
+        )
         refuse_unlawful(after, obeyed, owner(pid).id, lambda _: frozenset())
-        relieved, _ = replayed(lambda b, pid=pid: relieve(b, owner(pid).id, situation[2], lru, "relieve"), obeyed)
+        relieved, _ = replayed(
+            lambda b, pid=pid: relieve(b, owner(pid).id, situation[2], lru, "relieve"), obeyed
+        )
         refuse_unlawful(obeyed, relieved, owner(pid).id, lambda _: frozenset())
 
 
-@given(st.integers(1, 20), st.integers(0, 20), st.integers(0, 10), st.lists(st.tuples(
-    st.integers(1, 5), st.sampled_from(["seen", "unseen", "arriving", "leaving"])), max_size=4))
-def test_11_room_is_the_smaller_of_claims_and_measurement_less_what_it_cannot_have_seen(limit, free, reserve, held):
-    there = world(cuda0=limit * B, free={"cuda:0": free * B}, taken_at=NOW - 1, reserve_bytes=reserve)
+@given(
+    st.integers(1, 20),
+    st.integers(0, 20),
+    st.integers(0, 10),
+    st.lists(
+        st.tuples(st.integers(1, 5), st.sampled_from(["seen", "unseen", "arriving", "leaving"])),
+        max_size=4,
+    ),
+)
+def test_11_room_is_the_smaller_of_claims_and_measurement_less_what_it_cannot_have_seen(
+    limit, free, reserve, held
+):
+    there = world(
+        cuda0=limit * B, free={"cuda:0": free * B}, taken_at=NOW - 1, reserve_bytes=reserve
+    )
     made = []
     for n, (size, kind) in enumerate(held):
-        fields = {"seen": dict(cuda0=size * B, settled_at=NOW - 2), "unseen": dict(cuda0=size * B, settled_at=NOW - 1),
-                  "arriving": dict(phase=Phase.ARRIVING, target=(Share("cuda:0", size),)),
-                  "leaving": dict(cuda0=size * B, settled_at=NOW - .5, phase=Phase.LEAVING)}[kind]
+        fields = {
+            "seen": dict(cuda0=size * B, settled_at=NOW - 2),
+            "unseen": dict(cuda0=size * B, settled_at=NOW - 1),
+            "arriving": dict(phase=Phase.ARRIVING, target=(Share("cuda:0", size),)),
+            "leaving": dict(cuda0=size * B, settled_at=NOW - 0.5, phase=Phase.LEAVING),
+        }[kind]
         made.append(lease(f"m{n}", **fields))
-    claims, unseen = sum(size for size, _ in held), sum(size for size, kind in held if kind != "seen")
+    claims, unseen = (
+        sum(size for size, _ in held),
+        sum(size for size, kind in held if kind != "seen"),
+    )
     assert room(book(*made), there)["cuda:0"] == min(limit - claims, free - reserve - unseen)
 
 
@@ -344,19 +471,39 @@ def test_relief_brings_the_level_down_and_no_further(situation):
     page, _, there = situation
     assume(there.rules.relief == "auto")
     after, steps = relieve(page, owner(1).id, there, lru, "k")
-    going = {card: sum(s.bytes for m in page.leases() if m.phase is Phase.LEAVING for s in m.shares if s.device == card)
-             for card in CARDS}
+    going = {
+        card: sum(
+            s.bytes
+            for m in page.leases()
+            if m.phase is Phase.LEAVING
+            for s in m.shares
+            if s.device == card
+        )
+        for card in CARDS
+    }
     for step in steps:
-        full = [pressure(page.claims()[share.device] - going[share.device], there.limits[share.device], None, 1)
-                for share in step.source]
-        assert any(level(pressure_, there.rules) != "LOW" for pressure_ in full), "on one of its cards"
+        full = [
+            pressure(
+                page.claims()[share.device] - going[share.device],
+                there.limits[share.device],
+                None,
+                1,
+            )
+            for share in step.source
+        ]
+        assert any(level(pressure_, there.rules) != "LOW" for pressure_ in full), (
+            "on one of its cards"
+        )
         for share in step.source:
             going[share.device] += share.bytes
 
 
 # -- progress -----------------------------------------------------------------------------------------------------
 
-def follow(page: Book, wanted: list[Request], there: World, rounds: int) -> tuple[Book, dict[str, Any]]:
+
+def follow(
+    page: Book, wanted: list[Request], there: World, rounds: int
+) -> tuple[Book, dict[str, Any]]:
     """Everybody asks once a second, does its own steps, obeys, loads, uses the model for one round, and goes."""
     answers: dict[str, Any] = {}
     using: list[Lease] = []
@@ -373,8 +520,12 @@ def follow(page: Book, wanted: list[Request], there: World, rounds: int) -> tupl
                 name = each.lease.name
                 shares = verdict.lease.target or verdict.lease.shares
                 if verdict.steps:
-                    page = books.arrived(page, each.lease.owner, name, shares, there, droppable=True)
-                page = page.with_lease(replace(page.lease(each.lease.owner, name), pins=1, last_used=there.now))
+                    page = books.arrived(
+                        page, each.lease.owner, name, shares, there, droppable=True
+                    )
+                page = page.with_lease(
+                    replace(page.lease(each.lease.owner, name), pins=1, last_used=there.now)
+                )
                 using.append(page.lease(each.lease.owner, name))
             for step in verdict.steps if isinstance(verdict, Wait) else ():
                 page = books.left(page, step, getattr(step, "shares", ()), there)
@@ -391,37 +542,89 @@ NO_CARD_ALONE = {"factor": 3.0, "margin_bytes": 0, "card_bytes": {"sim:0": 7, "s
 
 
 @given(situations(quiet=True))
-@example((book(lease("a", by=2, sim0=8 * B, droppable=False), lease("b", by=3, sim0=8 * B, droppable=False),
-               owners=(1,)), request("new", 16 * B), world(sim0=16 * B, sim1=4 * B, host=8 * B)))
-@example((book(lease("a", by=2, sim0=8 * B, droppable=False), lease("b", by=3, host=8 * B), owners=(1,)),
-          request("new", 16 * B), world(sim0=16 * B, sim1=4 * B, host=8 * B)))
-@example((book(lease("a", sim1=4 * B, droppable=False)), request("new", 5 * B, layout="auto", rules=NO_CARD_ALONE),
-          world(sim0=8 * B, sim1=4 * B, host=4 * B)))
-@example((book(lease("a", sim1=4 * B, droppable=False)),
-          request("new", 5 * B, layout="auto", pieces=(3, 2), rules=NO_CARD_ALONE | {"overhead": 0.1}),
-          world(sim0=8 * B, sim1=6 * B, host=4 * B)))
-@example((book(lease("a", sim1=1 * B)),
-          request("new", 2 * B, layout="proportional", rules={"margin_bytes": 0, "overhead": 0.1, "least_cards": 2}),
-          world(sim0=4 * B, sim1=5 * B, host=9 * B, limit_bytes=4)))
+@example(
+    (
+        book(
+            lease("a", by=2, sim0=8 * B, droppable=False),
+            lease("b", by=3, sim0=8 * B, droppable=False),
+            owners=(1,),
+        ),
+        request("new", 16 * B),
+        world(sim0=16 * B, sim1=4 * B, host=8 * B),
+    )
+)
+@example(
+    (
+        book(
+            lease("a", by=2, sim0=8 * B, droppable=False), lease("b", by=3, host=8 * B), owners=(1,)
+        ),
+        request("new", 16 * B),
+        world(sim0=16 * B, sim1=4 * B, host=8 * B),
+    )
+)
+@example(
+    (
+        book(lease("a", sim1=4 * B, droppable=False)),
+        request("new", 5 * B, layout="auto", rules=NO_CARD_ALONE),
+        world(sim0=8 * B, sim1=4 * B, host=4 * B),
+    )
+)
+@example(
+    (
+        book(lease("a", sim1=4 * B, droppable=False)),
+        request(
+            "new", 5 * B, layout="auto", pieces=(3, 2), rules=NO_CARD_ALONE | {"overhead": 0.1}
+        ),
+        world(sim0=8 * B, sim1=6 * B, host=4 * B),
+    )
+)
+@example(
+    (
+        book(lease("a", sim1=1 * B)),
+        request(
+            "new",
+            2 * B,
+            layout="proportional",
+            rules={"margin_bytes": 0, "overhead": 0.1, "least_cards": 2},
+        ),
+        world(sim0=4 * B, sim1=5 * B, host=9 * B, limit_bytes=4),
+    )
+)
 def test_progress_with_nobody_in_use_a_request_is_granted_or_refused_within_a_few_rounds(situation):
     """Unless what stands in its way is more important: then it says so, and waits."""
     page, wanted, there = situation
     _, answers = follow(page, [wanted], there, rounds=10)
     verdict = answers[wanted.key]
-    assert not isinstance(verdict, Wait) or "more important" in verdict.because \
-        or any(m.importance < wanted.lease.importance for m in page.leases()), verdict
+    assert (
+        not isinstance(verdict, Wait)
+        or "more important" in verdict.because
+        or any(m.importance < wanted.lease.importance for m in page.leases())
+    ), verdict
 
 
-@given(situations(quiet=True), st.lists(st.tuples(st.integers(1, 3), st.integers(1, 12)), min_size=1, max_size=5))
+@given(
+    situations(quiet=True),
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 12)), min_size=1, max_size=5),
+)
 def test_progress_every_one_of_several_is_served_in_the_end(situation, others):
     """No livelock: nobody evicts for ever what another brings back, and nobody starves."""
     page, first, there = situation
-    page = replace(page, sections={id: replace(s, leases=tuple(replace(m, importance=10) for m in s.leases))
-                                   for id, s in page.sections.items()})
+    page = replace(
+        page,
+        sections={
+            id: replace(s, leases=tuple(replace(m, importance=10) for m in s.leases))
+            for id, s in page.sections.items()
+        },
+    )
     first = replace(first, lease=replace(first.lease, importance=10))
     there = replace(there, rules=replace(there.rules, limit_bytes=None))
-    wanted = [first, *(request(f"n{n}", gib * B, by=pid, arrived=NOW + n / 10)
-                       for n, (pid, gib) in enumerate(others))]
+    wanted = [
+        first,
+        *(
+            request(f"n{n}", gib * B, by=pid, arrived=NOW + n / 10)
+            for n, (pid, gib) in enumerate(others)
+        ),
+    ]
     _, answers = follow(page, wanted, there, rounds=60)
     assert not [verdict for verdict in answers.values() if isinstance(verdict, Wait)]
 

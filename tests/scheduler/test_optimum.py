@@ -1,5 +1,6 @@
 """How close the choice of who leaves comes to the best there is. The figures are in tests/bench; here is what must
 hold."""
+
 from __future__ import annotations
 
 import pytest
@@ -11,7 +12,9 @@ from tests.bench.bench_placement import excess, freed_bytes, lawful, small_world
 from tests.worlds import book, lease, request, size, world
 
 
-@pytest.mark.parametrize("policy, bound", [("best-fit", 1.05), ("most-free", 1.05), ("fewest-evictions", 1.05)])
+@pytest.mark.parametrize(
+    "policy, bound", [("best-fit", 1.05), ("most-free", 1.05), ("fewest-evictions", 1.05)]
+)
 def test_no_more_bytes_are_freed_than_a_twentieth_beyond_an_exact_optimum(policy, bound):
     """Two hundred small worlds, in which every set of leases is tried."""
     found = excess(policy, worlds=200, seed=7)
@@ -28,19 +31,31 @@ def test_the_optimum_is_found_where_greed_misses_it():
     assert {one.name for one in found} == {"six", "four"}
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from([5, 10, 20])), min_size=1, max_size=7),
-       st.integers(1, 20), st.integers(0, 20))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from([5, 10, 20])),
+        min_size=1,
+        max_size=7,
+    ),
+    st.integers(1, 20),
+    st.integers(0, 20),
+)
 def test_the_fewest_are_the_fewest_on_two_cards_at_once(models, first, second):
     """Exhaustively; and nobody more important leaves while the less important would do."""
     from itertools import combinations
 
-    idle = sorted((lease(f"m{n}", sim0=a, sim1=b, importance=rank) for n, (a, b, rank) in enumerate(models)),
-                  key=lambda one: -one.importance)
+    idle = sorted(
+        (lease(f"m{n}", sim0=a, sim1=b, importance=rank) for n, (a, b, rank) in enumerate(models)),
+        key=lambda one: -one.importance,
+    )
     need = {"sim:0": size(first), "sim:1": size(second)}
 
     def enough(some):
-        return all(sum(share.bytes for one in some for share in one.shares if share.device == card) >= wanted
-                   for card, wanted in need.items())
+        return all(
+            sum(share.bytes for one in some for share in one.shares if share.device == card)
+            >= wanted
+            for card, wanted in need.items()
+        )
 
     found = fewest_enough(need, idle)
     assert (found is not None) == enough(idle)
@@ -49,13 +64,21 @@ def test_the_fewest_are_the_fewest_on_two_cards_at_once(models, first, second):
     for rank in (20, 10, 5):
         allowed = [one for one in idle if one.importance >= rank]
         if enough(allowed):
-            least = min(count for count in range(len(allowed) + 1)
-                        if any(enough(some) for some in combinations(allowed, count)))
+            least = min(
+                count
+                for count in range(len(allowed) + 1)
+                if any(enough(some) for some in combinations(allowed, count))
+            )
             assert enough(found) and len(found) == least and all(one in allowed for one in found)
             break
 
 
 def test_the_measure_itself_sees_waste():
     """The lawful optimum is never below the unbound one, and some world tells them apart."""
-    pairs = [(min(map(freed_bytes, lawful(*one))), min(map(freed_bytes, ways_out(*one)))) for one in small_worlds(60)]
-    assert all(bound >= free for bound, free in pairs) and any(bound > free for bound, free in pairs)
+    pairs = [
+        (min(map(freed_bytes, lawful(*one))), min(map(freed_bytes, ways_out(*one))))
+        for one in small_worlds(60)
+    ]
+    assert all(bound >= free for bound, free in pairs) and any(
+        bound > free for bound, free in pairs
+    )

@@ -1,4 +1,5 @@
 """Where a footprint may go."""
+
 from __future__ import annotations
 
 import pytest
@@ -12,8 +13,12 @@ from gpu_runtime.units import GIB
 
 
 def placed(gib, room, **rules):
-    return [c.shares[0].device for c in place(Footprint.of(gib * GIB), {d: r * GIB for d, r in room.items()},
-                                              PlacementRules(**rules))]
+    return [
+        c.shares[0].device
+        for c in place(
+            Footprint.of(gib * GIB), {d: r * GIB for d, r in room.items()}, PlacementRules(**rules)
+        )
+    ]
 
 
 def test_best_fit_takes_the_fullest_card_that_still_has_room():
@@ -43,8 +48,12 @@ def test_every_candidate_says_why():
     assert place(footprint, room, PlacementRules()) == (
         Candidate((Share("a", 6 * GIB),), True, "a has 8.0 GiB free and would keep 2.0 GiB"),
         Candidate((Share("b", 6 * GIB),), False, "b has 2.0 GiB free, 4.0 GiB too little"),
-        Candidate((Share("c", 6 * GIB),), False, "c has 0 B free, 6.0 GiB too little"))
-    assert place(footprint, room, PlacementRules(policy="most-free"))[0].because == "a has the most free: 8.0 GiB"
+        Candidate((Share("c", 6 * GIB),), False, "c has 0 B free, 6.0 GiB too little"),
+    )
+    assert (
+        place(footprint, room, PlacementRules(policy="most-free"))[0].because
+        == "a has the most free: 8.0 GiB"
+    )
 
 
 def test_exact_fit_fits():
@@ -58,8 +67,11 @@ def test_a_placement_of_no_such_name_is_a_bad_setting():
         check_policy("worst-fit")
 
 
-@given(st.integers(0, 30), st.dictionaries(st.sampled_from("abcdef"), st.integers(-5, 40)),
-       st.sampled_from(["best-fit", "most-free"]))
+@given(
+    st.integers(0, 30),
+    st.dictionaries(st.sampled_from("abcdef"), st.integers(-5, 40)),
+    st.sampled_from(["best-fit", "most-free"]),
+)
 def test_one_candidate_a_device_and_those_that_fit_first(gib, room, policy):
     candidates = place(Footprint.of(gib), room, PlacementRules(policy=policy))
     assert sorted(c.shares[0].device for c in candidates) == sorted(room)

@@ -1,4 +1,5 @@
 """How full a device is, and what leaves because of it: the numbers of the Semantik governor."""
+
 from __future__ import annotations
 
 import pytest
@@ -15,10 +16,18 @@ from tests.worlds import NOW, block, book, lease, replayed, size, ticket, world
 CARD = dict(sim0="14400 MB", total={"sim:0": "16000 MB"})
 
 
-@pytest.mark.parametrize("claimed, expected", [
-    ("8000 MB", Level.LOW), ("8640 MB", Level.MODERATE), ("9000 MB", Level.MODERATE), ("11520 MB", Level.HIGH),
-    ("12000 MB", Level.HIGH), ("12960 MB", Level.CRITICAL), ("13500 MB", Level.CRITICAL),
-])
+@pytest.mark.parametrize(
+    "claimed, expected",
+    [
+        ("8000 MB", Level.LOW),
+        ("8640 MB", Level.MODERATE),
+        ("9000 MB", Level.MODERATE),
+        ("11520 MB", Level.HIGH),
+        ("12000 MB", Level.HIGH),
+        ("12960 MB", Level.CRITICAL),
+        ("13500 MB", Level.CRITICAL),
+    ],
+)
 def test_levels_of_a_16000_mb_card_with_14400_usable(claimed, expected):
     [view, _] = views(book(lease("a", sim0=claimed)), world(**CARD))
     assert view.level is expected
@@ -38,7 +47,10 @@ def test_an_unmeasured_card_is_judged_by_its_claims_and_its_use_is_unknown():
 
 
 def test_the_newer_sample_is_believed_whoever_took_it():
-    old, new = world(cuda0=10, free={"cuda:0": 9}, taken_at=1.0), world(cuda0=10, free={"cuda:0": 1}, taken_at=2.0)
+    old, new = (
+        world(cuda0=10, free={"cuda:0": 9}, taken_at=1.0),
+        world(cuda0=10, free={"cuda:0": 1}, taken_at=2.0),
+    )
     for page_has, we_have in ((old, new), (new, old)):
         [view, _] = views(book(samples=page_has.samples), we_have)
         assert view.sample == new.samples["cuda:0"]
@@ -47,10 +59,23 @@ def test_the_newer_sample_is_believed_whoever_took_it():
 def test_thresholds_are_settings():
     assert level(0.5, Rules(moderate=0.4)) is Level.MODERATE
     assert [level(p, Rules()) for p in (0.0, 0.599, 0.6, 0.799, 0.8, 0.899, 0.9, 1.4)] == [
-        Level.LOW, Level.LOW, Level.MODERATE, Level.MODERATE, Level.HIGH, Level.HIGH, Level.CRITICAL, Level.CRITICAL]
+        Level.LOW,
+        Level.LOW,
+        Level.MODERATE,
+        Level.MODERATE,
+        Level.HIGH,
+        Level.HIGH,
+        Level.CRITICAL,
+        Level.CRITICAL,
+    ]
 
 
-@given(st.integers(0, 10**12), st.integers(1, 10**12), st.none() | st.integers(0, 10**12), st.integers(1, 10**12))
+@given(
+    st.integers(0, 10**12),
+    st.integers(1, 10**12),
+    st.none() | st.integers(0, 10**12),
+    st.integers(1, 10**12),
+)
 def test_pressure_is_the_larger_share_and_never_negative(claimed, limit, used, total):
     assert pressure(claimed, limit, used, total) == max(claimed / limit, (used or 0) / total) >= 0
 
@@ -60,12 +85,18 @@ def test_a_device_without_a_budget_is_full_as_soon_as_anything_is_on_it():
 
 
 def test_the_table():
-    assert [relief(at_, Rules()) for at_ in (Level.LOW, Level.MODERATE, Level.HIGH, Level.CRITICAL)] == [
-        None, Relief(120.0, may_drop=False, drop=False), Relief(30.0, may_drop=True, drop=False),
-        Relief(0.0, may_drop=True, drop=True)]
+    assert [
+        relief(at_, Rules()) for at_ in (Level.LOW, Level.MODERATE, Level.HIGH, Level.CRITICAL)
+    ] == [
+        None,
+        Relief(120.0, may_drop=False, drop=False),
+        Relief(30.0, may_drop=True, drop=False),
+        Relief(0.0, may_drop=True, drop=True),
+    ]
 
 
 # -- the table, applied ----------------------------------------------------------------------------------------------
+
 
 def idle(name, seconds, **fields):
     return lease(name, last_used=NOW - seconds, **fields)
@@ -114,10 +145,18 @@ def test_critical_does_not_drop_what_exists_nowhere_else():
     assert leaving(page, always(host=1)) == []
 
 
-@pytest.mark.parametrize("guarded", [
-    idle("used", 400, sim0=10, pins=1), idle("kept", 400, sim0=10, keep=True),
-    idle("alive", 400, sim0=10, keep_alive=500), idle("graced", 4, sim0=10), block(sim0=10),
-    idle("gone", 400, sim0=10, phase=Phase.LEAVING)], ids=lambda lease: lease.name)
+@pytest.mark.parametrize(
+    "guarded",
+    [
+        idle("used", 400, sim0=10, pins=1),
+        idle("kept", 400, sim0=10, keep=True),
+        idle("alive", 400, sim0=10, keep_alive=500),
+        idle("graced", 4, sim0=10),
+        block(sim0=10),
+        idle("gone", 400, sim0=10, phase=Phase.LEAVING),
+    ],
+    ids=lambda lease: lease.name,
+)
 def test_what_no_pressure_moves(guarded):
     """In use, kept, within its keep_alive (pressure is no more important request), in grace, a block of code."""
     assert leaving(book(guarded), always()) == []
@@ -139,10 +178,18 @@ def test_auto_leaves_a_card_of_idle_models_alone_while_nobody_waits():
 
 
 def test_auto_helps_who_waits_and_takes_no_more_than_brings_the_level_down():
-    page = book(*(idle(f"m{n}", 200 + n, sim0=2) for n in range(5)), tickets=[ticket("q", by=2, sim0=9)])
-    assert leaving(page, world(sim0=10)) == [("Move", "m4"), ("Move", "m3"), ("Move", "m2")], "until it is LOW"
-    page = book(*(idle(f"m{n}", 60 + n, sim0=2) for n in range(5)), tickets=[ticket("q", by=2, sim0=9)])
-    assert leaving(page, world(sim0=10)) == [("Move", "m4"), ("Move", "m3")], "MODERATE asks for 120 s"
+    page = book(
+        *(idle(f"m{n}", 200 + n, sim0=2) for n in range(5)), tickets=[ticket("q", by=2, sim0=9)]
+    )
+    assert leaving(page, world(sim0=10)) == [("Move", "m4"), ("Move", "m3"), ("Move", "m2")], (
+        "until it is LOW"
+    )
+    page = book(
+        *(idle(f"m{n}", 60 + n, sim0=2) for n in range(5)), tickets=[ticket("q", by=2, sim0=9)]
+    )
+    assert leaving(page, world(sim0=10)) == [("Move", "m4"), ("Move", "m3")], (
+        "MODERATE asks for 120 s"
+    )
 
 
 def test_auto_counts_what_is_leaving_as_gone():
@@ -160,7 +207,9 @@ def test_auto_prefers_the_host_to_the_disk_even_at_critical():
 def test_auto_helps_where_strangers_grow():
     there = world(cuda0=10, free={"cuda:0": 0.5})
     assert leaving(book(idle("a", 999, cuda0=5)), there) == [("Move", "a")]
-    assert leaving(book(idle("a", 999, cuda0=9.5)), there) == [], "all of it is leased: no stranger is there"
+    assert leaving(book(idle("a", 999, cuda0=9.5)), there) == [], (
+        "all of it is leased: no stranger is there"
+    )
 
 
 def test_a_waiter_for_another_card_is_not_helped():
@@ -177,8 +226,11 @@ def test_host_bytes_are_spent_once():
 
 
 def test_the_least_important_leave_first():
-    page = book(idle("batch", 200, sim0=5, importance="batch"), idle("old", 900, sim0=4),
-                tickets=[ticket("q", by=2, sim0=9)])
+    page = book(
+        idle("batch", 200, sim0=5, importance="batch"),
+        idle("old", 900, sim0=4),
+        tickets=[ticket("q", by=2, sim0=9)],
+    )
     assert leaving(page, world(sim0=10)) == [("Move", "batch")]
 
 

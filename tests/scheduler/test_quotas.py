@@ -1,4 +1,5 @@
 """The operator's caps: read from one file, and enforced on each user's own requests, one test a cap."""
+
 from __future__ import annotations
 
 import pytest
@@ -15,7 +16,9 @@ FILE = "/etc/gpu-console/config.toml"
 
 def capped(**fields):
     """A cap on ann, as her own table says it."""
-    return Cap("ann", FILE, tables={key.removesuffix("_seconds"): "users.ann" for key in fields}, **fields)
+    return Cap(
+        "ann", FILE, tables={key.removesuffix("_seconds"): "users.ann" for key in fields}, **fields
+    )
 
 
 def there(cap, **words):
@@ -37,26 +40,47 @@ def test_bytes_on_each_device():
     _, verdict = decide(page, request("qwen", gib=8), there(capped(bytes_per_device=size(20))))
     assert verdict == Refuse(
         "qwen needs 8.0 GiB; ann may hold at most 20.0 GiB on sim:0 (cap [users.ann] bytes_per_device in "
-        f"{FILE}); 16.0 GiB there cannot leave now", "cap", need_bytes=size(8), budget_bytes=size(4), device="sim:0")
+        f"{FILE}); 16.0 GiB there cannot leave now",
+        "cap",
+        need_bytes=size(8),
+        budget_bytes=size(4),
+        device="sim:0",
+    )
 
 
 def test_a_capped_card_is_no_reason_not_to_take_another():
     page = of(book(lease("llama", sim0=16, pins=1)), ann=(1,))
-    _, verdict = decide(page, request("qwen", gib=8), there(capped(bytes_per_device=size(20)), sim1=40))
+    _, verdict = decide(
+        page, request("qwen", gib=8), there(capped(bytes_per_device=size(20)), sim1=40)
+    )
     assert isinstance(verdict, Grant) and verdict.lease.target[0].device == "sim:1"
 
 
 def test_ones_own_idle_models_leave_first_in_whichever_process():
     """ann's other process is asked; bob's idler model is left alone, since it would not help."""
-    page = of(book(lease("llama", by=2, sim0=16, last_used=500), lease("bobs", by=3, sim0=8, last_used=1),
-                   owners=(1, 2, 3)), ann=(1, 2), bob=(3,))
+    page = of(
+        book(
+            lease("llama", by=2, sim0=16, last_used=500),
+            lease("bobs", by=3, sim0=8, last_used=1),
+            owners=(1, 2, 3),
+        ),
+        ann=(1, 2),
+        bob=(3,),
+    )
     _, verdict = decide(page, request("qwen", gib=8), there(capped(bytes_per_device=size(20))))
     assert isinstance(verdict, Wait) and verdict.asked == (at(2, "llama"),)
 
 
 def test_where_the_card_is_short_too_others_leave_as_well():
-    page = of(book(lease("llama", by=2, sim0=8, last_used=500), lease("bobs", by=3, sim0=30, last_used=1),
-                   owners=(1, 2, 3)), ann=(1, 2), bob=(3,))
+    page = of(
+        book(
+            lease("llama", by=2, sim0=8, last_used=500),
+            lease("bobs", by=3, sim0=30, last_used=1),
+            owners=(1, 2, 3),
+        ),
+        ann=(1, 2),
+        bob=(3,),
+    )
     _, verdict = decide(page, request("qwen", gib=14), there(capped(bytes_per_device=size(20))))
     assert isinstance(verdict, Wait) and set(verdict.asked) == {at(2, "llama"), at(3, "bobs")}
 
@@ -73,30 +97,45 @@ def test_the_highest_importance():
     _, verdict = decide(page, request("qwen", importance="high"), there(cap))
     assert verdict == Refuse(
         "qwen is asked for as high (5); the highest importance that ann may ask for is normal (10) "
-        f"(cap [users.ann] importance in {FILE})", "cap", need_bytes=size(1))
+        f"(cap [users.ann] importance in {FILE})",
+        "cap",
+        need_bytes=size(1),
+    )
     assert isinstance(decide(page, request("qwen", importance="low"), there(cap))[1], Grant)
 
 
 def test_keep():
     _, verdict = decide(of(book(), ann=(1,)), request("qwen", keep=True), there(capped(keep=False)))
-    assert verdict == Refuse(f"ann may not keep qwen on a device (cap [users.ann] keep in {FILE})", "cap",
-                             need_bytes=size(1))
+    assert verdict == Refuse(
+        f"ann may not keep qwen on a device (cap [users.ann] keep in {FILE})",
+        "cap",
+        need_bytes=size(1),
+    )
 
 
 def test_the_longest_lease():
     """A block's memory is in use, so it stays; but nothing new is granted until it has ended."""
     cap = capped(longest_lease_seconds=3600.0)
-    late, early = (of(book(block("training#1", by=2, sim0=4, settled_at=NOW + 4000 - age), owners=(1, 2)), ann=(1, 2))
-                   for age in (3700, 3500))
+    late, early = (
+        of(
+            book(block("training#1", by=2, sim0=4, settled_at=NOW + 4000 - age), owners=(1, 2)),
+            ann=(1, 2),
+        )
+        for age in (3700, 3500)
+    )
     moment = replace(there(cap), now=NOW + 4000)
     _, verdict = decide(late, request("qwen"), moment)
     assert verdict == Refuse(
         f"ann may hold a block of code for at most 60 min (cap [users.ann] longest_lease in {FILE}); training#1 "
-        "(4.0 GiB) of pid 2 is held for 62 min, and until it ends nothing new is granted", "cap", need_bytes=size(1))
+        "(4.0 GiB) of pid 2 is held for 62 min, and until it ends nothing new is granted",
+        "cap",
+        need_bytes=size(1),
+    )
     assert isinstance(decide(early, request("qwen"), moment)[1], Grant)
 
 
 # The configuration
+
 
 def test_a_users_own_table_wins_and_of_several_groups_the_most_generous():
     said = host_config.parse("""
@@ -112,33 +151,72 @@ def test_a_users_own_table_wins_and_of_several_groups_the_most_generous():
         longest_lease = "4h"
     """)
     cap = said.cap("ann", ("students", "staff"))
-    assert cap == Cap("ann", FILE, bytes_per_device=size(20), importance=10, keep=False, longest_lease_seconds=14400.0,
-                      tables={"keep": "users.ann", "bytes_per_device": "groups.staff", "importance": "groups.students",
-                              "longest_lease": "groups.staff"})
+    assert cap == Cap(
+        "ann",
+        FILE,
+        bytes_per_device=size(20),
+        importance=10,
+        keep=False,
+        longest_lease_seconds=14400.0,
+        tables={
+            "keep": "users.ann",
+            "bytes_per_device": "groups.staff",
+            "importance": "groups.students",
+            "longest_lease": "groups.staff",
+        },
+    )
     assert said.cap("bob") is None
 
 
 def test_operators():
     said = host_config.parse('[operators]\nusers = ["ops"]\ngroups = ["admins"]')
-    assert [said.is_operator(user, groups) for user, groups in (
-        ("root", ()), ("ops", ()), ("ann", ("admins",)), ("ann", ("students",)))] == [True, True, True, False]
+    assert [
+        said.is_operator(user, groups)
+        for user, groups in (
+            ("root", ()),
+            ("ops", ()),
+            ("ann", ("admins",)),
+            ("ann", ("students",)),
+        )
+    ] == [True, True, True, False]
 
 
 def test_without_a_file_nothing_is_shared_and_nobody_capped(tmp_path):
-    assert host_config.read(str(tmp_path / "none.toml")) == host_config.Machine(str(tmp_path / "none.toml"))
+    assert host_config.read(str(tmp_path / "none.toml")) == host_config.Machine(
+        str(tmp_path / "none.toml")
+    )
 
 
-@pytest.mark.parametrize(("text", "key", "expected"), [
-    ("ledger = 3", "ledger", "text in quotes"),
-    ("legder = 'x'", "legder", "under a key that is known, such as ledger"),
-    ("[users.ann]\nbytes_per_device = 'lots'", "users.ann.bytes_per_device", "a size, such as '20 GiB'"),
-    ("[users.ann]\nbyte_per_device = 1", "users.ann.byte_per_device", "known, such as bytes_per_device"),
-    ("[users.ann]\nimportance = 'top'", "users.ann.importance", "urgent, high, normal, low, batch"),
-    ("[groups.staff]\nkeep = 'no'", "groups.staff.keep", "true or false"),
-    ("[groups.staff]\nlongest_lease = true", "groups.staff.longest_lease", "seconds, such as 3600 or '4h'"),
-    ("users = 'ann'", "users", "a table, written [users]"),
-    ("[operators]\nusers = 'ops'", "operators.users", "a list of names"),
-])
+@pytest.mark.parametrize(
+    ("text", "key", "expected"),
+    [
+        ("ledger = 3", "ledger", "text in quotes"),
+        ("legder = 'x'", "legder", "under a key that is known, such as ledger"),
+        (
+            "[users.ann]\nbytes_per_device = 'lots'",
+            "users.ann.bytes_per_device",
+            "a size, such as '20 GiB'",
+        ),
+        (
+            "[users.ann]\nbyte_per_device = 1",
+            "users.ann.byte_per_device",
+            "known, such as bytes_per_device",
+        ),
+        (
+            "[users.ann]\nimportance = 'top'",
+            "users.ann.importance",
+            "urgent, high, normal, low, batch",
+        ),
+        ("[groups.staff]\nkeep = 'no'", "groups.staff.keep", "true or false"),
+        (
+            "[groups.staff]\nlongest_lease = true",
+            "groups.staff.longest_lease",
+            "seconds, such as 3600 or '4h'",
+        ),
+        ("users = 'ann'", "users", "a table, written [users]"),
+        ("[operators]\nusers = 'ops'", "operators.users", "a list of names"),
+    ],
+)
 def test_what_is_wrong_in_the_file_is_named_with_its_key(text, key, expected):
     with pytest.raises(BadSetting) as error:
         host_config.parse(text)
@@ -147,5 +225,8 @@ def test_what_is_wrong_in_the_file_is_named_with_its_key(text, key, expected):
 
 def test_what_is_no_toml_is_told_with_its_line(tmp_path):
     (tmp_path / "config.toml").write_text("ledger = 'x'\n[users.ann\n")
-    with pytest.raises(BadSetting, match=r"GPU_CONFIG_FILE='.*config.toml' cannot be used: it must be TOML; here: .*line 2"):
+    with pytest.raises(
+        BadSetting,
+        match=r"GPU_CONFIG_FILE='.*config.toml' cannot be used: it must be TOML; here: .*line 2",
+    ):
         host_config.read(str(tmp_path / "config.toml"))

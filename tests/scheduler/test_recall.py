@@ -1,10 +1,23 @@
 """What one owner asks of another, and what the other does about it."""
+
 from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
 
-from gpu_runtime.facts import HOST, MOST_ENTRIES, Asker, Drop, Grant, Lease, Move, Phase, Refuse, Share, Wait
+from gpu_runtime.facts import (
+    HOST,
+    MOST_ENTRIES,
+    Asker,
+    Drop,
+    Grant,
+    Lease,
+    Move,
+    Phase,
+    Refuse,
+    Share,
+    Wait,
+)
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.recall import Ask, Order, answer, ask, declined, obey
 from gpu_runtime.scheduler.transitions import left
@@ -31,6 +44,7 @@ def two(*leases, **fields):
 
 # -- evict ------------------------------------------------------------------------------------------------------------
 
+
 def test_an_evict_is_a_ticket_of_the_asker_that_the_owner_obeys():
     """From outside one asks, the owner acts; and grace does not hold up a person."""
     qwen = lease("qwen", sim0=8, last_used=NOW - 1)
@@ -39,11 +53,18 @@ def test_an_evict_is_a_ticket_of_the_asker_that_the_owner_obeys():
     page, steps, orders = obeying(page)
     [step] = steps
     to_host = (Share(HOST, size(8)),)
-    assert (step, orders) == (Move(qwen.id, qwen.shares, to_host, "pid 2 asked to evict it.", "evict", "pid 2"), ())
+    assert (step, orders) == (
+        Move(qwen.id, qwen.shares, to_host, "pid 2 asked to evict it.", "evict", "pid 2"),
+        (),
+    )
     assert (page.find(qwen.id).phase, page.find(qwen.id).key) == (Phase.LEAVING, "k")
     page = left(page, step, step.shares, THERE, by="pid 2")
     page, verdict = asking(page, "evict")
-    assert isinstance(verdict, Grant) and verdict.because == "qwen is in host memory" and page.tickets == ()
+    assert (
+        isinstance(verdict, Grant)
+        and verdict.because == "qwen is in host memory"
+        and page.tickets == ()
+    )
     assert page.events[-1].by == "pid 2"
 
 
@@ -55,8 +76,11 @@ def test_asking_again_refreshes_the_ticket_and_makes_no_second():
 
 def test_a_model_in_use_is_not_evicted_and_whoever_asks_hears_by_whom():
     page, verdict = asking(two(lease("qwen", sim0=8, pins=1, pinned_since=NOW - 200)), "evict")
-    assert verdict == Refuse("qwen (8.0 GiB on sim:0) is in use by pid 1 for 3 min", kind="in use",
-                             holders=(at(1, "qwen"),))
+    assert verdict == Refuse(
+        "qwen (8.0 GiB on sim:0) is in use by pid 1 for 3 min",
+        kind="in use",
+        holders=(at(1, "qwen"),),
+    )
     assert page.tickets == ()
     busy = two(lease("qwen", sim0=8, pins=1), tickets=[evicting()])
     assert obeying(busy) == (busy, (), ()), "nor where the ask came before the use"
@@ -66,13 +90,24 @@ def evicting(by=2, of=1, name="qwen"):
     return ticket(at(of, name), by=by, verb="evict", recalls=(at(of, name),))
 
 
-@pytest.mark.parametrize("stays, kind, because", [
-    (lease("qwen", sim0=8, keep=True), "kept", "qwen is kept on its device; unpin it first"),
-    (block("qwen", sim0=8), "in use", "qwen (8.0 GiB on sim:0) is memory of running code of pid 1; "
-                                      "it goes when that code ends"),
-    (lease("qwen", sim0=8, droppable=False, movable=False), "stays",
-     "qwen (8.0 GiB on sim:0) exists nowhere else, and the host has no room for it")],
-    ids=["kept", "block", "precious"])
+@pytest.mark.parametrize(
+    "stays, kind, because",
+    [
+        (lease("qwen", sim0=8, keep=True), "kept", "qwen is kept on its device; unpin it first"),
+        (
+            block("qwen", sim0=8),
+            "in use",
+            "qwen (8.0 GiB on sim:0) is memory of running code of pid 1; "
+            "it goes when that code ends",
+        ),
+        (
+            lease("qwen", sim0=8, droppable=False, movable=False),
+            "stays",
+            "qwen (8.0 GiB on sim:0) exists nowhere else, and the host has no room for it",
+        ),
+    ],
+    ids=["kept", "block", "precious"],
+)
 def test_what_will_not_leave_is_refused_at_once(stays, kind, because):
     """An ask that can never be met must not wait for its time-out."""
     page, verdict = asking(two(stays), "evict")
@@ -84,11 +119,16 @@ def test_what_will_not_leave_is_refused_at_once(stays, kind, because):
 def test_a_person_s_evict_pushes_the_owner_s_own_warm_pool_aside():
     """Two rounds: who is warm is dropped; then there is room for what exists nowhere else."""
     there = world(sim0=20, host=8)
-    page, verdict = asking(two(lease("qwen", sim0=8, droppable=False), lease("warm", host=8)), "evict", there=there)
+    page, verdict = asking(
+        two(lease("qwen", sim0=8, droppable=False), lease("warm", host=8)), "evict", there=there
+    )
     assert isinstance(verdict, Wait)
     page, [drop], _ = obeying(page, there=there)
     assert (type(drop), drop.lease, drop.because) == (
-        Drop, at(1, "warm"), "The warm pool is full; pid 2 asked to evict it.")
+        Drop,
+        at(1, "warm"),
+        "The warm pool is full; pid 2 asked to evict it.",
+    )
     page = left(page, drop, (), there)
     _, [move], _ = obeying(page, there=there)
     assert (type(move), move.lease) == (Move, at(1, "qwen"))
@@ -100,7 +140,9 @@ def test_what_is_gone_already_is_granted():
 
 
 def test_whose_process_is_gone_cannot_act():
-    assert asking(book(owners=(2,)), "evict")[1] == Refuse("the process that held qwen is gone", kind="gone")
+    assert asking(book(owners=(2,)), "evict")[1] == Refuse(
+        "the process that held qwen is gone", kind="gone"
+    )
 
 
 def test_a_full_page_takes_no_ask():
@@ -111,6 +153,7 @@ def test_a_full_page_takes_no_ask():
 
 
 # -- pin, unpin, preload, restore, defrag: orders ---------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("verb, before", [("pin", False), ("unpin", True)])
 def test_pin_and_unpin_are_orders_to_the_owner(verb, before):
@@ -131,29 +174,50 @@ def test_a_model_is_loaded_by_a_process_that_has_registered_it(verb):
     page, verdict = asking(two(names={1: ("qwen",)}), verb)
     assert isinstance(verdict, Wait)
     assert obeying(page)[2] == (Order(f"2:{verb}", verb, "qwen", who="pid 2"),)
-    assert asking(two(lease("qwen", sim0=8), tickets=page.tickets), verb)[1].because == "qwen is on sim:0"
-    assert asking(two(), verb)[1] == Refuse("pid 1 has not registered qwen, so it cannot load it", kind="unknown")
+    assert (
+        asking(two(lease("qwen", sim0=8), tickets=page.tickets), verb)[1].because
+        == "qwen is on sim:0"
+    )
+    assert asking(two(), verb)[1] == Refuse(
+        "pid 1 has not registered qwen, so it cannot load it", kind="unknown"
+    )
 
 
 def test_a_restore_of_what_arrives_goes_on_waiting():
-    arriving = lease("qwen", host=8, phase=Phase.ARRIVING, target=(Share("sim:0", size(8)),), pins=1)
+    arriving = lease(
+        "qwen", host=8, phase=Phase.ARRIVING, target=(Share("sim:0", size(8)),), pins=1
+    )
     assert isinstance(asking(two(arriving), "restore")[1], Wait)
 
 
 def test_an_owner_answers_an_order_and_the_asker_hears_it():
     page, _ = asking(two(), "defrag")
     [order] = obeying(page)[2]
-    page = answer(page, THERE, "1.1.0", order, "defragmented", "1.0 GiB of cached blocks were given back.", size(1))
+    page = answer(
+        page,
+        THERE,
+        "1.1.0",
+        order,
+        "defragmented",
+        "1.0 GiB of cached blocks were given back.",
+        size(1),
+    )
     assert obeying(page)[2] == ()  # it is done once, however long the asker takes to hear it
     page, verdict = asking(page, "defrag")
-    assert isinstance(verdict, Grant) and verdict.because == "1.0 GiB of cached blocks were given back."
+    assert (
+        isinstance(verdict, Grant)
+        and verdict.because == "1.0 GiB of cached blocks were given back."
+    )
     assert verdict.bytes == size(1)
     assert page.tickets == ()
-    failed = answer(two(), THERE, "1.1.0", Order("2:preload", "preload", "qwen"), "failed", "it does not fit")
+    failed = answer(
+        two(), THERE, "1.1.0", Order("2:preload", "preload", "qwen"), "failed", "it does not fit"
+    )
     assert asking(failed, "preload")[1] == Refuse("it does not fit", kind="failed")
 
 
 # -- recalls ----------------------------------------------------------------------------------------------------------
+
 
 def recalling(name="qwen", of=1, **fields):
     return ticket("big", by=2, sim0=14, recalls=(at(of, name),), **fields)
@@ -162,13 +226,30 @@ def recalling(name="qwen", of=1, **fields):
 def test_a_recall_is_obeyed_with_the_asker_s_name():
     qwen = lease("qwen", sim0=8)
     _, steps, _ = obeying(two(qwen, tickets=[recalling()]))
-    assert steps == (Move(qwen.id, qwen.shares, (Share(HOST, size(8)),), "pid 2 needs room for big.", "recall", "pid 2"),)
+    assert steps == (
+        Move(
+            qwen.id,
+            qwen.shares,
+            (Share(HOST, size(8)),),
+            "pid 2 needs room for big.",
+            "recall",
+            "pid 2",
+        ),
+    )
 
 
-@pytest.mark.parametrize("stays", [
-    dict(pins=1), dict(keep=True), dict(importance="high"), dict(last_used=NOW - 4),
-    dict(keep_alive=100, last_used=NOW - 50), dict(phase=Phase.LEAVING, key="x")],
-    ids=lambda fields: next(iter(fields)))
+@pytest.mark.parametrize(
+    "stays",
+    [
+        dict(pins=1),
+        dict(keep=True),
+        dict(importance="high"),
+        dict(last_used=NOW - 4),
+        dict(keep_alive=100, last_used=NOW - 50),
+        dict(phase=Phase.LEAVING, key="x"),
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
 def test_a_recall_overrides_no_rule(stays):
     """A book may be a second old when a ticket is written; the owner decides by what it knows now."""
     page = two(lease("qwen", sim0=8, **stays), tickets=[recalling()])
@@ -178,8 +259,9 @@ def test_a_recall_overrides_no_rule(stays):
 def test_nobody_makes_room_for_a_stopped_process():
     page = two(lease("qwen", sim0=8), tickets=[recalling(refreshed=NOW - 2.5)])
     assert obeying(page) == (page, (), ())
-    assert obeying(two(lease("qwen", sim0=8), tickets=[evicting()]), there=world(sim0=20, now=NOW + 60))[1], \
-        "a button that was pushed without waiting still counts"
+    assert obeying(
+        two(lease("qwen", sim0=8), tickets=[evicting()]), there=world(sim0=20, now=NOW + 60)
+    )[1], "a button that was pushed without waiting still counts"
 
 
 def test_nobody_obeys_for_others():
@@ -189,16 +271,24 @@ def test_nobody_obeys_for_others():
 
 def test_what_is_recalled_is_dropped_where_the_host_is_full_and_stays_where_it_exists_nowhere_else():
     full = world(sim0=20, host=4)
-    assert [type(s) for s in obeying(two(lease("qwen", sim0=8), tickets=[recalling()]), there=full)[1]] == [Drop]
+    assert [
+        type(s) for s in obeying(two(lease("qwen", sim0=8), tickets=[recalling()]), there=full)[1]
+    ] == [Drop]
     precious = two(lease("qwen", sim0=8, droppable=False), tickets=[recalling()])
     assert obeying(precious, there=full) == (precious, (), ())
 
 
 def test_two_recalls_spend_the_host_s_bytes_once_and_the_precious_goes_there():
-    page = two(lease("a", sim0=8), lease("b", sim0=8, droppable=False),
-               tickets=[ticket("big", by=2, sim0=16, recalls=(at(1, "a"), at(1, "b")))])
+    page = two(
+        lease("a", sim0=8),
+        lease("b", sim0=8, droppable=False),
+        tickets=[ticket("big", by=2, sim0=16, recalls=(at(1, "a"), at(1, "b")))],
+    )
     steps = obeying(page, there=world(sim0=20, host=8))[1]
-    assert {(type(s).__name__, s.lease) for s in steps} == {("Move", at(1, "b")), ("Drop", at(1, "a"))}
+    assert {(type(s).__name__, s.lease) for s in steps} == {
+        ("Move", at(1, "b")),
+        ("Drop", at(1, "a")),
+    }
 
 
 def test_a_lease_recalled_by_two_moves_once():
@@ -210,13 +300,18 @@ def test_a_recall_out_of_the_warm_pool_drops_and_one_off_the_device_is_not_obeye
     """The asker saw it in host memory and needs that room; or it saw it on its device, and it has moved here since."""
     saw_it_warm = two(lease("qwen", host=8, away_since=NOW - 5), tickets=[recalling()])
     assert [type(s) for s in obeying(saw_it_warm)[1]] == [Drop]
-    saw_it_on_its_device = two(lease("qwen", host=8, away_since=NOW), tickets=[recalling(refreshed=NOW - 0.1)])
+    saw_it_on_its_device = two(
+        lease("qwen", host=8, away_since=NOW), tickets=[recalling(refreshed=NOW - 0.1)]
+    )
     assert obeying(saw_it_on_its_device) == (saw_it_on_its_device, (), ())
-    precious = two(lease("qwen", host=8, away_since=NOW - 5, droppable=False), tickets=[recalling()])
+    precious = two(
+        lease("qwen", host=8, away_since=NOW - 5, droppable=False), tickets=[recalling()]
+    )
     assert obeying(precious) == (precious, (), ())
 
 
 # -- who asked ----------------------------------------------------------------------------------------------------
+
 
 def test_what_is_asked_is_told_with_the_person_who_asks():
     """Once, however often the asker looks whether it is done."""
@@ -225,7 +320,11 @@ def test_what_is_asked_is_told_with_the_person_who_asks():
     page, _ = ask(page, wish, THERE)
     [event] = page.events
     assert (event.action, event.model, event.reason, event.by) == (
-        "asked", "qwen", "evict", "ann, console (ops, pid 2)")
+        "asked",
+        "qwen",
+        "evict",
+        "ann, console (ops, pid 2)",
+    )
 
 
 def test_what_came_of_it_is_told_with_that_person_too():
@@ -234,7 +333,8 @@ def test_what_came_of_it_is_told_with_that_person_too():
     page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
     _, steps, _ = obey(page, owner(1).id, THERE, lru, "1:obey", {wish.key: Asker("ops")})
     assert [(step.by, step.because) for step in steps] == [
-        ("ann, console (ops, pid 2)", "ann, console (pid 2) asked to evict it.")]
+        ("ann, console (ops, pid 2)", "ann, console (pid 2) asked to evict it.")
+    ]
 
 
 def test_an_answer_is_found_by_its_key_and_says_who_asked():
@@ -251,4 +351,5 @@ def test_what_was_asked_in_vain_is_told():
     wish = replace(asked("evict"), said_by="ann")
     page = declined(two(lease("qwen", sim0=8, pins=1)), wish, THERE, "it is in use")
     assert [(e.action, e.model, e.because, e.by) for e in page.events] == [
-        ("declined", "qwen", "it is in use", "ann (pid 2)")]
+        ("declined", "qwen", "it is in use", "ann (pid 2)")
+    ]

@@ -1,4 +1,5 @@
 """How a model is divided among several cards."""
+
 from __future__ import annotations
 
 import itertools
@@ -30,6 +31,7 @@ def rules(layout: str, **fields: Any) -> PlacementRules:
 
 # -- balanced -------------------------------------------------------------------------------------------------------
 
+
 def test_equal_shares_on_as_few_cards_as_do():
     room = {"a": 80, "b": 80, "c": 80}
     found = split(footprint(140), room, rules("balanced"), room)
@@ -41,7 +43,9 @@ def test_the_number_of_cards_divides_the_attention_heads():
     room = dict.fromkeys("abcd", 50)
     found = split(footprint(140, heads=32), room, rules("balanced"), room)
     assert [len(one.shares) for one in found] == [4]
-    assert [len(one.shares) for one in split(footprint(140, heads=12), room, rules("balanced"), room)] == [3, 4]
+    assert [
+        len(one.shares) for one in split(footprint(140, heads=12), room, rules("balanced"), room)
+    ] == [3, 4]
 
 
 def test_cards_are_claimed_in_order_and_one_that_cannot_take_its_part_is_skipped():
@@ -51,7 +55,10 @@ def test_cards_are_claimed_in_order_and_one_that_cannot_take_its_part_is_skipped
 
 def test_most_free_takes_those_with_the_most_room():
     room = {"a": 70, "b": 80, "c": 90}
-    assert shares(split(footprint(140), room, rules("balanced", policy="most-free"), room)[0]) == {"b": 70, "c": 70}
+    assert shares(split(footprint(140), room, rules("balanced", policy="most-free"), room)[0]) == {
+        "b": 70,
+        "c": 70,
+    }
     assert shares(split(footprint(140), room, rules("balanced"), room)[0]) == {"a": 70, "b": 70}
 
 
@@ -64,11 +71,22 @@ def test_balanced_over_pieces_is_as_near_to_equal_as_they_allow():
 
 # -- proportional ---------------------------------------------------------------------------------------------------
 
+
 def test_shares_are_in_proportion_to_what_is_free_beyond_the_margin():
     """24,000 and 12,000 free, 512 left on each: 23,488 to 11,488."""
-    found = divide(footprint(30_000), {"a": 24_000, "b": 12_000}, rules("proportional", margin_bytes=512), {})
+    found = divide(
+        footprint(30_000), {"a": 24_000, "b": 12_000}, rules("proportional", margin_bytes=512), {}
+    )
     assert shares(found) == {"a": 20_146, "b": 9_854}
-    assert divide(footprint(35_000), {"a": 24_000, "b": 12_000}, rules("proportional", margin_bytes=512), {}) is None
+    assert (
+        divide(
+            footprint(35_000),
+            {"a": 24_000, "b": 12_000},
+            rules("proportional", margin_bytes=512),
+            {},
+        )
+        is None
+    )
 
 
 def test_an_exact_fit_fits():
@@ -87,8 +105,12 @@ def test_the_fewest_cards_come_first_and_only_those_that_add_something():
 def test_a_model_is_cut_between_its_pieces_where_the_bytes_alone_would_do():
     """Three pieces of 10 need 20 on one of two cards: 16 + 16 hold the bytes, and not the pieces."""
     pieces = (10, 10, 10)
-    assert divide(footprint(30, pieces=pieces), {"a": 16, "b": 16}, rules("proportional"), {}) is None
-    assert shares(divide(footprint(30, pieces=pieces), {"a": 19, "b": 21}, rules("proportional"), {})) == {"a": 10, "b": 20}
+    assert (
+        divide(footprint(30, pieces=pieces), {"a": 16, "b": 16}, rules("proportional"), {}) is None
+    )
+    assert shares(
+        divide(footprint(30, pieces=pieces), {"a": 19, "b": 21}, rules("proportional"), {})
+    ) == {"a": 10, "b": 20}
 
 
 def test_pieces_that_were_measured_at_another_size_keep_their_proportions():
@@ -98,6 +120,7 @@ def test_pieces_that_were_measured_at_another_size_keep_their_proportions():
 
 
 # -- whole cards, overheads, bounds ---------------------------------------------------------------------------------
+
 
 def test_whole_cards_are_claimed_whole_and_filled_in_proportion():
     limits = {"a": 80, "b": 80, "c": 80}
@@ -110,7 +133,10 @@ def test_each_card_of_a_split_takes_an_overhead_where_one_is_set():
     """Helix's ten percent."""
     room = {"a": 77, "b": 77}
     found = divide(footprint(140), room, rules("balanced", overhead=0.1), {})
-    assert shares(found) == {"a": 77, "b": 77} and [share.bytes for share in found.filled] == [70, 70]
+    assert shares(found) == {"a": 77, "b": 77} and [share.bytes for share in found.filled] == [
+        70,
+        70,
+    ]
     assert divide(footprint(140), {"a": 77, "b": 76}, rules("balanced", overhead=0.1), {}) is None
 
 
@@ -125,12 +151,17 @@ def test_one_card_first_and_several_only_where_none_has_the_room():
     room = {"a": 50, "b": 80}
     assert [len(c.shares) for c in place(footprint(70), room, rules("balanced"))] == [1, 1]
     assert [len(c.shares) for c in place(footprint(90), room, rules("balanced"))] == [2, 1, 1]
-    assert [len(c.shares) for c in place(footprint(70), room, rules("balanced", least_cards=2))] == [2]
+    assert [
+        len(c.shares) for c in place(footprint(70), room, rules("balanced", least_cards=2))
+    ] == [2]
 
 
 def test_as_helix_shows_it():
     first = split(footprint(90), {"cuda:0": 50, "cuda:1": 50}, rules("balanced"), {})[0]
-    assert display(first.shares) == "GPUs: 0,1 (TP:2)" and display(first.shares, "proportional") == "GPUs: 0,1"
+    assert (
+        display(first.shares) == "GPUs: 0,1 (TP:2)"
+        and display(first.shares, "proportional") == "GPUs: 0,1"
+    )
     assert display(first.shares[:1]) == "GPU: 0" and display(()) == ""
 
 
@@ -141,17 +172,31 @@ ROOMS = st.lists(st.integers(-3, 30), min_size=1, max_size=5)
 PIECES = st.lists(st.integers(1, 9), min_size=1, max_size=9)
 
 
-@given(LAYOUTS, ROOMS, PIECES, st.booleans(), st.sampled_from([0, 0, 2]), st.sampled_from([0.0, 0.0, 0.1]),
-       st.sampled_from([0, 8, 12]), st.sampled_from([0, 2, 3]))
+@given(
+    LAYOUTS,
+    ROOMS,
+    PIECES,
+    st.booleans(),
+    st.sampled_from([0, 0, 2]),
+    st.sampled_from([0.0, 0.0, 0.1]),
+    st.sampled_from([0, 8, 12]),
+    st.sampled_from([0, 2, 3]),
+)
 @example("proportional", [3, 3], [2, 2, 2], False, 0, 0.0, 0, 0)
-def test_a_division_gives_every_byte_a_place_and_no_card_too_many(layout, free, pieces, cut, margin, overhead, heads,
-                                                                  most):
+def test_a_division_gives_every_byte_a_place_and_no_card_too_many(
+    layout, free, pieces, cut, margin, overhead, heads, most
+):
     room = {f"sim:{n}": size for n, size in enumerate(free)}
     limits = {card: max(size, 0) + (n % 2) for n, (card, size) in enumerate(room.items())}
     size = sum(pieces)
     asked = rules(layout, margin_bytes=margin, overhead=overhead, most_cards=most)
-    for found in split(footprint(size, heads=heads, pieces=tuple(pieces) if cut else ()), room, asked, limits):
-        claimed, own = shares(found), {share.device: share.bytes for share in found.filled or found.shares}
+    for found in split(
+        footprint(size, heads=heads, pieces=tuple(pieces) if cut else ()), room, asked, limits
+    ):
+        claimed, own = (
+            shares(found),
+            {share.device: share.bytes for share in found.filled or found.shares},
+        )
         assert list(claimed) == sorted(claimed), "in the order of the cards"
         assert 2 <= len(claimed) <= (most or len(room))
         assert sum(own.values()) == size and min(own.values()) > 0
@@ -170,9 +215,13 @@ def test_a_division_gives_every_byte_a_place_and_no_card_too_many(layout, free, 
 def could_be_cut(pieces: tuple[int, ...], room: list[int]) -> bool:
     """By trying every way: consecutive pieces to consecutive cards, none without a piece."""
     ends = range(1, len(pieces))
-    return any(all(sum(pieces[start:end]) <= most for start, end, most in
-                   zip((0, *cut), (*cut, len(pieces)), room, strict=True))
-               for cut in itertools.combinations(ends, len(room) - 1))
+    return any(
+        all(
+            sum(pieces[start:end]) <= most
+            for start, end, most in zip((0, *cut), (*cut, len(pieces)), room, strict=True)
+        )
+        for cut in itertools.combinations(ends, len(room) - 1)
+    )
 
 
 @given(ROOMS, PIECES, st.booleans())
@@ -180,8 +229,12 @@ def test_what_could_be_divided_is(free, pieces, cut):
     """Exhaustively over every set of cards and every cut."""
     room = {f"sim:{n}": size for n, size in enumerate(free)}
     size, cut_ = sum(pieces), tuple(pieces) if cut else ()
-    sets = [chosen for count in range(2, len(room) + 1) for chosen in itertools.combinations(room, count)
-            if all(room[card] > 0 for card in chosen)]
+    sets = [
+        chosen
+        for count in range(2, len(room) + 1)
+        for chosen in itertools.combinations(room, count)
+        if all(room[card] > 0 for card in chosen)
+    ]
     if cut:
         possible = any(could_be_cut(cut_, [room[card] for card in chosen]) for chosen in sets)
     else:  # each card at least a byte
@@ -198,4 +251,7 @@ def test_seventy_billion_on_eight_cards(layout):
     room = {f"cuda:{n}": 72 * GIB for n in range(8)}
     found = split(model, room, PlacementRules(layout=layout), room)[0]
     assert len(found.shares) == 2 and sum(share.bytes for share in found.shares) == model.bytes
-    assert max(share.bytes for share in found.shares) - min(share.bytes for share in found.shares) <= layer
+    assert (
+        max(share.bytes for share in found.shares) - min(share.bytes for share in found.shares)
+        <= layer
+    )

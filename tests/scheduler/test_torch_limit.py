@@ -1,4 +1,5 @@
 """What torch may take of a card in one process: what nobody else has leased."""
+
 from __future__ import annotations
 
 from hypothesis import given
@@ -15,8 +16,12 @@ REAL = world(cuda0=10, cuda1=10)
 
 def bound(*leases, context=0, open_cards=(), **fields):
     page = book(*leases, owners=(1, 2), **fields)
-    return {card: round(fraction, 6) for card, fraction in
-            bounds(page, owner(1).id, REAL, {"cuda:0": context}, open_cards).items()}
+    return {
+        card: round(fraction, 6)
+        for card, fraction in bounds(
+            page, owner(1).id, REAL, {"cuda:0": context}, open_cards
+        ).items()
+    }
 
 
 def test_what_others_have_leased_is_out_of_reach_and_what_nobody_has_is_not():
@@ -43,7 +48,9 @@ def test_while_a_block_of_code_bounds_its_card_nobody_else_does():
 
 
 def test_a_model_on_its_way_counts_where_it_comes_from_and_where_it_goes():
-    moving = replace(lease("mine", cuda0=3), target=(Share("cuda:1", size(3)),), phase=Phase.LEAVING)
+    moving = replace(
+        lease("mine", cuda0=3), target=(Share("cuda:1", size(3)),), phase=Phase.LEAVING
+    )
     assert bound(moving) == {"cuda:0": 0.99, "cuda:1": 0.99}
 
 

@@ -1,4 +1,5 @@
 """What the book records once something has happened."""
+
 from __future__ import annotations
 
 import pytest
@@ -43,11 +44,26 @@ def going(name="qwen", gib=8, **fields):
 
 # -- arrived ------------------------------------------------------------------------------------------------------
 
+
 def test_a_grant_is_settled_with_what_was_measured():
-    page = books.arrived(book(arriving()), ME.id, "qwen", whole("sim:0", 7), THERE, reload_seconds=3.0, droppable=True)
-    assert list(page.leases()) == [lease("qwen", sim0=7, key="k", pins=1, settled_at=NOW, reload_seconds=3.0)]
+    page = books.arrived(
+        book(arriving()),
+        ME.id,
+        "qwen",
+        whole("sim:0", 7),
+        THERE,
+        reload_seconds=3.0,
+        droppable=True,
+    )
+    assert list(page.leases()) == [
+        lease("qwen", sim0=7, key="k", pins=1, settled_at=NOW, reload_seconds=3.0)
+    ]
     [event] = page.events
-    assert (event.action, event.bytes, event.because) == ("loaded", size(7), "qwen is on sim:0 now.")
+    assert (event.action, event.bytes, event.because) == (
+        "loaded",
+        size(7),
+        "qwen is on sim:0 now.",
+    )
 
 
 def test_facts_are_accepted_also_where_they_show_an_overdraft():
@@ -55,14 +71,19 @@ def test_facts_are_accepted_also_where_they_show_an_overdraft():
     before = book(arriving(gib=8), lease("other", sim0=12), limits={"sim:0": size(20)})
     after = books.arrived(before, ME.id, "qwen", whole("sim:0", 11), THERE)
     assert after.claims()["sim:0"] == size(23) and overdrafts(before, after) == {}
-    assert [step.lease for step in decide(after, request("more", 1), THERE)[1].steps] == [at(1, "other")]
+    assert [step.lease for step in decide(after, request("more", 1), THERE)[1].steps] == [
+        at(1, "other")
+    ]
 
 
 def test_what_comes_back_from_the_host_is_restored():
     page = book(arriving(host=8, away_since=1.0))
-    page = books.arrived(page, ME.id, "qwen", whole("sim:0", 8), THERE, restore_seconds=.5)
+    page = books.arrived(page, ME.id, "qwen", whole("sim:0", 8), THERE, restore_seconds=0.5)
     assert (page.events[-1].action, page.sections[ME.id].counts) == ("restored", {"restored": 1})
-    assert (page.find(at(1, "qwen")).away_since, page.find(at(1, "qwen")).restore_seconds) == (0.0, .5)
+    assert (page.find(at(1, "qwen")).away_since, page.find(at(1, "qwen")).restore_seconds) == (
+        0.0,
+        0.5,
+    )
 
 
 def test_what_comes_from_another_card_was_moved():
@@ -71,16 +92,26 @@ def test_what_comes_from_another_card_was_moved():
 
 
 def test_a_block_settles_without_an_event():
-    page = books.arrived(book(block(phase=Phase.ARRIVING, key="k", target=whole("sim:0", 8))), ME.id, "code",
-                         whole("sim:0", 8), THERE)
+    page = books.arrived(
+        book(block(phase=Phase.ARRIVING, key="k", target=whole("sim:0", 8))),
+        ME.id,
+        "code",
+        whole("sim:0", 8),
+        THERE,
+    )
     assert page.find(at(1, "code")).where == "sim:0" and page.events == ()
 
 
 # -- left ---------------------------------------------------------------------------------------------------------
 
+
 def step(to=HOST):
     qwen, source = at(1, "qwen"), whole("sim:0", 8)
-    return Move(qwen, source, whole(to, 8), "because", "recall") if to else Drop(qwen, source, "because")
+    return (
+        Move(qwen, source, whole(to, 8), "because", "recall")
+        if to
+        else Drop(qwen, source, "because")
+    )
 
 
 def test_an_offload_is_counted_and_told():
@@ -88,7 +119,13 @@ def test_an_offload_is_counted_and_told():
     assert list(page.leases()) == [lease("qwen", host=8, key="k", settled_at=NOW, away_since=NOW)]
     [event] = page.events
     assert (event.action, event.reason, event.because, event.bytes, event.device, event.by) == (
-        "offloaded", "recall", "because", size(8), "sim:0", "pid 2")
+        "offloaded",
+        "recall",
+        "because",
+        size(8),
+        "sim:0",
+        "pid 2",
+    )
     assert page.sections[ME.id].counts == {"offloaded": 1}
 
 
@@ -118,7 +155,13 @@ def test_evictions_are_offloads_and_unloads():
     page = books.left(page, replace(step(None), source=whole(HOST, 8)), (), THERE)
     page = books.reap(books.release(page, ME.id, "other", THERE, "given up"), [owner(2).id], THERE)
     assert books.totals(page) == {
-        "evictions": 2, "offloads": 1, "unloads": 1, "restorations": 0, "loads": 0, "refusals": 0}
+        "evictions": 2,
+        "offloads": 1,
+        "unloads": 1,
+        "restorations": 0,
+        "loads": 0,
+        "refusals": 0,
+    }
 
 
 def test_totals_outlive_the_processes_that_made_them():
@@ -129,6 +172,7 @@ def test_totals_outlive_the_processes_that_made_them():
 
 
 # -- abandon, release, withdraw -----------------------------------------------------------------------------------
+
 
 def test_an_abandoned_load_leaves_the_book_as_it_was():
     """Law 9, to the byte."""
@@ -144,7 +188,9 @@ def test_an_abandoned_restore_lies_in_the_host_again():
     page, _ = decide(before, request("qwen", 8, key="k"), THERE)
     after = books.abandon(page, ME.id, "qwen", "k", THERE)
     assert after.claims() == before.claims()
-    assert after.find(at(1, "qwen")).shares == whole(HOST, 8) and after.find(at(1, "qwen")).pins == 0
+    assert (
+        after.find(at(1, "qwen")).shares == whole(HOST, 8) and after.find(at(1, "qwen")).pins == 0
+    )
 
 
 def test_an_abandoned_departure_stays_on_the_device():
@@ -152,8 +198,11 @@ def test_an_abandoned_departure_stays_on_the_device():
     assert list(after.leases()) == [lease("qwen", sim0=8)]
 
 
-@pytest.mark.parametrize("page", [book(lease("qwen", sim0=8, key="k")), book(replace(going(), key="another")), book()],
-                         ids=["settled", "another", "gone"])
+@pytest.mark.parametrize(
+    "page",
+    [book(lease("qwen", sim0=8, key="k")), book(replace(going(), key="another")), book()],
+    ids=["settled", "another", "gone"],
+)
 def test_an_abandon_that_comes_late_changes_nothing(page):
     assert books.abandon(page, ME.id, "qwen", "k", THERE, "late") == page
 
@@ -174,34 +223,71 @@ def test_a_withdrawn_ticket_takes_its_recalls_along():
 
 # -- who waits -----------------------------------------------------------------------------------------------------
 
-WAITED_FOR = book(lease("a", sim0=8, pins=1, uses=3), tickets=[ticket("b", by=2), ticket("c", by=3)], owners=(1, 2, 3))
+WAITED_FOR = book(
+    lease("a", sim0=8, pins=1, uses=3),
+    tickets=[ticket("b", by=2), ticket("c", by=3)],
+    owners=(1, 2, 3),
+)
 
 
-@pytest.mark.parametrize("after", [
-    replace(WAITED_FOR, tickets=tuple(replace(one, refreshed=NOW + 1) for one in WAITED_FOR.tickets)),
-    replace(WAITED_FOR, samples={"sim:0": Sample("sim:0", NOW, 0)}),
-    book(lease("a", sim0=8, pins=2, uses=4, last_used=NOW), tickets=WAITED_FOR.tickets, owners=(1, 2, 3)),
-    replace(WAITED_FOR, sections=WAITED_FOR.sections | {ME.id: replace(WAITED_FOR.sections[ME.id], busy_since=NOW)}),
-], ids=["looked at once more", "measured", "used by more", "a cell began"])
+@pytest.mark.parametrize(
+    "after",
+    [
+        replace(
+            WAITED_FOR, tickets=tuple(replace(one, refreshed=NOW + 1) for one in WAITED_FOR.tickets)
+        ),
+        replace(WAITED_FOR, samples={"sim:0": Sample("sim:0", NOW, 0)}),
+        book(
+            lease("a", sim0=8, pins=2, uses=4, last_used=NOW),
+            tickets=WAITED_FOR.tickets,
+            owners=(1, 2, 3),
+        ),
+        replace(
+            WAITED_FOR,
+            sections=WAITED_FOR.sections
+            | {ME.id: replace(WAITED_FOR.sections[ME.id], busy_since=NOW)},
+        ),
+    ],
+    ids=["looked at once more", "measured", "used by more", "a cell began"],
+)
 def test_what_helps_nobody_who_waits_wakes_nobody(after):
     """Or two that wait in one process would wake each other for ever, each by looking."""
     assert after != WAITED_FOR and not books.stirs(WAITED_FOR, after)
 
 
-@pytest.mark.parametrize("after", [
-    book(lease("a", sim0=8), tickets=WAITED_FOR.tickets, owners=(1, 2, 3)),
-    book(lease("a", sim0=7, pins=1, uses=3), tickets=WAITED_FOR.tickets, owners=(1, 2, 3)),
-    book(lease("a", sim0=8, pins=1, uses=3, keep=True), tickets=WAITED_FOR.tickets, owners=(1, 2, 3)),
-    WAITED_FOR.without_ticket("2:b"),
-    WAITED_FOR.with_ticket(ticket("b", by=2, recalls=(f"{ME.id}/a",))),
-    replace(WAITED_FOR, limits={"sim:0": size(20)}),
-    replace(WAITED_FOR, sections={id: one for id, one in WAITED_FOR.sections.items() if id != ME.id}),
-], ids=["came free", "grew less", "is kept", "one waits less", "is recalled", "a budget", "an owner less"])
+@pytest.mark.parametrize(
+    "after",
+    [
+        book(lease("a", sim0=8), tickets=WAITED_FOR.tickets, owners=(1, 2, 3)),
+        book(lease("a", sim0=7, pins=1, uses=3), tickets=WAITED_FOR.tickets, owners=(1, 2, 3)),
+        book(
+            lease("a", sim0=8, pins=1, uses=3, keep=True),
+            tickets=WAITED_FOR.tickets,
+            owners=(1, 2, 3),
+        ),
+        WAITED_FOR.without_ticket("2:b"),
+        WAITED_FOR.with_ticket(ticket("b", by=2, recalls=(f"{ME.id}/a",))),
+        replace(WAITED_FOR, limits={"sim:0": size(20)}),
+        replace(
+            WAITED_FOR, sections={id: one for id, one in WAITED_FOR.sections.items() if id != ME.id}
+        ),
+    ],
+    ids=[
+        "came free",
+        "grew less",
+        "is kept",
+        "one waits less",
+        "is recalled",
+        "a budget",
+        "an owner less",
+    ],
+)
 def test_what_may_help_somebody_who_waits_wakes_them(after):
     assert books.stirs(WAITED_FOR, after)
 
 
 # -- publish ------------------------------------------------------------------------------------------------------
+
 
 def truth(*leases, keys=(), **fields):
     return Truth(ME, leases, keys, **fields)
@@ -214,7 +300,11 @@ def test_nothing_new_writes_nothing():
 
 
 def test_pins_and_last_use_are_the_owner_s_truth():
-    page = publish(book(lease("a", sim0=1, uses=1)), truth(lease("a", sim0=1, pins=2, last_used=NOW, uses=7)), THERE)
+    page = publish(
+        book(lease("a", sim0=1, uses=1)),
+        truth(lease("a", sim0=1, pins=2, last_used=NOW, uses=7)),
+        THERE,
+    )
     assert list(page.leases()) == [lease("a", sim0=1, pins=2, last_used=NOW, uses=7)]
 
 
@@ -228,7 +318,11 @@ def test_what_is_under_way_keeps_its_place_by_its_key():
 
 def test_what_the_owner_does_not_know_is_withdrawn():
     """Left behind by an interrupt: a reservation, a departure, a ticket (law 9)."""
-    page = book(arriving("new"), going("old"), tickets=[ticket("q", key="t"), ticket("q", by=2, key="theirs")])
+    page = book(
+        arriving("new"),
+        going("old"),
+        tickets=[ticket("q", key="t"), ticket("q", by=2, key="theirs")],
+    )
     after = publish(page, truth(lease("old", sim0=8)), THERE)
     assert list(after.leases()) == [lease("old", sim0=8)]
     assert [t.key for t in after.tickets] == ["theirs"]
@@ -237,7 +331,9 @@ def test_what_the_owner_does_not_know_is_withdrawn():
 
 def test_what_has_settled_is_as_its_owner_says_whatever_key_it_came_by():
     page = book(lease("a", sim0=8, key="k"))
-    assert list(publish(page, truth(lease("a", sim0=7), keys=("k",)), THERE).leases()) == [lease("a", sim0=7)]
+    assert list(publish(page, truth(lease("a", sim0=7), keys=("k",)), THERE).leases()) == [
+        lease("a", sim0=7)
+    ]
     assert list(publish(page, truth(keys=("k",)), THERE).leases()) == []
 
 
@@ -249,8 +345,12 @@ def test_an_arrival_stays_pinned_until_its_owner_has_it():
 
 def test_residue_and_names_are_published_and_counters_kept():
     section = replace(book().sections[ME.id], counts={"loaded": 3})
-    page = publish(Book(sections={ME.id: section}), truth(residue={"sim:0": 5}, names=("a",)), THERE)
-    assert page.sections[ME.id] == Section(ME, residue={"sim:0": 5}, names=("a",), counts={"loaded": 3})
+    page = publish(
+        Book(sections={ME.id: section}), truth(residue={"sim:0": 5}, names=("a",)), THERE
+    )
+    assert page.sections[ME.id] == Section(
+        ME, residue={"sim:0": 5}, names=("a",), counts={"loaded": 3}
+    )
     assert page.claims() == {"sim:0": 5}
 
 
@@ -260,27 +360,37 @@ def test_the_first_owner_sets_the_limits_and_later_ones_add_devices():
     second = publish(first, Truth(owner(2)), world(sim0=99, sim1=5, host=99))
     assert second.limits == {"sim:0": size(20), HOST: size(10), "sim:1": size(5)}
     assert [device.id for device in second.devices] == ["sim:0", HOST, "sim:1"]
-    alone = publish(Book(limits={"gone:0": 1}, devices=(Device("gone:0", 1),)), truth(), world(sim0=7, host=1))
+    alone = publish(
+        Book(limits={"gone:0": 1}, devices=(Device("gone:0", 1),)), truth(), world(sim0=7, host=1)
+    )
     assert alone.limits == {"sim:0": size(7), HOST: size(1)}, "who is alone begins anew"
 
 
 def test_publishing_twice_is_publishing_once():
     known = truth(lease("old", sim0=8), keys=("t",), residue={"sim:0": 1}, names=("x",))
-    once = publish(book(arriving("new"), going("old"), tickets=[ticket("q", key="t")]), known, THERE)
+    once = publish(
+        book(arriving("new"), going("old"), tickets=[ticket("q", key="t")]), known, THERE
+    )
     assert publish(once, known, THERE) is once
 
 
 # -- the dead -----------------------------------------------------------------------------------------------------
 
+
 def test_the_dead_are_reaped_whole_and_each_end_is_told():
-    page = book(lease("a", by=2, sim0=3), lease("b", by=2, sim0=4), lease("c", sim0=1),
-                tickets=[ticket("q", by=2), ticket("r", by=1)])
+    page = book(
+        lease("a", by=2, sim0=3),
+        lease("b", by=2, sim0=4),
+        lease("c", sim0=1),
+        tickets=[ticket("q", by=2), ticket("r", by=1)],
+    )
     after = books.reap(page, [owner(2).id], THERE)
     assert list(after.sections) == [ME.id] and [t.name for t in after.tickets] == ["r"]
     assert after.claims() == {"sim:0": size(1)}
     assert [(e.model, e.action, e.bytes, e.because) for e in after.events] == [
         ("a", "reaped", size(3), "pid 2 ended; what it held is free again."),
-        ("b", "reaped", size(4), "pid 2 ended; what it held is free again.")]
+        ("b", "reaped", size(4), "pid 2 ended; what it held is free again."),
+    ]
 
 
 def test_the_dead_may_have_left_only_a_ticket_and_the_living_may_have_only_one():
@@ -298,6 +408,7 @@ def test_who_resigns_takes_everything_along():
 
 # -- samples and events -------------------------------------------------------------------------------------------
 
+
 def test_a_newer_sample_replaces_an_old_one_and_an_older_never():
     there = world(cuda0=10, free={"cuda:0": 1}, taken_at=NOW)
     old, future = Sample("cuda:0", NOW - 9, 5), Sample("cuda:0", NOW + 9, 5)
@@ -312,7 +423,9 @@ def test_a_page_keeps_the_last_events_and_counts_them_all():
     for n in range(MOST_EVENTS + 5):
         page = books.note(page, THERE, lease("a", sim0=1), "refused", "hopeless", f"because {n}")
     assert len(page.events) == MOST_EVENTS
-    assert [e.seq for e in page.events] == list(range(6, MOST_EVENTS + 6)) and page.seq == MOST_EVENTS + 5
+    assert [e.seq for e in page.events] == list(
+        range(6, MOST_EVENTS + 6)
+    ) and page.seq == MOST_EVENTS + 5
     assert page.sections[ME.id].counts == {"refused": MOST_EVENTS + 5}
 
 
@@ -320,9 +433,22 @@ names = st.sampled_from("abcd")
 gibs = st.integers(0, 20)
 
 
-@given(st.lists(st.builds(lambda name, by, gib, to: replace(
-    lease(name, by=by, sim0=gib), target=whole(HOST, to) if to else ()), names, st.integers(1, 3), gibs, gibs),
-    max_size=6, unique_by=lambda lease: lease.id), st.dictionaries(st.integers(1, 3), gibs.map(lambda n: {"sim:0": n})))
+@given(
+    st.lists(
+        st.builds(
+            lambda name, by, gib, to: replace(
+                lease(name, by=by, sim0=gib), target=whole(HOST, to) if to else ()
+            ),
+            names,
+            st.integers(1, 3),
+            gibs,
+            gibs,
+        ),
+        max_size=6,
+        unique_by=lambda lease: lease.id,
+    ),
+    st.dictionaries(st.integers(1, 3), gibs.map(lambda n: {"sim:0": n})),
+)
 def test_bytes_are_conserved_however_leases_end(leases, residue):
     """Law 3: released, reaped or resigned, in any order, everything comes back to the byte."""
     page = book(*leases, owners=(1, 2, 3), residue=residue)

@@ -1,4 +1,5 @@
 """A card that shares the machine's memory: it and the host draw on one budget, and offloading frees nothing."""
+
 from __future__ import annotations
 
 from hypothesis import given
@@ -16,10 +17,17 @@ from tests.worlds import ask_until, at, book, decide, lease, owner, request, siz
 
 def unified(card=90, host=50, total=100, free=100.0, **words):
     """A machine of 100 GiB whose GPU may take 90 of them, and models that wait in RAM 50."""
-    there = world(cuda0=card, host=host, total={"cuda:0": total, HOST: total}, free={"cuda:0": free}, **words)
-    devices = tuple(replace(d, unified=not d.is_host, total_bytes=size(total), simulated=False) for d in there.devices)
+    there = world(
+        cuda0=card, host=host, total={"cuda:0": total, HOST: total}, free={"cuda:0": free}, **words
+    )
+    devices = tuple(
+        replace(d, unified=not d.is_host, total_bytes=size(total), simulated=False)
+        for d in there.devices
+    )
     sample = there.samples["cuda:0"]
-    return replace(there, devices=devices, samples={"cuda:0": sample, HOST: replace(sample, device=HOST)})
+    return replace(
+        there, devices=devices, samples={"cuda:0": sample, HOST: replace(sample, device=HOST)}
+    )
 
 
 def test_what_lies_in_host_memory_is_taken_of_the_card_s_too():
@@ -43,7 +51,9 @@ def test_what_is_on_its_way_to_one_is_not_free_on_the_other():
 
 def test_an_idle_model_is_dropped_and_not_moved_where_that_frees_nothing():
     page, there = book(lease("old", cuda0=60)), unified(free=40.0)
-    assert way_out(page.find(at(1, "old")), 50 * GIB, there) == Drop(at(1, "old"), (Share("cuda:0", 60 * GIB),))
+    assert way_out(page.find(at(1, "old")), 50 * GIB, there) == Drop(
+        at(1, "old"), (Share("cuda:0", 60 * GIB),)
+    )
     _, verdict = decide(page, request("new", 50), there)
     assert isinstance(verdict, Wait) and [type(step) for step in verdict.steps] == [Drop]
     assert plan(page, request("new", 50), there, lru).granted
@@ -53,14 +63,19 @@ def test_weights_that_exist_nowhere_else_stay_and_the_reason_is_true():
     page, there = book(lease("mine", cuda0=60, droppable=False)), unified(free=40.0)
     _, verdict = decide(page, request("new", 50), there)
     assert isinstance(verdict, Refuse)
-    assert "mine (60.0 GiB) exists nowhere else, and lies in the host's memory already" in verdict.because
+    assert (
+        "mine (60.0 GiB) exists nowhere else, and lies in the host's memory already"
+        in verdict.because
+    )
 
 
 def test_the_ledger_refuses_a_write_that_takes_their_one_budget_over():
     """Each alone would fit: 60 of 90 and 40 of 50."""
     there = unified()
     before = book(lease("a", cuda0=60), devices=there.devices, limits=dict(there.limits))
-    after = before.with_lease(replace(lease("b"), target=(Share(HOST, 40 * GIB),), phase=Phase.ARRIVING, pins=1))
+    after = before.with_lease(
+        replace(lease("b"), target=(Share(HOST, 40 * GIB),), phase=Phase.ARRIVING, pins=1)
+    )
     assert overdrafts(before, after) == {"cuda:0+host": 10 * GIB}
     apart = replace(after, devices=tuple(replace(d, unified=False) for d in there.devices))
     assert overdrafts(before, apart) == {}
@@ -71,7 +86,10 @@ def test_a_card_with_memory_of_its_own_is_as_before():
     assert room(page, there) == {"cuda:0": 30 * GIB, HOST: 50 * GIB}
 
 
-@given(st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=6), st.integers(0, 50))
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=6),
+    st.integers(0, 50),
+)
 def test_no_series_of_grants_takes_the_one_memory_over_its_budget(wanted, warm):
     """Law 1, over the sum of card and host; what was not measured is bounded by the book."""
     there = unified(free=100.0)
@@ -80,7 +98,18 @@ def test_no_series_of_grants_takes_the_one_memory_over_its_budget(wanted, warm):
         page, heard = ask_until(page, request(f"m{number}", gib), there, rounds=6)
         if isinstance(heard[-1], Grant):
             arrived = page.lease(owner(1).id, f"m{number}")
-            page = page.with_lease(replace(arrived, shares=arrived.target or arrived.shares, target=(), phase=Phase.SETTLED, key="",
-                                           pins=0, droppable=droppable, settled_at=there.now - 10, last_used=0.0))
+            page = page.with_lease(
+                replace(
+                    arrived,
+                    shares=arrived.target or arrived.shares,
+                    target=(),
+                    phase=Phase.SETTLED,
+                    key="",
+                    pins=0,
+                    droppable=droppable,
+                    settled_at=there.now - 10,
+                    last_used=0.0,
+                )
+            )
         claims = page.claims()
         assert sum(claims.values()) <= 90 * GIB

@@ -1,4 +1,5 @@
 """Memory that nobody leased is what was measured less what the book accounts for, and unknown where that is unknown."""
+
 from __future__ import annotations
 
 from msgspec.structs import replace
@@ -10,7 +11,9 @@ from tests.worlds import NOW, at, book, lease, owner, size, world
 
 
 def there(free, listing=None, **more):
-    return world(cuda0=72, total={"cuda:0": 80}, free={"cuda:0": free}, processes=listing or {}, **more)
+    return world(
+        cuda0=72, total={"cuda:0": 80}, free={"cuda:0": free}, processes=listing or {}, **more
+    )
 
 
 def beyond(page, world_):
@@ -39,15 +42,21 @@ def test_what_has_just_left_is_no_strangers():
 def test_what_the_driver_will_not_tell_is_unknown():
     assert beyond(book(), there(None)) is None
     assert beyond(book(), world(cuda0=72)) is None
-    assert stranger_bytes(book(), world(sim0=9)) == {}, "a simulated card has only what the book says"
+    assert stranger_bytes(book(), world(sim0=9)) == {}, (
+        "a simulated card has only what the book says"
+    )
 
 
 def test_processes_that_are_no_owners_are_listed_the_largest_first():
-    page = reap(book(lease("a", by=2, cuda0=30), lease("b", by=3, cuda0=1)), [owner(3).id], there(0))
+    page = reap(
+        book(lease("a", by=2, cuda0=30), lease("b", by=3, cuda0=1)), [owner(3).id], there(0)
+    )
     listing = {2: size(30), 3: size(1), 71: None, 72: size(4), 73: size(5)}
     assert strangers(page, there(0, listing), {72: ("ann", "python train.py")}) == (
-        Stranger("cuda:0", 73, size(5)), Stranger("cuda:0", 72, size(4), "ann", "python train.py"),
-        Stranger("cuda:0", 71, None))
+        Stranger("cuda:0", 73, size(5)),
+        Stranger("cuda:0", 72, size(4), "ann", "python train.py"),
+        Stranger("cuda:0", 71, None),
+    )
 
 
 def test_the_newest_sample_counts_whoever_took_it():

@@ -1,4 +1,5 @@
 """Which processes do not answer what is asked of them, and since when."""
+
 from __future__ import annotations
 
 import pytest
@@ -20,12 +21,26 @@ def silent(*leases, tickets, now=NOW):
 
 def asks(verb, ago, name="qwen"):
     """Process 2 asks process 1."""
-    return ticket(at(1, name), by=2, verb=verb, arrived=NOW - ago, recalls=(at(1, name),) if verb == "evict" else ())
+    return ticket(
+        at(1, name),
+        by=2,
+        verb=verb,
+        arrived=NOW - ago,
+        recalls=(at(1, name),) if verb == "evict" else (),
+    )
 
 
-@pytest.mark.parametrize("verb, there", [
-    ("evict", dict(sim0=8)), ("move", dict(sim0=8)), ("pin", dict(sim0=8)), ("unpin", dict(sim0=8, keep=True)),
-    ("restore", dict(host=8)), ("defrag", dict(sim0=8))])
+@pytest.mark.parametrize(
+    "verb, there",
+    [
+        ("evict", dict(sim0=8)),
+        ("move", dict(sim0=8)),
+        ("pin", dict(sim0=8)),
+        ("unpin", dict(sim0=8, keep=True)),
+        ("restore", dict(host=8)),
+        ("defrag", dict(sim0=8)),
+    ],
+)
 def test_who_has_not_done_what_was_asked_does_not_answer_since_it_was_asked(verb, there):
     assert silent(lease("qwen", **there), tickets=[asks(verb, 40)]) == {1: NOW - 40}
 
@@ -36,9 +51,17 @@ def test_an_owner_is_given_two_seconds():
     assert silent(lease("qwen", sim0=8), tickets=[asks("evict", 2.1)]) == {1: NOW - 2.1}
 
 
-@pytest.mark.parametrize("verb, there", [
-    ("evict", dict(sim0=8, pins=1)), ("evict", dict(sim0=8, phase=Phase.LEAVING)), ("evict", dict(host=8)),
-    ("restore", dict(host=8, phase=Phase.ARRIVING)), ("restore", dict(sim0=8)), ("pin", dict(sim0=8, keep=True))])
+@pytest.mark.parametrize(
+    "verb, there",
+    [
+        ("evict", dict(sim0=8, pins=1)),
+        ("evict", dict(sim0=8, phase=Phase.LEAVING)),
+        ("evict", dict(host=8)),
+        ("restore", dict(host=8, phase=Phase.ARRIVING)),
+        ("restore", dict(sim0=8)),
+        ("pin", dict(sim0=8, keep=True)),
+    ],
+)
 def test_who_is_at_it_or_has_said_why_not_has_answered(verb, there):
     assert silent(lease("qwen", **there), tickets=[asks(verb, 40)]) == {}
 
@@ -57,21 +80,36 @@ def test_who_is_gone_is_silent_no_more():
 
 def test_each_of_several_that_a_request_recalls_answers_for_itself():
     """Since just these were asked, which may be later than the request."""
-    request = ticket("big", by=3, arrived=NOW - 90, recalls=(at(1, "a"), at(1, "b"), at(2, "c")),
-                     recalled_since=NOW - 30)
+    request = ticket(
+        "big",
+        by=3,
+        arrived=NOW - 90,
+        recalls=(at(1, "a"), at(1, "b"), at(2, "c")),
+        recalled_since=NOW - 30,
+    )
     there = (lease("a", sim0=4), lease("b", sim0=4), lease("c", by=2, sim0=4, phase=Phase.LEAVING))
     assert silent(*there, tickets=[request]) == {1: NOW - 30}
 
 
 def test_where_the_asker_is_stopped_nobody_else_is_to_blame():
     """Nobody gives up room for a process that would not take it."""
-    request = ticket("big", by=3, refreshed=NOW - 10, recalls=(at(1, "a"),), recalled_since=NOW - 30)
+    request = ticket(
+        "big", by=3, refreshed=NOW - 10, recalls=(at(1, "a"),), recalled_since=NOW - 30
+    )
     assert silent(lease("a", sim0=4), tickets=[request]) == {}
 
 
 def test_nobody_is_silent_towards_itself_and_a_mere_wait_asks_nobody():
-    assert silent(lease("a", sim0=4), tickets=[
-        ticket("big", by=1, recalls=(at(1, "a"),), recalled_since=NOW - 30), ticket("other", by=2, sim0=8)]) == {}
+    assert (
+        silent(
+            lease("a", sim0=4),
+            tickets=[
+                ticket("big", by=1, recalls=(at(1, "a"),), recalled_since=NOW - 30),
+                ticket("other", by=2, sim0=8),
+            ],
+        )
+        == {}
+    )
 
 
 def test_the_longest_silent_comes_first():

@@ -1,10 +1,13 @@
 """What the tests of serving share."""
+
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / folder) for folder in ("kernel_ext", "panels")]  # this checkout's, installed or not
+sys.path[:0] = [
+    str(ROOT / folder) for folder in ("kernel_ext", "panels")
+]  # this checkout's, installed or not
 
 from tests.owner.conftest import clock, runtime  # noqa: E402, F401

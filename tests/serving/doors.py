@@ -1,4 +1,5 @@
 """An application with somebody let in, and a gateway that answers at once."""
+
 from __future__ import annotations
 
 import asyncio
@@ -45,9 +46,15 @@ class Gateway:
         return [{"id": "echo", "object": "model", "created": 0, "owned_by": "local"}]
 
     def state(self) -> Any:
-        return SimpleNamespace(waiting={"echo": 2}, running={"echo": 1}, counts={"answered": 3},
-                               breakers={"echo": SimpleNamespace(state="open"),
-                                         "idle": SimpleNamespace(state="closed")})
+        return SimpleNamespace(
+            waiting={"echo": 2},
+            running={"echo": 1},
+            counts={"answered": 3},
+            breakers={
+                "echo": SimpleNamespace(state="open"),
+                "idle": SimpleNamespace(state="closed"),
+            },
+        )
 
     async def answer(self, kind: str, body: Any, who: str) -> Reply:
         call = read_call(kind, body, who)
@@ -60,19 +67,30 @@ class Gateway:
             raise Refused(404, "no_model", f"no model is called {call.model!r}", param="model")
         if call.stream:
             return Reply("echo", "echo", "", events=self.words)
-        return Reply("echo", "echo", "", json={"kind": kind, "body": call.body, "client": call.client},
-                     headers={"X-Model": "echo"})
+        return Reply(
+            "echo",
+            "echo",
+            "",
+            json={"kind": kind, "body": call.body, "client": call.client},
+            headers={"X-Model": "echo"},
+        )
 
 
 def let_in(app: Any, visitor: Visitor | None) -> Any:
     """The application as behind a gate that let this visitor in; None: there is no gate."""
+
     async def gated(scope: Any, receive: Any, send: Any) -> None:
         if visitor is not None:
             scope = {**scope, "state": {"visitor": visitor}}
         await app(scope, receive, send)
+
     return gated
 
 
-def client(rt: Any, visitor: Visitor | None = OPERATOR, gateway: Gateway | None = None) -> TestClient:
+def client(
+    rt: Any, visitor: Visitor | None = OPERATOR, gateway: Gateway | None = None
+) -> TestClient:
     made = gateway or Gateway()
-    return TestClient(let_in(application(rt, lambda: made, "0"), visitor), raise_server_exceptions=False)
+    return TestClient(
+        let_in(application(rt, lambda: made, "0"), visitor), raise_server_exceptions=False
+    )

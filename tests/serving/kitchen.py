@@ -1,4 +1,5 @@
 """A gateway over simulated cards, a clock that is moved by hand, and engines that do what they are told."""
+
 from __future__ import annotations
 
 import asyncio
@@ -34,8 +35,13 @@ def said(reply: Any) -> str:
 
 async def heard(reply: Any) -> str:
     """What a streamed chat answer says."""
-    return "".join([choice["delta"].get("content") or "" async for event in reply.events
-                    for choice in event.get("choices", ())])
+    return "".join(
+        [
+            choice["delta"].get("content") or ""
+            async for event in reply.events
+            for choice in event.get("choices", ())
+        ]
+    )
 
 
 class Scripted(EchoSpeaker):
@@ -45,7 +51,9 @@ class Scripted(EchoSpeaker):
         super().__init__(value, spec)
         self._script, self._log = script, log
 
-    async def pieces(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncGenerator[Any]:
+    async def pieces(
+        self, kind: str, body: dict[str, Any], think: bool | None
+    ) -> AsyncGenerator[Any]:
         self._log.append(f"{self.spec.name}: {self.prompt(kind, body, think)}")
         try:
             step = self._script.pop(0) if self._script else None
@@ -64,18 +72,32 @@ class Scripted(EchoSpeaker):
 class Kitchen:
     """`models`: name -> GiB, on one card of 24 GiB of which 21.6 may be claimed."""
 
-    def __init__(self, serving: Serving | None = None, *, ledger: str = "memory:",
-                 scripts: dict[str, list[Any]] | None = None,
-                 environment: dict[str, str] | None = None, options: dict[str, dict[str, Any]] | None = None,
-                 speak: Callable[..., Speaker] | None = None, guard: CloudGuard | None = None,
-                 settings: dict[str, Any] | None = None, **models: float) -> None:
+    def __init__(
+        self,
+        serving: Serving | None = None,
+        *,
+        ledger: str = "memory:",
+        scripts: dict[str, list[Any]] | None = None,
+        environment: dict[str, str] | None = None,
+        options: dict[str, dict[str, Any]] | None = None,
+        speak: Callable[..., Speaker] | None = None,
+        guard: CloudGuard | None = None,
+        settings: dict[str, Any] | None = None,
+        **models: float,
+    ) -> None:
         self.clock, self.log, self.scripts = Clock(), [], scripts or {}
         self.rt = Runtime(devices="sim:24GiB,host:64GiB", ledger=ledger, **(settings or {}))
         for name, gib in models.items():
             given = {"model_type": "llm", **(options or {}).get(name, {})}
             self.rt.register(name, backend="fake", size=f"{gib} GiB", **given)
-        self.gateway = Gateway(self.rt, serving=serving or Serving(), clock=self.clock, environment=environment or {},
-                               guard=guard or CloudGuard(None, True), speak=speak or self._speaker)
+        self.gateway = Gateway(
+            self.rt,
+            serving=serving or Serving(),
+            clock=self.clock,
+            environment=environment or {},
+            guard=guard or CloudGuard(None, True),
+            speak=speak or self._speaker,
+        )
 
     def _speaker(self, value: Any, spec: Any, http: Any) -> Speaker:
         if spec.name in self.scripts:

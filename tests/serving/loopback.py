@@ -1,4 +1,5 @@
 """A server on this machine that speaks OpenAI's HTTP as it is told to: a stand-in for an engine, or for a cloud."""
+
 from __future__ import annotations
 
 import asyncio
@@ -21,7 +22,10 @@ class Loopback:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-            headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
+            headers = {
+                name.lower(): value.strip()
+                for name, _, value in (line.partition(":") for line in head[1:])
+            }
             body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))))
             self.requests.append((head[0].split()[1], headers, body))
             await self._send(writer, self.answers.pop(0))
@@ -34,15 +38,22 @@ class Loopback:
         if answer is None:
             return
         if isinstance(answer, int):
-            answer = b"HTTP/1.1 %d no\r\nConnection: close\r\n\r\n" % answer + json.dumps(
-                {"error": {"message": f"status {answer}, as told"}}).encode()
+            answer = (
+                b"HTTP/1.1 %d no\r\nConnection: close\r\n\r\n" % answer
+                + json.dumps({"error": {"message": f"status {answer}, as told"}}).encode()
+            )
         if isinstance(answer, dict):
             data = json.dumps(answer).encode()
-            answer = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: application/json\r\n\r\n" + data
+            answer = (
+                b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: application/json\r\n\r\n"
+                + data
+            )
         if isinstance(answer, bytes):
             writer.write(answer)
             return await writer.drain()
-        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: text/event-stream\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: text/event-stream\r\n\r\n"
+        )
         for event in answer:
             if isinstance(event, asyncio.Event):
                 await event.wait()
@@ -64,11 +75,23 @@ async def loopback() -> AsyncIterator[Loopback]:
 
 
 def completion(text: str, model: str = "theirs") -> dict[str, Any]:
-    return {"id": "1", "object": "chat.completion", "created": 1, "model": model, "choices": [
-        {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}}
+    return {
+        "id": "1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": model,
+        "choices": [
+            {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        ],
+        "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+    }
 
 
 def chunk(text: str) -> dict[str, Any]:
-    return {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "theirs", "choices": [
-        {"index": 0, "delta": {"content": text}, "finish_reason": None}]}
+    return {
+        "id": "1",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "theirs",
+        "choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}],
+    }

@@ -1,4 +1,5 @@
 """Coroutines in tests: run to their end, or step by step, without sleeping."""
+
 from __future__ import annotations
 
 import asyncio

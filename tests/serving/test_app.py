@@ -1,4 +1,5 @@
 """Who may, how a body is read, jobs, metrics: the application around the routes."""
+
 from __future__ import annotations
 
 import asyncio
@@ -23,15 +24,23 @@ def rt(runtime):
 def every_call(rt):
     """Method and path of every route: those that the description names, and the description's own."""
     described = client(rt).get("/openapi.json").json()["paths"]
-    return [(method.upper(), path.replace("{model_type}", "llm").replace("{id}", "job-1"))
-            for path, methods in described.items() for method in methods] + [("GET", "/openapi.json"), ("GET", "/docs")]
+    return [
+        (method.upper(), path.replace("{model_type}", "llm").replace("{id}", "job-1"))
+        for path, methods in described.items()
+        for method in methods
+    ] + [("GET", "/openapi.json"), ("GET", "/docs")]
 
 
 def test_where_no_gate_stands_nobody_is_answered(rt):
     """Every route of the description and of the documentation too."""
     door = client(rt, visitor=None)
     calls = every_call(rt)
-    assert {path for _, path in calls} >= {"/memory/stats", "/v1/chat/completions", "/metrics", "/health"}
+    assert {path for _, path in calls} >= {
+        "/memory/stats",
+        "/v1/chat/completions",
+        "/metrics",
+        "/health",
+    }
     told = {(method, path): door.request(method, path).status_code for method, path in calls}
     assert {call for call, status in told.items() if status != 401} == set()
 
@@ -45,24 +54,36 @@ def test_a_viewer_reads_everything_and_does_nothing(rt):
 
 # What is asked of a model
 
+
 def test_an_answer_comes_whole(rt):
-    answer = client(rt).post("/v1/chat/completions", json={**CHAT, "x_client_id": "notes", "x_priority": "high"})
+    answer = client(rt).post(
+        "/v1/chat/completions", json={**CHAT, "x_client_id": "notes", "x_priority": "high"}
+    )
     assert answer.json()["body"] == CHAT and "notes" in answer.json()["client"]
     assert answer.headers["X-Model"] == "echo"
 
 
 def test_an_answer_comes_word_by_word(rt):
     gateway = Gateway()
-    with client(rt, gateway=gateway).stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
+    with client(rt, gateway=gateway).stream(
+        "POST", "/v1/chat/completions", json={**CHAT, "stream": True}
+    ) as answer:
         lines = [line for line in answer.iter_lines() if line]
     assert lines == ['data: {"n":1}', 'data: {"n":2}', 'data: {"n":3}', "data: [DONE]"]
     assert answer.headers["content-type"].startswith("text/event-stream") and gateway.words.closed
 
 
-@pytest.mark.parametrize("body", [
-    b"", b"{", b"nul", b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000, b"[]", b'"x"', b"7"])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"nul", b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000, b"[]", b'"x"', b"7"]
+)
 def test_what_is_no_json_object_is_a_bad_request(rt, body):
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/images/generations", "/v1/jobs"):
+    for path in (
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/images/generations",
+        "/v1/jobs",
+    ):
         answer = client(rt).post(path, content=body)
         assert answer.status_code == 400 and answer.json()["error"]["message"], path
 
@@ -84,7 +105,11 @@ def asked(app, body, hang_up_after: int = 1):
             nonlocal told
             if not told:
                 told = True
-                return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+                return {
+                    "type": "http.request",
+                    "body": json.dumps(body).encode(),
+                    "more_body": False,
+                }
             if hang_up_after:
                 await gone.wait()
             return {"type": "http.disconnect"}
@@ -94,9 +119,20 @@ def asked(app, body, hang_up_after: int = 1):
             if len(sent) > hang_up_after:
                 gone.set()
 
-        scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST", "headers": [],
-                 "path": "/v1/chat/completions", "raw_path": b"", "query_string": b"", "root_path": "",
-                 "scheme": "http", "http_version": "1.1", "client": ("", 0), "server": ("", 0)}
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "method": "POST",
+            "headers": [],
+            "path": "/v1/chat/completions",
+            "raw_path": b"",
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "http_version": "1.1",
+            "client": ("", 0),
+            "server": ("", 0),
+        }
         await asyncio.wait_for(app(scope, receive, send), 10)
 
     asyncio.run(talk())
@@ -105,29 +141,41 @@ def asked(app, body, hang_up_after: int = 1):
 
 def test_who_hangs_up_while_waiting_lets_go_of_the_model(rt):
     gateway = Gateway()
-    asked(let_in(application(rt, lambda: gateway, "0"), OPERATOR), {**CHAT, "model": "slow"}, hang_up_after=0)
+    asked(
+        let_in(application(rt, lambda: gateway, "0"), OPERATOR),
+        {**CHAT, "model": "slow"},
+        hang_up_after=0,
+    )
     assert gateway.let_go
 
 
 def test_who_hangs_up_in_the_middle_ends_the_stream(rt):
     gateway = Gateway()
     gateway.words = Words(10_000, pause=0.001)
-    asked(let_in(application(rt, lambda: gateway, "0"), OPERATOR), {**CHAT, "stream": True}, hang_up_after=3)
+    asked(
+        let_in(application(rt, lambda: gateway, "0"), OPERATOR),
+        {**CHAT, "stream": True},
+        hang_up_after=3,
+    )
     assert gateway.words.closed and gateway.words.sent < 1000
 
 
 # The guard against clouds
 
+
 def test_the_cloud_guard_is_read_and_changed(rt):
     door = client(rt)
     assert door.get("/api/v1/config").json() == {"allowCloudFallback": True}
-    assert door.put("/api/v1/config", json={"allowCloudFallback": False}).json() == {"allowCloudFallback": False}
+    assert door.put("/api/v1/config", json={"allowCloudFallback": False}).json() == {
+        "allowCloudFallback": False
+    }
     for wrong in ({}, {"allowCloudFallback": "no"}, {"allowCloudFallback": False, "other": 1}):
         assert door.put("/api/v1/config", json=wrong).status_code == 422
     assert door.get("/api/v1/config").json() == {"allowCloudFallback": False}
 
 
 # Jobs
+
 
 def test_a_job_outlives_its_caller():
     async def story():
@@ -136,19 +184,29 @@ def test_a_job_outlives_its_caller():
         assert job.told()["status"] == "running"
         await job.task
         told = jobs.find(job.id).told()
-        assert (told["status"], told["result"]["body"]) == ("succeeded", CHAT) and told["ended"] >= told["created"]
-        failed = jobs.start(gateway, {"endpoint": "/v1/chat/completions", "body": {**CHAT, "model": "nobody"}}, "ann")
+        assert (told["status"], told["result"]["body"]) == ("succeeded", CHAT) and told[
+            "ended"
+        ] >= told["created"]
+        failed = jobs.start(
+            gateway,
+            {"endpoint": "/v1/chat/completions", "body": {**CHAT, "model": "nobody"}},
+            "ann",
+        )
         await failed.task
         assert (failed.status, failed.error["code"]) == ("failed", "no_model")
+
     asyncio.run(story())
 
 
 def test_a_job_that_is_ended_lets_go():
     async def story():
         jobs, gateway = Jobs(), Gateway()
-        job = jobs.start(gateway, {"endpoint": "/v1/chat/completions", "body": {**CHAT, "model": "slow"}}, "ann")
+        job = jobs.start(
+            gateway, {"endpoint": "/v1/chat/completions", "body": {**CHAT, "model": "slow"}}, "ann"
+        )
         await asyncio.sleep(0)
         assert (await jobs.end(job.id)).status == "cancelled" and gateway.let_go
+
     asyncio.run(story())
 
 
@@ -159,7 +217,9 @@ def test_jobs_are_bounded_and_old_results_go_first():
         slow = {"endpoint": "/v1/chat/completions", "body": {**CHAT, "model": "slow"}}
         done = jobs.start(gateway, {"endpoint": "/v1/chat/completions", "body": CHAT}, "ann")
         await done.task
-        running = [jobs.start(gateway, slow, "ann") for _ in range(MOST)]  # the last takes the result's place
+        running = [
+            jobs.start(gateway, slow, "ann") for _ in range(MOST)
+        ]  # the last takes the result's place
         with pytest.raises(Exception, match="running already") as refused:
             jobs.start(gateway, slow, "ann")
         assert refused.value.status == 503 and refused.value.retry_after
@@ -173,20 +233,33 @@ def test_jobs_are_bounded_and_old_results_go_first():
         await jobs.start(gateway, {"endpoint": "/v1/chat/completions", "body": CHAT}, "ann").task
         with pytest.raises(Exception, match="no job"):
             jobs.find(late.id)
+
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("wanted", [{}, {"endpoint": "/v1/models", "body": {}}, {"endpoint": "/v1/embeddings"},
-                                    {"endpoint": "/v1/chat/completions", "body": {**CHAT, "stream": True}}, 7])
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {},
+        {"endpoint": "/v1/models", "body": {}},
+        {"endpoint": "/v1/embeddings"},
+        {"endpoint": "/v1/chat/completions", "body": {**CHAT, "stream": True}},
+        7,
+    ],
+)
 def test_what_is_no_job_is_a_bad_request(rt, wanted):
     assert client(rt).post("/v1/jobs", json=wanted).status_code == 400
 
 
 # Metrics
 
+
 def samples(text: str) -> dict[tuple[str, ...], float]:
-    return {(sample.name, *sorted(sample.labels.values())): sample.value
-            for family in text_string_to_metric_families(text) for sample in family.samples}
+    return {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
 
 
 def test_metrics_tell_the_devices_the_book_and_the_queue(rt):
@@ -195,8 +268,12 @@ def test_metrics_tell_the_devices_the_book_and_the_queue(rt):
     told = samples(client(rt).get("/metrics").text)
     assert told["gpu_device_claimed_bytes", "sim:0", "simulated", "true"] == 6 * 2**30
     assert told["gpu_queue_depth", "echo"] == 2 and told["gpu_breaker_state", "echo"] == 2
-    assert told["gpu_queue_depth", "idle"] == told["gpu_active_calls", "idle"] == 0, "none is a figure too"
-    assert not any(name == "gpu_device_power_watts" for name, *_ in told), "what no driver tells has no sample"
+    assert told["gpu_queue_depth", "idle"] == told["gpu_active_calls", "idle"] == 0, (
+        "none is a figure too"
+    )
+    assert not any(name == "gpu_device_power_watts" for name, *_ in told), (
+        "what no driver tells has no sample"
+    )
 
 
 def test_counters_follow_what_happens_between_two_scrapes(rt):
@@ -211,4 +288,6 @@ def test_counters_follow_what_happens_between_two_scrapes(rt):
     assert after["gpu_evictions_total",] - before.get(("gpu_evictions_total",), 0) == 30
     assert after["gpu_restore_seconds_count",] <= 29
     again = samples(door.get("/metrics").text)
-    assert again["gpu_evictions_by_reason_total", "evict", "offloaded"] == 30, "nothing is counted twice"
+    assert again["gpu_evictions_by_reason_total", "evict", "offloaded"] == 30, (
+        "nothing is counted twice"
+    )

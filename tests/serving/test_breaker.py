@@ -1,11 +1,20 @@
 """A model that fails five times in a row is left alone for 30 s, then one call may try it."""
+
 from __future__ import annotations
 
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hypothesis.strategies import data, integers, sampled_from
 
-from gpu_runtime.serving.health.breaker import FAILURES, MOST_BREAKERS, OPEN_SECONDS, Breakers, BreakerState, Open, Pass
+from gpu_runtime.serving.health.breaker import (
+    FAILURES,
+    MOST_BREAKERS,
+    OPEN_SECONDS,
+    Breakers,
+    BreakerState,
+    Open,
+    Pass,
+)
 
 
 class Clock:
@@ -43,8 +52,11 @@ def test_five_failures_in_a_row_open_it(breakers):
     fail(breakers, 4)
     assert not is_open(breakers)
     fail(breakers, 1)
-    with pytest.raises(Open, match="qwen has failed 5 times in a row and is left alone for another 30 s; "
-                                   "the last time: CUDA error: device-side assert triggered"):
+    with pytest.raises(
+        Open,
+        match="qwen has failed 5 times in a row and is left alone for another 30 s; "
+        "the last time: CUDA error: device-side assert triggered",
+    ):
         breakers.enter("qwen")
 
 
@@ -74,7 +86,9 @@ def test_thirty_seconds_later_exactly_one_call_passes(breakers, clock):
     assert probe.probe and all(is_open(breakers) for _ in range(100))
     assert breakers.state("qwen").state == "half-open"
     probe.succeeded()
-    assert breakers.state("qwen") == BreakerState("closed", 0, last="CUDA error: device-side assert triggered")
+    assert breakers.state("qwen") == BreakerState(
+        "closed", 0, last="CUDA error: device-side assert triggered"
+    )
 
 
 def test_a_probe_that_fails_opens_it_for_as_long_again(breakers, clock):
@@ -99,7 +113,9 @@ def test_a_probe_whose_caller_went_away_lets_the_next_one_try(breakers, clock):
     assert breakers.enter("qwen").probe
 
 
-def test_calls_that_began_before_it_opened_do_not_decide_what_the_probe_is_there_for(breakers, clock):
+def test_calls_that_began_before_it_opened_do_not_decide_what_the_probe_is_there_for(
+    breakers, clock
+):
     """A slow success of old closes nothing, and a slow failure does not open it for longer."""
     old = [breakers.enter("qwen") for _ in range(3)]
     fail(breakers)
@@ -119,7 +135,10 @@ def test_every_model_has_its_own(breakers):
     """One that fails says nothing of the others."""
     fail(breakers)
     breakers.enter("phi").succeeded()
-    assert {model: state.state for model, state in breakers.states().items()} == {"qwen": "open", "phi": "closed"}
+    assert {model: state.state for model, state in breakers.states().items()} == {
+        "qwen": "open",
+        "phi": "closed",
+    }
 
 
 def test_made_up_names_fill_no_memory_and_push_no_open_breaker_out(breakers):
@@ -148,7 +167,9 @@ class BreakerMachine(RuleBasedStateMachine):
     @rule()
     def begin(self) -> None:
         model = self.model
-        may = model.opened_at is None or (not model.probing and self.clock.now - model.opened_at >= OPEN_SECONDS)
+        may = model.opened_at is None or (
+            not model.probing and self.clock.now - model.opened_at >= OPEN_SECONDS
+        )
         try:
             call = self.breakers.enter("m")
         except Open:

@@ -1,4 +1,5 @@
 """What is remembered of clients, and what their profiles and wishes change in a prompt."""
+
 from __future__ import annotations
 
 import pytest
@@ -22,8 +23,9 @@ def test_a_clients_pattern_is_how_often_it_asks_and_of_what():
     for now, model in ((0.0, "a"), (10.0, "a"), (15.0, "b")):
         clients.enter("bot", model, now)
     clients.left("bot", 0.0, 16.0)
-    assert clients.patterns() == {"bot": Pattern(calls=3, running=2, last_at=15.0, every_seconds=9.0,
-                                                 models={"a": 2, "b": 1})}
+    assert clients.patterns() == {
+        "bot": Pattern(calls=3, running=2, last_at=15.0, every_seconds=9.0, models={"a": 2, "b": 1})
+    }
 
 
 def test_a_cooldown_counts_from_the_end_of_the_call_for_its_client_alone():
@@ -34,7 +36,11 @@ def test_a_cooldown_counts_from_the_end_of_the_call_for_its_client_alone():
     clients.left("bot", 10.0, 5.0)
     with pytest.raises(Refused) as refused:
         clients.enter("bot", "a", 12.5)
-    assert (refused.value.status, refused.value.code, refused.value.retry_after) == (429, "cooldown", 2.5)
+    assert (refused.value.status, refused.value.code, refused.value.retry_after) == (
+        429,
+        "cooldown",
+        2.5,
+    )
     assert clients.patterns()["bot"].refused == 1
     clients.enter("other", "a", 12.5)
     clients.left("bot", 0.0, 13.0)  # another call's end does not shorten it
@@ -51,32 +57,62 @@ def test_made_up_names_fill_no_memory():
     for n in range(MOST_MODELS + 10):
         clients.enter("busy", f"model{n}", 2.0)
     known = clients.patterns()
-    assert len(known) <= MOST_CLIENTS and len(known["busy"].models) <= MOST_MODELS and "client0" not in known
+    assert (
+        len(known) <= MOST_CLIENTS
+        and len(known["busy"].models) <= MOST_MODELS
+        and "client0" not in known
+    )
 
 
 def test_what_the_body_says_wins_over_the_profile():
     """The profile says what the caller does not."""
-    profile = Profile("Be brief.", importance="batch", thinking=True, stay_warm_s=60.0, cooldown_s=5.0,
-                      defaults={"temperature": 0.2, "top_p": 0.5})
+    profile = Profile(
+        "Be brief.",
+        importance="batch",
+        thinking=True,
+        stay_warm_s=60.0,
+        cooldown_s=5.0,
+        defaults={"temperature": 0.2, "top_p": 0.5},
+    )
     call = profiled(read_call("chat", {**CHAT, "temperature": 1.0}), profile)
-    assert call.body == {**CHAT, "temperature": 1.0, "top_p": 0.5,
-                         "messages": [{"role": "system", "content": "Be brief."}, *CHAT["messages"]]}
+    assert call.body == {
+        **CHAT,
+        "temperature": 1.0,
+        "top_p": 0.5,
+        "messages": [{"role": "system", "content": "Be brief."}, *CHAT["messages"]],
+    }
     assert (call.importance, call.thinking, call.stay_warm, call.cooldown) == (30, True, 60.0, 5.0)
-    asked = profiled(read_call("chat", {**CHAT, "x_priority": 1, "x_thinking": False, "x_stay_warm": 0,
-                                        "x_cooldown": 9}), profile)
-    assert (asked.importance, asked.thinking, asked.stay_warm, asked.cooldown) == (1, False, 0.0, 9.0)
+    asked = profiled(
+        read_call(
+            "chat",
+            {**CHAT, "x_priority": 1, "x_thinking": False, "x_stay_warm": 0, "x_cooldown": 9},
+        ),
+        profile,
+    )
+    assert (asked.importance, asked.thinking, asked.stay_warm, asked.cooldown) == (
+        1,
+        False,
+        0.0,
+        9.0,
+    )
 
 
 def test_a_profile_names_the_model_of_those_who_ask_for_the_default():
     """Programs that must send some name send `default`."""
-    assert profiled(read_call("chat", {**CHAT, "model": "default"}), Profile(model="phi")).model == "phi"
+    assert (
+        profiled(read_call("chat", {**CHAT, "model": "default"}), Profile(model="phi")).model
+        == "phi"
+    )
     assert profiled(read_call("chat", CHAT), Profile(model="phi")).model == "qwen"
 
 
 def test_a_template_is_a_strangers_file_and_cannot_reach_out():
     """It comes with the model."""
-    for evil in ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}",
-                 "{% for i in range(10**9) %}{% endfor %}"):
+    for evil in (
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+    ):
         with pytest.raises(chat_template.BadConversation):
             chat_template.render(evil, CHAT["messages"])
 
@@ -87,8 +123,11 @@ def test_a_template_may_refuse_a_conversation():
         chat_template.render("{{ raise_exception('roles must alternate') }}", CHAT["messages"])
 
 
-@given(st.text("abEND", max_size=30), st.lists(st.integers(0, 30), max_size=6), st.lists(
-    st.sampled_from(["END", "ab", "a", "DN"]), min_size=1, max_size=3))
+@given(
+    st.text("abEND", max_size=30),
+    st.lists(st.integers(0, 30), max_size=6),
+    st.lists(st.sampled_from(["END", "ab", "a", "DN"]), min_size=1, max_size=3),
+)
 def test_a_stop_string_is_found_however_the_text_is_cut(text, cuts, stops):
     """Nothing of it is told, and nothing before it is lost."""
     places = sorted({min(cut, len(text)) for cut in cuts})

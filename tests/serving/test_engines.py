@@ -1,4 +1,5 @@
 """Real small models behind the gateway: transformers modules, and GGUF files by llama.cpp in a worker of its own."""
+
 from __future__ import annotations
 
 import asyncio
@@ -20,12 +21,17 @@ from tests.serving.loops import in_loop, until
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> dict[str, Any]:
     home = tmp_path_factory.mktemp("models")
-    return {"writer": tiny_models.causal_lm(home / "writer"), "embedder": tiny_models.embedder(home / "embedder"),
-            "gguf": tiny_models.gguf_lm(home / "tiny.gguf")}
+    return {
+        "writer": tiny_models.causal_lm(home / "writer"),
+        "embedder": tiny_models.embedder(home / "embedder"),
+        "gguf": tiny_models.gguf_lm(home / "tiny.gguf"),
+    }
 
 
 @asynccontextmanager
-async def with_models(sources: dict[str, Any], *names: str, **options: Any) -> AsyncIterator[Kitchen]:
+async def with_models(
+    sources: dict[str, Any], *names: str, **options: Any
+) -> AsyncIterator[Kitchen]:
     async with kitchen() as k:
         for name in names:
             kind = "embedding" if name == "embedder" else "llm"
@@ -44,10 +50,17 @@ async def test_a_stream_says_what_the_whole_answer_says_and_both_count_alike(nam
     asked = {"max_tokens": 12, "temperature": 0}
     async with with_models(sources, name) as k:
         whole = await k.chat(name, "hello", **asked)
-        assert whole.json["usage"]["completion_tokens"] == 12 and whole.json["choices"][0]["finish_reason"] == "length"
-        stream = await k.chat(name, "hello", stream=True, stream_options={"include_usage": True}, **asked)
+        assert (
+            whole.json["usage"]["completion_tokens"] == 12
+            and whole.json["choices"][0]["finish_reason"] == "length"
+        )
+        stream = await k.chat(
+            name, "hello", stream=True, stream_options={"include_usage": True}, **asked
+        )
         events = [event async for event in stream.events]
-        text = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+        text = "".join(
+            choice["delta"].get("content") or "" for event in events for choice in event["choices"]
+        )
         assert text == said(whole) and events[-1]["usage"] == whole.json["usage"]
         assert [event["choices"][0]["finish_reason"] for event in events[:-1]][-1] == "length"
         assert len(events) > 4, "it came piece by piece"
@@ -59,8 +72,17 @@ async def test_the_model_sees_the_conversation_through_its_own_chat_template(nam
     """More messages are more tokens of prompt; and a template of the catalogue takes its place."""
     async with with_models(sources, name) as k:
         alone = (await k.chat(name, "hello", max_tokens=1)).json["usage"]["prompt_tokens"]
-        long = (await k.chat(name, "hello", max_tokens=1, messages=[
-            {"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}])).json["usage"]
+        long = (
+            await k.chat(
+                name,
+                "hello",
+                max_tokens=1,
+                messages=[
+                    {"role": "system", "content": "Be brief."},
+                    {"role": "user", "content": "hello"},
+                ],
+            )
+        ).json["usage"]
         assert long["prompt_tokens"] > alone > 5
     async with with_models(sources, name, chat_template="{{ messages[-1]['content'] }}") as k:
         bare = (await k.chat(name, "hello", max_tokens=1)).json["usage"]["prompt_tokens"]
@@ -71,9 +93,17 @@ async def test_the_model_sees_the_conversation_through_its_own_chat_template(nam
 @in_loop
 async def test_a_prompt_too_long_is_told_with_the_figures(name, sources):
     """The model is not to blame, and answers the next."""
-    async with with_models(sources, name, **({"context_length": 64} if name == "gguf" else {})) as k:
-        for body in ({"text": "word " * 400}, {"max_tokens": 100_000}, {"text": "word " * 400, "stream": True}):
-            with pytest.raises(Refused, match="its context is [0-9]+ tokens; the prompt has [0-9]+") as refused:
+    async with with_models(
+        sources, name, **({"context_length": 64} if name == "gguf" else {})
+    ) as k:
+        for body in (
+            {"text": "word " * 400},
+            {"max_tokens": 100_000},
+            {"text": "word " * 400, "stream": True},
+        ):
+            with pytest.raises(
+                Refused, match="its context is [0-9]+ tokens; the prompt has [0-9]+"
+            ) as refused:
                 await k.chat(name, **body)
             assert refused.value.status == 400
         assert said(await k.chat(name, max_tokens=3))
@@ -104,7 +134,10 @@ async def test_an_answer_ends_at_a_stop_string(name, sources):
         full = said(await k.chat(name, max_tokens=16, temperature=0))
         stop = full[5:7]
         cut = await k.chat(name, max_tokens=16, temperature=0, stop=[stop])
-        assert said(cut) == full[:full.index(stop)] and cut.json["choices"][0]["finish_reason"] == "stop"
+        assert (
+            said(cut) == full[: full.index(stop)]
+            and cut.json["choices"][0]["finish_reason"] == "stop"
+        )
         stream = await k.chat(name, max_tokens=16, temperature=0, stop=stop, stream=True)
         assert await heard(stream) == said(cut)
 
@@ -112,6 +145,7 @@ async def test_an_answer_ends_at_a_stop_string(name, sources):
 @in_loop
 async def test_a_stream_that_is_not_read_to_its_end_is_closed():
     """That is how an engine hears that nobody listens; nothing is left to the collector of garbage."""
+
     class Stream:
         closed = False
 
@@ -149,8 +183,10 @@ async def test_a_stream_that_is_not_read_to_its_end_is_closed():
 async def test_a_seed_makes_chance_repeatable(sources):
     """And the same seed twice is the same answer twice."""
     async with with_models(sources, "writer") as k:
-        one, two, other = [said(await k.chat("writer", max_tokens=16, temperature=1.5, seed=seed))
-                           for seed in (1, 1, 2)]
+        one, two, other = [
+            said(await k.chat("writer", max_tokens=16, temperature=1.5, seed=seed))
+            for seed in (1, 1, 2)
+        ]
         assert one == two != other
 
 
@@ -159,8 +195,13 @@ async def test_a_seed_makes_chance_repeatable(sources):
 async def test_a_plain_prompt_is_gone_on_from(name, sources):
     """Without any template."""
     async with with_models(sources, name) as k:
-        reply = await k.gateway.answer("completions", {"model": name, "prompt": "the quick", "max_tokens": 4})
-        assert reply.json["object"] == "text_completion" and reply.json["usage"]["completion_tokens"] == 4
+        reply = await k.gateway.answer(
+            "completions", {"model": name, "prompt": "the quick", "max_tokens": 4}
+        )
+        assert (
+            reply.json["object"] == "text_completion"
+            and reply.json["usage"]["completion_tokens"] == 4
+        )
         assert isinstance(reply.json["choices"][0]["text"], str)
 
 
@@ -168,15 +209,20 @@ async def test_a_plain_prompt_is_gone_on_from(name, sources):
 async def test_an_embedding_is_the_mean_of_the_last_layer_at_length_one(sources):
     """Also as base64, which OpenAI's own client asks for; and the same text has the same vector, alone or not."""
     async with with_models(sources, "embedder") as k:
+
         async def embed(texts: Any, **more: Any) -> Any:
-            return (await k.gateway.answer("embeddings", {"model": "embedder", "input": texts, **more})).json
+            return (
+                await k.gateway.answer("embeddings", {"model": "embedder", "input": texts, **more})
+            ).json
 
         one, many = await embed("the quick fox"), await embed(["a", "the quick fox"])
         vector = one["data"][0]["embedding"]
         assert abs(sum(part * part for part in vector) - 1) < 1e-5 and len(vector) == 64
         assert many["data"][1]["embedding"] == vector and many["data"][1]["index"] == 1
         assert one["usage"]["prompt_tokens"] == one["usage"]["total_tokens"] > 0
-        packed = base64.b64decode((await embed("the quick fox", encoding_format="base64"))["data"][0]["embedding"])
+        packed = base64.b64decode(
+            (await embed("the quick fox", encoding_format="base64"))["data"][0]["embedding"]
+        )
         assert struct.unpack("<64f", packed) == pytest.approx(vector, abs=1e-6)
         with k.rt.use("embedder") as module:
             import torch
@@ -191,11 +237,23 @@ async def test_an_embedding_is_the_mean_of_the_last_layer_at_length_one(sources)
 async def test_a_model_is_not_asked_for_what_it_is_not_for(sources):
     """A clear 400, and no failure of the model's."""
     async with with_models(sources, "writer", "embedder") as k:
-        for kind, body in (("embeddings", {"model": "writer", "input": "a"}),
-                           ("images", {"model": "writer", "prompt": "a"}),
-                           ("chat", {"model": "embedder", "messages": [{"role": "user", "content": "a"}]}),
-                           ("chat", {"model": "writer", "messages": [{"role": "user", "content": [
-                               {"type": "image_url", "image_url": {"url": "data:,"}}]}]})):
+        for kind, body in (
+            ("embeddings", {"model": "writer", "input": "a"}),
+            ("images", {"model": "writer", "prompt": "a"}),
+            ("chat", {"model": "embedder", "messages": [{"role": "user", "content": "a"}]}),
+            (
+                "chat",
+                {
+                    "model": "writer",
+                    "messages": [
+                        {
+                            "role": "user",
+                            "content": [{"type": "image_url", "image_url": {"url": "data:,"}}],
+                        }
+                    ],
+                },
+            ),
+        ):
             with pytest.raises(Refused) as refused:
                 await k.gateway.answer(kind, body)
             assert refused.value.status == 400, str(refused.value)
@@ -203,7 +261,9 @@ async def test_a_model_is_not_asked_for_what_it_is_not_for(sources):
 
 
 @in_loop
-async def test_a_worker_that_is_killed_costs_its_caller_one_error_and_the_next_call_reloads(sources):
+async def test_a_worker_that_is_killed_costs_its_caller_one_error_and_the_next_call_reloads(
+    sources,
+):
     """kill -9 in the middle of a stream: the lease comes back, and the model answers again."""
     import os
     import signal

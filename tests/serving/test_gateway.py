@@ -1,4 +1,5 @@
 """The gateway over a real runtime: who answers, who is told why not, and that nothing is left of any call."""
+
 from __future__ import annotations
 
 import asyncio
@@ -25,7 +26,10 @@ async def test_an_answer_says_which_model_gave_it():
     async with kitchen(qwen=4) as k:
         reply = await k.chat("qwen", "hello there", x_client_id="bot", x_priority="high")
         assert said(reply) == "hello there"
-        assert reply.json["model"] == "qwen" and reply.json["x_gpu"] == {"asked": "qwen", "model": "qwen"}
+        assert reply.json["model"] == "qwen" and reply.json["x_gpu"] == {
+            "asked": "qwen",
+            "model": "qwen",
+        }
         assert reply.headers == {"X-GPU-Asked": "qwen", "X-GPU-Model": "qwen"}
         assert k.gateway.state().counts == {"answered": 1}
 
@@ -52,7 +56,9 @@ async def test_a_stream_that_nobody_reads_lets_go_when_it_is_closed():
 @in_loop
 async def test_whoever_goes_away_leaves_nothing_behind():
     """While waiting, while the answer is made, and in the middle of a stream."""
-    async with kitchen(qwen=4, scripts={"qwen": [asyncio.Event(), asyncio.Event()]}, options={"qwen": ALONE}) as k:
+    async with kitchen(
+        qwen=4, scripts={"qwen": [asyncio.Event(), asyncio.Event()]}, options={"qwen": ALONE}
+    ) as k:
         running = asyncio.ensure_future(k.chat("qwen"))
         await until(lambda: k.log)
         waiting = asyncio.ensure_future(k.chat("qwen"))
@@ -93,10 +99,17 @@ async def test_an_urgent_call_goes_before_other_processes_too():
         other.register("theirs", backend="fake", size="14 GiB", importance="high")
         other.preload("theirs")
         async with kitchen(ledger=book, ours=14) as k:
-            with pytest.raises(Refused, match="within its budget"):  # theirs is more important, and stays
+            with pytest.raises(
+                Refused, match="within its budget"
+            ):  # theirs is more important, and stays
                 await k.chat("ours", x_budget=0.5)
             await k.chat("ours", x_priority="urgent")
-            await until(lambda: {lease.importance for lease in k.rt.status().leases()} == {5, IMPORTANCE["normal"]})
+            await until(
+                lambda: (
+                    {lease.importance for lease in k.rt.status().leases()}
+                    == {5, IMPORTANCE["normal"]}
+                )
+            )
 
 
 @in_loop
@@ -121,7 +134,9 @@ async def test_two_models_that_do_not_fit_together_answer_32_clients_each_as_its
     """None is lost, none answered by the other; and the card changes hands seldom."""
     async with kitchen(a=16, b=16) as k:
         replies = await asyncio.gather(*(k.chat("ab"[n % 2], f"call {n}") for n in range(32)))
-        assert [(reply.model, said(reply)) for reply in replies] == [("ab"[n % 2], f"call {n}") for n in range(32)]
+        assert [(reply.model, said(reply)) for reply in replies] == [
+            ("ab"[n % 2], f"call {n}") for n in range(32)
+        ]
         assert k.gateway.state().loads <= 3
 
 
@@ -149,10 +164,18 @@ async def test_a_model_that_fails_is_answered_for_only_where_that_was_configured
         assert reply.json["x_gpu"] == {"asked": "qwen", "model": "phi", "because": because}
         assert reply.headers["X-GPU-Because"] == because
         k.scripts["qwen"] = [DIED]
-        stream = await k.chat("qwen", "hello", stream=True)  # before its first word it may be answered by another
-        assert (stream.model, stream.events.first["x_gpu"]["model"], await heard(stream)) == ("phi", "phi", "hello")
+        stream = await k.chat(
+            "qwen", "hello", stream=True
+        )  # before its first word it may be answered by another
+        assert (stream.model, stream.events.first["x_gpu"]["model"], await heard(stream)) == (
+            "phi",
+            "phi",
+            "hello",
+        )
     async with kitchen(qwen=4, phi=4, scripts={"qwen": [DIED]}) as k:
-        with pytest.raises(Refused, match="qwen could not be answered. qwen: the engine of qwen .* is gone") as refused:
+        with pytest.raises(
+            Refused, match="qwen could not be answered. qwen: the engine of qwen .* is gone"
+        ) as refused:
             await k.chat("qwen", "hello")
         assert refused.value.status == 503
 
@@ -161,16 +184,27 @@ async def test_a_model_that_fails_is_answered_for_only_where_that_was_configured
 async def test_a_model_that_cannot_be_loaded_is_told_with_its_figures_and_stood_in_for():
     """It would need more than the card has; the smaller context is tried first."""
     serving = Serving(fallback={"huge": ("long", "short")})
-    async with kitchen(serving, huge=30, long=4, short=4, options={
-            "long": {"context_length": 32768}, "short": {"context_length": 4096}}) as k:
+    async with kitchen(
+        serving,
+        huge=30,
+        long=4,
+        short=4,
+        options={"long": {"context_length": 32768}, "short": {"context_length": 4096}},
+    ) as k:
         reply = await k.chat("huge")
         assert reply.model == "short" and "huge needs 30.0 GiB on one device" in reply.because
 
 
-@pytest.mark.parametrize(("model_type", "backend", "kind", "body"), [
-    ("llm", "fake", "images", {"prompt": "a fox"}), ("diffusion", "fake", "chat", {"messages": chat("x")["messages"]}),
-    ("reranker", "fake", "completions", {"prompt": "a"}), ("diffusion", "fake", "embeddings", {"input": "a"}),
-    ("llm", "llama_cpp", "embeddings", {"input": "a"})])
+@pytest.mark.parametrize(
+    ("model_type", "backend", "kind", "body"),
+    [
+        ("llm", "fake", "images", {"prompt": "a fox"}),
+        ("diffusion", "fake", "chat", {"messages": chat("x")["messages"]}),
+        ("reranker", "fake", "completions", {"prompt": "a"}),
+        ("diffusion", "fake", "embeddings", {"input": "a"}),
+        ("llm", "llama_cpp", "embeddings", {"input": "a"}),
+    ],
+)
 @in_loop
 async def test_what_a_model_s_type_cannot_do_it_is_not_loaded_for(model_type, backend, kind, body):
     """Others would have to leave for an answer that is settled."""
@@ -202,7 +236,11 @@ async def test_whoever_is_being_answered_when_it_closes_is_told_and_nothing_begi
     async with kitchen(qwen=12, phi=12, scripts={"qwen": [read, held]}) as k:
         stream = await k.chat("qwen", "one two", stream=True)
         calls = [asyncio.ensure_future(k.chat(model)) for model in ("qwen", "phi")]
-        await until(lambda: k.gateway.queue.active() == {"qwen": 2} and k.gateway.queue.depth() == {"phi": 1})
+        await until(
+            lambda: (
+                k.gateway.queue.active() == {"qwen": 2} and k.gateway.queue.depth() == {"phi": 1}
+            )
+        )
         rest = asyncio.ensure_future(_errors(stream))
         await settle()
         loads = k.gateway.queue.loads
@@ -239,7 +277,11 @@ async def test_five_failures_open_the_breaker_and_one_probe_closes_it():
         asked = len(k.log)
         with pytest.raises(Refused) as refused:
             await k.chat("qwen")
-        assert (refused.value.status, refused.value.code, refused.value.retry_after) == (503, "breaker_open", 30.0)
+        assert (refused.value.status, refused.value.code, refused.value.retry_after) == (
+            503,
+            "breaker_open",
+            30.0,
+        )
         assert len(k.log) == asked
         k.clock.now += 30.0
         gate = asyncio.Event()
@@ -290,7 +332,10 @@ async def test_a_stream_that_breaks_off_ends_with_the_error_and_counts():
     async with kitchen(serving, qwen=4, phi=4, scripts={"qwen": [(DIED,)]}) as k:
         reply = await k.chat("qwen", stream=True)
         events = [event async for event in reply.events]
-        assert events[-1]["error"]["code"] == "broken_off" and "is gone" in events[-1]["error"]["message"]
+        assert (
+            events[-1]["error"]["code"] == "broken_off"
+            and "is gone" in events[-1]["error"]["message"]
+        )
         assert k.gateway.state().breakers["qwen"].failures == 1
 
 
@@ -298,7 +343,9 @@ async def test_a_stream_that_breaks_off_ends_with_the_error_and_counts():
 async def test_three_decode_failures_in_a_row_load_the_model_anew_once():
     """A context that went wrong does not mend itself; two failures may pass."""
     failed = RuntimeError("llama_decode returned -3")
-    async with kitchen(qwen=4, scripts={"qwen": [failed, failed, None, failed, failed, failed, failed]}) as k:
+    async with kitchen(
+        qwen=4, scripts={"qwen": [failed, failed, None, failed, failed, failed, failed]}
+    ) as k:
         for _ in range(6):
             try:
                 await k.chat("qwen")
@@ -309,22 +356,40 @@ async def test_three_decode_failures_in_a_row_load_the_model_anew_once():
         assert k.gateway.state().counts["reloads"] == 1
         with pytest.raises(Refused):
             await k.chat("qwen")
-        assert said(await k.chat("qwen")) == "one two three" and k.gateway.state().counts["reloads"] == 1
+        assert (
+            said(await k.chat("qwen")) == "one two three"
+            and k.gateway.state().counts["reloads"] == 1
+        )
 
 
 @in_loop
 async def test_a_client_profile_changes_the_prompt_that_the_engine_receives():
     """As does thinking mode; the caller's own word wins."""
-    written = {"chat_template": "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}|{% endfor %}"}
-    serving = Serving(clients={"bot": Profile(system="Be brief.", thinking=False, importance="low",
-                                              defaults={"max_tokens": 100})})
+    written = {
+        "chat_template": "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}|{% endfor %}"
+    }
+    serving = Serving(
+        clients={
+            "bot": Profile(
+                system="Be brief.", thinking=False, importance="low", defaults={"max_tokens": 100}
+            )
+        }
+    )
     async with kitchen(serving, qwen=4, options={"qwen": written}) as k:
         assert said(await k.chat("qwen", "hi")) == "user:hi|"
-        assert said(await k.chat("qwen", "hi", x_client_id="bot")) == "system:Be brief.|user:hi /no_think|"
-        assert said(await k.chat("qwen", "hi", x_client_id="bot", x_thinking=True)) == \
-            "system:Be brief.|user:hi /think|"
-    knows = {"chat_template": "{{ messages[0]['content'] }} {% if enable_thinking is defined %}"
-                              "<think={{ enable_thinking }}>{% endif %}", "thinking": True}
+        assert (
+            said(await k.chat("qwen", "hi", x_client_id="bot"))
+            == "system:Be brief.|user:hi /no_think|"
+        )
+        assert (
+            said(await k.chat("qwen", "hi", x_client_id="bot", x_thinking=True))
+            == "system:Be brief.|user:hi /think|"
+        )
+    knows = {
+        "chat_template": "{{ messages[0]['content'] }} {% if enable_thinking is defined %}"
+        "<think={{ enable_thinking }}>{% endif %}",
+        "thinking": True,
+    }
     async with kitchen(serving, qwen=4, options={"qwen": knows}) as k:
         assert said(await k.chat("qwen", "hi")) == "hi <think=True>"
         assert said(await k.chat("qwen", "hi", x_thinking=False)) == "hi <think=False>"
@@ -366,8 +431,13 @@ async def test_a_budget_that_is_too_short_is_told_at_once_with_both_numbers():
         with pytest.raises(Refused) as refused:
             await k.chat("task:quick")
         assert (refused.value.status, refused.value.code) == (504, "budget_too_short")
-        assert "has a budget of 10 s" in str(refused.value) and "47.0 s to load, 2.0 s to answer" in str(refused.value)
-        assert (refused.value.facts["budget_seconds"], refused.value.facts["expected_seconds"]) == (10.0, 49.0)
+        assert "has a budget of 10 s" in str(
+            refused.value
+        ) and "47.0 s to load, 2.0 s to answer" in str(refused.value)
+        assert (refused.value.facts["budget_seconds"], refused.value.facts["expected_seconds"]) == (
+            10.0,
+            49.0,
+        )
         assert k.where()["a"] == "disk"
         await k.chat("a")  # without a budget it may take its time; and now it is warm
         assert (await k.chat("task:quick")).model == "a"
@@ -380,7 +450,9 @@ async def test_a_budget_that_is_spent_ends_the_call():
         with pytest.raises(Refused) as refused:
             await k.chat("a", x_budget=0.05)
         assert (refused.value.status, refused.value.code) == (504, "budget_spent")
-        reply = await k.chat("a", x_budget=1.0, stream=True)  # in which even a busy machine says its first word
+        reply = await k.chat(
+            "a", x_budget=1.0, stream=True
+        )  # in which even a busy machine says its first word
         assert [event async for event in reply.events][-1]["error"]["code"] == "budget_spent"
 
 
@@ -390,8 +462,11 @@ async def test_a_model_steps_aside_when_it_has_been_idle_for_its_types_time():
     async with kitchen(llm=4, eyes=4, options={"eyes": {"model_type": "vision"}}) as k:
         await k.chat("llm")
         await k.chat("eyes")
-        for after, where in ((59, {"llm": "sim:0", "eyes": "sim:0"}), (1, {"llm": "sim:0", "eyes": "host"}),
-                             (240, {"llm": "host", "eyes": "host"})):
+        for after, where in (
+            (59, {"llm": "sim:0", "eyes": "sim:0"}),
+            (1, {"llm": "sim:0", "eyes": "host"}),
+            (240, {"llm": "host", "eyes": "host"}),
+        ):
             k.clock.now += after
             k.gateway.warmth.look()
             await until(lambda where=where: k.where() == where)
@@ -403,15 +478,22 @@ async def test_a_model_steps_aside_when_it_has_been_idle_for_its_types_time():
 async def test_a_full_queue_is_a_503_with_retry_after():
     """GPU_SERVE_QUEUE says how many may wait."""
     gate = asyncio.Event()
-    async with kitchen(qwen=4, scripts={"qwen": [gate, gate]}, options={"qwen": ALONE},
-                       settings={"gpu_serve_queue": 1}) as k:
+    async with kitchen(
+        qwen=4,
+        scripts={"qwen": [gate, gate]},
+        options={"qwen": ALONE},
+        settings={"gpu_serve_queue": 1},
+    ) as k:
         calls = [asyncio.ensure_future(k.chat("qwen"))]
         await until(lambda: k.log)
         calls.append(asyncio.ensure_future(k.chat("qwen")))
         await settle()
         with pytest.raises(Refused) as refused:
             await k.chat("qwen")
-        assert (refused.value.status, refused.value.code) == (503, "queue_full") and refused.value.headers
+        assert (refused.value.status, refused.value.code) == (
+            503,
+            "queue_full",
+        ) and refused.value.headers
         gate.set()
         await asyncio.gather(*calls)
 
@@ -421,8 +503,10 @@ async def test_what_can_be_asked_for_is_listed():
     """Models, and tasks under the name that they are addressed by."""
     async with kitchen(Serving(tasks={"sum": Task(("qwen",))}), qwen=4) as k:
         rows = {row["id"]: row["x_gpu"] for row in k.gateway.models()}
-        assert rows == {"qwen": {"model_type": "llm", "backend": "fake", "warm": False},
-                        "task:sum": {"candidates": ["qwen"]}}
+        assert rows == {
+            "qwen": {"model_type": "llm", "backend": "fake", "warm": False},
+            "task:sum": {"candidates": ["qwen"]},
+        }
 
 
 @in_loop

@@ -1,4 +1,5 @@
 """A client that hangs up before the first word of a stream: nobody reads it, and it lets go all the same."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,4 +1,5 @@
 """How long models stay warm: the longest wish of their calls, then they go, as soon as nobody holds them."""
+
 from __future__ import annotations
 
 from gpu_runtime.serving.queue.keep_warm import AGAIN_SECONDS, Warmth

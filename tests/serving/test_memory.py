@@ -1,4 +1,5 @@
 """`/memory/*`, path by path as the Semantik governor had it."""
+
 from __future__ import annotations
 
 import pytest
@@ -7,10 +8,26 @@ from gpu_runtime.units import GIB, MIB
 
 from .doors import client
 
-STATS = {"cuda_available", "total_mb", "free_mb", "used_mb", "used_percent", "allocated_mb", "budget_total_mb",
-         "budget_usable_mb", "cpu_budget_total_mb", "cpu_budget_usable_mb", "cpu_used_mb", "models_loaded",
-         "models_offloaded", "pressure_level", "total_evictions", "total_offloads", "total_restorations",
-         "total_unloads"}
+STATS = {
+    "cuda_available",
+    "total_mb",
+    "free_mb",
+    "used_mb",
+    "used_percent",
+    "allocated_mb",
+    "budget_total_mb",
+    "budget_usable_mb",
+    "cpu_budget_total_mb",
+    "cpu_budget_usable_mb",
+    "cpu_used_mb",
+    "models_loaded",
+    "models_offloaded",
+    "pressure_level",
+    "total_evictions",
+    "total_offloads",
+    "total_restorations",
+    "total_unloads",
+}
 
 
 @pytest.fixture
@@ -28,7 +45,11 @@ def test_stats_have_every_field_and_add_up(rt):
     told = client(rt).get("/memory/stats").json()
     assert told.keys() == STATS | {"simulated"}
     assert (told["total_mb"], told["used_mb"], told["free_mb"]) == (24 * 1024, 6 * 1024, 18 * 1024)
-    assert told["used_percent"] == 25.0 and told["pressure_level"] == "LOW" and told["models_loaded"] == 2
+    assert (
+        told["used_percent"] == 25.0
+        and told["pressure_level"] == "LOW"
+        and told["models_loaded"] == 2
+    )
     assert told["budget_usable_mb"] == int(24 * GIB * 0.9) // MIB
     assert (told["cuda_available"], told["simulated"]) == (False, True)
 
@@ -47,7 +68,10 @@ def test_models_say_where_they_lie(rt):
     rows = {row["model_name"]: row for row in client(rt).get("/memory/models").json()}
     assert (rows["emb"]["location"], rows["rank"]["location"]) == ("gpu", "cpu")
     assert (rows["emb"]["model_type"], rows["emb"]["quantization"], rows["emb"]["memory_mb"]) == (
-        "embedding", "float16", 4096)
+        "embedding",
+        "float16",
+        4096,
+    )
     assert rows["emb"].keys() >= {"idle_seconds", "use_count"}
 
 
@@ -56,8 +80,15 @@ def test_evictions_and_the_warm_pool_tell_the_same_story(rt):
     door.post("/memory/evict/embedding")
     [row] = door.get("/memory/evictions").json()
     assert {**row, "timestamp": 0} == {
-        "model_name": "emb", "model_type": "embedding", "quantization": "float16", "reason": "evict",
-        "action": "offloaded", "memory_freed_mb": 4096, "timestamp": 0, "device": "sim:0"}
+        "model_name": "emb",
+        "model_type": "embedding",
+        "quantization": "float16",
+        "reason": "evict",
+        "action": "offloaded",
+        "memory_freed_mb": 4096,
+        "timestamp": 0,
+        "device": "sim:0",
+    }
     [warm] = door.get("/memory/offloaded").json()
     assert (warm["model_key"], warm["original_device"]) == ("embedding:emb:float16", "sim:0")
     assert warm["seconds_offloaded"] >= 0 and abs(warm["offload_time"] - row["timestamp"]) < 5
@@ -67,7 +98,12 @@ def test_evictions_and_the_warm_pool_tell_the_same_story(rt):
 def test_a_model_is_evicted_by_its_type_its_name_or_its_key(rt, named):
     answer = client(rt).post(f"/memory/evict/{named}")
     assert answer.status_code == 200
-    assert answer.json() == {"status": "evicted", "model_type": named, "models": ["rank"], "memory_freed_mb": 2048}
+    assert answer.json() == {
+        "status": "evicted",
+        "model_type": named,
+        "models": ["rank"],
+        "memory_freed_mb": 2048,
+    }
 
 
 @pytest.mark.parametrize("kind", ["llm", "vision", "diffusion", "other"])
@@ -88,24 +124,48 @@ def test_neither_a_type_nor_a_name_is_a_bad_request(rt, nonsense):
     assert answer.status_code == 400 and "neither" in answer.json()["error"]
 
 
-@pytest.mark.parametrize("body", [{}, {"models": [{"name": "emb", "model_type": "embeddings"}]}, {"models": "emb"},
-                                  {"models": [{"model_type": "llm"}]}, {"models": [{"name": ""}]}, []])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"models": [{"name": "emb", "model_type": "embeddings"}]},
+        {"models": "emb"},
+        {"models": [{"model_type": "llm"}]},
+        {"models": [{"name": ""}]},
+        [],
+    ],
+)
 def test_a_preload_of_what_cannot_be_is_unprocessable(rt, body):
     assert client(rt).post("/memory/preload", json=body).status_code == 422
 
 
 def test_a_preload_answers_for_each_model(rt):
     rt.evict("emb")
-    answer = client(rt).post("/memory/preload", json={"models": [
-        {"name": "emb", "model_type": "embedding", "quantization": "float16"}, {"name": "missing"}]}).json()
+    answer = (
+        client(rt)
+        .post(
+            "/memory/preload",
+            json={
+                "models": [
+                    {"name": "emb", "model_type": "embedding", "quantization": "float16"},
+                    {"name": "missing"},
+                ]
+            },
+        )
+        .json()
+    )
     assert answer["results"] == {"embedding:emb:float16": True, "other:missing:": False}
     assert "missing" in answer["errors"]["other:missing:"]
 
 
 def test_health_is_false_at_critical(rt):
     door = client(rt)
-    assert door.get("/memory/health").json() == {"healthy": True, "pressure": "LOW", "used_percent": 25.0,
-                                                 "message": "Memory usage normal"}
+    assert door.get("/memory/health").json() == {
+        "healthy": True,
+        "pressure": "LOW",
+        "used_percent": 25.0,
+        "message": "Memory usage normal",
+    }
     rt.register("big", backend="fake", size="15GiB")
     rt.preload("big")
     told = door.get("/memory/health").json()
@@ -121,8 +181,15 @@ def test_without_a_governor_the_pressure_is_unknown(runtime):
 def test_fragmentation_and_its_cure(rt):
     door = client(rt)
     told = door.get("/memory/fragmentation").json()
-    assert told.keys() == {"cuda_available", "allocated_mb", "reserved_mb", "fragmentation_mb", "fragmentation_percent",
-                           "num_alloc_retries", "num_ooms"}
+    assert told.keys() == {
+        "cuda_available",
+        "allocated_mb",
+        "reserved_mb",
+        "fragmentation_mb",
+        "fragmentation_percent",
+        "num_alloc_retries",
+        "num_ooms",
+    }
     assert told["fragmentation_mb"] == told["reserved_mb"] - told["allocated_mb"]
     assert door.post("/memory/defragment").json()["status"] == "defragmentation_triggered"
 

@@ -1,4 +1,5 @@
 """Engines that are servers, and clouds: both speak OpenAI's HTTP, stood in for by a server on this machine."""
+
 from __future__ import annotations
 
 import asyncio
@@ -19,10 +20,16 @@ from tests.serving.loops import in_loop, until
 
 def engine(there: Loopback, chat_template: str | None = None) -> Any:
     """Has every model of a kitchen answered by that server, as `rt.use` yields one."""
+
     def speak(value: Any, spec: Any, http: Any) -> RemoteSpeaker:
-        served = SimpleNamespace(base_url=there.url, model="theirs", headers={"Authorization": "Bearer inside"},
-                                 chat_template=chat_template)
+        served = SimpleNamespace(
+            base_url=there.url,
+            model="theirs",
+            headers={"Authorization": "Bearer inside"},
+            chat_template=chat_template,
+        )
         return RemoteSpeaker(spec.name, served, http, spec)
+
     return speak
 
 
@@ -35,7 +42,11 @@ async def test_a_body_goes_out_under_the_engines_name_and_comes_back_under_ours(
         assert (said(reply), reply.json["model"]) == ("hello", "qwen")
         path, headers, body = there.requests[0]
         assert (path, headers["authorization"]) == ("/v1/chat/completions", "Bearer inside")
-        assert body == {"model": "theirs", "messages": [{"role": "user", "content": "hi"}], "top_k": 40}
+        assert body == {
+            "model": "theirs",
+            "messages": [{"role": "user", "content": "hi"}],
+            "top_k": 40,
+        }
 
 
 @in_loop
@@ -66,7 +77,9 @@ async def test_whoever_goes_away_hangs_up_on_the_engine():
 async def test_a_call_waits_while_its_engine_is_started_again():
     """Else five quick calls would open the breaker for 30 s, for a restart of two. It asks where it answers by then."""
     async with loopback() as there, kitchen(qwen=4) as k:
-        served = SimpleNamespace(base_url="http://127.0.0.1:9/v1", model="theirs", headers={}, starting=True)
+        served = SimpleNamespace(
+            base_url="http://127.0.0.1:9/v1", model="theirs", headers={}, starting=True
+        )
         k.gateway._speak = lambda value, spec, http: RemoteSpeaker(spec.name, served, http, spec)
         there.answers = [completion("hello")]
         asked = asyncio.ensure_future(k.chat("qwen"))
@@ -76,11 +89,18 @@ async def test_a_call_waits_while_its_engine_is_started_again():
         assert said(await asked) == "hello" and k.gateway.state().breakers["qwen"].failures == 0
 
 
-@pytest.mark.parametrize(("answer", "why"), [
-    (500, "HTTP 500: status 500, as told"), (503, "HTTP 503"), (401, "HTTP 401"), (307, "HTTP 307"),
-    (None, "did not answer"), (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n{\"a\"", "broke off"),
-    (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "no JSON object"),
-])
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (500, "HTTP 500: status 500, as told"),
+        (503, "HTTP 503"),
+        (401, "HTTP 401"),
+        (307, "HTTP 307"),
+        (None, "did not answer"),
+        (b'HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n{"a"', "broke off"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "no JSON object"),
+    ],
+)
 @in_loop
 async def test_an_engine_that_fails_is_said_to_have_failed(answer, why):
     """Its status, its words; and its breaker hears of it."""
@@ -95,7 +115,10 @@ async def test_an_engine_that_fails_is_said_to_have_failed(answer, why):
 async def test_a_stream_that_ends_without_its_end_broke_off():
     """An engine that dies in the middle of a sentence says no [DONE]."""
     async with loopback() as there, kitchen(qwen=4, speak=engine(there)) as k:
-        there.answers = [[chunk("one "), None], [chunk("a"), {"error": {"message": "llama_decode returned -3"}}]]
+        there.answers = [
+            [chunk("one "), None],
+            [chunk("a"), {"error": {"message": "llama_decode returned -3"}}],
+        ]
         for why in ("broke off", "llama_decode returned -3"):
             reply = await k.chat("qwen", stream=True)
             assert why in [event async for event in reply.events][-1]["error"]["message"]
@@ -116,14 +139,25 @@ async def test_what_the_engine_refuses_is_the_callers_to_change():
 async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
     """By a switch where its template knows one, or is not known; else in the message, where every model sees it."""
     knows, knows_not = "{% if enable_thinking %}", "{{ messages[0].content }}"
-    for own, options, switched in ((None, {}, True), (knows, {}, True), (knows_not, {}, False), ("", {}, False),
-                                   (knows, {"chat_template": knows_not}, False),
-                                   (knows_not, {"chat_template": knows}, True), ("", {"chat_template": knows}, False)):
-        async with loopback() as there, kitchen(qwen=4, speak=engine(there, own), options={"qwen": options}) as k:
+    for own, options, switched in (
+        (None, {}, True),
+        (knows, {}, True),
+        (knows_not, {}, False),
+        ("", {}, False),
+        (knows, {"chat_template": knows_not}, False),
+        (knows_not, {"chat_template": knows}, True),
+        ("", {"chat_template": knows}, False),
+    ):
+        async with (
+            loopback() as there,
+            kitchen(qwen=4, speak=engine(there, own), options={"qwen": options}) as k,
+        ):
             there.answers = [completion("a")]
             await k.chat("qwen", "hi", x_thinking=False)
             body = there.requests[0][2]
-            assert body.get("chat_template_kwargs") == ({"enable_thinking": False} if switched else None)
+            assert body.get("chat_template_kwargs") == (
+                {"enable_thinking": False} if switched else None
+            )
             assert body["messages"][0]["content"] == ("hi" if switched else "hi /no_think")
             assert "chat_template" not in body, "vLLM refuses requests that bring one"
 
@@ -131,14 +165,24 @@ async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
 @in_loop
 async def test_other_kinds_go_to_their_own_paths():
     """Embeddings, images, and plain completions."""
-    async with loopback() as there, kitchen(qwen=4, sdxl=4, speak=engine(there), options={
-            "sdxl": {"model_type": "diffusion"}}) as k:
+    async with (
+        loopback() as there,
+        kitchen(
+            qwen=4, sdxl=4, speak=engine(there), options={"sdxl": {"model_type": "diffusion"}}
+        ) as k,
+    ):
         there.answers = [{"data": []}] * 3
-        for model, kind, field in (("qwen", "embeddings", "input"), ("sdxl", "images", "prompt"),
-                                   ("qwen", "completions", "prompt")):
+        for model, kind, field in (
+            ("qwen", "embeddings", "input"),
+            ("sdxl", "images", "prompt"),
+            ("qwen", "completions", "prompt"),
+        ):
             await k.gateway.answer(kind, {"model": model, field: "a"})
         assert [path for path, _, _ in there.requests] == [
-            "/v1/embeddings", "/v1/images/generations", "/v1/completions"]
+            "/v1/embeddings",
+            "/v1/images/generations",
+            "/v1/completions",
+        ]
 
 
 def cloudy(there: Loopback) -> dict[str, str]:
@@ -149,13 +193,24 @@ def cloudy(there: Loopback) -> dict[str, str]:
 async def test_a_cloud_answers_last_and_only_where_it_may():
     """Local models, then the cloud, then 503; with the guard down 503 at once. No memory is taken for a cloud."""
     serving = Serving(fallback={"huge": ("claude:haiku", "vast")})
-    async with loopback() as there, kitchen(serving, huge=30, vast=40, environment=cloudy(there)) as k:
+    async with (
+        loopback() as there,
+        kitchen(serving, huge=30, vast=40, environment=cloudy(there)) as k,
+    ):
         there.answers = [completion("from afar")]
         reply = await k.chat("huge", x_client_id="bot")
-        assert (reply.model, said(reply), reply.json["model"]) == ("claude:haiku", "from afar", "claude:haiku")
+        assert (reply.model, said(reply), reply.json["model"]) == (
+            "claude:haiku",
+            "from afar",
+            "claude:haiku",
+        )
         assert "huge could not answer" in reply.because and "vast could not answer" in reply.because
         path, headers, body = there.requests[0]
-        assert (path, headers["authorization"], body["model"]) == ("/v1/chat/completions", "Bearer s3cret", "haiku")
+        assert (path, headers["authorization"], body["model"]) == (
+            "/v1/chat/completions",
+            "Bearer s3cret",
+            "haiku",
+        )
         assert not [name for name in json.loads(json.dumps(body)) if name.startswith("x_")]
         k.gateway.guard.allow(False)
         with pytest.raises(Refused) as refused:
@@ -167,18 +222,26 @@ async def test_a_cloud_answers_last_and_only_where_it_may():
 async def test_a_cloud_that_was_asked_for_is_never_blocked():
     """A deliberate choice: `claude:sonnet`, or the first candidate of a task."""
     tasks = {"far": Task(("claude:sonnet", "qwen")), "near": Task(("qwen", "claude:sonnet"))}
-    async with loopback() as there, kitchen(Serving(tasks=tasks), qwen=4, environment=cloudy(there),
-                                            guard=CloudGuard(None, False)) as k:
+    async with (
+        loopback() as there,
+        kitchen(
+            Serving(tasks=tasks), qwen=4, environment=cloudy(there), guard=CloudGuard(None, False)
+        ) as k,
+    ):
         there.answers = [completion("a"), completion("b")]
-        assert [(await k.chat(name)).model for name in ("claude:sonnet", "task:far", "task:near")] == [
-            "claude:sonnet", "claude:sonnet", "qwen"]
+        assert [
+            (await k.chat(name)).model for name in ("claude:sonnet", "task:far", "task:near")
+        ] == ["claude:sonnet", "claude:sonnet", "qwen"]
 
 
 @in_loop
 async def test_a_cloud_without_address_or_key_says_which_variable_is_missing():
     """And no key of one provider goes to another."""
     async with kitchen(qwen=4, environment={"OPENAI_API_KEY": "s3cret"}) as k:
-        for model, missing in (("claude:sonnet", "no CLAUDE_API_KEY"), ("nobody:x", "no NOBODY_BASE_URL")):
+        for model, missing in (
+            ("claude:sonnet", "no CLAUDE_API_KEY"),
+            ("nobody:x", "no NOBODY_BASE_URL"),
+        ):
             with pytest.raises(Refused, match=missing):
                 await k.chat(model)
 

@@ -1,4 +1,5 @@
 """The description tells the truth: what it allows is answered, and nothing that is sent breaks the server."""
+
 from __future__ import annotations
 
 import pytest
@@ -17,14 +18,22 @@ def test_no_request_breaks_the_server(runtime):
     rt = runtime(monitor=False)
     rt.register("emb", backend="fake", size="1GiB", model_type="embedding")
     gateway = Gateway()
-    schema = schemathesis.openapi.from_asgi("/openapi.json", let_in(application(rt, lambda: gateway, "0"), OPERATOR))
+    schema = schemathesis.openapi.from_asgi(
+        "/openapi.json", let_in(application(rt, lambda: gateway, "0"), OPERATOR)
+    )
     operations = [found.ok() for found in schema.get_all_operations()]
     assert len(operations) > 15
     for operation in operations:
+
         @given(case=operation.as_strategy())
-        @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @settings(
+            max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), database=None
+        )
         def check(case):
             answer = case.call()
-            assert answer.status_code < 500 or answer.status_code in OURS, (case.formatted_path, answer.text)
+            assert answer.status_code < 500 or answer.status_code in OURS, (
+                case.formatted_path,
+                answer.text,
+            )
 
         check()

@@ -1,4 +1,5 @@
 """Who starts next: importance, then warm models, then arrival; and nobody waits for ever."""
+
 from __future__ import annotations
 
 from hypothesis import given
@@ -75,26 +76,53 @@ def test_a_model_that_cannot_be_loaded_now_holds_nobody_up():
 def test_calls_of_a_warm_model_go_on_before_a_cold_one_of_their_class():
     """Models are changed when their calls are done, not after each."""
     waiting = [call(1, "b"), call(2, "a")]
-    engines = {"a": Engine(Place.WARM, active=1, concurrency=4), "b": Engine(Place.LOADING, in_use=frozenset("a"))}
+    engines = {
+        "a": Engine(Place.WARM, active=1, concurrency=4),
+        "b": Engine(Place.LOADING, in_use=frozenset("a")),
+    }
     assert next_out(waiting, engines, 0.0) == Next(start=(2,))
 
 
 def test_what_stands_in_the_way_of_a_better_call_starts_no_more():
     """Else a steady stream of normal calls would keep an urgent one out for ever; what is not in its way goes on."""
     waiting = [call(1, "b", "urgent"), call(2, "a"), call(3, "c")]
-    engines = {"a": Engine(Place.WARM, active=1, concurrency=4), "b": Engine(Place.LOADING, in_use=frozenset("a")),
-               "c": WARM}
+    engines = {
+        "a": Engine(Place.WARM, active=1, concurrency=4),
+        "b": Engine(Place.LOADING, in_use=frozenset("a")),
+        "c": WARM,
+    }
     assert next_out(waiting, engines, 0.0) == Next(start=(3,))
 
 
 MODELS = "abc"
-calls = st.lists(st.builds(Waiting, st.just(0), st.sampled_from(MODELS), st.sampled_from(sorted(IMPORTANCE.values())),
-                           st.floats(0, 500)), max_size=12).map(
-    lambda made: [Waiting(n, c.model, c.importance, c.arrived)
-                  for n, c in enumerate(sorted(made, key=lambda c: c.arrived))])
-engines = st.fixed_dictionaries({}, optional=dict.fromkeys(MODELS, st.builds(
-    Engine, st.sampled_from(Place), st.integers(0, 3), st.integers(1, 3),
-    st.frozensets(st.sampled_from(MODELS), max_size=2))))
+calls = st.lists(
+    st.builds(
+        Waiting,
+        st.just(0),
+        st.sampled_from(MODELS),
+        st.sampled_from(sorted(IMPORTANCE.values())),
+        st.floats(0, 500),
+    ),
+    max_size=12,
+).map(
+    lambda made: [
+        Waiting(n, c.model, c.importance, c.arrived)
+        for n, c in enumerate(sorted(made, key=lambda c: c.arrived))
+    ]
+)
+engines = st.fixed_dictionaries(
+    {},
+    optional=dict.fromkeys(
+        MODELS,
+        st.builds(
+            Engine,
+            st.sampled_from(Place),
+            st.integers(0, 3),
+            st.integers(1, 3),
+            st.frozensets(st.sampled_from(MODELS), max_size=2),
+        ),
+    ),
+)
 
 
 @given(calls, engines, st.floats(500, 1000))
@@ -115,20 +143,37 @@ def test_no_engine_runs_more_than_it_can_and_only_warm_ones_run(waiting, engines
 def test_a_free_place_of_a_model_in_nobodys_way_is_taken(waiting, engines, now):
     """Nothing idles that could run: a call that cannot start holds up only what its own load waits for."""
     out = next_out(waiting, engines, now)
-    in_the_way = {name for engine in engines.values() if engine.place is Place.LOADING for name in engine.in_use}
+    in_the_way = {
+        name
+        for engine in engines.values()
+        if engine.place is Place.LOADING
+        for name in engine.in_use
+    }
     for call in waiting:
         engine = engines.get(call.model, COLD)
         started = sum(other.model == call.model for other in waiting if other.key in out.start)
-        if engine.place is Place.WARM and call.model not in in_the_way and call.key not in out.start:
+        if (
+            engine.place is Place.WARM
+            and call.model not in in_the_way
+            and call.key not in out.start
+        ):
             assert engine.active + started >= engine.concurrency
 
 
 eighths = st.integers(0, 8000).map(lambda n: n / 8)  # of a second: exact, as the bound is
 
 
-@given(st.sampled_from(sorted(IMPORTANCE.values())), st.sampled_from(sorted(IMPORTANCE.values())), eighths, eighths,
-       st.sampled_from(Place), st.sampled_from(Place))
-def test_nobody_who_comes_after_the_ageing_bound_is_served_first(mine, theirs, after, later, place, other):
+@given(
+    st.sampled_from(sorted(IMPORTANCE.values())),
+    st.sampled_from(sorted(IMPORTANCE.values())),
+    eighths,
+    eighths,
+    st.sampled_from(Place),
+    st.sampled_from(Place),
+)
+def test_nobody_who_comes_after_the_ageing_bound_is_served_first(
+    mine, theirs, after, later, place, other
+):
     """So a call waits at most for those who came within that time, however warm or important the others are."""
     first = Waiting(1, "a", mine, 0.0)
     second = Waiting(2, "b", theirs, overtaken_for_seconds(mine, theirs) + after)

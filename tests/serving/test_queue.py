@@ -1,4 +1,5 @@
 """Turns at models: who gets one, and that nothing is left of those who go away."""
+
 from __future__ import annotations
 
 import asyncio
@@ -31,8 +32,13 @@ class Shelf:
         self.holds: list[Hold] = []
         self.log: list[str] = []
         self.clock = Clock()
-        self.queue = Queue(self.take, lambda model: model in self.warm, lambda model: self.many, clock=self.clock,
-                           limit=limit)
+        self.queue = Queue(
+            self.take,
+            lambda model: model in self.warm,
+            lambda model: self.many,
+            clock=self.clock,
+            limit=limit,
+        )
 
     def take(self, model: str, importance: int) -> Hold:
         hold = Hold(model, importance, asyncio.get_running_loop())
@@ -44,8 +50,11 @@ class Shelf:
         return hold
 
     def pinned(self) -> list[str]:
-        return [hold.model for hold in self.holds
-                if hold.ready.done() and not hold.ready.exception() and not hold.let_go_of]
+        return [
+            hold.model
+            for hold in self.holds
+            if hold.ready.done() and not hold.ready.exception() and not hold.let_go_of
+        ]
 
     def arrive(self) -> None:
         """Carries out what the ledger would: loads for which idle models can step aside are done, others wait."""
@@ -113,7 +122,10 @@ async def test_calls_start_by_importance_when_a_place_comes_free():
     """Not by arrival."""
     shelf = Shelf("a")
     async with done(shelf):
-        answers = [shelf.call("a", importance, importance) for importance in ("normal", "batch", "low", "urgent")]
+        answers = [
+            shelf.call("a", importance, importance)
+            for importance in ("normal", "batch", "low", "urgent")
+        ]
         for _ in answers:
             await settle()
             await next(answer for answer in answers if answer.name == shelf.log[-1]).end()
@@ -161,7 +173,13 @@ async def test_a_load_that_waits_holds_up_neither_other_models_nor_calls_before_
         more = [shelf.call("c", name="c2"), shelf.call("a", name="a2")]
         for answer in [*running, *more]:
             await answer.end()
-        assert shelf.log == ["a", "c", "load b", "c2", "a2"] or shelf.log == ["a", "c", "load b", "a2", "c2"]
+        assert shelf.log == ["a", "c", "load b", "c2", "a2"] or shelf.log == [
+            "a",
+            "c",
+            "load b",
+            "a2",
+            "c2",
+        ]
         shelf.arrive()
         await settle()
         await waiting.end()
@@ -234,7 +252,9 @@ async def test_a_more_important_call_asks_the_ledger_anew():
         better = shelf.call("b", "high")
         await settle()
         assert [(hold.model, hold.importance, hold.let_go_of) for hold in shelf.holds[1:]] == [
-            ("b", 30, True), ("b", 5, False)]
+            ("b", 30, True),
+            ("b", 5, False),
+        ]
         await running.end()
         shelf.arrive()
         await settle()
@@ -258,13 +278,21 @@ async def test_a_full_queue_says_when_to_come_back():
         with pytest.raises(Refused) as refused:
             async with shelf.queue.turn("a"):
                 pass
-        assert (refused.value.status, refused.value.code, refused.value.retry_after) == (503, "queue_full", 8.0)
+        assert (refused.value.status, refused.value.code, refused.value.retry_after) == (
+            503,
+            "queue_full",
+            8.0,
+        )
         for answer in answers:
             await answer.end()
 
 
-actions = st.lists(st.tuples(st.sampled_from(["call", "end", "cancel", "arrive", "fail", "later"]), st.integers(0, 7)),
-                   max_size=40)
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(["call", "end", "cancel", "arrive", "fail", "later"]), st.integers(0, 7)
+    ),
+    max_size=40,
+)
 
 
 @given(actions, st.integers(1, 2))
@@ -293,7 +321,9 @@ def test_nothing_is_left_of_any_call_however_it_ends(actions, concurrency):
                     shelf.clock.now += 11.0 * n
                 for _ in range(n % 3):  # not always all that could happen has happened
                     await asyncio.sleep(0)
-                if "fail" not in (what for what, _ in actions):  # those who are told of a failure are on their way out
+                if "fail" not in (
+                    what for what, _ in actions
+                ):  # those who are told of a failure are on their way out
                     assert all(count <= concurrency for count in shelf.queue.active().values())
                 assert len(shelf.warm) <= shelf.room
             for answer in answers:
@@ -301,7 +331,11 @@ def test_nothing_is_left_of_any_call_however_it_ends(actions, concurrency):
             for _ in range(2 * len(answers) + 2):
                 await settle()
                 shelf.arrive()
-            assert all(answer.task.done() for answer in answers), (shelf.queue.depth(), shelf.log, shelf.warm)
+            assert all(answer.task.done() for answer in answers), (
+                shelf.queue.depth(),
+                shelf.log,
+                shelf.warm,
+            )
             await asyncio.gather(*(answer.task for answer in answers), return_exceptions=True)
 
     play()

@@ -1,4 +1,5 @@
 """What a request's body may say, and what becomes of it."""
+
 from __future__ import annotations
 
 import json
@@ -17,9 +18,11 @@ ASKS = {
     "embeddings": {"model": "bge", "input": "text"},
     "images": {"model": "sdxl", "prompt": "a cat"},
 }
-ANYTHING = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-                        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-                        max_leaves=8)
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
 
 
 def refusal(kind: str, body: Any) -> Refused:
@@ -37,11 +40,28 @@ def test_a_plain_body_reaches_the_engine_as_it_was_sent(kind):
 
 def test_our_fields_are_read_and_no_engine_sees_them():
     """Engines refuse what they do not know."""
-    ours = {"x_client_id": "bot", "x_priority": "high", "x_stay_warm": 60, "x_cooldown": 5, "x_thinking": False,
-            "x_budget": 2.5, "x_never_heard_of": {"a": [1]}}
+    ours = {
+        "x_client_id": "bot",
+        "x_priority": "high",
+        "x_stay_warm": 60,
+        "x_cooldown": 5,
+        "x_thinking": False,
+        "x_budget": 2.5,
+        "x_never_heard_of": {"a": [1]},
+    }
     call = read_call("chat", CHAT | ours, "ann")
-    assert call == Call("chat", "qwen", CHAT, client="ann/bot", profile="bot", importance=5, stay_warm=60.0,
-                        cooldown=5.0, thinking=False, budget=2.5)
+    assert call == Call(
+        "chat",
+        "qwen",
+        CHAT,
+        client="ann/bot",
+        profile="bot",
+        importance=5,
+        stay_warm=60.0,
+        cooldown=5.0,
+        thinking=False,
+        budget=2.5,
+    )
 
 
 @pytest.mark.parametrize("name", ["X_PRIORITY", "x-priority", "X-Priority"])
@@ -50,9 +70,24 @@ def test_our_fields_are_ours_however_they_are_written(name):
     assert read_call("chat", CHAT | {name: 1}) == Call("chat", "qwen", CHAT, importance=1)
 
 
-@given(st.dictionaries(st.text(max_size=8).map("x_{}".format) | st.sampled_from(
-    ["x_client_id", "x_priority", "x_stay_warm", "x_cooldown", "x_thinking", "x_budget", "X_Priority"]),
-    ANYTHING, max_size=4))
+@given(
+    st.dictionaries(
+        st.text(max_size=8).map("x_{}".format)
+        | st.sampled_from(
+            [
+                "x_client_id",
+                "x_priority",
+                "x_stay_warm",
+                "x_cooldown",
+                "x_thinking",
+                "x_budget",
+                "X_Priority",
+            ]
+        ),
+        ANYTHING,
+        max_size=4,
+    )
+)
 def test_whatever_our_fields_hold_the_engine_sees_none_of_them(ours):
     """Hostile values end in a clear 400, or are taken; nothing else."""
     try:
@@ -64,9 +99,30 @@ def test_whatever_our_fields_hold_the_engine_sees_none_of_them(ours):
         assert call.importance is None or 1 <= call.importance <= 100
 
 
-@given(st.sampled_from(KINDS), ANYTHING | st.fixed_dictionaries({}, optional={
-    name: ANYTHING for name in ("model", "messages", "prompt", "input", "stream", "max_tokens", "n", "temperature",
-                                "stop", "size", "seed", "encoding_format")}))
+@given(
+    st.sampled_from(KINDS),
+    ANYTHING
+    | st.fixed_dictionaries(
+        {},
+        optional={
+            name: ANYTHING
+            for name in (
+                "model",
+                "messages",
+                "prompt",
+                "input",
+                "stream",
+                "max_tokens",
+                "n",
+                "temperature",
+                "stop",
+                "size",
+                "seed",
+                "encoding_format",
+            )
+        },
+    ),
+)
 def test_no_body_is_too_strange_to_be_told_what_is_wrong_with_it(kind, body):
     """A 400 with a sentence, never an error of ours."""
     try:
@@ -76,33 +132,36 @@ def test_no_body_is_too_strange_to_be_told_what_is_wrong_with_it(kind, body):
         assert json.dumps(refused.body())
 
 
-@pytest.mark.parametrize(("kind", "change", "param"), [
-    ("chat", {"model": None}, "model"),
-    ("chat", {"model": "q" * 300}, "model"),
-    ("chat", {"model": "qwen\n"}, "model"),
-    ("chat", {"messages": []}, "messages"),
-    ("chat", {"messages": "hi"}, "messages"),
-    ("chat", {"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
-    ("chat", {"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
-    ("chat", {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-    ("chat", {"stream": "yes"}, "stream"),
-    ("chat", {"max_tokens": 10**12}, "max_tokens"),
-    ("chat", {"max_tokens": 0}, "max_tokens"),
-    ("chat", {"max_tokens": True}, "max_tokens"),
-    ("chat", {"temperature": float("nan")}, "temperature"),
-    ("chat", {"temperature": "hot"}, "temperature"),
-    ("chat", {"stop": [""]}, "stop"),
-    ("chat", {"x_priority": "supreme"}, "x_priority"),
-    ("chat", {"x_priority": -1}, "x_priority"),
-    ("chat", {"x_priority": True}, "x_priority"),
-    ("chat", {"x_cooldown": float("inf")}, "x_cooldown"),
-    ("chat", {"x_client_id": "a/b"}, "x_client_id"),
-    ("completions", {"prompt": ["a"]}, "prompt"),
-    ("embeddings", {"input": []}, "input"),
-    ("embeddings", {"encoding_format": "hex"}, "encoding_format"),
-    ("embeddings", {"stream": True}, "stream"),
-    ("images", {"size": "9999999x1"}, "size"),
-])
+@pytest.mark.parametrize(
+    ("kind", "change", "param"),
+    [
+        ("chat", {"model": None}, "model"),
+        ("chat", {"model": "q" * 300}, "model"),
+        ("chat", {"model": "qwen\n"}, "model"),
+        ("chat", {"messages": []}, "messages"),
+        ("chat", {"messages": "hi"}, "messages"),
+        ("chat", {"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
+        ("chat", {"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ("chat", {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ("chat", {"stream": "yes"}, "stream"),
+        ("chat", {"max_tokens": 10**12}, "max_tokens"),
+        ("chat", {"max_tokens": 0}, "max_tokens"),
+        ("chat", {"max_tokens": True}, "max_tokens"),
+        ("chat", {"temperature": float("nan")}, "temperature"),
+        ("chat", {"temperature": "hot"}, "temperature"),
+        ("chat", {"stop": [""]}, "stop"),
+        ("chat", {"x_priority": "supreme"}, "x_priority"),
+        ("chat", {"x_priority": -1}, "x_priority"),
+        ("chat", {"x_priority": True}, "x_priority"),
+        ("chat", {"x_cooldown": float("inf")}, "x_cooldown"),
+        ("chat", {"x_client_id": "a/b"}, "x_client_id"),
+        ("completions", {"prompt": ["a"]}, "prompt"),
+        ("embeddings", {"input": []}, "input"),
+        ("embeddings", {"encoding_format": "hex"}, "encoding_format"),
+        ("embeddings", {"stream": True}, "stream"),
+        ("images", {"size": "9999999x1"}, "size"),
+    ],
+)
 def test_what_is_wrong_is_named(kind, change, param):
     """The field as its writer called it, so that it is found."""
     refused = refusal(kind, ASKS[kind] | change)
@@ -112,7 +171,9 @@ def test_what_is_wrong_is_named(kind, change, param):
 
 def test_half_a_surrogate_pair_is_the_callers_mistake():
     """It is valid JSON, and tokenizers fail on it."""
-    assert refusal("chat", CHAT | {"messages": [{"role": "user", "content": "\ud800"}]}).status == 400
+    assert (
+        refusal("chat", CHAT | {"messages": [{"role": "user", "content": "\ud800"}]}).status == 400
+    )
 
 
 def test_a_refusal_is_shaped_as_openai_clients_read_it():
@@ -120,5 +181,11 @@ def test_a_refusal_is_shaped_as_openai_clients_read_it():
     refused = Refused(503, "queue_full", "the queue is full", 0.2)
     assert refused.headers == {"Retry-After": "1"}
     assert refused.body() == {
-        "error": {"message": "the queue is full", "type": "server_error", "code": "queue_full", "param": None}}
+        "error": {
+            "message": "the queue is full",
+            "type": "server_error",
+            "code": "queue_full",
+            "param": None,
+        }
+    }
     assert Refused(400, "bad_field", "no").headers == {}

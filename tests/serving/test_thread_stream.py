@@ -1,4 +1,5 @@
 """Blocking work, heard in the event loop: in order, with its errors, and never left running."""
+
 from __future__ import annotations
 
 import asyncio
@@ -13,6 +14,7 @@ from tests.serving.loops import in_loop, until
 @in_loop
 async def test_pieces_come_in_their_order_and_the_error_last():
     """What was said before it failed is heard."""
+
     def work(emit, gone):
         for n in range(100):
             emit(n)

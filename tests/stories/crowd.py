@@ -6,6 +6,7 @@ The truth comes by a channel of its own: each process writes the bytes it holds 
 shared file, *before* it takes them and *after* it has freed them, so what the slots say is never less than what is
 held. A process is forked from one that has imported everything, so that a restart costs milliseconds.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -56,7 +57,9 @@ class Slots:
         with open(path, "a+b") as file:
             file.truncate(size)
             self._map = mmap.mmap(file.fileno(), size)
-        self._cells = (ctypes.c_int64 * (size // 8)).from_buffer(self._map)  # stored whole, or not at all
+        self._cells = (ctypes.c_int64 * (size // 8)).from_buffer(
+            self._map
+        )  # stored whole, or not at all
 
     def __getitem__(self, place: tuple[int, int]) -> int:
         return self._cells[place[0] * _FIELDS + place[1]]
@@ -107,7 +110,11 @@ class Look:
 
     def too_much(self, alive: Callable[[int], bool] = bool) -> str:
         """Which device is over its limit, and who holds what; empty where none is."""
-        held = {slot: self.held(slot) for slot in range(1, self.count) if self.pid(slot) and alive(self.pid(slot))}
+        held = {
+            slot: self.held(slot)
+            for slot in range(1, self.count)
+            if self.pid(slot) and alive(self.pid(slot))
+        }
         for id, limit in LIMITS.items():
             total = sum(one[id] for one in held.values())
             if total > limit:
@@ -151,7 +158,9 @@ def overcommit(slots: Slots) -> str:
     look = slots.look()
     if not look.too_much():
         return ""
-    time.sleep(0.1)  # a dying process has closed its files, its lock among them, a moment before it is seen to be dead
+    time.sleep(
+        0.1
+    )  # a dying process has closed its files, its lock among them, a moment before it is seen to be dead
     return look.too_much(is_alive)
 
 
@@ -187,21 +196,40 @@ class AuditedBackend(FakeBackend):
 
 # -- what a kernel does -----------------------------------------------------------------------------------------------
 
+
 class Kernel:
     """A runtime, a few fake models that do not fit beside everybody else's, and a dice."""
 
-    def __init__(self, url: str, slots: Slots, slot: int, seed: int, tell: Callable[[str], None],
-                 forgives: tuple[type[Exception], ...]) -> None:
+    def __init__(
+        self,
+        url: str,
+        slots: Slots,
+        slot: int,
+        seed: int,
+        tell: Callable[[str], None],
+        forgives: tuple[type[Exception], ...],
+    ) -> None:
         self.forgives = forgives
         self.dice = random.Random(seed)
         self.account = Account(slots, slot, tell)
-        self.rt = Runtime(devices=DEVICES, ledger=url, gpu_memory_max_percent=1.0, cpu_memory_max_percent=1.0,
-                          eviction_grace_seconds=self.dice.choice([0, 0, 0.1]), pressure_check_interval_seconds=1)
+        self.rt = Runtime(
+            devices=DEVICES,
+            ledger=url,
+            gpu_memory_max_percent=1.0,
+            cpu_memory_max_percent=1.0,
+            eviction_grace_seconds=self.dice.choice([0, 0, 0.1]),
+            pressure_check_interval_seconds=1,
+        )
         self.rt._backends["fake"] = AuditedBackend(self.account, self.rt.probe)
         self.names = [f"{name}{slot}" for name in "abc"]
         for name in self.names:
-            self.rt.register(name, self.on_the_way, backend="fake", size=f"{self.dice.randint(2, 11)}GiB",
-                             importance=self.dice.choice(["normal", "normal", "normal", "high", "batch"]))
+            self.rt.register(
+                name,
+                self.on_the_way,
+                backend="fake",
+                size=f"{self.dice.randint(2, 11)}GiB",
+                importance=self.dice.choice(["normal", "normal", "normal", "high", "batch"]),
+            )
 
     def on_the_way(self, verb: str) -> None:
         """Called while bytes travel: it takes its time, and sometimes fails."""
@@ -212,14 +240,26 @@ class Kernel:
     def act(self) -> None:
         dice, rt = self.dice, self.rt
         deed: Callable[[], Any] = dice.choices(
-            [self.use, self.use_two, self.block, self.evict, self.ask_another, self.keep, rt.status,
-             lambda: rt.preload(dice.choice(self.names), timeout=1)], [50, 10, 12, 8, 6, 4, 4, 6])[0]
+            [
+                self.use,
+                self.use_two,
+                self.block,
+                self.evict,
+                self.ask_another,
+                self.keep,
+                rt.status,
+                lambda: rt.preload(dice.choice(self.names), timeout=1),
+            ],
+            [50, 10, 12, 8, 6, 4, 4, 6],
+        )[0]
         try:
             deed()
         except (*EXPECTED, *self.forgives):
             pass
         except (GpuError, RuntimeError) as error:  # its own misfortune, or that of whom it asked
-            if not any(words in str(error) for words in ("told to fail", "is gone", "does not hold")):
+            if not any(
+                words in str(error) for words in ("told to fail", "is gone", "does not hold")
+            ):
                 raise
 
     def timeout(self) -> float:
@@ -240,7 +280,9 @@ class Kernel:
             self.stay_a_while()
 
     def block(self) -> None:
-        with self.rt.lease(f"{self.dice.randint(1, 6)}GiB", purpose="work", timeout=self.timeout()) as block:
+        with self.rt.lease(
+            f"{self.dice.randint(1, 6)}GiB", purpose="work", timeout=self.timeout()
+        ) as block:
             self.account.add(block.lease.shares)
             try:
                 self.account.served()
@@ -265,8 +307,14 @@ class Kernel:
         self.rt.unpin(name)
 
 
-def be_a_kernel(url: str, slots: Slots, slot: int, seed: int, tell: Callable[[str], None],
-                forgives: tuple[type[Exception], ...] = ()) -> None:
+def be_a_kernel(
+    url: str,
+    slots: Slots,
+    slot: int,
+    seed: int,
+    tell: Callable[[str], None],
+    forgives: tuple[type[Exception], ...] = (),
+) -> None:
     kernel = Kernel(url, slots, slot, seed, tell, forgives)
     while not slots.stopping:
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
@@ -277,6 +325,7 @@ def be_a_kernel(url: str, slots: Slots, slot: int, seed: int, tell: Callable[[st
 
 
 # -- the auditor ------------------------------------------------------------------------------------------------------
+
 
 def be_the_auditor(url: str, slots: Slots, tell: Callable[[str], None], told: Path) -> None:
     """Looks without pause: nobody holds more than there is, and nobody alive more than the book says."""
@@ -298,14 +347,23 @@ def lost(slots: Slots, read: Callable[[], Any]) -> Iterator[str]:
     before, book, after = slots.look(), read(), slots.look()
     for slot in range(1, after.count):
         pid = after.pid(slot)
-        if not pid or pid != before.pid(slot) or after.version(slot) % 2 or before.version(slot) != after.version(slot):
+        if (
+            not pid
+            or pid != before.pid(slot)
+            or after.version(slot) % 2
+            or before.version(slot) != after.version(slot)
+        ):
             continue
         claimed: Counter[str] = Counter()
         for section in book.sections.values():
             if section.owner.pid == pid:
                 for lease in section.leases:
                     claimed.update({share.device: share.bytes for share in lease.claims()})
-        less = {id: (size / GIB, claimed[id] / GIB) for id, size in after.held(slot).items() if size > claimed[id]}
+        less = {
+            id: (size / GIB, claimed[id] / GIB)
+            for id, size in after.held(slot).items()
+            if size > claimed[id]
+        }
         if less:
             time.sleep(0.1)
             if is_alive(pid):
@@ -313,6 +371,7 @@ def lost(slots: Slots, read: Callable[[], Any]) -> Iterator[str]:
 
 
 # -- the warden -------------------------------------------------------------------------------------------------------
+
 
 class Report(NamedTuple):
     """What came of a crowd's run."""
@@ -325,8 +384,10 @@ class Report(NamedTuple):
     wrong: list[str]
 
     def __str__(self) -> str:
-        return (f"{self.seconds:.0f} s, {self.kills} kills, {self.stops} stops, {self.served} blocks served, "
-                f"{self.looks} looks, {len(self.wrong)} wrong")
+        return (
+            f"{self.seconds:.0f} s, {self.kills} kills, {self.stops} stops, {self.served} blocks served, "
+            f"{self.looks} looks, {len(self.wrong)} wrong"
+        )
 
 
 class Warden:
@@ -347,8 +408,12 @@ class Warden:
 
     def run(self, seconds: float) -> Report:
         began = time.monotonic()
-        auditor = self.fork("auditor", lambda: be_the_auditor(
-            self.url, self.slots, self.teller("auditor"), self.directory / "looks"))
+        auditor = self.fork(
+            "auditor",
+            lambda: be_the_auditor(
+                self.url, self.slots, self.teller("auditor"), self.directory / "looks"
+            ),
+        )
         for slot in range(1, self.kernels + 1):
             self.start(slot)
         while time.monotonic() - began < seconds and not self.wrong:
@@ -372,7 +437,11 @@ class Warden:
             return pid
         status = 3
         try:
-            log = os.open(self.directory / f"{name}.{os.getpid()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            log = os.open(
+                self.directory / f"{name}.{os.getpid()}.log",
+                os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+                0o600,
+            )
             os.dup2(log, 1)
             os.dup2(log, 2)
             act()
@@ -386,12 +455,17 @@ class Warden:
     def teller(self, name: str) -> Callable[[str], None]:
         def tell(why: str) -> None:
             print(f"WRONG: {why}", file=sys.stderr, flush=True)
+
         return tell
 
     def start(self, slot: int) -> None:
         seed = self.dice.getrandbits(32)
-        self.running[slot] = self.fork(f"kernel{slot}", lambda: be_a_kernel(
-            self.url, self.slots, slot, seed, self.teller(f"kernel{slot}"), self.forgives))
+        self.running[slot] = self.fork(
+            f"kernel{slot}",
+            lambda: be_a_kernel(
+                self.url, self.slots, slot, seed, self.teller(f"kernel{slot}"), self.forgives
+            ),
+        )
 
     def disturb(self) -> None:
         slot = self.dice.choice(list(self.running))
@@ -435,7 +509,7 @@ class Warden:
         """What the auditor and the kernels have to say."""
         for log in self.directory.glob("*.log"):
             text = log.read_text()
-            new = text[self.heard.get(log, 0):]
+            new = text[self.heard.get(log, 0) :]
             self.heard[log] = len(text)
             self.wrong += [f"{log.name}: {line}" for line in new.splitlines() if "WRONG: " in line]
 
@@ -468,16 +542,29 @@ class Warden:
             directory = getattr(rt._keeper.ledger, "directory", None)
         open_ledger(self.url).close()  # whoever comes next sweeps
         # A hidden file is a draft: who is killed while it makes one leaves that for a day, and nobody reads it.
-        left = sorted(path.name for path in (directory / "owners").glob("[!.]*")) if directory else []
+        left = (
+            sorted(path.name for path in (directory / "owners").glob("[!.]*")) if directory else []
+        )
         if left:
             self.wrong.append(f"left beside the book: {left}")
-        if directory and not self.damages and (books := [path.name for path in directory.glob("*damaged*")]):
+        if (
+            directory
+            and not self.damages
+            and (books := [path.name for path in directory.glob("*damaged*")])
+        ):
             self.wrong.append(f"the book was damaged: {books}")
 
 
 @contextmanager
-def crowd(url: str, directory: Path, *, kernels: int, seed: int, calm: float = 0.1,
-          kind: type[Warden] = Warden) -> Iterator[Warden]:
+def crowd(
+    url: str,
+    directory: Path,
+    *,
+    kernels: int,
+    seed: int,
+    calm: float = 0.1,
+    kind: type[Warden] = Warden,
+) -> Iterator[Warden]:
     warden = kind(url, directory, kernels, seed, calm)
     try:
         yield warden
@@ -496,10 +583,16 @@ def main() -> None:
     parser.add_argument("--kernels", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--calm", type=float, default=0.1, help="seconds between two disturbances, on average")
+    parser.add_argument(
+        "--calm", type=float, default=0.1, help="seconds between two disturbances, on average"
+    )
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory, \
-            crowd(given.url, Path(directory), kernels=given.kernels, seed=given.seed, calm=given.calm) as warden:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        crowd(
+            given.url, Path(directory), kernels=given.kernels, seed=given.seed, calm=given.calm
+        ) as warden,
+    ):
         report = warden.run(given.seconds)
     print(json.dumps(report._asdict()))
 

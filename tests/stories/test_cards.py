@@ -2,6 +2,7 @@
 
 On the real binding and a driver of ours, with eight cards, instances, and cards that fail.
 """
+
 from __future__ import annotations
 
 import os
@@ -53,7 +54,9 @@ def test_a_process_may_not_use_a_card_that_it_does_not_see(host, driver):
     assert "DoesNotFit" in hold(one, "c", 70) + hold(one, "d", 75), "one card is all it has"
 
 
-def test_containers_whose_drivers_number_different_cards_alike_agree_by_uuid(host, driver, library, tmp_path):
+def test_containers_whose_drivers_number_different_cards_alike_agree_by_uuid(
+    host, driver, library, tmp_path
+):
     """The driver in each shows one card, as number 0. The book's names go by UUID."""
     from tests.nvml_driver import Driver, Kernel
 
@@ -66,29 +69,45 @@ def test_containers_whose_drivers_number_different_cards_alike_agree_by_uuid(hos
     other = Kernel(contained, host.url)
     host.kernels.append(other)
     assert hold(one, "a", 60) == "cuda:0"
-    assert other.tell(TORCH) in ({"cuda:0": "cuda:0", "host": "cpu"}, {"cuda:1": "cuda:0", "host": "cpu"})
+    assert other.tell(TORCH) in (
+        {"cuda:0": "cuda:0", "host": "cpu"},
+        {"cuda:1": "cuda:0", "host": "cpu"},
+    )
     other.tell("rt.register('b', backend='fake', size='60GiB') and None")
     assert "cuda:1" in other.tell("rt.plan('b').considered[0].because")
     assert other.tell(TORCH) == {"cuda:1": "cuda:0", "host": "cpu"}
 
 
-@pytest.mark.parametrize("visible, seen", [
-    ("", []), ("7,0", ["cuda:7", "cuda:0"]), ("GPU-00000000-0000-0000-0000-000000000005", ["cuda:5"])])
+@pytest.mark.parametrize(
+    "visible, seen",
+    [
+        ("", []),
+        ("7,0", ["cuda:7", "cuda:0"]),
+        ("GPU-00000000-0000-0000-0000-000000000005", ["cuda:5"]),
+    ],
+)
 def test_visible_devices_choose_among_eight_cards(host, driver, visible, seen):
     driver.set(count=8)
     kernel = host.kernel(devices="auto", CUDA_VISIBLE_DEVICES=visible)
-    assert kernel.tell("[d.id for d in rt.probe.devices if not d.is_host and not d.simulated]") == seen
+    assert (
+        kernel.tell("[d.id for d in rt.probe.devices if not d.is_host and not d.simulated]") == seen
+    )
 
 
 def test_instances_of_a_partitioned_card_are_devices_of_their_own(host, driver):
     """Each with its own memory; temperature and power are the card's, utilisation nobody tells."""
     driver.set(count=2, _0_mig=3, _0_1_free=4 * GIB)
     uuid = "MIG-00000000-0000-0000-{:04d}-000000000000".format
-    one, other = host.kernel(CUDA_VISIBLE_DEVICES=uuid(0)), host.kernel(CUDA_VISIBLE_DEVICES=uuid(1))
+    one, other = (
+        host.kernel(CUDA_VISIBLE_DEVICES=uuid(0)),
+        host.kernel(CUDA_VISIBLE_DEVICES=uuid(1)),
+    )
     assert one.tell(TORCH) == {"cuda:0.0": "cuda:0", "host": "cpu"}
     assert other.tell(TORCH) == {"cuda:0.1": "cuda:0", "host": "cpu"}
-    view = "[[v.device.total_bytes, v.measured_bytes, v.sample.utilisation_percent, v.sample.temperature_celsius, " \
-           "v.sample.power_watts] for v in rt.status().devices][0]"
+    view = (
+        "[[v.device.total_bytes, v.measured_bytes, v.sample.utilisation_percent, v.sample.temperature_celsius, "
+        "v.sample.power_watts] for v in rt.status().devices][0]"
+    )
     assert one.tell(view) == [10 * GIB, 0, None, 61, 412]
     assert other.tell(view)[:2] == [10 * GIB, 6 * GIB]
     assert (hold(one, "a", 8), hold(other, "b", 3)) == ("cuda:0.0", "cuda:0.1")
@@ -152,8 +171,10 @@ def test_where_there_is_no_nvml_the_tool_answers_for_the_helper_too(host, driver
 def test_a_card_that_shows_no_memory_but_is_known_to_share_the_machines_is_unified(host, driver):
     driver.set(_0_name="NVIDIA GB10", _0_total="na")
     kernel = host.kernel()
-    assert kernel.tell("[rt.probe.devices[0].unified, rt.probe.devices[0].total_bytes]") == \
-        [True, psutil.virtual_memory().total]
+    assert kernel.tell("[rt.probe.devices[0].unified, rt.probe.devices[0].total_bytes]") == [
+        True,
+        psutil.virtual_memory().total,
+    ]
     until(lambda: kernel.tell("rt.status().devices[0].measured_bytes"))
     assert kernel.degraded == ""
 

@@ -3,6 +3,7 @@
 Every deed is done again and again by a new process, killed before its first change, its second, … until one comes
 through. The counting and killing is done by a library of ours in front of the C library (crash_points.c).
 """
+
 from __future__ import annotations
 
 import argparse
@@ -29,6 +30,7 @@ Say = Callable[[str], None]
 
 
 # -- what is done; each says what it has been told is done ------------------------------------------------------------
+
 
 def write(url: str, arm: Callable[[], None], say: Say) -> None:
     """A second grant, in a door that stands open."""
@@ -74,6 +76,7 @@ DEEDS = {deed.__name__: deed for deed in (write, live, mend, work)}
 
 # -- kill by kill -----------------------------------------------------------------------------------------------------
 
+
 def kill_everywhere(url: str, deed: str, every: int = 1) -> int:
     """Before how many changes it was killed. Raises AssertionError where somebody else was the worse for it."""
     library = ctypes.CDLL(None)
@@ -82,7 +85,9 @@ def kill_everywhere(url: str, deed: str, every: int = 1) -> int:
     put(neighbour, "mine")
     at = 1
     while True:
-        said, survived = done_by_another(DEEDS[deed], url, lambda at=at: library.crash_arm(directory, at))
+        said, survived = done_by_another(
+            DEEDS[deed], url, lambda at=at: library.crash_arm(directory, at)
+        )
         judge(neighbour, said, f"{deed}, killed before change {at}", may_be_rebuilt=deed == "mend")
         if survived:
             break
@@ -91,7 +96,9 @@ def kill_everywhere(url: str, deed: str, every: int = 1) -> int:
     return at - 1
 
 
-def done_by_another(deed: Callable[..., None], url: str, arm: Callable[[], None]) -> tuple[str, bool]:
+def done_by_another(
+    deed: Callable[..., None], url: str, arm: Callable[[], None]
+) -> tuple[str, bool]:
     """The last thing that it said, and whether it came through."""
     inbox, outbox = os.pipe()
     pid = os.fork()
@@ -102,6 +109,7 @@ def done_by_another(deed: Callable[..., None], url: str, arm: Callable[[], None]
             status = 0
         except BaseException:
             import traceback
+
             traceback.print_exc()
         finally:
             os._exit(status)
@@ -118,7 +126,9 @@ def judge(neighbour: Ledger, said: str, when: str, *, may_be_rebuilt: bool) -> N
     """The book is whole, what was said to be done is done, the dead can be reaped, and the next grant works."""
     book = neighbour.read()
     assert "mine" in names(neighbour), f"{when}: a living neighbour lost its lease"
-    assert not said or said in names(neighbour), f"{when}: {said} was granted and is not in the book"
+    assert not said or said in names(neighbour), (
+        f"{when}: {said} was granted and is not in the book"
+    )
     others = book.sections.keys() - {neighbour.owner.id}
     assert others == neighbour.dead(book), f"{when}: {others} cannot be proven dead"
     for id in others:
@@ -137,8 +147,16 @@ def look_for_leftovers(neighbour: Ledger, url: str) -> None:
     without(neighbour, neighbour.owner.id)
     open_ledger(url).close()
     neighbour.close()
-    kept = {"CURRENT", "owners", "ballast", "rebuild.lock", "turn", "turn.pipe", "newest",
-            *files.other_books(neighbour.directory, "")}
+    kept = {
+        "CURRENT",
+        "owners",
+        "ballast",
+        "rebuild.lock",
+        "turn",
+        "turn.pipe",
+        "newest",
+        *files.other_books(neighbour.directory, ""),
+    }
     left = {path.name for path in neighbour.directory.rglob("*")} - kept
     assert not {name for name in left if "-journal" not in name and "damaged" not in name}, left
 
@@ -148,16 +166,40 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not shutil.which("gcc"):
         pytest.skip("needs gcc, to build the library that counts and kills")
     there = tmp_path_factory.mktemp("library") / "crash_points.so"
-    subprocess.run(["gcc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", there,
-                    REPO / "tests" / "crash_points.c", "-ldl"], check=True)
+    subprocess.run(
+        [
+            "gcc",
+            "-O1",
+            "-Wall",
+            "-Werror",
+            "-shared",
+            "-fPIC",
+            "-o",
+            there,
+            REPO / "tests" / "crash_points.c",
+            "-ldl",
+        ],
+        check=True,
+    )
     return there
 
 
 @pytest.mark.parametrize("deed", DEEDS)
 def test_a_kill_before_any_change_of_a_file_harms_nobody_else(deed, library, tmp_path):
-    ran = subprocess.run([sys.executable, "-m", "tests.stories.test_crash_points", f"sqlite://{tmp_path}/ledger", deed],
-                         cwd=REPO, env=os.environ | {"PYTHONPATH": str(REPO), "LD_PRELOAD": str(library)},
-                         capture_output=True, text=True, timeout=150)
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.stories.test_crash_points",
+            f"sqlite://{tmp_path}/ledger",
+            deed,
+        ],
+        cwd=REPO,
+        env=os.environ | {"PYTHONPATH": str(REPO), "LD_PRELOAD": str(library)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
     assert ran.returncode == 0, ran.stderr[-6000:]
     print(ran.stdout)
     assert json.loads(ran.stdout) > {"write": 8, "live": 40, "mend": 40, "work": 60}[deed]

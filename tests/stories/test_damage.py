@@ -5,6 +5,7 @@ The vandal strikes the book: its bytes, its file, CURRENT and SQLite's journal. 
 there is nothing left to rebuild from; each comes back with its next write, and until then what it holds is not in the
 book.)
 """
+
 from __future__ import annotations
 
 import os
@@ -38,9 +39,18 @@ class Vandal(Warden):
         book = self.home / files.current(self.home)
         if not book.is_file():
             return  # it is being mended
-        fault: Callable[[Path], object] = self.dice.choice([
-            self.bytes_flipped, self.digit_changed, self.truncated, self.unlinked, self.old_copy_over_it,
-            self.old_copy_in_its_place, self.current_lost, self.journal_garbled])
+        fault: Callable[[Path], object] = self.dice.choice(
+            [
+                self.bytes_flipped,
+                self.digit_changed,
+                self.truncated,
+                self.unlinked,
+                self.old_copy_over_it,
+                self.old_copy_in_its_place,
+                self.current_lost,
+                self.journal_garbled,
+            ]
+        )
         try:
             fault(book)
             self.struck[fault.__name__] += 1
@@ -97,10 +107,18 @@ class Vandal(Warden):
         time.sleep(self.dice.uniform(0, 0.03))
 
 
-def strike(directory: Path, *, kernels: int, seconds: float, seed: int, calm: float) -> tuple[Report, Counter[str]]:
+def strike(
+    directory: Path, *, kernels: int, seconds: float, seed: int, calm: float
+) -> tuple[Report, Counter[str]]:
     (directory / "slots").mkdir()
-    with crowd(f"sqlite://{directory}/ledger", directory / "slots", kernels=kernels, seed=seed, calm=calm,
-               kind=Vandal) as vandal:
+    with crowd(
+        f"sqlite://{directory}/ledger",
+        directory / "slots",
+        kernels=kernels,
+        seed=seed,
+        calm=calm,
+        kind=Vandal,
+    ) as vandal:
         report = vandal.run(seconds)
     print(report, dict(vandal.struck))
     assert not report.wrong, "\n".join(report.wrong)
@@ -117,6 +135,8 @@ def test_a_crowd_outlives_the_damage_of_its_book(tmp_path):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(20, 24))
 def test_a_crowd_outlives_a_thousand_faults(tmp_path, seed):
-    report, struck = strike(tmp_path, kernels=(4, 8, 16, 32)[seed % 4], seconds=60, seed=seed, calm=0.08)
+    report, struck = strike(
+        tmp_path, kernels=(4, 8, 16, 32)[seed % 4], seconds=60, seed=seed, calm=0.08
+    )
     soak.add(damage_faults=struck.total(), blocks_served_on_a_damaged_book=report.served)
     assert struck.total() > 250 and report.served > 50

@@ -1,4 +1,5 @@
 """Two real processes and one book: one sees how the other's memory is cut up, and has it defragmented."""
+
 from __future__ import annotations
 
 import signal
@@ -13,7 +14,9 @@ from gpu_runtime.units import MIB
 from tests.stories.test_processes import DEVICES, Kernel, kernel, ledger, redis  # noqa: F401
 
 CACHE = "rt.probe.place('sim:0').allocate(64 << 20).free()"  # what code leaves behind that is done with its tensors
-ADAPTERS = "; ".join(f"rt.register('a{n}', backend='fake', size='3MiB'); rt.preload('a{n}')" for n in range(6))
+ADAPTERS = "; ".join(
+    f"rt.register('a{n}', backend='fake', size='3MiB'); rt.preload('a{n}')" for n in range(6)
+)
 
 
 @pytest.fixture
@@ -38,11 +41,19 @@ def test_another_kernels_cache_is_seen_and_given_back(kernel, here):  # noqa: F8
     other = kernel()
     assert other.tell(f"{ADAPTERS}; {CACHE}") == "done"
     before = seen(here, lambda map: map is not None and map.inactive_bytes == 66 * MIB)
-    assert (before.allocated_bytes, before.reserved_bytes, before.releasable_bytes) == (18 * MIB, 84 * MIB, 64 * MIB)
+    assert (before.allocated_bytes, before.reserved_bytes, before.releasable_bytes) == (
+        18 * MIB,
+        84 * MIB,
+        64 * MIB,
+    )
     done = here.defrag(f"a0@{other.process.pid}", timeout=20)
     assert (done.done, done.bytes) == (True, 64 * MIB)
-    after, = here.allocator_maps()
-    assert (after.reserved_bytes, after.inactive_bytes, after.releasable_bytes) == (20 * MIB, 2 * MIB, 0)
+    (after,) = here.allocator_maps()
+    assert (after.reserved_bytes, after.inactive_bytes, after.releasable_bytes) == (
+        20 * MIB,
+        2 * MIB,
+        0,
+    )
 
 
 def test_what_a_killed_kernel_held_is_drawn_no_longer(kernel, here):  # noqa: F811
@@ -58,7 +69,10 @@ def test_a_stopped_kernel_keeps_its_cache_and_who_asked_is_told(kernel, here):  
     """Only the owner can give it back."""
     other = kernel()
     assert other.tell(f"{ADAPTERS}; {CACHE}") == "done"
-    assert seen(here, lambda map: map is not None and map.reserved_bytes == 84 * MIB).reserved_bytes == 84 * MIB
+    assert (
+        seen(here, lambda map: map is not None and map.reserved_bytes == 84 * MIB).reserved_bytes
+        == 84 * MIB
+    )
     other.signal(signal.SIGSTOP)
     with pytest.raises(Busy, match="was asked to defrag, and has not answered"):
         here.defrag(str(other.process.pid), timeout=0.5)

@@ -1,4 +1,5 @@
 """Real kernels with real workers: whoever dies, and however, nothing is left running and nothing stays claimed."""
+
 from __future__ import annotations
 
 import os
@@ -18,7 +19,9 @@ from tests import tiny_models
 from tests.backends.test_engine_server import alive, soon
 from tests.owner.conftest import claims
 
-pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install 'gpu-console[llama]'")
+pytest.importorskip(
+    "llama_cpp", reason="llama-cpp-python is not installed: pip install 'gpu-console[llama]'"
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +51,13 @@ class Kernel:
                 except BaseException as error:
                     print(type(error).__name__, flush=True)
         """)
-        self.process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        text=True, start_new_session=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         self.worker = int(self.hear())
 
     def hear(self) -> str:
@@ -162,7 +170,9 @@ def _killing_at_random(rt: Runtime, names: list[str], kills: int, seed: int) -> 
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(150, marks=pytest.mark.soak)])
-def test_killed_at_random_every_lease_comes_back_and_no_process_and_no_memory_stays(ledger, tmp_path, kills):
+def test_killed_at_random_every_lease_comes_back_and_no_process_and_no_memory_stays(
+    ledger, tmp_path, kills
+):
     """Two models of which one fits at a time, so that drops, loads and kills meet."""
     me = psutil.Process()
     with Runtime(devices="sim:10MiB,host:64MiB", ledger=ledger, gpu_memory_max_percent=1.0) as rt:
@@ -176,7 +186,9 @@ def test_killed_at_random_every_lease_comes_back_and_no_process_and_no_memory_st
         for name in names:
             rt.evict(name)
         assert soon(lambda: claims(rt) == {}) and rt.probe.used()["sim:0"] == 0
-        workers = lambda: [one for one in me.children(recursive=True) if "llama_worker" in " ".join(_words(one))]
+        workers = lambda: [
+            one for one in me.children(recursive=True) if "llama_worker" in " ".join(_words(one))
+        ]
         assert soon(lambda: not workers())
         assert me.num_fds() <= files + 4 and me.memory_info().rss < before + 64 * 2**20
 

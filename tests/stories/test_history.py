@@ -1,4 +1,5 @@
 """The history, written by the host's helper while nobody looks: beside SQLite and Redis, killed and started again."""
+
 from __future__ import annotations
 
 import os
@@ -40,7 +41,11 @@ class Box:
 
     def moments(self) -> tuple[Moment, ...]:
         """What is written of the card, with no runtime open here."""
-        return tuple(one for one in record_in(self.directory).between(0, 1e11, 10**15) if one.device == "sim:0")
+        return tuple(
+            one
+            for one in record_in(self.directory).between(0, 1e11, 10**15)
+            if one.device == "sim:0"
+        )
 
     def used(self) -> list[int]:
         """The card's bytes in use, in GiB, each value once."""
@@ -51,8 +56,12 @@ class Box:
         return steps
 
     def helpers(self) -> list[int]:
-        return [process.pid for process in psutil.process_iter(["cmdline"])
-                if "gpu_runtime.telemetry.sampler" in (words := process.info["cmdline"] or []) and words[-1] == str(self.directory)]
+        return [
+            process.pid
+            for process in psutil.process_iter(["cmdline"])
+            if "gpu_runtime.telemetry.sampler" in (words := process.info["cmdline"] or [])
+            and words[-1] == str(self.directory)
+        ]
 
 
 @pytest.fixture
@@ -93,4 +102,8 @@ def test_a_recorder_ends_with_its_ledgers_last_owner_and_says_what_it_saw_last(b
     until(lambda: box.used() == [10])
     [helper] = box.helpers()
     box.kernel.end()
-    until(lambda: not psutil.pid_exists(helper) or psutil.Process(helper).status() == psutil.STATUS_ZOMBIE)
+    until(
+        lambda: (
+            not psutil.pid_exists(helper) or psutil.Process(helper).status() == psutil.STATUS_ZOMBIE
+        )
+    )

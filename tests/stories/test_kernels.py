@@ -1,4 +1,5 @@
 """A real kernel, seen from another process."""
+
 from __future__ import annotations
 
 import os
@@ -17,12 +18,23 @@ ROOT = Path(__file__).parents[2]
 def kernel(tmp_path):
     """A kernel that holds a model in a ledger on disk, and what looks at that ledger from here."""
     url, devices = f"sqlite://{tmp_path}/ledger", "sim:24GiB,host:64GiB"
-    paths = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", ""))))
-    manager, client = start_new_kernel(env={**os.environ, "PYTHONPATH": paths, "GPU_LEDGER": url,
-                                            "GPU_DEVICES": devices, "JPY_SESSION_NAME": "/work/train.ipynb"})
+    paths = os.pathsep.join(
+        filter(None, (str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", "")))
+    )
+    manager, client = start_new_kernel(
+        env={
+            **os.environ,
+            "PYTHONPATH": paths,
+            "GPU_LEDGER": url,
+            "GPU_DEVICES": devices,
+            "JPY_SESSION_NAME": "/work/train.ipynb",
+        }
+    )
     with Runtime(devices=devices, ledger=url) as rt:
         try:
-            client.execute_interactive("%load_ext gpu\nrt.register('m', backend='fake', size='1GiB')", timeout=60)
+            client.execute_interactive(
+                "%load_ext gpu\nrt.register('m', backend='fake', size='1GiB')", timeout=60
+            )
             yield client, rt
         finally:
             client.stop_channels()

@@ -1,5 +1,6 @@
 """Sixteen kernels on one book, while some are killed, stopped and restarted: nobody is ever granted what is not there,
 nobody alive loses anything, and nothing is left behind."""
+
 from __future__ import annotations
 
 import os
@@ -15,7 +16,9 @@ SOAK_SECONDS = float(os.environ.get("SOAK_SECONDS", 300))  # for each of its see
 
 def run(directory: Path, *, kernels: int, seconds: float, seed: int, calm: float) -> Report:
     (directory / "slots").mkdir()
-    with crowd(f"sqlite://{directory}/ledger", directory / "slots", kernels=kernels, seed=seed, calm=calm) as warden:
+    with crowd(
+        f"sqlite://{directory}/ledger", directory / "slots", kernels=kernels, seed=seed, calm=calm
+    ) as warden:
         report = warden.run(seconds)
     print(report)
     assert not report.wrong, "\n".join(report.wrong)
@@ -34,5 +37,10 @@ def test_many_kernels_share_and_die_for_long(tmp_path, seed):
     """The kinds of crowd differ: a few large, many small, calm and hectic."""
     kernels, calm = [(16, 0.04), (8, 0.02), (32, 0.06), (16, 0.3)][seed % 4]
     report = run(tmp_path, kernels=kernels, seconds=SOAK_SECONDS, seed=seed, calm=calm)
-    soak.add(kills=report.kills, stops=report.stops, blocks_served=report.served, looks_of_the_auditor=report.looks)
+    soak.add(
+        kills=report.kills,
+        stops=report.stops,
+        blocks_served=report.served,
+        looks_of_the_auditor=report.looks,
+    )
     assert report.kills > SOAK_SECONDS

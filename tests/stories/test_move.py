@@ -1,5 +1,6 @@
 """Two real processes and one book: a model of the one goes to another card at the word of the other, while it is
 wanted."""
+
 from __future__ import annotations
 
 import signal
@@ -24,7 +25,10 @@ def ledger(tmp_path: Path) -> str:
 @pytest.fixture
 def other(ledger: str) -> Iterator[Kernel]:
     kernel = Kernel(ledger, DEVICES)
-    assert kernel.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
+    assert (
+        kernel.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')")
+        == "done"
+    )
     yield kernel
     kernel.end()
 
@@ -44,7 +48,10 @@ def test_another_kernels_model_makes_room_by_moving_over(other, here):
     assert claims(here) == {"sim:1": 7 * GIB, "sim:2": 7 * GIB}
     with here.use("llama", timeout=20):
         assert claims(here) == {"sim:0": 20 * GIB, "sim:1": 7 * GIB, "sim:2": 7 * GIB}
-        assert other.tell("u = rt.use('qwen'); assert repr(u.__enter__()) == '<fake qwen on sim:1,2>'") == "done"
+        assert (
+            other.tell("u = rt.use('qwen'); assert repr(u.__enter__()) == '<fake qwen on sim:1,2>'")
+            == "done"
+        )
         with pytest.raises(GpuError, match="in use by"):
             here.move("qwen", "sim:2", timeout=20)
         assert other.tell("del u; rt.tick()") == "done"

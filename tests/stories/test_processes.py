@@ -1,5 +1,6 @@
 """Real processes on one real ledger, in SQLite and in Redis: what a killed, stopped or restarted kernel leaves behind,
 and who gets it."""
+
 from __future__ import annotations
 
 import os
@@ -36,8 +37,13 @@ class Kernel:
                 except BaseException as error:
                     print(f"{{type(error).__name__}}: {{error}}".splitlines()[0], flush=True)
         """)
-        self.process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        text=True, start_new_session=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         assert self._answer() == "ready"
 
     def _answer(self) -> str:
@@ -66,7 +72,11 @@ def redis() -> Iterator[RedisServer]:
 
 @pytest.fixture(params=["sqlite", "redis"])
 def ledger(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return request.getfixturevalue("redis").fresh() if request.param == "redis" else f"sqlite://{tmp_path}/ledger"
+    return (
+        request.getfixturevalue("redis").fresh()
+        if request.param == "redis"
+        else f"sqlite://{tmp_path}/ledger"
+    )
 
 
 in_a_file = pytest.mark.parametrize("ledger", ["sqlite"], indirect=True)
@@ -95,7 +105,12 @@ def here(ledger: str) -> Iterator[Runtime]:
 def test_a_killed_kernel_leaves_nothing_behind(kernel, here):
     """Its leases are reaped by the next one that needs the room, on proof of its death."""
     other = kernel()
-    assert other.tell("rt.register('qwen', backend='fake', size='14GiB'); u = rt.use('qwen'); u.__enter__()") == "done"
+    assert (
+        other.tell(
+            "rt.register('qwen', backend='fake', size='14GiB'); u = rt.use('qwen'); u.__enter__()"
+        )
+        == "done"
+    )
     assert claims(here)["sim:0"] == 14 * GIB
     other.signal(signal.SIGKILL)
     other.process.wait(20)
@@ -107,7 +122,10 @@ def test_a_killed_kernel_leaves_nothing_behind(kernel, here):
 
 def test_a_restarted_kernel_finds_the_card_empty(kernel, here):
     other = kernel()
-    assert other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
+    assert (
+        other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')")
+        == "done"
+    )
     other.process.stdin.close()  # an ordinary end of the process
     other.process.wait(20)
     assert claims(here) == {}
@@ -115,7 +133,10 @@ def test_a_restarted_kernel_finds_the_card_empty(kernel, here):
 
 def test_an_idle_model_of_another_kernel_makes_room_and_comes_back(kernel, here):
     other = kernel()
-    assert other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
+    assert (
+        other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')")
+        == "done"
+    )
     fakes(here, llama="14GiB")
     with here.use("llama", timeout=20):
         assert where(here) == {"llama": "sim:0", "qwen": "host"}
@@ -125,9 +146,17 @@ def test_an_idle_model_of_another_kernel_makes_room_and_comes_back(kernel, here)
 
 def test_a_model_in_use_in_another_kernel_is_waited_for(kernel, here):
     other = kernel()
-    assert other.tell("rt.register('qwen', backend='fake', size='14GiB'); u = rt.use('qwen'); u.__enter__()") == "done"
+    assert (
+        other.tell(
+            "rt.register('qwen', backend='fake', size='14GiB'); u = rt.use('qwen'); u.__enter__()"
+        )
+        == "done"
+    )
     fakes(here, llama="14GiB")
-    with pytest.raises(Busy, match=f"qwen .* is in use by pid {other.process.pid}"), here.use("llama", timeout=1.5):
+    with (
+        pytest.raises(Busy, match=f"qwen .* is in use by pid {other.process.pid}"),
+        here.use("llama", timeout=1.5),
+    ):
         pass
     assert other.tell("type(u).__exit__(u, None, None, None)") == "done"
     with here.use("llama", timeout=20):
@@ -137,11 +166,16 @@ def test_a_model_in_use_in_another_kernel_is_waited_for(kernel, here):
 def test_a_stopped_kernel_is_not_dead(kernel, here):
     """It answers nothing, and keeps what it holds: only the operating system's word frees bytes."""
     other = kernel()
-    assert other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
+    assert (
+        other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')")
+        == "done"
+    )
     other.signal(signal.SIGSTOP)
     fakes(here, llama="14GiB")
-    with pytest.raises(Busy, match=f"(?s)does not answer.*kill -CONT {other.process.pid}"), \
-            here.use("llama", timeout=3):
+    with (
+        pytest.raises(Busy, match=f"(?s)does not answer.*kill -CONT {other.process.pid}"),
+        here.use("llama", timeout=3),
+    ):
         pass
     assert claims(here)["sim:0"] == 14 * GIB
     other.signal(signal.SIGCONT)
@@ -151,8 +185,10 @@ def test_a_stopped_kernel_is_not_dead(kernel, here):
 
 def test_a_kernel_killed_in_the_middle_of_a_load_gives_its_reservation_back(kernel, here):
     other = kernel()
-    other.process.stdin.write("rt.register('qwen', lambda verb: __import__('os').kill(__import__('os').getpid(), 9), "
-                              "backend='fake', size='14GiB'); rt.preload('qwen')\n")
+    other.process.stdin.write(
+        "rt.register('qwen', lambda verb: __import__('os').kill(__import__('os').getpid(), 9), "
+        "backend='fake', size='14GiB'); rt.preload('qwen')\n"
+    )
     other.process.stdin.flush()
     other.process.wait(20)
     fakes(here, llama="20GiB")
@@ -161,9 +197,14 @@ def test_a_kernel_killed_in_the_middle_of_a_load_gives_its_reservation_back(kern
 
 
 @in_a_file
-def test_a_corrupt_ledger_is_set_aside_named_and_rebuilt_from_the_living(kernel, here, tmp_path, caplog):
+def test_a_corrupt_ledger_is_set_aside_named_and_rebuilt_from_the_living(
+    kernel, here, tmp_path, caplog
+):
     other = kernel()
-    assert other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
+    assert (
+        other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')")
+        == "done"
+    )
     fakes(here, llama="5GiB")
     here.preload("llama")
     books = [path for path in tmp_path.rglob("book-*.db")]
@@ -196,17 +237,29 @@ def test_a_ledger_of_a_newer_version_is_refused_with_its_path(ledger, tmp_path):
 
 def test_the_command_line_sees_and_steers_what_kernels_hold(kernel, here, ledger):
     other = kernel()
-    assert other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
+    assert (
+        other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')")
+        == "done"
+    )
 
     def gpu(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "gpu_runtime.cli", *words], text=True, capture_output=True, timeout=60,
-                              env={**os.environ, "GPU_LEDGER": ledger, "GPU_DEVICES": DEVICES})
+        return subprocess.run(
+            [sys.executable, "-m", "gpu_runtime.cli", *words],
+            text=True,
+            capture_output=True,
+            timeout=60,
+            env={**os.environ, "GPU_LEDGER": ledger, "GPU_DEVICES": DEVICES},
+        )
 
     shown = gpu("status")
-    assert shown.returncode == 0 and "qwen" in shown.stdout and str(other.process.pid) in shown.stdout, shown
+    assert (
+        shown.returncode == 0 and "qwen" in shown.stdout and str(other.process.pid) in shown.stdout
+    ), shown
     assert gpu("evict", f"qwen@{other.process.pid}").returncode == 0
     assert where(here) == {"qwen": "host"}
     assert gpu("preload", "qwen").returncode == 0
     assert where(here) == {"qwen": "sim:0"}
     unknown = gpu("evict", "nobody")
-    assert unknown.returncode == 1 and "nobody" in unknown.stderr and "Traceback" not in unknown.stderr
+    assert (
+        unknown.returncode == 1 and "nobody" in unknown.stderr and "Traceback" not in unknown.stderr
+    )

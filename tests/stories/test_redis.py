@@ -1,4 +1,5 @@
 """Kernels that share a Redis, and a Redis that fails them: what they hold they keep, and nothing is granted twice."""
+
 from __future__ import annotations
 
 import time
@@ -45,7 +46,10 @@ def test_a_flushed_redis_does_not_free_a_card_in_use(redis, other, here):
     assert other.tell(HOLD) == "done"
     fakes(here, llama="14GiB")
     redis.say("FLUSHALL")
-    with pytest.raises(Busy, match=f"qwen .* is in use by pid {other.process.pid}"), here.use("llama", timeout=1.5):
+    with (
+        pytest.raises(Busy, match=f"qwen .* is in use by pid {other.process.pid}"),
+        here.use("llama", timeout=1.5),
+    ):
         pass
     assert claims(here)["sim:0"] == 14 * GIB
     assert other.tell(LET_GO) == "done"
@@ -78,7 +82,10 @@ def test_a_kernel_killed_while_redis_is_away_leaves_nothing_behind(redis, other,
 
 def test_a_recall_crosses_kernels_at_the_speed_of_the_bell(other, here):
     """Not at that of a poll: the doorbells are local files, with Redis too."""
-    assert other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
+    assert (
+        other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')")
+        == "done"
+    )
     fakes(here, llama="14GiB")
     began = time.monotonic()
     with here.use("llama", timeout=20):
@@ -93,7 +100,10 @@ def test_one_view_over_all_hosts(monkeypatch, ledger, here):
     fakes(here, llama="14GiB")
     here.preload("llama")
     with monkeypatch.context() as there:
-        there.setattr("gpu_runtime.ledgers.redis.ledger.boot_id", lambda: "00000000-0000-0000-0000-000000000000")
+        there.setattr(
+            "gpu_runtime.ledgers.redis.ledger.boot_id",
+            lambda: "00000000-0000-0000-0000-000000000000",
+        )
         there.setattr("socket.gethostname", lambda: "far-away")
         far = Runtime(devices="sim:2x40GiB,host:100GiB", ledger=ledger)
     try:
@@ -102,9 +112,14 @@ def test_one_view_over_all_hosts(monkeypatch, ledger, here):
         mine, theirs = here.status_all()
         assert [lease.name for lease in mine.leases()] == ["llama"]
         assert [lease.name for lease in theirs.leases()] == ["qwen"] and theirs.host == "far-away"
-        assert [(view.device.id, view.claimed_bytes) for view in theirs.devices if view.claimed_bytes] == [
-            ("sim:0", 30 * GIB)]
+        assert [
+            (view.device.id, view.claimed_bytes) for view in theirs.devices if view.claimed_bytes
+        ] == [("sim:0", 30 * GIB)]
         told = repr(shown("status", here.status_all()))
-        assert "(this host)" in told and "far-away" in told and told.index("llama") < told.index("qwen")
+        assert (
+            "(this host)" in told
+            and "far-away" in told
+            and told.index("llama") < told.index("qwen")
+        )
     finally:
         far.close()

@@ -1,4 +1,5 @@
 """The host's helper process on the real binding and a driver of ours: cards that are lost, hang, or will not tell."""
+
 from __future__ import annotations
 
 import os
@@ -24,8 +25,10 @@ def test_two_kernels_share_one_helper_and_its_figures(host, driver):
     one, other = host.kernel(), host.kernel()
     [helper] = host.helpers()
     assert helper == host.figures().pid
-    view = "[(v.device.id, v.measured_bytes, v.sample.utilisation_percent, v.sample.temperature_celsius) " \
-           "for v in rt.status().devices][0]"
+    view = (
+        "[(v.device.id, v.measured_bytes, v.sample.utilisation_percent, v.sample.temperature_celsius) "
+        "for v in rt.status().devices][0]"
+    )
     assert one.tell(view) == other.tell(view) == ["cuda:0", 10 * GIB, 37, 61]
     driver.set(_0_free=60 * GIB)
     until(lambda: one.tell(view)[1] == other.tell(view)[1] == 20 * GIB, 3.0)
@@ -35,11 +38,21 @@ def test_two_kernels_share_one_helper_and_its_figures(host, driver):
 
 def test_eight_kernels_that_start_at_once_elect_one(host, driver):
     driver.set(count=8)
-    programs = [subprocess.Popen(
-        [sys.executable, "-c", f"from gpu_runtime import Runtime; rt = Runtime(devices='cuda', ledger={host.url!r});"
-         "print([v.measured_bytes for v in rt.status().devices][:-1]); input()"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **driver.environment})
-        for _ in range(8)]
+    programs = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                f"from gpu_runtime import Runtime; rt = Runtime(devices='cuda', ledger={host.url!r});"
+                "print([v.measured_bytes for v in rt.status().devices][:-1]); input()",
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **driver.environment},
+        )
+        for _ in range(8)
+    ]
     try:
         assert [program.stdout.readline() for program in programs] == [f"{[0] * 8}\n"] * 8
         until(lambda: len(host.helpers()) == 1)  # those that came too late see the lock and go
@@ -52,7 +65,9 @@ def test_eight_kernels_that_start_at_once_elect_one(host, driver):
 
 def test_a_killed_helper_is_replaced_within_two_seconds(host):
     kernel = host.kernel()
-    assert kernel.tell("rt.register('m', backend='fake', size='1GiB') and None") is None  # with it the monitor starts
+    assert (
+        kernel.tell("rt.register('m', backend='fake', size='1GiB') and None") is None
+    )  # with it the monitor starts
     for _ in range(3):
         before = host.figures().pid
         os.kill(before, signal.SIGKILL)
@@ -65,7 +80,15 @@ def test_a_helper_ends_when_all_its_kernels_have(host):
     [helper] = host.helpers()
     kernel.end()
     other.end()
-    assert until(lambda: not psutil.pid_exists(helper) or psutil.Process(helper).status() == psutil.STATUS_ZOMBIE) < 12
+    assert (
+        until(
+            lambda: (
+                not psutil.pid_exists(helper)
+                or psutil.Process(helper).status() == psutil.STATUS_ZOMBIE
+            )
+        )
+        < 12
+    )
 
 
 def test_a_helper_ends_when_its_directory_is_gone(host):
@@ -132,7 +155,10 @@ def test_a_lost_card_is_named_and_not_granted_on(host, driver):
     kernel.tell("rt.register('n', backend='fake', size='1GiB', devices=('cuda:1',)) and None")
     assert kernel.tell("rt.preload('n', timeout=5).where") == "cuda:1"
     told = kernel.tell("rt.preload('m', timeout=0.2)")
-    assert told.startswith("Busy") and "the driver of cuda:0 does not say how much memory is free" in told
+    assert (
+        told.startswith("Busy")
+        and "the driver of cuda:0 does not say how much memory is free" in told
+    )
     driver.set(_0_error=None)
     until(lambda: kernel.degraded == "", 5.0)
     assert kernel.tell("rt.preload('m', timeout=5).where") == "cuda:0"
@@ -142,34 +168,53 @@ def test_memory_that_the_driver_will_not_tell_is_waited_for_with_the_reason(host
     kernel = host.kernel()
     kernel.tell("rt.register('m', backend='fake', size='1GiB') and None")
     driver.set(_0_free="na")
-    assert "the driver of cuda:0 does not say how much memory is free" in kernel.tell("rt.preload('m', timeout=0.2)")
+    assert "the driver of cuda:0 does not say how much memory is free" in kernel.tell(
+        "rt.preload('m', timeout=0.2)"
+    )
     assert kernel.tell("[v.stranger_bytes for v in rt.status().devices][0]") is None
     driver.set(_0_free=None)
     assert kernel.tell("rt.preload('m', timeout=5).done") is True
 
 
-@pytest.mark.parametrize("error, says", [
-    (18, "ProbeFailed: .*version mismatch"), (9, "simulated"), (None, "simulated")])
-def test_a_driver_that_is_broken_is_told_and_one_that_is_missing_simulated(driver, tmp_path, error, says):
+@pytest.mark.parametrize(
+    "error, says", [(18, "ProbeFailed: .*version mismatch"), (9, "simulated"), (None, "simulated")]
+)
+def test_a_driver_that_is_broken_is_told_and_one_that_is_missing_simulated(
+    driver, tmp_path, error, says
+):
     """With `auto`; where there is no library at all, too."""
     driver.set(init=error)
     environment = {**os.environ, **driver.environment}
     if error is None:
         (tmp_path / "driver" / "libnvidia-ml.so.1").unlink()
     ran = subprocess.run(
-        [sys.executable, "-c", "from gpu_runtime import Runtime; rt = Runtime(ledger='memory:');"
-         "print(rt.status().devices[0].device.name)"], env=environment, capture_output=True, text=True, timeout=60)
+        [
+            sys.executable,
+            "-c",
+            "from gpu_runtime import Runtime; rt = Runtime(ledger='memory:');"
+            "print(rt.status().devices[0].device.name)",
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert re.search(says, ran.stdout + ran.stderr)
 
 
 def test_memory_of_strangers_is_measured_and_named(host, driver):
     """Whoever never asks is shown by what the driver says; of a number that nobody knows here nothing is made up."""
-    driver.set(_0_free=50 * GIB, _0_processes=f"{os.getpid()}:{20 * GIB},4194000:{5 * GIB},4194001:na")
+    driver.set(
+        _0_free=50 * GIB, _0_processes=f"{os.getpid()}:{20 * GIB},4194000:{5 * GIB},4194001:na"
+    )
     kernel = host.kernel()
     kernel.tell("rt.register('m', backend='fake', size='50GiB') and None")
     shown = kernel.tell("[[s.device, s.pid, s.bytes, s.user] for s in rt.status().strangers]")
-    assert shown == [["cuda:0", os.getpid(), 20 * GIB, name_of(os.geteuid())], ["cuda:0", 4194000, 5 * GIB, ""],
-                     ["cuda:0", 4194001, None, ""]]
+    assert shown == [
+        ["cuda:0", os.getpid(), 20 * GIB, name_of(os.geteuid())],
+        ["cuda:0", 4194000, 5 * GIB, ""],
+        ["cuda:0", 4194001, None, ""],
+    ]
     assert kernel.tell("rt.status().strangers[0].command")
     assert kernel.tell("[v.stranger_bytes for v in rt.status().devices][0]") == 30 * GIB
     assert kernel.tell("rt.preload('m', timeout=5).done") is True, "50 GiB are really there"
@@ -189,7 +234,9 @@ def test_what_a_killed_kernel_held_is_granted_when_the_driver_shows_it_free(host
     kernel.end()
     other.say("rt.preload('n', timeout=20).done")
     until(lambda: any(ghost.pid == kernel.process.pid for ghost in _book(host).ghosts))
-    until(lambda: any("has yet to free what pid" in ticket.because for ticket in _book(host).tickets))
+    until(
+        lambda: any("has yet to free what pid" in ticket.because for ticket in _book(host).tickets)
+    )
     driver.set(_0_free=None, _0_processes=None)
     began = time.monotonic()
     assert other.hear() is True

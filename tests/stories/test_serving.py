@@ -1,4 +1,5 @@
 """`gpu serve` as programs meet it: a real server, llama.cpp models that do not fit together, the official client."""
+
 from __future__ import annotations
 
 import http.client
@@ -30,24 +31,42 @@ def kitchen(tmp_path_factory):
     place = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(MODELS):
         samples.gguf_lm(place / f"{name}.gguf", seed=seed)
-    (place / "models.json").write_text(json.dumps({"models": {
-        name: {"source": str(place / f"{name}.gguf"), "type": "llm"} for name in MODELS}}))
+    (place / "models.json").write_text(
+        json.dumps(
+            {
+                "models": {
+                    name: {"source": str(place / f"{name}.gguf"), "type": "llm"} for name in MODELS
+                }
+            }
+        )
+    )
     return place
 
 
 @pytest.fixture(scope="module")
 def served(kitchen, tmp_path_factory):
     place, port = tmp_path_factory.mktemp("served"), free_port()
-    environment = {"GPU_CONSOLE_TOKEN": TOKEN, "GPU_CONSOLE_VIEWER_TOKEN": VIEWER, "GPU_DEVICES": "sim:10MiB,host:1GiB",
-                   "GPU_MEMORY_MAX_PERCENT": "1.0", "GPU_CATALOG": str(kitchen / "models.json"),
-                   "EVICTION_GRACE_SECONDS": "0"}
-    with serving([sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)], place, environment,
-                 port=port) as server:
+    environment = {
+        "GPU_CONSOLE_TOKEN": TOKEN,
+        "GPU_CONSOLE_VIEWER_TOKEN": VIEWER,
+        "GPU_DEVICES": "sim:10MiB,host:1GiB",
+        "GPU_MEMORY_MAX_PERCENT": "1.0",
+        "GPU_CATALOG": str(kitchen / "models.json"),
+        "EVICTION_GRACE_SECONDS": "0",
+    }
+    with serving(
+        [sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)],
+        place,
+        environment,
+        port=port,
+    ) as server:
         yield server
 
 
 def client(server, token: str = TOKEN):
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=token, max_retries=0, timeout=120)
+    return openai.OpenAI(
+        base_url=f"http://127.0.0.1:{server.port}/v1", api_key=token, max_retries=0, timeout=120
+    )
 
 
 def say(words: str = "Hello") -> list[dict[str, str]]:
@@ -58,9 +77,18 @@ def test_the_official_client_lists_asks_and_streams(served):
     talk = client(served)
     assert {model.id for model in talk.models.list()} == set(MODELS)
     whole = talk.chat.completions.create(model="writer", messages=say(), max_tokens=8)
-    assert whole.model == "writer" and whole.usage.completion_tokens == 8 and len(whole.choices[0].message.content) >= 8
-    parts = [part.choices[0].delta.content or "" for part in talk.chat.completions.create(
-        model="writer", messages=say(), max_tokens=8, stream=True) if part.choices]
+    assert (
+        whole.model == "writer"
+        and whole.usage.completion_tokens == 8
+        and len(whole.choices[0].message.content) >= 8
+    )
+    parts = [
+        part.choices[0].delta.content or ""
+        for part in talk.chat.completions.create(
+            model="writer", messages=say(), max_tokens=8, stream=True
+        )
+        if part.choices
+    ]
     assert len("".join(parts)) >= 8 and len(parts) > 2
     assert talk.completions.create(model="writer", prompt="Once", max_tokens=4).choices[0].text
 
@@ -73,11 +101,14 @@ def test_32_clients_and_two_models_that_do_not_fit_together(served):
         model = MODELS[number % 2]
         try:
             if number % 4 < 2:
-                answer = client(served).chat.completions.create(model=model, messages=say(str(number)), max_tokens=4)
+                answer = client(served).chat.completions.create(
+                    model=model, messages=say(str(number)), max_tokens=4
+                )
                 answers.append((model, answer.model))
             else:
-                stream = client(served).chat.completions.create(model=model, messages=say(str(number)), max_tokens=4,
-                                                                stream=True)
+                stream = client(served).chat.completions.create(
+                    model=model, messages=say(str(number)), max_tokens=4, stream=True
+                )
                 answers.append((model, {part.model for part in stream}.pop()))
         except Exception as error:
             errors.append(error)
@@ -90,7 +121,12 @@ def test_32_clients_and_two_models_that_do_not_fit_together(served):
         caller.join(120)
     assert not errors and Counter(answers) == {(model, model): 16 for model in MODELS}
     assert 1 <= loads(served) - before <= 8
-    assert json.loads(served.get("/memory/stats", Authorization=f"Bearer {TOKEN}").body)["models_loaded"] == 1
+    assert (
+        json.loads(served.get("/memory/stats", Authorization=f"Bearer {TOKEN}").body)[
+            "models_loaded"
+        ]
+        == 1
+    )
 
 
 def loads(server) -> float:
@@ -100,13 +136,18 @@ def loads(server) -> float:
 
 
 def workers(server) -> list[psutil.Process]:
-    return [child for child in psutil.Process(server.process.pid).children(recursive=True)
-            if "sampler" not in " ".join(child.cmdline())]
+    return [
+        child
+        for child in psutil.Process(server.process.pid).children(recursive=True)
+        if "sampler" not in " ".join(child.cmdline())
+    ]
 
 
 def test_an_engine_killed_in_the_middle_is_one_clear_error_and_the_next_call_answers(served):
     talk = client(served)
-    stream = talk.chat.completions.create(model="writer", messages=say(), max_tokens=400, stream=True)
+    stream = talk.chat.completions.create(
+        model="writer", messages=say(), max_tokens=400, stream=True
+    )
     next(iter(stream))
     for worker in workers(served):
         os.kill(worker.pid, signal.SIGKILL)
@@ -118,24 +159,41 @@ def test_an_engine_killed_in_the_middle_is_one_clear_error_and_the_next_call_ans
 
 def test_who_hangs_up_lets_go_of_the_model(served):
     """The other model needs its room, and has it long before those tokens would have been written."""
-    stream = client(served).chat.completions.create(model="writer", messages=say(), max_tokens=450, stream=True)
+    stream = client(served).chat.completions.create(
+        model="writer", messages=say(), max_tokens=450, stream=True
+    )
     next(iter(stream))
     stream.close()
     began = time.monotonic()
-    assert client(served).chat.completions.create(model="editor", messages=say(), max_tokens=2).model == "editor"
+    assert (
+        client(served).chat.completions.create(model="editor", messages=say(), max_tokens=2).model
+        == "editor"
+    )
     assert time.monotonic() - began < 60
     models = json.loads(served.get("/memory/models", Authorization=f"Bearer {TOKEN}").body)
     assert [row["model_name"] for row in models if row["in_use"]] == []
 
 
-@pytest.mark.parametrize(("body", "status"), [
-    ({"model": "nobody", "messages": say()}, 404), ({"messages": say()}, 400), ({"model": 7, "messages": say()}, 400),
-    ({"model": "writer", "messages": "hi"}, 400), ({"model": "writer", "messages": say(), "max_tokens": 10**12}, 400),
-    ({"model": "writer", "messages": say(), "max_tokens": -1}, 400),
-    ({"model": "writer", "messages": say("x" * 20_000), "max_tokens": 4}, 400),
-    ({"model": "writer", "messages": say(), "temperature": "hot"}, 400)])
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"model": "nobody", "messages": say()}, 404),
+        ({"messages": say()}, 400),
+        ({"model": 7, "messages": say()}, 400),
+        ({"model": "writer", "messages": "hi"}, 400),
+        ({"model": "writer", "messages": say(), "max_tokens": 10**12}, 400),
+        ({"model": "writer", "messages": say(), "max_tokens": -1}, 400),
+        ({"model": "writer", "messages": say("x" * 20_000), "max_tokens": 4}, 400),
+        ({"model": "writer", "messages": say(), "temperature": "hot"}, 400),
+    ],
+)
 def test_what_is_wrong_with_a_call_is_said_and_nothing_is_lost(served, body, status):
-    answer = served.get("/v1/chat/completions", method="POST", body=json.dumps(body), Authorization=f"Bearer {TOKEN}")
+    answer = served.get(
+        "/v1/chat/completions",
+        method="POST",
+        body=json.dumps(body),
+        Authorization=f"Bearer {TOKEN}",
+    )
     assert (answer.status, bool(json.loads(answer.body)["error"]["message"])) == (status, True)
 
 
@@ -151,7 +209,10 @@ def test_a_body_beyond_the_bound_is_refused_by_what_its_head_says(served, waits)
         connection.putheader("Expect", "100-continue")
     connection.endheaders(None if waits else bytes(33 << 20))
     answer = connection.getresponse()
-    assert answer.status == 413 and "at most 33,554,432 are taken" in json.load(answer)["error"]["message"]
+    assert (
+        answer.status == 413
+        and "at most 33,554,432 are taken" in json.load(answer)["error"]["message"]
+    )
     if not waits:
         connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {TOKEN}"})
         assert connection.getresponse().status == 200
@@ -160,16 +221,38 @@ def test_a_body_beyond_the_bound_is_refused_by_what_its_head_says(served, waits)
 
 def test_fields_of_ours_do_not_come_by_header(served):
     """A proxy in between may add headers; a body is its writer's own."""
-    answer = served.get("/v1/chat/completions", method="POST", Authorization=f"Bearer {TOKEN}", x_client_id="other",
-                        x_priority="urgent", X_Cooldown="3600",
-                        body=json.dumps({"model": "writer", "messages": say(), "max_tokens": 1}))
+    answer = served.get(
+        "/v1/chat/completions",
+        method="POST",
+        Authorization=f"Bearer {TOKEN}",
+        x_client_id="other",
+        x_priority="urgent",
+        X_Cooldown="3600",
+        body=json.dumps({"model": "writer", "messages": say(), "max_tokens": 1}),
+    )
     assert answer.status == 200
-    assert served.get("/v1/chat/completions", method="POST", Authorization=f"Bearer {TOKEN}",
-                      body=json.dumps({"model": "writer", "messages": say(), "max_tokens": 1})).status == 200
+    assert (
+        served.get(
+            "/v1/chat/completions",
+            method="POST",
+            Authorization=f"Bearer {TOKEN}",
+            body=json.dumps({"model": "writer", "messages": say(), "max_tokens": 1}),
+        ).status
+        == 200
+    )
 
 
 def test_every_route_asks_for_the_token_and_a_viewer_only_reads(served):
-    for path in ("/", "/health", "/metrics", "/docs", "/openapi.json", "/v1/models", "/memory/stats", "/api/v1/config"):
+    for path in (
+        "/",
+        "/health",
+        "/metrics",
+        "/docs",
+        "/openapi.json",
+        "/v1/models",
+        "/memory/stats",
+        "/api/v1/config",
+    ):
         assert served.get(path).status == 403, path
         assert served.get(path, Authorization=f"Bearer {VIEWER}").status == 200, path
     with pytest.raises(openai.PermissionDeniedError):
@@ -179,7 +262,10 @@ def test_every_route_asks_for_the_token_and_a_viewer_only_reads(served):
 
 def test_a_job_goes_on_without_its_caller(served):
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    body = {"endpoint": "/v1/chat/completions", "body": {"model": "writer", "messages": say(), "max_tokens": 16}}
+    body = {
+        "endpoint": "/v1/chat/completions",
+        "body": {"model": "writer", "messages": say(), "max_tokens": 16},
+    }
     begun = served.get("/v1/jobs", method="POST", body=json.dumps(body), **headers)
     assert begun.status == 202
     path, deadline = begun.headers["location"], time.monotonic() + 60
@@ -194,10 +280,18 @@ def test_a_job_goes_on_without_its_caller(served):
 def test_it_ends_with_all_that_it_started(kitchen, tmp_path):
     """No worker, no lease, no port is left behind."""
     port = free_port()
-    environment = {"GPU_CONSOLE_TOKEN": TOKEN, "GPU_DEVICES": "sim:10MiB,host:1GiB",
-                   "GPU_CATALOG": str(kitchen / "models.json"), "GPU_MEMORY_MAX_PERCENT": "1.0"}
-    with serving([sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)], tmp_path, environment,
-                 port=port) as server:
+    environment = {
+        "GPU_CONSOLE_TOKEN": TOKEN,
+        "GPU_DEVICES": "sim:10MiB,host:1GiB",
+        "GPU_CATALOG": str(kitchen / "models.json"),
+        "GPU_MEMORY_MAX_PERCENT": "1.0",
+    }
+    with serving(
+        [sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)],
+        tmp_path,
+        environment,
+        port=port,
+    ) as server:
         client(server).chat.completions.create(model="writer", messages=say(), max_tokens=2)
         started = workers(server)
         assert started

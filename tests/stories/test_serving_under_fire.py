@@ -1,4 +1,5 @@
 """`gpu serve` while its engines are killed at random: calls are answered or told why, and nothing is left behind."""
+
 from __future__ import annotations
 
 import json
@@ -24,7 +25,11 @@ from ..faces.served import Served, free_port, serving  # noqa: E402
 
 TOKEN = "o" * 43
 # The first two in workers of llama.cpp's, the third as a server with a port of its own. Two of them fit together.
-MODELS: dict[str, dict[str, str]] = {"writer": {}, "editor": {}, "reader": {"backend": "llama-server"}}
+MODELS: dict[str, dict[str, str]] = {
+    "writer": {},
+    "editor": {},
+    "reader": {"backend": "llama-server"},
+}
 CALLERS = 4
 ENGINES = ("llama_worker", "llama_cpp.server", "llama-server")
 FAR_FUTURE = 300.0  # seconds in which a call must have ended, whatever befell it
@@ -34,13 +39,30 @@ FAR_FUTURE = 300.0  # seconds in which a call must have ended, whatever befell i
 def served(tmp_path):
     for seed, name in enumerate(MODELS):
         samples.gguf_lm(tmp_path / f"{name}.gguf", seed=seed)
-    (tmp_path / "models.json").write_text(json.dumps({"models": {
-        name: {"source": str(tmp_path / f"{name}.gguf"), "type": "llm", **more} for name, more in MODELS.items()}}))
-    environment = {"GPU_CONSOLE_TOKEN": TOKEN, "GPU_DEVICES": "sim:16MiB,host:1GiB", "GPU_MEMORY_MAX_PERCENT": "1.0",
-                   "GPU_CATALOG": str(tmp_path / "models.json"), "EVICTION_GRACE_SECONDS": "0"}
+    (tmp_path / "models.json").write_text(
+        json.dumps(
+            {
+                "models": {
+                    name: {"source": str(tmp_path / f"{name}.gguf"), "type": "llm", **more}
+                    for name, more in MODELS.items()
+                }
+            }
+        )
+    )
+    environment = {
+        "GPU_CONSOLE_TOKEN": TOKEN,
+        "GPU_DEVICES": "sim:16MiB,host:1GiB",
+        "GPU_MEMORY_MAX_PERCENT": "1.0",
+        "GPU_CATALOG": str(tmp_path / "models.json"),
+        "EVICTION_GRACE_SECONDS": "0",
+    }
     port = free_port()
-    with serving([sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)], tmp_path, environment,
-                 port=port) as server:
+    with serving(
+        [sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)],
+        tmp_path,
+        environment,
+        port=port,
+    ) as server:
         yield server
 
 
@@ -64,24 +86,39 @@ class Fire:
 
     def _call(self, seed: int) -> None:
         chance = random.Random(seed)
-        with client(self.server) as talk:  # whose connection would else be counted among the server's files
+        with client(
+            self.server
+        ) as talk:  # whose connection would else be counted among the server's files
             while time.monotonic() < self.until:
                 model = chance.choice(list(MODELS))
                 try:
-                    self._ask(talk, model, stream=chance.random() < 0.5, leave=chance.random() < 0.1)
+                    self._ask(
+                        talk, model, stream=chance.random() < 0.5, leave=chance.random() < 0.1
+                    )
                 except openai.APIError as error:
                     status = getattr(error, "status_code", None)
-                    if status not in (None, 500, 502, 503):  # None: it broke off in the middle, and said so
+                    if status not in (
+                        None,
+                        500,
+                        502,
+                        503,
+                    ):  # None: it broke off in the middle, and said so
                         self.unexpected.append(error)
                     self.ended["told why"] += 1
                     if status == 503:
-                        time.sleep(0.2)  # a breaker is open; whoever is turned away at once would spin
+                        time.sleep(
+                            0.2
+                        )  # a breaker is open; whoever is turned away at once would spin
                 except Exception as error:  # noqa: BLE001 - looked at by the test
                     self.unexpected.append(error)
 
     def _ask(self, talk: openai.OpenAI, model: str, *, stream: bool, leave: bool) -> None:
-        answer = talk.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hello"}],
-                                              max_tokens=40, stream=stream)
+        answer = talk.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": "Hello"}],
+            max_tokens=40,
+            stream=stream,
+        )
         if not stream:
             assert (answer.model, answer.usage.completion_tokens) == (model, 40)
             self.ended["answered"] += 1
@@ -111,8 +148,12 @@ class Fire:
 
 
 def client(server: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=TOKEN, max_retries=0,
-                         timeout=FAR_FUTURE)
+    return openai.OpenAI(
+        base_url=f"http://127.0.0.1:{server.port}/v1",
+        api_key=TOKEN,
+        max_retries=0,
+        timeout=FAR_FUTURE,
+    )
 
 
 def engines(server: Served) -> list[psutil.Process]:
@@ -122,7 +163,9 @@ def engines(server: Served) -> list[psutil.Process]:
             words = child.cmdline()
         except psutil.Error:
             continue
-        if any(name in word for word in words for name in ENGINES) and not any("guard" in word for word in words):
+        if any(name in word for word in words for name in ENGINES) and not any(
+            "guard" in word for word in words
+        ):
             found.append(child)
     return found
 
@@ -148,9 +191,17 @@ def holdings(server: Served) -> dict[str, int]:
     """What the server itself holds of the system's things, with no model about."""
     process = psutil.Process(server.process.pid)
     family = [process, *process.children(recursive=True)]
-    return {"ports": sum(one.status == psutil.CONN_LISTEN for each in family for one in each.net_connections("inet")),
-            "files": process.num_fds(), "threads": process.num_threads(), "processes": len(family),
-            "MiB": process.memory_info().rss >> 20}
+    return {
+        "ports": sum(
+            one.status == psutil.CONN_LISTEN
+            for each in family
+            for one in each.net_connections("inet")
+        ),
+        "files": process.num_fds(),
+        "threads": process.num_threads(),
+        "processes": len(family),
+        "MiB": process.memory_info().rss >> 20,
+    }
 
 
 def opened(server: Served) -> list[str]:
@@ -172,7 +223,10 @@ def under_fire(server: Served, seconds: float, warm_seconds: float, growth_mib: 
     assert fire.kills and fire.ended["answered"], (fire.kills, fire.ended)
     stats = told(server, "/memory/stats")
     assert (stats["allocated_mb"], stats["cpu_used_mb"], stats["models_loaded"]) == (0, 0, 0)
-    assert after["ports"] == before["ports"] and after["processes"] == before["processes"], (before, after)
+    assert after["ports"] == before["ports"] and after["processes"] == before["processes"], (
+        before,
+        after,
+    )
     assert after["files"] <= before["files"] + 4, opened(server)
     assert after["threads"] <= before["threads"] + 4, (before, after)
     assert after["MiB"] <= before["MiB"] + growth_mib, (before, after)
@@ -197,7 +251,9 @@ def test_the_server_is_killed_and_its_engines_end_with_it(served):
     """kill -9 of the server itself: no engine outlives it, and the next server begins with an empty card."""
     talk = client(served)
     for model in ("writer", "reader"):
-        talk.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hello"}], max_tokens=2)
+        talk.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "Hello"}], max_tokens=2
+        )
     started = engines(served)
     assert len(started) >= 2
     served.process.kill()

@@ -1,4 +1,5 @@
 """A process that is stopped while somebody asks something of it."""
+
 from __future__ import annotations
 
 import signal
@@ -24,7 +25,11 @@ def test_a_stopped_kernel_is_named_with_since_when_until_it_goes_on(tmp_path):
             assert unanswered(console.status()) == (), "too soon to say"
             until(lambda: unanswered(console.status()), 10.0)
             [one] = unanswered(console.status())
-            assert (one.owner.pid, one.ticket.verb, one.ticket.said_by) == (kernel.process.pid, "evict", "ann")
+            assert (one.owner.pid, one.ticket.verb, one.ticket.said_by) == (
+                kernel.process.pid,
+                "evict",
+                "ann",
+            )
             assert one.since == pytest.approx(asked_at, abs=1.0)
             kernel.signal(signal.SIGCONT)
             until(lambda: not unanswered(console.status()), 10.0)

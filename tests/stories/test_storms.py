@@ -2,6 +2,7 @@
 
 The storm runs in a process of its own, since a thread of another test could not be told from what it leaked.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -29,8 +30,13 @@ HELD = {"here": 9, "there": 9, "small": 3}  # GiB; the first two do not fit besi
 def storm(url: str, wanted: int, seed: int) -> dict[str, int]:
     """So many interrupts; how often each deed was done meanwhile. Raises AssertionError for whatever is left."""
     dice = random.Random(seed)
-    rt = Runtime(devices="sim:16GiB,host:16GiB", ledger=url, gpu_memory_max_percent=1.0, cpu_memory_max_percent=1.0,
-                 eviction_grace_seconds=0)
+    rt = Runtime(
+        devices="sim:16GiB,host:16GiB",
+        ledger=url,
+        gpu_memory_max_percent=1.0,
+        cpu_memory_max_percent=1.0,
+        eviction_grace_seconds=0,
+    )
     for name, size in HELD.items():
         rt.register(name, backend="fake", size=f"{size}GiB")
     deeds: dict[str, Callable[[], object]] = {
@@ -48,8 +54,12 @@ def storm(url: str, wanted: int, seed: int) -> dict[str, int]:
     while done["interrupts"] < wanted:
         name = dice.choice(list(deeds))
         try:
-            signal.setitimer(signal.ITIMER_REAL, dice.choice([0.0001, 0.0005, 0.002]) * dice.uniform(0.2, 2))
-            until = time.monotonic() + 0.05  # an interrupt may be lost: in a destructor the interpreter passes over it
+            signal.setitimer(
+                signal.ITIMER_REAL, dice.choice([0.0001, 0.0005, 0.002]) * dice.uniform(0.2, 2)
+            )
+            until = (
+                time.monotonic() + 0.05
+            )  # an interrupt may be lost: in a destructor the interpreter passes over it
             while time.monotonic() < until:
                 deeds[name]()
                 done[name] += 1
@@ -114,10 +124,18 @@ def leaks(rt: Runtime) -> str:
     keeper = rt._keeper
     book = keeper.ledger.read()
     pins = [resident.spec.name for resident in keeper.residents.values() if resident.pins]
-    truth = {resident.spec.name: resident.lease.shares for resident in keeper.residents.values() if resident.handle}
+    truth = {
+        resident.spec.name: resident.lease.shares
+        for resident in keeper.residents.values()
+        if resident.handle
+    }
     places = {name: keeper.residents[name].handle.place[0] for name in truth}
     said = {lease.name: lease.shares for lease in book.leases()}
-    unsettled = [lease.name for lease in book.leases() if lease.target or lease.pins or lease.key and not lease.shares]
+    unsettled = [
+        lease.name
+        for lease in book.leases()
+        if lease.target or lease.pins or lease.key and not lease.shares
+    ]
     keys = [ref().text for ref in keeper._keys.copy() if ref()]
     held: dict[str, int] = {"sim:0": 0, "host": 0}
     for shares in places.values():
@@ -125,7 +143,10 @@ def leaks(rt: Runtime) -> str:
             held[share.device] += share.bytes
     blocks = [name for name, (_, anchor) in list(keeper.blocks.items()) if anchor() is not None]
     problems = {
-        "pinned": pins, "blocks": blocks, "unsettled": unsettled, "keys": keys,
+        "pinned": pins,
+        "blocks": blocks,
+        "unsettled": unsettled,
+        "keys": keys,
         "tickets": [ticket.key for ticket in book.tickets],
         "the book says otherwise": said != truth and (said, truth),
         "models are not where they are said to be": places != truth and (places, truth),
@@ -135,9 +156,21 @@ def leaks(rt: Runtime) -> str:
 
 
 def in_a_process_of_its_own(directory: Path, interrupts: int, seed: int) -> dict[str, int]:
-    ran = subprocess.run([sys.executable, "-m", "tests.stories.test_storms", f"sqlite://{directory}/ledger",
-                          str(interrupts), str(seed)], cwd=REPO, env=os.environ | {"PYTHONPATH": str(REPO)},
-                         capture_output=True, text=True, timeout=60 + interrupts / 10)
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.stories.test_storms",
+            f"sqlite://{directory}/ledger",
+            str(interrupts),
+            str(seed),
+        ],
+        cwd=REPO,
+        env=os.environ | {"PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        timeout=60 + interrupts / 10,
+    )
     assert ran.returncode == 0, ran.stderr[-6000:]
     print(ran.stdout)
     return json.loads(ran.stdout)

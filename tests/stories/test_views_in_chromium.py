@@ -1,5 +1,5 @@
-"""The views in a real browser: drawn in both themes, told on pointing, zoomed, filtered, saved, in the viewer's time.
-"""
+"""The views in a real browser: drawn in both themes, told on pointing, zoomed, filtered, saved, in the viewer's time."""
+
 from __future__ import annotations
 
 import shutil
@@ -12,9 +12,12 @@ from ..faces import pasts
 from ..faces.served import OPERATORS, free_port, serving
 
 CHROMIUM = shutil.which("chromium")
-pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine"),
+    pytest.mark.timeout(300),
+]
 
-SCRIPT = '''
+SCRIPT = """
 import sys
 from msgspec.structs import replace
 from gpu_panels import console, server, watch
@@ -31,15 +34,19 @@ rt = Told(samples.busy, history=lambda seconds, points=600: replace(
               day, moments=tuple(m for m in day.moments if m.wall >= samples.WALL - seconds), seconds=seconds),
           decisions=lambda limit: decisions, plan=lambda words: samples.fits)
 server.run(port=int(sys.argv[1]), browser=False, page=lambda visitor: console.page(visitor, watch.of(rt)))
-'''
+"""
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     folder, port = tmp_path_factory.mktemp("views"), free_port()
     (folder / "views.py").write_text(SCRIPT)
-    with serving([sys.executable, str(folder / "views.py"), str(port)], folder,
-                 {"GPU_CONSOLE_TOKEN": OPERATORS}, port=port):
+    with serving(
+        [sys.executable, str(folder / "views.py"), str(port)],
+        folder,
+        {"GPU_CONSOLE_TOKEN": OPERATORS},
+        port=port,
+    ):
         yield f"http://127.0.0.1:{port}/?token={OPERATORS}"
 
 
@@ -48,8 +55,9 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:
-        chromium = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox",
-                                                                         "--disable-background-networking"])
+        chromium = play.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-background-networking"]
+        )
         yield chromium
         chromium.close()
 
@@ -59,10 +67,19 @@ def page_at(browser, url, tab="Now", **context):
     """A page whose tab is in front and drawn; at the end nothing was complained of and nobody outside was asked."""
     made = browser.new_context(viewport={"width": 1280, "height": 900}, **context)
     page, complaints = made.new_page(), []
-    page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+    page.on(
+        "console",
+        lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None,
+    )
     page.on("pageerror", lambda error: complaints.append(f"{error}\n{error.stack}"))
-    page.on("request", lambda asked: complaints.append(asked.url) if not asked.url.startswith(
-        ("http://127.0.0.1:", "ws://127.0.0.1:", "data:", "blob:")) else None)
+    page.on(
+        "request",
+        lambda asked: (
+            complaints.append(asked.url)
+            if not asked.url.startswith(("http://127.0.0.1:", "ws://127.0.0.1:", "data:", "blob:"))
+            else None
+        ),
+    )
     page.goto(url)
     page.get_by_text("as of").wait_for(timeout=60_000)
     page.get_by_role("tab", name=tab, exact=True).click()
@@ -73,8 +90,12 @@ def page_at(browser, url, tab="Now", **context):
         made.close()
 
 
-SHOWN = {"Now": "18.0 of 21.6 GiB leased", "Decisions": "sim:1: too full", "Evictions": "since this machine started",
-         "What if": "Choose a model, or type a size such as"}
+SHOWN = {
+    "Now": "18.0 of 21.6 GiB leased",
+    "Decisions": "sim:1: too full",
+    "Evictions": "since this machine started",
+    "What if": "Choose a model, or type a size such as",
+}
 
 
 @pytest.mark.parametrize("tab", SHOWN)

@@ -1,4 +1,5 @@
 """One look at the devices, as a line of their history."""
+
 from __future__ import annotations
 
 import pytest
@@ -12,12 +13,22 @@ from tests.worlds import WALL, book, lease, world
 
 def test_a_moment_says_who_claims_what_of_a_device():
     """Two processes may hold models of one name; a model on its way counts where it lies and where it goes."""
-    page = book(lease("a", sim0=4), lease("a", by=2, sim0=8),
-                lease("b", by=2, sim1=1, target=(Share("sim:0", GIB),)))
+    page = book(
+        lease("a", sim0=4),
+        lease("a", by=2, sim0=8),
+        lease("b", by=2, sim1=1, target=(Share("sim:0", GIB),)),
+    )
     there = world(sim0=20, sim1=20, host=64)
     zero, one, host = moments_of(views(page, there), page.sections.values(), WALL)
-    assert zero == Moment(WALL, "sim:0", 20 * GIB, 20 * GIB, 13 * GIB, Level.MODERATE,
-                          claims={"a@1": 4 * GIB, "a@2": 8 * GIB, "b@2": GIB})
+    assert zero == Moment(
+        WALL,
+        "sim:0",
+        20 * GIB,
+        20 * GIB,
+        13 * GIB,
+        Level.MODERATE,
+        claims={"a@1": 4 * GIB, "a@2": 8 * GIB, "b@2": GIB},
+    )
     assert (one.claims, host.claims) == ({"b@2": GIB}, {})
     assert (zero.claimed_bytes, zero.peak_bytes) == (13 * GIB, 13 * GIB)
 
@@ -36,6 +47,7 @@ def test_a_driver_that_will_not_say_leaves_a_gap_and_no_zero():
 
 # -- which are worth keeping --------------------------------------------------------------------------------------
 
+
 def moment(wall, measured=4, device="cuda:0", **fields):
     return Moment(wall, device, 20 * GIB, 18 * GIB, int(measured * GIB), Level.LOW, **fields)
 
@@ -48,13 +60,24 @@ def test_while_nothing_changes_a_moment_is_kept_once_in_a_while():
 
 def test_before_a_change_the_last_moment_without_it_is_kept_so_that_it_is_no_slope():
     telling = Telling(30.0)
-    kept = [one for wall in range(0, 20, 2) for one in telling.worth([moment(float(wall), 4 if wall < 14 else 9)])]
+    kept = [
+        one
+        for wall in range(0, 20, 2)
+        for one in telling.worth([moment(float(wall), 4 if wall < 14 else 9)])
+    ]
     assert [(one.wall, one.measured_bytes // GIB) for one in kept] == [(0, 4), (12, 4), (14, 9)]
 
 
-@pytest.mark.parametrize("change", [
-    dict(claims={"a@1": 1}), dict(measured=4.1), dict(utilisation_percent=26.0), dict(temperature_celsius=None),
-    dict(power_watts=111.0)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(claims={"a@1": 1}),
+        dict(measured=4.1),
+        dict(utilisation_percent=26.0),
+        dict(temperature_celsius=None),
+        dict(power_watts=111.0),
+    ],
+)
 def test_what_a_chart_would_show_is_a_change(change):
     figures = dict(utilisation_percent=20.0, temperature_celsius=60.0, power_watts=100.0)
     telling = Telling(30.0)
@@ -66,11 +89,15 @@ def test_figures_that_tremble_are_no_change_and_figures_that_creep_are():
     """They are compared with what was kept, not with the last."""
     telling = Telling(1000.0)
     telling.worth([moment(0.0, power_watts=100.0)])
-    assert not any(telling.worth([moment(float(n), power_watts=100.0 + n % 3)]) for n in range(1, 20))
+    assert not any(
+        telling.worth([moment(float(n), power_watts=100.0 + n % 3)]) for n in range(1, 20)
+    )
     assert any(telling.worth([moment(20.0 + n, power_watts=100.0 + 3 * n)]) for n in range(1, 5))
 
 
 def test_each_device_has_a_story_of_its_own():
     telling = Telling(30.0)
     telling.worth([moment(0.0), moment(0.0, device="cuda:1")])
-    assert [one.device for one in telling.worth([moment(2.0), moment(2.0, 9, device="cuda:1")])] == ["cuda:1"]
+    assert [
+        one.device for one in telling.worth([moment(2.0), moment(2.0, 9, device="cuda:1")])
+    ] == ["cuda:1"]

@@ -1,10 +1,20 @@
 """Extra command-line arguments that a user may pass to an engine."""
+
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-OURS = ("--gpu-memory-utilization", "--tensor-split", "--main-gpu", "--device", "--split-mode", "-ts", "-mg", "-sm")
+OURS = (
+    "--gpu-memory-utilization",
+    "--tensor-split",
+    "--main-gpu",
+    "--device",
+    "--split-mode",
+    "-ts",
+    "-mg",
+    "-sm",
+)
 
 
 def grouped(words: tuple[str, ...]) -> Iterator[tuple[str, str | None, tuple[str, ...]]]:
@@ -16,9 +26,14 @@ def grouped(words: tuple[str, ...]) -> Iterator[tuple[str, str | None, tuple[str
     index = 0
     while index < len(words):
         flag, equals, value = words[index].partition("=")
-        took = words[index:index + 1]
-        if not equals and flag.startswith("-") and words[index + 1:] and re.match(r"(?!-)|-\d", words[index + 1]):
-            took = words[index:index + 2]
+        took = words[index : index + 1]
+        if (
+            not equals
+            and flag.startswith("-")
+            and words[index + 1 :]
+            and re.match(r"(?!-)|-\d", words[index + 1])
+        ):
+            took = words[index : index + 2]
             equals, value = "=", took[1]
         index += len(took)
         yield flag, value if equals else None, took

@@ -3,6 +3,7 @@ bytes.
 
 A server's life is `servers.py`'s, and how each engine is started its recipe's (engines/).
 """
+
 from __future__ import annotations
 
 import os
@@ -90,8 +91,11 @@ class Served:
             time.sleep(POLL_SECONDS)
         server = self._server
         if server is None:
-            raise NotResident(f"{self.name} is not loaded.\n  Ask inside:  with rt.use({self.name!r}) as served:",
-                              name=self.name, where="not loaded")
+            raise NotResident(
+                f"{self.name} is not loaded.\n  Ask inside:  with rt.use({self.name!r}) as served:",
+                name=self.name,
+                where="not loaded",
+            )
         if server._over is not None:
             raise type(server._over)(str(server._over), **server._over.facts)
         return server
@@ -141,23 +145,43 @@ class ServerBackend:
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
         return ()
 
-    def load(self, spec: ModelSpec, shares: Shares, origin: Any = None, *,
-             progress: Progress | None = None, into: Any = None) -> Loaded:
+    def load(
+        self,
+        spec: ModelSpec,
+        shares: Shares,
+        origin: Any = None,
+        *,
+        progress: Progress | None = None,
+        into: Any = None,
+    ) -> Loaded:
         if missing := self.recipe.missing():
-            raise LoadFailed(f"{spec.name} cannot be loaded by {self.name}: {missing}", name=spec.name,
-                             source=spec.source)
+            raise LoadFailed(
+                f"{spec.name} cannot be loaded by {self.name}: {missing}",
+                name=spec.name,
+                source=spec.source,
+            )
         total = sum(share.bytes for share in shares)
         if progress:
             progress(0, total)
         config = self.evidence(spec).config
         source = self.recipe.source(spec)
         totals = {device.id: device.total_bytes for device in self.probe.devices}
-        simulated = any(device.simulated for device in self.probe.devices if device.id == shares[0].device)
+        simulated = any(
+            device.simulated for device in self.probe.devices if device.id == shares[0].device
+        )
         server = Server(
-            spec, self.recipe, lambda port, key: Order(spec, shares, totals, source, port, simulated, key, config),
-            {**os.environ, **card_environment(self.probe, () if spec.options.get("gpu_layers") == 0 else shares)},
+            spec,
+            self.recipe,
+            lambda port, key: Order(spec, shares, totals, source, port, simulated, key, config),
+            {
+                **os.environ,
+                **card_environment(
+                    self.probe, () if spec.options.get("gpu_layers") == 0 else shares
+                ),
+            },
             among=self._among,
-            seconds=spec.options.get("start_seconds", self._seconds))
+            seconds=spec.options.get("start_seconds", self._seconds),
+        )
         kept = into.value if isinstance(into, Loaded) else into
         value = kept if isinstance(kept, Served) else Served(spec.name)
         loaded = Loaded(server, value)
@@ -180,9 +204,12 @@ class ServerBackend:
 
     def move(self, model: Loaded, shares: Shares) -> NoReturn:
         name = model.value.name
-        raise CannotGovern(f"{name} cannot be moved: {self.name} places a model when it loads it.\n"
-                           f"  Load it again where it should be:  rt.evict({name!r}), then rt.preload({name!r})",
-                           name=name, why=f"{self.name} cannot move")
+        raise CannotGovern(
+            f"{name} cannot be moved: {self.name} places a model when it loads it.\n"
+            f"  Load it again where it should be:  rt.evict({name!r}), then rt.preload({name!r})",
+            name=name,
+            why=f"{self.name} cannot move",
+        )
 
     def drop(self, model: Loaded) -> None:
         model.end()
@@ -203,8 +230,10 @@ class ServerBackend:
         """What its processes hold by the driver's account; its shares, where that does not tell."""
         charged: dict[str, int] = {}
         for pid in server.pids:
-            for device, size in self.probe.charged(pid, tuple(share.device for share in shares)).items():
+            for device, size in self.probe.charged(
+                pid, tuple(share.device for share in shares)
+            ).items():
                 charged[device] = charged.get(device, 0) + size
-        return tuple(Share(share.device, charged.get(share.device) or share.bytes) for share in shares)
-
-
+        return tuple(
+            Share(share.device, charged.get(share.device) or share.bytes) for share in shares
+        )

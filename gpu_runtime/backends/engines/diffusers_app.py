@@ -2,6 +2,7 @@
 
 Run by itself, by the recipe beside it. It listens at 127.0.0.1 only, and lets in whoever shows the key.
 """
+
 import argparse  # annotations are evaluated here: FastAPI reads them, and they name what a function imports
 import base64
 import hmac
@@ -32,11 +33,14 @@ def app(pipeline: Any, name: str, key: str) -> Any:
 
     def checked(value: Any, what: str, most: int) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
-            raise HTTPException(422, f"{what} must be a whole number from 1 to {most}, and is {value!r}")
+            raise HTTPException(
+                422, f"{what} must be a whole number from 1 to {most}, and is {value!r}"
+            )
         return value
 
     def drawn(words: dict[str, Any], gone: threading.Event) -> list[str]:
         """The pictures as base64 of PNG. It stops between two steps once nobody waits for them."""
+
         def look(pipe: Any, step: int, moment: Any, given: dict[str, Any]) -> dict[str, Any]:
             pipe._interrupt = gone.is_set()
             if gone.is_set():
@@ -83,7 +87,10 @@ def app(pipeline: Any, name: str, key: str) -> Any:
     @made.get("/v1/models")
     def models(authorization: Key = "") -> dict[str, Any]:
         let_in(authorization)
-        return {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "gpu-console"}]}
+        return {
+            "object": "list",
+            "data": [{"id": name, "object": "model", "owned_by": "gpu-console"}],
+        }
 
     @made.post("/v1/images/generations")
     async def images(request: Request, body: Words, authorization: Key = "") -> dict[str, Any]:
@@ -92,13 +99,18 @@ def app(pipeline: Any, name: str, key: str) -> Any:
         if not isinstance(prompt, str) or not prompt:
             raise HTTPException(422, "prompt must be text")
         if body.get("response_format", "b64_json") not in (None, "b64_json"):
-            raise HTTPException(422, "response_format must be b64_json: there is nowhere to put a file for a url")
+            raise HTTPException(
+                422, "response_format must be b64_json: there is nowhere to put a file for a url"
+            )
         words: dict[str, Any] = {"prompt": prompt}
         if "num_images_per_prompt" in takes:
             words["num_images_per_prompt"] = checked(body.get("n") or 1, "n", MOST_PICTURES)
         if size and size != "auto":
             width, _, height = str(size).partition("x")
-            if not (width.isdigit() and height.isdigit()) or not 0 < int(width) * int(height) <= MOST_PIXELS:
+            if (
+                not (width.isdigit() and height.isdigit())
+                or not 0 < int(width) * int(height) <= MOST_PIXELS
+            ):
                 raise HTTPException(422, f"size must be like 512x512, and is {size!r}")
             words |= {"width": int(width), "height": int(height)}
         for field in ("steps", "num_inference_steps"):  # the second is what diffusers calls it
@@ -108,7 +120,10 @@ def app(pipeline: Any, name: str, key: str) -> Any:
             if body.get(field) is not None and (field in takes or field == "seed"):
                 words[field] = body[field]
         pictures = await answer(words, request)
-        return {"created": int(time.time()), "data": [{"b64_json": picture} for picture in pictures]}
+        return {
+            "created": int(time.time()),
+            "data": [{"b64_json": picture} for picture in pictures],
+        }
 
     @made.post("/generate")
     async def generate(request: Request, body: Words, authorization: Key = "") -> dict[str, Any]:
@@ -148,8 +163,12 @@ def main() -> None:
     given = parser.parse_args()
     pipeline = load(given.model, given.device, given.dtype, given.balanced)
     pipeline.set_progress_bar_config(disable=True)
-    uvicorn.run(app(pipeline, given.name, os.environ["GPU_ENGINE_KEY"]), host="127.0.0.1", port=given.port,
-                log_level="warning")
+    uvicorn.run(
+        app(pipeline, given.name, os.environ["GPU_ENGINE_KEY"]),
+        host="127.0.0.1",
+        port=given.port,
+        log_level="warning",
+    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ It decides by itself how much of a model goes to the card, so it is asked (`/api
 it lies elsewhere. Models must have been pulled: nothing is downloaded here. It knows no key: whoever is on this machine
 may ask it. Sources: Ollama, docs/api and envconfig/config.go; Helix, Multi-GPU Scheduling, 5.3.
 """
+
 from __future__ import annotations
 
 import shutil
@@ -21,7 +22,11 @@ FOR_EVER = -1
 
 
 def missing() -> str:
-    return "" if shutil.which("ollama") else "there is no command ollama here.\n  Install it from ollama.com"
+    return (
+        ""
+        if shutil.which("ollama")
+        else "there is no command ollama here.\n  Install it from ollama.com"
+    )
 
 
 def model(order: Order) -> str:
@@ -30,14 +35,21 @@ def model(order: Order) -> str:
 
 def command(order: Order) -> Command:
     options = order.spec.options
-    environment = {"OLLAMA_HOST": f"127.0.0.1:{order.port}", "OLLAMA_MAX_LOADED_MODELS": "1",
-                   "OLLAMA_KEEP_ALIVE": str(FOR_EVER), "OLLAMA_NUM_PARALLEL": str(options.get("sequences") or 1)}
+    environment = {
+        "OLLAMA_HOST": f"127.0.0.1:{order.port}",
+        "OLLAMA_MAX_LOADED_MODELS": "1",
+        "OLLAMA_KEEP_ALIVE": str(FOR_EVER),
+        "OLLAMA_NUM_PARALLEL": str(options.get("sequences") or 1),
+    }
     if len(order.shares) > 1:
         environment["OLLAMA_SCHED_SPREAD"] = "1"
     if options.get("context_length"):
         environment["OLLAMA_CONTEXT_LENGTH"] = str(options["context_length"])
     if options.get("cache_dtype"):
-        environment |= {"OLLAMA_KV_CACHE_TYPE": str(options["cache_dtype"]), "OLLAMA_FLASH_ATTENTION": "1"}
+        environment |= {
+            "OLLAMA_KV_CACHE_TYPE": str(options["cache_dtype"]),
+            "OLLAMA_FLASH_ATTENTION": "1",
+        }
     return Command((shutil.which("ollama") or "ollama", "serve"), environment)
 
 
@@ -49,12 +61,19 @@ def prepare(order: Order, ask: Ask) -> None:
         body["options"] = {"num_gpu": layers}
     status, said = ask("POST", "/api/generate", body)
     if status == 404:
-        raise LoadFailed(f"{order.spec.name} cannot be loaded: Ollama has no model {order.source}.\n"
-                         f"  Pull it:  ollama pull {order.source}", name=order.spec.name, source=order.source)
+        raise LoadFailed(
+            f"{order.spec.name} cannot be loaded: Ollama has no model {order.source}.\n"
+            f"  Pull it:  ollama pull {order.source}",
+            name=order.spec.name,
+            source=order.source,
+        )
     if status != 200:
         why = said.get("error", said) if isinstance(said, dict) else said
-        raise LoadFailed(f"{order.spec.name} cannot be loaded: Ollama said {status}: {why}.", name=order.spec.name,
-                         source=order.source)
+        raise LoadFailed(
+            f"{order.spec.name} cannot be loaded: Ollama said {status}: {why}.",
+            name=order.spec.name,
+            source=order.source,
+        )
 
 
 def misplaced(order: Order, ask: Ask) -> str:
@@ -63,9 +82,20 @@ def misplaced(order: Order, ask: Ask) -> str:
     if order.simulated or (layers is not None and layers >= 0):
         return ""
     status, said = ask("GET", "/api/ps", None)
-    running = [one for one in said.get("models", ()) if order.source in (one.get("name"), one.get("model"))] \
-        if status == 200 and isinstance(said, dict) else []
+    running = (
+        [
+            one
+            for one in said.get("models", ())
+            if order.source in (one.get("name"), one.get("model"))
+        ]
+        if status == 200 and isinstance(said, dict)
+        else []
+    )
     if not running:
         return "Ollama does not list it as loaded"
     size, on_card = running[0].get("size", 0), running[0].get("size_vram", 0)
-    return "" if on_card >= size else f"only {show_bytes(on_card)} of its {show_bytes(size)} are on the GPU"
+    return (
+        ""
+        if on_card >= size
+        else f"only {show_bytes(on_card)} of its {show_bytes(size)} are on the GPU"
+    )

@@ -5,6 +5,7 @@ A port is claimed by a socket in Linux's abstract namespace: the kernel lets onl
 same network namespace in which ports are counted, and frees it when the last holder is gone. The engine's guard
 inherits it, so the claim lasts as long as the engine.
 """
+
 from __future__ import annotations
 
 import errno
@@ -39,7 +40,9 @@ def ports(text: str) -> range:
     first, _, last = text.replace(" ", "").partition("-")
     numbers = [int(word) for word in (first, last or first) if word.isdigit()]
     if len(numbers) != 2 or not 1024 <= numbers[0] <= numbers[1] <= 65535:
-        raise BadSetting("GPU_ENGINE_PORTS", text, "a range of ports from 1024 to 65535, such as 8300-8399")
+        raise BadSetting(
+            "GPU_ENGINE_PORTS", text, "a range of ports from 1024 to 65535, such as 8300-8399"
+        )
     return range(numbers[0], numbers[1] + 1)
 
 
@@ -58,14 +61,20 @@ def claim(among: range, name: str, but: frozenset[int] = frozenset()) -> Port:
                 held.close()
                 raise
         held.close()
-    raise LoadFailed(f"{name} cannot be started: all ports from {among.start} to {among.stop - 1} are taken.\n"
-                     f"  Give engines more:  GPU_ENGINE_PORTS={among.start}-{among.stop + 99}", name=name, source="")
+    raise LoadFailed(
+        f"{name} cannot be started: all ports from {among.start} to {among.stop - 1} are taken.\n"
+        f"  Give engines more:  GPU_ENGINE_PORTS={among.start}-{among.stop + 99}",
+        name=name,
+        source="",
+    )
 
 
 def _listened_on(number: int) -> bool:
     """Whether somebody who asked nobody has the port already."""
     with socket.socket() as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: what lingers does not count
+        trial.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as servers do: what lingers does not count
         try:
             trial.bind(("127.0.0.1", number))
         except OSError:

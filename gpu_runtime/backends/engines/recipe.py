@@ -3,6 +3,7 @@
 A recipe is a module. It tells how its server is started for a lease, when it is ready, and what it calls the model; it
 starts nothing and asks nothing itself. What is common to all (ports, health, restarts, logs, the end) is `server.py`'s.
 """
+
 from __future__ import annotations
 
 import os
@@ -15,7 +16,9 @@ from ...facts import Evidence, ModelSpec, Shares
 
 USUAL_CONTEXT = 8192  # tokens, where nobody asks for more and the model knows as many
 
-Ask = Callable[[str, str, Any], tuple[int, Any]]  # method, path and JSON body -> status (0: no answer) and JSON
+Ask = Callable[
+    [str, str, Any], tuple[int, Any]
+]  # method, path and JSON body -> status (0: no answer) and JSON
 
 
 class Order(NamedTuple):
@@ -88,15 +91,17 @@ class Recipe(Protocol):
         ...
 
 
-
-
 def of_its_files(spec: ModelSpec) -> Evidence:
     """What the files tell, where they lie here. The engine takes room for a context when it starts, asked or not."""
     from ..missing import AbsentBackend
 
     found = AbsentBackend(spec.backend).evidence(spec)
-    known = {**found.config, **(found.config.get("text_config") or {})}.get("max_position_embeddings")
-    tokens = spec.options.get("context_length") or (min(known, USUAL_CONTEXT) if isinstance(known, int) else 0)
+    known = {**found.config, **(found.config.get("text_config") or {})}.get(
+        "max_position_embeddings"
+    )
+    tokens = spec.options.get("context_length") or (
+        min(known, USUAL_CONTEXT) if isinstance(known, int) else 0
+    )
     takes = {"context_at_load": tokens} if tokens else {}
     return msgspec.structs.replace(found, at_load=True, config={**found.config, **takes})
 

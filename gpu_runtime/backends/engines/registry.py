@@ -1,4 +1,5 @@
 """Which engine is started by which recipe."""
+
 from __future__ import annotations
 
 import importlib

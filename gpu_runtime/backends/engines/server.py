@@ -5,6 +5,7 @@
 and no other states; what fails to load stops as well. A server that ends by itself is started again on the same cards,
 at most three times; then its model is lost. How each engine is started is its recipe's to say (engines/).
 """
+
 from __future__ import annotations
 
 import enum
@@ -49,16 +50,29 @@ class State(enum.StrEnum):
     STOPPING = "stopping"
 
 
-NEXT = {State.IDLE: {State.LOADING}, State.LOADING: {State.READY, State.STOPPING}, State.READY: {State.STOPPING},
-        State.STOPPING: {State.IDLE}}
+NEXT = {
+    State.IDLE: {State.LOADING},
+    State.LOADING: {State.READY, State.STOPPING},
+    State.READY: {State.STOPPING},
+    State.STOPPING: {State.IDLE},
+}
 
 
 class Server:
     """One engine's process, from one load to its end; restarts included."""
 
-    def __init__(self, spec: ModelSpec, recipe: Recipe, order: Callable[[int, str], Order], env: dict[str, str], *,
-                 among: range, seconds: float, clock: Callable[[], float] = time.monotonic,
-                 sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        recipe: Recipe,
+        order: Callable[[int, str], Order],
+        env: dict[str, str],
+        *,
+        among: range,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.spec, self.recipe = spec, recipe
         self.state, self.past = State.IDLE, [State.IDLE]
         self.restarts = 0
@@ -91,7 +105,11 @@ class Server:
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.order.key}"} if self.order and self.recipe.KEYED else {}
+        return (
+            {"Authorization": f"Bearer {self.order.key}"}
+            if self.order and self.recipe.KEYED
+            else {}
+        )
 
     @property
     def starting(self) -> bool:
@@ -99,7 +117,10 @@ class Server:
         return self._wanted and self._over is None and self.state is not State.READY
 
     def healthy(self) -> bool:
-        return self.state is State.READY and self._ask(ANSWER_SECONDS)("GET", self.recipe.HEALTH, None)[0] == 200
+        return (
+            self.state is State.READY
+            and self._ask(ANSWER_SECONDS)("GET", self.recipe.HEALTH, None)[0] == 200
+        )
 
     def _to(self, state: State) -> None:
         assert state in NEXT[self.state], f"{self.state} -> {state}"
@@ -117,8 +138,13 @@ class Server:
         while why := self.recipe.misplaced(self._known(), self._ask(ANSWER_SECONDS)):
             self._stop()
             if self.restarts >= MOST_RESTARTS:
-                raise LoadFailed(f"{self.spec.name} was started {self.restarts + 1} times, and each time {why}.\n"
-                                 f"  Its log:  {self.log}", name=self.spec.name, source=self.spec.source, why=why)
+                raise LoadFailed(
+                    f"{self.spec.name} was started {self.restarts + 1} times, and each time {why}.\n"
+                    f"  Its log:  {self.log}",
+                    name=self.spec.name,
+                    source=self.spec.source,
+                    why=why,
+                )
             self.restarts += 1
             self._start_on_a_port()
         threads.start(self._keep)
@@ -146,9 +172,19 @@ class Server:
             command = self.recipe.command(self.order)
             self._line, theirs = socket.socketpair()
             with theirs:
-                words = [*python_file(Path(orphan_guard.__file__)), str(theirs.fileno()), str(os.getpid()), str(STOP_SECONDS), *command.words]
-                self._child = Child(words, log=self.log, env={**self._env, **command.environment},
-                                    fds=(theirs.fileno(), port.fileno()))
+                words = [
+                    *python_file(Path(orphan_guard.__file__)),
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                    str(STOP_SECONDS),
+                    *command.words,
+                ]
+                self._child = Child(
+                    words,
+                    log=self.log,
+                    env={**self._env, **command.environment},
+                    fds=(theirs.fileno(), port.fileno()),
+                )
         until = self._clock() + self._seconds
         ask = self._ask(ANSWER_SECONDS)
         while ask("GET", self.recipe.HEALTH, None)[0] != 200:
@@ -168,9 +204,15 @@ class Server:
             return out_of_memory(fault.line, device="", asked_bytes=0, holders=(), report="")
         last = [line.strip() for line in said.splitlines() if line.strip()]
         tells = fault.line if fault else last[-1][:300] if last else ""
-        return LoadFailed(f"{self.spec.name} could not be loaded: {why}{f': {tells}' if tells else ''}.\n"
-                          f"  Its log:  {self.log}", name=self.spec.name, source=self.spec.source, why=why,
-                          kind=fault.kind.value if fault else "", log=str(self.log))
+        return LoadFailed(
+            f"{self.spec.name} could not be loaded: {why}{f': {tells}' if tells else ''}.\n"
+            f"  Its log:  {self.log}",
+            name=self.spec.name,
+            source=self.spec.source,
+            why=why,
+            kind=fault.kind.value if fault else "",
+            log=str(self.log),
+        )
 
     def _stop(self) -> None:
         """Ends the process and all it started: its guard does, or the whole group is killed."""
@@ -211,14 +253,23 @@ class Server:
             try:
                 self._start_on_a_port()
             except Exception as error:  # noqa: BLE001 - told to whoever uses it next
-                return self._give_up(kind, f"{why}; started again, {str(error).splitlines()[0]}", status)
+                return self._give_up(
+                    kind, f"{why}; started again, {str(error).splitlines()[0]}", status
+                )
 
     def _give_up(self, kind: Kind, why: str, status: int) -> None:
         name, pid = self.spec.name, self._child.pid if self._child else None
         self._over = EngineDied(
             f"the server of {name} is gone: {why.rstrip('.')}.\n"
             f"  It was started again {self.restarts} times. Its memory came free; the next use of {name} loads it anew."
-            f"\n  Its log:  {self.log}", name=name, pid=pid, status=status, kind=kind.value, why=why, log=str(self.log))
+            f"\n  Its log:  {self.log}",
+            name=name,
+            pid=pid,
+            status=status,
+            kind=kind.value,
+            why=why,
+            log=str(self.log),
+        )
         self._tell_loss()
 
     def watch(self, lost: Callable[[str, str], None]) -> None:
@@ -247,7 +298,9 @@ class Server:
 
         def ask(method: str, path: str, body: Any) -> tuple[int, Any]:
             data = None if body is None else json.dumps(body).encode()
-            request = urllib.request.Request(f"http://127.0.0.1:{order.port}{path}", data, headers, method=method)
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{order.port}{path}", data, headers, method=method
+            )
             try:
                 with _direct.open(request, timeout=seconds) as answer:
                     return answer.status, _read(answer.read())

@@ -2,6 +2,7 @@
 
 Source: vLLM, CLI reference, `vllm serve`.
 """
+
 from __future__ import annotations
 
 import json
@@ -30,7 +31,11 @@ evidence, source, prepare, misplaced = of_its_files, path_or_name, nothing_to_do
 
 
 def missing() -> str:
-    return "" if shutil.which("vllm") else "there is no command vllm here.\n  Install it:  pip install vllm"
+    return (
+        ""
+        if shutil.which("vllm")
+        else "there is no command vllm here.\n  Install it:  pip install vllm"
+    )
 
 
 def model(order: Order) -> str:
@@ -49,15 +54,31 @@ def utilization(order: Order) -> float:
 def command(order: Order) -> Command:
     spec, own = order.spec, own_arguments(order.spec)
     options = {"context_length": order.config.get("context_at_load"), **spec.options}
-    words = ["serve", order.source, "--host", "127.0.0.1", "--port", str(order.port), "--served-model-name", spec.name,
-             "--gpu-memory-utilization", f"{utilization(order):g}"]
+    words = [
+        "serve",
+        order.source,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(order.port),
+        "--served-model-name",
+        spec.name,
+        "--gpu-memory-utilization",
+        f"{utilization(order):g}",
+    ]
     if not said_already(own, "--tensor-parallel-size", "-tp"):
         words += ["--tensor-parallel-size", str(len(order.shares))]
-    for option, flags in (("context_length", ("--max-model-len",)), ("dtype", ("--dtype",)),
-                          ("revision", ("--revision",)), ("cache_dtype", ("--kv-cache-dtype",))):
+    for option, flags in (
+        ("context_length", ("--max-model-len",)),
+        ("dtype", ("--dtype",)),
+        ("revision", ("--revision",)),
+        ("cache_dtype", ("--kv-cache-dtype",)),
+    ):
         if options.get(option) is not None and not said_already(own, *flags):
             words += [flags[0], str(options[option])]
-    if (chat := own_template(spec)) and not said_already(own, "--chat-template"):  # requests may bring none
+    if (chat := own_template(spec)) and not said_already(
+        own, "--chat-template"
+    ):  # requests may bring none
         words += ["--chat-template", chat]
     if options.get("trust_remote_code") and not said_already(own, "--trust-remote-code"):
         words += ["--trust-remote-code"]
@@ -66,7 +87,10 @@ def command(order: Order) -> Command:
 
 def template(order: Order) -> str | None:
     """As transformers saves it: in a file of its own, or in the tokenizer's."""
-    own, config = Path(order.source, "chat_template.jinja"), Path(order.source, "tokenizer_config.json")
+    own, config = (
+        Path(order.source, "chat_template.jinja"),
+        Path(order.source, "tokenizer_config.json"),
+    )
     try:
         if own.exists():
             return own.read_text()

@@ -2,6 +2,7 @@
 
 For `plan`, which answers for models that nobody has registered, and for the backends whose sources these are.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -16,15 +17,29 @@ from ..base import looks_like_hub_id
 from . import gguf, safetensors
 from .safetensors import Checkpoint, Stamp
 
-DTYPE_BYTES = {"float64": 8, "double": 8, "float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
+DTYPE_BYTES = {
+    "float64": 8,
+    "double": 8,
+    "float32": 4,
+    "float": 4,
+    "float16": 2,
+    "half": 2,
+    "bfloat16": 2,
+}
 
 
 def evidence(source: str, name: str, options: dict[str, Any] | None = None) -> Evidence:
     """What the source tells. Raises NotAModel where it is no model, LoadFailed for a damaged one."""
     options = options or {}
-    item_bytes = DTYPE_BYTES.get(str(options.get("dtype", options.get("torch_dtype"))).removeprefix("torch."))
+    item_bytes = DTYPE_BYTES.get(
+        str(options.get("dtype", options.get("torch_dtype"))).removeprefix("torch.")
+    )
     path = directory(source, name, options.get("revision"))
-    if path.is_dir() and not (path / "config.json").is_file() and (found := sorted(path.glob("*.gguf"))):
+    if (
+        path.is_dir()
+        and not (path / "config.json").is_file()
+        and (found := sorted(path.glob("*.gguf")))
+    ):
         path = only(found, name)
     if path.suffix == ".gguf" and path.is_file():
         return of_gguf(path, name)
@@ -48,26 +63,41 @@ def directory(source: str, name: str, revision: str | None = None) -> Path:
         raise LoadFailed(
             f"{name}: {source} is neither a directory (there is no {path.absolute()}) nor a hub id that was "
             f"downloaded. Mend the path, or download it first:  hf download {source}",
-            name=name, source=source) from error
+            name=name,
+            source=source,
+        ) from error
 
 
 def of_checkpoint(checkpoint: Checkpoint, item_bytes: int | None = None) -> Evidence:
     """What a checkpoint's headers tell: its weights once in memory, floating ones as `item_bytes` where given."""
-    return Evidence(checkpoint.weight_bytes(item_bytes), "safetensors header", config=checkpoint.config,
-                    pieces=checkpoint.pieces(), fingerprint=_fingerprint(checkpoint.stamps))
+    return Evidence(
+        checkpoint.weight_bytes(item_bytes),
+        "safetensors header",
+        config=checkpoint.config,
+        pieces=checkpoint.pieces(),
+        fingerprint=_fingerprint(checkpoint.stamps),
+    )
 
 
 def of_gguf(path: Path, name: str) -> Evidence:
     """What a GGUF file, with all its parts, tells. Raises LoadFailed for a damaged one."""
     files = gguf.files(path, name)
     if size := _promised(files):
-        return Evidence(file_bytes=size, file_format="gguf", why_unknown="its files are pointers to Git LFS")
+        return Evidence(
+            file_bytes=size, file_format="gguf", why_unknown="its files are pointers to Git LFS"
+        )
     header = gguf.read(path, name)
     stamps = _fingerprint(map(Stamp.of, files))
     if header.weight_bytes is None:
-        return Evidence(file_bytes=header.file_bytes, file_format="gguf", config=gguf.config(header.metadata),
-                        fingerprint=stamps)
-    return Evidence(header.weight_bytes, "GGUF header", config=gguf.config(header.metadata), fingerprint=stamps)
+        return Evidence(
+            file_bytes=header.file_bytes,
+            file_format="gguf",
+            config=gguf.config(header.metadata),
+            fingerprint=stamps,
+        )
+    return Evidence(
+        header.weight_bytes, "GGUF header", config=gguf.config(header.metadata), fingerprint=stamps
+    )
 
 
 def _of_one_file(path: Path, name: str, item_bytes: int | None) -> Evidence:
@@ -89,8 +119,14 @@ def _promised(files: Iterable[Path]) -> int:
     total, pointers = 0, 0
     for file in files:
         size = file.stat().st_size
-        if size < 1024 and (text := file.read_bytes()).startswith(b"version https://git-lfs.github.com/spec/"):
-            said = [line.removeprefix(b"size ") for line in text.splitlines() if line.startswith(b"size ")]
+        if size < 1024 and (text := file.read_bytes()).startswith(
+            b"version https://git-lfs.github.com/spec/"
+        ):
+            said = [
+                line.removeprefix(b"size ")
+                for line in text.splitlines()
+                if line.startswith(b"size ")
+            ]
             if said and said[0].isdigit():
                 size, pointers = int(said[0]), pointers + 1
         total += size
@@ -103,12 +139,17 @@ def only(found: list[Path], name: str) -> Path:
     if len(models) == 1:
         return models[0]
     listed = ", ".join(path.name for path in models[:5])
-    raise NotAModel(f"{found[0].parent} holds {len(models)} models; name the file: {listed}.", name=name,
-                    source=str(found[0].parent))
+    raise NotAModel(
+        f"{found[0].parent} holds {len(models)} models; name the file: {listed}.",
+        name=name,
+        source=str(found[0].parent),
+    )
 
 
 def _fingerprint(stamps: Iterable[Stamp]) -> str:
     """What tells these files from others, and from themselves once they are changed."""
-    told = [(os.path.realpath(os.path.dirname(stamp.path)), os.path.basename(stamp.path), *stamp[1:])
-            for stamp in stamps]
+    told = [
+        (os.path.realpath(os.path.dirname(stamp.path)), os.path.basename(stamp.path), *stamp[1:])
+        for stamp in stamps
+    ]
     return hashlib.sha256(repr(told).encode()).hexdigest()[:32]

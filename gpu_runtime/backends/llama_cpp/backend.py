@@ -4,6 +4,7 @@ An out-of-memory error or a failed check of llama.cpp ends its process, so the d
 caller one error, and nobody else anything. `isolated=False` loads into this process. What users hold is the same in
 both. Nothing can be moved: llama.cpp places a model when it loads it, so what has to go is dropped, and loaded again.
 """
+
 from __future__ import annotations
 
 import os
@@ -37,7 +38,9 @@ class LlamaModel:
         self.name = name
         self._engine: Engine | None = None
         self._where = ""
-        self._calls_under: Callable[[], AbstractContextManager[Any]] = nullcontext  # pins it; see pool.py
+        self._calls_under: Callable[[], AbstractContextManager[Any]] = (
+            nullcontext  # pins it; see pool.py
+        )
 
     def __repr__(self) -> str:
         return f"<llama.cpp {self.name} on {self._where if self._engine else 'disk'}>"
@@ -47,7 +50,9 @@ class LlamaModel:
             return self._call(name, (), {})
         if name in METHODS + OUR_METHODS:
             return lambda *args, **kwargs: self._call(name, args, kwargs)
-        raise AttributeError(f"{self.name} has no {name!r}; a llama.cpp model has {', '.join(METHODS)}")
+        raise AttributeError(
+            f"{self.name} has no {name!r}; a llama.cpp model has {', '.join(METHODS)}"
+        )
 
     @property
     def pid(self) -> int | None:
@@ -73,8 +78,11 @@ class LlamaModel:
     def _present(self) -> Engine:
         engine = self._engine
         if engine is None:
-            raise NotResident(f"{self.name} is not loaded.\n  Call it inside:  with rt.use({self.name!r}) as model:",
-                              name=self.name, where="not loaded")
+            raise NotResident(
+                f"{self.name} is not loaded.\n  Call it inside:  with rt.use({self.name!r}) as model:",
+                name=self.name,
+                where="not loaded",
+            )
         return engine
 
 
@@ -125,8 +133,15 @@ class LlamaCppBackend:
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
         return ()
 
-    def load(self, spec: ModelSpec, shares: Shares, origin: Any = None, *,
-             progress: Progress | None = None, into: Any = None) -> Loaded:
+    def load(
+        self,
+        spec: ModelSpec,
+        shares: Shares,
+        origin: Any = None,
+        *,
+        progress: Progress | None = None,
+        into: Any = None,
+    ) -> Loaded:
         found = self.evidence(spec)
         order = arguments(spec, shares, str(gguf_file(spec)), found.config, self._cards(shares))
         isolated = spec.options.get("isolated", True)
@@ -139,8 +154,12 @@ class LlamaCppBackend:
         loaded = Loaded(engine, value)
         try:
             order["verbose"] = isolated  # in a worker that goes to its log
-            facts = engine.load(order, None if progress is None else lambda part: progress(int(total * part), total))
-            loaded.shares = taken(facts, shares, offloaded(spec, found.config), self._charged(engine.pid, shares))
+            facts = engine.load(
+                order, None if progress is None else lambda part: progress(int(total * part), total)
+            )
+            loaded.shares = taken(
+                facts, shares, offloaded(spec, found.config), self._charged(engine.pid, shares)
+            )
             for share in loaded.shares:
                 loaded.blocks.append(self.probe.place(share.device).allocate(share.bytes))
             if progress:
@@ -157,9 +176,12 @@ class LlamaCppBackend:
 
     def move(self, model: Loaded, shares: Shares) -> NoReturn:
         name = model.value.name
-        raise CannotGovern(f"{name} cannot be moved: llama.cpp places a model when it loads it.\n"
-                           f"  Load it again where it should be:  rt.evict({name!r}), then rt.preload({name!r})",
-                           name=name, why="llama.cpp cannot move")
+        raise CannotGovern(
+            f"{name} cannot be moved: llama.cpp places a model when it loads it.\n"
+            f"  Load it again where it should be:  rt.evict({name!r}), then rt.preload({name!r})",
+            name=name,
+            why="llama.cpp cannot move",
+        )
 
     def drop(self, model: Loaded) -> None:
         model.end()
@@ -184,8 +206,10 @@ class LlamaCppBackend:
     def _channel(self, spec: ModelSpec, shares: Shares, isolated: bool) -> tuple[Channel, Path]:
         log = new_log(spec.name)
         if isolated:
-            return ProcessChannel(log, {**os.environ, **card_environment(self.probe,
-                                                                         shares if gpu_layers(spec) else ())}), log
+            return ProcessChannel(
+                log,
+                {**os.environ, **card_environment(self.probe, shares if gpu_layers(spec) else ())},
+            ), log
 
         def told(line: str) -> None:
             with open(log, "a") as file:
@@ -195,26 +219,9 @@ class LlamaCppBackend:
 
     def _charged(self, pid: int | None, shares: Shares) -> dict[str, int]:
         """What the driver says that the worker holds, its CUDA context too; nothing where it does not tell."""
-        return {} if pid is None else self.probe.charged(pid, tuple(share.device for share in shares))
-
-
-
-
+        return (
+            {} if pid is None else self.probe.charged(pid, tuple(share.device for share in shares))
+        )
 
 
 # -- decisions: values in, values out ---------------------------------------------------------------------------------
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-

@@ -1,4 +1,5 @@
 """A GGUF model's options, checked and turned into arguments of llama.cpp."""
+
 from __future__ import annotations
 
 import os
@@ -13,11 +14,38 @@ from ..formats import gguf, sources
 from ..missing import AbsentBackend
 
 CONTEXT_TOKENS = 4096  # where nobody asks for a length, and the model knows as many
-CACHE_TYPES = {"float32": 0, "f32": 0, "float16": 1, "f16": 1, "fp16": 1, "half": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6,
-               "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bfloat16": 30, "bf16": 30}  # Source: ggml.h, enum ggml_type
+CACHE_TYPES = {
+    "float32": 0,
+    "f32": 0,
+    "float16": 1,
+    "f16": 1,
+    "fp16": 1,
+    "half": 1,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q5_0": 6,
+    "q5_1": 7,
+    "q8_0": 8,
+    "iq4_nl": 20,
+    "bfloat16": 30,
+    "bf16": 30,
+}  # Source: ggml.h, enum ggml_type
 PASSED_ON = (
-    "n_batch", "n_ubatch", "n_threads", "n_threads_batch", "seed", "chat_format", "chat_template", "use_mmap",
-    "use_mlock", "rope_freq_base", "rope_freq_scale", "lora_path", "lora_scale", "logits_all", "offload_kqv",
+    "n_batch",
+    "n_ubatch",
+    "n_threads",
+    "n_threads_batch",
+    "seed",
+    "chat_format",
+    "chat_template",
+    "use_mmap",
+    "use_mlock",
+    "rope_freq_base",
+    "rope_freq_scale",
+    "lora_path",
+    "lora_scale",
+    "logits_all",
+    "offload_kqv",
     "swa_full",
 )
 OURS = ("n_gpu_layers", "n_ctx", "tensor_split", "type_k", "type_v", "model_path")
@@ -30,7 +58,9 @@ def gguf_file(spec: ModelSpec) -> Path:
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
         if not found:
-            raise NotAModel(f"{spec.name}: {path} holds no GGUF file.", name=spec.name, source=spec.source)
+            raise NotAModel(
+                f"{spec.name}: {path} holds no GGUF file.", name=spec.name, source=spec.source
+            )
         path = sources.only(found, spec.name)
     if path.exists() and path.suffix != ".gguf":
         raise NotAModel(f"{spec.name}: {path} is no GGUF file.", name=spec.name, source=spec.source)
@@ -45,8 +75,13 @@ def gguf_evidence(spec: ModelSpec) -> Evidence:
     found = AbsentBackend(spec.backend).evidence(spec)
     part = offloaded(spec, found.config)
     weights = None if found.weight_bytes is None else round(found.weight_bytes * part)
-    takes = {"context_at_load": context_tokens(spec, found.config), "written_scores": not flash_attention(spec)}
-    if (layers := found.config.get("num_hidden_layers")) is None:  # then nothing tells what that context takes
+    takes = {
+        "context_at_load": context_tokens(spec, found.config),
+        "written_scores": not flash_attention(spec),
+    }
+    if (
+        layers := found.config.get("num_hidden_layers")
+    ) is None:  # then nothing tells what that context takes
         takes = {}
     elif part < 1:  # the cache lies where its layers do
         takes |= {"all_layers": layers, "num_hidden_layers": min(gpu_layers(spec), layers)}
@@ -58,7 +93,8 @@ def check(spec: ModelSpec) -> None:
     for option in OURS:
         if option in spec.options:
             said = {"n_gpu_layers": "given as gpu_layers", "n_ctx": "given as context_length"}.get(
-                option, "left out: where a model goes is decided here")
+                option, "left out: where a model goes is decided here"
+            )
             raise BadSetting(option, spec.options[option], said)
     layers = spec.options.get("gpu_layers")
     if layers is not None and (type(layers) is not int or layers < -1):
@@ -68,7 +104,9 @@ def check(spec: ModelSpec) -> None:
     main = spec.options.get("main_gpu", 0)
     if type(main) is not int or main < 0:
         raise BadSetting("main_gpu", main, "which of its cards, counted from 0")
-    if (dtype := spec.options.get("cache_dtype")) is not None and str(dtype).lower() not in CACHE_TYPES:
+    if (dtype := spec.options.get("cache_dtype")) is not None and str(
+        dtype
+    ).lower() not in CACHE_TYPES:
         raise BadSetting("cache_dtype", dtype, "one of " + ", ".join(CACHE_TYPES))
 
 
@@ -99,8 +137,13 @@ def flash_attention(spec: ModelSpec) -> bool:
     return bool(spec.options.get("flash_attn", quantised))
 
 
-def arguments(spec: ModelSpec, shares: Shares, path: str, config: dict[str, Any],
-              cards: tuple[int, ...] | None) -> dict[str, Any]:
+def arguments(
+    spec: ModelSpec,
+    shares: Shares,
+    path: str,
+    config: dict[str, Any],
+    cards: tuple[int, ...] | None,
+) -> dict[str, Any]:
     """What `Llama` is told.
 
     `cards` are the numbers of the shares' cards in a process that sees others too; a worker of its own sees just these,
@@ -114,9 +157,14 @@ def arguments(spec: ModelSpec, shares: Shares, path: str, config: dict[str, Any]
         split[number] += float(share.bytes)
     whole = sum(split) or 1.0
     told = {
-        "model_path": path, "name": spec.name, "n_gpu_layers": gpu_layers(spec), "n_ctx": context_tokens(spec, config),
+        "model_path": path,
+        "name": spec.name,
+        "n_gpu_layers": gpu_layers(spec),
+        "n_ctx": context_tokens(spec, config),
         "main_gpu": numbers[main] if numbers else 0,
-        "split_mode": SPLIT_MODES[spec.options.get("split_mode", "layer")] if len(shares) > 1 else 0,
+        "split_mode": SPLIT_MODES[spec.options.get("split_mode", "layer")]
+        if len(shares) > 1
+        else 0,
         "embedding": spec.model_type == "embedding" or bool(spec.options.get("embedding")),
         "needs_gpu": cards is not None and gpu_layers(spec) != 0,
     }
@@ -137,9 +185,14 @@ def taken(facts: dict[str, Any], shares: Shares, part: float, charged: dict[str,
     buffers = facts["buffers"]
     on_cards = [name for name in buffers if name[-1:].isdigit()]
     if on_cards:
-        by_number = {int("".join(filter(str.isdigit, name))): sum(buffers[name].values()) for name in on_cards}
-        return tuple(Share(share.device, max(by_number.get(number, 0), charged.get(share.device, 0)))
-                     for number, share in enumerate(shares))
+        by_number = {
+            int("".join(filter(str.isdigit, name))): sum(buffers[name].values())
+            for name in on_cards
+        }
+        return tuple(
+            Share(share.device, max(by_number.get(number, 0), charged.get(share.device, 0)))
+            for number, share in enumerate(shares)
+        )
     rest = sum(size for of in buffers.values() for name, size in of.items() if name != "model")
     total = round((facts["weight_bytes"] + rest) * part)
     empty = tuple(Share(share.device, 0) for share in shares)
@@ -151,4 +204,6 @@ def taken(facts: dict[str, Any], shares: Shares, part: float, charged: dict[str,
 
 def _in_proportion(shares: Shares, total: int) -> Shares:
     grown = beside(shares, total)
-    return tuple(Share(new.device, new.bytes - old.bytes) for new, old in zip(grown, shares, strict=True))
+    return tuple(
+        Share(new.device, new.bytes - old.bytes) for new, old in zip(grown, shares, strict=True)
+    )

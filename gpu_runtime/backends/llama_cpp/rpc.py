@@ -3,6 +3,7 @@
 An engine that ends, by whatever way, says so once to whoever watches it, before any caller hears of it: when the error
 is seen, the lease is free already.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -20,9 +21,20 @@ from ..fault_texts import MOST_DECODE_FAILURES, Fault, Kind, decode_failures, re
 from ..processes.processes import Child, in_words
 from . import worker
 
-_REFUSED = ("ValueError", "TypeError", "KeyError", "IndexError", "AttributeError", "NotImplementedError",
-            "AssertionError", "RecursionError", "UnicodeDecodeError", "TemplateError", "UndefinedError",
-            "TemplateSyntaxError")
+_REFUSED = (
+    "ValueError",
+    "TypeError",
+    "KeyError",
+    "IndexError",
+    "AttributeError",
+    "NotImplementedError",
+    "AssertionError",
+    "RecursionError",
+    "UnicodeDecodeError",
+    "TemplateError",
+    "UndefinedError",
+    "TemplateSyntaxError",
+)
 STOP_SECONDS = 10.0  # for a thread to notice that it is to end
 Lost = Callable[[str, str], None]  # kind and because
 
@@ -77,7 +89,9 @@ class ProcessChannel(Channel):
         assert self.child is not None
         self.child.end()
         try:
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever reads; the file is closed with its last reader
+            self._socket.shutdown(
+                socket.SHUT_RDWR
+            )  # wakes whoever reads; the file is closed with its last reader
         except OSError:  # the other side was faster
             pass
         self._socket.close()
@@ -142,7 +156,9 @@ class Engine:
 
     # -- the load
 
-    def load(self, order: dict[str, Any], progress: Callable[[float], None] | None) -> dict[str, Any]:
+    def load(
+        self, order: dict[str, Any], progress: Callable[[float], None] | None
+    ) -> dict[str, Any]:
         """What the model is, once it is loaded. On any failure, an interrupt too, nothing of the engine stays."""
         try:
             self._channel.send({"load": order})
@@ -168,16 +184,31 @@ class Engine:
                 f"{self.name} is to run on a GPU, and this build of llama-cpp-python has no GPU support: it would run "
                 f"on the CPU.\n"
                 f"  Build it with:  CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall --no-cache-dir "
-                f"llama-cpp-python\n  Or say that the CPU is meant:  gpu_layers=0", name=self.name, source="", why=text)
+                f"llama-cpp-python\n  Or say that the CPU is meant:  gpu_layers=0",
+                name=self.name,
+                source="",
+                why=text,
+            )
         if kind in ("ModuleNotFoundError", "ImportError"):
-            return LoadFailed(f"{self.name} needs llama-cpp-python, which is not installed here ({text}).\n"
-                              f"  Install it:  pip install 'gpu-console[llama]'", name=self.name, source="", why=text)
+            return LoadFailed(
+                f"{self.name} needs llama-cpp-python, which is not installed here ({text}).\n"
+                f"  Install it:  pip install 'gpu-console[llama]'",
+                name=self.name,
+                source="",
+                why=text,
+            )
         if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
             return out_of_memory(fault.line, device="", asked_bytes=0, holders=(), report="")
         where = f"\n  Its log:  {self.log}" if self.log else ""
         why = fault.line if fault else text or _last_words(log) or "its process ended"
-        return LoadFailed(f"{self.name} could not be loaded: {why}.{where}", name=self.name, source="", why=why,
-                          kind=fault.kind.value if fault else "", log=str(self.log or ""))
+        return LoadFailed(
+            f"{self.name} could not be loaded: {why}.{where}",
+            name=self.name,
+            source="",
+            why=why,
+            kind=fault.kind.value if fault else "",
+            log=str(self.log or ""),
+        )
 
     # -- its life
 
@@ -200,12 +231,23 @@ class Engine:
     def end(self) -> None:
         """Ends it and all it started. Twice is once."""
         self._wanted = False
-        self._close(EngineDied(f"{self.name} was put away; its next use loads it anew.", name=self.name, pid=self.pid,
-                               status=None, kind="ended", why="it was put away", log=str(self.log or "")))
+        self._close(
+            EngineDied(
+                f"{self.name} was put away; its next use loads it anew.",
+                name=self.name,
+                pid=self.pid,
+                status=None,
+                kind="ended",
+                why="it was put away",
+                log=str(self.log or ""),
+            )
+        )
 
     def _close(self, why: GpuError) -> None:
         with self._lock:
-            self._over = self._over or why  # first: the reader will find the channel closed, and has another story
+            self._over = (
+                self._over or why
+            )  # first: the reader will find the channel closed, and has another story
         self._channel.close()
         self._tell_loss()
         if self._telling:  # and puts us away meanwhile: callers hear of it once the book has it
@@ -243,7 +285,13 @@ class Engine:
             f"the engine of {self.name} (pid {self.pid}) is gone: {why}.\n"
             f"  Its memory came free; the next use of {self.name} loads it anew."
             + (f"\n  Its log:  {self.log}" if self.log else ""),
-            name=self.name, pid=self.pid, status=status, kind=kind.value, why=why, log=str(self.log or ""))
+            name=self.name,
+            pid=self.pid,
+            status=status,
+            kind=kind.value,
+            why=why,
+            log=str(self.log or ""),
+        )
 
     # -- calls
 
@@ -279,7 +327,9 @@ class Engine:
             self._pending.pop(number, None)
         self._channel.send({"cancel": number})
 
-    def _asked(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, queue.SimpleQueue[Any]]:
+    def _asked(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int, queue.SimpleQueue[Any]]:
         answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         with self._lock:
             if self._over is not None:
@@ -291,9 +341,13 @@ class Engine:
         except TypeError as error:
             with self._lock:
                 self._pending.pop(number, None)
-            raise BadCall(f"{self.name}: {method} was given what an isolated model cannot take: {error}.\n"
-                          f"  Python objects can be given in process:  rt.register({self.name!r}, …, isolated=False)",
-                          name=self.name, method=method, why=str(error)) from None
+            raise BadCall(
+                f"{self.name}: {method} was given what an isolated model cannot take: {error}.\n"
+                f"  Python objects can be given in process:  rt.register({self.name!r}, …, isolated=False)",
+                name=self.name,
+                method=method,
+                why=str(error),
+            ) from None
         return number, answers
 
     def _outcome(self, method: str, message: dict[str, Any]) -> Any:
@@ -307,19 +361,29 @@ class Engine:
         fault = None if kind in _REFUSED else recognise(text)  # its words may be the caller's own
         self._failures = decode_failures(self._failures, fault)
         if kind in _REFUSED:
-            raise BadCall(f"{self.name} refused {method}: {text}.", name=self.name, method=method, why=text)
+            raise BadCall(
+                f"{self.name} refused {method}: {text}.", name=self.name, method=method, why=text
+            )
         if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
-            raise out_of_memory(f"{self.name}: {fault.line}", device="", asked_bytes=0, holders=(), report="")
+            raise out_of_memory(
+                f"{self.name}: {fault.line}", device="", asked_bytes=0, holders=(), report=""
+            )
         raise self._fault(fault, text)
 
     def _process_lost(self, kind: str, first: str) -> ProcessLost:
         return ProcessLost(
             f"this process can use the GPU no more: {self.name}, which runs in it, failed ({kind}):\n  {first}.\n"
             f"  Restart the kernel. A model that runs in a worker of its own (isolated=True) would have cost that "
-            f"alone.", name=self.name, kind=kind, why=first)
+            f"alone.",
+            name=self.name,
+            kind=kind,
+            why=first,
+        )
 
     def _fault(self, fault: Fault | None, text: str) -> EngineFault | ProcessLost:
-        reloads = fault is not None and (fault.clears_model or self._failures >= MOST_DECODE_FAILURES)
+        reloads = fault is not None and (
+            fault.clears_model or self._failures >= MOST_DECODE_FAILURES
+        )
         kind = fault.kind.value if fault else "error"
         first = (fault.line if fault else text).strip().rstrip(".")
         many = f", {self._failures} times in a row" if self._failures > 1 else ""
@@ -327,10 +391,19 @@ class Engine:
             lost = self._process_lost(kind, first)
             self._close(lost)
             return lost
-        then = f"It was put away; the next use of {self.name} loads it anew, in a fresh worker." if reloads else \
-            "It is still loaded."
-        error = EngineFault(f"{self.name} failed{many} ({kind}): {first}.\n  {then}", name=self.name, kind=kind,
-                            why=first, log=str(self.log or ""), reloads=reloads)
+        then = (
+            f"It was put away; the next use of {self.name} loads it anew, in a fresh worker."
+            if reloads
+            else "It is still loaded."
+        )
+        error = EngineFault(
+            f"{self.name} failed{many} ({kind}): {first}.\n  {then}",
+            name=self.name,
+            kind=kind,
+            why=first,
+            log=str(self.log or ""),
+            reloads=reloads,
+        )
         if reloads:
             self._close(error)
         return error

@@ -4,6 +4,7 @@ Run as a script it is the process of an isolated model: JSON lines come and go o
 argument. In process a thread runs `work`. Only the standard library and llama_cpp here: what this imports, every load
 pays for.
 """
+
 from __future__ import annotations
 
 import base64
@@ -19,12 +20,29 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 METHODS = (  # of Llama, that can be called from outside
-    "create_chat_completion", "create_completion", "__call__", "create_embedding", "embed", "tokenize", "detokenize",
-    "n_ctx", "n_vocab", "n_embd", "token_bos", "token_eos", "token_nl", "metadata", "chat_format", "reset", "set_seed",
+    "create_chat_completion",
+    "create_completion",
+    "__call__",
+    "create_embedding",
+    "embed",
+    "tokenize",
+    "detokenize",
+    "n_ctx",
+    "n_vocab",
+    "n_embd",
+    "token_bos",
+    "token_eos",
+    "token_nl",
+    "metadata",
+    "chat_format",
+    "reset",
+    "set_seed",
 )
 OUR_METHODS = ("write", "drill")  # of Model, below
 LONGEST_LINE = 256 << 20
-_BUFFER = re.compile(r"([A-Za-z]+\d*)(?:_\w+)?\s+(model|KV|RS|output|compute) buffer size\s*=\s*([\d.]+) MiB")
+_BUFFER = re.compile(
+    r"([A-Za-z]+\d*)(?:_\w+)?\s+(model|KV|RS|output|compute) buffer size\s*=\s*([\d.]+) MiB"
+)
 _loading = threading.Lock()
 
 
@@ -77,7 +95,12 @@ def work(desk: Desk, send: Callable[[dict[str, Any]], None], told: Callable[[str
         model.close()
 
 
-def _load(order: dict[str, Any], desk: Desk, progress: Callable[[float], None], heard: Callable[[str], None]) -> Any:
+def _load(
+    order: dict[str, Any],
+    desk: Desk,
+    progress: Callable[[float], None],
+    heard: Callable[[str], None],
+) -> Any:
     import llama_cpp
     from llama_cpp import llama_cpp as lib
 
@@ -91,8 +114,15 @@ def _load(order: dict[str, Any], desk: Desk, progress: Callable[[float], None], 
                 raise Cancelled
             super().eval(tokens)
 
-        def write(self, prompt: str, add_bos: bool, most: int | None, by_piece: bool, stream: bool = True,
-                  **given: Any) -> Iterator[dict[str, Any]]:
+        def write(
+            self,
+            prompt: str,
+            add_bos: bool,
+            most: int | None,
+            by_piece: bool,
+            stream: bool = True,
+            **given: Any,
+        ) -> Iterator[dict[str, Any]]:
             """How the prompt goes on, in one round trip: texts, then how it ended, with the tokens of both.
 
             A template writes the beginning of the sequence itself; to a plain prompt it is added, and nothing in it is
@@ -105,7 +135,9 @@ def _load(order: dict[str, Any], desk: Desk, progress: Callable[[float], None], 
                 yield {"too_long": len(tokens)}
                 return
             said, finish = [], "stop"
-            for chunk in self.create_completion(tokens, stream=True, max_tokens=most or room, **given):
+            for chunk in self.create_completion(
+                tokens, stream=True, max_tokens=most or room, **given
+            ):
                 choice = chunk["choices"][0]
                 finish = choice.get("finish_reason") or finish
                 if choice["text"]:
@@ -114,10 +146,19 @@ def _load(order: dict[str, Any], desk: Desk, progress: Callable[[float], None], 
                         yield {"text": choice["text"]}
             text = "".join(said)
             # The library counts nothing while it streams: the answer's tokens are those that its text is written in.
-            count = most if most and finish == "length" else len(
-                self.tokenize(text.encode(), add_bos=False, special=False)) if said else 0
-            yield {"text": "" if by_piece else text, "finish": finish, "prompt_tokens": len(tokens),
-                   "completion_tokens": count}
+            count = (
+                most
+                if most and finish == "length"
+                else len(self.tokenize(text.encode(), add_bos=False, special=False))
+                if said
+                else 0
+            )
+            yield {
+                "text": "" if by_piece else text,
+                "finish": finish,
+                "prompt_tokens": len(tokens),
+                "completion_tokens": count,
+            }
 
         def drill(self, words: str) -> None:
             """Fails with these words, as a driver would: for runbooks and tests."""
@@ -140,8 +181,12 @@ def _load(order: dict[str, Any], desk: Desk, progress: Callable[[float], None], 
         return params
 
     order = dict(order)
-    needs_gpu, template, name = (order.pop(key, None) for key in ("needs_gpu", "chat_template", "name"))
-    if needs_gpu and not lib.llama_supports_gpu_offload():  # it would accept n_gpu_layers, and compute on the CPU
+    needs_gpu, template, name = (
+        order.pop(key, None) for key in ("needs_gpu", "chat_template", "name")
+    )
+    if (
+        needs_gpu and not lib.llama_supports_gpu_offload()
+    ):  # it would accept n_gpu_layers, and compute on the CPU
         raise NoOffload("this build of llama-cpp-python cannot use a GPU")
     with _loading:  # the library takes its default parameters from one place for all
         lib.llama_log_set(log, ctypes.c_void_p(0))
@@ -157,7 +202,9 @@ def _load(order: dict[str, Any], desk: Desk, progress: Callable[[float], None], 
 
         eos, bos = model.token_eos(), model.token_bos()
         words = [model._model.token_get_text(token) if token != -1 else "" for token in (eos, bos)]
-        model.chat_handler = Jinja2ChatFormatter(template, *words, stop_token_ids=[eos]).to_chat_handler()
+        model.chat_handler = Jinja2ChatFormatter(
+            template, *words, stop_token_ids=[eos]
+        ).to_chat_handler()
     return model
 
 
@@ -170,12 +217,19 @@ def _facts(model: Any, buffers: dict[str, dict[str, int]]) -> dict[str, Any]:
     (CPU, CUDA0, …), by what they are for (model, KV, compute, …), in bytes."""
     from llama_cpp import llama_cpp as lib
 
-    return {"weight_bytes": lib.llama_model_size(model._model.model), "context": model.n_ctx(), "pid": os.getpid(),
-            "buffers": buffers, "layers": lib.llama_model_n_layer(model._model.model),
-            "offload": bool(lib.llama_supports_gpu_offload())}
+    return {
+        "weight_bytes": lib.llama_model_size(model._model.model),
+        "context": model.n_ctx(),
+        "pid": os.getpid(),
+        "buffers": buffers,
+        "layers": lib.llama_model_n_layer(model._model.model),
+        "offload": bool(lib.llama_supports_gpu_offload()),
+    }
 
 
-def _answer(model: Any, job: dict[str, Any], desk: Desk, send: Callable[[dict[str, Any]], None]) -> None:
+def _answer(
+    model: Any, job: dict[str, Any], desk: Desk, send: Callable[[dict[str, Any]], None]
+) -> None:
     number = model.job = job["id"]
     try:
         if number in desk.cancelled:
@@ -215,6 +269,7 @@ def _told(error: BaseException) -> dict[str, str]:
 
 # -- as lines ---------------------------------------------------------------------------------------------------------
 
+
 def to_line(message: dict[str, Any]) -> bytes:
     """One message as a line of JSON; bytes travel in base64.
 
@@ -225,8 +280,12 @@ def to_line(message: dict[str, Any]) -> bytes:
 
 
 def from_line(line: bytes) -> dict[str, Any]:
-    return json.loads(line, object_hook=lambda found: base64.b64decode(found["$bytes"]) if found.keys() == {"$bytes"}
-                      else found)
+    return json.loads(
+        line,
+        object_hook=lambda found: (
+            base64.b64decode(found["$bytes"]) if found.keys() == {"$bytes"} else found
+        ),
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -243,7 +302,9 @@ def main(number: int, owner: int) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the stop button is the owner's to understand
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the thread that started it ends
+        ctypes.CDLL(None).prctl(
+            1, signal.SIGKILL
+        )  # PR_SET_PDEATHSIG: when the thread that started it ends
         if os.getppid() != owner:
             os._exit(1)
     line = socket.socket(fileno=number)

@@ -4,6 +4,7 @@ A server does not watch its owner, and may start processes in sessions of their 
 the server's group, waits for the first of two ends: the server's, which it passes on, or that of the line to its owner,
 which the system closes. Then it ends all that descends from it. Run by itself; only the standard library here.
 """
+
 from __future__ import annotations
 
 import ctypes

@@ -5,6 +5,7 @@ The kernel's stop button does not reach them, since Jupyter signals a kernel's w
 owner by two ways: a socket that the system closes, and a signal at their parent's death. The latter comes when the
 *thread* ends that started them; so one thread that never ends starts them all.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -64,13 +65,27 @@ def _serve(orders: queue.SimpleQueue[Any]) -> None:
 class Child:
     """A process that was started here, the leader of its own group."""
 
-    def __init__(self, command: Sequence[str], *, log: Path, env: dict[str, str] | None = None,
-                 fds: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log: Path,
+        env: dict[str, str] | None = None,
+        fds: Sequence[int] = (),
+    ) -> None:
         self.log = log
         with open(log, "ab") as file:
-            self._popen: subprocess.Popen[bytes] = _by_the_starter(lambda: subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env, pass_fds=fds,
-                start_new_session=True))
+            self._popen: subprocess.Popen[bytes] = _by_the_starter(
+                lambda: subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    env=env,
+                    pass_fds=fds,
+                    start_new_session=True,
+                )
+            )
         self.pid = self._popen.pid
         self._ending = threading.Lock()
 
@@ -144,12 +159,16 @@ def new_log(name: str) -> Path:
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     directory = Path(home) / "gpu-console" / "engines"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    known = sorted(directory.glob("*.log"), key=lambda path: path.stat().st_mtime_ns if path.exists() else 0)
-    for old in known[:-KEPT_LOGS + 1]:
+    known = sorted(
+        directory.glob("*.log"), key=lambda path: path.stat().st_mtime_ns if path.exists() else 0
+    )
+    for old in known[: -KEPT_LOGS + 1]:
         old.unlink(missing_ok=True)
     plain = re.sub(r"[^\w.-]+", "_", name)[:60]
     log = directory / f"{plain}-{os.getpid()}-{next(_numbers)}.log"
-    os.close(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    os.close(
+        os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    )
     return log
 
 

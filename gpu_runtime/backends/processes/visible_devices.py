@@ -1,4 +1,5 @@
 """Which cards another process sees: the variables of its environment, from the shares of a lease."""
+
 from __future__ import annotations
 
 from ...devices.probe import Probe
@@ -19,5 +20,7 @@ def card_environment(probe: Probe, shares: Shares) -> dict[str, str]:
         device = devices[share.device]
         variable = _VISIBLE.get(device.id.partition(":")[0])
         if variable and device.id != HOST:
-            seen[variable].append(device.uuid if variable.startswith("CUDA") and device.uuid else str(device.index))
+            seen[variable].append(
+                device.uuid if variable.startswith("CUDA") and device.uuid else str(device.index)
+            )
     return {name: ",".join(words) for name, words in seen.items()}

@@ -4,6 +4,7 @@ The weights are where they belong before; `dispatch_model` finds them there and 
 is replaced: the model's own `forward` stays its class's, so that a call pins it before anything else happens
 (see pool.py), and a deep copy has nothing of the original's.
 """
+
 from __future__ import annotations
 
 import threading
@@ -23,15 +24,22 @@ class Dispatch:
         """
         from accelerate import dispatch_model
 
-        self.module, self.door = module, _Door(next(iter(device_map.values())), _kept_in_place(module))
+        self.module, self.door = (
+            module,
+            _Door(next(iter(device_map.values())), _kept_in_place(module)),
+        )
         self.hooks: dict[int, tuple[nn.Module, Any]] = {}
         self.handles: list[Any] = []
         own = dict(vars(module))
         try:
-            dispatch_model(module, dict(device_map), main_device=self.door.device, skip_keys=self.door.kept)
+            dispatch_model(
+                module, dict(device_map), main_device=self.door.device, skip_keys=self.door.kept
+            )
             self._bare_root(own)
             self._note_hooks()
-            self.handles.append(module.register_forward_pre_hook(self.door.enter, prepend=True, with_kwargs=True))
+            self.handles.append(
+                module.register_forward_pre_hook(self.door.enter, prepend=True, with_kwargs=True)
+            )
             self.handles.append(module.register_forward_hook(self.door.leave))
         except BaseException:
             self._bare_root(own)
@@ -40,7 +48,11 @@ class Dispatch:
             raise
 
     def _note_hooks(self) -> None:
-        self.hooks = {id(part): (part, part._hf_hook) for part in self.module.modules() if hasattr(part, "_hf_hook")}
+        self.hooks = {
+            id(part): (part, part._hf_hook)
+            for part in self.module.modules()
+            if hasattr(part, "_hf_hook")
+        }
 
     def _bare_root(self, own: Mapping[str, Any]) -> None:
         """Gives the root's own attributes back, except that it tells its `hf_device_map`, as transformers expects."""
@@ -86,7 +98,9 @@ class _Door:
         from accelerate.utils import find_device, send_to_device
 
         self.came.source = find_device([args, kwargs])
-        return send_to_device(args, self.device), send_to_device(kwargs, self.device, skip_keys=self.kept)
+        return send_to_device(args, self.device), send_to_device(
+            kwargs, self.device, skip_keys=self.kept
+        )
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         from accelerate.utils import send_to_device

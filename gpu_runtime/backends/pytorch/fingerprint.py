@@ -3,6 +3,7 @@
 `_version` proves nothing: fused optimizers, BatchNorm statistics, `p.data.add_()`, NumPy views and dlpack leave it as
 it was. So the bytes themselves are compared with what the source gave.
 """
+
 from __future__ import annotations
 
 import functools

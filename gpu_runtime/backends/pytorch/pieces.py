@@ -4,6 +4,7 @@ A piece is what stays together: a layer, the embeddings, the head. Pieces are co
 tree, and so is what one card gets of them: then a forward pass crosses from card to card once. What shares a storage
 (tied weights, shared buffers) is one piece, at the place of its first part, since a storage lies on one card only.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,8 +44,17 @@ def pieces(module: nn.Module, groups: Sequence[Group]) -> tuple[Piece, ...]:
         return leaf
 
     for index, (_, leaf) in enumerate(leaves):
-        one = index if any(True for _ in leaf.parameters()) else 0  # angles and the like: needed before the first layer
-        for other in (one, *(owner.setdefault(t.untyped_storage()._cdata, index) for t in _tensors(leaf) if t.nbytes)):
+        one = (
+            index if any(True for _ in leaf.parameters()) else 0
+        )  # angles and the like: needed before the first layer
+        for other in (
+            one,
+            *(
+                owner.setdefault(t.untyped_storage()._cdata, index)
+                for t in _tensors(leaf)
+                if t.nbytes
+            ),
+        ):
             low, high = sorted((first(index), first(other)))
             joins[high] = low
     paths = {path: index for index, (path, _) in enumerate(leaves)}
@@ -52,8 +62,13 @@ def pieces(module: nn.Module, groups: Sequence[Group]) -> tuple[Piece, ...]:
     for group in groups:
         leaf = owner.get(group.storage._cdata)
         held[first(holder(group.slots[0].name, paths) if leaf is None else leaf)].append(group)
-    return tuple(Piece(tuple(path for index, (path, _) in enumerate(leaves) if first(index) == start), tuple(some))
-                 for start, some in held.items())
+    return tuple(
+        Piece(
+            tuple(path for index, (path, _) in enumerate(leaves) if first(index) == start),
+            tuple(some),
+        )
+        for start, some in held.items()
+    )
 
 
 def cut(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
@@ -72,8 +87,13 @@ def cut(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
     ends, total, wanted = list(accumulate(sizes, initial=0)), sum(sizes), sum(shares) or 1
     cuts, start = [], 0
     for number, sum_of_shares in enumerate(accumulate(shares[:-1]), 1):
-        last = len(sizes) - (len(shares) - number)  # as many pieces are left as there are shares after this one
-        start = min(range(start + 1, last + 1), key=lambda at: abs(ends[at] * wanted - sum_of_shares * total))
+        last = len(sizes) - (
+            len(shares) - number
+        )  # as many pieces are left as there are shares after this one
+        start = min(
+            range(start + 1, last + 1),
+            key=lambda at: abs(ends[at] * wanted - sum_of_shares * total),
+        )
         cuts.append(start)
     return [sum(at >= cut for cut in cuts) for at in range(len(sizes))]
 
@@ -94,8 +114,14 @@ def holder(name: str, table: Mapping[str, T]) -> T:
 def _may_be_cut(module: nn.Module) -> bool:
     """Not what holds weights at its root, which no hook carries from card to card; nor a transformers model whose
     authors do not say which of its modules stay whole."""
-    own = {name for name, tensor in (*module._parameters.items(), *module._buffers.items()) if tensor is not None}
-    return not own - module._non_persistent_buffers_set and bool(getattr(module, "_no_split_modules", True))
+    own = {
+        name
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    }
+    return not own - module._non_persistent_buffers_set and bool(
+        getattr(module, "_no_split_modules", True)
+    )
 
 
 def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -105,7 +131,12 @@ def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     names = frozenset(whole or ())
 
     def below(parent: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-        for name, child in parent._modules.items():  # named_children would tell a module that is used twice only once
+        for (
+            name,
+            child,
+        ) in (
+            parent._modules.items()
+        ):  # named_children would tell a module that is used twice only once
             if child is None or next(_tensors(child), None) is None:
                 continue
             here = f"{path}.{name}" if path else name
@@ -119,7 +150,9 @@ def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _own(module: nn.Module) -> Iterator[Tensor]:
-    yield from (t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
+    yield from (
+        t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None
+    )
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -5,6 +5,7 @@ A journey has two phases. First everything is copied; a failure or an interrupt 
 happened. Then every tensor is rebound to its copy in one call into C, which no signal handler can interrupt. The
 Python objects, Parameters included, stay what they are.
 """
+
 from __future__ import annotations
 
 import collections
@@ -51,8 +52,17 @@ class Group(NamedTuple):
     @property
     def layout(self) -> tuple[tuple[Any, ...], ...]:
         """Which tensors lie where in it, as far as two loads of one source agree."""
-        return tuple((slot.name, slot.kind, slot.tensor.dtype, slot.tensor.storage_offset(), tuple(slot.tensor.size()),
-                      slot.tensor.stride()) for slot in self.slots)
+        return tuple(
+            (
+                slot.name,
+                slot.kind,
+                slot.tensor.dtype,
+                slot.tensor.storage_offset(),
+                tuple(slot.tensor.size()),
+                slot.tensor.stride(),
+            )
+            for slot in self.slots
+        )
 
 
 def slots(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[Slot]:
@@ -68,8 +78,14 @@ def _every(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterat
     parameters: list[Slot] = []
     for prefix, part in module.named_modules():
         dot = prefix + "." if prefix else ""
-        parameters += (Slot(dot + name, "parameter", p) for name, p in part._parameters.items() if p is not None)
-        yield from (Slot(dot + name, "buffer", b) for name, b in part._buffers.items() if b is not None)
+        parameters += (
+            Slot(dot + name, "parameter", p)
+            for name, p in part._parameters.items()
+            if p is not None
+        )
+        yield from (
+            Slot(dot + name, "buffer", b) for name, b in part._buffers.items() if b is not None
+        )
     yield from parameters
     for name, _, parameter in parameters:
         if parameter.grad is not None:
@@ -100,8 +116,12 @@ def nbytes(groups: Iterable[Group]) -> int:
     return sum(group.nbytes for group in groups)
 
 
-def copied(groups: Sequence[Group], memories: Sequence[Memory], host: Memory,
-           progress: Callable[[int, int], None] | None = None) -> list[Tensor]:
+def copied(
+    groups: Sequence[Group],
+    memories: Sequence[Memory],
+    host: Memory,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Tensor]:
     """Phase one: each storage's content in its memory, as a [nbytes] uint8 tensor and a storage of its own.
 
     Room is taken on every device before the first byte travels.
@@ -116,7 +136,9 @@ def copied(groups: Sequence[Group], memories: Sequence[Memory], host: Memory,
     try:
         sources = [group.bytes for group in groups]
         for part in _alike(memories):
-            made.update(zip(part, _empty([sources[i].nbytes for i in part], memories[part[0]]), strict=True))
+            made.update(
+                zip(part, _empty([sources[i].nbytes for i in part], memories[part[0]]), strict=True)
+            )
         targets += (made.pop(i) for i in range(len(sources)))
         _synchronise(sources, targets)
         if progress:
@@ -138,8 +160,11 @@ def copied(groups: Sequence[Group], memories: Sequence[Memory], host: Memory,
 
 def rebinding(groups: Sequence[Group], targets: Sequence[Tensor]) -> list[Callable[[], Any]]:
     """Phase two, prepared: calls into C that make every tensor a view of its new storage, for `at_once`."""
-    return [_becoming(slot.tensor, _view(slot.tensor, target))
-            for group, target in zip(groups, targets, strict=True) for slot in group.slots]
+    return [
+        _becoming(slot.tensor, _view(slot.tensor, target))
+        for group, target in zip(groups, targets, strict=True)
+        for slot in group.slots
+    ]
 
 
 def emptying(found: Iterable[Slot]) -> list[Callable[[], Any]]:
@@ -157,7 +182,9 @@ def refilling(held: nn.Module, fresh: nn.Module) -> list[Callable[[], Any]] | No
     """Calls into C that give the held module the fresh one's bytes; None where they no longer have the same tensors."""
     old = {slot.name: slot for slot in slots(held)}
     new = {slot.name: slot for slot in slots(fresh)}
-    if old.keys() != new.keys() or any(old[name].tensor.dtype != new[name].tensor.dtype for name in new):
+    if old.keys() != new.keys() or any(
+        old[name].tensor.dtype != new[name].tensor.dtype for name in new
+    ):
         return None
     return [_becoming(old[name].tensor, new[name].tensor.data) for name in new]
 
@@ -192,7 +219,11 @@ def let_go(error: BaseException) -> None:
         seen.add(id(current))
         pending += [current.__cause__, current.__context__]
         for frame, _ in traceback.walk_tb(current.__traceback__):
-            if frame.f_globals.get("__name__", "").split(".")[0] in ("gpu_runtime", "transformers", "safetensors"):
+            if frame.f_globals.get("__name__", "").split(".")[0] in (
+                "gpu_runtime",
+                "transformers",
+                "safetensors",
+            ):
                 try:
                     frame.clear()
                 except RuntimeError:  # still running: it will let go by itself
@@ -204,14 +235,23 @@ def _empty(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
     if not memory.counted:
         return [torch.empty(size, dtype=torch.uint8, device=memory.torch) for size in sizes]
     blocks = iter(memory.allocate_row([size for size in sizes if size]))
-    return [torch.frombuffer(next(blocks).buffer(), dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
-            for size in sizes]
+    return [
+        torch.frombuffer(next(blocks).buffer(), dtype=torch.uint8)
+        if size
+        else torch.empty(0, dtype=torch.uint8)
+        for size in sizes
+    ]
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor], host: Memory) -> None:
     """Copies, and empties both lists: a traceback through here must not keep what they held."""
     try:
-        if targets and targets[0].is_cuda and sources[0].device.type == "cpu" and not _locked(host, sources):
+        if (
+            targets
+            and targets[0].is_cuda
+            and sources[0].device.type == "cpu"
+            and not _locked(host, sources)
+        ):
             _copy_through(host, targets, sources)
         elif targets:
             torch._foreach_copy_(targets, sources, non_blocking=True)
@@ -230,7 +270,9 @@ def _copy_through(host: Memory, targets: list[Tensor], sources: list[Tensor]) ->
 
 
 def _locked(host: Memory, tensors: Sequence[Tensor]) -> bool:
-    return not host.pinned or all(host.contains(tensor.data_ptr()) for tensor in tensors if tensor.nbytes)
+    return not host.pinned or all(
+        host.contains(tensor.data_ptr()) for tensor in tensors if tensor.nbytes
+    )
 
 
 def _alike(items: Sequence[Hashable]) -> list[list[int]]:
@@ -254,7 +296,9 @@ def _legs(tensors: Sequence[Tensor]) -> Iterator[range]:
 
 
 def _view(tensor: Tensor, target: Tensor) -> Tensor:
-    with torch.inference_mode(tensor.is_inference()):  # rebound to a normal one it would fail at its first use
+    with torch.inference_mode(
+        tensor.is_inference()
+    ):  # rebound to a normal one it would fail at its first use
         view = torch.empty(0, dtype=tensor.dtype, device=target.device)
         view.set_(target.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
         if tensor.is_conj():

@@ -3,6 +3,7 @@
 A model from disk may be dropped and loaded again, since its source has it; so it is first proven that no weight was
 changed in place. What users hold is the transformers module, with `.tokenizer` or `.processor` where there is one.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -26,14 +27,31 @@ from .fingerprint import digest
 from .torch_backend import TorchBackend, TorchModel
 
 AUTO_CLASSES = {
-    "llm": "AutoModelForCausalLM", "embedding": "AutoModel", "reranker": "AutoModelForSequenceClassification",
-    "vision": "AutoModelForImageTextToText", "causal-lm": "AutoModelForCausalLM",
-    "sequence-classification": "AutoModelForSequenceClassification", "feature-extraction": "AutoModel",
+    "llm": "AutoModelForCausalLM",
+    "embedding": "AutoModel",
+    "reranker": "AutoModelForSequenceClassification",
+    "vision": "AutoModelForImageTextToText",
+    "causal-lm": "AutoModelForCausalLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "feature-extraction": "AutoModel",
 }
 _PASSED_ON = ("attn_implementation", "trust_remote_code", "revision")
-_NOT_OURS = ("device_map", "quantization_config", "load_in_8bit", "load_in_4bit", "offload_folder", "max_memory")
+_NOT_OURS = (
+    "device_map",
+    "quantization_config",
+    "load_in_8bit",
+    "load_in_4bit",
+    "offload_folder",
+    "max_memory",
+)
 _TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+)
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -41,8 +59,12 @@ class TransformersModel(TorchModel):
     """A model from disk, with the proof of what its source gave."""
 
     checkpoint: Checkpoint
-    reproducible = True  # False: the source left weights to be made up, or they were seen to have changed
-    given: dict[tuple[Any, ...], torch.Tensor] = {}  # layout of a storage -> the digest of its bytes when loaded
+    reproducible = (
+        True  # False: the source left weights to be made up, or they were seen to have changed
+    )
+    given: dict[
+        tuple[Any, ...], torch.Tensor
+    ] = {}  # layout of a storage -> the digest of its bytes when loaded
 
 
 class TransformersBackend(TorchBackend):
@@ -52,7 +74,9 @@ class TransformersBackend(TorchBackend):
 
     def __init__(self, probe: Probe) -> None:
         super().__init__(probe)
-        self._read: dict[str, Checkpoint] = {}  # by source, as long as its files are those that were read
+        self._read: dict[
+            str, Checkpoint
+        ] = {}  # by source, as long as its files are those that were read
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """The weights as they will be in memory, from the safetensors headers."""
@@ -66,14 +90,25 @@ class TransformersBackend(TorchBackend):
             checkpoint = self._read[spec.source] = self._checkpoint(spec)
         return checkpoint
 
-    def load(self, spec: ModelSpec, shares: Shares, origin: Any = None, *,
-             progress: Progress | None = None, into: Any = None) -> TransformersModel:
+    def load(
+        self,
+        spec: ModelSpec,
+        shares: Shares,
+        origin: Any = None,
+        *,
+        progress: Progress | None = None,
+        into: Any = None,
+    ) -> TransformersModel:
         checkpoint = self._checkpoint(spec)
         for option in _NOT_OURS:
             if option in spec.options:
-                raise BadSetting(option, spec.options[option], "left out: where a model goes is decided here")
+                raise BadSetting(
+                    option, spec.options[option], "left out: where a model goes is decided here"
+                )
         if "quantization_config" in checkpoint.config:
-            method = checkpoint.config["quantization_config"].get("quant_method", "an unknown method")
+            method = checkpoint.config["quantization_config"].get(
+                "quant_method", "an unknown method"
+            )
             why = f"it is quantised by {method}, which keeps state outside its parameters"
             raise CannotGovern(f"{spec.name} cannot be governed: {why}.", name=spec.name, why=why)
         try:
@@ -93,7 +128,9 @@ class TransformersBackend(TorchBackend):
             raise
         return model
 
-    def pieces(self, spec: ModelSpec, origin: Any = None, model: TransformersModel | None = None) -> tuple[int, ...]:
+    def pieces(
+        self, spec: ModelSpec, origin: Any = None, model: TransformersModel | None = None
+    ) -> tuple[int, ...]:
         """From the headers, where the names tell the order; else from the module, built without data."""
         if model:
             return super().pieces(spec, origin, model)
@@ -119,7 +156,9 @@ class TransformersBackend(TorchBackend):
         return model.reproducible
 
     def _checkpoint(self, spec: ModelSpec) -> Checkpoint:
-        return safetensors.read(sources.directory(spec.source, spec.name, spec.options.get("revision")), spec.name)
+        return safetensors.read(
+            sources.directory(spec.source, spec.name, spec.options.get("revision")), spec.name
+        )
 
 
 def _fingerprint(model: TransformersModel) -> dict[tuple[Any, ...], torch.Tensor]:
@@ -135,7 +174,11 @@ def _dtype(spec: ModelSpec) -> torch.dtype | None:
     wanted = spec.options.get("dtype", spec.options.get("torch_dtype"))
     if wanted is None or wanted == "auto":
         return None
-    dtype = wanted if isinstance(wanted, torch.dtype) else getattr(torch, str(wanted).removeprefix("torch."), None)
+    dtype = (
+        wanted
+        if isinstance(wanted, torch.dtype)
+        else getattr(torch, str(wanted).removeprefix("torch."), None)
+    )
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise BadSetting("dtype", wanted, "auto, bfloat16, float16 or float32")
     return dtype
@@ -155,7 +198,10 @@ def _model_class(spec: ModelSpec, config: dict[str, Any]) -> Any:
         return saved
     name = AUTO_CLASSES.get(task or spec.model_type)
     if name is None:
-        name = next((auto for auto in config.get("auto_map", {}) if auto.startswith("AutoModel")), "AutoModel")
+        name = next(
+            (auto for auto in config.get("auto_map", {}) if auto.startswith("AutoModel")),
+            "AutoModel",
+        )
     return getattr(transformers, name)
 
 
@@ -165,7 +211,9 @@ def _serves(architecture: str, model_type: str) -> bool:
     >>> _serves("BertForMaskedLM", "embedding"), _serves("BertModel", "embedding"), _serves("Qwen3ForCausalLM", "other")
     (False, True, True)
     """
-    needed = {"llm": "For", "embedding": "Model", "reranker": "ForSequenceClassification"}.get(model_type, "")
+    needed = {"llm": "For", "embedding": "Model", "reranker": "ForSequenceClassification"}.get(
+        model_type, ""
+    )
     return architecture.endswith(needed) if model_type != "llm" else needed in architecture
 
 
@@ -179,16 +227,24 @@ def _built(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[nn.Module, bool]:
     try:
         with _silence():
             module, info = _model_class(spec, checkpoint.config).from_pretrained(
-                checkpoint.directory, local_files_only=True, use_safetensors=True, output_loading_info=True,
-                dtype=_dtype(spec) or "auto", **options)
+                checkpoint.directory,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                dtype=_dtype(spec) or "auto",
+                **options,
+            )
             _attach(module, checkpoint.directory, options)
     except GpuError:
         raise
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise LoadFailed(f"{spec.name}: {checkpoint.directory} could not be loaded: {_first_line(error)}",
-                         name=spec.name, source=spec.source) from error
+        raise LoadFailed(
+            f"{spec.name}: {checkpoint.directory} could not be loaded: {_first_line(error)}",
+            name=spec.name,
+            source=spec.source,
+        ) from error
     return module, not info["missing_keys"] and not info["mismatched_keys"]
 
 
@@ -197,7 +253,9 @@ def _without_data(spec: ModelSpec, checkpoint: Checkpoint) -> nn.Module:
     import transformers
 
     options = {key: spec.options[key] for key in ("trust_remote_code",) if key in spec.options}
-    config = transformers.AutoConfig.from_pretrained(checkpoint.directory, local_files_only=True, **options)
+    config = transformers.AutoConfig.from_pretrained(
+        checkpoint.directory, local_files_only=True, **options
+    )
     kind = _model_class(spec, checkpoint.config)
     with torch.device("meta"):
         return (kind.from_config if kind.__name__.startswith("Auto") else kind._from_config)(config)
@@ -209,9 +267,13 @@ def _attach(module: nn.Module, directory: Path, options: dict[str, Any]) -> None
 
     trust = {key: value for key, value in options.items() if key == "trust_remote_code"}
     if any((directory / file).exists() for file in _TOKENIZER_FILES):
-        module.tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, **trust)
+        module.tokenizer = transformers.AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, **trust
+        )
     if any((directory / file).exists() for file in _PROCESSOR_FILES):
-        module.processor = transformers.AutoProcessor.from_pretrained(directory, local_files_only=True, **trust)
+        module.processor = transformers.AutoProcessor.from_pretrained(
+            directory, local_files_only=True, **trust
+        )
 
 
 def _first_line(error: BaseException) -> str:

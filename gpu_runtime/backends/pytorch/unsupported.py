@@ -2,6 +2,7 @@
 
 A module whose state hides outside its parameters, or whose addresses others have noted, would come back broken.
 """
+
 from __future__ import annotations
 
 import itertools
@@ -25,8 +26,14 @@ _WRAPPERS = {
 }
 
 
-def check(name: str, module: nn.Module, found: list[Slot], *, known: Collection[str] = ("cpu", "cuda"),
-          ours: Callable[[nn.Module], bool] = lambda part: False) -> None:
+def check(
+    name: str,
+    module: nn.Module,
+    found: list[Slot],
+    *,
+    known: Collection[str] = ("cpu", "cuda"),
+    ours: Callable[[nn.Module], bool] = lambda part: False,
+) -> None:
     """Raises CannotGovern, with the reason and what to do, for a module that cannot be moved safely.
 
     `known` are the types of torch devices that we govern; `ours` tells accelerate hooks that we put on ourselves.
@@ -44,10 +51,14 @@ def _of_modules(module: nn.Module, ours: Callable[[nn.Module], bool]) -> str | N
         if wrapper:
             return _WRAPPERS[wrapper] + at
         if part.__dict__.get("_compiled_call_impl") is not None:
-            return f"it was compiled by torch.compile, and compiled code holds on to its tensors{at}"
+            return (
+                f"it was compiled by torch.compile, and compiled code holds on to its tensors{at}"
+            )
         if hasattr(part, "_hf_hook") and not ours(part):
-            return (f"accelerate hooks move it already{at}; load it without device_map, or first:\n"
-                    f"  accelerate.hooks.remove_hook_from_module(module, recurse=True)")
+            return (
+                f"accelerate hooks move it already{at}; load it without device_map, or first:\n"
+                f"  accelerate.hooks.remove_hook_from_module(module, recurse=True)"
+            )
         if "make_graphed_callables" in getattr(part.__dict__.get("forward"), "__qualname__", ""):
             return f"it was captured in a CUDA graph, which has noted its addresses{at}"
         if any(kind.__module__.split(".")[0] == "bitsandbytes" for kind in kinds.values()):
@@ -79,8 +90,16 @@ def _of_tensors(found: Iterable[Slot], known: Collection[str]) -> str | None:
 
 def _of_storages(groups: list[Group]) -> str | None:
     """Storages that overlap unknown to each other, as two from_numpy() of one array do: they would part ways."""
-    spans = sorted((group.storage.device.index or 0, group.storage.data_ptr(), group.nbytes, group.slots[0].name)
-                   for group in groups if group.nbytes)
+    spans = sorted(
+        (
+            group.storage.device.index or 0,
+            group.storage.data_ptr(),
+            group.nbytes,
+            group.slots[0].name,
+        )
+        for group in groups
+        if group.nbytes
+    )
     for (card, start, size, one), (next_card, next_start, _, other) in itertools.pairwise(spans):
         if card == next_card and next_start < start + size:
             return f"{one} and {other} lie in the same memory, but not in one storage"

@@ -2,6 +2,7 @@
 
 Passwords are never shown. Nothing here knows what a book is.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -28,7 +29,9 @@ Ask = Callable[..., Any]  # one command and its answer
 
 CONNECT_SECONDS = 1.0
 ANSWER_SECONDS = 1.0  # four attempts: who does not answer is given up after about 5 s
-RETRIES = 3  # with the waits between them about half a second: as long as a Redis takes to start again
+RETRIES = (
+    3  # with the waits between them about half a second: as long as a Redis takes to start again
+)
 
 
 class Wire:
@@ -41,15 +44,25 @@ class Wire:
             # Version 2 of the protocol: the same answers from every Redis. No retries within a command: ours
             # start the whole conversation again.
             pool = ConnectionPool.from_url(
-                url, protocol=2, socket_connect_timeout=CONNECT_SECONDS,
-                socket_timeout=ANSWER_SECONDS, retry=Retry(NoBackoff(), 0))
+                url,
+                protocol=2,
+                socket_connect_timeout=CONNECT_SECONDS,
+                socket_timeout=ANSWER_SECONDS,
+                retry=Retry(NoBackoff(), 0),
+            )
             self._connection = pool.make_connection()
         except (ValueError, TypeError) as error:
-            raise BadSetting("GPU_LEDGER", self.url, f"redis://USER:PASSWORD@HOST:PORT/DB ({error})") from None
+            raise BadSetting(
+                "GPU_LEDGER", self.url, f"redis://USER:PASSWORD@HOST:PORT/DB ({error})"
+            ) from None
         options = pool.connection_kwargs
-        place = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+        place = (
+            options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+        )
         self.address = f"{place}/{options.get('db', 0)}"
-        self._retry = Retry(ExponentialBackoff(cap=0.25, base=0.05), RETRIES, (ConnectionError, TimeoutError))
+        self._retry = Retry(
+            ExponentialBackoff(cap=0.25, base=0.05), RETRIES, (ConnectionError, TimeoutError)
+        )
         self._clean = True
 
     def converse(self, talk: Callable[[Ask], T]) -> T:
@@ -58,13 +71,18 @@ class Wire:
         A command may therefore be done twice. Raises LedgerUnavailable, and whatever `talk` raises.
         """
         try:
-            return self._retry.call_with_retry(lambda: self._once(talk), lambda error: self._connection.disconnect())
+            return self._retry.call_with_retry(
+                lambda: self._once(talk), lambda error: self._connection.disconnect()
+            )
         except (ConnectionError, TimeoutError) as error:
             raise self.unavailable(
                 f"does not answer ({_why(error)}); nothing new is granted until it does, and what is held stays held",
-                "Start it, or name another:  GPU_LEDGER=redis://HOST:PORT/DB") from error
+                "Start it, or name another:  GPU_LEDGER=redis://HOST:PORT/DB",
+            ) from error
         except RedisError as error:
-            raise self.unavailable(f"would not do it ({_why(error)})", "See:  redis-cli info") from error
+            raise self.unavailable(
+                f"would not do it ({_why(error)})", "See:  redis-cli info"
+            ) from error
 
     def _once(self, talk: Callable[[Ask], T]) -> T:
         if not self._clean:
@@ -75,7 +93,8 @@ class Wire:
         except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
             raise self.unavailable(
                 f"refused this user ({_why(error)})",
-                "Name one who may:  GPU_LEDGER=redis://USER:PASSWORD@HOST:PORT/DB") from error
+                "Name one who may:  GPU_LEDGER=redis://USER:PASSWORD@HOST:PORT/DB",
+            ) from error
 
     def _ask(self, *words: str | bytes | int) -> Any:
         self._clean = False
@@ -96,16 +115,22 @@ class Wire:
 
     def require_safe(self, ask: Ask) -> None:
         """Nothing, where this Redis keeps what it was told; else raises LedgerUnavailable with what to set."""
-        said = dict(line.split(":", 1) for section in ("persistence", "memory")
-                    for line in ask("INFO", section).decode().splitlines() if ":" in line)
+        said = dict(
+            line.split(":", 1)
+            for section in ("persistence", "memory")
+            for line in ask("INFO", section).decode().splitlines()
+            if ":" in line
+        )
         if said.get("aof_enabled") != "1":
             raise self.unavailable(
                 "keeps no append-only file, so its end would be the end of every grant",
-                "Turn it on:  redis-cli config set appendonly yes      and in redis.conf:  appendonly yes")
+                "Turn it on:  redis-cli config set appendonly yes      and in redis.conf:  appendonly yes",
+            )
         if said.get("maxmemory_policy", "noeviction") != "noeviction":
             raise self.unavailable(
                 f"may drop the book when its memory is full (maxmemory-policy {said['maxmemory_policy']})",
-                "Forbid it:  redis-cli config set maxmemory-policy noeviction      and in redis.conf")
+                "Forbid it:  redis-cli config set maxmemory-policy noeviction      and in redis.conf",
+            )
 
 
 def _why(error: Exception) -> str:

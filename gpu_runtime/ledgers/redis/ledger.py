@@ -8,6 +8,7 @@ default it lies in the user's state directory, under the server's name; so name 
 
 Whoever may write to the database may write anything in it: its password is the fence, not the users of a host.
 """
+
 from __future__ import annotations
 
 import re
@@ -35,13 +36,19 @@ from .scripts import HostPage
 class RedisLedger(SqliteLedger):
     """A door as SqliteLedger's; only the page lies elsewhere. Owners, doorbells and maps are local files here too."""
 
-    def __init__(self, url: str, *, notebook: str = "", user: str = "", patience_seconds: float = 10.0) -> None:
+    def __init__(
+        self, url: str, *, notebook: str = "", user: str = "", patience_seconds: float = 10.0
+    ) -> None:
         address, owners = _split(url)
         wire = Wire(address)
         self.url = wire.url
         self.patience_seconds = patience_seconds
         boot = boot_id()
-        self.directory = owners / re.sub(r"[^\w.]+", "-", wire.address.replace("localhost:", "127.0.0.1:")) / boot
+        self.directory = (
+            owners
+            / re.sub(r"[^\w.]+", "-", wire.address.replace("localhost:", "127.0.0.1:"))
+            / boot
+        )
         self._pace = Pace()
         files.prepare(self.directory)
         group = access_to(self.directory).group
@@ -57,7 +64,9 @@ class RedisLedger(SqliteLedger):
         except OSError as error:
             file.release(remove=True)
             raise files.cannot_write(self.directory, error) from error
-        self._file = self._book = RedisBook(wire, self.directory, boot, file, moved=self._bell.move_to)
+        self._file = self._book = RedisBook(
+            wire, self.directory, boot, file, moved=self._bell.move_to
+        )
         self._turnstile = turnstile_in(self.directory)
         self._maps = MapFiles(self.directory / "owners", group)
         self._closed = False
@@ -82,8 +91,11 @@ class RedisLedger(SqliteLedger):
         return self._book.read_all()
 
     def _too_long(self) -> LedgerUnavailable:
-        return LedgerUnavailable(f"the ledger {self.url} could not be had for {self.patience_seconds:.0f} s: too many "
-                                 f"write at once.\n  Try again, or see:  gpu leases", path=self.url)
+        return LedgerUnavailable(
+            f"the ledger {self.url} could not be had for {self.patience_seconds:.0f} s: too many "
+            f"write at once.\n  Try again, or see:  gpu leases",
+            path=self.url,
+        )
 
 
 def _split(url: str) -> tuple[str, Path]:
@@ -92,5 +104,7 @@ def _split(url: str) -> tuple[str, Path]:
     options = parse_qsl(query)
     named = [value for name, value in options if name == "owners"]
     rest = urlencode([(name, value) for name, value in options if name != "owners"])
-    home = Path(named[-1]) if named else Path(default_url().removeprefix("sqlite://")).parent / "redis"
+    home = (
+        Path(named[-1]) if named else Path(default_url().removeprefix("sqlite://")).parent / "redis"
+    )
     return f"{server}?{rest}" if rest else server, home

@@ -9,6 +9,7 @@ owner keeps its roster in a local file, as beside SQLite, and two things are fen
 
 What is known of BookFile holds here: the roster is written before the page, one connection, one lock.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -60,8 +61,14 @@ class Closed(Exception):
 class RedisBook(BookFile):
     """One owner's connection to the page of its host, and its own file in a local directory."""
 
-    def __init__(self, wire: Wire, directory: Path, boot: str, owner_file: OwnerFile,
-                 moved: Callable[[Path], None]) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        directory: Path,
+        boot: str,
+        owner_file: OwnerFile,
+        moved: Callable[[Path], None],
+    ) -> None:
         super().__init__(directory, boot, owner_file, moved)
         self._wire = wire
         self._key = PAGE + boot
@@ -84,7 +91,9 @@ class RedisBook(BookFile):
         try:
             super().put(page, new)
         except Closed as closed:
-            time.sleep(min(closed.seconds, 0.1))  # not under the lock: others of ours have to register
+            time.sleep(
+                min(closed.seconds, 0.1)
+            )  # not under the lock: others of ours have to register
             raise Lost from None
 
     def mend(self, damage: Damaged, patience_seconds: float) -> None:
@@ -161,7 +170,9 @@ class RedisBook(BookFile):
             return f"it is at revision {seen.rev}, and {least} has been seen"
         if known and known.name != seen.generation:
             # Made by somebody who may not have seen the rosters here.
-            missing = {id for id, (_, part) in living.items() if part.sections} - seen.book.sections.keys()
+            missing = {
+                id for id, (_, part) in living.items() if part.sections
+            } - seen.book.sections.keys()
             if missing:
                 return f"{len(missing)} living owners are missing in it"
         return ""
@@ -169,7 +180,9 @@ class RedisBook(BookFile):
     def _living(self) -> dict[str, tuple[int, Book]]:
         """What each living owner here last wrote of itself, and for which revision."""
         found: dict[str, tuple[int, Book]] = {}
-        if not (self.directory / "owners").is_dir():  # somebody deleted it; the next write makes it anew
+        if not (
+            self.directory / "owners"
+        ).is_dir():  # somebody deleted it; the next write makes it anew
             return found
         for path in files.owner_files(self.directory):
             roster = read_roster(path) if life(path) is Life.ALIVE else None
@@ -193,21 +206,46 @@ class RedisBook(BookFile):
         keys, ours = ask("DBSIZE"), ask("EXISTS", MARKER)
         if seen is None and keys and not ours:
             raise self._foreign(f"it holds {keys} keys of something else, and no book")
-        book = with_living(seen and seen.book or Book(), {id: part for id, (_, part) in living.items()})
+        book = with_living(
+            seen and seen.book or Book(), {id: part for id, (_, part) in living.items()}
+        )
         rev = max([seen.rev if seen else 0, *(rev for rev, _ in living.values())]) + 1
-        known = seen is not None or self._page is not None or any(part.sections for _, part in living.values())
+        known = (
+            seen is not None
+            or self._page is not None
+            or any(part.sections for _, part in living.values())
+        )
         made = ask(
-            "EVAL", MAKE, 3, self._key, MARKER, f"gpu-console:damaged:{self.boot}:{secrets.token_hex(4)}",
-            *(seen.words if seen else ("", "")), secrets.token_hex(8), rev, SCHEMA, encode(book),
-            str(REGISTER_SECONDS if known or not ours else 0), socket.gethostname())
+            "EVAL",
+            MAKE,
+            3,
+            self._key,
+            MARKER,
+            f"gpu-console:damaged:{self.boot}:{secrets.token_hex(4)}",
+            *(seen.words if seen else ("", "")),
+            secrets.token_hex(8),
+            rev,
+            SCHEMA,
+            encode(book),
+            str(REGISTER_SECONDS if known or not ours else 0),
+            socket.gethostname(),
+        )
         if made and known:
-            log.warning("this host's page in the Redis %s was damaged (%s). Made anew from %d living owners, "
-                        "%d leases; grants go on in %.0f s.", self._wire.url, why, len(book.sections),
-                        sum(1 for _ in book.leases()), REGISTER_SECONDS)
+            log.warning(
+                "this host's page in the Redis %s was damaged (%s). Made anew from %d living owners, "
+                "%d leases; grants go on in %.0f s.",
+                self._wire.url,
+                why,
+                len(book.sections),
+                sum(1 for _ in book.leases()),
+                REGISTER_SECONDS,
+            )
 
     def _foreign(self, why: str) -> Exception:
         return self._wire.unavailable(
-            f"has a database that is not ours: {why}", "Name one of its own:  GPU_LEDGER=redis://HOST:PORT/DB")
+            f"has a database that is not ours: {why}",
+            "Name one of its own:  GPU_LEDGER=redis://HOST:PORT/DB",
+        )
 
     def _read(self, page: Page, db: object) -> Page:
         now = time.monotonic()
@@ -229,7 +267,11 @@ class RedisBook(BookFile):
             if int(schema) > SCHEMA:
                 raise LedgerNewer(self._wire.url, int(schema), SCHEMA)
             if int(rev) < self._least_rev:
-                raise Damaged(page.name, 0, f"it is at revision {int(rev)}, and {self._least_rev} has been seen")
+                raise Damaged(
+                    page.name,
+                    0,
+                    f"it is at revision {int(rev)}, and {self._least_rev} has been seen",
+                )
             self._least_rev = int(rev)
             return page._replace(rev=int(rev), book=decode_book(body))
         except (msgspec.MsgspecError, TypeError, ValueError) as error:
@@ -238,15 +280,30 @@ class RedisBook(BookFile):
     def _commit(self, page: Page, new: Book, body: bytes) -> None:
         me = self.owner_file.owner.id
         if len(body) > MOST_BYTES:
-            raise LedgerRefused(f"the ledger {self._wire.url} takes pages of up to {show_bytes(MOST_BYTES)}, and this "
-                                f"one would have {show_bytes(len(body))}.\n  The book is as it was.",
-                                path=self._wire.url, why="too large", writer=me)
+            raise LedgerRefused(
+                f"the ledger {self._wire.url} takes pages of up to {show_bytes(MOST_BYTES)}, and this "
+                f"one would have {show_bytes(len(body))}.\n  The book is as it was.",
+                path=self._wire.url,
+                why="too large",
+                writer=me,
+            )
         before, after = part_of(page.book, me), part_of(new, me)
         if after != before:
-            self._roster_doubtful, self._unfinished = True, page  # until the write is known to stand
+            self._roster_doubtful, self._unfinished = (
+                True,
+                page,
+            )  # until the write is known to stand
             self._write_roster(new, page.rev + 1)
-        what, *left = self._run("write", page.name, page.rev, page.rev + 1, secrets.token_hex(8),
-                                "yes" if _promises(after) - _promises(before) else "", SCHEMA, body)
+        what, *left = self._run(
+            "write",
+            page.name,
+            page.rev,
+            page.rev + 1,
+            secrets.token_hex(8),
+            "yes" if _promises(after) - _promises(before) else "",
+            SCHEMA,
+            body,
+        )
         if what == b"closed":
             raise Closed(float(left[0]))
         if what == b"gone":
@@ -260,12 +317,14 @@ class RedisBook(BookFile):
 
     def _run(self, *words: str | bytes | int) -> list[Any]:
         """What the script answers. Raises Lost where the Redis does not know it: then it has started again."""
+
         def talk(ask: Ask) -> list[Any]:
             try:
                 return ask("EVALSHA", self._sha, 1, self._key, *words)
             except NoScriptError:
                 self._vetted = False
                 raise Lost from None
+
         return self._wire.converse(talk)
 
 

@@ -7,6 +7,7 @@
 
 Nothing here decides, or knows what is right.
 """
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -17,9 +18,13 @@ from ...facts import SCHEMA, Book, decode_book
 from .connection import Ask
 
 MOST_BYTES = 4 << 20  # of a page: more is no book of ours
-KEPT_SECONDS = 7 * 86400  # a page that no owner has looked at for so long goes; were any left, they would make it anew
+KEPT_SECONDS = (
+    7 * 86400
+)  # a page that no owner has looked at for so long goes; were any left, they would make it anew
 SEEN_SECONDS = 60.0  # how often a door tells that its host is there
-REGISTER_SECONDS = 2.0  # twice the tick of the monitors, in which owners that we cannot see put themselves back
+REGISTER_SECONDS = (
+    2.0  # twice the tick of the monitors, in which owners that we cannot see put themselves back
+)
 
 MARKER = "gpu-console:ledger"  # says that this database is ours
 PAGE = "gpu-console:page:"
@@ -83,7 +88,9 @@ class HostPage(NamedTuple):
 
     host: str  # its boot id: containers on one kernel are one host
     name: str  # as the machine that made the page is called
-    seen_seconds: float  # since an owner there last showed itself; beyond two minutes nobody may be left
+    seen_seconds: (
+        float  # since an owner there last showed itself; beyond two minutes nobody may be left
+    )
     book: Book | None  # None: a newer version wrote it, or it cannot be read
 
 
@@ -118,6 +125,12 @@ def all_pages(ask: Ask) -> tuple[HostPage, ...]:
             book = decode_book(body) if int(schema) <= SCHEMA else None
         except (msgspec.MsgspecError, TypeError, ValueError):
             book = None
-        pages.append(HostPage(key.decode().removeprefix(PAGE), (name or b"").decode(errors="replace"),
-                              max(0.0, float(now - int(seen or 0))), book))
+        pages.append(
+            HostPage(
+                key.decode().removeprefix(PAGE),
+                (name or b"").decode(errors="replace"),
+                max(0.0, float(now - int(seen or 0))),
+                book,
+            )
+        )
     return tuple(pages)

@@ -6,6 +6,7 @@ processes: 800 transactions a second with two turns each, 2,900 with eight). The
 others. Whoever lost a race waits at random, the longer the more often it lost. All waits are multiples of what one
 attempt costs, so they fit a slow machine as well as a fast one.
 """
+
 from __future__ import annotations
 
 import random
@@ -55,7 +56,9 @@ class Pace:
     def lost(self, times: int, now: float) -> float:
         """Seconds to wait after the race was lost so many times in this transaction."""
         self.crowded(now)
-        return self.attempt_seconds * (1 + random.uniform(0, min(50, 4 * 2 ** min(times, MOST_DOUBLINGS))))
+        return self.attempt_seconds * (
+            1 + random.uniform(0, min(50, 4 * 2 ** min(times, MOST_DOUBLINGS)))
+        )
 
     def ended(self, attempt_seconds: float, now: float) -> None:
         """Notes the end of a transaction, and the processor time of its last attempt."""

@@ -15,6 +15,7 @@
 Who may open what is `access.py`'s to say. Nothing here opens a database: to open and close its file beside SQLite would
 drop SQLite's locks.
 """
+
 from __future__ import annotations
 
 import errno
@@ -43,7 +44,8 @@ _NETWORK = frozenset(
     "nfs nfs4 cifs smb smb2 smb3 smbfs lustre gpfs mmfs ceph 9p afs beegfs beegfs_nodev glusterfs davfs ocfs2 gfs2 "
     "orangefs panfs wekafs ncpfs coda fuse.sshfs fuse.glusterfs fuse.ceph-fuse fuse.ceph fuse.s3fs fuse.rclone "
     "fuse.gcsfuse fuse.goofys fuse.mount-s3 fuse.juicefs fuse.beegfs fuse.lustre fuse.davfs2 fuse.smbnetfs "
-    "fuse.blobfuse2".split())
+    "fuse.blobfuse2".split()
+)
 
 
 def file_system_of(path: Path, mounts: str | None = None) -> str:
@@ -77,7 +79,9 @@ def prepare(directory: Path) -> None:
         raise LedgerUnavailable(
             f"the ledger {directory} would lie on a network file system ({kind}), where locks do not prove who lives.\n"
             f"  Name a directory on a local disk:  GPU_LEDGER=sqlite:///var/tmp/gpu-ledger",
-            path=str(directory), kind=kind)
+            path=str(directory),
+            kind=kind,
+        )
     access = access_to(directory)
     try:
         if access.group is not None:
@@ -90,18 +94,29 @@ def prepare(directory: Path) -> None:
     except OSError as error:
         raise outsider(directory) or cannot_write(directory, error) from error
     if directory.stat().st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
-        raise LedgerUnavailable(f"the ledger {directory} belongs to another user (uid {directory.stat().st_uid}).\n"
-                                f"  Use your own:  unset GPU_LEDGER", path=str(directory))
+        raise LedgerUnavailable(
+            f"the ledger {directory} belongs to another user (uid {directory.stat().st_uid}).\n"
+            f"  Use your own:  unset GPU_LEDGER",
+            path=str(directory),
+        )
 
 
 def cannot_write(path: Path, error: OSError) -> LedgerUnavailable:
     """The error for a place that cannot be written, as one sentence and a way out."""
     why = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return LedgerUnavailable(f"the disk of the ledger {path} is full; nothing new can be granted until some room "
-                                 f"is freed (releases still succeed).\n  See:  df -h {path}", path=str(path), why=why)
-    return LedgerUnavailable(f"the ledger {path} cannot be written ({why}).\n"
-                             f"  Make it writable, or use another:  GPU_LEDGER=sqlite:///PATH", path=str(path), why=why)
+        return LedgerUnavailable(
+            f"the disk of the ledger {path} is full; nothing new can be granted until some room "
+            f"is freed (releases still succeed).\n  See:  df -h {path}",
+            path=str(path),
+            why=why,
+        )
+    return LedgerUnavailable(
+        f"the ledger {path} cannot be written ({why}).\n"
+        f"  Make it writable, or use another:  GPU_LEDGER=sqlite:///PATH",
+        path=str(path),
+        why=why,
+    )
 
 
 def current(directory: Path) -> str:
@@ -135,7 +150,11 @@ def next_book(directory: Path, last_known: str = "") -> str:
 
 
 def other_books(directory: Path, name: str) -> list[str]:
-    return [other for other in os.listdir(directory) if _BOOK.match(other) and other.endswith(".db") and other != name]
+    return [
+        other
+        for other in os.listdir(directory)
+        if _BOOK.match(other) and other.endswith(".db") and other != name
+    ]
 
 
 def set_aside(directory: Path, name: str) -> Path | None:
@@ -173,7 +192,9 @@ def take(file: IO[bytes], patience_seconds: float) -> None:
             if time.monotonic() > deadline:
                 raise LedgerUnavailable(
                     f"another process has been rebuilding the ledger for {patience_seconds:.0f} s; perhaps it is "
-                    f"stopped.\n  See who:  fuser -v {file.name}", path=str(file.name)) from None
+                    f"stopped.\n  See who:  fuser -v {file.name}",
+                    path=str(file.name),
+                ) from None
             time.sleep(0.005)
 
 
@@ -200,7 +221,9 @@ def fill_ballast(directory: Path) -> bool:
     draft = directory / f".ballast-{secrets.token_hex(4)}"
     try:
         with open(draft, "xb", opener=_private) as file:
-            file.write(os.urandom(BALLAST_BYTES))  # zeros would take no room where a file system compresses
+            file.write(
+                os.urandom(BALLAST_BYTES)
+            )  # zeros would take no room where a file system compresses
         os.replace(draft, path)
         return True
     except OSError:
@@ -227,7 +250,9 @@ def owner_files(directory: Path) -> Iterator[Path]:
 def sweep_owners(directory: Path, in_book: Callable[[], set[str]]) -> None:
     """Removes what the dead have left behind, except where the book still needs it to prove their death."""
     dead = [path for path in owner_files(directory) if life(path) is Life.DEAD]
-    needed = in_book() if dead else set()  # looked up now: what they wrote just before they died is in it
+    needed = (
+        in_book() if dead else set()
+    )  # looked up now: what they wrote just before they died is in it
     for path in dead:
         if path.name not in needed:
             try:
@@ -252,14 +277,24 @@ def sweep_drafts(directory: Path) -> None:
 def sweep_boots(directory: Path) -> None:
     """Removes the books of other boots: by name another boot's, untouched for a day, no owner's lock held."""
     try:
-        others = [other for other in directory.parent.iterdir()
-                  if other != directory and _BOOT.fullmatch(other.name) and other.is_dir() and not other.is_symlink()]
+        others = [
+            other
+            for other in directory.parent.iterdir()
+            if other != directory
+            and _BOOT.fullmatch(other.name)
+            and other.is_dir()
+            and not other.is_symlink()
+        ]
     except OSError:
         return
     for other in others:
         try:
-            untouched = time.time() - max(file.lstat().st_mtime for file in (other, *other.iterdir()))
-            if untouched > OLD_SECONDS and not any(life(file) is Life.ALIVE for file in owner_files(other)):
+            untouched = time.time() - max(
+                file.lstat().st_mtime for file in (other, *other.iterdir())
+            )
+            if untouched > OLD_SECONDS and not any(
+                life(file) is Life.ALIVE for file in owner_files(other)
+            ):
                 shutil.rmtree(other, ignore_errors=True)
         except OSError:
             continue

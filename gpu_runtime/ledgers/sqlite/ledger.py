@@ -4,6 +4,7 @@ A write is read → decide → one autocommit `UPDATE … WHERE host=? AND rev=?
 decides again. A book that is damaged, deleted or replaced is set aside, and rebuilt from its living owners
 (mending.py).
 """
+
 from __future__ import annotations
 
 import os
@@ -36,9 +37,13 @@ MOST_LOST_INSIDE = 3  # races in a row, before who is inside the turnstile waits
 class SqliteLedger:
     """A door to the book in a directory. Each door is another owner."""
 
-    _seen: tuple[tuple[str, int, int], Book] | None = None  # when the book had been written, and what it said
+    _seen: tuple[tuple[str, int, int], Book] | None = (
+        None  # when the book had been written, and what it said
+    )
 
-    def __init__(self, directory: Path, *, notebook: str = "", user: str = "", patience_seconds: float = 10.0) -> None:
+    def __init__(
+        self, directory: Path, *, notebook: str = "", user: str = "", patience_seconds: float = 10.0
+    ) -> None:
         self.url = f"sqlite://{directory}"
         self.patience_seconds = patience_seconds
         boot = boot_id()
@@ -48,7 +53,9 @@ class SqliteLedger:
         group = access_to(self.directory).group
         self._shared = group is not None
         try:
-            file = OwnerFile(self.directory / "owners", describe_self(notebook=notebook, user=user), group)
+            file = OwnerFile(
+                self.directory / "owners", describe_self(notebook=notebook, user=user), group
+            )
         except OSError as error:
             raise files.cannot_write(self.directory, error) from error
         try:
@@ -113,7 +120,12 @@ class SqliteLedger:
                     new, answer = decide(page.book)
                     if new is not page.book:
                         self._require_lawful(page, new)
-                        if paced and turnstile is None and self._turnstile and self._turnstile.held_up:
+                        if (
+                            paced
+                            and turnstile is None
+                            and self._turnstile
+                            and self._turnstile.held_up
+                        ):
                             turnstile = self._at_our_turn()
                             if turnstile and self._file.is_behind(page):
                                 continue
@@ -217,18 +229,35 @@ class SqliteLedger:
 
     def _require_open(self) -> None:
         if os.getpid() != self.owner.pid:
-            raise LedgerUnavailable(f"the ledger {self.url} stayed in the parent (pid {self.owner.pid}) of this forked "
-                                    f"process. Open another:  gpu_runtime.Runtime()", path=self.url)
+            raise LedgerUnavailable(
+                f"the ledger {self.url} stayed in the parent (pid {self.owner.pid}) of this forked "
+                f"process. Open another:  gpu_runtime.Runtime()",
+                path=self.url,
+            )
         if self._closed:
-            raise LedgerUnavailable(f"the ledger {self.url} was closed. Open another:  gpu_runtime.Runtime()",
-                                    path=self.url)
+            raise LedgerUnavailable(
+                f"the ledger {self.url} was closed. Open another:  gpu_runtime.Runtime()",
+                path=self.url,
+            )
 
     def _too_long(self) -> LedgerUnavailable:
         holders = [pid for pid in files.writers(Path(self.path)) if pid != os.getpid()]
-        who = f"pid {holders[0]} holds its lock; perhaps it is stopped" if holders else "too many write at once"
-        hint = f"Let it go on:  kill -CONT {holders[0]}" if holders else "Try again, or see:  gpu leases"
-        return LedgerUnavailable(f"the ledger {self.path} could not be had for {self.patience_seconds:.0f} s: {who}.\n"
-                                 f"  {hint}", path=self.path, holders=tuple(holders))
+        who = (
+            f"pid {holders[0]} holds its lock; perhaps it is stopped"
+            if holders
+            else "too many write at once"
+        )
+        hint = (
+            f"Let it go on:  kill -CONT {holders[0]}"
+            if holders
+            else "Try again, or see:  gpu leases"
+        )
+        return LedgerUnavailable(
+            f"the ledger {self.path} could not be had for {self.patience_seconds:.0f} s: {who}.\n"
+            f"  {hint}",
+            path=self.path,
+            holders=tuple(holders),
+        )
 
     def _leave_to_parent(self) -> None:
         """In a forked child: the files are closed, the lock stands, the connection is never touched again."""
@@ -251,8 +280,14 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 def _same_wish(said: Ticket | None, row: Ticket) -> bool:
     """Whether the row asks what its owner said; when it was last refreshed, and what stood in its way, is no wish."""
     return said is not None and (
-        said.owner, said.verb, said.name, said.importance, said.recalls, said.places, said.said_by) == (
-        row.owner, row.verb, row.name, row.importance, row.recalls, row.places, row.said_by)
+        said.owner,
+        said.verb,
+        said.name,
+        said.importance,
+        said.recalls,
+        said.places,
+        said.said_by,
+    ) == (row.owner, row.verb, row.name, row.importance, row.recalls, row.places, row.said_by)
 
 
 def _owner_ids(book: Book) -> set[str]:

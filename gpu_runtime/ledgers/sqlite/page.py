@@ -6,6 +6,7 @@ grant either in the rosters or void. Nothing here decides.
 One journal mode for all SQLite versions, PERSIST with synchronous=OFF: it outlived 9,068 kills, WAL has a known bug in
 most versions in use, and nothing here outlives the boot.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -67,7 +68,9 @@ class BookFile:
     of one thread never hides the grant of another.
     """
 
-    def __init__(self, directory: Path, boot: str, owner_file: OwnerFile, moved: Callable[[Path], None]) -> None:
+    def __init__(
+        self, directory: Path, boot: str, owner_file: OwnerFile, moved: Callable[[Path], None]
+    ) -> None:
         self.directory = directory
         self.boot = boot
         self.owner_file = owner_file
@@ -117,7 +120,9 @@ class BookFile:
                     pass  # a full disk is no reason not to read; the next look tries again
             if self._unfinished is not None:
                 # Whoever makes a new book after this reads what we have just written; before it, perhaps not.
-                self._unfinished = None if not self._roster_doubtful and self._in_force(page) else page
+                self._unfinished = (
+                    None if not self._roster_doubtful and self._in_force(page) else page
+                )
             return page
 
     def is_behind(self, page: Page) -> bool:
@@ -192,7 +197,11 @@ class BookFile:
         if schema > SCHEMA:
             raise LedgerNewer(str(self.path), schema, SCHEMA)
         if rev < self._least_rev:
-            raise Damaged(page.name, page.inode, f"it is at revision {rev}, and {self._least_rev} has been seen")
+            raise Damaged(
+                page.name,
+                page.inode,
+                f"it is at revision {rev}, and {self._least_rev} has been seen",
+            )
         if body is None:
             return page
         self._least_rev = rev
@@ -246,7 +255,9 @@ class BookFile:
             self._roster_doubtful, self._unfinished = False, None
 
     def _write_roster(self, book: Book, rev: int) -> None:
-        self.owner_file.write_roster(encode(part_of(book, self.owner_file.owner.id)), rev=rev, schema=SCHEMA)
+        self.owner_file.write_roster(
+            encode(part_of(book, self.owner_file.owner.id)), rev=rev, schema=SCHEMA
+        )
 
     def _with_own_inode(self, book: Book) -> Book:
         """The lock file is the ledger's matter: where it was made anew, the section learns its new inode."""
@@ -273,8 +284,10 @@ class BookFile:
         old.close_here()
         self._roster_doubtful = True
         if self.owner_file.owner.id != old.owner.id:
-            raise LedgerUnavailable(f"another process took this one's name in {here}.\n  Restart this kernel.",
-                                    path=str(here))
+            raise LedgerUnavailable(
+                f"another process took this one's name in {here}.\n  Restart this kernel.",
+                path=str(here),
+            )
 
     def _open(self) -> None:
         """Opens the book that CURRENT names. Raises Damaged where there is none, or not the one that was there."""
@@ -300,12 +313,19 @@ class BookFile:
         url = f"file:{quote(str(self.directory / page.name))}?mode=rw"
         try:
             # Time-out 0: SQLite's own way of waiting starves; pace.py has ours.
-            db = sqlite3.connect(url, uri=True, timeout=0, isolation_level=None, check_same_thread=False)
+            db = sqlite3.connect(
+                url, uri=True, timeout=0, isolation_level=None, check_same_thread=False
+            )
         except FAULTS as error:
             raise self._failure(page, error) from error
         # In a shared ledger another member may have put anything in the file: no code of its schema runs here.
         db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
-        for pragma in ("journal_mode=PERSIST", "synchronous=OFF", "temp_store=MEMORY", "trusted_schema=OFF"):
+        for pragma in (
+            "journal_mode=PERSIST",
+            "synchronous=OFF",
+            "temp_store=MEMORY",
+            "trusted_schema=OFF",
+        ):
             self._rows(page, db, f"PRAGMA {pragma}")
         self._rows(page, db, "CREATE TABLE temp.seen (one INTEGER PRIMARY KEY, rev, schema, body)")
         return db
@@ -316,8 +336,10 @@ class BookFile:
             db.close()
 
     def _in_force(self, page: Page) -> bool:
-        return (files.current(self.directory) == page.name
-                and files.inode_of(self.directory, page.name) == page.inode)
+        return (
+            files.current(self.directory) == page.name
+            and files.inode_of(self.directory, page.name) == page.inode
+        )
 
     def _rows(self, page: Page, db: sqlite3.Connection, sql: str) -> list[tuple]:
         try:
@@ -333,7 +355,11 @@ class BookFile:
             return Damaged(page.name, page.inode, "its schema is no text")
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
         kind = code & 0xFF
-        if kind in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL) or not self._in_force(page):
+        if kind in (
+            sqlite3.SQLITE_BUSY,
+            sqlite3.SQLITE_LOCKED,
+            sqlite3.SQLITE_PROTOCOL,
+        ) or not self._in_force(page):
             return Lost()
         if kind == sqlite3.SQLITE_FULL:
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

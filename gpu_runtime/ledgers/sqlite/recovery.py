@@ -2,6 +2,7 @@
 
 A damaged book is set aside under a name that says so, never emptied; its heir has a name that no book had before.
 """
+
 from __future__ import annotations
 
 import logging
@@ -55,22 +56,40 @@ def union(parts: list[Book]) -> Book:
         sections |= part.sections
         tickets += part.tickets
     drained = next((part.drained for part in reversed(parts) if part.sections), {})
-    return Book(devices=tuple(devices.values()), limits=limits, sections=sections, drained=drained,
-                tickets=tuple(sorted(tickets, key=lambda ticket: ticket.arrived)))
+    return Book(
+        devices=tuple(devices.values()),
+        limits=limits,
+        sections=sections,
+        drained=drained,
+        tickets=tuple(sorted(tickets, key=lambda ticket: ticket.arrived)),
+    )
 
 
 def with_living(book: Book, parts: dict[str, Book]) -> Book:
     """The book with what these owners say of themselves in place of what it said of them."""
-    others = replace(book, sections={id: section for id, section in book.sections.items() if id not in parts},
-                     tickets=tuple(ticket for ticket in book.tickets if ticket.owner not in parts))
+    others = replace(
+        book,
+        sections={id: section for id, section in book.sections.items() if id not in parts},
+        tickets=tuple(ticket for ticket in book.tickets if ticket.owner not in parts),
+    )
     whole = union([others, *parts.values()])
-    return replace(others, devices=whole.devices, limits=whole.limits, sections=whole.sections, tickets=whole.tickets,
-                   drained=book.drained or whole.drained)
+    return replace(
+        others,
+        devices=whole.devices,
+        limits=whole.limits,
+        sections=whole.sections,
+        tickets=whole.tickets,
+        drained=book.drained or whole.drained,
+    )
 
 
 def living_rosters(directory: Path) -> dict[str, Roster]:
     """What each living owner last wrote of itself, by its id."""
-    rosters = ((path.name, read_roster(path)) for path in files.owner_files(directory) if life(path) is Life.ALIVE)
+    rosters = (
+        (path.name, read_roster(path))
+        for path in files.owner_files(directory)
+        if life(path) is Life.ALIVE
+    )
     return {id: roster for id, roster in rosters if roster}
 
 
@@ -106,7 +125,10 @@ def mend(directory: Path, boot: str, damage: Damaged, patience_seconds: float) -
     """
     with files.rebuild_lock(directory) as lock:
         files.take(lock, patience_seconds)
-        if files.current(directory) != damage.name or files.inode_of(directory, damage.name) != damage.inode:
+        if (
+            files.current(directory) != damage.name
+            or files.inode_of(directory, damage.name) != damage.inode
+        ):
             return
         name = files.next_book(directory, damage.name)
         # In this order. A writer writes its roster, commits, reads CURRENT. Whose look at CURRENT came before this
@@ -114,25 +136,42 @@ def mend(directory: Path, boot: str, damage: Damaged, patience_seconds: float) -
         files.point_current_at(directory, name)
         rosters = living_rosters(directory)
         if any(roster.schema > SCHEMA for roster in rosters.values()):
-            raise LedgerNewer(str(directory / name), max(roster.schema for roster in rosters.values()), SCHEMA)
+            raise LedgerNewer(
+                str(directory / name), max(roster.schema for roster in rosters.values()), SCHEMA
+            )
         # Of each only its own part: in a shared ledger nobody speaks for another.
         by_age = sorted(rosters.items(), key=lambda one: one[1].rev)
         book = union([part_of(_decoded(roster), id) for id, roster in by_age])
         rev = max((roster.rev for roster in rosters.values()), default=0) + 1
         _make(directory, name, boot, book, rev)
-        Newest(directory).tell(name, rev)  # so that of another book of that name nothing is remembered
-        kept = [path for old in files.other_books(directory, name) if (path := files.set_aside(directory, old))]
+        Newest(directory).tell(
+            name, rev
+        )  # so that of another book of that name nothing is remembered
+        kept = [
+            path
+            for old in files.other_books(directory, name)
+            if (path := files.set_aside(directory, old))
+        ]
     if damage.name or kept:
-        log.warning("the ledger %s was damaged (%s). Set aside: %s. Rebuilt as %s from %d living owners, %d leases.",
-                    directory / damage.name, damage.why, ", ".join(map(str, kept)) or "nothing was left to keep",
-                    name, len(book.sections), sum(1 for _ in book.leases()))
+        log.warning(
+            "the ledger %s was damaged (%s). Set aside: %s. Rebuilt as %s from %d living owners, %d leases.",
+            directory / damage.name,
+            damage.why,
+            ", ".join(map(str, kept)) or "nothing was left to keep",
+            name,
+            len(book.sections),
+            sum(1 for _ in book.leases()),
+        )
 
 
 def _decoded(roster: Roster) -> Book:
     try:
         return decode_book(roster.payload)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        log.warning("a living owner's roster of %d bytes cannot be read; it will register again", len(roster.payload))
+        log.warning(
+            "a living owner's roster of %d bytes cannot be read; it will register again",
+            len(roster.payload),
+        )
         return Book()
 
 
@@ -146,9 +185,13 @@ def _make(directory: Path, name: str, boot: str, book: Book, rev: int) -> None:
         db.execute("PRAGMA journal_mode=OFF")
         db.execute("PRAGMA synchronous=OFF")
         # One kernel, one page: the row is named by the boot, since two containers on it have different host names.
-        db.execute("CREATE TABLE book (host TEXT PRIMARY KEY, rev INTEGER NOT NULL, schema INTEGER NOT NULL, "
-                   "body BLOB NOT NULL)")
-        db.execute("INSERT INTO book VALUES (?, ?, ?, ?)", (boot, rev, SCHEMA, sealed(encode(book), rev)))
+        db.execute(
+            "CREATE TABLE book (host TEXT PRIMARY KEY, rev INTEGER NOT NULL, schema INTEGER NOT NULL, "
+            "body BLOB NOT NULL)"
+        )
+        db.execute(
+            "INSERT INTO book VALUES (?, ?, ?, ?)", (boot, rev, SCHEMA, sealed(encode(book), rev))
+        )
     finally:
         db.close()
     access_to(directory).open_file(draft)

@@ -5,6 +5,7 @@ others, who would grant from it what has been granted since. Told after each wri
 write: 2 µs.
 A hint that can only warn: without it, or where it is wrong, a book is good until somebody remembers a newer one.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -37,8 +38,10 @@ class Newest:
             said = os.pread(self._fd, _SAID.size + _SUM.size, 0)
         except OSError:
             return 0
-        body, total = said[:_SAID.size], said[_SAID.size:]
-        if len(total) != _SUM.size or _SUM.unpack(total)[0] != zlib.crc32(body):  # or read while it was written
+        body, total = said[: _SAID.size], said[_SAID.size :]
+        if len(total) != _SUM.size or _SUM.unpack(total)[0] != zlib.crc32(
+            body
+        ):  # or read while it was written
             return 0
         which, rev = _SAID.unpack(body)
         return rev if which == zlib.crc32(book.encode()) else 0

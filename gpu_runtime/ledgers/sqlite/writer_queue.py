@@ -11,6 +11,7 @@ Two files: a lock with a count of those who came out and whether others are held
 those who wait is woken, the first to have come. In a shared ledger a member may write to both, and so make others wait
 those 5 ms.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -26,7 +27,10 @@ from ..access import Access, access_to
 STALLED_SECONDS = 0.005
 MOST_SECONDS = 1.0
 LOCK, PIPE = "turn", "turn.pipe"
-ALL_MAY, LINE_UP = b"-", b"!"  # after the count in the lock's file: whether others may try without lining up
+ALL_MAY, LINE_UP = (
+    b"-",
+    b"!",
+)  # after the count in the lock's file: whether others may try without lining up
 
 
 def turnstile_in(directory: Path) -> Turnstile | None:
@@ -75,7 +79,9 @@ class Turnstile:
                 before, came_out, was, now = came_out, self._count(), now, time.monotonic()
                 if came_out == before and now - was >= STALLED_SECONDS:
                     self._stalled = came_out
-                patience = 8 * STALLED_SECONDS  # they do come out: whoever came first is woken first
+                patience = (
+                    8 * STALLED_SECONDS
+                )  # they do come out: whoever came first is woken first
         return False
 
     def hold_up(self) -> None:

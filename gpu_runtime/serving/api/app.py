@@ -3,6 +3,7 @@
 It asks `scope["state"]["visitor"]` who calls, and answers nobody where none was put there: the gate of the server that
 it runs in does that (`server.py`). Whoever was let in may read; only who may act may do anything but GET.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -33,9 +34,13 @@ class Config(BaseModel):
 def application(rt: Any, gateway: Callable[[], Any], version: str) -> FastAPI:
     """The application over that runtime. `gateway()` gives the Gateway, made when it is first asked for."""
     app = FastAPIOffline(
-        title="gpu-console", version=version, docs_url="/docs", redoc_url=None,
+        title="gpu-console",
+        version=version,
+        docs_url="/docs",
+        redoc_url=None,
         description="GPU memory that notebooks and programs share: models, memory, metrics. Every route asks for the "
-                    "token: `Authorization: Bearer TOKEN`.")
+        "token: `Authorization: Bearer TOKEN`.",
+    )
     acts = Depends(_actor)
     jobs = Jobs()
     metrics = Metrics(rt, lambda: gateway().state())
@@ -80,18 +85,31 @@ class _Gated:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope.get("state", {}).get("visitor") is None:
-            told = {"error": {"message": "no gate stands before this application: nobody is let in",
-                              "type": "invalid_request_error", "code": None, "param": None}}
-            return await JSONResponse(told, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            told = {
+                "error": {
+                    "message": "no gate stands before this application: nobody is let in",
+                    "type": "invalid_request_error",
+                    "code": None,
+                    "param": None,
+                }
+            }
+            return await JSONResponse(told, 401, {"WWW-Authenticate": "Bearer"})(
+                scope, receive, send
+            )
         await self._app(scope, receive, send)
 
 
-async def _actor(request: Request) -> str:  # async, or FastAPI calls it in a thread: a third of a short call's time
+async def _actor(
+    request: Request,
+) -> str:  # async, or FastAPI calls it in a thread: a third of a short call's time
     """The name of whoever acts. The role is asked here, at the moment of acting."""
     visitor = request.scope["state"]["visitor"]
     if not visitor.may_act:
-        raise HTTPException(403, f"{visitor.name} may look and not act: that takes the operator's token, and a server "
-                                 f"that is not read-only")
+        raise HTTPException(
+            403,
+            f"{visitor.name} may look and not act: that takes the operator's token, and a server "
+            f"that is not read-only",
+        )
     return visitor.name
 
 
@@ -100,14 +118,36 @@ async def _refused(request: Request, refused: Any) -> Response:
 
 
 async def _failed(request: Request, error: Any) -> Response:
-    status = 404 if isinstance(error, UnknownModel) else 403 if isinstance(error, NotAllowed) \
-        else 507 if isinstance(error, DoesNotFit) else 503
-    return JSONResponse({"error": {"message": " ".join(str(error).split()), "type": type(error).__name__,
-                                   "code": None, "param": None}}, status)
+    status = (
+        404
+        if isinstance(error, UnknownModel)
+        else 403
+        if isinstance(error, NotAllowed)
+        else 507
+        if isinstance(error, DoesNotFit)
+        else 503
+    )
+    return JSONResponse(
+        {
+            "error": {
+                "message": " ".join(str(error).split()),
+                "type": type(error).__name__,
+                "code": None,
+                "param": None,
+            }
+        },
+        status,
+    )
 
 
 async def _plain(request: Request, error: Any) -> Response:
     """Errors of routing and of roles, in the form of all others."""
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return JSONResponse({"error": {"message": str(error.detail), "type": kind, "code": None, "param": None},
-                         "detail": error.detail}, error.status_code, headers=error.headers)
+    return JSONResponse(
+        {
+            "error": {"message": str(error.detail), "type": kind, "code": None, "param": None},
+            "detail": error.detail,
+        },
+        error.status_code,
+        headers=error.headers,
+    )

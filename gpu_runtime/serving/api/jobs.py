@@ -1,4 +1,5 @@
 """Long work that outlives its caller's connection: started, asked after, ended."""
+
 from __future__ import annotations
 
 import asyncio
@@ -9,8 +10,12 @@ from typing import Any
 
 from ..requests import Refused
 
-ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/embeddings": "embeddings",
-             "/v1/images/generations": "images"}
+ENDPOINTS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/embeddings": "embeddings",
+    "/v1/images/generations": "images",
+}
 MOST = 256  # jobs that are not done; what is done and older goes first where there are as many
 KEPT_SECONDS = 3600.0  # how long a result is kept
 
@@ -21,7 +26,9 @@ class Job:
     def __init__(self, endpoint: str, wall: float) -> None:
         self.id = f"job-{uuid.uuid4().hex}"
         self.endpoint, self.created = endpoint, wall
-        self.status = "running"  # it may still wait in the queue; then succeeded, failed or cancelled
+        self.status = (
+            "running"  # it may still wait in the queue; then succeeded, failed or cancelled
+        )
         self.ended = 0.0
         self.result: Any = None
         self.error: dict[str, Any] | None = None
@@ -29,11 +36,20 @@ class Job:
 
     def told(self) -> dict[str, Any]:
         """As JSON: times in epoch seconds, `result` what the endpoint would have answered."""
-        told: dict[str, Any] = {"id": self.id, "object": "job", "endpoint": self.endpoint, "status": self.status,
-                                "created": round(self.created, 3)}
+        told: dict[str, Any] = {
+            "id": self.id,
+            "object": "job",
+            "endpoint": self.endpoint,
+            "status": self.status,
+            "created": round(self.created, 3),
+        }
         if self.ended:
             told["ended"] = round(self.ended, 3)
-        return told | ({"error": self.error} if self.error else {}) | ({"result": self.result} if self.result else {})
+        return (
+            told
+            | ({"error": self.error} if self.error else {})
+            | ({"result": self.result} if self.result else {})
+        )
 
 
 class Jobs:
@@ -46,12 +62,24 @@ class Jobs:
     def start(self, gateway: Any, wanted: Any, who: str) -> Job:
         """Makes the call that `wanted` names, in the background. Raises Refused: 400; 503 where there are too many."""
         if not isinstance(wanted, dict) or wanted.get("endpoint") not in ENDPOINTS:
-            raise Refused(400, "bad_endpoint", f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint")
+            raise Refused(
+                400,
+                "bad_endpoint",
+                f"endpoint must be one of {', '.join(ENDPOINTS)}",
+                param="endpoint",
+            )
         body = wanted.get("body")
         if not isinstance(body, dict):
-            raise Refused(400, "bad_body", "body must be the JSON object that the endpoint takes", param="body")
+            raise Refused(
+                400,
+                "bad_body",
+                "body must be the JSON object that the endpoint takes",
+                param="body",
+            )
         if body.get("stream"):
-            raise Refused(400, "no_stream", "a job's answer comes whole: leave stream out", param="body")
+            raise Refused(
+                400, "no_stream", "a job's answer comes whole: leave stream out", param="body"
+            )
         self._sweep()
         if len(self._jobs) >= MOST:
             raise Refused(503, "full", f"{MOST} jobs are running already", 5.0)
@@ -64,7 +92,12 @@ class Jobs:
         """Raises Refused, 404."""
         job = self._jobs.get(id)
         if job is None:
-            raise Refused(404, "no_job", f"there is no job {id[:64]!r}; results are kept for an hour", param="id")
+            raise Refused(
+                404,
+                "no_job",
+                f"there is no job {id[:64]!r}; results are kept for an hour",
+                param="id",
+            )
         return job
 
     async def end(self, id: str) -> Job:
@@ -90,7 +123,10 @@ class Jobs:
         except Refused as refused:
             job.status, job.error = "failed", refused.body()["error"]
         except Exception as error:
-            job.status, job.error = "failed", {"message": " ".join(str(error).split()), "code": type(error).__name__}
+            job.status, job.error = (
+                "failed",
+                {"message": " ".join(str(error).split()), "code": type(error).__name__},
+            )
         finally:
             job.ended = self._wall()
 

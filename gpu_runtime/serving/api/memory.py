@@ -3,6 +3,7 @@
 MiB in `*_mb`, percents from 0 to 100, epoch seconds. Sums are over the cards, the pressure is the fullest one's. What
 the driver will not tell is null, never 0. Pure functions of a Snapshot; `router` puts them behind their paths.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -42,7 +43,10 @@ def stats(snapshot: Snapshot) -> dict[str, Any]:
     cards = [view for view in snapshot.devices if not view.device.is_host]
     host = [view for view in snapshot.devices if view.device.is_host]
     models = [lease for lease in snapshot.leases() if lease.kind == "model"]
-    total, used = sum(view.device.total_bytes for view in cards), _sum(view.measured_bytes for view in cards)
+    total, used = (
+        sum(view.device.total_bytes for view in cards),
+        _sum(view.measured_bytes for view in cards),
+    )
     fullest = max(cards, key=lambda view: view.pressure, default=None)
     level = fullest.level if fullest and snapshot.governed else Level.UNKNOWN
     totals = snapshot.totals
@@ -71,13 +75,25 @@ def stats(snapshot: Snapshot) -> dict[str, Any]:
 
 def models(snapshot: Snapshot) -> list[dict[str, Any]]:
     """`GET /memory/models`: every model that somebody holds, on a card or in host memory."""
-    return [{
-        "model_name": lease.name, "model_type": lease.model_type, "quantization": lease.quantization,
-        "location": "cpu" if lease.on_host else "gpu", "memory_mb": lease.bytes // MIB,
-        "idle_seconds": round(lease.idle_seconds(snapshot.now), 1), "use_count": lease.uses,
-        "device": lease.where, "in_use": bool(lease.pins), "importance": lease.importance, "keep": lease.keep,
-        "owner": section.owner.label,
-    } for section in snapshot.sections.values() for lease in section.leases if lease.kind == "model"]
+    return [
+        {
+            "model_name": lease.name,
+            "model_type": lease.model_type,
+            "quantization": lease.quantization,
+            "location": "cpu" if lease.on_host else "gpu",
+            "memory_mb": lease.bytes // MIB,
+            "idle_seconds": round(lease.idle_seconds(snapshot.now), 1),
+            "use_count": lease.uses,
+            "device": lease.where,
+            "in_use": bool(lease.pins),
+            "importance": lease.importance,
+            "keep": lease.keep,
+            "owner": section.owner.label,
+        }
+        for section in snapshot.sections.values()
+        for lease in section.leases
+        if lease.kind == "model"
+    ]
 
 
 def evictions(frame: DataFrame, kinds: Mapping[str, tuple[str, str]]) -> list[dict[str, Any]]:
@@ -85,48 +101,80 @@ def evictions(frame: DataFrame, kinds: Mapping[str, tuple[str, str]]) -> list[di
     rows = []
     for event in frame.itertuples():
         kind, quantization = kinds.get(event.model, ("other", ""))
-        rows.append({"model_name": event.model, "model_type": kind, "quantization": quantization,
-                     "reason": event.reason, "action": event.action, "memory_freed_mb": int(event.bytes) // MIB,
-                     "timestamp": round(event.time.timestamp(), 3), "device": event.device})
+        rows.append(
+            {
+                "model_name": event.model,
+                "model_type": kind,
+                "quantization": quantization,
+                "reason": event.reason,
+                "action": event.action,
+                "memory_freed_mb": int(event.bytes) // MIB,
+                "timestamp": round(event.time.timestamp(), 3),
+                "device": event.device,
+            }
+        )
     return rows
 
 
 def kinds(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
     """Name -> model type and quantization, of what is registered here or held by anybody."""
     known = {spec.name: (spec.model_type, spec.quantization) for spec in snapshot.specs}
-    return known | {lease.name: (lease.model_type, lease.quantization) for lease in snapshot.leases()}
+    return known | {
+        lease.name: (lease.model_type, lease.quantization) for lease in snapshot.leases()
+    }
 
 
 def fragmentation(maps: Iterable[AllocatorMap], cuda: bool) -> dict[str, Any]:
     """`GET /memory/fragmentation`: of the allocators of all processes together, as far as they tell."""
     told = list(maps)
-    allocated, reserved = sum(one.allocated_bytes for one in told), sum(one.reserved_bytes for one in told)
+    allocated, reserved = (
+        sum(one.allocated_bytes for one in told),
+        sum(one.reserved_bytes for one in told),
+    )
     return {
         "cuda_available": cuda,
-        "allocated_mb": allocated // MIB, "reserved_mb": reserved // MIB,
+        "allocated_mb": allocated // MIB,
+        "reserved_mb": reserved // MIB,
         "fragmentation_mb": (reserved - allocated) // MIB,
-        "fragmentation_percent": round(100 * (reserved - allocated) / reserved, 1) if reserved else 0.0,
-        "num_alloc_retries": sum(one.alloc_retries for one in told), "num_ooms": sum(one.ooms for one in told),
+        "fragmentation_percent": round(100 * (reserved - allocated) / reserved, 1)
+        if reserved
+        else 0.0,
+        "num_alloc_retries": sum(one.alloc_retries for one in told),
+        "num_ooms": sum(one.ooms for one in told),
     }
 
 
 def offloaded(snapshot: Snapshot, frame: DataFrame) -> list[dict[str, Any]]:
     """`GET /memory/offloaded`: the warm pool."""
-    left = {(event.owner, event.model): event.device for event in frame.itertuples() if event.action == "offloaded"}
+    left = {
+        (event.owner, event.model): event.device
+        for event in frame.itertuples()
+        if event.action == "offloaded"
+    }
     rows = []
     for lease in snapshot.leases():
         if lease.kind == "model" and lease.on_host:
             away = max(0.0, snapshot.now - lease.away_since) if lease.away_since else 0.0
-            rows.append({"model_key": key(lease), "original_device": left.get((lease.owner, lease.name)),
-                         "offload_time": round(snapshot.wall - away, 3), "seconds_offloaded": round(away, 1),
-                         "memory_mb": lease.bytes // MIB})
+            rows.append(
+                {
+                    "model_key": key(lease),
+                    "original_device": left.get((lease.owner, lease.name)),
+                    "offload_time": round(snapshot.wall - away, 3),
+                    "seconds_offloaded": round(away, 1),
+                    "memory_mb": lease.bytes // MIB,
+                }
+            )
     return rows
 
 
 def health(told: Health) -> dict[str, Any]:
     """`GET /memory/health`."""
-    return {"healthy": told.healthy, "pressure": str(told.pressure), "used_percent": told.used_percent,
-            "message": told.message}
+    return {
+        "healthy": told.healthy,
+        "pressure": str(told.pressure),
+        "used_percent": told.used_percent,
+        "message": told.message,
+    }
 
 
 def key(lease: Lease) -> str:
@@ -138,14 +186,32 @@ def evict(rt: Any, wanted: str) -> tuple[int, dict[str, Any]]:
     """`POST /memory/evict/{model_type}`: status and answer. Every idle model of that type leaves its card, whoever
     holds it; or the one model of that name. Blocks: it waits for the owners."""
     snapshot = rt.status()
-    held = [(section.owner, lease) for section in snapshot.sections.values() for lease in section.leases
-            if lease.kind == "model" and lease.on_device]
-    names = {lease.name for _, lease in held} | {spec.name for spec in snapshot.specs} | set(rt.catalog_names())
-    if wanted not in TYPES and wanted.partition("@")[0] not in names and _named(wanted) not in names:
-        return 400, {"error": f"{wanted[:100]!r} is neither a model type ({', '.join(TYPES)}) nor the name of a model"}
+    held = [
+        (section.owner, lease)
+        for section in snapshot.sections.values()
+        for lease in section.leases
+        if lease.kind == "model" and lease.on_device
+    ]
+    names = (
+        {lease.name for _, lease in held}
+        | {spec.name for spec in snapshot.specs}
+        | set(rt.catalog_names())
+    )
+    if (
+        wanted not in TYPES
+        and wanted.partition("@")[0] not in names
+        and _named(wanted) not in names
+    ):
+        return 400, {
+            "error": f"{wanted[:100]!r} is neither a model type ({', '.join(TYPES)}) nor the name of a model"
+        }
     if wanted not in TYPES:
         name = wanted if wanted.partition("@")[0] in names else _named(wanted)
-        found = [(owner, lease) for owner, lease in held if name in (lease.name, f"{lease.name}@{owner.pid}")]
+        found = [
+            (owner, lease)
+            for owner, lease in held
+            if name in (lease.name, f"{lease.name}@{owner.pid}")
+        ]
     else:
         found = [(owner, lease) for owner, lease in held if lease.model_type == wanted]
     done, freed, why = [], 0, []
@@ -223,8 +289,13 @@ def router(rt: Any, acts: Any) -> APIRouter:
         outcome = await in_thread(lambda: _as(rt, who, rt.defrag))
         return {"status": "defragmentation_triggered", "memory_freed_mb": outcome.bytes // MIB}
 
-    @routes.post("/evict/{model_type:path}", responses={400: {"description": "no such type or model"},
-                                                        409: {"description": "its owner did not do it"}})
+    @routes.post(
+        "/evict/{model_type:path}",
+        responses={
+            400: {"description": "no such type or model"},
+            409: {"description": "its owner did not do it"},
+        },
+    )
     async def post_evict(model_type: str, who: str = acts) -> JSONResponse:
         """Makes the idle models of a type leave their cards, or one model by its name."""
         status, answer = await in_thread(lambda: _as(rt, who, evict, rt, model_type))

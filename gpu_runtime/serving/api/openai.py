@@ -1,4 +1,5 @@
 """`/v1/*`: models as OpenAI's clients call them, whole or word by word, and long work as jobs."""
+
 from __future__ import annotations
 
 import asyncio
@@ -14,11 +15,19 @@ from ..requests import Refused, Reply
 from .jobs import ENDPOINTS, Jobs
 
 T = TypeVar("T")
-_MESSAGE = {"type": "object", "required": ["role"], "properties": {"role": {"type": "string"}, "content": {}}}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {"role": {"type": "string"}, "content": {}},
+}
 _FIELDS: dict[str, dict[str, Any]] = {
     "chat": {"messages": {"type": "array", "minItems": 1, "items": _MESSAGE}},
-    "completions": {"prompt": {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}},
-    "embeddings": {"input": {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}},
+    "completions": {
+        "prompt": {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+    },
+    "embeddings": {
+        "input": {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+    },
     "images": {"prompt": {"type": "string"}},
 }
 _STREAMS = ("chat", "completions")
@@ -30,17 +39,45 @@ class Gone(Exception):
 
 def schema(kind: str) -> dict[str, Any]:
     """The body of such a call, as OpenAPI says it; fields that are not named here are the engine's to know."""
-    fields = {"model": {"type": "string", "description": "a model's name, task:NAME, or provider:model for a cloud"},
-              **_FIELDS[kind]}
+    fields = {
+        "model": {
+            "type": "string",
+            "description": "a model's name, task:NAME, or provider:model for a cloud",
+        },
+        **_FIELDS[kind],
+    }
     extra: dict[str, Any] = {
-        "x_client_id": {"type": "string", "maxLength": 128, "description": "your program's name: its profile and pace"},
-        "x_priority": {"description": "urgent, high, normal, low, batch, or a number: lower is more important"},
-        "x_stay_warm": {"type": "number", "minimum": 0, "description": "seconds that the model is kept afterwards"},
-        "x_cooldown": {"type": "number", "minimum": 0, "description": "seconds in which this client may not call"},
+        "x_client_id": {
+            "type": "string",
+            "maxLength": 128,
+            "description": "your program's name: its profile and pace",
+        },
+        "x_priority": {
+            "description": "urgent, high, normal, low, batch, or a number: lower is more important"
+        },
+        "x_stay_warm": {
+            "type": "number",
+            "minimum": 0,
+            "description": "seconds that the model is kept afterwards",
+        },
+        "x_cooldown": {
+            "type": "number",
+            "minimum": 0,
+            "description": "seconds in which this client may not call",
+        },
     }
     if kind in _STREAMS:
-        extra = {"stream": {"type": "boolean"}, "max_tokens": {"type": "integer", "minimum": 1}, **extra}
-    return {"type": "object", "required": list(fields), "properties": fields | extra, "additionalProperties": True}
+        extra = {
+            "stream": {"type": "boolean"},
+            "max_tokens": {"type": "integer", "minimum": 1},
+            **extra,
+        }
+    return {
+        "type": "object",
+        "required": list(fields),
+        "properties": fields | extra,
+        "additionalProperties": True,
+    }
 
 
 async def read_json(request: Request) -> Any:
@@ -126,26 +163,62 @@ def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
                 return JSONResponse(reply.json, headers=reply.headers)
             return Sent(reply)
 
-        routes.add_api_route(path, post, methods=["POST"], name=kind, summary=words, tags=["models"],
-                             response_model=None, responses=REFUSALS,
-                             openapi_extra={"requestBody": {"required": True, "content": {
-                                 "application/json": {"schema": schema(kind)}}}})
+        routes.add_api_route(
+            path,
+            post,
+            methods=["POST"],
+            name=kind,
+            summary=words,
+            tags=["models"],
+            response_model=None,
+            responses=REFUSALS,
+            openapi_extra={
+                "requestBody": {
+                    "required": True,
+                    "content": {"application/json": {"schema": schema(kind)}},
+                }
+            },
+        )
 
     add("chat", "/chat/completions", "An answer to a conversation, whole or word by word")
     add("completions", "/completions", "How a text goes on")
     add("embeddings", "/embeddings", "Vectors for texts")
     add("images", "/images/generations", "Pictures for a prompt")
 
-    @routes.post("/jobs", status_code=202, tags=["jobs"], response_model=None, responses=REFUSALS, openapi_extra={
-        "requestBody": {"required": True, "content": {"application/json": {"schema": {
-            "type": "object", "required": ["endpoint", "body"], "properties": {
-                "endpoint": {"enum": list(ENDPOINTS)}, "body": {"type": "object"}}}}}}})
+    @routes.post(
+        "/jobs",
+        status_code=202,
+        tags=["jobs"],
+        response_model=None,
+        responses=REFUSALS,
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "content": {
+                    "application/json": {
+                        "schema": {
+                            "type": "object",
+                            "required": ["endpoint", "body"],
+                            "properties": {
+                                "endpoint": {"enum": list(ENDPOINTS)},
+                                "body": {"type": "object"},
+                            },
+                        }
+                    }
+                },
+            }
+        },
+    )
     async def post_job(request: Request, who: str = acts) -> JSONResponse:
         """Long work: the call is made whether or not anybody waits. `endpoint` and `body` as it would be called."""
         job = jobs.start(gateway(), await read_json(request), who)
         return JSONResponse(job.told(), 202, headers={"Location": f"/v1/jobs/{job.id}"})
 
-    @routes.get("/jobs/{id}", tags=["jobs"], responses={404: {"description": "no such job, or it is long over"}})
+    @routes.get(
+        "/jobs/{id}",
+        tags=["jobs"],
+        responses={404: {"description": "no such job, or it is long over"}},
+    )
     def get_job(id: str) -> dict[str, Any]:
         """How a job stands; its result once it is done."""
         return jobs.find(id).told()
@@ -165,7 +238,11 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     429: {"description": "this client is in cooldown; Retry-After says how long"},
     500: {"description": "the engine failed"},
     502: {"description": "the engine, or the cloud in its place, failed"},
-    504: {"description": "the budget is shorter than loading and answering would take, or is spent"},
-    503: {"description": "not now: the queue is full, the model keeps failing, or nothing can answer in its place"},
+    504: {
+        "description": "the budget is shorter than loading and answering would take, or is spent"
+    },
+    503: {
+        "description": "not now: the queue is full, the model keeps failing, or nothing can answer in its place"
+    },
     507: {"description": "the model does not fit"},
 }

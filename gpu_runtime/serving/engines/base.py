@@ -3,6 +3,7 @@
 What `rt.use` yields decides which: a handle with a `base_url` is spoken to over HTTP, a proxy with llama.cpp's methods
 in a thread, a transformers module by `generate`, and a fake model answers with what it was asked.
 """
+
 from __future__ import annotations
 
 import time
@@ -28,9 +29,13 @@ class Speaker(Protocol):
     Raises Refused (400) for what the model cannot be asked, EngineFailed or an error of the engine where it fails.
     """
 
-    async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]: ...
+    async def answer(
+        self, kind: str, body: dict[str, Any], think: bool | None
+    ) -> dict[str, Any]: ...
 
-    def stream(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncIterator[dict[str, Any]]: ...
+    def stream(
+        self, kind: str, body: dict[str, Any], think: bool | None
+    ) -> AsyncIterator[dict[str, Any]]: ...
 
 
 class EngineFailed(GpuError):
@@ -46,13 +51,21 @@ def require(kind: str, spec: ModelSpec) -> None:
     """That a model of that type can be asked this, before it is loaded for nothing and others leave for it. Raises
     Refused, 400."""
     if kind == "images" and spec.model_type in TEXT_TYPES:
-        raise cannot(spec.name, f"it is of type {spec.model_type} and makes no images; those are for type diffusion",
-                     "model")
+        raise cannot(
+            spec.name,
+            f"it is of type {spec.model_type} and makes no images; those are for type diffusion",
+            "model",
+        )
     if kind in ("chat", "completions") and spec.model_type in SILENT_TYPES:
         raise cannot(spec.name, f"it is of type {spec.model_type} and writes no text", "model")
-    if kind == "embeddings" and (spec.model_type == "diffusion" or spec.backend == "llama_cpp"
-                                 and spec.model_type != "embedding"):
-        raise cannot(spec.name, f"it is of type {spec.model_type}; embeddings want type embedding", "model")
+    if kind == "embeddings" and (
+        spec.model_type == "diffusion"
+        or spec.backend == "llama_cpp"
+        and spec.model_type != "embedding"
+    ):
+        raise cannot(
+            spec.name, f"it is of type {spec.model_type}; embeddings want type embedding", "model"
+        )
 
 
 class TextSpeaker:
@@ -75,8 +88,11 @@ class TextSpeaker:
         messages, switches = thought(body["messages"], think, template)
         try:
             if template is None:
-                raise cannot(self.spec.name, "it has no chat template; give it one (chat_template in the catalogue), "
-                                             "or use /v1/completions")
+                raise cannot(
+                    self.spec.name,
+                    "it has no chat template; give it one (chat_template in the catalogue), "
+                    "or use /v1/completions",
+                )
             tools = {"tools": body["tools"]} if body.get("tools") else {}
             return chat_template.render(template, messages, **self.tokens(), **tools, **switches)
         except chat_template.BadConversation as error:
@@ -92,32 +108,42 @@ class TextSpeaker:
 
     async def vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
         """An embedding of each text, and the tokens read."""
-        raise cannot(self.spec.name, f"it is of type {self.spec.model_type}; embeddings want type embedding", "model")
+        raise cannot(
+            self.spec.name,
+            f"it is of type {self.spec.model_type}; embeddings want type embedding",
+            "model",
+        )
 
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
         if kind == "embeddings":
             wanted = body["input"]
-            vectors, tokens = await self.vectors([wanted] if isinstance(wanted, str) else list(wanted))
+            vectors, tokens = await self.vectors(
+                [wanted] if isinstance(wanted, str) else list(wanted)
+            )
             return embeddings(vectors, self.spec.name, tokens, body.get("encoding_format"))
         self._require_text(kind, body)
         return await gathered(self.pieces(kind, body, think), self._header(kind))
 
-    async def stream(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncIterator[dict[str, Any]]:
+    async def stream(
+        self, kind: str, body: dict[str, Any], think: bool | None
+    ) -> AsyncIterator[dict[str, Any]]:
         self._require_text(kind, body)
-        async with aclosing(streamed(self.pieces(kind, body, think), self._header(kind), body)) as chunks:
+        async with aclosing(
+            streamed(self.pieces(kind, body, think), self._header(kind), body)
+        ) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     def _header(self, kind: str) -> Header:
         prefix = "chatcmpl" if kind == "chat" else "cmpl"
-        return Header(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self.spec.name, kind == "chat")
+        return Header(
+            f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self.spec.name, kind == "chat"
+        )
 
     def _require_text(self, kind: str, body: dict[str, Any]) -> None:
         if kind == "images":
-            raise cannot(self.spec.name, "it makes no images; those are for type diffusion", "model")
+            raise cannot(
+                self.spec.name, "it makes no images; those are for type diffusion", "model"
+            )
         if (body.get("n") or 1) != 1:
             raise cannot(self.spec.name, "it gives one answer at a time", "n")
-
-
-
-

@@ -2,6 +2,7 @@
 
 They are Jinja, and come with models, which are strangers' files: they run in a sandbox.
 """
+
 from __future__ import annotations
 
 import functools
@@ -31,23 +32,35 @@ def override(options: Mapping[str, Any]) -> str | None:
     if not said:
         return None
     if not isinstance(said, str):
-        raise BadSetting("chat_template", said, "a Jinja template, or the path of a file that holds one")
+        raise BadSetting(
+            "chat_template", said, "a Jinja template, or the path of a file that holds one"
+        )
     if "{" in said:
         return said
     try:
         return Path(os.path.expanduser(said)).read_text()[:MOST_LETTERS]
     except OSError as error:
-        raise BadSetting("chat_template", said, f"a Jinja template, or the path of a file that holds one "
-                         f"({error.strerror or error})") from None
+        raise BadSetting(
+            "chat_template",
+            said,
+            f"a Jinja template, or the path of a file that holds one ({error.strerror or error})",
+        ) from None
 
 
 def render(template: str, messages: list[dict[str, Any]], **given: Any) -> str:
     """The prompt, up to where the model's answer begins. Raises BadConversation where the template refuses."""
     try:
-        return _compiled(template).render(messages=_plain(messages), add_generation_prompt=True,
-                                          **{"bos_token": "", "eos_token": "", **given})
-    except Exception as error:  # a stranger's code: whatever it raises, it does not take this conversation
-        raise BadConversation(f"the model's chat template does not take this conversation: {error}") from None
+        return _compiled(template).render(
+            messages=_plain(messages),
+            add_generation_prompt=True,
+            **{"bos_token": "", "eos_token": "", **given},
+        )
+    except (
+        Exception
+    ) as error:  # a stranger's code: whatever it raises, it does not take this conversation
+        raise BadConversation(
+            f"the model's chat template does not take this conversation: {error}"
+        ) from None
 
 
 def _plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -67,15 +80,21 @@ def text_of(content: Any) -> str:
         return content
     kinds = {part.get("type") for part in content} - {"text"}
     if kinds or not all(isinstance(part.get("text"), str) for part in content):
-        raise BadConversation(f"this model reads text only, and the message has parts of type "
-                              f"{', '.join(sorted(map(str, kinds))) or 'text without any'}")
+        raise BadConversation(
+            f"this model reads text only, and the message has parts of type "
+            f"{', '.join(sorted(map(str, kinds))) or 'text without any'}"
+        )
     return "".join(part["text"] for part in content)
 
 
 @functools.lru_cache(maxsize=64)
 def _compiled(template: str) -> Any:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+        value, ensure_ascii=False, indent=indent
+    )
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)

@@ -4,6 +4,7 @@ The prompt is made here, from the model's own chat template, so that thinking mo
 its tokens can be counted, and every answer can be ended early. With tools, or where the model has no template, the
 library's own chat handler makes it.
 """
+
 from __future__ import annotations
 
 import threading
@@ -18,9 +19,28 @@ from ..requests import Refused
 from .base import TextSpeaker, cannot
 from .openai_format import Piece, stops_of, tokens_wanted
 
-_PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty",
-              "repeat_penalty", "seed", "mirostat_mode", "mirostat_tau", "mirostat_eta", "logit_bias")
-_BY_THE_LIBRARY = ("tools", "functions", "response_format", "logprobs", "top_logprobs")  # its chat handlers know these
+_PASSED_ON = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repeat_penalty",
+    "seed",
+    "mirostat_mode",
+    "mirostat_tau",
+    "mirostat_eta",
+    "logit_bias",
+)
+_BY_THE_LIBRARY = (
+    "tools",
+    "functions",
+    "response_format",
+    "logprobs",
+    "top_logprobs",
+)  # its chat handlers know these
 
 
 class Facts(Value):
@@ -42,16 +62,24 @@ class LlamaSpeaker(TextSpeaker):
     @property
     def facts(self) -> Facts:
         spec, known = _facts.get(self.value, (None, None))
-        if known is None or spec != self.spec:  # a catalogue may have given it another context since
+        if (
+            known is None or spec != self.spec
+        ):  # a catalogue may have given it another context since
             known = self._asked()
             _facts[self.value] = self.spec, known
         return known
 
     def _asked(self) -> Facts:
         metadata = dict(self.value.metadata or {})
-        ids = {f"{name}_token": metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
-        tokens = {name: _text(self.value.detokenize([int(id)], special=True)) for name, id in ids.items()
-                  if id is not None}
+        ids = {
+            f"{name}_token": metadata.get(f"tokenizer.ggml.{name}_token_id")
+            for name in ("bos", "eos")
+        }
+        tokens = {
+            name: _text(self.value.detokenize([int(id)], special=True))
+            for name, id in ids.items()
+            if id is not None
+        }
         return Facts(metadata.get("tokenizer.chat_template"), tokens, int(self.value.n_ctx()))
 
     def template(self) -> str | None:
@@ -66,9 +94,13 @@ class LlamaSpeaker(TextSpeaker):
             return {**said, "model": self.spec.name}
         return await super().answer(kind, body, think)
 
-    async def stream(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncIterator[dict[str, Any]]:
+    async def stream(
+        self, kind: str, body: dict[str, Any], think: bool | None
+    ) -> AsyncIterator[dict[str, Any]]:
         by_library = kind == "chat" and self._by_the_library(body)
-        async with aclosing(self._streamed(body) if by_library else super().stream(kind, body, think)) as chunks:
+        async with aclosing(
+            self._streamed(body) if by_library else super().stream(kind, body, think)
+        ) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -92,8 +124,15 @@ class LlamaSpeaker(TextSpeaker):
         def work(emit: Emit, gone: threading.Event) -> None:
             most = tokens_wanted(body)
             given = {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
-            told = self.value.write(self.prompt(kind, body, think), kind != "chat", most, bool(body.get("stream")),
-                                    stop=stops_of(body), stream=True, **given)
+            told = self.value.write(
+                self.prompt(kind, body, think),
+                kind != "chat",
+                most,
+                bool(body.get("stream")),
+                stop=stops_of(body),
+                stream=True,
+                **given,
+            )
 
             def tell(part: dict[str, Any]) -> None:
                 if "too_long" in part:
@@ -113,9 +152,14 @@ class LlamaSpeaker(TextSpeaker):
 
 def too_long(model: str, prompt: int, most: int | None, context: int) -> Refused:
     """That prompt and answer do not fit in the context, with the figures."""
-    asked = f" and {most} are asked for in answer" if most else ", which leaves no room for an answer"
-    return cannot(model, f"its context is {context} tokens; the prompt has {prompt}{asked}",
-                  "max_tokens" if most and prompt < context else "messages")
+    asked = (
+        f" and {most} are asked for in answer" if most else ", which leaves no room for an answer"
+    )
+    return cannot(
+        model,
+        f"its context is {context} tokens; the prompt has {prompt}{asked}",
+        "max_tokens" if most and prompt < context else "messages",
+    )
 
 
 def _read(chunks: Any, tell: Emit, gone: threading.Event) -> None:

@@ -2,6 +2,7 @@
 
 Pure. The names of fields and objects are OpenAI's: API reference, Chat, Completions, Embeddings.
 """
+
 from __future__ import annotations
 
 import base64
@@ -32,30 +33,53 @@ class Header(Value):
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **more,
+        }
 
-    def part(self, text: str | None, finish: str | None = None, first: bool = False) -> dict[str, Any]:
+    def part(
+        self, text: str | None, finish: str | None = None, first: bool = False
+    ) -> dict[str, Any]:
         if not self.chat:
-            return self.chunk([{"index": 0, "text": text or "", "finish_reason": finish, "logprobs": None}])
+            return self.chunk(
+                [{"index": 0, "text": text or "", "finish_reason": finish, "logprobs": None}]
+            )
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
         if text is not None:
             delta["content"] = text
         return self.chunk([{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}])
 
     def whole(self, text: str, last: Piece) -> dict[str, Any]:
-        inner: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        inner: dict[str, Any] = (
+            {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        )
         choice = {"index": 0, **inner, "finish_reason": last.finish, "logprobs": None}
-        return {"id": self.id, "object": "chat.completion" if self.chat else "text_completion", "created": self.created,
-                "model": self.model, "choices": [choice], "usage": usage(last)}
+        return {
+            "id": self.id,
+            "object": "chat.completion" if self.chat else "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": [choice],
+            "usage": usage(last),
+        }
 
 
 def usage(last: Piece) -> dict[str, int]:
-    return {"prompt_tokens": last.prompt_tokens, "completion_tokens": last.completion_tokens,
-            "total_tokens": last.prompt_tokens + last.completion_tokens}
+    return {
+        "prompt_tokens": last.prompt_tokens,
+        "completion_tokens": last.completion_tokens,
+        "total_tokens": last.prompt_tokens + last.completion_tokens,
+    }
 
 
-async def streamed(pieces: AsyncGenerator[Piece], header: Header, body: dict[str, Any]
-                   ) -> AsyncIterator[dict[str, Any]]:
+async def streamed(
+    pieces: AsyncGenerator[Piece], header: Header, body: dict[str, Any]
+) -> AsyncIterator[dict[str, Any]]:
     """The chunks of a streamed answer; with `stream_options.include_usage` the last one has the usage and no choice.
 
     None comes before the engine has said something: what fails until then is told by a status, or answered by another.
@@ -87,15 +111,26 @@ async def gathered(pieces: AsyncGenerator[Piece], header: Header) -> dict[str, A
     return header.whole("".join(texts), last)
 
 
-def embeddings(vectors: Sequence[Sequence[float]], model: str, tokens: int, encoding: str | None) -> dict[str, Any]:
+def embeddings(
+    vectors: Sequence[Sequence[float]], model: str, tokens: int, encoding: str | None
+) -> dict[str, Any]:
     """Vectors as numbers, or as the base64 of little-endian float32s, which OpenAI's own client asks for."""
+
     def written(vector: Sequence[float]) -> Any:
         if encoding != "base64":
             return list(vector)
         return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
-    data = [{"object": "embedding", "index": at, "embedding": written(vector)} for at, vector in enumerate(vectors)]
-    return {"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+    data = [
+        {"object": "embedding", "index": at, "embedding": written(vector)}
+        for at, vector in enumerate(vectors)
+    ]
+    return {
+        "object": "list",
+        "data": data,
+        "model": model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
 
 
 class StopText:
@@ -120,10 +155,17 @@ class StopText:
         if at >= 0:
             self.hit, self._held = True, ""
             return text[:at]
-        keep = max((size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])),
-                   default=0)
-        self._held = text[len(text) - keep:] if keep else ""
-        return text[:len(text) - keep] if keep else text
+        keep = max(
+            (
+                size
+                for stop in self._stops
+                for size in range(1, len(stop))
+                if text.endswith(stop[:size])
+            ),
+            default=0,
+        )
+        self._held = text[len(text) - keep :] if keep else ""
+        return text[: len(text) - keep] if keep else text
 
     def rest(self) -> str:
         """What was held back for nothing."""

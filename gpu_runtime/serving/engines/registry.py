@@ -1,4 +1,5 @@
 """Which engine adapter answers for a model."""
+
 from __future__ import annotations
 
 import asyncio
@@ -19,15 +20,20 @@ class EchoSpeaker(TextSpeaker):
     def template(self) -> str:
         return self.WORD
 
-    async def pieces(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncGenerator[Piece]:
+    async def pieces(
+        self, kind: str, body: dict[str, Any], think: bool | None
+    ) -> AsyncGenerator[Piece]:
         words = str(self.value(self.prompt(kind, body, think))).split(" ")
         most = body.get("max_completion_tokens") or body.get("max_tokens") or len(words)
         said = words[:most]
         for at, word in enumerate(said):
             yield Piece(word if at == 0 else f" {word}")
             await asyncio.sleep(0)  # so that others are heard, and whoever goes away is noticed
-        yield Piece(finish="length" if most < len(words) else "stop", prompt_tokens=len(words),
-                    completion_tokens=len(said))
+        yield Piece(
+            finish="length" if most < len(words) else "stop",
+            prompt_tokens=len(words),
+            completion_tokens=len(said),
+        )
 
     async def vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
         return [[float(len(text)), 1.0] for text in texts], sum(len(text.split()) for text in texts)
@@ -49,4 +55,8 @@ def speaker_for(value: Any, spec: ModelSpec, http: Any) -> Speaker:
         from .transformers import ModuleSpeaker
 
         return ModuleSpeaker(value, spec)
-    raise cannot(spec.name, f"it is a {type(value).__name__}, and nothing here knows how to talk to one", "model")
+    raise cannot(
+        spec.name,
+        f"it is a {type(value).__name__}, and nothing here knows how to talk to one",
+        "model",
+    )

@@ -2,6 +2,7 @@
 
 A module that was made in code, without a tokenizer, has no words to be talked to in.
 """
+
 from __future__ import annotations
 
 import threading
@@ -34,12 +35,17 @@ class ModuleSpeaker(TextSpeaker):
         return template.get("default") if isinstance(template, dict) else template
 
     def tokens(self) -> dict[str, str]:
-        return {name: str(getattr(self.tokenizer, name)) for name in ("bos_token", "eos_token")
-                if getattr(self.tokenizer, name, None)}
+        return {
+            name: str(getattr(self.tokenizer, name))
+            for name in ("bos_token", "eos_token")
+            if getattr(self.tokenizer, name, None)
+        }
 
     def prompt(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
         if not getattr(self.value, "can_generate", lambda: False)():
-            raise cannot(self.spec.name, f"it is of type {self.spec.model_type} and writes no text", "model")
+            raise cannot(
+                self.spec.name, f"it is of type {self.spec.model_type} and writes no text", "model"
+            )
         text = super().prompt(kind, body, think)
         # A template writes the beginning of the sequence itself.
         return self.tokenizer(text, return_tensors="pt", add_special_tokens=kind == "completions")
@@ -55,8 +61,15 @@ class ModuleSpeaker(TextSpeaker):
 
         return pumped(work)
 
-    def _write(self, prompt: Any, size: int, most: int, body: dict[str, Any], emit: Emit, gone: threading.Event
-               ) -> None:
+    def _write(
+        self,
+        prompt: Any,
+        size: int,
+        most: int,
+        body: dict[str, Any],
+        emit: Emit,
+        gone: threading.Event,
+    ) -> None:
         import torch
         from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 
@@ -75,17 +88,35 @@ class ModuleSpeaker(TextSpeaker):
 
         class Gone(StoppingCriteria):
             def __call__(self, ids: Any, scores: Any, **_: Any) -> Any:
-                return torch.full((ids.shape[0],), gone.is_set() or stop.hit, dtype=torch.bool, device=ids.device)
+                return torch.full(
+                    (ids.shape[0],), gone.is_set() or stop.hit, dtype=torch.bool, device=ids.device
+                )
 
-        inputs = {name: tensor.to(self.value.device) for name, tensor in prompt.items() if name != "token_type_ids"}
+        inputs = {
+            name: tensor.to(self.value.device)
+            for name, tensor in prompt.items()
+            if name != "token_type_ids"
+        }
         with _seeded(body.get("seed")):
             made = self.value.generate(
-                **inputs, **_sampling(body), max_new_tokens=most, stopping_criteria=StoppingCriteriaList([Gone()]),
-                streamer=Telling(self.tokenizer, skip_prompt=True, skip_special_tokens=True))
+                **inputs,
+                **_sampling(body),
+                max_new_tokens=most,
+                stopping_criteria=StoppingCriteriaList([Gone()]),
+                streamer=Telling(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
+            )
         ends = self.value.generation_config.eos_token_id
         last = int(made[0, -1])
-        ended = stop.hit or written[0] < most or last in (ends if isinstance(ends, list) else [ends])
-        emit(Piece(finish="stop" if ended else "length", prompt_tokens=size, completion_tokens=written[0]))
+        ended = (
+            stop.hit or written[0] < most or last in (ends if isinstance(ends, list) else [ends])
+        )
+        emit(
+            Piece(
+                finish="stop" if ended else "length",
+                prompt_tokens=size,
+                completion_tokens=written[0],
+            )
+        )
 
     async def vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
         if self.spec.model_type != "embedding":
@@ -98,13 +129,20 @@ class ModuleSpeaker(TextSpeaker):
 
         rows, count = [], 0
         with torch.inference_mode():
-            for text in texts:  # one by one: padding is not every tokenizer's, and changes some models' answers
+            for text in (
+                texts
+            ):  # one by one: padding is not every tokenizer's, and changes some models' answers
                 limit = getattr(self.value.config, "max_position_embeddings", None)
-                inputs = self.tokenizer(text, return_tensors="pt", truncation=limit is not None, max_length=limit)
+                inputs = self.tokenizer(
+                    text, return_tensors="pt", truncation=limit is not None, max_length=limit
+                )
                 if not inputs["input_ids"].numel():
                     raise cannot(self.spec.name, "one of the texts has no tokens", "input")
-                inputs = {name: tensor.to(self.value.device) for name, tensor in inputs.items()
-                          if name in ("input_ids", "attention_mask")}
+                inputs = {
+                    name: tensor.to(self.value.device)
+                    for name, tensor in inputs.items()
+                    if name in ("input_ids", "attention_mask")
+                }
                 mean = self.value(**inputs).last_hidden_state[0].float().mean(dim=0)
                 rows.append(torch.nn.functional.normalize(mean, dim=0).tolist())
                 count += int(inputs["input_ids"].numel())

@@ -3,6 +3,7 @@
 Pure. Only a model's own failures open its breaker. A model that could not answer may be stood in for by another,
 whoever is to blame, unless it is the caller.
 """
+
 from __future__ import annotations
 
 import enum
@@ -15,9 +16,19 @@ from ..requests import Refused
 from .breaker import Open
 
 DECODE_FAILURES = 3  # in a row; then the model is loaded anew
-_DECODE = re.compile(r"llama_(?:decode|encode)\W* *(?:returned|failed)|failed to decode", re.IGNORECASE)
-_NOBODYS = (errors.Busy, errors.Deadlock, errors.LedgerUnavailable, errors.NotLoaded, errors.CatalogUnavailable,
-            errors.BadDocument, LoadShared, Open)
+_DECODE = re.compile(
+    r"llama_(?:decode|encode)\W* *(?:returned|failed)|failed to decode", re.IGNORECASE
+)
+_NOBODYS = (
+    errors.Busy,
+    errors.Deadlock,
+    errors.LedgerUnavailable,
+    errors.NotLoaded,
+    errors.CatalogUnavailable,
+    errors.BadDocument,
+    LoadShared,
+    Open,
+)
 
 
 class Blame(enum.Enum):
@@ -31,7 +42,9 @@ def blame(error: BaseException, model: str) -> tuple[Blame, Refused | None]:
     if isinstance(error, Refused):
         return (Blame.CALLER if error.status < 500 else Blame.NOBODY), error
     if isinstance(error, errors.BadCall):
-        return Blame.CALLER, Refused(400, "engine_refused", f"{model} refused: {getattr(error, 'why', error)}")
+        return Blame.CALLER, Refused(
+            400, "engine_refused", f"{model} refused: {getattr(error, 'why', error)}"
+        )
     if isinstance(error, errors.UnknownModel):
         return Blame.NOBODY, Refused(404, "model_not_found", str(error), param="model")
     if isinstance(error, errors.ModelDisabled):
@@ -55,8 +68,13 @@ def could_not(asked: str, failed: Sequence[tuple[str, BaseException]]) -> Refuse
     told = [f"{model}: {first_line(error)}" for model, error in failed]
     waits = [error.retry_after for _, error in failed if isinstance(error, Open)]
     code = "breaker_open" if len(waits) == len(failed) else "no_answer"
-    return Refused(503, code, f"{asked} could not be answered. " + " · ".join(told), min(waits, default=None),
-                   failures=told)
+    return Refused(
+        503,
+        code,
+        f"{asked} could not be answered. " + " · ".join(told),
+        min(waits, default=None),
+        failures=told,
+    )
 
 
 def first_line(error: BaseException) -> str:

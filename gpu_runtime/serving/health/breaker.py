@@ -8,6 +8,7 @@ for the length of a call, so here it is told how calls ended instead of making t
 one, is decided here, by a clock that is given. Of the other libraries, circuitbreaker and purgatory let every call pass
 while half open.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,7 +20,11 @@ from ...facts import Value
 FAILURES = 5
 OPEN_SECONDS = 30.0
 MOST_BREAKERS = 1000
-_STATES = {pybreaker.STATE_CLOSED: "closed", pybreaker.STATE_OPEN: "open", pybreaker.STATE_HALF_OPEN: "half-open"}
+_STATES = {
+    pybreaker.STATE_CLOSED: "closed",
+    pybreaker.STATE_OPEN: "open",
+    pybreaker.STATE_HALF_OPEN: "half-open",
+}
 
 
 class BreakerState(Value):
@@ -35,8 +40,10 @@ class Open(Exception):
     """The model failed too often and is left alone; `retry_after` seconds from now one call may try it."""
 
     def __init__(self, model: str, state: BreakerState) -> None:
-        super().__init__(f"{model} has failed {state.failures} times in a row and is left alone for another "
-                         f"{state.retry_after:.0f} s; the last time: {state.last}")
+        super().__init__(
+            f"{model} has failed {state.failures} times in a row and is left alone for another "
+            f"{state.retry_after:.0f} s; the last time: {state.last}"
+        )
         self.model, self.state, self.retry_after = model, state, max(state.retry_after, 1.0)
 
 
@@ -68,8 +75,13 @@ class Pass:
 class Breakers:
     """One breaker for each model, as seen by this process."""
 
-    def __init__(self, clock: Callable[[], float], *, failures: int = FAILURES, open_seconds: float = OPEN_SECONDS
-                 ) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        failures: int = FAILURES,
+        open_seconds: float = OPEN_SECONDS,
+    ) -> None:
         self._clock, self._failures, self._open_seconds = clock, failures, open_seconds
         self._breakers: dict[str, _Breaker] = {}
 
@@ -78,13 +90,19 @@ class Breakers:
         breaker = self._breakers.get(model)
         if breaker is None:
             self._make_room()
-            breaker = self._breakers[model] = _Breaker(model, self._clock, self._failures, self._open_seconds)
+            breaker = self._breakers[model] = _Breaker(
+                model, self._clock, self._failures, self._open_seconds
+            )
         return breaker.enter()
 
     def _make_room(self) -> None:
         """Anybody may make up names of clouds: of too many breakers the oldest one at rest goes, else the oldest."""
         if len(self._breakers) >= MOST_BREAKERS:
-            at_rest = (model for model, breaker in self._breakers.items() if breaker.state().state == "closed")
+            at_rest = (
+                model
+                for model, breaker in self._breakers.items()
+                if breaker.state().state == "closed"
+            )
             del self._breakers[next(at_rest, next(iter(self._breakers)))]
 
     def state(self, model: str) -> BreakerState:
@@ -97,9 +115,13 @@ class Breakers:
 
 
 class _Breaker:
-    def __init__(self, model: str, clock: Callable[[], float], failures: int, seconds: float) -> None:
+    def __init__(
+        self, model: str, clock: Callable[[], float], failures: int, seconds: float
+    ) -> None:
         self._model, self._clock, self._seconds = model, clock, seconds
-        self._circuit = pybreaker.CircuitBreaker(failures, seconds, name=model, throw_new_error_on_trip=False)
+        self._circuit = pybreaker.CircuitBreaker(
+            failures, seconds, name=model, throw_new_error_on_trip=False
+        )
         self._opened = 0.0
         self._probe: Pass | None = None
         self._last = ""
@@ -142,7 +164,9 @@ class _Breaker:
 
     def state(self) -> BreakerState:
         state = _STATES[self._circuit.current_state]
-        return BreakerState(state, self._in_a_row, self._left() if state == "open" else 0.0, self._last)
+        return BreakerState(
+            state, self._in_a_row, self._left() if state == "open" else 0.0, self._last
+        )
 
     def _left(self) -> float:
         return max(0.0, self._opened + self._seconds - self._clock())

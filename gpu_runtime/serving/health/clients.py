@@ -3,6 +3,7 @@
 A client is the person that the token named, and the name that their program gave itself (`x_client_id`). A cooldown is
 asked for by the client itself or by its profile, and counts for nobody else.
 """
+
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -23,7 +24,9 @@ class Pattern(Value):
     refused: int = 0  # while in cooldown
     running: int = 0
     last_at: float = 0.0
-    every_seconds: float | None = None  # between its calls, the newest weighing most; None: it called once
+    every_seconds: float | None = (
+        None  # between its calls, the newest weighing most; None: it called once
+    )
     models: dict[str, int] = {}  # calls of each
     cooldown_until: float = 0.0
 
@@ -40,23 +43,40 @@ class Clients:
         if now < known.cooldown_until:
             left = known.cooldown_until - now
             self._keep(client, known, refused=known.refused + 1)
-            raise Refused(429, "cooldown", f"{client or 'this client'} is in cooldown for another {left:.1f} s, as it "
-                          f"asked to be held to.", left, client=client)
+            raise Refused(
+                429,
+                "cooldown",
+                f"{client or 'this client'} is in cooldown for another {left:.1f} s, as it "
+                f"asked to be held to.",
+                left,
+                client=client,
+            )
         gap = now - known.last_at
         every = known.every_seconds
         if known.calls:
             every = gap if every is None else every + _WEIGHT * (gap - every)
         models = {**known.models, model: known.models.get(model, 0) + 1}
         if len(models) > MOST_MODELS:
-            models.pop(min((name for name in models if name != model), key=lambda name: models[name]))
-        self._keep(client, known, calls=known.calls + 1, running=known.running + 1, last_at=now, every_seconds=every,
-                   models=models)
+            models.pop(
+                min((name for name in models if name != model), key=lambda name: models[name])
+            )
+        self._keep(
+            client,
+            known,
+            calls=known.calls + 1,
+            running=known.running + 1,
+            last_at=now,
+            every_seconds=every,
+            models=models,
+        )
 
     def left(self, client: str, cooldown: float, now: float) -> None:
         """Notes a call's end; from now on the client is in cooldown for so many seconds."""
         known = self._known.get(client)
         if known is not None:
-            until = max(known.cooldown_until, now + cooldown) if cooldown > 0 else known.cooldown_until
+            until = (
+                max(known.cooldown_until, now + cooldown) if cooldown > 0 else known.cooldown_until
+            )
             self._keep(client, known, running=max(0, known.running - 1), cooldown_until=until)
 
     def patterns(self) -> dict[str, Pattern]:
@@ -66,7 +86,9 @@ class Clients:
         fields = {name: getattr(known, name) for name in Pattern.__struct_fields__}
         self._known[client] = Pattern(**{**fields, **changes})
         while len(self._known) > MOST_CLIENTS:
-            quiet = next((name for name, pattern in self._known.items() if not pattern.running), None)
+            quiet = next(
+                (name for name, pattern in self._known.items() if not pattern.running), None
+            )
             if quiet is None:
                 return
             del self._known[quiet]

@@ -1,4 +1,5 @@
 """What loading and answering have taken so far, to tell a budget that is too short before it is spent."""
+
 from __future__ import annotations
 
 from collections import deque
@@ -25,5 +26,7 @@ class Costs:
     def of(self, model: str) -> Cost:
         """The slowest of the last loads, and what 99 of 100 answers took at most."""
         loads, answers = self._loads.get(model), sorted(self._answers.get(model, ()))
-        return Cost(max(loads) if loads else None,
-                    answers[min(len(answers) - 1, len(answers) * 99 // 100)] if answers else None)
+        return Cost(
+            max(loads) if loads else None,
+            answers[min(len(answers) - 1, len(answers) * 99 // 100)] if answers else None,
+        )

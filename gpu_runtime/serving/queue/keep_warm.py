@@ -3,6 +3,7 @@
 It may have to go sooner, when another needs the room: this is no promise to hold memory against others.
 Source: Model Boss, InferenceQueue, per-category stay_warm.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -25,7 +26,9 @@ def wished(seconds: float | None, model_type: str) -> float:
 class Warmth:
     """Puts models away when their time is over. `put_away(model)` says whether the model has gone."""
 
-    def __init__(self, clock: Callable[[], float], put_away: Callable[[str], Awaitable[bool]]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], put_away: Callable[[str], Awaitable[bool]]
+    ) -> None:
         self._clock, self._put_away = clock, put_away
         self._until: dict[str, float] = {}
         self._leaving: set[str] = set()  # to go as soon as no call holds it
@@ -36,7 +39,9 @@ class Warmth:
     def keep(self, model: str, seconds: float) -> None:
         """A call has ended. Of several wishes the longest counts; an earlier call's is not shortened by a later one."""
         now = self._clock()
-        self._until[model] = now if model in self._leaving else max(self._until.get(model, 0.0), now + seconds)
+        self._until[model] = (
+            now if model in self._leaving else max(self._until.get(model, 0.0), now + seconds)
+        )
         self._schedule()
 
     def leave(self, model: str) -> None:
@@ -62,7 +67,9 @@ class Warmth:
     async def _go(self, model: str) -> None:
         if await self._put_away(model):
             self._leaving.discard(model)
-        elif not self._closed:  # a call of ours holds it, whose end brings it here again, or somebody else
+        elif (
+            not self._closed
+        ):  # a call of ours holds it, whose end brings it here again, or somebody else
             self._until.setdefault(model, self._clock() + AGAIN_SECONDS)
             self._schedule()
 
@@ -72,7 +79,9 @@ class Warmth:
             self._timer = None
         if self._until and not self._closed:
             first = min(self._until.values())
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, first - self._clock()), self.look)
+            self._timer = asyncio.get_running_loop().call_later(
+                max(0.0, first - self._clock()), self.look
+            )
 
     async def close(self) -> None:
         self._closed = True

@@ -3,6 +3,7 @@
 Getting a model may take minutes, and a pin belongs to the thread that took it; so each hold has a thread of its own,
 which sits in `with rt.use(model)` until it is told to let go. The event loop never waits for the ledger.
 """
+
 from __future__ import annotations
 
 import _thread
@@ -43,7 +44,9 @@ class Hold:
     def let_go_of(self) -> bool:
         return self._gone.is_set()
 
-    def _tell(self, future: asyncio.Future[Any], result: Any, error: BaseException | None = None) -> None:
+    def _tell(
+        self, future: asyncio.Future[Any], result: Any, error: BaseException | None = None
+    ) -> None:
         def settle() -> None:
             if future.done():
                 return
@@ -74,8 +77,13 @@ class Holds:
     thread when a model has come that was not on its device, with the time since it had its room.
     """
 
-    def __init__(self, rt: Runtime, waiting: Callable[[], None], loaded: Callable[[str, float], None],
-                 clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        rt: Runtime,
+        waiting: Callable[[], None],
+        loaded: Callable[[str, float], None],
+        clock: Callable[[], float],
+    ) -> None:
         self._rt, self._waiting, self._loaded, self._clock = rt, waiting, loaded, clock
         self._mine = f"{rt.status().owner.id}/"  # how the ledger's names of our models begin
         self._by_thread: dict[int, Hold] = {}
@@ -89,7 +97,11 @@ class Holds:
 
     async def ended(self, model: str) -> None:
         """Comes back once the pins of that model that were let go of are gone: their threads take a moment."""
-        ending = [hold.ended for hold in list(self._by_thread.values()) if hold.model == model and hold.let_go_of]
+        ending = [
+            hold.ended
+            for hold in list(self._by_thread.values())
+            if hold.model == model and hold.let_go_of
+        ]
         if ending:
             await asyncio.wait(ending, timeout=CLOSING_SECONDS)
 
@@ -136,7 +148,9 @@ class Holds:
         if hold.let_go_of:
             raise _LetGo
         hold.began = self._clock()  # it has no room yet
-        in_use = frozenset(id[len(self._mine):] for id in wait.blockers if id.startswith(self._mine))
+        in_use = frozenset(
+            id[len(self._mine) :] for id in wait.blockers if id.startswith(self._mine)
+        )
         if not hold.waits or in_use != hold.in_use:
             hold.waits, hold.in_use = True, in_use
             hold._loop.call_soon_threadsafe(self._waiting)

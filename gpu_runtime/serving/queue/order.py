@@ -3,6 +3,7 @@
 Pure: the waiting calls, what each engine is doing and the time go in; what to start and what to load come out. The
 order is (importance, warm first, arrival), and every 30 s of waiting are worth one class of importance.
 """
+
 from __future__ import annotations
 
 import enum
@@ -39,7 +40,9 @@ class Engine(Value):
     place: Place = Place.COLD
     active: int = 0  # calls of it that run
     concurrency: int = 1  # how many it can run at once
-    in_use: frozenset[str] = frozenset()  # models that its load waits for: their calls must end first
+    in_use: frozenset[str] = (
+        frozenset()
+    )  # models that its load waits for: their calls must end first
 
 
 class Next(Value):
@@ -72,8 +75,14 @@ def overtaken_for_seconds(importance: int, by: int) -> float:
 def order(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float) -> list[Waiting]:
     """The waiting calls, the first to be served first: by class as aged, then warm models, then arrival."""
     warm = {name for name, engine in engines.items() if engine.place is Place.WARM}
-    return sorted(waiting, key=lambda call: (standing(call.importance, now - call.arrived), call.model not in warm,
-                                             call.key))
+    return sorted(
+        waiting,
+        key=lambda call: (
+            standing(call.importance, now - call.arrived),
+            call.model not in warm,
+            call.key,
+        ),
+    )
 
 
 def next_out(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float) -> Next:
@@ -89,8 +98,12 @@ def next_out(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: flo
     """
     start: list[int] = []
     load: list[str] = []
-    held = {name for engine in engines.values() if engine.place is Place.LOADING and engine.active
-            for name in engine.in_use}  # calls that had started, when their model left under them
+    held = {
+        name
+        for engine in engines.values()
+        if engine.place is Place.LOADING and engine.active
+        for name in engine.in_use
+    }  # calls that had started, when their model left under them
     running = {name: engine.active for name, engine in engines.items()}
     loading = sum(engine.place is Place.LOADING for engine in engines.values())
     for call in order(waiting, engines, now):

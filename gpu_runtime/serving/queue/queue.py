@@ -3,6 +3,7 @@
 A call takes a turn: `async with queue.turn("qwen", importance=10) as turn:` waits for its place, then gives the model,
 pinned until the last turn of that model ends. Whoever goes away while waiting leaves nothing behind.
 """
+
 from __future__ import annotations
 
 import asyncio
@@ -58,8 +59,15 @@ class Queue:
     `concurrency(model)` how many calls it can run at once. `limit`: so many may wait; further ones are refused.
     """
 
-    def __init__(self, take: Callable[[str, int], Hold], here: Callable[[str], bool], concurrency: Callable[[str], int],
-                 *, clock: Callable[[], float], limit: int = 256) -> None:
+    def __init__(
+        self,
+        take: Callable[[str, int], Hold],
+        here: Callable[[str], bool],
+        concurrency: Callable[[str], int],
+        *,
+        clock: Callable[[], float],
+        limit: int = 256,
+    ) -> None:
         self._take, self._here, self._concurrency = take, here, concurrency
         self._clock, self.limit = clock, limit
         self._keys = itertools.count(1)
@@ -74,16 +82,27 @@ class Queue:
         """The call's turn. Raises Refused (503) where too many wait; what loading the model raises, or LoadShared."""
         if len(self._waiting) >= self.limit:
             seconds = self.retry_after()
-            raise Refused(503, "queue_full", f"{len(self._waiting)} calls wait already, and no more can. "
-                          f"Try again in {seconds:.0f} s.", seconds, depth=len(self._waiting))
+            raise Refused(
+                503,
+                "queue_full",
+                f"{len(self._waiting)} calls wait already, and no more can. "
+                f"Try again in {seconds:.0f} s.",
+                seconds,
+                depth=len(self._waiting),
+            )
         began = self._clock()
-        turn = Turn(Waiting(next(self._keys), model, importance, began), asyncio.get_running_loop().create_future())
+        turn = Turn(
+            Waiting(next(self._keys), model, importance, began),
+            asyncio.get_running_loop().create_future(),
+        )
         self._waiting[turn.waiting.key] = turn
         try:
             self.look()
             hold = await turn.started
             try:
-                turn.value = hold.ready.result() if hold.ready.done() else await asyncio.shield(hold.ready)
+                turn.value = (
+                    hold.ready.result() if hold.ready.done() else await asyncio.shield(hold.ready)
+                )
             except asyncio.CancelledError:
                 raise
             except BaseException as error:
@@ -105,7 +124,11 @@ class Queue:
                 waiting = [turn.waiting for turn in self._waiting.values()]
                 self._carry_out(next_out(waiting, self._engines(), self._clock()))
             idle = [model for model, running in self._models.items() if not running.active]
-            settled = any([self._settle(model) for model in idle]) and bool(self._waiting) and not self.closed
+            settled = (
+                any([self._settle(model) for model in idle])
+                and bool(self._waiting)
+                and not self.closed
+            )
 
     def _engines(self) -> dict[str, Engine]:
         names = {*self._models, *(turn.waiting.model for turn in self._waiting.values())}
@@ -116,9 +139,13 @@ class Queue:
         hold = running.hold
         if hold is None:
             return Engine(Place.WARM if self._here(model) else Place.COLD, running.active, many)
-        if running.spent:  # no more of its calls start, until those that run have ended and it is taken anew
+        if (
+            running.spent
+        ):  # no more of its calls start, until those that run have ended and it is taken anew
             return Engine(Place.WARM, running.active, running.active)
-        if running.ready or (running.active and not hold.waits):  # a start of a model that was here, not yet confirmed
+        if running.ready or (
+            running.active and not hold.waits
+        ):  # a start of a model that was here, not yet confirmed
             return Engine(Place.WARM, running.active, many)
         return Engine(Place.LOADING, running.active, many, hold.in_use)
 
@@ -139,7 +166,11 @@ class Queue:
             turn.started.set_result(hold)
 
     def _best(self, model: str) -> int:
-        return min(turn.waiting.importance for turn in self._waiting.values() if turn.waiting.model == model)
+        return min(
+            turn.waiting.importance
+            for turn in self._waiting.values()
+            if turn.waiting.model == model
+        )
 
     def _begin(self, model: str, importance: int) -> _Running:
         running = self._models.setdefault(model, _Running())
@@ -163,8 +194,12 @@ class Queue:
     def _settle(self, model: str) -> bool:
         """No call of the model runs: its pin ends, unless it is being loaded for somebody who waits. True: it ended."""
         running = self._models[model]
-        if running.hold is not None and not running.ready and not self.closed and any(
-                turn.waiting.model == model for turn in self._waiting.values()):
+        if (
+            running.hold is not None
+            and not running.ready
+            and not self.closed
+            and any(turn.waiting.model == model for turn in self._waiting.values())
+        ):
             self._in_earnest(model, running, running.hold)
             return False
         del self._models[model]
@@ -182,7 +217,9 @@ class Queue:
             self._begin(model, best)
 
     def _leave(self, turn: Turn) -> None:
-        if self._waiting.pop(turn.waiting.key, None) is None:  # it was given its place, though it may not know
+        if (
+            self._waiting.pop(turn.waiting.key, None) is None
+        ):  # it was given its place, though it may not know
             self._ends.append(self._clock())
             running = self._models.get(turn.waiting.model)
             if running is not None and running.active:

@@ -1,4 +1,5 @@
 """Work that blocks, in a thread of its own, heard piece by piece in the event loop."""
+
 from __future__ import annotations
 
 import asyncio

@@ -4,6 +4,7 @@ Pure, but for the guard, which is a file. The chain is: the model that was asked
 `tasks.yaml` names for it, those of smaller context first, since they need less memory; then clouds; then 503. Without a
 line in that file nobody answers for a model.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -83,8 +84,13 @@ def guarded(choices: Iterable[Choice], allow_cloud: bool) -> tuple[Choice, ...]:
     return (first, *(choice for choice in others if allow_cloud or not choice.cloud))
 
 
-def chain(asked: str, others: Iterable[str], context: Callable[[str], int | None], known: Callable[[str], bool],
-          allow_cloud: bool) -> tuple[Choice, ...]:
+def chain(
+    asked: str,
+    others: Iterable[str],
+    context: Callable[[str], int | None],
+    known: Callable[[str], bool],
+    allow_cloud: bool,
+) -> tuple[Choice, ...]:
     """Who may answer for a model, in the order in which they are tried.
 
     >>> contexts = {"big": 32768, "small": 4096}
@@ -95,9 +101,14 @@ def chain(asked: str, others: Iterable[str], context: Callable[[str], int | None
     local = [name for name in rest if not is_cloud(name, known)]
     clouds = [name for name in rest if is_cloud(name, known)]
     local.sort(key=lambda name: context(name) or float("inf"))
-    return guarded((Choice(asked, is_cloud(asked, known)),
-                    *(Choice(name, because=f"{asked} could not answer") for name in local),
-                    *(Choice(name, True, f"{asked} could not answer") for name in clouds)), allow_cloud)
+    return guarded(
+        (
+            Choice(asked, is_cloud(asked, known)),
+            *(Choice(name, because=f"{asked} could not answer") for name in local),
+            *(Choice(name, True, f"{asked} could not answer") for name in clouds),
+        ),
+        allow_cloud,
+    )
 
 
 class CloudGuard:
@@ -137,5 +148,8 @@ class CloudGuard:
         except OSError as error:
             with contextlib.suppress(OSError):
                 draft.unlink()
-            raise BadSetting("allowCloudFallback", allowed,
-                             f"kept in {self._path}, which cannot be written ({error.strerror or error})") from None
+            raise BadSetting(
+                "allowCloudFallback",
+                allowed,
+                f"kept in {self._path}, which cannot be written ({error.strerror or error})",
+            ) from None

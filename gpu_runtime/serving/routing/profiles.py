@@ -2,6 +2,7 @@
 
 Pure. A field of the body wins over the profile, which wins over the model's entry in the catalogue.
 """
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -13,7 +14,10 @@ from ...facts import IMPORTANCE
 from ..requests import Call
 from .tasks import Profile
 
-SWITCHES = {True: "/think", False: "/no_think"}  # what models without a template switch read in the last user message
+SWITCHES = {
+    True: "/think",
+    False: "/no_think",
+}  # what models without a template switch read in the last user message
 
 
 def profiled(call: Call, profile: Profile | None) -> Call:
@@ -30,11 +34,14 @@ def profiled(call: Call, profile: Profile | None) -> Call:
     word = profile.importance
     importance = IMPORTANCE[word] if isinstance(word, str) else word
     return replace(
-        call, body=body, model=body["model"],
+        call,
+        body=body,
+        model=body["model"],
         importance=importance if call.importance is None else call.importance,
         thinking=profile.thinking if call.thinking is None else call.thinking,
         stay_warm=profile.stay_warm_s if call.stay_warm is None else call.stay_warm,
-        cooldown=max(call.cooldown, profile.cooldown_s))
+        cooldown=max(call.cooldown, profile.cooldown_s),
+    )
 
 
 def with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
@@ -58,8 +65,9 @@ def thinking(call: Call, options: Mapping[str, Any]) -> bool | None:
     return said if isinstance(said, bool) else None
 
 
-def thought(messages: list[dict[str, Any]], think: bool | None, template: str | None
-            ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def thought(
+    messages: list[dict[str, Any]], think: bool | None, template: str | None
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The conversation, and what to give the chat template, so that the model thinks or does not.
 
     A template that knows `enable_thinking` is told so. To others, and where the template is not known, it is said at
@@ -77,5 +85,9 @@ def thought(messages: list[dict[str, Any]], think: bool | None, template: str | 
     for at in range(len(messages) - 1, -1, -1):
         content = messages[at].get("content")
         if messages[at].get("role") == "user" and isinstance(content, str):
-            return [*messages[:at], {**messages[at], "content": f"{content} {SWITCHES[think]}"}, *messages[at + 1:]], {}
+            return [
+                *messages[:at],
+                {**messages[at], "content": f"{content} {SWITCHES[think]}"},
+                *messages[at + 1 :],
+            ], {}
     return messages, {}

@@ -3,6 +3,7 @@
 What stands in a bar is decided in `bars.py`. Names in it are cut to the room that they have by the browser, which alone
 knows it.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -77,32 +78,99 @@ class BarChart:
     def _figure(self) -> Any:
         # Built by hand: `figure` makes 22 models more, and how many there are tells how long it takes to open the page,
         # and to send each of its messages.
-        plot = Plot(height=HEIGHT, sizing_mode="stretch_width", x_range=self.range, y_range=Range1d(0, 1), title=None,
-                    toolbar_location=None, min_border=0, min_border_right=26, min_border_left=6,
-                    outline_line_color=None, background_fill_alpha=0, border_fill_alpha=0)
-        plot.add_layout(LinearAxis(
-            ticker=self._interval, formatter=self._format, major_label_overrides={0: "0"}, major_label_standoff=3,
-            major_tick_out=0, minor_tick_out=0), "below")
+        plot = Plot(
+            height=HEIGHT,
+            sizing_mode="stretch_width",
+            x_range=self.range,
+            y_range=Range1d(0, 1),
+            title=None,
+            toolbar_location=None,
+            min_border=0,
+            min_border_right=26,
+            min_border_left=6,
+            outline_line_color=None,
+            background_fill_alpha=0,
+            border_fill_alpha=0,
+        )
+        plot.add_layout(
+            LinearAxis(
+                ticker=self._interval,
+                formatter=self._format,
+                major_label_overrides={0: "0"},
+                major_label_standoff=3,
+                major_tick_out=0,
+                minor_tick_out=0,
+            ),
+            "below",
+        )
         plot.add_layout(self._above, "above")
-        lies = plot.add_glyph(self.ground, Quad(
-            left="left", right="right", bottom=0, top=1, fill_color=EDGE, fill_alpha="alpha", line_color=None,
-            hatch_pattern="hatch", hatch_color=EDGE, hatch_scale=6))
+        lies = plot.add_glyph(
+            self.ground,
+            Quad(
+                left="left",
+                right="right",
+                bottom=0,
+                top=1,
+                fill_color=EDGE,
+                fill_alpha="alpha",
+                line_color=None,
+                hatch_pattern="hatch",
+                hatch_color=EDGE,
+                hatch_scale=6,
+            ),
+        )
         stretch: dict[str, Any] = dict(
-            left="left", right="right", bottom=0.04, top=0.96, fill_color="colour", fill_alpha="alpha",
-            hatch_pattern="hatch", hatch_color=EDGE, hatch_alpha=0.5, hatch_weight=1, hatch_scale=9, line_color=EDGE)
-        drawn = plot.add_glyph(self.source, Quad(**stretch, line_width=1), hover_glyph=Quad(**stretch, line_width=2))
-        plot.add_glyph(self.source, Text(
-            x="left", y=0.5, text="text", text_color="ink", text_baseline="middle", x_offset=5, text_font_size="12px",
-            text_font=value("sans-serif")))
-        ruled = plot.add_glyph(self.marks, Segment(
-            x0="x", x1="x", y0=0, y1=1, line_color=EDGE, line_dash="dash", line_width="width"))
-        plot.add_tools(HoverTool(renderers=[drawn], tooltips=TOOLTIP, point_policy="follow_mouse",
-                                 attachment="below"),
-                       HoverTool(renderers=[ruled], tooltips=LINE_TOOLTIP, line_policy="interp", attachment="above"),
-                       HoverTool(renderers=[lies], tooltips=LINE_TOOLTIP, point_policy="follow_mouse"))
+            left="left",
+            right="right",
+            bottom=0.04,
+            top=0.96,
+            fill_color="colour",
+            fill_alpha="alpha",
+            hatch_pattern="hatch",
+            hatch_color=EDGE,
+            hatch_alpha=0.5,
+            hatch_weight=1,
+            hatch_scale=9,
+            line_color=EDGE,
+        )
+        drawn = plot.add_glyph(
+            self.source, Quad(**stretch, line_width=1), hover_glyph=Quad(**stretch, line_width=2)
+        )
+        plot.add_glyph(
+            self.source,
+            Text(
+                x="left",
+                y=0.5,
+                text="text",
+                text_color="ink",
+                text_baseline="middle",
+                x_offset=5,
+                text_font_size="12px",
+                text_font=value("sans-serif"),
+            ),
+        )
+        ruled = plot.add_glyph(
+            self.marks,
+            Segment(
+                x0="x", x1="x", y0=0, y1=1, line_color=EDGE, line_dash="dash", line_width="width"
+            ),
+        )
+        plot.add_tools(
+            HoverTool(
+                renderers=[drawn], tooltips=TOOLTIP, point_policy="follow_mouse", attachment="below"
+            ),
+            HoverTool(
+                renderers=[ruled], tooltips=LINE_TOOLTIP, line_policy="interp", attachment="above"
+            ),
+            HoverTool(renderers=[lies], tooltips=LINE_TOOLTIP, point_policy="follow_mouse"),
+        )
         fit = CustomJS(args={"source": self.source, "figure": plot}, code=_FIT)
-        for model, event in ((plot, "inner_width"), (self.source, "data"), (self.source, "patching"),
-                             (self.range, "end")):
+        for model, event in (
+            (plot, "inner_width"),
+            (self.source, "data"),
+            (self.source, "patching"),
+            (self.range, "end"),
+        ):
             model.js_on_change(event, fit)
         return plot
 
@@ -111,7 +179,9 @@ class BarChart:
         self.range.update(end=drawn.length)
         self._interval.update(interval=interval(drawn.length))
         self._format.update(format=f"%d {drawn.unit}")
-        ticks = {x: _SIGNS[kind] for x, kind in zip(drawn.marks["x"], drawn.marks["kind"], strict=True)}
+        ticks = {
+            x: _SIGNS[kind] for x, kind in zip(drawn.marks["x"], drawn.marks["kind"], strict=True)
+        }
         if self._thresholds.ticks != list(ticks):
             self._above.major_label_overrides = ticks
             self._thresholds.ticks = list(ticks)

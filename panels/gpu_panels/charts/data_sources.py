@@ -1,4 +1,5 @@
 """Bringing a chart's data up to date with as little as was changed."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -17,8 +18,15 @@ def bring(source: Any, columns: Columns, keep: tuple[str, ...] = ()) -> bool:
     if old.keys() != columns.keys() or any(len(column) != rows for column in old.values()):
         source.data = _copied(columns)
         return True
-    patches = {name: [(n, new) for n, (was, new) in enumerate(zip(old[name], column, strict=True)) if was != new]
-               for name, column in columns.items() if name not in keep}
+    patches = {
+        name: [
+            (n, new)
+            for n, (was, new) in enumerate(zip(old[name], column, strict=True))
+            if was != new
+        ]
+        for name, column in columns.items()
+        if name not in keep
+    }
     patches = {name: cells for name, cells in patches.items() if cells}
     if sum(map(len, patches.values())) > rows * len(columns) / 2:
         source.data = _copied(columns)

@@ -2,6 +2,7 @@
 
 Pure. What stands in the bar is `bars.py`'s to say.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -34,9 +35,36 @@ def unit_of(total_bytes: int) -> tuple[int, str]:
     return (GIB, "GiB") if total_bytes >= 2 * GIB else (MIB, "MiB")
 
 
-_HATCHES = {"arriving": "/", "leaving": "\\", "residue": "/", "strangers": "x", "ended": ".", "others": PLAIN}
-_ALPHAS = {"arriving": 0.45, "leaving": 0.45, "residue": 0.30, "strangers": 0.30, "ended": 0.20, "others": 0.55}
-COLUMNS = ("left", "right", "colour", "alpha", "hatch", "ink", "title", "who", "text", "told", "bytes", "kind")
+_HATCHES = {
+    "arriving": "/",
+    "leaving": "\\",
+    "residue": "/",
+    "strangers": "x",
+    "ended": ".",
+    "others": PLAIN,
+}
+_ALPHAS = {
+    "arriving": 0.45,
+    "leaving": 0.45,
+    "residue": 0.30,
+    "strangers": 0.30,
+    "ended": 0.20,
+    "others": 0.55,
+}
+COLUMNS = (
+    "left",
+    "right",
+    "colour",
+    "alpha",
+    "hatch",
+    "ink",
+    "title",
+    "who",
+    "text",
+    "told",
+    "bytes",
+    "kind",
+)
 
 
 def columns(bar: Bar, looks: Mapping[str, Look], dark: bool = False) -> dict[str, list[Any]]:
@@ -46,8 +74,22 @@ def columns(bar: Bar, looks: Mapping[str, Look], dark: bool = False) -> dict[str
     for one in bar.stretches:
         look = looks.get(one.label, Look(UNOWNED, plain))
         ink = plain if one.kind in _ALPHAS else look.ink  # the page shines through
-        rows.append((at / unit, (at + one.bytes) / unit, look.colour, _ALPHAS.get(one.kind, 1.0),
-                     _HATCHES.get(one.kind, look.texture), ink, one.title, one.who, "", one.told, one.bytes, one.kind))
+        rows.append(
+            (
+                at / unit,
+                (at + one.bytes) / unit,
+                look.colour,
+                _ALPHAS.get(one.kind, 1.0),
+                _HATCHES.get(one.kind, look.texture),
+                ink,
+                one.title,
+                one.who,
+                "",
+                one.told,
+                one.bytes,
+                one.kind,
+            )
+        )
         at += one.bytes
     return {name: [row[n] for row in rows] for n, name in enumerate(COLUMNS)}
 
@@ -63,8 +105,15 @@ LINES = ("x", "dash", "width", "kind", "told")
 def lines(bar: Bar) -> dict[str, list[Any]]:
     """A source's columns for the marks of a bar."""
     unit = unit_of(bar.device.total_bytes)[0]
-    rows = [(mark.bytes / unit, *(("solid", 2.5) if mark.kind == "budget" else ("dashed", 1.0)), mark.kind, mark.told)
-            for mark in bar.marks]
+    rows = [
+        (
+            mark.bytes / unit,
+            *(("solid", 2.5) if mark.kind == "budget" else ("dashed", 1.0)),
+            mark.kind,
+            mark.told,
+        )
+        for mark in bar.marks
+    ]
     return {name: [row[n] for row in rows] for n, name in enumerate(LINES)}
 
 
@@ -75,5 +124,7 @@ _GROUNDS = {"budget": (0.16, PLAIN), "beyond": (0.05, PLAIN), "reserve": (0.0, "
 def ground(bar: Bar) -> dict[str, list[Any]]:
     """A source's columns for what a bar lies on."""
     unit = unit_of(bar.device.total_bytes)[0]
-    rows = [(one.start / unit, one.end / unit, *_GROUNDS[one.kind], one.told) for one in bar.regions]
+    rows = [
+        (one.start / unit, one.end / unit, *_GROUNDS[one.kind], one.told) for one in bar.regions
+    ]
     return {name: [row[n] for row in rows] for n, name in enumerate(GROUND)}

@@ -3,6 +3,7 @@
 A click becomes a Proposal at once: it names one lease of one owner, for good. When it is confirmed the world is looked
 at anew, and `changed` says what is not as it was; then nothing is done.
 """
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -11,8 +12,14 @@ from gpu_runtime.facts import HOST, Lease, Phase, Snapshot
 from gpu_runtime.rendering.views import clean, holder
 from gpu_runtime.units import show_bytes, show_seconds
 
-VERBS = {"preload": "Preload", "evict": "Evict", "restore": "Restore", "pin": "Pin", "unpin": "Unpin",
-         "defrag": "Defragment"}
+VERBS = {
+    "preload": "Preload",
+    "evict": "Evict",
+    "restore": "Restore",
+    "pin": "Pin",
+    "unpin": "Unpin",
+    "defrag": "Defragment",
+}
 
 
 class Proposal(NamedTuple):
@@ -52,8 +59,13 @@ def propose(verb: str, target: str, snapshot: Snapshot) -> Proposal:
     owner, _, name = target.partition("/")
     section = snapshot.sections.get(owner)
     lease = section.lease(name) if section else None
-    return Proposal(verb, target, lease.where if lease else "disk", lease.bytes if lease else 0,
-                    section.owner.pid if section else 0)
+    return Proposal(
+        verb,
+        target,
+        lease.where if lease else "disk",
+        lease.bytes if lease else 0,
+        section.owner.pid if section else 0,
+    )
 
 
 def question(asked: Proposal, snapshot: Snapshot) -> Question:
@@ -63,32 +75,64 @@ def question(asked: Proposal, snapshot: Snapshot) -> Question:
     size, name = show_bytes(asked.bytes), clean(asked.name)
     verb = VERBS[asked.verb]
     if asked.verb == "evict":
-        lines = (f"This frees {size} on {asked.where}.", *_users(asked, lease, who, snapshot), _fate(lease, snapshot))
+        lines = (
+            f"This frees {size} on {asked.where}.",
+            *_users(asked, lease, who, snapshot),
+            _fate(lease, snapshot),
+        )
         return Question(f"Evict {name}?", lines, f"Evict, freeing {size}", grave=True)
     if asked.verb in ("restore", "preload"):
-        at = {"disk": "is not loaded, and its size not known here" if not asked.bytes else f"is not loaded ({size})",
-              HOST: f"lies in host memory ({size})"}.get(asked.where, f"is on {asked.where} ({size})")
-        lines = (f"It {at}.", f"It is brought to a device by {who if asked.pid else 'a process that can load it'}.",
-                 "Idle models step aside where that needs room; what is in use is waited for.")
+        at = {
+            "disk": "is not loaded, and its size not known here"
+            if not asked.bytes
+            else f"is not loaded ({size})",
+            HOST: f"lies in host memory ({size})",
+        }.get(asked.where, f"is on {asked.where} ({size})")
+        lines = (
+            f"It {at}.",
+            f"It is brought to a device by {who if asked.pid else 'a process that can load it'}.",
+            "Idle models step aside where that needs room; what is in use is waited for.",
+        )
         return Question(f"{verb} {name}?", lines, verb)
     if asked.verb == "pin":
-        return Question(f"Pin {name}?", (
-            f"Its {size} on {asked.where} stay taken: no other model can make it step aside until it is unpinned.",
-            f"Held by {who}."), verb)
+        return Question(
+            f"Pin {name}?",
+            (
+                f"Its {size} on {asked.where} stay taken: no other model can make it step aside until it is unpinned.",
+                f"Held by {who}.",
+            ),
+            verb,
+        )
     if asked.verb == "unpin":
-        return Question(f"Unpin {name}?", (
-            f"From then on its {size} on {asked.where} may be taken: it steps aside when others need its room.",
-            f"Held by {who}."), verb)
-    return Question(f"Defragment {who}?", (
-        "Its allocator gives the blocks that it caches and does not use back to the device.",
-        "Models stay where they are. What runs there may be slower for a moment, until it has its cache again."), verb)
+        return Question(
+            f"Unpin {name}?",
+            (
+                f"From then on its {size} on {asked.where} may be taken: it steps aside when others need its room.",
+                f"Held by {who}.",
+            ),
+            verb,
+        )
+    return Question(
+        f"Defragment {who}?",
+        (
+            "Its allocator gives the blocks that it caches and does not use back to the device.",
+            "Models stay where they are. What runs there may be slower for a moment, until it has its cache again.",
+        ),
+        verb,
+    )
 
 
 def _users(asked: Proposal, lease: Lease | None, who: str, snapshot: Snapshot) -> tuple[str, ...]:
     if lease is not None and lease.pins:
-        since = f" for {show_seconds(snapshot.now - lease.pinned_since)}" if lease.pinned_since else ""
+        since = (
+            f" for {show_seconds(snapshot.now - lease.pinned_since)}" if lease.pinned_since else ""
+        )
         return (f"In use by {who}{since}: it will be refused as long as that lasts.",)
-    idle = f", idle for {show_seconds(lease.idle_seconds(snapshot.now))}" if lease and lease.last_used else ""
+    idle = (
+        f", idle for {show_seconds(lease.idle_seconds(snapshot.now))}"
+        if lease and lease.last_used
+        else ""
+    )
     return (f"Held by {who}{idle}. Nobody uses it now.",)
 
 
@@ -113,8 +157,16 @@ def changed(asked: Proposal, snapshot: Snapshot) -> str:
     if asked.verb == "defrag":
         return ""
     if lease is None:
-        known = asked.name in section.names and asked.where == "disk" and asked.verb in ("preload", "pin", "unpin")
-        return "" if known else f"{name} is gone: {holder(snapshot, asked.owner)} holds it no more. {nothing}"
+        known = (
+            asked.name in section.names
+            and asked.where == "disk"
+            and asked.verb in ("preload", "pin", "unpin")
+        )
+        return (
+            ""
+            if known
+            else f"{name} is gone: {holder(snapshot, asked.owner)} holds it no more. {nothing}"
+        )
     if asked.verb == "evict" and lease.pins:
         return f"{name} is in use by now, by {holder(snapshot, asked.owner)}. {nothing}"
     if asked.verb in ("evict", "restore", "preload") and lease.where != asked.where:

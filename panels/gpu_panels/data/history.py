@@ -3,6 +3,7 @@
 Pure. Memory is held in steps, so what a lease held for a while is one rectangle, however many moments show it; an
 hour in which nothing happened costs no more than a second. Drawing is `historychart.py`'s.
 """
+
 from __future__ import annotations
 
 from collections import Counter
@@ -63,15 +64,32 @@ class Chart(NamedTuple):
     labels: tuple[str, ...]  # of the leases told apart, from the bottom up
 
 
-def chart(moments: Sequence[Moment], events: Iterable[Event], device: str, start: float, end: float) -> Chart:
+def chart(
+    moments: Sequence[Moment], events: Iterable[Event], device: str, start: float, end: float
+) -> Chart:
     """What there is to show of a device between two times; `moments` and `events` may be of any device and time."""
-    mine = sorted((one for one in moments if one.device == device and one.wall <= end), key=lambda one: one.wall)
+    mine = sorted(
+        (one for one in moments if one.device == device and one.wall <= end),
+        key=lambda one: one.wall,
+    )
     spans = _spans(mine, end)
     labels = ranked(spans)
-    shown = tuple(event for event in events
-                  if event.action in MARKED and start <= event.wall <= end and device in _devices(event))
-    return Chart(device, start, end, mine[-1].total_bytes if mine else 0, tuple(_runs(spans, labels)),
-                 tuple(_bands(spans)), tuple(_limits(spans)), shown, labels)
+    shown = tuple(
+        event
+        for event in events
+        if event.action in MARKED and start <= event.wall <= end and device in _devices(event)
+    )
+    return Chart(
+        device,
+        start,
+        end,
+        mine[-1].total_bytes if mine else 0,
+        tuple(_runs(spans, labels)),
+        tuple(_bands(spans)),
+        tuple(_limits(spans)),
+        shown,
+        labels,
+    )
 
 
 Span = tuple[Moment, float]  # a moment, and until when it stands for what was
@@ -82,7 +100,10 @@ def _spans(moments: Sequence[Moment], end: float) -> list[Span]:
     steps = [later.wall - one.wall for one, later in zip(moments, moments[1:], strict=False)]
     usual = median(steps) if steps else 0.0
     longest = max(10 * usual, 60.0)
-    spans = [(one, one.wall + (step if step <= longest else usual)) for one, step in zip(moments, steps, strict=False)]
+    spans = [
+        (one, one.wall + (step if step <= longest else usual))
+        for one, step in zip(moments, steps, strict=False)
+    ]
     if moments:
         last = moments[-1]
         spans.append((last, end if end - last.wall <= longest else last.wall + usual))
@@ -96,7 +117,7 @@ def ranked(spans: Iterable[Span]) -> tuple[str, ...]:
         for label, size in moment.claims.items():
             held[label] += int(size * max(end - moment.wall, 0.001))
     order = sorted(held, key=lambda label: (-held[label], label))
-    return tuple(order if len(order) <= MOST_LEASES else order[:MOST_LEASES - 1])
+    return tuple(order if len(order) <= MOST_LEASES else order[: MOST_LEASES - 1])
 
 
 def stacked(moment: Moment, labels: Sequence[str]) -> list[tuple[str, int]]:
@@ -104,7 +125,11 @@ def stacked(moment: Moment, labels: Sequence[str]) -> list[tuple[str, int]]:
     told_apart = [(label, moment.claims.get(label, 0)) for label in labels]
     others = moment.claimed_bytes - sum(size for _, size in told_apart)
     beyond = (moment.measured_bytes or 0) - moment.claimed_bytes
-    return [(label, size) for label, size in (*told_apart, (OTHERS, others), (UNLEASED, beyond)) if size > 0]
+    return [
+        (label, size)
+        for label, size in (*told_apart, (OTHERS, others), (UNLEASED, beyond))
+        if size > 0
+    ]
 
 
 def _runs(spans: Iterable[Span], labels: Sequence[str]) -> list[Run]:
@@ -114,12 +139,18 @@ def _runs(spans: Iterable[Span], labels: Sequence[str]) -> list[Run]:
         low, now = 0, {}
         for label, size in stacked(moment, labels):
             before = going.get(label)
-            if before and before.end == moment.wall and (before.low, before.high) == (low, low + size):
+            if (
+                before
+                and before.end == moment.wall
+                and (before.low, before.high) == (low, low + size)
+            ):
                 now[label] = before._replace(end=end)
             else:
                 now[label] = Run(label, moment.wall, end, low, low + size)
             low += size
-        done += [run for label, run in going.items() if label not in now or now[label].start != run.start]
+        done += [
+            run for label, run in going.items() if label not in now or now[label].start != run.start
+        ]
         going = now
     return sorted([*done, *going.values()], key=lambda run: (run.start, run.low))
 
@@ -136,8 +167,11 @@ def _bands(spans: Iterable[Span]) -> list[Band]:
 
 def _limits(spans: Sequence[Span]) -> list[tuple[float, int]]:
     """The points of a line in steps: where the budget changed, and its two ends."""
-    points = [(moment.wall, moment.limit_bytes) for n, (moment, _) in enumerate(spans)
-              if n == 0 or moment.limit_bytes != spans[n - 1][0].limit_bytes]
+    points = [
+        (moment.wall, moment.limit_bytes)
+        for n, (moment, _) in enumerate(spans)
+        if n == 0 or moment.limit_bytes != spans[n - 1][0].limit_bytes
+    ]
     return [*points, (spans[-1][1], spans[-1][0].limit_bytes)] if spans else []
 
 
@@ -147,9 +181,12 @@ def _devices(event: Event) -> set[str]:
 
 # -- words --------------------------------------------------------------------------------------------------------
 
+
 def titles(labels: Iterable[str], snapshot: Snapshot) -> dict[str, str]:
     """What each lease is called: `qwen · train.ipynb`, and `qwen · pid 4121` of a process that is gone."""
-    notebooks = {label_of(section.owner.id, ""): notebook(section) for section in snapshot.sections.values()}
+    notebooks = {
+        label_of(section.owner.id, ""): notebook(section) for section in snapshot.sections.values()
+    }
     named = {OTHERS: "other leases", UNLEASED: "in use, not leased"}
     return {label: named.get(label) or _title(label, notebooks) for label in labels}
 
@@ -165,11 +202,14 @@ def silence(drawn: Chart) -> str:
         return ""
     if drawn.total_bytes:
         return f"Nobody held memory on {drawn.device} in this time."
-    return (f"Nothing is recorded of {drawn.device} yet. What happens from now on is: the record is kept as long as "
-            "any notebook or server uses the ledger.")
+    return (
+        f"Nothing is recorded of {drawn.device} yet. What happens from now on is: the record is kept as long as "
+        "any notebook or server uses the ledger."
+    )
 
 
 # -- columns ------------------------------------------------------------------------------------------------------
+
 
 class Drawing(NamedTuple):
     """All that a figure needs to show a chart."""
@@ -183,22 +223,42 @@ class Drawing(NamedTuple):
 
 def drawing(drawn: Chart, looks: Mapping[str, Look], named: Mapping[str, str]) -> Drawing:
     """The chart as columns."""
-    return Drawing(drawn, run_columns(drawn, looks, named), band_columns(drawn), limit_columns(drawn),
-                   mark_columns(drawn))
+    return Drawing(
+        drawn,
+        run_columns(drawn, looks, named),
+        band_columns(drawn),
+        limit_columns(drawn),
+        mark_columns(drawn),
+    )
 
 
 RUNS = ("left", "right", "bottom", "top", "colour", "alpha", "hatch", "title", "size")
 
 
-def run_columns(drawn: Chart, looks: Mapping[str, Look], named: Mapping[str, str]) -> dict[str, list[Any]]:
+def run_columns(
+    drawn: Chart, looks: Mapping[str, Look], named: Mapping[str, str]
+) -> dict[str, list[Any]]:
     """A source's columns: a rectangle a run; times in ms since the epoch, heights in the axis's unit."""
     other = {OTHERS: (UNOWNED, 0.75, PLAIN), UNLEASED: (UNOWNED, 0.3, "x")}
     rows, unit = [], unit_of(drawn.total_bytes)[0]
     for run in drawn.runs:
         look = looks.get(run.label)
-        drawn_as = (look.colour, 1.0, look.texture) if look else other.get(run.label, (UNOWNED, 1.0, PLAIN))
-        rows.append((run.start * 1e3, run.end * 1e3, run.low / unit, run.high / unit, *drawn_as,
-                     named.get(run.label, run.label), show_bytes(run.bytes)))
+        drawn_as = (
+            (look.colour, 1.0, look.texture)
+            if look
+            else other.get(run.label, (UNOWNED, 1.0, PLAIN))
+        )
+        rows.append(
+            (
+                run.start * 1e3,
+                run.end * 1e3,
+                run.low / unit,
+                run.high / unit,
+                *drawn_as,
+                named.get(run.label, run.label),
+                show_bytes(run.bytes),
+            )
+        )
     return _columns(RUNS, rows)
 
 
@@ -207,8 +267,20 @@ BANDS = ("left", "right", "colour", "alpha", "hatch", "told")
 
 def band_columns(drawn: Chart) -> dict[str, list[Any]]:
     """A source's columns: a band a time of pressure."""
-    return _columns(BANDS, [(band.start * 1e3, band.end * 1e3, LEVELS[band.level].colour, LEVELS[band.level].alpha,
-                             LEVELS[band.level].hatch, f"{level_word(band.level)} pressure") for band in drawn.bands])
+    return _columns(
+        BANDS,
+        [
+            (
+                band.start * 1e3,
+                band.end * 1e3,
+                LEVELS[band.level].colour,
+                LEVELS[band.level].alpha,
+                LEVELS[band.level].hatch,
+                f"{level_word(band.level)} pressure",
+            )
+            for band in drawn.bands
+        ],
+    )
 
 
 MARKS = ("x", "y", "marker", "title", "told")
@@ -223,10 +295,24 @@ def mark_columns(drawn: Chart) -> dict[str, list[Any]]:
     rows, height = [], drawn.total_bytes * MARK_HEIGHT / unit_of(drawn.total_bytes)[0]
     for (_, action), several in near.items():
         first = several[0]
-        title = f"{clean(first.model)} {action}" if len(several) == 1 else f"{len(several)} × {action}"
-        lines = [told(first)] if len(several) == 1 else [f"{clean(one.model)} {told(one)}" for one in several[:3]]
+        title = (
+            f"{clean(first.model)} {action}" if len(several) == 1 else f"{len(several)} × {action}"
+        )
+        lines = (
+            [told(first)]
+            if len(several) == 1
+            else [f"{clean(one.model)} {told(one)}" for one in several[:3]]
+        )
         more = [f"and {len(several) - 3} more"] if len(several) > 3 else []
-        rows.append((first.wall * 1e3, height, MARKED[action], title, "\n".join(map(clean, [*lines, *more]))))
+        rows.append(
+            (
+                first.wall * 1e3,
+                height,
+                MARKED[action],
+                title,
+                "\n".join(map(clean, [*lines, *more])),
+            )
+        )
     return _columns(MARKS, rows)
 
 

@@ -2,6 +2,7 @@
 
 Durations are told in steps of five seconds, so that a table of idle models changes twelve times a minute, not sixty.
 """
+
 from __future__ import annotations
 
 import re
@@ -20,7 +21,14 @@ from gpu_runtime.facts import (
     Ticket,
     Unanswered,
 )
-from gpu_runtime.rendering.views import RESIDUE, clean, clock, importance_name, lease_name, strangers_bytes
+from gpu_runtime.rendering.views import (
+    RESIDUE,
+    clean,
+    clock,
+    importance_name,
+    lease_name,
+    strangers_bytes,
+)
 from gpu_runtime.scheduler.unresponsive import unanswered
 from gpu_runtime.units import show_bytes, show_seconds
 
@@ -29,28 +37,52 @@ from ..widgets.table import Button, Cell, Column, Row
 
 UNKNOWN = Cell("unknown", None, kind="soft")
 NOTHING = Cell("–", None, kind="soft")
-NO_ANSWER = "Its process is stopped, or its interpreter is held; it does what was asked when it runs again"
+NO_ANSWER = (
+    "Its process is stopped, or its interpreter is held; it does what was asked when it runs again"
+)
 ASLEEP_SECONDS = 2.0  # a request not refreshed for so long is passed over
 
 MODELS = (
-    Column("Model"), Column("Where", hint="Sort by where it lies: a GPU, host memory or its source on disk"),
-    Column("Size", True), Column("State"), Column("Idle", True), Column("Uses", True, "How often it was used"),
+    Column("Model"),
+    Column("Where", hint="Sort by where it lies: a GPU, host memory or its source on disk"),
+    Column("Size", True),
+    Column("State"),
+    Column("Idle", True),
+    Column("Uses", True, "How often it was used"),
     Column("Importance", hint="Who is more important makes others step aside"),
-    Column("Keep", hint="What is pinned is never evicted"), Column("Owner", hint="The process that holds it"))
+    Column("Keep", hint="What is pinned is never evicted"),
+    Column("Owner", hint="The process that holds it"),
+)
 LEASES = (
-    Column("Notebook", hint="The notebook, or the process, that holds the memory"), Column("User"), Column("Pid", True),
-    Column("Kernel", hint="Whether its kernel runs a cell, and since when"), Column("Holds"), Column("Device"),
+    Column("Notebook", hint="The notebook, or the process, that holds the memory"),
+    Column("User"),
+    Column("Pid", True),
+    Column("Kernel", hint="Whether its kernel runs a cell, and since when"),
+    Column("Holds"),
+    Column("Device"),
     Column("Leased", True, "Bytes that the ledger granted"),
-    Column("Measured", True, "Bytes that it really takes, as far as that is known"), Column("In use"))
+    Column("Measured", True, "Bytes that it really takes, as far as that is known"),
+    Column("In use"),
+)
 QUEUE = (
-    Column("#", True, "Its place in the queue"), Column("Wants"), Column("For"), Column("Needs", True),
-    Column("Waiting", True), Column("Importance"), Column("Waits for"))
+    Column("#", True, "Its place in the queue"),
+    Column("Wants"),
+    Column("For"),
+    Column("Needs", True),
+    Column("Waiting", True),
+    Column("Importance"),
+    Column("Waits for"),
+)
 
 
 # -- models -------------------------------------------------------------------------------------------------------
 
-def models(snapshot: Snapshot, catalogue: Sequence[ModelSpec] = (), looks: Mapping[str, palette.Look] | None = None
-           ) -> tuple[Row, ...]:
+
+def models(
+    snapshot: Snapshot,
+    catalogue: Sequence[ModelSpec] = (),
+    looks: Mapping[str, palette.Look] | None = None,
+) -> tuple[Row, ...]:
     """Every model that is held, registered or in the catalogue; those on devices first, then by name."""
     looks = looks or {}
     rows, known = [], set()
@@ -58,30 +90,53 @@ def models(snapshot: Snapshot, catalogue: Sequence[ModelSpec] = (), looks: Mappi
         held = {lease.name for lease in section.leases}
         for lease in section.leases:
             if lease.kind == "model":
-                rows.append(((lease.on_host, natural(lease.name)), _model(lease, section.owner, snapshot, looks)))
-        rows += [((2, natural(name)), _loadable(name, section.owner, snapshot)) for name in section.names
-                 if name not in held]
+                rows.append(
+                    (
+                        (lease.on_host, natural(lease.name)),
+                        _model(lease, section.owner, snapshot, looks),
+                    )
+                )
+        rows += [
+            ((2, natural(name)), _loadable(name, section.owner, snapshot))
+            for name in section.names
+            if name not in held
+        ]
         known.update(held, section.names)
     me = snapshot.owner
     if me.id not in snapshot.sections:
-        rows += [((2, natural(spec.name)), _catalogued(spec, f"{me.id}/{spec.name}", "this process", "registered"))
-                 for spec in snapshot.specs if spec.name not in known]
+        rows += [
+            (
+                (2, natural(spec.name)),
+                _catalogued(spec, f"{me.id}/{spec.name}", "this process", "registered"),
+            )
+            for spec in snapshot.specs
+            if spec.name not in known
+        ]
         known.update(spec.name for spec in snapshot.specs)
-    rows += [((3, natural(spec.name)), _catalogued(spec, f"/{spec.name}", "", "in the catalogue"))
-             for spec in catalogue if spec.name not in known]
+    rows += [
+        ((3, natural(spec.name)), _catalogued(spec, f"/{spec.name}", "", "in the catalogue"))
+        for spec in catalogue
+        if spec.name not in known
+    ]
     return tuple(row for _, row in sorted(rows, key=lambda pair: pair[0]))
 
 
-def _model(lease: Lease, owner: Owner, snapshot: Snapshot, looks: Mapping[str, palette.Look]) -> Row:
+def _model(
+    lease: Lease, owner: Owner, snapshot: Snapshot, looks: Mapping[str, palette.Look]
+) -> Row:
     idle = lease.idle_seconds(snapshot.now)
     kept = Cell("pinned", 1, "It does not step aside", "strong") if lease.keep else Cell("", 0)
     cells = (
         _named(lease, _kind(lease), looks),
         Cell(place(lease.shares or lease.target), None, lease.where),
-        Cell(show_bytes(lease.bytes), lease.bytes), state(lease, snapshot.now),
+        Cell(show_bytes(lease.bytes), lease.bytes),
+        state(lease, snapshot.now),
         NOTHING if lease.pins or not lease.last_used else Cell(lasting(idle), _stepped(idle)),
-        Cell(str(lease.uses), lease.uses), _importance(lease.importance),
-        kept, owner_cell(owner, snapshot))
+        Cell(str(lease.uses), lease.uses),
+        _importance(lease.importance),
+        kept,
+        owner_cell(owner, snapshot),
+    )
     return Row(lease.id, cells, _buttons(lease, owner))
 
 
@@ -91,34 +146,66 @@ def _buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
     pin = Button("unpin", "Unpin") if lease.keep else Button("pin", "Pin")
     if lease.on_host:
         return (Button("restore", "Restore", going), pin)
-    in_use = f"In use by {owner.label}" if lease.pins else "It is pinned; unpin it first" if lease.keep else ""
+    in_use = (
+        f"In use by {owner.label}"
+        if lease.pins
+        else "It is pinned; unpin it first"
+        if lease.keep
+        else ""
+    )
     return (Button("evict", "Evict", going or in_use), pin)
 
 
 def _loadable(name: str, owner: Owner, snapshot: Snapshot) -> Row:
-    spec = next((spec for spec in snapshot.specs if spec.name == name), None) if owner == snapshot.owner else None
+    spec = (
+        next((spec for spec in snapshot.specs if spec.name == name), None)
+        if owner == snapshot.owner
+        else None
+    )
     size = Cell(show_bytes(spec.size), spec.size) if spec and spec.size else UNKNOWN
     importance = _importance(spec.importance) if spec else NOTHING
-    cells = (Cell(clean(name)), Cell("disk"), size, Cell("not loaded", kind="soft"), NOTHING, NOTHING, importance,
-             Cell("pinned" if spec and spec.keep else "", 0), owner_cell(owner, snapshot))
+    cells = (
+        Cell(clean(name)),
+        Cell("disk"),
+        size,
+        Cell("not loaded", kind="soft"),
+        NOTHING,
+        NOTHING,
+        importance,
+        Cell("pinned" if spec and spec.keep else "", 0),
+        owner_cell(owner, snapshot),
+    )
     return Row(f"{owner.id}/{name}", cells, (Button("preload", "Preload"),))
 
 
 def _catalogued(spec: ModelSpec, id: str, owner: str, said: str) -> Row:
     size = Cell(show_bytes(spec.size), spec.size) if spec.size else UNKNOWN
     why_not = "" if spec.enabled else "Its entry in the catalogue says enabled: false"
-    cells = (Cell(clean(spec.name), hint=clean(spec.source)), Cell("disk"), size,
-             Cell(said if spec.enabled else "disabled", kind="soft"), NOTHING, NOTHING, _importance(spec.importance),
-             Cell("pinned" if spec.keep else "", 0), Cell(owner or "nobody yet", kind="soft"))
+    cells = (
+        Cell(clean(spec.name), hint=clean(spec.source)),
+        Cell("disk"),
+        size,
+        Cell(said if spec.enabled else "disabled", kind="soft"),
+        NOTHING,
+        NOTHING,
+        _importance(spec.importance),
+        Cell("pinned" if spec.keep else "", 0),
+        Cell(owner or "nobody yet", kind="soft"),
+    )
     return Row(id, cells, (Button("preload", "Preload", why_not),))
 
 
 def _kind(lease: Lease) -> str:
-    told = (lease.backend, "" if lease.model_type == "other" else lease.model_type, lease.quantization)
+    told = (
+        lease.backend,
+        "" if lease.model_type == "other" else lease.model_type,
+        lease.quantization,
+    )
     return ", ".join(clean(word) for word in told if word)
 
 
 # -- leases -------------------------------------------------------------------------------------------------------
+
 
 def leases(snapshot: Snapshot, looks: Mapping[str, palette.Look] | None = None) -> tuple[Row, ...]:
     """Who holds what: every share of every lease, what processes hold beside them, and who leased nothing."""
@@ -127,8 +214,20 @@ def leases(snapshot: Snapshot, looks: Mapping[str, palette.Look] | None = None) 
         says = kernel(section, snapshot.now, silent.get(section.owner.id))
         for lease in sorted(section.leases, key=lambda lease: (-lease.bytes, lease.name)):
             rows += _shares(lease, section, says, snapshot, looks or {})
-        rows += [_row(section, says, snapshot, f"{section.owner.id}//{device}", Cell(RESIDUE, kind="soft"), device, None,
-                      size) for device, size in section.residue.items() if size]
+        rows += [
+            _row(
+                section,
+                says,
+                snapshot,
+                f"{section.owner.id}//{device}",
+                Cell(RESIDUE, kind="soft"),
+                device,
+                None,
+                size,
+            )
+            for device, size in section.residue.items()
+            if size
+        ]
     return (*rows, *(_stranger(one) for one in snapshot.strangers), *_unknown_strangers(snapshot))
 
 
@@ -136,32 +235,93 @@ def _by_size(section: Section) -> tuple[int, str]:
     return -sum(lease.bytes for lease in section.leases), section.owner.id
 
 
-def _shares(lease: Lease, section: Section, says: Cell, snapshot: Snapshot,
-            looks: Mapping[str, palette.Look]) -> Iterator[Row]:
-    name = _named(lease, "memory for running code" if lease.kind == "block" else _kind(lease), looks)
+def _shares(
+    lease: Lease,
+    section: Section,
+    says: Cell,
+    snapshot: Snapshot,
+    looks: Mapping[str, palette.Look],
+) -> Iterator[Row]:
+    name = _named(
+        lease, "memory for running code" if lease.kind == "block" else _kind(lease), looks
+    )
     own = {share.device: share.bytes for share in lease.filled}
     for share in lease.shares:
-        measured = lease.measured_bytes if lease.kind == "block" else own.get(share.device, share.bytes)
-        yield _row(section, says, snapshot, f"{lease.id}/{share.device}", name, share.device, share.bytes, measured,
-                   state(lease, snapshot.now))
+        measured = (
+            lease.measured_bytes if lease.kind == "block" else own.get(share.device, share.bytes)
+        )
+        yield _row(
+            section,
+            says,
+            snapshot,
+            f"{lease.id}/{share.device}",
+            name,
+            share.device,
+            share.bytes,
+            measured,
+            state(lease, snapshot.now),
+        )
     for share in lease.target:
-        yield _row(section, says, snapshot, f"{lease.id}/{share.device}/to", name, share.device, share.bytes, None,
-                   Cell("arriving"))
+        yield _row(
+            section,
+            says,
+            snapshot,
+            f"{lease.id}/{share.device}/to",
+            name,
+            share.device,
+            share.bytes,
+            None,
+            Cell("arriving"),
+        )
 
 
-def _row(section: Section, says: Cell, snapshot: Snapshot, id: str, holds: Cell, device: str, leased: int | None,
-         measured: int | None, used: Cell = NOTHING) -> Row:
+def _row(
+    section: Section,
+    says: Cell,
+    snapshot: Snapshot,
+    id: str,
+    holds: Cell,
+    device: str,
+    leased: int | None,
+    measured: int | None,
+    used: Cell = NOTHING,
+) -> Row:
     owner = section.owner
-    return Row(id, (
-        notebook(owner, snapshot), Cell(clean(owner.user)), Cell(str(owner.pid), owner.pid),
-        says, holds, Cell(device), _bytes(leased, NOTHING), _bytes(measured, UNKNOWN), used))
+    return Row(
+        id,
+        (
+            notebook(owner, snapshot),
+            Cell(clean(owner.user)),
+            Cell(str(owner.pid), owner.pid),
+            says,
+            holds,
+            Cell(device),
+            _bytes(leased, NOTHING),
+            _bytes(measured, UNKNOWN),
+            used,
+        ),
+    )
 
 
 def _stranger(one: Stranger) -> Row:
-    return Row(f"stranger/{one.device}/{one.pid}", (
-        Cell(clean(one.command) or "unknown program", hint="A program that leases nothing", kind="alarm"),
-        Cell(clean(one.user)) if one.user else UNKNOWN, Cell(str(one.pid), one.pid), NOTHING,
-        Cell("no lease", kind="soft"), Cell(one.device), NOTHING, _bytes(one.bytes, UNKNOWN), NOTHING))
+    return Row(
+        f"stranger/{one.device}/{one.pid}",
+        (
+            Cell(
+                clean(one.command) or "unknown program",
+                hint="A program that leases nothing",
+                kind="alarm",
+            ),
+            Cell(clean(one.user)) if one.user else UNKNOWN,
+            Cell(str(one.pid), one.pid),
+            NOTHING,
+            Cell("no lease", kind="soft"),
+            Cell(one.device),
+            NOTHING,
+            _bytes(one.bytes, UNKNOWN),
+            NOTHING,
+        ),
+    )
 
 
 def _unknown_strangers(snapshot: Snapshot) -> Iterator[Row]:
@@ -170,9 +330,22 @@ def _unknown_strangers(snapshot: Snapshot) -> Iterator[Row]:
     for view in snapshot.devices:
         size = 0 if view.device.is_host or view.device.id in known else strangers_bytes(view)
         if size:
-            yield Row(f"stranger/{view.device.id}", (
-                Cell("other programs", hint="The driver does not say whose it is", kind="alarm"), UNKNOWN, UNKNOWN,
-                NOTHING, Cell("no lease", kind="soft"), Cell(view.device.id), NOTHING, _bytes(size, UNKNOWN), NOTHING))
+            yield Row(
+                f"stranger/{view.device.id}",
+                (
+                    Cell(
+                        "other programs", hint="The driver does not say whose it is", kind="alarm"
+                    ),
+                    UNKNOWN,
+                    UNKNOWN,
+                    NOTHING,
+                    Cell("no lease", kind="soft"),
+                    Cell(view.device.id),
+                    NOTHING,
+                    _bytes(size, UNKNOWN),
+                    NOTHING,
+                ),
+            )
 
 
 def kernel(section: Section, now: float, silent_since: float | None = None) -> Cell:
@@ -180,13 +353,23 @@ def kernel(section: Section, now: float, silent_since: float | None = None) -> C
     if silent_since is not None:
         return Cell(f"silent {lasting(now - silent_since)}", now - silent_since, NO_ANSWER, "alarm")
     if section.busy_since:
-        return Cell(f"busy {lasting(now - section.busy_since)}", now - section.busy_since, "It runs a cell", "strong")
+        return Cell(
+            f"busy {lasting(now - section.busy_since)}",
+            now - section.busy_since,
+            "It runs a cell",
+            "strong",
+        )
     if section.idle_since:
-        return Cell(f"idle {lasting(now - section.idle_since)}", -_stepped(now - section.idle_since), "It runs no cell")
+        return Cell(
+            f"idle {lasting(now - section.idle_since)}",
+            -_stepped(now - section.idle_since),
+            "It runs no cell",
+        )
     return Cell("–", None, "It did not say: it has run no cell yet, or it is no notebook", "soft")
 
 
 # -- the queue ----------------------------------------------------------------------------------------------------
+
 
 def queue(snapshot: Snapshot) -> tuple[Row, ...]:
     """Who waits for room, in order, each with what it waits for; then what was asked of other processes."""
@@ -195,8 +378,13 @@ def queue(snapshot: Snapshot) -> tuple[Row, ...]:
     silent: dict[str, list[Unanswered]] = {}
     for one in unanswered(snapshot):
         silent.setdefault(one.ticket.key, []).append(one)
-    return (*(_waits(ticket, place, snapshot, silent.get(ticket.key, [])) for place, ticket in enumerate(waiting, 1)),
-            *(_asks(ticket, snapshot, silent.get(ticket.key, [])) for ticket in asked))
+    return (
+        *(
+            _waits(ticket, place, snapshot, silent.get(ticket.key, []))
+            for place, ticket in enumerate(waiting, 1)
+        ),
+        *(_asks(ticket, snapshot, silent.get(ticket.key, [])) for ticket in asked),
+    )
 
 
 def _silent(who: Sequence[Unanswered], snapshot: Snapshot) -> str:
@@ -215,21 +403,38 @@ def _waits(ticket: Ticket, place: int, snapshot: Snapshot, silent: Sequence[Unan
         because = f"itself: its process has been stopped for {quiet}, and others pass. {because}"
     elif silent:
         because = f"{_silent(silent, snapshot)} {because}"
-    return Row(ticket.key, (
-        Cell(str(place), place), Cell(clean(ticket.name), kind="strong"), _holder(ticket.owner, snapshot),
-        Cell(need, size) if need else UNKNOWN, _since(ticket.arrived, snapshot), _importance(ticket.importance),
-        Cell(because, kind="prose alarm" if silent else "prose")))
+    return Row(
+        ticket.key,
+        (
+            Cell(str(place), place),
+            Cell(clean(ticket.name), kind="strong"),
+            _holder(ticket.owner, snapshot),
+            Cell(need, size) if need else UNKNOWN,
+            _since(ticket.arrived, snapshot),
+            _importance(ticket.importance),
+            Cell(because, kind="prose alarm" if silent else "prose"),
+        ),
+    )
 
 
 def _asks(ticket: Ticket, snapshot: Snapshot, silent: Sequence[Unanswered]) -> Row:
     owner, name = ticket.name.partition("/")[0], lease_name(ticket.name)
     by = f", as {clean(ticket.said_by)} asked" if ticket.said_by else ""
     told = f" Asked by {clean(ticket.said_by)}." if ticket.said_by else ""
-    return Row(ticket.key, (
-        NOTHING, Cell(f"{ticket.verb} {clean(name)}", kind="strong"), _holder(ticket.owner, snapshot), NOTHING,
-        _since(ticket.arrived, snapshot), NOTHING,
-        Cell(f"{_silent(silent, snapshot)}{told}", hint=f"{NO_ANSWER}.", kind="prose alarm") if silent else
-        Cell(f"the answer of {_holder(owner, snapshot).text}{by}", kind="prose")))
+    return Row(
+        ticket.key,
+        (
+            NOTHING,
+            Cell(f"{ticket.verb} {clean(name)}", kind="strong"),
+            _holder(ticket.owner, snapshot),
+            NOTHING,
+            _since(ticket.arrived, snapshot),
+            NOTHING,
+            Cell(f"{_silent(silent, snapshot)}{told}", hint=f"{NO_ANSWER}.", kind="prose alarm")
+            if silent
+            else Cell(f"the answer of {_holder(owner, snapshot).text}{by}", kind="prose"),
+        ),
+    )
 
 
 def _since(arrived: float, snapshot: Snapshot) -> Cell:
@@ -238,6 +443,7 @@ def _since(arrived: float, snapshot: Snapshot) -> Cell:
 
 
 # -- cells --------------------------------------------------------------------------------------------------------
+
 
 def place(shares: Shares) -> str:
     """`GPU: 0`, `GPUs: 0,1 (TP:2)`, `host`, or `disk` for what lies on no device.
@@ -274,7 +480,10 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     >>> sorted(["bge-10", "bge-2", "Ada"], key=natural)
     ['Ada', 'bge-2', 'bge-10']
     """
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part.casefold()) for part in re.split(r"(\d+)", name)]
+    return [
+        (0, int(part), "") if part.isdecimal() else (1, 0, part.casefold())
+        for part in re.split(r"(\d+)", name)
+    ]
 
 
 def lasting(seconds: float) -> str:
@@ -301,7 +510,11 @@ def notebook(owner: Owner, snapshot: Snapshot) -> Cell:
 def owner_cell(owner: Owner, snapshot: Snapshot) -> Cell:
     user = f", {owner.user}" if owner.user and owner.user != snapshot.owner.user else ""
     said = "this process" if owner.id == snapshot.owner.id else f"{owner.label}{user}"
-    return Cell(clean(said), None, clean(f"{owner.notebook or 'no notebook'}, pid {owner.pid}, {owner.user}"))
+    return Cell(
+        clean(said),
+        None,
+        clean(f"{owner.notebook or 'no notebook'}, pid {owner.pid}, {owner.user}"),
+    )
 
 
 def _holder(owner_id: str, snapshot: Snapshot) -> Cell:

@@ -16,6 +16,7 @@ A session makes a tab when it is first looked at, so one that nobody opens costs
 updated. All calls come under the document's lock, one at a time. What a tab needs beside the Snapshot it asks of the
 Watch, with `latest`: that never waits. Which tabs there are, and in which order: `tabs.py`.
 """
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar

@@ -2,6 +2,7 @@
 
 Pure but for the tab itself.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -24,26 +25,40 @@ FETCH_SECONDS = 2.0
 ALL = "all"
 VERDICTS = {"granted": "✓ granted", "waiting": "◷ waits", "refused": "✗ refused"}
 COLUMNS = (
-    Column("When", hint="By your clock"), Column("Verdict"), Column("Model"),
-    Column("For", hint="The process that asked"), Column("Needs", True),
-    Column("Because"), Column("Also considered", hint="What lost, and why"))
-EMPTY = ("Nothing has been decided yet. Every grant, wait and refusal will stand here with its reason, from the first "
-         "model that is used.")
+    Column("When", hint="By your clock"),
+    Column("Verdict"),
+    Column("Model"),
+    Column("For", hint="The process that asked"),
+    Column("Needs", True),
+    Column("Because"),
+    Column("Also considered", hint="What lost, and why"),
+)
+EMPTY = (
+    "Nothing has been decided yet. Every grant, wait and refusal will stand here with its reason, from the first "
+    "model that is used."
+)
 
 
 def rows(events: Iterable[Event], snapshot: Snapshot, verdict: str = ALL) -> tuple[Row, ...]:
     """A row a decision, in the order given."""
-    return tuple(_row(event, snapshot) for event in events
-                 if event.action in VERDICTS and verdict in (ALL, event.action))
+    return tuple(
+        _row(event, snapshot)
+        for event in events
+        if event.action in VERDICTS and verdict in (ALL, event.action)
+    )
 
 
 def _row(event: Event, snapshot: Snapshot) -> Row:
     kind = {"refused": "alarm", "granted": "strong"}.get(event.action, "")
     cells = (
-        when(event.wall), Cell(VERDICTS[event.action], kind=kind), named(event), who(event, snapshot),
+        when(event.wall),
+        Cell(VERDICTS[event.action], kind=kind),
+        named(event),
+        who(event, snapshot),
         Cell(show_bytes(event.bytes), event.bytes) if event.bytes else Cell("–", kind="soft"),
         Cell(clean(event.because), kind="prose"),
-        Cell("\n".join(clean(one) for one in event.runners_up) or "–", kind="prose soft"))
+        Cell("\n".join(clean(one) for one in event.runners_up) or "–", kind="prose soft"),
+    )
     return Row(row_id(event), cells)
 
 
@@ -83,10 +98,15 @@ class Decisions(Tab):
         self.panel = pn.Column(self._verdict, self.sheet, sizing_mode="stretch_width")
 
     def update(self, snapshot: Snapshot) -> None:
-        told = self.watch.latest("decisions", lambda rt: rt.decisions(MOST), every=FETCH_SECONDS) or ()
+        told = (
+            self.watch.latest("decisions", lambda rt: rt.decisions(MOST), every=FETCH_SECONDS) or ()
+        )
         verdict = self._verdict.value
-        self.sheet.show(self.watch.once(
-            f"decisions {verdict}", snapshot, lambda seen: encoded(rows(told, seen, verdict))))
+        self.sheet.show(
+            self.watch.once(
+                f"decisions {verdict}", snapshot, lambda seen: encoded(rows(told, seen, verdict))
+            )
+        )
 
     def _again(self) -> None:
         if self.watch.look.snapshot is not None:

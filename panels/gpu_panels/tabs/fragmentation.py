@@ -2,6 +2,7 @@
 
 `rows` and `report` are pure: maps and a Snapshot in, a table and words out.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -21,18 +22,35 @@ from ..palette import EDGE
 from ..widgets.table import Button, Cell, Column, Row, Sheet, encoded
 from .base import Tab
 
-MAP_SECONDS = 0.5  # how often the maps are looked at; those that have not changed are not read again
+MAP_SECONDS = (
+    0.5  # how often the maps are looked at; those that have not changed are not read again
+)
 
 COLUMNS = (
-    Column("Process"), Column("Device"), Column("Allocated", True, "Bytes in blocks that somebody uses"),
+    Column("Process"),
+    Column("Device"),
+    Column("Allocated", True, "Bytes in blocks that somebody uses"),
     Column("Reserved", True, "Bytes that the allocator took from the card"),
     Column("Inactive", True, "Reserved bytes that nobody uses"),
-    Column("Comes back", True, "Inactive bytes that defragmenting gives back to the card: segments that nobody uses"),
-    Column("Largest free block", True, "The largest request that the allocator can serve from what it has reserved"),
-    Column("Largest that fits", True, "The largest request of this process that would fit now: in its largest free "
-                                      "block, or in new memory within the card's budget"),
+    Column(
+        "Comes back",
+        True,
+        "Inactive bytes that defragmenting gives back to the card: segments that nobody uses",
+    ),
+    Column(
+        "Largest free block",
+        True,
+        "The largest request that the allocator can serve from what it has reserved",
+    ),
+    Column(
+        "Largest that fits",
+        True,
+        "The largest request of this process that would fit now: in its largest free "
+        "block, or in new memory within the card's budget",
+    ),
     Column("Retries", True, "How often the allocator had to empty its cache to serve a request"),
-    Column("OOMs", True, "How often it could not serve a request"))
+    Column("OOMs", True, "How often it could not serve a request"),
+)
 EMPTY = "No process holds memory on a card yet. Load a model in a notebook: `%gpu load NAME PATH`"
 
 
@@ -51,14 +69,25 @@ class Cut(NamedTuple):
 
 def cuts(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> tuple[Cut, ...]:
     """Everybody who holds memory on a card, the most inactive first, and who does not tell last."""
-    cards: Mapping[str, DeviceView] = {view.device.id: view for view in snapshot.devices if not view.device.is_host}
+    cards: Mapping[str, DeviceView] = {
+        view.device.id: view for view in snapshot.devices if not view.device.is_host
+    }
     told = {(one.owner, one.device): one for one in maps if one.device in cards}
-    silent = {(section.owner.id, share.device): None for section in snapshot.sections.values()
-              for lease in section.leases for share in lease.shares if share.device in cards}
-    found = [Cut(owner, device, one, one.largest_request_bytes(cards[device]) if one else None)
-             for (owner, device), one in (silent | told).items()
-             if owner in snapshot.sections or owner == snapshot.owner.id]
-    return tuple(sorted(found, key=lambda cut: (cut.map is None, -_inactive(cut), cut.device, cut.owner)))
+    silent = {
+        (section.owner.id, share.device): None
+        for section in snapshot.sections.values()
+        for lease in section.leases
+        for share in lease.shares
+        if share.device in cards
+    }
+    found = [
+        Cut(owner, device, one, one.largest_request_bytes(cards[device]) if one else None)
+        for (owner, device), one in (silent | told).items()
+        if owner in snapshot.sections or owner == snapshot.owner.id
+    ]
+    return tuple(
+        sorted(found, key=lambda cut: (cut.map is None, -_inactive(cut), cut.device, cut.owner))
+    )
 
 
 def _inactive(cut: Cut) -> int:
@@ -67,7 +96,9 @@ def _inactive(cut: Cut) -> int:
 
 def rows(found: Iterable[Cut], snapshot: Snapshot, acts: bool, chosen: str = "") -> tuple[Row, ...]:
     """The table: a row a process and card, with a button to draw it and, for who may act, one to defragment it."""
-    return tuple(Row(cut.id, _cells(cut, snapshot), _buttons(cut, snapshot, acts, chosen)) for cut in found)
+    return tuple(
+        Row(cut.id, _cells(cut, snapshot), _buttons(cut, snapshot, acts, chosen)) for cut in found
+    )
 
 
 def _cells(cut: Cut, snapshot: Snapshot) -> tuple[Cell, ...]:
@@ -76,12 +107,23 @@ def _cells(cut: Cut, snapshot: Snapshot) -> tuple[Cell, ...]:
     if cut.map is None:
         return (who, Cell(cut.device), *[UNKNOWN] * (len(COLUMNS) - 2))
     map = cut.map
-    part = f"{100 * map.inactive_bytes / map.reserved_bytes:.0f} % of what is reserved" \
-        if map.inactive_bytes is not None and map.reserved_bytes else ""
-    return (who, Cell(cut.device), _size(map.allocated_bytes), _size(map.reserved_bytes),
-            _size(map.inactive_bytes, part), _size(map.releasable_bytes), _size(map.largest_free_bytes),
-            _size(cut.fits_bytes), Cell(str(map.alloc_retries), map.alloc_retries),
-            Cell(str(map.ooms), map.ooms, kind="alarm" if map.ooms else ""))
+    part = (
+        f"{100 * map.inactive_bytes / map.reserved_bytes:.0f} % of what is reserved"
+        if map.inactive_bytes is not None and map.reserved_bytes
+        else ""
+    )
+    return (
+        who,
+        Cell(cut.device),
+        _size(map.allocated_bytes),
+        _size(map.reserved_bytes),
+        _size(map.inactive_bytes, part),
+        _size(map.releasable_bytes),
+        _size(map.largest_free_bytes),
+        _size(cut.fits_bytes),
+        Cell(str(map.alloc_retries), map.alloc_retries),
+        Cell(str(map.ooms), map.ooms, kind="alarm" if map.ooms else ""),
+    )
 
 
 def _size(size: int | None, hint: str = "") -> Cell:
@@ -93,8 +135,11 @@ def _buttons(cut: Cut, snapshot: Snapshot, acts: bool, chosen: str) -> tuple[But
     show = Button("show", "Map", unknown or ("It is drawn below" if cut.id == chosen else ""))
     if not acts or cut.owner not in snapshot.sections:
         return (show,)
-    idle = "" if cut.map is None or cut.map.releasable_bytes is None or cut.map.releasable_bytes \
+    idle = (
+        ""
+        if cut.map is None or cut.map.releasable_bytes is None or cut.map.releasable_bytes
         else "Nothing would come back: no segment is wholly inactive"
+    )
     return (show, Button("defrag", "Defragment", idle))
 
 
@@ -104,9 +149,13 @@ def report(cut: Cut, snapshot: Snapshot) -> str:
     who = (section.owner if section else snapshot.owner).label
     title = f'<div class="title">{esc(f"{clean(who)} on {cut.device}")}</div>'
     if cut.map is None:
-        return f"{title}<div>It has not told how its memory there is cut up: it has just come, or runs no allocator " \
-               "that tells.</div>"
-    said = " ".join(filter(None, (drawing.verdict(cut.map), _compared(cut), drawing.left_out(cut.map))))
+        return (
+            f"{title}<div>It has not told how its memory there is cut up: it has just come, or runs no allocator "
+            "that tells.</div>"
+        )
+    said = " ".join(
+        filter(None, (drawing.verdict(cut.map), _compared(cut), drawing.left_out(cut.map)))
+    )
     return f"{title}<div>{esc(said)}</div>"
 
 
@@ -121,7 +170,8 @@ CSS = f""".title{{font-weight:600;font-size:15px;margin-top:10px}} div{{font-siz
 WHAT_IT_IS = (
     "An allocator takes memory from the card in segments and cuts them into blocks. It gives a segment back only when "
     "no block of it is in use, so one small tensor can hold a large segment. Defragment gives back the segments that "
-    "nobody uses; to free the others, evict the models that lie in them and restore them: they come back side by side.")
+    "nobody uses; to free the others, evict the models that lie in them and restore them: they come back side by side."
+)
 
 
 class Told:
@@ -178,10 +228,14 @@ class FragmentationTab(Tab):
         self.sheet = Sheet(COLUMNS, self._pressed, empty="Looking …")
         self.chart = MapChart()
         self._head, self._legend, self._hint = (
-            pn.pane.HTML("", stylesheets=[CSS], margin=(2, 10), sizing_mode="stretch_width") for _ in range(3))
+            pn.pane.HTML("", stylesheets=[CSS], margin=(2, 10), sizing_mode="stretch_width")
+            for _ in range(3)
+        )
         self._hint.object = f'<div class="hint">{esc(WHAT_IT_IS)}</div>'
         self._plot = pn.pane.Bokeh(self.chart.figure, sizing_mode="stretch_width", margin=(0, 6))
-        self._below = pn.Column(sizing_mode="stretch_width")  # a figure that is only hidden leaves its toolbar there
+        self._below = pn.Column(
+            sizing_mode="stretch_width"
+        )  # a figure that is only hidden leaves its toolbar there
         self.panel = pn.Column(self.sheet, self._below, sizing_mode="stretch_width")
 
     def update(self, snapshot: Snapshot) -> None:

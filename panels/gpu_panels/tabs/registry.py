@@ -1,4 +1,5 @@
 """Which tabs the console has, in their order. A module is imported when its tab is first looked at."""
+
 from __future__ import annotations
 
 from importlib import import_module
@@ -19,7 +20,11 @@ TABS = {  # title -> module:class
 
 
 def titles() -> list[str]:
-    return [title for title, path in TABS.items() if find_spec(f"{__package__}.{path.partition(':')[0]}")]
+    return [
+        title
+        for title, path in TABS.items()
+        if find_spec(f"{__package__}.{path.partition(':')[0]}")
+    ]
 
 
 def kind(title: str) -> type[Tab]:

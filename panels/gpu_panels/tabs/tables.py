@@ -1,4 +1,5 @@
 """The tabs Models, Leases and Queue: each a table of `rows.py`, reckoned once for all sessions."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -32,7 +33,11 @@ class _Table(Tab):
 
     def update(self, snapshot: Snapshot) -> None:
         acts = self.actions.may_act
-        self.sheet.show(self.watch.once(f"{self.title} {acts}", snapshot, lambda seen: encoded(self.rows(seen), acts)))
+        self.sheet.show(
+            self.watch.once(
+                f"{self.title} {acts}", snapshot, lambda seen: encoded(self.rows(seen), acts)
+            )
+        )
 
 
 class Models(_Table):
@@ -41,11 +46,16 @@ class Models(_Table):
     empty = "No model is known yet. In a notebook: `%gpu load NAME PATH`; or in a terminal: `gpu apply -f FILE`"
 
     def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
-        return rows.models(snapshot, self.watch.latest("catalogue", _catalogue, CATALOGUE_SECONDS) or (),
-                           rows.looks(snapshot))
+        return rows.models(
+            snapshot,
+            self.watch.latest("catalogue", _catalogue, CATALOGUE_SECONDS) or (),
+            rows.looks(snapshot),
+        )
 
     def update(self, snapshot: Snapshot) -> None:
-        self.watch.latest("catalogue", _catalogue, CATALOGUE_SECONDS)  # so that it is fetched as long as this is seen
+        self.watch.latest(
+            "catalogue", _catalogue, CATALOGUE_SECONDS
+        )  # so that it is fetched as long as this is seen
         super().update(snapshot)
 
 
@@ -70,5 +80,15 @@ class Queue(_Table):
 def _catalogue(rt: Any) -> tuple[ModelSpec, ...]:
     """The catalogue's models, as far as a table shows them."""
     rows = rt.catalog().astype({"bytes": "object"}).itertuples(index=False)
-    return tuple(ModelSpec(row.name, row.backend, row.source, row.bytes if isinstance(row.bytes, int) else None,
-                           importance=row.importance, keep=row.keep, enabled=row.state != "disabled") for row in rows)
+    return tuple(
+        ModelSpec(
+            row.name,
+            row.backend,
+            row.source,
+            row.bytes if isinstance(row.bytes, int) else None,
+            importance=row.importance,
+            keep=row.keep,
+            enabled=row.state != "disabled",
+        )
+        for row in rows
+    )

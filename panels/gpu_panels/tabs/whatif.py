@@ -1,4 +1,5 @@
 """The tab What if: what using a model, or leasing a size, would do now; nothing is done."""
+
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -38,8 +39,10 @@ from .now import SELECT
 
 FETCH_SECONDS = 2.0
 NO_MODEL = "choose …"
-HINT = ("Choose a model, or type a size such as <code>14 GiB</code>, to see what would happen: where it would go, who "
-        "would step aside and what the devices would look like then. Nothing is done.")
+HINT = (
+    "Choose a model, or type a size such as <code>14 GiB</code>, to see what would happen: where it would go, who "
+    "would step aside and what the devices would look like then. Nothing is done."
+)
 
 
 class Answer(NamedTuple):
@@ -69,12 +72,18 @@ def known(snapshot: Snapshot) -> list[str]:
     """
     owners: dict[str, set[int]] = {spec.name: {snapshot.owner.pid} for spec in snapshot.specs}
     for section in snapshot.sections.values():
-        for name in (*section.names, *(lease.name for lease in section.leases if lease.kind == "model")):
+        for name in (
+            *section.names,
+            *(lease.name for lease in section.leases if lease.kind == "model"),
+        ):
             owners.setdefault(name, set()).add(section.owner.pid)
-    return sorted(name if len(pids) == 1 else f"{name}@{pid}" for name, pids in owners.items() for pid in pids)
+    return sorted(
+        name if len(pids) == 1 else f"{name}@{pid}" for name, pids in owners.items() for pid in pids
+    )
 
 
 # -- the world after the plan -------------------------------------------------------------------------------------
+
 
 def after(snapshot: Snapshot, steps: Iterable[Step]) -> Snapshot:
     """The snapshot as if the steps had been done; what would come is shown as on its way."""
@@ -89,8 +98,11 @@ def after(snapshot: Snapshot, steps: Iterable[Step]) -> Snapshot:
     change = _claims(sections)
     for device, size in _claims(snapshot.sections).items():
         change[device] = change.get(device, 0) - size
-    return replace(snapshot, sections=sections,
-                   devices=tuple(_changed(view, change.get(view.device.id, 0)) for view in snapshot.devices))
+    return replace(
+        snapshot,
+        sections=sections,
+        devices=tuple(_changed(view, change.get(view.device.id, 0)) for view in snapshot.devices),
+    )
 
 
 def _done(lease: Lease, step: Step) -> Lease | None:
@@ -113,16 +125,24 @@ def _claims(sections: Mapping[str, Section]) -> dict[str, int]:
 def _changed(view: DeviceView, more: int) -> DeviceView:
     used = None if view.measured_bytes is None else max(0, view.measured_bytes + more)
     room = None if view.room_bytes is None else view.room_bytes - more
-    return replace(view, claimed_bytes=view.claimed_bytes + more, measured_bytes=used, room_bytes=room)
+    return replace(
+        view, claimed_bytes=view.claimed_bytes + more, measured_bytes=used, room_bytes=room
+    )
 
 
 def touched(steps: Iterable[Step]) -> list[str]:
     """The devices that the steps change."""
-    return list(dict.fromkeys(share.device for step in steps
-                              for share in (*getattr(step, "source", ()), *getattr(step, "shares", ()))))
+    return list(
+        dict.fromkeys(
+            share.device
+            for step in steps
+            for share in (*getattr(step, "source", ()), *getattr(step, "shares", ()))
+        )
+    )
 
 
 # -- in words -----------------------------------------------------------------------------------------------------
+
 
 def displaced(plan: Plan, snapshot: Snapshot) -> list[str]:
     """Who would step aside for it, a sentence each."""
@@ -139,12 +159,21 @@ def _steps_aside(snapshot: Snapshot, step: Move | Drop, asked: bool) -> str:
     section = snapshot.sections.get(owner_id)
     lease = section.lease(name) if section else None
     where = places(step.source)
-    goes = (f"would go from {where} to {places(step.shares)}" if isinstance(step, Move)
-            else f"would be dropped from {where}")
-    back = (lease.restore_seconds if isinstance(step, Move) else lease.reload_seconds) if lease else 0.0
-    return (f"{clean(name)} ({show_bytes(total(step.source))}) of {bars.holder(section) if section else 'a process'} "
-            f"{goes}{', as its owner is asked to' if asked else ''}"
-            f"{f'; it is back {show_seconds(back)} after it is used again' if back >= 0.001 else ''}")
+    goes = (
+        f"would go from {where} to {places(step.shares)}"
+        if isinstance(step, Move)
+        else f"would be dropped from {where}"
+    )
+    back = (
+        (lease.restore_seconds if isinstance(step, Move) else lease.reload_seconds)
+        if lease
+        else 0.0
+    )
+    return (
+        f"{clean(name)} ({show_bytes(total(step.source))}) of {bars.holder(section) if section else 'a process'} "
+        f"{goes}{', as its owner is asked to' if asked else ''}"
+        f"{f'; it is back {show_seconds(back)} after it is used again' if back >= 0.001 else ''}"
+    )
 
 
 def places(shares: Shares) -> str:
@@ -160,8 +189,10 @@ def answer(told: Answer, snapshot: Snapshot) -> str:
     if told.plan is None:
         return f'<div class="alarm">{_lines(told.error)}</div>'
     plan = told.plan
-    parts = [f'<div class="verdict">{"✓" if plan.granted else "✗"} {esc(words.verdict(plan))}</div>',
-             f"<p>{esc(plan.because)}</p>"]
+    parts = [
+        f'<div class="verdict">{"✓" if plan.granted else "✗"} {esc(words.verdict(plan))}</div>',
+        f"<p>{esc(plan.because)}</p>",
+    ]
     if plan.obstacle:
         parts.append(f'<div class="alarm">It would not be loaded: {esc(plan.obstacle)}.</div>')
     if gone := displaced(plan, snapshot):
@@ -204,14 +235,21 @@ def _lines(said: str) -> str:
 
 # -- the tab ------------------------------------------------------------------------------------------------------
 
+
 class _Pair:
     """A device now, and as the plan would leave it."""
 
     def __init__(self) -> None:
         self.head = Prose(margin=(6, 10, 0, 10))
         self.now, self.then = BarChart(), BarChart()
-        self.panel = pn.Column(self.head, *(pn.pane.Bokeh(chart.figure, sizing_mode="stretch_width", margin=(0, 6))
-                                            for chart in (self.now, self.then)), sizing_mode="stretch_width")
+        self.panel = pn.Column(
+            self.head,
+            *(
+                pn.pane.Bokeh(chart.figure, sizing_mode="stretch_width", margin=(0, 6))
+                for chart in (self.now, self.then)
+            ),
+            sizing_mode="stretch_width",
+        )
 
 
 class WhatIf(Tab):
@@ -223,15 +261,35 @@ class WhatIf(Tab):
         super().__init__(watch, actions)
         self._dark = False
         self._pairs: dict[str, _Pair] = {}
-        self.model = pmui.Select(label="A model", options=[NO_MODEL], value=NO_MODEL, width=300, margin=(10, 10),
-                                 **SELECT)
-        self.size = pmui.TextInput(label="or a size, such as 14 GiB", size="small", width=300, margin=(10, 10))
-        self.model.param.watch(lambda event: self._asked(self.size, "", event.new != NO_MODEL), "value")
-        self.size.param.watch(lambda event: self._asked(self.model, NO_MODEL, bool(event.new)), "value")
-        self.told, self.details = Prose(f'<div class="hint">{HINT}</div>', margin=(4, 10)), Prose(margin=(4, 10))
+        self.model = pmui.Select(
+            label="A model",
+            options=[NO_MODEL],
+            value=NO_MODEL,
+            width=300,
+            margin=(10, 10),
+            **SELECT,
+        )
+        self.size = pmui.TextInput(
+            label="or a size, such as 14 GiB", size="small", width=300, margin=(10, 10)
+        )
+        self.model.param.watch(
+            lambda event: self._asked(self.size, "", event.new != NO_MODEL), "value"
+        )
+        self.size.param.watch(
+            lambda event: self._asked(self.model, NO_MODEL, bool(event.new)), "value"
+        )
+        self.told, self.details = (
+            Prose(f'<div class="hint">{HINT}</div>', margin=(4, 10)),
+            Prose(margin=(4, 10)),
+        )
         self.bars = pn.Column(sizing_mode="stretch_width")
-        self.panel = pn.Column(pn.FlexBox(self.model, self.size, sizing_mode="stretch_width"), self.told,
-                               self.bars, self.details, sizing_mode="stretch_width")
+        self.panel = pn.Column(
+            pn.FlexBox(self.model, self.size, sizing_mode="stretch_width"),
+            self.told,
+            self.bars,
+            self.details,
+            sizing_mode="stretch_width",
+        )
 
     def dark(self, on: bool) -> None:
         self._dark = on
@@ -240,21 +298,35 @@ class WhatIf(Tab):
         options = [NO_MODEL, *self.watch.once("what if: models", snapshot, known)]
         if self.model.options != options:
             self.model.param.update(
-                options=options, value=self.model.value if self.model.value in options else NO_MODEL)
-        subject = (self.size.value or "").strip() or (self.model.value if self.model.value != NO_MODEL else "")
+                options=options, value=self.model.value if self.model.value in options else NO_MODEL
+            )
+        subject = (self.size.value or "").strip() or (
+            self.model.value if self.model.value != NO_MODEL else ""
+        )
         found = self._plan(subject, options) if subject else None
-        said = f'<div class="hint">{HINT}</div>' if not subject else (
-            answer(found, snapshot) if found is not None else '<div class="hint">Asking …</div>')
+        said = (
+            f'<div class="hint">{HINT}</div>'
+            if not subject
+            else (
+                answer(found, snapshot) if found is not None else '<div class="hint">Asking …</div>'
+            )
+        )
         more = details(found, snapshot) if found else ""
         self.told.show(said)
         self.details.show(more)
         self._draw(snapshot, found.plan.steps if found and found.plan else ())
 
     def _plan(self, subject: str, models: list[str]) -> Answer | None:
-        return self.watch.latest(f"what if: {subject}", lambda rt: ask(rt, subject, models), FETCH_SECONDS)
+        return self.watch.latest(
+            f"what if: {subject}", lambda rt: ask(rt, subject, models), FETCH_SECONDS
+        )
 
     def _draw(self, snapshot: Snapshot, steps: Sequence[Step]) -> None:
-        changed = [device for device in touched(steps) if any(view.device.id == device for view in snapshot.devices)]
+        changed = [
+            device
+            for device in touched(steps)
+            if any(view.device.id == device for view in snapshot.devices)
+        ]
         if list(self._pairs) != changed:
             self._pairs = {device: self._pairs.get(device) or _Pair() for device in changed}
             self.bars[:] = [pair.panel for pair in self._pairs.values()]
@@ -266,9 +338,11 @@ class WhatIf(Tab):
             pair = self._pairs.get(one.device.id)
             if pair is None:
                 continue
-            head = (f'<div class="head"><span class="name">{esc(one.device.id)}</span><span class="soft">above now, '
-                    f"{esc(show_bytes(one.used_bytes))}; below as it would be, {esc(show_bytes(other.used_bytes))}"
-                    f'</span><span class="unread">{esc(other.told)}</span></div>')
+            head = (
+                f'<div class="head"><span class="name">{esc(one.device.id)}</span><span class="soft">above now, '
+                f"{esc(show_bytes(one.used_bytes))}; below as it would be, {esc(show_bytes(other.used_bytes))}"
+                f'</span><span class="unread">{esc(other.told)}</span></div>'
+            )
             pair.head.show(head)
             pair.now.show(bar_columns.drawing(one, looks, self._dark))
             pair.then.show(bar_columns.drawing(other, looks, self._dark))

@@ -2,6 +2,7 @@
 
 `words` is pure. The strip itself tells the age of the figures by the browser's clock.
 """
+
 from __future__ import annotations
 
 import html
@@ -23,9 +24,15 @@ class Strip(JSComponent):
     words = param.String("", doc="HTML, escaped by whoever made it.")
     as_of = param.String("", doc="When the figures were true, as a person reads it.")
     beat = param.Integer(0, doc="Another number each time something was heard.")
-    silence = param.String("nothing heard from the server", doc="What to say when nothing is heard any more.")
-    announces = param.Boolean(False, doc="Whether it says when its page is there, as `ready` then hears.")
-    chooses = param.Boolean(False, doc="Whether it says which theme the browser wants, as `wanted` then hears.")
+    silence = param.String(
+        "nothing heard from the server", doc="What to say when nothing is heard any more."
+    )
+    announces = param.Boolean(
+        False, doc="Whether it says when its page is there, as `ready` then hears."
+    )
+    chooses = param.Boolean(
+        False, doc="Whether it says which theme the browser wants, as `wanted` then hears."
+    )
     dark = param.Boolean(False, doc="The page's theme, for the browser to remember.")
 
     _esm = "header.js"
@@ -48,12 +55,25 @@ def words(snapshot: Snapshot, visitor: Any) -> str:
     place = f"{snapshot.host or snapshot.owner.host or 'this host'}"
     role = "operator" if visitor.may_act else "viewer, read only"
     who = role if visitor.name == role.partition(",")[0] else f"{visitor.name} · {role}"
-    parts = ['<span class="title">GPU console</span>',
-             f'<span class="level" style="background:{look.colour};color:{look.ink}" title="The worst pressure of any '
-             f'device">{_esc(level_word(level))}</span>']
-    parts.append(_span(device_title(snapshot), "badge" if snapshot.simulated else "",
-                       "These devices are simulated: no GPU is touched" if snapshot.simulated else ""))
-    parts.append(_span(f"{place} · {_short(snapshot.ledger)}", "", f"Host {place}, ledger {_open(snapshot.ledger)}"))
+    parts = [
+        '<span class="title">GPU console</span>',
+        f'<span class="level" style="background:{look.colour};color:{look.ink}" title="The worst pressure of any '
+        f'device">{_esc(level_word(level))}</span>',
+    ]
+    parts.append(
+        _span(
+            device_title(snapshot),
+            "badge" if snapshot.simulated else "",
+            "These devices are simulated: no GPU is touched" if snapshot.simulated else "",
+        )
+    )
+    parts.append(
+        _span(
+            f"{place} · {_short(snapshot.ledger)}",
+            "",
+            f"Host {place}, ledger {_open(snapshot.ledger)}",
+        )
+    )
     parts.append(_span(who, "who"))
     return "".join(parts)
 

@@ -3,6 +3,7 @@
 Panel's HTML pane loses what it is told between being made and being drawn, with an error in the browser; on a busy
 machine that was every other page. This one draws what is there when it is drawn.
 """
+
 from __future__ import annotations
 
 from typing import Any
