@@ -1,4 +1,8 @@
-"""Who may import whom: ground below, then mind and hands who do not know each other, then the house, then the faces."""
+"""A folder is a layer: which folders each may import, and what no decision may know.
+
+`MAY_IMPORT` has one line a folder. Imports inside functions count like those at the top of a file.
+The one exception is the public facade: `gpu_runtime/__init__` opens `gpu_runtime.runtime`.
+"""
 
 from __future__ import annotations
 
@@ -10,112 +14,44 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-ROOMS = {
-    "ground": {"activity", "silence", "threads", "persons", "facts", "units", "errors", "settings"},
-    "mind": {
-        "moments",
-        "bounds",
-        "drains",
-        "moves",
-        "naming",
-        "splitting",
-        "several",
-        "planner",
-        "caps",
-        "telling",
-        "asks",
-        "bookkeeping",
-        "clearing",
-        "deadlock",
-        "estimate",
-        "hopeless",
-        "leaving",
-        "placement",
-        "working",
-        "policy",
-        "pressure",
-        "strangers",
-        "queueing",
-        "room",
-    },
-    "hands": {
-        "cards",
-        "nvidia_smi",
-        "amd",
-        "apple",
-        "allocators",
-        "ledgers",
-        "backends",
-        "blocks",
-        "probe",
-        "pool",
-        "journal",
-        "machine",
-        "owner",
-        "memory",
-        "segments",
-        "nvml",
-        "record",
-        "sampling",
-        "documents",
-        "fields",
-        "manifests",
-        "measurements",
-    },
-    "house": {
-        "recorder",
-        "sampler",
-        "doctor",
-        "defragmenting",
-        "maps",
-        "draining",
-        "moving",
-        "__init__",
-        "runtime",
-        "keeper",
-        "monitor",
-        "frames",
-        "samples",
-        "catalog",
-        "catalogued",
-        "entries",
-        "sharing",
-        "sizing",
-        "planning",
-        "showing",
-        "losses",
-    },
-    "faces": {"cli", "verbs", "serving", "gpu", "gpu_panels"},
+GROUND = "errors units facts settings threads attribution kernel_activity"
+ACTING = f"catalog backends telemetry devices ledgers {GROUND}"  # they act, and know no scheduler
+MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself, and only downward
+    "errors": "",
+    "threads": "",
+    "attribution": "",
+    "units": "errors",
+    "facts": "units",
+    "kernel_activity": "facts",
+    "settings": "errors units facts",
+    "samples": "errors units",
+    "web": "errors units settings threads",
+    "estimation": "errors units facts",
+    "scheduler": "errors units facts attribution",
+    "ledgers": GROUND,
+    "devices": f"ledgers {GROUND}",
+    "telemetry": f"devices ledgers scheduler.pressure {GROUND}",
+    "backends": f"devices ledgers {GROUND}",
+    "catalog": f"backends devices ledgers {GROUND}",
+    "owner": f"scheduler estimation {ACTING}",
+    "runtime": f"owner scheduler {ACTING}",
+    "rendering": f"owner {GROUND}",
+    "__init__": "runtime errors",
+    "verbs": f"__init__ runtime owner catalog ledgers {GROUND}",
+    "serving": f"__init__ runtime rendering web catalog {GROUND}",
+    "gpu_panels": f"__init__ runtime rendering web {GROUND}",
+    "gpu": f"__init__ runtime rendering verbs gpu_panels {GROUND}",
+    "cli": f"__init__ runtime rendering verbs serving gpu_panels {GROUND}",
 }
-MAY_IMPORT = {
-    "ground": {"ground"},
-    "mind": {"ground", "mind"},
-    "hands": {"ground", "hands"},
-    "house": {"ground", "mind", "hands", "house"},
-    "faces": {"ground", "faces", "house"},  # of the house: what is not BACKSTAGE
-}
-BACKSTAGE = {"keeper", "monitor"}
 # A decision knows only what it is given: no clock, device, environment, log or chance.
-NOT_IN_MIND = {
-    "time",
-    "datetime",
-    "os",
-    "sys",
-    "logging",
-    "random",
-    "secrets",
-    "uuid",
-    "socket",
-    "threading",
-    "subprocess",
-    "pathlib",
-    "torch",
-    "psutil",
-    "pynvml",
-    "pydantic",
-    "pydantic_settings",
-}
-HEAVY = {"torch", "transformers", "accelerate", "panel", "bokeh", "llama_cpp"}
+NOT_IN_DECISIONS = {
+    "time", "datetime", "os", "sys", "logging", "random", "secrets", "uuid", "socket", "threading",
+    "subprocess", "pathlib", "torch", "psutil", "pynvml", "pydantic", "pydantic_settings",
+}  # fmt: skip
+# These load when they are first needed, never at the import of a module of the core.
+HEAVY = {"torch", "transformers", "accelerate", "panel", "bokeh", "llama_cpp", "ray"}
+MAY_BE_HEAVY = {"backends", "serving", "gpu_panels", "web"}
+NOT_IN_SERVING = {"panel", "bokeh"}  # headless serving needs neither
 
 
 def sources() -> list[Path]:
@@ -123,146 +59,115 @@ def sources() -> list[Path]:
     return sorted(path for folder in folders for path in folder.rglob("*.py"))
 
 
-def module_of(path: Path) -> tuple[str, ...]:
-    """`gpu_runtime/ledgers/sqlite/ledger.py` -> ("gpu_runtime", "ledgers", "sqlite"); a package ends in "__init__"."""
+def module_of(path: Path) -> str:
+    """`gpu_runtime/ledgers/memory.py` -> `gpu_runtime.ledgers.memory`; a package is named without `__init__`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return parts if parts[0] == "gpu_runtime" else parts[1:]
+    parts = parts if parts[0] == "gpu_runtime" else parts[1:]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room_of(module: tuple[str, ...]) -> str | None:
-    """The room a module lies in; None for a third party's."""
-    if module[0] in ("gpu", "gpu_panels"):
-        return "faces"
-    if module[0] != "gpu_runtime":
+PACKAGES = {module_of(path) for path in sources() if path.name == "__init__.py"}
+MODULES = {module_of(path) for path in sources()}
+
+
+def folder_of(module: str) -> str | None:
+    """The folder (or top-level file) that a module belongs to; None for another distribution's."""
+    top, *below = module.split(".")
+    if top in ("gpu", "gpu_panels"):
+        return top
+    if top != "gpu_runtime":
         return None
-    name = module[1] if len(module) > 1 else "__init__"
-    return next((room for room, names in ROOMS.items() if name in names), "no room")
+    return below[0] if below and f"{top}.{below[0]}" in MODULES else "__init__"
 
 
-def imports(tree: ast.AST, module: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def imports(tree: ast.AST, module: str) -> Iterator[str]:
     """Every module that this one imports, at the top or inside a function, as absolute names."""
+    package = module.split(".") if module in PACKAGES else module.split(".")[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (tuple(alias.name.split(".")) for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = module[: len(module) - node.level] if node.level else ()
-            base += tuple(node.module.split(".")) if node.module else ()
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
-                # `from gpu_runtime import runtime` imports a module, `import Runtime` a name of the root
-                is_module = base == ("gpu_runtime",) and any(
-                    alias.name in names for names in ROOMS.values()
-                )
-                yield (*base, alias.name) if is_module else base
+                # `from gpu_runtime import runtime` is the function of that name, not the module
+                is_module = f"{base}.{alias.name}" in MODULES and (base, alias.name, node.level) != (
+                    "gpu_runtime", "runtime", 0)  # fmt: skip
+                yield f"{base}.{alias.name}" if is_module else base
 
 
-def complaints(source: str, module: tuple[str, ...]) -> list[str]:
+def complaints(source: str, module: str) -> list[str]:
     """What this module imports and may not, in words."""
     tree = ast.parse(source)
-    me, found = ".".join(module), []
-    here = room_of(module)
-    if here == "no room":
-        return [f"{me} lies in no room; add it to ROOMS in {Path(__file__).name}"]
+    folder = folder_of(module)
+    if folder not in MAY_IMPORT:
+        return [f"{module} lies in a folder that MAY_IMPORT does not name"]
+    allowed = MAY_IMPORT[folder].split()
+    found = []
     for imported in imports(tree, module):
-        there = room_of(imported)
-        name = ".".join(imported)
-        if there is not None and there not in MAY_IMPORT[here]:
-            found.append(f"{me} ({here}) imports {name} ({there})")
-        elif (
-            here == "faces"
-            and imported[0] == "gpu_runtime"
-            and imported[1:2]
-            and imported[1] in BACKSTAGE
-        ):
-            found.append(f"{me} (faces) imports {name}, which only the house knows")
-        elif here == "mind" and imported[0] in NOT_IN_MIND:
-            found.append(f"{me} decides, and imports {name}")
-    if here != "faces" and module[1:2] != ("backends",):
+        there = folder_of(imported)
+        if there is not None and there != folder and there not in allowed:
+            if not any(imported == f"gpu_runtime.{name}" for name in allowed):
+                found.append(f"{module} imports {imported}: {folder} may not import {there}")
+        elif folder in ("scheduler", "estimation") and imported.split(".")[0] in NOT_IN_DECISIONS:
+            found.append(f"{module} decides, and imports {imported}")
+        elif folder in ("serving", "web") and imported.split(".")[0] in NOT_IN_SERVING:
+            found.append(f"{module} imports {imported}, which headless serving does without")
+    if folder not in MAY_BE_HEAVY:
         top = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-        found += [
-            f"{me} imports {heavy[0]} as soon as it is imported"
-            for node in top
-            for heavy in imports(node, module)
-            if heavy and heavy[0] in HEAVY
+        heavy = [
+            name for node in top for name in imports(node, module) if name.split(".")[0] in HEAVY
         ]
+        found += [f"{module} imports {name} as soon as it is imported" for name in heavy]
     return found
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: "/".join(module_of(path)))
-def test_every_module_keeps_to_its_room(path):
-    """Mind and hands never import each other; only the house knows both; faces know the house."""
+@pytest.mark.parametrize("path", sources(), ids=module_of)
+def test_every_module_imports_downward_only(path):
+    """The scheduler, and what acts, never import each other; only the owner knows both."""
     assert complaints(path.read_text(), module_of(path)) == []
 
 
-@pytest.mark.parametrize(
-    ("module", "source", "complaint"),
-    [
-        (
-            "gpu_runtime.scheduler.eviction_policy",
-            "from .ledgers import memory",
-            "imports gpu_runtime.ledgers (hands)",
-        ),
-        (
-            "gpu_runtime.scheduler.eviction_policy",
-            "def f():\n    from . import probe",
-            "imports gpu_runtime.devices.probe (hands)",
-        ),
-        ("gpu_runtime.scheduler.eviction_policy", "import time", "decides, and imports time"),
-        (
-            "gpu_runtime.scheduler.eviction_policy",
-            "from gpu_runtime import Runtime",
-            "imports gpu_runtime (house)",
-        ),
-        (
-            "gpu_runtime.ledgers.sqlite.ledger",
-            "from ..planner import admit",
-            "imports gpu_runtime.scheduler.admission (mind)",
-        ),
-        (
-            "gpu_runtime.ledgers.__init__",
-            "from ..runtime import Runtime",
-            "imports gpu_runtime.runtime (house)",
-        ),
-        (
-            "gpu_runtime.facts",
-            "import gpu_runtime.scheduler.eviction_policy",
-            "imports gpu_runtime.scheduler.eviction_policy (mind)",
-        ),
-        ("gpu_runtime.runtime", "from .cli import main", "imports gpu_runtime.cli (faces)"),
-        ("gpu_runtime.runtime", "import torch", "imports torch as soon as it is imported"),
-        (
-            "gpu.magics",
-            "from gpu_runtime.owner.resident import Pool",
-            "imports gpu_runtime.owner.resident (hands)",
-        ),
-        ("gpu.magics", "from gpu_runtime import monitor", "which only the house knows"),
-        ("gpu_runtime.cellar", "", "lies in no room"),
-    ],
-)
+def test_no_two_modules_import_each_other():
+    """Not even inside functions or for types: a circle of files cannot be read from the bottom up."""
+    uses = {module_of(path): set(imports(ast.parse(path.read_text()), module_of(path))) & MODULES
+            for path in sources()}  # fmt: skip
+    uses["gpu_runtime"].discard("gpu_runtime.runtime")  # the facade
+    left = {module: found - {module} for module, found in uses.items()}
+    while free := [module for module, found in left.items() if not found & left.keys()]:
+        for module in free:
+            del left[module]
+    in_circles = {module: sorted(found & left.keys()) for module, found in left.items()}
+    assert in_circles == {}
+
+
+@pytest.mark.parametrize(("module", "source", "complaint"), [
+    ("gpu_runtime.scheduler.queue", "from ..ledgers import memory", "scheduler may not import ledgers"),
+    ("gpu_runtime.scheduler.queue", "def f():\n    from ..devices import probe", "scheduler may not import devices"),
+    ("gpu_runtime.scheduler.queue", "import time", "decides, and imports time"),
+    ("gpu_runtime.scheduler.queue", "from gpu_runtime import Runtime", "scheduler may not import __init__"),
+    ("gpu_runtime.ledgers.memory", "from ..scheduler.admission import admit", "ledgers may not import scheduler"),
+    ("gpu_runtime.telemetry.journal", "from ..scheduler import admission", "telemetry may not import scheduler"),
+    ("gpu_runtime.ledgers", "from ..runtime import Runtime", "ledgers may not import runtime"),
+    ("gpu_runtime.facts", "import gpu_runtime.scheduler.queue", "facts may not import scheduler"),
+    ("gpu_runtime.runtime", "from .cli import main", "runtime may not import cli"),
+    ("gpu_runtime.runtime", "import torch", "imports torch as soon as it is imported"),
+    ("gpu_runtime.verbs", "from gpu_panels import server", "verbs may not import gpu_panels"),
+    ("gpu_runtime.serving.gateway", "def f():\n    import panel", "headless serving does without"),
+    ("gpu.magics", "from gpu_runtime.owner.session import Session", "gpu may not import owner"),
+])  # fmt: skip
 def test_a_forbidden_import_is_caught(module, source, complaint):
     """This file can fail."""
-    found = complaints(source, tuple(module.split(".")))
+    found = complaints(source, module)
     assert len(found) == 1 and complaint in found[0]
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("gpu_runtime.scheduler.admission", "from .facts import Book\nfrom .policy import lru"),
-        (
-            "gpu_runtime.owner.resident",
-            "from .backends import open_backend\ndef f():\n    import torch",
-        ),
-        ("gpu_runtime.runtime", "from . import planner, probe"),
-        (
-            "gpu_runtime.backends.pytorch.torch_backend",
-            "import torch\nfrom ..units import show_bytes",
-        ),
-        (
-            "gpu.magics",
-            "from gpu_runtime import Runtime, runtime\nfrom gpu_runtime.units import show_bytes",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("module", "source"), [
+    ("gpu_runtime.scheduler.admission", "from ..facts import Book\nfrom .queue import aged"),
+    ("gpu_runtime.telemetry.recorder", "from ..scheduler.pressure import views"),
+    ("gpu_runtime.backends.fake", "import torch\nfrom ..units import show_bytes"),
+    ("gpu.magics", "from gpu_runtime import Runtime, runtime\nfrom gpu_runtime.units import show_bytes"),
+])  # fmt: skip
 def test_an_allowed_import_is_not(module, source):
     """Nor does it fail for nothing."""
-    assert complaints(source, tuple(module.split("."))) == []
+    assert complaints(source, module) == []
