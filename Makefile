@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test soak bench clean redis-server
+.PHONY: help run test soak bench docs clean redis-server
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +18,7 @@ CONSTRAINTS_cpu := -c constraints-cpu.txt
 # wheel may be taken to another machine, and pip tells wheels apart by name and not by these options.
 LLAMA_cpu := -DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF
 LLAMA_cuda := $(LLAMA_cpu) $(if $(shell command -v nvcc),-DGGML_CUDA=on)
-WITHOUT_LLAMA := torch,notebook,console,redis,serve,diffusion,test
+WITHOUT_LLAMA := torch,notebook,console,redis,serve,diffusion,test,docs
 JOBS ?= 2
 STAMP := $(VENV)/.installed-$(FLAVOUR)
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
@@ -29,6 +29,7 @@ help:
 	@echo "make test    every test, doctest and notebook"
 	@echo "make soak    every property test with long counts, and the long stories (tests/bench/SOAK.md)"
 	@echo "make bench   the figures"
+	@echo "make docs    the documentation site, in docs/_build/html"
 	@echo "make clean   removes .venv and what tests leave behind"
 
 run: $(STAMP)
@@ -45,6 +46,10 @@ soak: $(STAMP) redis-server
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench
+
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -W --keep-going -q -j auto -b html docs docs/_build/html
+	@echo "Open  docs/_build/html/index.html"
 
 # For the tests of the ledger in Redis, which start one of their own. Where it cannot be had they are skipped, and say so.
 redis-server:
@@ -65,7 +70,7 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	$(if $(TORCH_INDEX),$(BIN)/python -m pip install -q $(CONSTRAINTS_$(FLAVOUR)) --extra-index-url $(TORCH_INDEX) torch)
 	@if ! command -v c++ >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y g++ || true; fi
-	@extras=all,test; if ! command -v c++ >/dev/null; then extras='$(WITHOUT_LLAMA)'; \
+	@extras=all,test,docs; if ! command -v c++ >/dev/null; then extras='$(WITHOUT_LLAMA)'; \
 		echo "No C++ compiler: llama.cpp is left out. For GGUF models: install g++, then  make clean run"; fi; \
 	CMAKE_ARGS='$(LLAMA_$(FLAVOUR))' CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
 		$(BIN)/python -m pip install -q $(CONSTRAINTS_$(FLAVOUR)) -e ".[$$extras]"
