@@ -80,11 +80,11 @@ from .owner.resident import Place, Resident
 from .owner.session import DOZE_SECONDS, LOOKS_PER_SECOND, POLL_SECONDS, Keeper, log
 from .scheduler import device_names, explain, quotas, unresponsive
 from .scheduler import transitions as books
-from .scheduler.admission import queue
-from .scheduler.capacity import sight
+from .scheduler.capacity import room_and_blind
 from .scheduler.placement import check_layout, check_policy
 from .scheduler.plan import plan
 from .scheduler.pressure import views
+from .scheduler.queue import queue
 from .scheduler.recall import Order, answer, foreign
 from .scheduler.unmanaged import stranger_bytes, strangers
 from .settings import Settings
@@ -783,7 +783,7 @@ class Runtime:
         if not governed:
             seen = tuple(replace(view, level=Level.UNKNOWN) for view in seen)
         beyond = stranger_bytes(book, world)
-        free, blind = sight(book, world)
+        free, blind = room_and_blind(book, world)
         seen = tuple(
             replace(
                 view,

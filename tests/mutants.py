@@ -227,7 +227,7 @@ FAULTS = [
     Fault(
         "unheard steps are forgotten",
         "scheduler/admission",
-        "    if steps := undone(book, wanted.owner, request.key):\n",
+        "    if steps := unfinished_steps(book, wanted.owner, request.key):\n",
         "    if steps := ():\n",
     ),
     Fault(

@@ -16,7 +16,7 @@ from ..backends.registry import runs_here
 from ..errors import EngineFault, GpuError, ProcessLost
 from ..facts import Share
 from ..scheduler import transitions as books
-from ..scheduler.eligibility import may_leave
+from ..scheduler.eligibility import reason_to_stay
 from .resident import Place
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def make_room(keeper: Keeper, resident: Resident, shares: tuple[Share, ...]) -> 
         mine = keeper.residents.get(lease.name) if lease.owner == keeper.me else None
         if mine is resident or not cards & {share.device for share in lease.shares}:
             continue
-        if may_leave(lease, world, asker=keeper.me, importance=resident.spec.importance):
+        if reason_to_stay(lease, world, asker=keeper.me, importance=resident.spec.importance):
             continue
         try:
             if mine is not None:

@@ -63,9 +63,9 @@ from ..ledgers.base import Ledger
 from ..ledgers.host_config import Machine, groups_of
 from ..scheduler import device_names, drain, explain, quotas, torch_limit
 from ..scheduler import transitions as books
-from ..scheduler.admission import admit, room
-from ..scheduler.eligibility import leave as mark_leaving
-from ..scheduler.eligibility import may_leave, way_out
+from ..scheduler.admission import admit
+from ..scheduler.capacity import room
+from ..scheduler.eligibility import eviction_step, mark_leaving, reason_to_stay
 from ..scheduler.eviction_policy import policy
 from ..scheduler.pressure import views
 from ..scheduler.recall import Ask, Order, ask, declined, obey
@@ -906,9 +906,9 @@ class Keeper:
                 return book, StillInUse(
                     f"{resident.spec.name} is on its way.", name=resident.spec.name
                 )
-            if why := may_leave(lease, world, asker=self.me, importance=-1):
+            if why := reason_to_stay(lease, world, asker=self.me, importance=-1):
                 return book, explain.still_here(book, self.me, lease, why, world)
-            step = way_out(
+            step = eviction_step(
                 lease,
                 room(book, world).get(HOST, 0),
                 world,

@@ -38,21 +38,17 @@ from ..facts import (
 )
 from ..units import show_bytes, show_seconds
 from . import quotas
-from .capacity import limit_of, room
-from .context import Ground
+from .capacity import limit_of
+from .context import Context
 from .deadlock import deadlocked
 from .drain import drained
 from .drain import refusals as drained_cards
-from .eligibility import leave, may_leave, undone, way_out
+from .eligibility import reason_to_stay, unfinished_steps
 from .eviction import cheapest_way, make_room
 from .feasibility import at_best, hopeless, hopeless_cards
 from .placement import place
-from .queue import aged, queue
 from .splitting import could_split, one_card_may_do, split
 from .transitions import note
-
-__all__ = ["admit", "aged", "deadlocked", "leave", "may_leave", "queue", "room", "way_out"]
-
 
 MOST_TOLD = 4  # leases in the way, by name
 LOOK_SECONDS = 1.0  # how soon to look again where only a new measurement can tell
@@ -78,7 +74,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     # An answer that was written but never heard (an interrupt, a lost reply) is given again.
     if lease and lease.key == request.key and lease.phase is Phase.ARRIVING:
         return book, Grant(lease, (_arrival(lease),), "granted before")
-    if steps := undone(book, wanted.owner, request.key):
+    if steps := unfinished_steps(book, wanted.owner, request.key):
         return book, Wait(
             "; ".join(f"{_name(step.lease)} was to step aside" for step in steps), steps
         )
@@ -111,7 +107,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
         return _refuse(book, request, world, refusal)
 
     # 4. fits in what is free
-    ground = Ground.of(book, request, world)
+    ground = Context.of(book, request, world)
     candidates = _candidates(book, request, world, ground, out)
     possible = tuple(
         [c for c in candidates if len(c.shares) > 1 or c.shares[0].device not in never]
@@ -173,7 +169,7 @@ def _with_layout(request: Request, world: World, never: Container[str]) -> Reque
 
 
 def _candidates(
-    book: Book, request: Request, world: World, ground: Ground, out: Mapping[str, str]
+    book: Book, request: Request, world: World, ground: Context, out: Mapping[str, str]
 ) -> tuple[Candidate, ...]:
     """Where it may go as things stand, the best first; drained cards stand last, and say so."""
     rules, free = request.placement, ground.free()
@@ -210,7 +206,7 @@ def _candidates(
     return _kept(found, ground) + drained_
 
 
-def _kept(candidates: tuple[Candidate, ...], ground: Ground) -> tuple[Candidate, ...]:
+def _kept(candidates: tuple[Candidate, ...], ground: Context) -> tuple[Candidate, ...]:
     """The candidates, and of those without room what is kept there for others: it looks free to everybody else."""
     return tuple(
         [
@@ -222,7 +218,7 @@ def _kept(candidates: tuple[Candidate, ...], ground: Ground) -> tuple[Candidate,
     )
 
 
-def _kept_for_others(ground: Ground, shares: Shares) -> str:
+def _kept_for_others(ground: Context, shares: Shares) -> str:
     """Who comes first on these cards, and how much of what is free there waits for them; empty where nothing does."""
     if not ground.stands:
         return ""
@@ -378,7 +374,7 @@ def _line_up(
 # -- what stands in the way, in words -----------------------------------------------------------------------------
 
 
-def _twin(ground: Ground, request: Request) -> Ticket | None:
+def _twin(ground: Context, request: Request) -> Ticket | None:
     """An elder's ticket for this very model: room is made for it once, not twice."""
     return next(
         (
@@ -391,7 +387,7 @@ def _twin(ground: Ground, request: Request) -> Ticket | None:
 
 
 def _what_stands_in_the_way(
-    book: Book, request: Request, world: World, ground: Ground, candidates: tuple[Candidate, ...]
+    book: Book, request: Request, world: World, ground: Context, candidates: tuple[Candidate, ...]
 ) -> Wait:
     """Who is in the way on the nearest card, and when time alone may have changed it there or on another."""
     ahead = len(ground.elders)
@@ -415,7 +411,7 @@ def _what_stands_in_the_way(
     )  # leased: some lease of ours is what stands in the way
     for lease in ground.leases:
         on = {share.device for share in lease.claims()}
-        why = may_leave(lease, world, asker=wanted.owner, importance=wanted.importance)
+        why = reason_to_stay(lease, world, asker=wanted.owner, importance=wanted.importance)
         if why in ("just used", "kept alive") and on.intersection(cards):
             retry.append(lease.last_used + _quiet_seconds(lease, wanted, world))
         if on.intersection(nearest) or (
@@ -457,7 +453,7 @@ def _quiet_seconds(lease: Lease, wanted: Lease, world: World) -> float:
 
 
 def _in_words(
-    book: Book, lease: Lease, why: str, wanted: Lease, world: World, ground: Ground
+    book: Book, lease: Lease, why: str, wanted: Lease, world: World, ground: Context
 ) -> str:
     if lease.phase is Phase.ARRIVING and lease.kind == "model":
         return "is being loaded" + _by(book, lease, wanted.owner, world)
@@ -491,7 +487,7 @@ def _by(book: Book, lease: Lease, asker: str, world: World) -> str:
     return who + since
 
 
-def _strangers(shares: Shares, ground: Ground) -> str:
+def _strangers(shares: Shares, ground: Context) -> str:
     has = "has" if len(shares) == 1 else "have"
     free = sum(max(0, ground.now.get(share.device, 0)) for share in shares)
     return (

@@ -33,10 +33,10 @@ def room(book: Book, world: World) -> dict[str, int]:
     min(limit − claims, measured free − reserve − what the sample cannot have seen). A simulated device has no
     sample: there the book is the measurement.
     """
-    return sight(book, world)[0]
+    return room_and_blind(book, world)[0]
 
 
-def sight(book: Book, world: World) -> tuple[dict[str, int], dict[str, str]]:
+def room_and_blind(book: Book, world: World) -> tuple[dict[str, int], dict[str, str]]:
     """The room, and for each device that cannot be seen well enough to grant on it, why."""
     rules, now = world.rules, world.now
     samples = {

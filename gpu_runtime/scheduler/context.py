@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from ..facts import HOST, Book, Lease, Phase, Request, Ticket, World
 from . import quotas
-from .capacity import freed_since, on_cards, sight
+from .capacity import freed_since, on_cards, room_and_blind
 from .queue import elders, may_pass
 
 
-class Ground(NamedTuple):
+class Context(NamedTuple):
     """What one decision stands on, computed once."""
 
     leases: tuple[Lease, ...]
@@ -34,9 +34,9 @@ class Ground(NamedTuple):
     ours: frozenset[str]  # ids of all processes that this cap counts together
 
     @classmethod
-    def of(cls, book: Book, request: Request, world: World) -> Ground:
+    def of(cls, book: Book, request: Request, world: World) -> Context:
         leases = tuple(book.leases())
-        now, blind = sight(book, world)
+        now, blind = room_and_blind(book, world)
         before = elders(book, request, world)
         stands = tuple(t for t in before if not may_pass(book, t, request, world))
         promised = frozenset(id for t in stands for id in t.recalls)

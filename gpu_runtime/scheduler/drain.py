@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ..facts import HOST, Book, Device, Drain, Lease, Move, Phase, Refuse, Request, Step, World
 from ..units import show_bytes, show_seconds
 from .capacity import room
-from .eligibility import leave, may_leave, way_out
+from .eligibility import eviction_step, mark_leaving, reason_to_stay
 from .recall import PERSON
 from .transitions import note
 
@@ -96,15 +96,15 @@ def vacate(book: Book, owner: str, world: World, key: str) -> tuple[Book, tuple[
     for lease in sorted(
         _on(section.leases, cards), key=lambda lease: lease.droppable
     ):  # first what needs host memory
-        if may_leave(lease, world, asker=owner, importance=PERSON):
+        if reason_to_stay(lease, world, asker=owner, importance=PERSON):
             continue
         card = next(share.device for share in lease.shares if share.device in cards)
-        step = way_out(lease, host_room, world, because=f"{cards[card]}.", reason="drain")
+        step = eviction_step(lease, host_room, world, because=f"{cards[card]}.", reason="drain")
         if step is None:
             continue
         if isinstance(step, Move):
             host_room -= lease.own_bytes
-        book = leave(book, step, key)
+        book = mark_leaving(book, step, key)
         steps.append(step)
     return book, tuple(steps)
 
@@ -124,10 +124,14 @@ def staying(book: Book, card: str, world: World) -> list[tuple[Lease, str]]:
     host_room = room(book, world).get(HOST, 0)
     told = []
     for lease in _on(book.leases(), {card: ""}):
-        why = may_leave(lease, world, asker=lease.owner, importance=PERSON)
+        why = reason_to_stay(lease, world, asker=lease.owner, importance=PERSON)
         if why == Phase.LEAVING:
             why = ""
-        elif not why and lease.phase is Phase.SETTLED and way_out(lease, host_room, world) is None:
+        elif (
+            not why
+            and lease.phase is Phase.SETTLED
+            and eviction_step(lease, host_room, world) is None
+        ):
             why = "exists nowhere else, and the host has no room for it"
         told.append((lease, why))
     return told

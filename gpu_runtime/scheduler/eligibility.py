@@ -16,7 +16,7 @@ from .eviction_policy import victims
 MOST_TRIED = 12  # leases of which every combination is tried; beyond it the largest are taken first
 
 
-def may_leave(lease: Lease, world: World, *, asker: str, importance: int) -> str:
+def reason_to_stay(lease: Lease, world: World, *, asker: str, importance: int) -> str:
     """Why this lease may not be asked to leave now; empty where it may. The in-use rule knows no exception."""
     if lease.pins:
         return "in use"
@@ -39,7 +39,7 @@ def may_leave(lease: Lease, world: World, *, asker: str, importance: int) -> str
     return ""
 
 
-def way_out(
+def eviction_step(
     lease: Lease,
     host_room: int,
     world: World,
@@ -74,7 +74,7 @@ def _lies_in_host_memory(lease: Lease, world: World) -> bool:
     return False
 
 
-def never_leaves(lease: Lease, world: World, *, held: Sequence[str] = ()) -> str:
+def permanent_reason_to_stay(lease: Lease, world: World, *, held: Sequence[str] = ()) -> str:
     """Why this lease will not make room, however long one waits; empty where it may."""
     if lease.id in held:
         return "is held by the block that asks"
@@ -91,7 +91,7 @@ def never_leaves(lease: Lease, world: World, *, held: Sequence[str] = ()) -> str
     return ""
 
 
-def leave(book: Book, step: Move | Drop, key: str) -> Book:
+def mark_leaving(book: Book, step: Move | Drop, key: str) -> Book:
     """The book with the step's lease on its way out; its bytes count, on both devices, until that is done."""
     lease = book.find(step.lease)
     assert lease is not None, f"{step.lease} is to leave, but is not in the book"
@@ -99,7 +99,7 @@ def leave(book: Book, step: Move | Drop, key: str) -> Book:
     return book.with_lease(replace(lease, phase=Phase.LEAVING, target=target, key=key))
 
 
-def undone(book: Book, owner: str, key: str) -> tuple[Move | Drop, ...]:
+def unfinished_steps(book: Book, owner: str, key: str) -> tuple[Move | Drop, ...]:
     """Steps that were decided under this key and not reported done: the answer may never have been heard."""
     section = book.sections.get(owner)
     again = "This was decided before."
@@ -123,11 +123,11 @@ def warm(book: Book, world: World, *, asker: str, importance: int, owner: str = 
         if lease.on_host
         and lease.droppable
         and (not owner or lease.owner == owner)
-        and not may_leave(lease, world, asker=asker, importance=importance)
+        and not reason_to_stay(lease, world, asker=asker, importance=importance)
     ]
 
 
-def warm_that_go(
+def warm_pool_victims(
     book: Book,
     shortage: int,
     world: World,
@@ -148,7 +148,7 @@ def warm_that_go(
     )
 
 
-def that_fit(leases: Iterable[Lease], host_bytes: int) -> tuple[Lease, ...]:
+def largest_fitting_set(leases: Iterable[Lease], host_bytes: int) -> tuple[Lease, ...]:
     """Those of them that together fill the host best without passing `host_bytes`."""
     small = sorted(
         (lease for lease in leases if lease.own_bytes <= host_bytes),

@@ -24,9 +24,17 @@ from ..facts import (
 )
 from ..units import show_bytes, show_seconds
 from .capacity import limit_of
-from .context import Ground
+from .context import Context
 from .drain import drained
-from .eligibility import can_move, leave, may_leave, that_fit, warm, warm_that_go, way_out
+from .eligibility import (
+    can_move,
+    eviction_step,
+    largest_fitting_set,
+    mark_leaving,
+    reason_to_stay,
+    warm,
+    warm_pool_victims,
+)
 from .eviction_multi import ways as ways_over_several
 from .eviction_policy import fewest_enough, first_enough, in_order
 from .splitting import could_split
@@ -54,7 +62,7 @@ def cheapest_way(
     request: Request,
     world: World,
     rank: Policy,
-    ground: Ground,
+    ground: Context,
     candidates: tuple[Candidate, ...],
 ) -> Way | None:
     """Where room can be made at the least cost; None where it cannot. `candidates` are cards that may do alone.
@@ -73,7 +81,7 @@ def _cheapest(
     request: Request,
     world: World,
     rank: Policy,
-    ground: Ground,
+    ground: Context,
     candidates: tuple[Candidate, ...],
     spared: frozenset[str],
 ) -> Way | None:
@@ -87,7 +95,7 @@ def _cheapest(
     idle = [
         lease
         for lease in ground.leases
-        if not may_leave(lease, world, asker=wanted.owner, importance=wanted.importance)
+        if not reason_to_stay(lease, world, asker=wanted.owner, importance=wanted.importance)
         and lease.on_device
         and (lease.droppable or can_move(lease, world))
         and not (ground.promised and lease.id in ground.promised)
@@ -122,7 +130,7 @@ def _cheapest(
         return None
     found.sort()
     _, candidate, chosen, spent = found[0]
-    crowd = warm_that_go(
+    crowd = warm_pool_victims(
         book,
         _precious_bytes(chosen) - host_room,
         world,
@@ -139,7 +147,7 @@ def _ways(
     book: Book,
     request: Request,
     world: World,
-    ground: Ground,
+    ground: Context,
     candidates: tuple[Candidate, ...],
     idle: list[Lease],
     on: Mapping[str, list[Lease]],
@@ -183,7 +191,7 @@ def _whom(
         if not lease.droppable
         and (f"owner:{lease.owner}" in need or any(share.device in need for share in lease.shares))
     ]
-    fitting = that_fit(useful, host_bytes)
+    fitting = largest_fitting_set(useful, host_bytes)
     return enough(need, [lease for lease in idle if lease.droppable or lease in fitting])
 
 
@@ -191,7 +199,7 @@ def _whom_under_cap(
     need: Mapping[str, int],
     idle: list[Lease],
     host_bytes: int,
-    ground: Ground,
+    ground: Context,
     candidate: Candidate,
     enough: Enough,
 ) -> tuple[Lease, ...] | None:
@@ -231,7 +239,7 @@ def _precious_bytes(leases: Iterable[Lease]) -> int:
 
 
 def make_room(
-    book: Book, request: Request, world: World, ground: Ground, way: Way
+    book: Book, request: Request, world: World, ground: Context, way: Way
 ) -> tuple[Book, Wait]:
     """Wait, while our own victims leave (as steps, now) and others' owners are asked on the ticket."""
     name, size = request.lease.name, request.footprint.bytes
@@ -257,7 +265,7 @@ def make_room(
 
     def go(lease: Lease, exit: Move | Drop) -> None:
         nonlocal book
-        book = leave(book, exit, request.key)
+        book = mark_leaving(book, exit, request.key)
         steps.append(exit)
 
     for lease in way.warm:
@@ -274,7 +282,7 @@ def make_room(
         way.leaving, key=lambda lease: lease.droppable
     ):  # first those that need host memory
         idle = show_seconds(lease.idle_seconds(world.now))
-        exit = way_out(
+        exit = eviction_step(
             lease,
             host_room,
             world,

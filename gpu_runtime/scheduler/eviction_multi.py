@@ -13,11 +13,11 @@ from math import comb
 from typing import TYPE_CHECKING
 
 from ..facts import Candidate, Lease, Request
-from .eligibility import that_fit
+from .eligibility import largest_fitting_set
 from .splitting import claimed, divide, fitting, split
 
 if TYPE_CHECKING:
-    from .context import Ground
+    from .context import Context
 
 FEW_CARDS = 4  # of so many, every set of cards is tried
 MOST_SETS = 2_000  # of leases, when the fewest are looked for
@@ -27,7 +27,7 @@ Way = tuple[Candidate, tuple[Lease, ...]]
 
 def ways(
     request: Request,
-    ground: Ground,
+    ground: Context,
     idle: Sequence[Lease],
     host_bytes: int,
     limits: Mapping[str, int],
@@ -47,7 +47,9 @@ def ways(
 
         chosen = _who_leaves(pool, room, enough, fewest=rules.policy == "fewest-evictions")
         if chosen is not None and sum(m.own_bytes for m in chosen if not m.droppable) > host_bytes:
-            fitting_ = that_fit([lease for lease in pool if not lease.droppable], host_bytes)
+            fitting_ = largest_fitting_set(
+                [lease for lease in pool if not lease.droppable], host_bytes
+            )
             chosen = _who_leaves(
                 [lease for lease in pool if lease.droppable or lease in fitting_],
                 room,
@@ -63,7 +65,7 @@ def ways(
 
 
 def _sets(
-    request: Request, ground: Ground, idle: Sequence[Lease], limits: Mapping[str, int]
+    request: Request, ground: Context, idle: Sequence[Lease], limits: Mapping[str, int]
 ) -> list[tuple[str, ...]]:
     """Sets of cards on which room may be made: all of them, where the cards are few; else for each number of cards the
     first in order that could be emptied enough, and those with the most room by then and by now."""
@@ -91,7 +93,7 @@ def _sets(
 class _Room:
     """The bytes that a split may use on each of its cards, as leases leave and come back."""
 
-    def __init__(self, cards: Iterable[str], ground: Ground, owner: str) -> None:
+    def __init__(self, cards: Iterable[str], ground: Context, owner: str) -> None:
         self.free = {card: ground.later[card] for card in cards}
         self.allowed = (
             {card: ground.allowed_later[card] for card in self.free} if ground.allowed_later else {}

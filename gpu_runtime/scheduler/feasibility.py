@@ -16,7 +16,7 @@ from ..units import show_bytes
 from . import quotas
 from .capacity import limit_of
 from .drain import drained
-from .eligibility import never_leaves, that_fit
+from .eligibility import largest_fitting_set, permanent_reason_to_stay
 from .placement import claim, claims_no_more, place
 from .splitting import could_split, one_card_may_do, split
 
@@ -173,7 +173,7 @@ def _stuck(book: Book, request: Request, world: World) -> Stuck:
     for lease in book.leases():
         if lease.droppable and not lease.keep and not request.held:
             continue
-        why = never_leaves(lease, world, held=request.held)
+        why = permanent_reason_to_stay(lease, world, held=request.held)
         for device in {share.device for share in lease.shares}:
             if why:
                 leases.setdefault(device, []).append((lease, why))
@@ -221,7 +221,7 @@ def _refusal(
         )
     left = limit - sum(_on(lease, card.id) for lease, _ in stuck)
     if size <= left and precious:
-        saved = that_fit(precious, all_stuck.host_bytes)
+        saved = largest_fitting_set(precious, all_stuck.host_bytes)
         remain = [lease for lease in precious if lease not in saved]
         if size > left - sum(_on(lease, card.id) for lease in remain):
             too_many = "exists nowhere else, and the host has no room for them all"
@@ -303,7 +303,7 @@ def _past_own_limit(book: Book, request: Request, world: World, size: int) -> Re
     stays = sum(
         share.bytes
         for lease in mine
-        if lease.pins or lease.keep or never_leaves(lease, world)
+        if lease.pins or lease.keep or permanent_reason_to_stay(lease, world)
         for share in lease.claims()
         if share.device != HOST
     )

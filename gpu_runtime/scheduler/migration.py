@@ -21,9 +21,9 @@ from ..facts import (
     where,
 )
 from ..units import show_bytes
-from .context import Ground
+from .context import Context
 from .drain import drained
-from .eligibility import leave, may_leave
+from .eligibility import mark_leaving, reason_to_stay
 from .placement import place
 from .recall import PERSON
 
@@ -48,7 +48,7 @@ def move(
         return book, Refuse(f"{name} is on no card", kind="away")
     if {share.device for share in lease.shares} == set(rules.devices):
         return book, None
-    if why := may_leave(lease, world, asker=owner, importance=PERSON):
+    if why := reason_to_stay(lease, world, asker=owner, importance=PERSON):
         return book, Refuse(
             why, kind="in use" if why in ("in use", "kept") else "busy", holders=(lease.id,)
         )
@@ -72,7 +72,7 @@ def move(
         f"{name} went from {lease.where} to {where(shares)}, {because}.",
         "move",
     )
-    return leave(book, step, key), step
+    return mark_leaving(book, step, key), step
 
 
 def _shares(
@@ -80,7 +80,7 @@ def _shares(
 ) -> tuple[tuple[Share, ...], str]:
     """What it would take of each of these cards; or why it cannot."""
     request = Request("", replace(lease, target=()), footprint, world.now, rules, wait=False)
-    ground = Ground.of(book, request, world)
+    ground = Context.of(book, request, world)
     blocked = {**drained(book, world), **ground.blind}
     if why := next((blocked[card] for card in rules.devices if card in blocked), ""):
         return (), why

@@ -23,7 +23,7 @@ from ..facts import (
 )
 from .admission import admit
 from .capacity import room
-from .eligibility import way_out
+from .eligibility import eviction_step
 from .placement import runners_up
 from .pressure import sample_of
 from .splitting import display
@@ -72,7 +72,7 @@ def _obedience(book: Book, asked: Iterable[str], world: World) -> list[Step]:
     host_room = room(book, world).get(HOST, 0)
     steps: list[Step] = []
     for lease in sorted(filter(None, map(book.find, asked)), key=lambda lease: lease.droppable):
-        step = way_out(lease, host_room, world)
+        step = eviction_step(lease, host_room, world)
         if isinstance(step, Move):
             host_room -= lease.own_bytes
         if step:

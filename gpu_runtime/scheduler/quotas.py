@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from ..facts import HOST, IMPORTANCE, Book, Cap, Lease, Phase, Refuse, Request, World
 from ..units import show_bytes, show_seconds
 from .capacity import limit_of
-from .eligibility import never_leaves
+from .eligibility import permanent_reason_to_stay
 from .placement import claim
 
 
@@ -81,7 +81,7 @@ def at_most(book: Book, world: World) -> dict[str, int]:
             lease.pins
             or lease.kind == "block"
             or lease.phase is Phase.ARRIVING
-            or never_leaves(lease, world)
+            or permanent_reason_to_stay(lease, world)
         ):
             for share in lease.claims():
                 if share.device in free:

@@ -33,7 +33,7 @@ from ..facts import (
 )
 from ..units import show_bytes, show_seconds
 from .capacity import room
-from .eligibility import leave, may_leave, warm_that_go, way_out
+from .eligibility import eviction_step, mark_leaving, reason_to_stay, warm_pool_victims
 from .eviction_policy import lru
 from .queue import awake
 from .transitions import note
@@ -180,7 +180,7 @@ def _how_it_stands(
         return None
     if asked.verb == "move" and {share.device for share in lease.shares} == set(asked.places):
         return Grant(lease, (), f"{name} is on {lease.where}")
-    why = may_leave(lease, world, asker=owner.id, importance=PERSON)
+    why = reason_to_stay(lease, world, asker=owner.id, importance=PERSON)
     size = f"{name} ({show_bytes(lease.bytes)} on {lease.where})"
     if why == "in use":
         since = f" for {show_seconds(world.now - lease.pinned_since)}" if lease.pinned_since else ""
@@ -209,7 +209,8 @@ def _how_it_stands(
 def _way_out_for_a_person(book: Book, lease: Lease, world: World) -> bool:
     host_room = room(book, world).get(HOST, 0)
     return (
-        way_out(lease, host_room, world) is not None or _crowd(book, lease, host_room, world) != ()
+        eviction_step(lease, host_room, world) is not None
+        or _crowd(book, lease, host_room, world) != ()
     )
 
 
@@ -218,7 +219,7 @@ def _crowd(book: Book, lease: Lease, host_room: int, world: World) -> tuple[Leas
     if not (lease.movable and world.rules.offload):
         return ()
     return (
-        warm_that_go(
+        warm_pool_victims(
             book,
             lease.own_bytes - host_room,
             world,
@@ -283,7 +284,7 @@ def obey(
             for step in _obeyed(book, lease, ticket, host_room, world, asker):
                 if isinstance(step, Move):
                     host_room -= lease.own_bytes
-                book = leave(book, step, key)
+                book = mark_leaving(book, step, key)
                 steps.append(step)
     return book, tuple(steps), tuple(orders)
 
@@ -309,7 +310,7 @@ def _obeyed(
     who = attributed(ticket.said_by, owner.label if owner else "another process")
     by = attributed(ticket.said_by, _process(asker.user, owner))
     # A person who says "evict" is obeyed within the grace period; another program's request is not.
-    if may_leave(
+    if reason_to_stay(
         lease,
         world,
         asker=lease.owner if person else ticket.owner,
@@ -329,7 +330,9 @@ def _obeyed(
             ),
         )
     because = f"{who} asked to evict it." if person else f"{who} needs room for {ticket.name}."
-    step = way_out(lease, host_room, world, because=because, reason="evict" if person else "recall")
+    step = eviction_step(
+        lease, host_room, world, because=because, reason="evict" if person else "recall"
+    )
     if step:
         return (replace(step, by=by),)
     crowd = (

@@ -17,7 +17,7 @@ from ..facts import (
 )
 from ..units import show_seconds
 from .capacity import room
-from .eligibility import leave, may_leave, way_out
+from .eligibility import eviction_step, mark_leaving, reason_to_stay
 from .pressure import level, pressure, relief, views
 
 
@@ -62,7 +62,7 @@ def relieve(
                 break
             # Background evictions respect grace and keep_alive whoever owns the lease: pressure is no request.
             if (
-                may_leave(lease, world, asker="", importance=lease.importance)
+                reason_to_stay(lease, world, asker="", importance=lease.importance)
                 or lease.idle_seconds(world.now) <= asks.idle_seconds
             ):
                 continue
@@ -71,7 +71,7 @@ def relieve(
                 f"{show_seconds(lease.idle_seconds(world.now))}."
             )
             drop = asks.drop and rules.relief == "always"
-            exit = way_out(
+            exit = eviction_step(
                 lease, host_room, world, drop=drop, because=because, reason="memory_pressure"
             )
             if exit is None or (isinstance(exit, Drop) and not asks.may_drop):
@@ -79,7 +79,7 @@ def relieve(
             if isinstance(exit, Move):
                 host_room -= lease.own_bytes
             freed += sum(share.bytes for share in lease.shares if share.device == card.id)
-            book = leave(book, exit, key)
+            book = mark_leaving(book, exit, key)
             steps.append(exit)
     return book, tuple(steps)
 

@@ -17,7 +17,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Book, Footprint, Lease, PlacementRules, Request, Wait, World
-from gpu_runtime.scheduler.admission import admit, room
+from gpu_runtime.scheduler.admission import admit
+from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.placement import PLACEMENTS
 from gpu_runtime.scheduler.plan import plan

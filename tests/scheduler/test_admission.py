@@ -19,7 +19,8 @@ from gpu_runtime.facts import (
     Share,
     Wait,
 )
-from gpu_runtime.scheduler.admission import admit, room
+from gpu_runtime.scheduler.admission import admit
+from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.plan import plan
 from tests.worlds import (

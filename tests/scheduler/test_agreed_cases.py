@@ -6,7 +6,8 @@ import pytest
 
 from gpu_runtime.facts import HOST, Grant, Load, Phase, Refuse, Share, Snapshot, Wait
 from gpu_runtime.rendering.views import remarks
-from gpu_runtime.scheduler.admission import admit, room
+from gpu_runtime.scheduler.admission import admit
+from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.scheduler.pressure import views

@@ -9,7 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpu_runtime.facts import Grant, Refuse, Rules, Wait
-from gpu_runtime.scheduler.admission import aged, deadlocked, queue
+from gpu_runtime.scheduler.deadlock import deadlocked
+from gpu_runtime.scheduler.queue import aged, queue
 from tests.worlds import NOW, at, book, decide, lease, request, ticket, world
 
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import Grant, Phase, Sample, Wait
 from gpu_runtime.scheduler import transitions as books
-from gpu_runtime.scheduler.admission import room
+from gpu_runtime.scheduler.capacity import room
 from tests.worlds import NOW, block, book, decide, lease, owner, request, size, world
 
 DEAD = owner(2)

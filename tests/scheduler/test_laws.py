@@ -32,7 +32,8 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.ledgers.invariants import refuse_unlawful
 from gpu_runtime.scheduler import transitions as books
-from gpu_runtime.scheduler.admission import admit, room
+from gpu_runtime.scheduler.admission import admit
+from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.eviction_policy import cost_aware, lru
 from gpu_runtime.scheduler.placement import PLACEMENTS, place
 from gpu_runtime.scheduler.plan import plan

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.facts import HOST, Drop, Level, Move, Phase, Rules, Share
-from gpu_runtime.scheduler.admission import room
+from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.pressure import Relief, level, pressure, relief, views
 from gpu_runtime.scheduler.relief import relieve

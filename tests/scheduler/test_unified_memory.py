@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Drop, Grant, Phase, Refuse, Share, Wait, overdrafts
-from gpu_runtime.scheduler.admission import room
-from gpu_runtime.scheduler.eligibility import way_out
+from gpu_runtime.scheduler.capacity import room
+from gpu_runtime.scheduler.eligibility import eviction_step
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.units import GIB
@@ -51,7 +51,7 @@ def test_what_is_on_its_way_to_one_is_not_free_on_the_other():
 
 def test_an_idle_model_is_dropped_and_not_moved_where_that_frees_nothing():
     page, there = book(lease("old", cuda0=60)), unified(free=40.0)
-    assert way_out(page.find(at(1, "old")), 50 * GIB, there) == Drop(
+    assert eviction_step(page.find(at(1, "old")), 50 * GIB, there) == Drop(
         at(1, "old"), (Share("cuda:0", 60 * GIB),)
     )
     _, verdict = decide(page, request("new", 50), there)
