@@ -62,6 +62,7 @@ from .devices import (
 )
 from .leases import (
     Lease,
+    LeaseId,
     Owner,
     Phase,
     Section,
@@ -110,6 +111,7 @@ __all__ = [
     "History",
     "IMPORTANCE",
     "Lease",
+    "LeaseId",
     "Level",
     "Load",
     "MOST_ENTRIES",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -41,6 +42,20 @@ class Phase(enum.StrEnum):
     ARRIVING = "arriving"  # its room is reserved; bytes are on their way
     SETTLED = "settled"
     LEAVING = "leaving"  # being moved out or dropped
+
+
+class LeaseId(NamedTuple):
+    """Which lease is meant: the id of its owner in the book, and the model's name.
+
+    Text such as `qwen@4121` is parsed into this at the edge; everything inside uses this value.
+    As text it is `owner/name`, as tickets carry it.
+    """
+
+    owner: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.owner}/{self.name}"
 
 
 class Lease(Value):
