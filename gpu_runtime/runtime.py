@@ -45,7 +45,6 @@ from .errors import (
     UnknownModel,
 )
 from .facts import (
-    IMPORTANCE,
     AllocatorMap,
     Applied,
     Book,
@@ -67,6 +66,7 @@ from .facts import (
     Wait,
     World,
 )
+from .facts import parse_importance as importance_of
 from .ledgers import default_url, host_config, open_ledger
 from .ledgers.access import journal_in
 from .owner import console_hook, defragment, doctor, dry_run, failures, migrate
@@ -1366,23 +1366,6 @@ def _at_exit() -> None:
 
 os.register_at_fork(after_in_child=_in_child)
 atexit.register(_at_exit)
-
-
-def importance_of(word: str | int) -> int:
-    """The number an importance stands for; lower is more important.
-
-    >>> importance_of("high"), importance_of(3)
-    (5, 3)
-
-    Raises BadSetting.
-    """
-    if isinstance(word, int) and not isinstance(word, bool):
-        return word
-    if isinstance(word, str) and word.lstrip("-").isdigit():
-        return int(word)
-    if word not in IMPORTANCE:
-        raise BadSetting("importance", word, f"a number or one of {', '.join(IMPORTANCE)}")
-    return IMPORTANCE[str(word)]
 
 
 def notebook_path() -> str:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from .errors import AlreadyRegistered, GpuError, LoadFailed, UnknownVerb
-from .facts import IMPORTANCE, Outcome
+from .errors import AlreadyRegistered, BadSetting, GpuError, LoadFailed, UnknownVerb
+from .facts import IMPORTANCE, Outcome, parse_importance
 from .units import is_source, parse_seconds
 
 MAGIC, CLI = "%gpu", "gpu"  # where a verb can be typed, as it is typed there
@@ -82,13 +82,13 @@ def fill(parser: Any, arguments: Iterable[Argument]) -> Any:
 
 def importance(text: str) -> str | int:
     """An importance by its name or its number, as the Runtime takes it."""
-    if text in IMPORTANCE:
-        return text
-    if text.isdigit() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is none of {', '.join(IMPORTANCE)}, nor a number above 0"
-    )
+    try:
+        number = parse_importance(text, least=1)
+    except BadSetting:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(IMPORTANCE)}, nor a number above 0"
+        ) from None
+    return text if text in IMPORTANCE else number
 
 
 def seconds(text: str) -> float:

@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ..backends.engines.arguments import grouped
-from ..facts import IMPORTANCE
+from ..errors import BadSetting
+from ..facts import IMPORTANCE, parse_importance
 from ..units import MIB, parse_bytes, parse_seconds
 
 TYPES = {  # as others call it -> as we do
@@ -84,11 +85,12 @@ def _seconds(value: Any) -> float:
 
 
 def _importance(value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    if value not in IMPORTANCE:
-        raise ValueError(f"{value!r} is none of {', '.join(IMPORTANCE)}, nor a number above 0")
-    return IMPORTANCE[value]
+    try:
+        return parse_importance(value, least=1)
+    except BadSetting:
+        raise ValueError(
+            f"{value!r} is none of {', '.join(IMPORTANCE)}, nor a number above 0"
+        ) from None
 
 
 def _of(

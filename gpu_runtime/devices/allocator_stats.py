@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..facts import AllocatorMap, Block, BlockState, SegmentMap
+from ..facts import AllocatorBlock, AllocatorMap, BlockState, SegmentMap
 from ..units import MIB
 from .simulated_allocator import FREE, HOLE, Segment, Segments
 
@@ -77,7 +77,7 @@ def of_torch(
             one["total_size"],
             _kind(one),
             _joined(
-                Block(block["size"], _STATES.get(block["state"], BlockState.PENDING))
+                AllocatorBlock(block["size"], _STATES.get(block["state"], BlockState.PENDING))
                 for block in one["blocks"]
             ),
         )
@@ -113,19 +113,21 @@ def bounded(maps: Sequence[AllocatorMap], most: int = MOST_BLOCKS) -> tuple[Allo
     return tuple(_bounded(one, each) for one in maps)
 
 
-def _runs(segment: Segment) -> tuple[Block, ...]:
+def _runs(segment: Segment) -> tuple[AllocatorBlock, ...]:
     states = {FREE: BlockState.INACTIVE, HOLE: BlockState.RELEASED}
     return _joined(
-        Block(run.size, states.get(run.key, BlockState.ALLOCATED)) for run in segment.runs
+        AllocatorBlock(run.size, states.get(run.key, BlockState.ALLOCATED)) for run in segment.runs
     )
 
 
-def _joined(blocks: Iterable[Block]) -> tuple[Block, ...]:
+def _joined(blocks: Iterable[AllocatorBlock]) -> tuple[AllocatorBlock, ...]:
     """The blocks, neighbours of one state told as one. Two free neighbours would be one already."""
-    joined: list[Block] = []
+    joined: list[AllocatorBlock] = []
     for block in blocks:
         if joined and joined[-1].state is block.state:
-            joined[-1] = Block(joined[-1].bytes + block.bytes, block.state, joined[-1].count + 1)
+            joined[-1] = AllocatorBlock(
+                joined[-1].bytes + block.bytes, block.state, joined[-1].count + 1
+            )
         else:
             joined.append(block)
     return tuple(joined)
@@ -179,7 +181,7 @@ def _quota(counts: Sequence[int], most: int) -> int:
     return max(counts, default=0)
 
 
-def _coarse(segment: SegmentMap, most: int) -> tuple[Block, ...]:
+def _coarse(segment: SegmentMap, most: int) -> tuple[AllocatorBlock, ...]:
     """The segment's blocks, at most so many: small neighbours are told as one of mixed state.
 
     Of two groups that follow each other the sum is above the step, so there are at most 2 * bytes / step + 1.
@@ -187,7 +189,7 @@ def _coarse(segment: SegmentMap, most: int) -> tuple[Block, ...]:
     if len(segment.blocks) <= most:
         return segment.blocks
     step = 2 * segment.bytes / max(1, most - 1)
-    groups: list[list[Block]] = [[]]
+    groups: list[list[AllocatorBlock]] = [[]]
     size = 0
     for block in segment.blocks:
         if groups[-1] and (size + block.bytes > step and most > 1):
@@ -198,9 +200,9 @@ def _coarse(segment: SegmentMap, most: int) -> tuple[Block, ...]:
     return tuple(group[0] if len(group) == 1 else _mixed(group) for group in groups)
 
 
-def _mixed(group: Sequence[Block]) -> Block:
+def _mixed(group: Sequence[AllocatorBlock]) -> AllocatorBlock:
     free = sum(block.bytes for block in group if block.state is BlockState.INACTIVE)
-    return Block(
+    return AllocatorBlock(
         sum(block.bytes for block in group),
         BlockState.MIXED,
         sum(block.count for block in group),

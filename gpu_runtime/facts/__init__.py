@@ -1,24 +1,22 @@
-"""The nouns of the project, as frozen values: devices, models, leases, the book, decisions, snapshots.
+"""Frozen values: devices, models, leases, the book, decisions and snapshots. All are JSON between processes.
 
-Values hold no locks, tensors or clocks, and travel as JSON, so any process reads the book that another wrote.
-Times are seconds of CLOCK_BOOTTIME unless a name contains `wall`; sizes are bytes. Nothing here decides or acts.
+Nothing here decides or acts: no locks, tensors or clocks. Sizes are bytes. Times are seconds of
+CLOCK_BOOTTIME, unless the name contains `wall`.
 """
 
 from __future__ import annotations
 
 from .allocators import (
+    AllocatorBlock,
     AllocatorMap,
-    Block,
     BlockState,
     SegmentMap,
 )
 from .base import (
     HOST,
-    IMPORTANCE,
     MOST_ENTRIES,
     MOST_EVENTS,
     NEVER,
-    NORMAL,
     SCHEMA,
     Value,
     encode,
@@ -60,6 +58,7 @@ from .devices import (
     one_memory,
     where,
 )
+from .importance import IMPORTANCE, NORMAL, importance_name, parse_importance
 from .leases import (
     Lease,
     LeaseId,
@@ -89,10 +88,10 @@ from .snapshot import (
 )
 
 __all__ = [
+    "AllocatorBlock",
     "AllocatorMap",
     "Applied",
     "Asker",
-    "Block",
     "BlockState",
     "Book",
     "Candidate",
@@ -151,7 +150,9 @@ __all__ = [
     "decode_book",
     "decode_section",
     "encode",
+    "importance_name",
     "one_memory",
     "overdrafts",
+    "parse_importance",
     "where",
 ]

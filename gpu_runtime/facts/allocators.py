@@ -9,72 +9,68 @@ from .snapshot import DeviceView
 
 
 class BlockState(enum.StrEnum):
-    """What becomes of a stretch of a segment."""
+    """What a part of a segment is used for."""
 
     ALLOCATED = "allocated"
-    PENDING = "pending"  # freed, and not yet to be used again: another stream may still read it
-    INACTIVE = "inactive"  # reserved, and held by nobody
-    RELEASED = "released"  # given back to the driver, inside a segment whose other parts are in use
-    MIXED = "mixed"  # several small ones of more than one state, told as one
+    PENDING = "pending"  # freed, not yet reusable: another stream may still read it
+    INACTIVE = "inactive"  # reserved and unused
+    RELEASED = "released"  # given back to the driver, in a segment with other parts in use
+    MIXED = "mixed"  # several small neighbours of different states, shown as one
 
 
-class Block(Value, array_like=True):
-    """A stretch of a segment."""
+class AllocatorBlock(Value, array_like=True):
+    """A part of a segment."""
 
     bytes: int
     state: BlockState
-    count: int = 1  # neighbours of one state are told as one
-    inactive_bytes: int = 0  # of a mixed one
+    count: int = 1  # neighbours of one state are shown as one
+    inactive_bytes: int = 0  # within a mixed one
 
 
 class SegmentMap(Value, array_like=True):
-    """Memory that an allocator took from its device in one piece, and how it is cut."""
+    """Memory that an allocator took from its device in one piece, and how it is divided."""
 
-    address: int  # a simulated one's are counted from the first
+    address: int  # of a simulated segment: counted from the first one
     bytes: int
     kind: str  # small, large, expandable, or private: a pool of its own, such as a CUDA graph's
-    blocks: tuple[Block, ...]  # in the order of their addresses; together they are `bytes`
+    blocks: tuple[AllocatorBlock, ...]  # in the order of their addresses; together they are `bytes`
 
     @property
     def in_use(self) -> bool:
-        """Whether something in it is allocated, so that it cannot be given back."""
-        return any(
-            block.state not in (BlockState.INACTIVE, BlockState.RELEASED) for block in self.blocks
-        )
+        """Whether some of it is allocated, so that it cannot be given back."""
+        free = (BlockState.INACTIVE, BlockState.RELEASED)
+        return any(block.state not in free for block in self.blocks)
 
 
 class AllocatorMap(Value):
-    """How one process's allocator has cut what it took of one card. None: unknown, which is not 0."""
+    """How one process's allocator has divided its memory of one card. None: unknown, which is not 0."""
 
     owner: str  # the id of the owner in the book
     device: str
-    wall: float  # when it was drawn; it is drawn anew once something has changed
+    wall: float  # when the map was made; a new one is made after a change
     allocated_bytes: int
     reserved_bytes: int
-    inactive_bytes: int | None = None  # reserved, and held by nobody
-    releasable_bytes: int | None = (
-        None  # of these, in segments that nobody uses: defragmenting gives them back
-    )
-    largest_free_bytes: int | None = (
-        None  # the largest inactive block: the largest request that needs no new memory
-    )
+    inactive_bytes: int | None = None  # reserved and unused
+    # Inactive bytes in segments that are entirely unused: defragmenting gives them back.
+    releasable_bytes: int | None = None
+    # The largest inactive block: the largest request that needs no new memory.
+    largest_free_bytes: int | None = None
     alloc_retries: int = 0
     ooms: int = 0
-    segments: tuple[SegmentMap, ...] = ()  # the largest ones, where there are too many to tell
-    left_out: int = 0  # segments that are not told
+    segments: tuple[SegmentMap, ...] = ()  # the largest ones, if there are too many to list
+    left_out: int = 0  # segments that are not listed
     left_out_bytes: int = 0
 
     def largest_request_bytes(self, view: DeviceView) -> int | None:
-        """The most that this process could now allocate there in one piece, within the card's budget; None: unknown.
+        """The most that this process could allocate now in one piece; None: unknown.
 
-        torch takes it of its largest free block, or of new memory, once whatever is releasable has been released. A
-        simulated card's account is of what is allocated, and its allocator gives free blocks back where room is short.
+        `view` is the card, whose budget bounds the result. torch uses its largest free block, or new
+        memory after it has released what is releasable. A simulated card counts what is allocated,
+        and its allocator gives free blocks back when room is short.
         """
         if view.room_bytes is None or self.largest_free_bytes is None:
             return None
         room = max(0, view.room_bytes)
-        return (
-            room
-            if view.device.simulated
-            else max(self.largest_free_bytes, room + (self.releasable_bytes or 0))
-        )
+        if view.device.simulated:
+            return room
+        return max(self.largest_free_bytes, room + (self.releasable_bytes or 0))

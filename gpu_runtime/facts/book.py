@@ -13,17 +13,20 @@ from .leases import Lease, Owner, Section, Ticket
 
 
 class Ghost(Value):
-    """What a process held on a real card when it died: claimed until a sample shows that the driver has freed it."""
+    """Memory that a process held on a real card when it died.
+
+    It stays claimed until a sample shows that the driver has freed it.
+    """
 
     owner: str
     pid: int
     device: str
     bytes: int
-    settled_at: float  # when the last of it came: an older sample has not seen it
+    settled_at: float  # of its newest lease: an older sample does not contain it
     died_at: float  # when its death was proven
 
     def gone(self, sample: Sample | None) -> bool:
-        """Whether this sample was taken after the death, and no longer lists the process."""
+        """Whether `sample` was taken after the death and no longer lists the process."""
         return (
             sample is not None
             and sample.free_bytes is not None
@@ -33,9 +36,9 @@ class Ghost(Value):
 
 
 class Drain(Value):
-    """That a card takes no new leases, and what is idle there leaves."""
+    """A mark on a card: it receives no new leases, and its idle models leave."""
 
-    by: str  # the user who said so
+    by: str  # the user who drained it
     wall: float  # since when, in epoch seconds
 
 
@@ -45,18 +48,22 @@ class Event(Value):
     seq: int
     wall: float  # epoch seconds, for display
     model: str
-    action: str  # granted, loaded, offloaded, restored, unloaded, moved, misplaced, released, refused, …
+    # granted, loaded, offloaded, restored, unloaded, moved, misplaced, released, refused, …
+    action: str
     reason: str  # one word: request, memory_pressure, evict, owner, death, …
     because: str
     bytes: int = 0
     device: str = ""
     owner: str = ""
-    by: str = ""  # who asked, where that is somebody else: a person, as far as one was named, and their process
-    shares: Shares = ()  # what lay where, if that was on several devices; `device` is the first of them
+    by: str = (
+        ""  # who requested it, if another did: the person, if one was named, and their process
+    )
+    shares: Shares = ()  # if it was on several devices: each part; `device` is the first of them
     answers: str = ""  # the key of the ticket that this answers
-    # What else was considered, and why it lost, in sentences. In the journal only: the page must stay small.
+    # What else was considered and why it was not chosen, in sentences. In the journal only: the page
+    # must stay small.
     runners_up: tuple[str, ...] = ()
-    seconds: float = NEVER  # that a load or a return took; 0: not measured
+    seconds: float = NEVER  # duration of a load or a restore; 0: not measured
 
     def __str__(self) -> str:
         return f"{self.model} {self.action}: {self.because}"
@@ -73,39 +80,42 @@ class Book(Value):
     tickets: tuple[Ticket, ...] = ()
     events: tuple[Event, ...] = ()
     seq: int = 0  # of the newest event
-    counts: dict[str, int] = {}  # of owners that are gone, so that totals never fall
-    ghosts: tuple[Ghost, ...] = ()  # what the dead held, as long as a driver may still hold it
-    drained: dict[
-        str, Drain
-    ] = {}  # Device.key -> by whom; nobody's own, so it outlives who said so
+    counts: dict[str, int] = {}  # of owners that have ended, so that totals never decrease
+    ghosts: tuple[Ghost, ...] = ()  # memory of dead processes that a driver may not have freed yet
+    # Device.key -> its mark. No owner has it in its section, so it outlives the one who set it.
+    drained: dict[str, Drain] = {}
 
     @property
     def entries(self) -> int:
-        """Leases and tickets: what the size of the page goes by."""
+        """The number of leases and tickets, which the size of the page depends on."""
         return sum(len(section.leases) for section in self.sections.values()) + len(self.tickets)
 
     def leases(self) -> Iterator[Lease]:
+        """Every lease of every owner."""
         for section in self.sections.values():
             yield from section.leases
 
     def lease(self, owner: str, name: str) -> Lease | None:
+        """The lease called `name` of the owner with the id `owner`, or None."""
         section = self.sections.get(owner)
         return section.lease(name) if section else None
 
     def find(self, lease_id: str) -> Lease | None:
-        """The lease of that id (`owner/name`)."""
+        """The lease with the id `lease_id` (`owner/name`), or None."""
         owner, _, name = lease_id.partition("/")
         return self.lease(owner, name)
 
     def ticket(self, key: str) -> Ticket | None:
+        """The ticket with this `key`, or None."""
         return next((ticket for ticket in self.tickets if ticket.key == key), None)
 
     def owner(self, owner_id: str) -> Owner | None:
+        """The owner with the id `owner_id`, or None."""
         section = self.sections.get(owner_id)
         return section.owner if section else None
 
     def claims(self) -> dict[str, int]:
-        """Bytes claimed on each device: every share, every target of a move, every residue, every ghost."""
+        """Bytes claimed on each device: every share, target of a move, residue and ghost."""
         claimed: dict[str, int] = {}
         for ghost in self.ghosts:
             claimed[ghost.device] = claimed.get(ghost.device, 0) + ghost.bytes
@@ -120,39 +130,40 @@ class Book(Value):
         return claimed
 
     def with_section(self, section: Section) -> Book:
+        """This book with `section` in place of the one of the same owner."""
         return replace(self, sections={**self.sections, section.owner.id: section})
 
     def with_lease(self, lease: Lease) -> Book:
-        """This book with the lease put in its owner's section, in place of the one of that name."""
+        """This book with `lease` in its owner's section, in place of the one of that name."""
         section = self.sections[lease.owner]
         others = tuple(old for old in section.leases if old.name != lease.name)
         return self.with_section(replace(section, leases=(*others, lease)))
 
     def without_lease(self, owner: str, name: str) -> Book:
+        """This book without the lease called `name` of the owner with the id `owner`."""
         section = self.sections[owner]
-        return self.with_section(
-            replace(section, leases=tuple(o for o in section.leases if o.name != name))
-        )
+        others = tuple(lease for lease in section.leases if lease.name != name)
+        return self.with_section(replace(section, leases=others))
 
     def with_ticket(self, ticket: Ticket) -> Book:
-        """This book with the ticket, in its old place where it had one."""
+        """This book with `ticket`, in the place of the one with the same key if there is one."""
         if self.ticket(ticket.key) is None:
             return replace(self, tickets=(*self.tickets, ticket))
-        return replace(
-            self, tickets=tuple(ticket if t.key == ticket.key else t for t in self.tickets)
-        )
+        tickets = tuple(ticket if old.key == ticket.key else old for old in self.tickets)
+        return replace(self, tickets=tickets)
 
     def without_ticket(self, key: str) -> Book:
+        """This book without the ticket with this `key`."""
         return replace(self, tickets=tuple(ticket for ticket in self.tickets if ticket.key != key))
 
 
 def decode_book(data: bytes | memoryview | str) -> Book:
-    """The book that a page holds. Raises msgspec.DecodeError or msgspec.ValidationError for anything else."""
+    """The book in the page `data`. Raises msgspec.DecodeError or msgspec.ValidationError."""
     return _decode_book(data)
 
 
 def decode_section(data: bytes | str) -> Section:
-    """The section that a roster holds. Raises as decode_book."""
+    """The section in the roster `data`. Raises as decode_book."""
     return _decode_section(data)
 
 
@@ -161,35 +172,37 @@ _decode_section = msgspec.json.Decoder(Section).decode
 
 
 def overdrafts(old: Book, new: Book) -> dict[str, int]:
-    """Devices that this write would grant beyond max(limit, old sum), and by how much: laws 1 and 2.
+    """Devices that this write would grant beyond max(limit, old sum), and by how many bytes.
 
-    Facts are always accepted: a lease that settled larger than it asked for, or residue, may show an overdraft. Only
-    bytes that are newly *promised* (targets) may not.
+    `old` is the book as it was read, `new` as it would be written. This checks laws 1 and 2: facts
+    are always accepted, so a lease that settled larger than requested, or residue, may cause an
+    overdraft. Only newly *promised* bytes (targets) may not.
     """
-    # What a section promised before and does still cancels out: most writes change one of many.
+    # Promises of an unchanged section cancel out, and most writes change one section of many.
     changed = [id for id, section in new.sections.items() if old.sections.get(id) is not section]
     promises = _promised(new.sections[id] for id in changed)
     gone = old.sections.keys() - new.sections.keys() if promises else ()
     promised = _promised(old.sections[id] for id in (*changed, *gone) if id in old.sections)
-    more = {device for device, size in promises.items() if size > promised.get(device, 0)}
-    if not more:
+    raised = {device for device, size in promises.items() if size > promised.get(device, 0)}
+    if not raised:
         return {}
+
     before, after = old.claims(), new.claims()
-    over = {
-        device: after[device] - max(new.limits.get(device, after[device]), before.get(device, 0))
-        for device in more
-    }
+    over = {}
+    for device in raised:
+        limit = new.limits.get(device, after[device])
+        over[device] = after[device] - max(limit, before.get(device, 0))
     shared = one_memory(new.devices)
-    if shared & more:  # they have one budget, the largest of theirs
+    if shared & raised:  # they have one budget, the largest of theirs
         limit = max(new.limits.get(device, 0) for device in shared)
-        over["+".join(sorted(shared))] = sum(after.get(device, 0) for device in shared) - max(
-            limit, sum(before.get(device, 0) for device in shared)
-        )
+        sum_before = sum(before.get(device, 0) for device in shared)
+        sum_after = sum(after.get(device, 0) for device in shared)
+        over["+".join(sorted(shared))] = sum_after - max(limit, sum_before)
     return {device: excess for device, excess in over.items() if excess > 0}
 
 
 def _promised(sections: Iterable[Section]) -> dict[str, int]:
-    """Bytes on each device that are reserved for what is still on its way."""
+    """Bytes on each device that are reserved for leases still arriving."""
     sums: dict[str, int] = {}
     for section in sections:
         for lease in section.leases:

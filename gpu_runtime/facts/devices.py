@@ -1,4 +1,4 @@
-"""Devices, their samples, and shares of their bytes."""
+"""Devices, samples of them, and shares of their bytes."""
 
 from __future__ import annotations
 
@@ -8,35 +8,41 @@ from .base import HOST, Value
 
 
 class Device(Value):
-    """One memory: a card (`cuda:0`), an instance of a partitioned one (`cuda:0.1`), a simulated card (`sim:0`), or the
-    machine's RAM (`host`). The id names one physical card for everybody who shares the book; the UUID says which.
+    """One memory.
+
+    Examples: a card (`cuda:0`), an instance of a partitioned card (`cuda:0.1`), a simulated card
+    (`sim:0`), or the machine's RAM (`host`). The id names the same physical card for every process
+    that shares the book; the UUID identifies that card.
     """
 
     id: str
     total_bytes: int
     name: str = ""
     uuid: str = ""
-    index: int = 0  # the number in its id, of an instance its card's; what torch calls the card is each process's own
+    # The number in the id; for an instance, the number of its card. torch's own number for the card
+    # may differ from process to process.
+    index: int = 0
     simulated: bool = False
-    unified: bool = False  # its memory is the machine's: it and the host draw on one budget
+    unified: bool = False  # the card uses the machine's RAM, so card and host share one budget
 
     @property
     def is_host(self) -> bool:
+        """Whether this is the machine's RAM."""
         return self.id == HOST
 
     @property
     def key(self) -> str:
-        """What outlives its name: the UUID, where it has one."""
+        """The UUID where there is one, else the id. It stays the same when cards are renumbered."""
         return self.uuid or self.id
 
 
 class Sample(Value):
-    """What a device's driver (or the machine, for `host`) last said."""
+    """The last measurement of a device by its driver (or by the machine, for `host`)."""
 
     device: str
     taken_at: float
-    free_bytes: int | None  # None: the driver would not say; that is neither zero nor all
-    processes: dict[int, int | None] = {}  # pid -> bytes; None where the driver says N/A
+    free_bytes: int | None  # None: the driver gave no number; treat it as neither zero nor all
+    processes: dict[int, int | None] = {}  # pid -> bytes; None where the driver reports N/A
     utilisation_percent: float | None = None
     temperature_celsius: float | None = None
     power_watts: float | None = None
@@ -53,35 +59,41 @@ Shares = tuple[Share, ...]
 
 
 def beside(shares: Shares, size: int) -> Shares:
-    """The shares with that many bytes more, spread over them in proportion.
+    """`shares` with `size` bytes more, spread over them in proportion.
 
     >>> beside((Share("sim:0", 2), Share("sim:1", 1)), 4)
     (Share(device='sim:0', bytes=4), Share(device='sim:1', bytes=3))
     """
-    total, given, done = sum(share.bytes for share in shares), 0, 0
+    total = sum(share.bytes for share in shares)
     grown = []
+    passed = 0  # bytes of the shares so far
+    given = 0  # of `size`, what these have received
     for share in shares:
-        done += share.bytes
-        end = size * done // total if total else 0
-        grown.append(Share(share.device, share.bytes + end - given))
-        given = end
+        passed += share.bytes
+        due = size * passed // total if total else 0
+        grown.append(Share(share.device, share.bytes + due - given))
+        given = due
     return tuple(grown)
 
 
 def where(shares: Shares) -> str:
-    """`cuda:0` for one device, `cuda:0,1` for several of a kind, empty for none.
+    """The devices of `shares`: `cuda:0`, `cuda:0,1` for several of a kind, empty for none.
 
     >>> where((Share("cuda:0", 1), Share("cuda:1", 1)))
     'cuda:0,1'
     """
     ids = list(dict.fromkeys(share.device for share in shares))
-    if len(ids) < 2 or len({id.split(":")[0] for id in ids}) > 1:
+    kinds = {id.split(":")[0] for id in ids}
+    if len(ids) < 2 or len(kinds) > 1:
         return " + ".join(ids)
-    return f"{ids[0].split(':')[0]}:" + ",".join(id.split(":")[1] for id in ids)
+    numbers = ",".join(id.split(":")[1] for id in ids)
+    return f"{kinds.pop()}:{numbers}"
 
 
 def one_memory(devices: Iterable[Device]) -> frozenset[str]:
-    """The host and the cards whose memory it is: whatever lies on any of them, it takes of the same bytes. Empty where
-    every card has memory of its own."""
+    """The ids of `host` and of the cards that use the machine's RAM: all of them share the same bytes.
+
+    Empty where every card has memory of its own.
+    """
     cards = frozenset(device.id for device in devices if device.unified)
     return cards | {HOST} if cards else cards

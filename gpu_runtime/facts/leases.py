@@ -8,17 +8,20 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from .base import HOST, NEVER, NORMAL, Value
+from .base import HOST, NEVER, Value
 from .devices import Share, Shares, beside, where
+from .importance import NORMAL
 
 
 class Owner(Value):
-    """A process that may hold leases, named so that no later process can be taken for it."""
+    """A process that may hold leases. Its id is never used again for another process."""
 
     host: str
     boot: str
     pid: int
-    started: int  # clock ticks after boot, from /proc/PID/stat: a pid comes back, the pair does not
+    started: (
+        int  # clock ticks after boot, from /proc/PID/stat: a pid is used again, the pair is not
+    )
     serial: int = 0  # several runtimes in one process are several owners
     user: str = ""
     notebook: str = ""
@@ -26,20 +29,22 @@ class Owner(Value):
 
     @property
     def id(self) -> str:
+        """`PID.STARTED.SERIAL`, the key of its section."""
         return f"{self.pid}.{self.started}.{self.serial}"
 
     @property
     def label(self) -> str:
-        """How people call it: `train.ipynb (pid 4121)`."""
-        return (
-            f"{self.notebook.rsplit('/', 1)[-1]} (pid {self.pid})"
-            if self.notebook
-            else f"pid {self.pid}"
-        )
+        """The name for people: `train.ipynb (pid 4121)`."""
+        if not self.notebook:
+            return f"pid {self.pid}"
+        file = self.notebook.rsplit("/", 1)[-1]
+        return f"{file} (pid {self.pid})"
 
 
 class Phase(enum.StrEnum):
-    ARRIVING = "arriving"  # its room is reserved; bytes are on their way
+    """Where a lease is in its life."""
+
+    ARRIVING = "arriving"  # its room is reserved; its bytes are being loaded or copied
     SETTLED = "settled"
     LEAVING = "leaving"  # being moved out or dropped
 
@@ -59,20 +64,25 @@ class LeaseId(NamedTuple):
 
 
 class Lease(Value):
-    """A model's, or a block of code's, claim on memory.
+    """The claim of a model, or of a block of code, on memory.
 
-    `shares` is where its bytes lie, `target` where they are going. While they travel both count in full.
+    `shares` is where its bytes are, `target` where they are being moved to. During a move both count
+    in full.
     """
 
     owner: str
     name: str
-    key: str = ""  # of the decision that set it moving: a decision made twice is recognised by it
+    # Key of the decision that started its move. It shows whether a repeated decision was already made.
+    key: str = ""
     shares: Shares = ()
     target: Shares = ()
-    filled: Shares = ()  # where its own bytes lie, or will, if it claims more than them; empty: all of it
-    working_bytes: int = 0  # room for its use, cache and activations, that it claims on a device beside its own bytes
+    # Where its own bytes are, or will be, if it claims more than them; empty: the shares are its own.
+    filled: Shares = ()
+    # Cache and activations: bytes that it claims on a device in addition to its own.
+    working_bytes: int = 0
     phase: Phase = Phase.SETTLED
-    kind: str = "model"  # or "block": bytes for code, never moved, gone at the end of the block
+    # "model", or "block": bytes for a block of code; these are never moved and end with the block.
+    kind: str = "model"
     importance: int = NORMAL
     keep: bool = False
     keep_alive: float = 0.0
@@ -85,109 +95,120 @@ class Lease(Value):
     droppable: bool = False  # its source can reproduce it, byte for byte
     movable: bool = True  # its backend can move it between memories
     settled_at: float = 0.0
-    away_since: float = 0.0  # since when it lies in host memory
-    measured_bytes: int | None = None  # of a block: what its code really took at the peak
+    away_since: float = 0.0  # since when it is in host memory
+    measured_bytes: int | None = None  # of a block: the measured peak of its code
     backend: str = ""
     model_type: str = "other"
     quantization: str = ""
 
     @property
     def id(self) -> str:
+        """`owner/name`."""
         return f"{self.owner}/{self.name}"
 
     @property
     def bytes(self) -> int:
+        """The bytes that it claims where it is; before it has arrived, those where it will be."""
         return sum(share.bytes for share in (self.shares or self.target))
 
     @property
     def own_bytes(self) -> int:
-        """What it is itself, where it claims more: the bytes that move when it moves."""
+        """The model's own bytes, which a move copies. Smaller than `bytes` if it claims more."""
         return sum(share.bytes for share in self.filled) if self.filled else self.bytes
 
     def holding(self, measured: Shares) -> Lease:
-        """This lease, settled with what was measured; where it claims more than it fills, it goes on claiming that.
+        """This lease, settled with the `measured` shares of its own bytes.
 
-        A whole card stays whole. Room for use stays as large as it was asked for, whatever the weights turn out to be;
-        in host memory there is none of it.
+        A lease that claims more than its own bytes keeps that claim: a whole card stays whole, and
+        working memory stays as large as requested, however large the weights turn out to be. In host
+        memory there is no working memory.
 
-        >>> Lease("1", "a", target=(Share("sim:0", 9),), filled=(Share("sim:0", 4),)).holding((Share("sim:0", 5),)).shares
+        >>> here, there = (Share("sim:0", 4),), (Share("sim:0", 5),)
+        >>> Lease("1", "a", target=(Share("sim:0", 9),), filled=here).holding(there).shares
         (Share(device='sim:0', bytes=9),)
         """
         settled = replace(self, shares=measured, target=(), filled=(), phase=Phase.SETTLED)
         if all(share.device == HOST for share in measured):
             return settled
         claimed = self.target or self.shares
-        more = sum(share.bytes for share in claimed) > self.own_bytes + self.working_bytes
-        claims = {share.device: share.bytes for share in claimed} if self.filled and more else {}
+        claimed_bytes = sum(share.bytes for share in claimed)
+        claims_more = claimed_bytes > self.own_bytes + self.working_bytes
+        claims: dict[str, int] = {}
+        if self.filled and claims_more:
+            claims = {share.device: share.bytes for share in claimed}
         for share in beside(measured, self.working_bytes):
             claims[share.device] = max(share.bytes, claims.get(share.device, 0))
         shares = tuple(Share(id, size) for id, size in claims.items())
-        return replace(settled, shares=shares, filled=measured) if shares != measured else settled
+        if shares == measured:
+            return settled
+        return replace(settled, shares=shares, filled=measured)
 
     @property
     def on_host(self) -> bool:
+        """Whether all of it is in host memory."""
         return bool(self.shares) and all(share.device == HOST for share in self.shares)
 
     @property
     def on_device(self) -> bool:
-        for share in self.shares:  # a plain loop: every decision asks this of every lease
+        """Whether any of it is on a card."""
+        for share in self.shares:  # a plain loop: every decision calls this for every lease
             if share.device != HOST:
                 return True
         return False
 
     @property
     def where(self) -> str:
-        """`cuda:0`, `cuda:0,1`, `host`, or `arriving` for what lies nowhere yet."""
+        """`cuda:0`, `cuda:0,1`, `host`, or the phase (`arriving`) while it has no shares."""
         return where(self.shares) or self.phase.value
 
     def idle_seconds(self, now: float) -> float:
+        """Seconds between its last use and `now`; 0 while it is in use."""
         return 0.0 if self.pins else max(0.0, now - self.last_used)
 
     def claims(self) -> Iterator[Share]:
+        """Every share that counts against a budget: where its bytes are, then where they will be."""
         yield from self.shares
         yield from self.target
 
 
 class Section(Value):
-    """The part of the book that one owner writes, and nobody else."""
+    """The part of the book that one owner writes. No other process may change it."""
 
     owner: Owner
     leases: tuple[Lease, ...] = ()
-    residue: dict[
-        str, int
-    ] = {}  # device -> bytes this process holds beyond its leases (context, cache, own tensors)
-    names: tuple[str, ...] = ()  # models that it can load when asked
+    # Device -> bytes that the process holds besides its leases: context, cache, tensors of its own.
+    residue: dict[str, int] = {}
+    names: tuple[str, ...] = ()  # models that it can load on request
     counts: dict[str, int] = {}  # loaded, offloaded, restored, unloaded, refused
-    engines: tuple[
-        int, ...
-    ] = ()  # processes that it has started to run models in; their memory is its leases'
+    # Processes that it started to run models in. Their memory belongs to its leases.
+    engines: tuple[int, ...] = ()
     busy_since: float = NEVER  # since when its kernel runs a cell; 0: it runs none, or is no kernel
     idle_since: float = NEVER  # when its last cell ended; 0: unknown, or it runs one
 
     def lease(self, name: str) -> Lease | None:
+        """Its lease of this `name`, or None."""
         return next((lease for lease in self.leases if lease.name == name), None)
 
 
 class Ticket(Value):
-    """A request that waits, or something asked of another owner. It ends with its asker."""
+    """A waiting request, or an order to another owner. It ends with the owner that wrote it."""
 
     key: str
     owner: str
-    verb: str  # "use", or what is asked of the target's owner: evict, restore, preload, move, pin, unpin, defrag
-    name: str  # the model wanted (use), or the lease id asked about
+    # "use", or what the target's owner is to do: evict, restore, preload, move, pin, unpin, defrag.
+    verb: str
+    name: str  # the model (use), or the id of the lease in question
     arrived: float
     refreshed: float
     importance: int = NORMAL
-    need: Shares = ()  # the room it waits for, on the likeliest card
-    places: tuple[str, ...] = ()  # cards that would do as well, or where to move it; empty: any
-    layout: str = (
-        ""  # how the need may be divided otherwise among these places; empty: it is for one card
-    )
-    recalls: tuple[str, ...] = ()  # lease ids asked to step aside for it
-    recalled_since: float = 0.0  # since when just these are asked
-    held: tuple[str, ...] = ()  # lease ids that the asking thread itself pins
-    blocked_since: float = 0.0  # since when only models in use stand in its way; 0: they do not
+    need: Shares = ()  # the room that it waits for, on the likeliest card
+    places: tuple[str, ...] = ()  # other cards that would do, or where to move it; empty: any
+    # How the need may be divided among these places instead; empty: it is for one card.
+    layout: str = ""
+    recalls: tuple[str, ...] = ()  # lease ids that other owners are to evict for it
+    recalled_since: float = 0.0  # since when exactly these are requested
+    held: tuple[str, ...] = ()  # lease ids that the requesting thread itself pins
+    blocked_since: float = 0.0  # since when only models in use block it; 0: they do not
     because: str = ""
-    said_by: str = (
-        ""  # the person for whom it was asked, as the asking process claims: for display, no proof
-    )
+    # The person who asked, as the requesting process claims. For display; it proves nothing.
+    said_by: str = ""

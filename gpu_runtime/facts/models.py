@@ -1,80 +1,85 @@
-"""What is known about a model: its specification and its footprint."""
+"""What is known about a model: its specification, its footprint and its measurements."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .base import NORMAL, Value
+from .base import Value
+from .importance import NORMAL
 
 
 class Part(Value):
-    """One part of a footprint, and where its number came from."""
+    """One part of a footprint, and where its number is from."""
 
     name: str  # "weights", "kv_cache", "activations", "room", "margin", "context", "all"
     bytes: int
-    source: str  # "declared", "measured on …", "safetensors header", "GGUF header", "shapes", "config", "name", …
-    detail: str = (
-        ""  # how it was reckoned: `32 layers × 8 KV heads × 128 × 2 × 8192 tokens, 16 bits`
-    )
+    # "declared", "measured on …", "safetensors header", "GGUF header", "shapes", "config", "name", …
+    source: str
+    # How it was calculated: `32 layers × 8 KV heads × 128 × 2 × 8192 tokens, 16 bits`.
+    detail: str = ""
 
     @property
     def for_use(self) -> bool:
-        """Whether it is room that the model's code takes while it runs, and that its lease keeps for it."""
+        """Whether the model's code uses this memory while it runs; the lease reserves it."""
         return self.name in ("kv_cache", "activations", "room")
 
 
 class Footprint(Value):
-    """The bytes that a model needs on a device, part by part. How they are found: `estimate.py`."""
+    """The bytes that a model needs on a device, part by part. `gpu_runtime.estimation` makes them."""
 
     parts: tuple[Part, ...]
-    heads: int = (
-        0  # attention heads, which a tensor-parallel degree must divide; 0: unknown, any degree
-    )
-    # Bytes of the indivisible consecutive pieces that the model may be cut between when it goes over several cards:
-    # embeddings, layer 0…n, head. They sum to `bytes`, overheads included. Empty: it may be cut at any byte.
+    # Attention heads. The degree of tensor parallelism must divide them. 0: unknown, any degree.
+    heads: int = 0
+    # Bytes of the indivisible consecutive pieces between which the model may be split over several
+    # cards: embeddings, layer 0…n, head. They sum to `bytes`, overheads included. Empty: it may be
+    # split at any byte.
     pieces: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()  # sentences: what is not counted, and what was measured before
-    at_load: bool = False  # cache and work space are taken with the weights, and are as much the model's own bytes
+    # Cache and working memory are allocated with the weights; so they count as the model's own bytes.
+    at_load: bool = False
 
     @property
     def bytes(self) -> int:
+        """The sum of all parts."""
         return sum(part.bytes for part in self.parts)
 
     @classmethod
     def of(cls, size: int, source: str = "declared") -> Footprint:
+        """A footprint of one part of `size` bytes; `source` names where the number is from."""
         return cls((Part("all", size, source),))
 
     @property
     def working_bytes(self) -> int:
-        """Of these, room for use: it holds no weights, and stays claimed as long as the model is on a device."""
-        return 0 if self.at_load else sum(part.bytes for part in self.parts if part.for_use)
+        """The part of `bytes` that holds no weights and stays claimed while the model is on a device."""
+        if self.at_load:
+            return 0
+        return sum(part.bytes for part in self.parts if part.for_use)
 
 
 class Evidence(Value):
-    """What a model's source tells of its size, nothing of it loaded."""
+    """What a model's source shows about its size before anything is loaded."""
 
-    weight_bytes: int | None = (
-        None  # once in memory; None: it cannot be told from the source itself
-    )
-    source: str = ""  # where that was read: "safetensors header", "GGUF header", "shapes", "module"
-    file_bytes: int = 0  # of its files, where nothing but their size is known
-    file_format: str = ""  # of those: gguf or safetensors
-    name: str = ""  # of its file or repository, which may tell its size too
+    weight_bytes: int | None = None  # in memory; None: the source does not show it
+    source: str = ""  # where it was read: "safetensors header", "GGUF header", "shapes", "module"
+    file_bytes: int = 0  # size of its files, where nothing else is known
+    file_format: str = ""  # of those files: gguf or safetensors
+    name: str = ""  # of its file or repository; it may contain the size too
     config: dict[str, Any] = {}  # by Hugging Face's names
-    pieces: tuple[int, ...] = ()  # weights of the consecutive pieces that it may be cut between
-    fingerprint: str = ""  # of the source as it is now; empty: it could not be told from another
-    why_unknown: str = ""  # what went wrong, where it cannot be told
-    at_load: bool = False  # its engine takes cache and work space when it loads, so they are measured with the weights
+    pieces: tuple[int, ...] = ()  # weights of the consecutive pieces between which it may be split
+    fingerprint: str = ""  # of the source as it is now; empty: no fingerprint could be made
+    why_unknown: str = ""  # why the size is unknown
+    # The engine allocates cache and working memory when it loads; so they are measured with the weights.
+    at_load: bool = False
 
 
 class Measurement(Value):
-    """What a model was seen to take, once it had been loaded."""
+    """The memory that a model was measured to use after it was loaded."""
 
     resident_bytes: int  # of its storages
-    peak_bytes: int | None = None  # the most, while it was loaded and used; None: not seen
+    peak_bytes: int | None = None  # the most during load and use; None: not measured
     day: str = ""  # as 2026-11-21
     device: str = ""  # a card's name
-    name: str = ""  # the model's, for whoever reads the file
+    name: str = ""  # the model's name, for people who read the file
 
 
 class ModelSpec(Value):
@@ -82,7 +87,7 @@ class ModelSpec(Value):
 
     name: str
     backend: str
-    source: str = ""  # a directory, a file or a hub id; empty for what came from live Python
+    source: str = ""  # a directory, a file or a hub id; empty for a live Python object
     size: int | None = None  # declared bytes
     model_type: str = "other"  # llm, embedding, reranker, vision, diffusion, other
     quantization: str = ""
@@ -90,14 +95,13 @@ class ModelSpec(Value):
     keep: bool = False
     keep_alive: float = 0.0
     layout: str = "auto"
-    devices: tuple[str, ...] = ()  # where it may go; empty: anywhere
-    placement: dict[str, Any] = {}  # fields of PlacementRules on which the model has its own word
-    enabled: bool = True  # False: it is known, and refuses to load
-    options: dict[
-        str, Any
-    ] = {}  # what its backend and its estimate go by: context_length, gpu_layers, dtype, …
+    devices: tuple[str, ...] = ()  # where it may be placed; empty: anywhere
+    placement: dict[str, Any] = {}  # fields of PlacementRules that the model overrides
+    enabled: bool = True  # False: it is listed, and a load is refused
+    # Options for its backend and its estimate: context_length, gpu_layers, dtype, …
+    options: dict[str, Any] = {}
 
     @property
     def key(self) -> str:
-        """`type:name:quantization`, as the HTTP face and the logs name a model."""
+        """`type:name:quantization`, the name of a model in the HTTP API and the logs."""
         return f"{self.model_type}:{self.name}:{self.quantization or 'none'}"

@@ -1,4 +1,4 @@
-"""What the faces show: a snapshot of the book, the devices, and recent history."""
+"""What the views show: a snapshot of the book and the devices, and recent history."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Stranger(Value):
 
     device: str
     pid: int
-    bytes: int | None  # None: the driver will not say
-    user: str = ""  # empty, as the command: it cannot be seen from here
+    bytes: int | None  # None: the driver gives no number
+    user: str = ""  # empty, as the command: not visible from this process
     command: str = ""
 
 
 class DeviceView(Value):
-    """One device as a face shows it."""
+    """One device as the status shows it."""
 
     device: Device
     limit_bytes: int
@@ -45,23 +45,22 @@ class DeviceView(Value):
     pressure: float  # 0 to 1 and beyond: the larger of claimed / limit and measured / total
     sample: Sample | None = None
     residue_bytes: int = 0
-    stranger_bytes: int | None = None  # in use and leased by nobody; None: unknown, or simulated
+    stranger_bytes: int | None = None  # in use without a lease; None: unknown, or simulated
     drained: Drain | None = None
-    room_bytes: int | None = (
-        None  # what a grant may spend now, negative in an overdraft; None: not known
-    )
-    blind: str = ""  # why nothing can be granted: the device cannot be seen well enough
+    # What a grant may spend now, negative in an overdraft; None: unknown.
+    room_bytes: int | None = None
+    blind: str = ""  # why nothing can be granted: no recent measurement of the device
 
 
 class Outcome(Value):
-    """What a verb did, or why it did not yet."""
+    """What a verb did, or why it has not done it yet."""
 
     verb: str
     name: str
     done: bool
     because: str
     bytes: int = 0  # freed (evict, defrag) or taken (preload, restore)
-    where: str = ""  # where the model lies now
+    where: str = ""  # where the model is now
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -69,13 +68,13 @@ class Outcome(Value):
 
 
 class Applied(Value):
-    """What became of a file of models, by their names."""
+    """The result of applying a file of models, by the models' names."""
 
     file: str
     added: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
     unchanged: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()  # what is kept and has no effect here
+    notes: tuple[str, ...] = ()  # fields that are stored and have no effect here
 
 
 class Health(Value):
@@ -97,9 +96,8 @@ class Moment(Value):
     device: str
     total_bytes: int
     limit_bytes: int  # its budget
-    measured_bytes: (
-        int | None
-    )  # in use; None: the driver would not say. What no lease claims is the rest
+    # In use, leased or not; None: the driver gave no number.
+    measured_bytes: int | None
     level: Level
     utilisation_percent: float | None = None
     temperature_celsius: float | None = None
@@ -108,11 +106,12 @@ class Moment(Value):
 
     @property
     def claimed_bytes(self) -> int:
+        """The sum of `claims`."""
         return sum(self.claims.values())
 
     @property
     def peak_bytes(self) -> int:
-        """What a summary of several moments keeps the highest of: what is in use, or claimed, whichever is more."""
+        """The larger of claimed and measured bytes. A summary keeps the moment where it is highest."""
         return max(self.claimed_bytes, self.measured_bytes or 0)
 
 
@@ -121,60 +120,57 @@ class History(Value):
 
     moments: tuple[Moment, ...]  # of all devices, the newest last
     events: tuple[Event, ...]  # the newest last
-    seconds: float  # how far it was asked to look back
+    seconds: float  # the length of the requested period
 
     def of(self, device: str) -> tuple[Moment, ...]:
-        """The moments of one device."""
+        """The moments of the device with the id `device`."""
         return tuple(moment for moment in self.moments if moment.device == device)
 
 
 class Unanswered(Value):
-    """Somebody asks something of a process, and it does not answer."""
+    """A request to which a process does not respond."""
 
-    owner: Owner  # who does not answer
-    ticket: Ticket  # what is asked
-    since: float  # since when, by the clock of the snapshot's `now`
+    owner: Owner  # the process that does not respond
+    ticket: Ticket  # the request
+    since: float  # by the clock of the snapshot's `now`
 
 
 class Snapshot(Value):
-    """Everything a face needs, as of one moment."""
+    """The state of the host at one moment: all that the views need."""
 
     now: float
     wall: float
-    owner: Owner  # who looked
+    owner: Owner  # the process that took the snapshot
     devices: tuple[DeviceView, ...]
     sections: dict[str, Section]
     tickets: tuple[Ticket, ...]
     events: tuple[Event, ...]
-    specs: tuple[ModelSpec, ...]  # models registered in the looking process
+    specs: tuple[ModelSpec, ...]  # models registered in the process that took the snapshot
     simulated: bool
     governed: bool = True  # False: ENABLE_MEMORY_GOVERNOR is off
-    degraded: str = ""  # why the monitor cannot see; empty: it can
+    degraded: str = ""  # why the monitor cannot measure; empty: it can
     ledger: str = ""
     totals: dict[str, int] = {}  # evictions, offloads, unloads, restorations of this boot
-    strangers: tuple[
-        Stranger, ...
-    ] = ()  # processes on the cards that lease nothing, the largest first
-    host: str = ""  # whose book this is, where it is not the looker's own
-    seen_seconds: float = 0.0  # since anybody there last showed itself, for another host
-    rules: Rules = Rules()  # the looker's: thresholds of the levels, reserve, grace
-    unanswered: tuple[
-        Unanswered, ...
-    ] = ()  # who does not answer what is asked of them, the longest silent first
+    # Processes on the cards that have no lease, the largest first.
+    strangers: tuple[Stranger, ...] = ()
+    host: str = ""  # the host of this book, if it is another one
+    seen_seconds: float = 0.0  # of another host: since one of its processes was last active
+    rules: Rules = Rules()  # of the process that took it: thresholds of the levels, reserve, grace
+    # Processes that do not respond to a request, the longest unresponsive first.
+    unanswered: tuple[Unanswered, ...] = ()
 
     def leases(self) -> Iterator[Lease]:
+        """Every lease of every owner."""
         for section in self.sections.values():
             yield from section.leases
 
     def __str__(self) -> str:
-        """A line a device and a lease, for `print`; the faces show it with bars and in colour."""
-        cards = [
-            f"{view.device.id}: {show_bytes(view.claimed_bytes)} of {show_bytes(view.limit_bytes)} claimed, pressure "
-            f"{view.level}"
-            for view in self.devices
-        ]
-        held = [
-            f"  {lease.name}: {show_bytes(lease.bytes)} on {lease.where}{', in use' if lease.pins else ''}"
-            for lease in self.leases()
-        ]
-        return "\n".join([*cards, *held])
+        """One line for each device and each lease, for `print`."""
+        lines = []
+        for view in self.devices:
+            claimed, limit = show_bytes(view.claimed_bytes), show_bytes(view.limit_bytes)
+            lines.append(f"{view.device.id}: {claimed} of {limit} claimed, pressure {view.level}")
+        for lease in self.leases():
+            in_use = ", in use" if lease.pins else ""
+            lines.append(f"  {lease.name}: {show_bytes(lease.bytes)} on {lease.where}{in_use}")
+        return "\n".join(lines)

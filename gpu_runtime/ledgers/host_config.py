@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BadSetting, BadSize
-from ..facts import IMPORTANCE, Cap, Value
+from ..facts import IMPORTANCE, Cap, Value, parse_importance
 from ..units import parse_bytes, parse_seconds
 
 CONFIG_FILE = "/etc/gpu-console/config.toml"
@@ -176,9 +176,7 @@ class _Page:
 
 
 def _importance(given: Any) -> int:
-    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
-        return given
-    return IMPORTANCE[given]
+    return parse_importance(given, least=1)
 
 
 def _yes_or_no(given: Any) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from gpu_runtime.facts import (
-    IMPORTANCE,
     NORMAL,
     Device,
     DeviceView,
@@ -20,6 +19,7 @@ from gpu_runtime.facts import (
     Phase,
     Snapshot,
     Step,
+    importance_name,
 )
 from gpu_runtime.units import show_bytes, show_seconds
 
@@ -260,12 +260,6 @@ def _marks(lease: Lease) -> Iterator[str]:
         yield "pinned"
     if lease.importance != NORMAL:
         yield importance_name(lease.importance)
-
-
-def importance_name(number: int) -> str:
-    return next(
-        (name for name, value in IMPORTANCE.items() if value == number), f"importance {number}"
-    )
 
 
 def state(lease: Lease, now: float) -> str:

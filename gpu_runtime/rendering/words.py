@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpu_runtime.facts import NORMAL, Event, Load, Part, Plan, Snapshot, Step, Ticket
+from gpu_runtime.facts import (
+    NORMAL,
+    Event,
+    Load,
+    Part,
+    Plan,
+    Snapshot,
+    Step,
+    Ticket,
+    importance_name,
+)
 from gpu_runtime.units import is_source, show_bytes, show_seconds
 
-from .views import clean, holder, importance_name, lease_name
+from .views import clean, holder, lease_name
 
 QUIET_SECONDS = 10.0  # a host whose owners show nothing for longer is said to be quiet
 

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ..facts import IMPORTANCE, Value
+from ..errors import BadSetting
+from ..facts import IMPORTANCE, Value, parse_importance
 
 KINDS = ("chat", "completions", "embeddings", "images")
 MOST_TOKENS = 1_000_000  # of one answer; beyond that a number is a slip, whatever the model
@@ -303,17 +304,14 @@ def _importance(value: Any) -> int | None:
     """A class by its name, or a number from 1 to 100; lower is more important."""
     if value is None:
         return None
-    if isinstance(value, str) and value in IMPORTANCE:
-        return IMPORTANCE[value]
-    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 3:
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 100:
+    try:
+        return parse_importance(value, least=1, most=100)
+    except BadSetting:
         raise bad(
             "x_priority",
             value,
             f"{', '.join(IMPORTANCE)} or a number from 1 to 100; lower is more important",
-        )
-    return value
+        ) from None
 
 
 def _seconds(name: str, value: Any, least: float = 0.0) -> float | None:

@@ -14,8 +14,8 @@ from gpu_runtime.devices.probe import Probe, open_probe
 from gpu_runtime.devices.process_memory import Memory
 from gpu_runtime.devices.simulated_allocator import FREE, HOLE, Run, Segment, Segments
 from gpu_runtime.facts import (
+    AllocatorBlock,
     AllocatorMap,
-    Block,
     BlockState,
     Device,
     DeviceView,
@@ -93,7 +93,10 @@ def test_a_simulated_cards_segments_are_told_as_they_are_cut():
         ooms=2,
     )
     assert map.segments[0] == SegmentMap(
-        0, 20 * MIB, "large", (Block(8 * MIB, ALLOCATED, 2), Block(12 * MIB, INACTIVE))
+        0,
+        20 * MIB,
+        "large",
+        (AllocatorBlock(8 * MIB, ALLOCATED, 2), AllocatorBlock(12 * MIB, INACTIVE)),
     )
     assert states(map)[1:] == [[(4, "allocated"), (6, "released")], [(20, "inactive")]]
     assert [segment.address for segment in map.segments] == [0, 20 * MIB, 30 * MIB]
@@ -210,7 +213,7 @@ def test_a_map_is_bounded_and_keeps_every_byte(segments, most):
             index << 30,
             sum(size for size, _ in row),
             "large",
-            tuple(Block(size, state) for size, state in row),
+            tuple(AllocatorBlock(size, state) for size, state in row),
         )
         for index, row in enumerate(segments)
     )
@@ -256,7 +259,7 @@ def test_the_largest_map_is_of_a_few_hundred_kilobytes(segments, blocks):
             0x7FFF_0000_0000 + (index << 30),
             blocks * MIB,
             "expandable",
-            tuple(Block(MIB, (ALLOCATED, INACTIVE)[index % 2]) for index in range(blocks)),
+            tuple(AllocatorBlock(MIB, (ALLOCATED, INACTIVE)[index % 2]) for index in range(blocks)),
         )
         for index in range(segments)
     )

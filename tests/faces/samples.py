@@ -28,6 +28,7 @@ from gpu_runtime.facts import (
     Stranger,
     Ticket,
 )
+from gpu_runtime.scheduler.unresponsive import unanswered
 
 GIB = 2**30
 NOW, WALL = 5_000.0, 1_763_640_184.0  # 12:03:04 UTC
@@ -108,7 +109,7 @@ def snapshot(
         for pid, size in (processes or {}).items()
         if pid not in (ME.pid, BOB.pid)
     )
-    return Snapshot(
+    seen = Snapshot(
         NOW,
         WALL,
         ME,
@@ -123,6 +124,7 @@ def snapshot(
         strangers=others,
         **more,
     )
+    return replace(seen, unanswered=unanswered(seen))
 
 
 def event(seq, model, action, because, gib=0.0, device="sim:0", **more):

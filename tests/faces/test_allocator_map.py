@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpu_runtime.devices.allocator_stats import bounded
 from gpu_runtime.devices.process_memory import Memory
-from gpu_runtime.facts import AllocatorMap, Block, BlockState, SegmentMap
+from gpu_runtime.facts import AllocatorBlock, AllocatorMap, BlockState, SegmentMap
 from gpu_runtime.rendering import allocator_map, render
 from gpu_runtime.rendering.allocator_map import (
     ALLOCATED,
@@ -35,7 +35,7 @@ USED, WAITING, FREE, *_ = BlockState
 
 
 def segment(at: int, *blocks: tuple[float, BlockState], kind: str = "large") -> SegmentMap:
-    cut = tuple(Block(int(size * MIB), state) for size, state in blocks)
+    cut = tuple(AllocatorBlock(int(size * MIB), state) for size, state in blocks)
     return SegmentMap(at, sum(block.bytes for block in cut), kind, cut)
 
 

@@ -12,8 +12,8 @@ from gpu_runtime.errors import BadSetting, LedgerRefused, LedgerUnavailable
 from gpu_runtime.facts import (
     MOST_ENTRIES,
     MOST_EVENTS,
+    AllocatorBlock,
     AllocatorMap,
-    Block,
     BlockState,
     Book,
     Device,
@@ -413,7 +413,10 @@ def test_an_owners_maps_are_seen_by_all_and_replaced_whole(door):
         0,
         20 << 20,
         "large",
-        (Block(1 << 20, BlockState.ALLOCATED, 2), Block(19 << 20, BlockState.INACTIVE)),
+        (
+            AllocatorBlock(1 << 20, BlockState.ALLOCATED, 2),
+            AllocatorBlock(19 << 20, BlockState.INACTIVE),
+        ),
     )
     a.publish_maps((drawn(a, cut), drawn(a)))
     assert b.maps() == a.maps() == {a.owner.id: (drawn(a, cut), drawn(a))}

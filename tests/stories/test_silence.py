@@ -7,7 +7,6 @@ import signal
 import pytest
 
 from gpu_runtime import Runtime
-from gpu_runtime.scheduler.unresponsive import unanswered
 from tests.nvml_driver import until
 from tests.stories.test_processes import DEVICES, Kernel
 
@@ -22,9 +21,9 @@ def test_a_stopped_kernel_is_named_with_since_when_until_it_goes_on(tmp_path):
             asked_at = console.status().now
             with console.on_behalf_of("ann"):
                 assert not console.evict("qwen", wait=False).done
-            assert unanswered(console.status()) == (), "too soon to say"
-            until(lambda: unanswered(console.status()), 10.0)
-            [one] = unanswered(console.status())
+            assert console.status().unanswered == (), "too soon to say"
+            until(lambda: console.status().unanswered, 10.0)
+            [one] = console.status().unanswered
             assert (one.owner.pid, one.ticket.verb, one.ticket.said_by) == (
                 kernel.process.pid,
                 "evict",
@@ -32,7 +31,7 @@ def test_a_stopped_kernel_is_named_with_since_when_until_it_goes_on(tmp_path):
             )
             assert one.since == pytest.approx(asked_at, abs=1.0)
             kernel.signal(signal.SIGCONT)
-            until(lambda: not unanswered(console.status()), 10.0)
+            until(lambda: not console.status().unanswered, 10.0)
             until(lambda: console.leases()["device"].tolist() == ["host"], 10.0)
     finally:
         kernel.signal(signal.SIGCONT)

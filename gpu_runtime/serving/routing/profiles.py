@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...facts import IMPORTANCE
+from ...facts import parse_importance
 from ..requests import Call
 from .tasks import Profile
 
@@ -32,7 +32,7 @@ def profiled(call: Call, profile: Profile | None) -> Call:
     elif profile.system and call.kind == "completions":
         body["prompt"] = f"{profile.system}\n\n{body['prompt']}"
     word = profile.importance
-    importance = IMPORTANCE[word] if isinstance(word, str) else word
+    importance = None if word is None else parse_importance(word)
     return replace(
         call,
         body=body,

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from gpu_runtime.facts import Device, DeviceView, Lease, Phase, Section, Snapshot
+from gpu_runtime.facts import Device, DeviceView, Lease, Phase, Section, Snapshot, importance_name
 from gpu_runtime.rendering.views import (
     RESIDUE,
     STRANGERS,
     clean,
     fill,
-    importance_name,
     state,
     strangers_bytes,
 )

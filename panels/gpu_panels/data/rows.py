@@ -20,16 +20,15 @@ from gpu_runtime.facts import (
     Stranger,
     Ticket,
     Unanswered,
+    importance_name,
 )
 from gpu_runtime.rendering.views import (
     RESIDUE,
     clean,
     clock,
-    importance_name,
     lease_name,
     strangers_bytes,
 )
-from gpu_runtime.scheduler.unresponsive import unanswered
 from gpu_runtime.units import show_bytes, show_seconds
 
 from .. import palette
@@ -209,7 +208,7 @@ def _kind(lease: Lease) -> str:
 
 def leases(snapshot: Snapshot, looks: Mapping[str, palette.Look] | None = None) -> tuple[Row, ...]:
     """Who holds what: every share of every lease, what processes hold beside them, and who leased nothing."""
-    rows, silent = [], {one.owner.id: one.since for one in reversed(unanswered(snapshot))}
+    rows, silent = [], {one.owner.id: one.since for one in reversed(snapshot.unanswered)}
     for section in sorted(snapshot.sections.values(), key=_by_size):
         says = kernel(section, snapshot.now, silent.get(section.owner.id))
         for lease in sorted(section.leases, key=lambda lease: (-lease.bytes, lease.name)):
@@ -376,7 +375,7 @@ def queue(snapshot: Snapshot) -> tuple[Row, ...]:
     waiting = [ticket for ticket in snapshot.tickets if ticket.verb == "use"]
     asked = [ticket for ticket in snapshot.tickets if ticket.verb != "use"]
     silent: dict[str, list[Unanswered]] = {}
-    for one in unanswered(snapshot):
+    for one in snapshot.unanswered:
         silent.setdefault(one.ticket.key, []).append(one)
     return (
         *(
