@@ -1,7 +1,7 @@
 """The `gpu` command: the same verbs as `%gpu`, for a terminal.
 
-It holds no models. What needs a kernel it asks of that kernel, through the ledger. Exit codes: 0 done, 1 failed, 2 not
-understood.
+The command holds no models. It sends requests to the processes that hold them, through the ledger.
+Exit codes: 0 done, 1 failed, 2 not understood.
 """
 
 from __future__ import annotations
@@ -9,45 +9,47 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from . import verbs
 from .errors import GpuError, UnknownVerb
 from .facts import Outcome, Plan
+from .verb_arguments import fill
 from .verbs import CLI, Verb
 
 DONE, FAILED, NOT_UNDERSTOOD = 0, 1, 2
 
 
 class _NotUnderstood(Exception):
-    pass
+    """The command line does not match the verb's arguments."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, in our words."""
+    """Reports a wrong command line in one line, with the verb's usage."""
 
     def error(self, message: str) -> NoReturn:
         raise _NotUnderstood(f"{message}. Usage: {self.usage}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Does what was typed, and returns the exit code."""
+    """The exit code, after doing what `argv` (or the command line) requests."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)
     except (_NotUnderstood, UnknownVerb) as error:
-        return _complain(error, NOT_UNDERSTOOD)
+        return _report_failure(error, NOT_UNDERSTOOD)
     except GpuError as error:
-        return _complain(verbs.typed_in(CLI, " ".join(str(error).split())), FAILED)
+        return _report_failure(verbs.typed_in(CLI, " ".join(str(error).split())), FAILED)
     except KeyboardInterrupt:
-        return _complain("interrupted", FAILED)
-    except BrokenPipeError:  # `gpu models | head`: whoever read has read enough
+        return _report_failure("interrupted", FAILED)
+    except BrokenPipeError:  # `gpu models | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
 
 
-def _complain(error: object, code: int) -> int:
+def _report_failure(error: object, code: int) -> int:
+    """Prints `error` in one line to standard error, and returns `code`."""
     print(f"gpu: {' '.join(str(error).split())}", file=sys.stderr)
     return code
 
@@ -56,32 +58,39 @@ def _run(words: list[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         words = ["help", *words[1:]]
     elif words and words[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"gpu-console {version('gpu-console')}")
-        return DONE
+        return _print_version()
     if not words or words[0].startswith("-"):
         words = ["status", *words]
     verb = verbs.find(words[0], CLI)
     if "-h" in words[1:] or "--help" in words[1:]:
         print(verbs.details(verb, CLI))
         return DONE
-    args = _read(verb, words[1:])
+    args = _parse(verb, words[1:])
     if verb.name == "help":
-        print(
-            verbs.details(verbs.find(args.verb, CLI), CLI)
-            if args.verb
-            else f"gpu: the GPUs of this machine, shared\n\n{verbs.overview(CLI)}"
-        )
-        return DONE
+        return _print_help(args.verb)
     return _act(verb, args)
 
 
-def _read(verb: Verb, words: list[str]) -> argparse.Namespace:
+def _print_version() -> int:
+    from importlib.metadata import version
+
+    print(f"gpu-console {version('gpu-console')}")
+    return DONE
+
+
+def _print_help(name: str | None) -> int:
+    if name:
+        print(verbs.details(verbs.find(name, CLI), CLI))
+    else:
+        print(f"gpu: the GPUs of this machine, shared\n\n{verbs.overview(CLI)}")
+    return DONE
+
+
+def _parse(verb: Verb, words: list[str]) -> argparse.Namespace:
     parser = _Parser(
         prog=f"gpu {verb.name}", usage=verb.synopsis(CLI), add_help=False, allow_abbrev=False
     )
-    verbs.fill(parser, verb.arguments).add_argument("--json", action="store_true")
+    fill(parser, verb.arguments).add_argument("--json", action="store_true")
     if "-o" in words or "--output" in words:
         raise _NotUnderstood(
             f"-o stores an answer under a Python name, which a terminal has not. "
@@ -91,6 +100,10 @@ def _read(verb: Verb, words: list[str]) -> argparse.Namespace:
 
 
 def _act(verb: Verb, args: argparse.Namespace) -> int:
+    """Does what `verb` does, prints the answer, and returns the exit code."""
+    if verb.name in SERVERS:
+        return _print(verb, args, SERVERS[verb.name](args), None)
+    assert verb.act is not None  # only the verbs in SERVERS have no act of their own
     if not verb.needs_runtime:
         return _print(verb, args, verb.act(None, args), None)
     import gpu_runtime
@@ -98,38 +111,90 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
     rt = gpu_runtime.runtime()
     rt.guest = True
     try:
-        if not verb.loads:
-            value = verb.act(rt, args)
-        else:
-            from gpu_runtime.rendering.progress import TerminalProgress
-
-            with TerminalProgress(args.name) as args.progress:
-                value = verb.act(rt, args)
-        around = rt.status() if isinstance(value, Plan) and not args.json else None
-        return _print(verb, args, value, around)
+        return _print(verb, args, _answer(verb, args, rt), rt)
     finally:
         rt.close()
 
 
-def _print(verb: Verb, args: argparse.Namespace, value: Any, around: Any) -> int:
+def _answer(verb: Verb, args: argparse.Namespace, rt: Any) -> Any:
+    """The answer of `rt`; a verb that loads shows its progress."""
+    assert verb.act is not None
+    if not verb.loads:
+        return verb.act(rt, args)
+    from gpu_runtime.rendering.progress import TerminalProgress
+
+    with TerminalProgress(args.name) as args.progress:
+        return verb.act(rt, args)
+
+
+def _print(verb: Verb, args: argparse.Namespace, value: Any, rt: Any) -> int:
+    """Prints the answer `value`, and returns the exit code."""
+    from gpu_runtime.rendering import plain, render
+
+    value = render.with_titles(verb.name, value, rt)
+    if args.json:
+        print(plain.as_json(value))
+    elif render.is_frame(value):
+        print(_table(verb, value))
+    else:
+        around = rt.status() if isinstance(value, Plan) else None
+        subject = getattr(args, "name", "")
+        print(render.shown(verb.name, value, subject=subject, around=around, prompt=CLI))
+    sys.stdout.flush()  # raises BrokenPipeError here, not at exit, if the reader has closed the pipe
+    return FAILED if isinstance(value, Outcome) and not value.done else DONE
+
+
+def _table(verb: Verb, frame: Any) -> str:
+    """The DataFrame as an aligned table; for an empty one, what to type."""
     from gpu_runtime.rendering import render
 
-    if args.json:
-        print(render.as_json(value))
-    elif render.is_frame(value):
-        print(
-            render.frame_text(value)
-            if len(value)
-            else verbs.typed_in(CLI, render.nothing(verb.name, CLI))
+    if len(frame):
+        return render.frame_text(frame)
+    return verbs.typed_in(CLI, render.nothing(verb.name, CLI))
+
+
+# -- the verbs that run a server -----------------------------------------------------------------
+
+
+def _console(args: argparse.Namespace) -> str:
+    try:
+        from gpu_panels import server
+    except ImportError as error:
+        raise GpuError(
+            f"the console needs {error.name}, which is not installed.\n"
+            "  Install it:  pip install 'gpu-console[console]'"
+        ) from None
+    server.run(
+        host=args.host,
+        port=args.port,
+        socket_path=args.socket,
+        read_only=args.read_only,
+        browser=not args.no_browser,
+    )
+    return "The console has ended."
+
+
+def _serve(args: argparse.Namespace) -> str:
+    try:
+        from .serving import server
+    except ImportError as error:
+        raise GpuError(
+            f"serving needs {error.name}, which is not installed.\n"
+            "  Install it:  pip install 'gpu-console[serve,console]'"
+        ) from None
+    from . import runtime
+
+    rt = runtime()
+    try:
+        server.run(
+            rt, host=args.host, port=args.port, socket_path=args.socket, read_only=args.read_only
         )
-    else:
-        print(
-            render.shown(
-                verb.name, value, subject=getattr(args, "name", ""), around=around, prompt=CLI
-            )
-        )
-    sys.stdout.flush()  # so that a reader that went away is noticed here, and not at exit
-    return FAILED if isinstance(value, Outcome) and not value.done else DONE
+    finally:
+        rt.close()
+    return "gpu serve has ended."
+
+
+SERVERS: dict[str, Callable[[argparse.Namespace], str]] = {"console": _console, "serve": _serve}
 
 
 if __name__ == "__main__":

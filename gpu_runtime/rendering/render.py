@@ -115,6 +115,13 @@ def shown(
     return value
 
 
+def with_titles(verb: str, value: Any, rt: Any) -> Any:
+    """The answer to `verb`, where allocator maps get titles from the status of `rt`; else `value`."""
+    if verb == "fragmentation" and isinstance(value, tuple):
+        return allocator_map.mapped(value, rt.status())
+    return value
+
+
 def _maps(value: allocator_map.Mapped, prompt: str) -> Shown:
     if not value.maps:
         return hint(nothing("fragmentation", prompt))

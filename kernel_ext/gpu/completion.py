@@ -15,6 +15,7 @@ from IPython.core.completer import (
 
 from gpu_runtime import verbs
 from gpu_runtime.facts import IMPORTANCE
+from gpu_runtime.verb_arguments import Argument
 
 _LINE = re.compile(
     r"^\s*(?:[\w.\[\]'\", ]+=\s*)?(?P<magic>%%?)(?:gpu|gpuctl)\s(?P<typed>.*)$", re.DOTALL
@@ -77,7 +78,7 @@ def candidates(
     return sorted(flag for flag in options if flag not in rest)
 
 
-def _position(words: list[str], options: dict[str, verbs.Argument]) -> int:
+def _position(words: list[str], options: dict[str, Argument]) -> int:
     """How many positional arguments stand there already."""
     count, skip = 0, False
     for word in words:
@@ -90,7 +91,7 @@ def _position(words: list[str], options: dict[str, verbs.Argument]) -> int:
     return count
 
 
-def values(argument: verbs.Argument, runtime: Callable[[], Any]) -> Iterable[str] | None:
+def values(argument: Argument, runtime: Callable[[], Any]) -> Iterable[str] | None:
     if argument.completes == "files":
         return None
     if argument.completes == "models":

@@ -20,6 +20,7 @@ from IPython.core.magic_arguments import MagicArgumentParser
 import gpu_runtime
 from gpu_runtime import GpuError, facts, verbs
 from gpu_runtime.kernel_activity import activity
+from gpu_runtime.verb_arguments import Argument, fill
 
 from .completion import matcher_for
 from .waiting import Waiting
@@ -39,12 +40,12 @@ class Parser(MagicArgumentParser):
         raise UsageError(f"{message}\n  Usage: {self.synopsis}")
 
 
-def parser_for(synopsis: str, arguments: tuple[verbs.Argument, ...]) -> Parser:
+def parser_for(synopsis: str, arguments: tuple[Argument, ...]) -> Parser:
     """A parser for these arguments, which are typed as the synopsis says."""
     parser = Parser(prog=MAGIC)
     parser.allow_abbrev = False  # IPython's constructor does not pass it on
     parser.synopsis = synopsis
-    return verbs.fill(parser, arguments)
+    return fill(parser, arguments)
 
 
 def split(line: str) -> list[str]:
@@ -103,11 +104,11 @@ class GpuMagics(Magics):
         return args
 
     def _answer(self, verb: verbs.Verb, args: argparse.Namespace) -> Any:
-        from gpu_runtime.rendering import render
+        from gpu_runtime.rendering import plain, render
         from gpu_runtime.rendering.progress import NotebookProgress, TerminalProgress
 
-        if verb.in_notebook:
-            return verb.in_notebook(self._runtime())
+        if verb.name in IN_NOTEBOOK:
+            return IN_NOTEBOOK[verb.name](self._runtime())
         rt = self._opened(verb)
         progress: Any = contextlib.nullcontext()
         if verb.loads:
@@ -116,9 +117,9 @@ class GpuMagics(Magics):
                 args.name
             )
         with progress:
-            value = verb.act(rt, args)
+            value = render.with_titles(verb.name, verb.act(rt, args), rt)
         if args.json:
-            return render.Json(render.as_json(value))
+            return render.Json(plain.as_json(value))
         if render.is_frame(value):
             if value.empty:
                 self._show(render.hint(render.nothing(verb.name)))
@@ -189,9 +190,12 @@ class GpuMagics(Magics):
         display(shown)
 
 
+IN_NOTEBOOK = {
+    "console": lambda rt: rt.console()
+}  # verbs that do something else than in a terminal
 OUTPUT = (
-    verbs.Argument(("--json",), {"action": "store_true", "help": "as JSON"}),
-    verbs.Argument(
+    Argument(("--json",), {"action": "store_true", "help": "as JSON"}),
+    Argument(
         ("-o", "--output"), {"metavar": "NAME", "help": "also store the answer under this name"}
     ),
 )

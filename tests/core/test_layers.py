@@ -37,11 +37,13 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "runtime": f"owner scheduler {ACTING}",
     "rendering": f"owner {GROUND}",
     "__init__": "runtime errors",
-    "verbs": f"__init__ runtime owner catalog ledgers {GROUND}",
+    "verb_arguments": GROUND,
+    "verb_acts": f"verb_arguments owner catalog ledgers {GROUND}",
+    "verbs": f"verb_acts verb_arguments {GROUND}",
     "serving": f"__init__ runtime rendering web catalog {GROUND}",
     "gpu_panels": f"__init__ runtime rendering web {GROUND}",
-    "gpu": f"__init__ runtime rendering verbs gpu_panels {GROUND}",
-    "cli": f"__init__ runtime rendering verbs serving gpu_panels {GROUND}",
+    "gpu": f"__init__ runtime rendering verbs verb_arguments {GROUND}",
+    "cli": f"__init__ runtime rendering verbs verb_arguments serving gpu_panels {GROUND}",
 }
 # A decision knows only what it is given: no clock, device, environment, log or chance.
 NOT_IN_DECISIONS = {

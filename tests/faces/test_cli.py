@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from gpu.magics import IN_NOTEBOOK
 
 import gpu_runtime
 from gpu_runtime import cli, verbs
@@ -96,6 +97,13 @@ def test_a_verb_answers_on_standard_output(gpu, words):
 def test_every_verb_of_the_table_is_tried_here():
     tried = {words[0] for words in SAYS if words}
     assert {verb.name for verb in verbs.verbs(verbs.CLI)} == tried - {"-h"}
+
+
+def test_every_verb_without_an_act_has_one_in_each_face():
+    """The table imports no face, so a face does `console` and `serve` itself."""
+    without = {verb.name for verb in verbs.VERBS.values() if verb.act is None}
+    assert without == set(cli.SERVERS)
+    assert {name for name in without if verbs.MAGIC in verbs.VERBS[name].places} == set(IN_NOTEBOOK)
 
 
 def test_a_terminal_holds_no_models_and_tells_of_everybodys_allocators(rt, monkeypatch, capsys):

@@ -1,0 +1,114 @@
+"""The verbs' calls on the runtime that take more than one line.
+
+`rt` is the runtime; None if no runtime is open and the verb can do without one. `args` are the parsed
+arguments. An act returns data: it draws and prints nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from msgspec.structs import replace
+
+from .errors import AlreadyRegistered, LoadFailed
+from .facts import Outcome
+from .units import is_source
+from .verb_arguments import given
+
+
+def plan(rt: Any, args: argparse.Namespace) -> Any:
+    """`rt.plan` for the name in `args`, with its context length, sequences and dtype."""
+    options = given(args, "sequences", "dtype")
+    if args.context:
+        options["context_length"] = args.context
+    return rt.plan(args.name, **options)
+
+
+def load(rt: Any, args: argparse.Namespace) -> Outcome:
+    """The outcome of loading the model in `args`; registers it with `rt` first if it is new.
+
+    Raises AlreadyRegistered if options are given for a model that the catalogue describes.
+    """
+    catalogued = set(rt.catalog_names())
+    known = catalogued | {spec.name for spec in rt.specs()}
+    options = given(args, "backend", "size", "importance", "keep")
+    source = args.source
+    if source is None and options and args.name in catalogued:
+        raise AlreadyRegistered(
+            args.name,
+            f"{args.name} is in the catalogue, which sets these options.\n"
+            f"  Change it there:  %gpu apply -f FILE      or give its SOURCE here too",
+        )
+    if source is None and args.name not in known and is_source(args.name):
+        source = args.name
+    if source is not None or options:
+        rt.register(args.name, source, **options)
+    try:
+        loaded = rt.preload(args.name, progress=args.progress, **given(args, "timeout"))
+    except LoadFailed:
+        if args.name not in known:
+            rt.forget(args.name)  # frees the name for the next try, with the right path
+        raise
+    return replace(loaded, verb="load")
+
+
+def restore(rt: Any, args: argparse.Namespace) -> Outcome:
+    """The outcome of `rt.restore` for the name in `args`, under the verb that was typed."""
+    return replace(rt.restore(args.name), verb="restore")
+
+
+def preload(rt: Any, args: argparse.Namespace) -> Outcome:
+    """The outcome of `rt.preload` for the name in `args`; `args.progress` shows how far it is."""
+    return rt.preload(args.name, progress=args.progress, **given(args, "timeout"))
+
+
+def evictions(rt: Any, args: argparse.Namespace) -> Any:
+    """A DataFrame from `rt`: what was evicted, or with `--all` in `args` all events."""
+    read = rt.events if args.all else rt.evictions
+    return read(**given(args, "limit"))
+
+
+def doctor(rt: Any, args: argparse.Namespace) -> Any:
+    """The doctor's report, of `rt` or without a runtime. `args` has no options."""
+    from .owner.doctor import examine
+
+    return rt.doctor() if rt is not None else examine()
+
+
+def config(rt: Any, args: argparse.Namespace) -> Any:
+    """Every setting of `rt` with its source; with `--preset` in `args`, that preset's settings."""
+    from . import settings
+
+    if args.preset:
+        return settings.preset(args.preset)
+    current = rt.settings if rt is not None else settings.Settings.load()
+    return current.sources()
+
+
+def catalogue(rt: Any) -> Any:
+    """The object that answers the catalogue's verbs: `rt`, or the catalogue if it is None."""
+    from . import settings
+    from .catalog.store import Catalog
+
+    return rt if rt is not None else Catalog(settings.Settings.load())
+
+
+def list_catalogue(rt: Any, args: argparse.Namespace) -> Any:
+    """The catalogue's models as a DataFrame. `args` has no options; `rt` may be None."""
+    from .owner import frames
+
+    return rt.catalog() if rt is not None else frames.catalog(catalogue(None).specs())
+
+
+def inspect(rt: Any, args: argparse.Namespace) -> Any:
+    """The catalogue's entry of the name in `args`, as text, or as a dict for `--json`."""
+    return catalogue(rt).inspect(args.name, "" if args.json else args.format)
+
+
+def ledger(rt: Any, args: argparse.Namespace) -> Any:
+    """The result of setting up a shared ledger in `args.directory`; `rt` is not used."""
+    from . import settings
+    from .ledgers import setup
+
+    return setup.init(args.directory, args.group, settings.Settings.load().gpu_config_file)

@@ -1,0 +1,150 @@
+"""The arguments of verbs: their description, their conversion from text, and short constructors.
+
+The verbs themselves are in `verbs.py`. Nothing here calls a runtime.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from .errors import BadSetting, BadSize
+from .facts import IMPORTANCE, parse_importance
+from .units import parse_seconds
+
+LAST_PORT = 65535
+
+
+class Argument(NamedTuple):
+    """One argument of a verb: what `argparse` needs, and what Tab offers for it."""
+
+    flags: tuple[str, ...]
+    options: dict[str, Any]  # keywords of `add_argument`
+    completes: str = ""  # the kind of values that Tab offers, such as "models" or "files"
+
+    @property
+    def is_option(self) -> bool:
+        """Whether it is typed with a leading dash."""
+        return self.flags[0].startswith("-")
+
+    @property
+    def takes_value(self) -> bool:
+        """Whether a value follows it; False for a switch."""
+        return self.options.get("action") != "store_true"
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether it may be left out."""
+        if self.is_option:
+            return not self.options.get("required", False)
+        return self.options.get("nargs") == "?"
+
+    @property
+    def usage(self) -> str:
+        """The argument as it is typed, without brackets: `NAME`, `--all` or `--limit N`."""
+        if not self.is_option:
+            return self.options["metavar"]
+        flag = self.flags[-1]
+        if not self.takes_value:
+            return flag
+        return f"{flag} {self.options.get('metavar', flag.lstrip('-').upper())}"
+
+
+# -- constructors: one line of the table for each argument ---------------------------------------
+
+
+def positional(name: str, metavar: str, help: str, completes: str = "", **options: Any) -> Argument:
+    """An argument that is typed by its position. `options` go to `argparse`."""
+    return Argument((name,), {"metavar": metavar, "help": help, **options}, completes)
+
+
+def option(flags: str, metavar: str, help: str, completes: str = "", **options: Any) -> Argument:
+    """An option with a value. `flags` are separated by spaces; `options` go to `argparse`."""
+    return Argument(tuple(flags.split()), {"metavar": metavar, "help": help, **options}, completes)
+
+
+def switch(flag: str, help: str) -> Argument:
+    """An option without a value: True if it is typed."""
+    return Argument((flag,), {"action": "store_true", "help": help})
+
+
+# -- conversion: text that a person typed to a value ---------------------------------------------
+
+
+def importance(text: str) -> str | int:
+    """An importance, by its name or its number.
+
+    Raises ArgumentTypeError if `text` is neither a name of IMPORTANCE nor a number above 0.
+    """
+    try:
+        number = parse_importance(text, least=1)
+    except BadSetting:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(IMPORTANCE)}, nor a number above 0"
+        ) from None
+    return text if text in IMPORTANCE else number
+
+
+def seconds(text: str) -> float:
+    """A duration in seconds. Raises ArgumentTypeError if `text` is not a duration."""
+    try:
+        return parse_seconds(text)
+    except BadSize as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def rows(text: str) -> int:
+    """A number of rows, at least 1. Raises ArgumentTypeError if `text` is anything else."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """A number above 0; `8_192` is accepted. Raises ArgumentTypeError if `text` is anything else."""
+    if not text.replace("_", "").isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
+def port_number(text: str) -> int:
+    """A TCP port. Raises ArgumentTypeError if `text` is not a number up to 65535."""
+    if not text.isdigit() or int(text) > LAST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
+    return int(text)
+
+
+# -- arguments that several verbs share ----------------------------------------------------------
+
+NAME = positional("name", "NAME", "a model; another process's as NAME@PID", "models")
+CATALOG_NAME = positional("name", "NAME", "a model of the catalogue", "catalog")
+TIMEOUT = option("--timeout", "SECONDS", "how long to wait at most", type=seconds)
+IMPORTANCE_OPTION = option(
+    "--importance",
+    "I",
+    "urgent, high, normal, low, batch, or a number",
+    "importances",
+    type=importance,
+)
+HOST = option(
+    "--host", "HOST", "the address to listen on; 127.0.0.1 unless given", default="127.0.0.1"
+)
+SOCKET = option("--socket", "PATH", "a Unix socket instead, for you alone", "files")
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+def fill(parser: Any, arguments: Iterable[Argument]) -> Any:
+    """The `parser`, after these `arguments` were added to it."""
+    for argument in arguments:
+        parser.add_argument(*argument.flags, **argument.options)
+    parser.set_defaults(progress=None)
+    return parser
+
+
+def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The arguments among `names` that were typed; for the others the runtime's defaults apply."""
+    values = {name: getattr(args, name) for name in names}
+    return {name: value for name, value in values.items() if value not in (None, False)}
