@@ -1,62 +1,117 @@
-"""`gpu serve`: the console, the REST of the memory, OpenAI's routes and metrics on one port, behind one gate."""
+"""`gpu serve`: the memory API, OpenAI's routes and metrics on one port, behind one gate.
+
+The caller may add a console's page on the same port. Nothing here knows Panel.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from importlib.metadata import version
 from typing import Any
 
+from tornado.httpserver import HTTPServer
+from tornado.netutil import bind_sockets, bind_unix_socket
+from tornado.web import Application
+
+from ..web import gate, http_server
+from ..web.asgi import Asgi
+from ..web.auth import AccessRules
+from ..web.http_server import Address, MakeServer, Service
 from .api.app import application
+from .gateway import Gateway
 
 DEFAULT_PORT = 8210
 ROUTES = r"/(?:memory|v1|api|health|metrics|docs|openapi\.json|static-offline-docs)(?:/.*)?"
-TELLING_SECONDS = 0.5  # for callers to be told that it ends
-MOST_BODY_BYTES = 32 << 20  # pictures come in bodies too
+HOME = "/docs"  # the first page of a server without a console
+ANSWER_SECONDS = 0.5  # for waiting callers to get an answer when the server ends
+MAX_BODY_BYTES = 32 << 20  # bodies may contain images
+
+
+class HeadlessServer:
+    """A Tornado server with the routes of a service and no console. See `http_server.WebServer`."""
+
+    def __init__(self, service: Service, rules: AccessRules, address: Address) -> None:
+        """Binds the `address` and installs the gate under these `rules`. Raises OSError if it cannot bind."""
+        app = Application(list(service.routes))
+        installed = gate.install(app, rules)
+        installed.home = HOME
+        installed.max_body_bytes = service.max_body_bytes
+        self._http = HTTPServer(app, max_body_size=service.max_body_bytes)
+        if address.socket_path is not None:
+            self._http.add_sockets([bind_unix_socket(os.fspath(address.socket_path))])
+        else:
+            self._http.add_sockets(bind_sockets(address.port, address.host))
+
+    def start(self) -> None:
+        """Nothing to start: the event loop does all the work."""
+
+    def stop_listening(self) -> None:
+        """Accepts no new connection."""
+        self._http.stop()
+
+    def stop(self) -> None:
+        """Nothing left to end."""
+
+
+class _LazyGateway:
+    """Makes the gateway at the first call, in the event loop that it belongs to."""
+
+    def __init__(self, rt: Any) -> None:
+        self._rt = rt
+        self._gateway: Gateway | None = None
+
+    def __call__(self) -> Gateway:
+        if self._gateway is None:
+            self._gateway = Gateway(self._rt, self._rt.settings)
+        return self._gateway
+
+    async def close(self) -> None:
+        if self._gateway is not None:
+            await self._gateway.close()
 
 
 def run(
     rt: Any,
     *,
+    console: MakeServer | None = None,
     host: str = "127.0.0.1",
     port: int | None = None,
     socket_path: str | None = None,
     read_only: bool = False,
 ) -> None:
-    """Serves until it is interrupted, and prints the URL to open. Raises GpuError where it cannot.
+    """Serves until it is interrupted, and prints the URL to open. Raises GpuError if it cannot listen.
 
-    The runtime is a full member of the ledger: models of the catalogue are loaded here when they are called.
+    The runtime `rt` is a full member of the ledger: a call of a model in the catalogue loads it here. `console`
+    makes a server that also has a console's page; without it there is no page. The server listens on
+    `socket_path`, else on `port` of `host`. With `read_only` no visitor may act and no model is called.
     """
-    from gpu_panels import console, poller, server
-
-    from gpu_runtime.web.asgi import Asgi
-
-    from .gateway import Gateway
-
-    made: list[Any] = []
-
-    def gateway() -> Any:
-        """Made in the event loop that it belongs to, at the first call."""
-        if not made:
-            made.append(Gateway(rt, rt.settings))
-        return made[0]
-
-    async def end() -> None:
-        await app.state.jobs.close()
-        for one in made:
-            await one.close()
-        told = asyncio.all_tasks() - {asyncio.current_task()}
-        if told:
-            await asyncio.wait(told, timeout=TELLING_SECONDS)
-
+    gateway = _LazyGateway(rt)
     app = application(rt, gateway, version("gpu-console"))
-    gc.freeze()  # what is imported stays: to search it again and again took a fifth of the time, 0.2 s at a stretch
-    server.run(
+
+    async def close() -> None:
+        await app.state.jobs.close()
+        await gateway.close()
+        answering = asyncio.all_tasks() - {asyncio.current_task()}
+        if answering:
+            await asyncio.wait(answering, timeout=ANSWER_SECONDS)
+
+    # Imported modules are never garbage. Searching them again and again took a fifth of the time, up to 0.2 s at once.
+    gc.freeze()
+    service = Service(
+        "gpu serve",
+        command="gpu serve",
+        default_port=DEFAULT_PORT,
+        routes=((ROUTES, Asgi, {"app": app}),),
+        max_body_bytes=MAX_BODY_BYTES,
+        close=close,
+    )
+    http_server.run(
+        console or HeadlessServer,
+        service,
         host=host,
-        port=DEFAULT_PORT if port is None else port,
+        port=port,
         socket_path=socket_path,
         read_only=read_only,
-        browser=False,
-        page=lambda visitor: console.page(visitor, poller.of(rt)),
-        beside=server.Beside("gpu serve", ((ROUTES, Asgi, {"app": app}),), MOST_BODY_BYTES, end),
     )

@@ -1,7 +1,7 @@
-"""An ASGI application behind the gate: one server, one port, one question of who may, for pages and programs.
+"""A Tornado handler that answers with an ASGI application, so that one server and one gate serve pages and programs.
 
-Tornado has read the request and its body (at most as long as the server allows); here it is handed on, and the answer
-is written as it comes. Who it was that the gate let in stands in `scope["state"]["visitor"]`.
+Tornado has read the whole request and its body, up to the server's limit, before the application is called. The
+answer is written as the application sends it. The admitted visitor is in `scope["state"]["visitor"]`.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ App = Callable[
     [Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]],
     Awaitable[None],
 ]
-HOP_BY_HOP = frozenset(
-    {b"connection", b"transfer-encoding", b"keep-alive", b"upgrade"}
-)  # Tornado's to say
+# Tornado sets these headers itself.
+HOP_BY_HOP = frozenset({b"connection", b"transfer-encoding", b"keep-alive", b"upgrade"})
 
 
 class Asgi(RequestHandler):
-    """Answers by way of `app`. HTTP alone: a websocket is no route of such an application here."""
+    """Answers with the application `app`. HTTP only: websockets are not passed to it."""
 
     SUPPORTED_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
     def initialize(self, app: App) -> None:
+        """`app` is the ASGI application."""
         self._app = app
-        self._gone = asyncio.Event()
-        self._asked = False
+        self._disconnected = asyncio.Event()
+        self._body_taken = False
 
     def compute_etag(self) -> None:
-        """None: what programs are told changes all the time."""
+        """None: the answers change all the time."""
 
     def on_connection_close(self) -> None:
-        self._gone.set()
+        """Records that the client has disconnected."""
+        self._disconnected.set()
 
     async def _answer(self) -> None:
-        # Where the application fails, Tornado answers 500 and logs it; where the answer has begun, it hangs up.
+        # If the application fails, Tornado logs it and answers 500, or closes the connection if an answer has begun.
         await self._app(self._scope(), self._receive, self._send)
-        self._gone.set()
+        self._disconnected.set()
 
     get = head = post = put = patch = delete = options = _answer  # type: ignore[assignment]
 
@@ -53,8 +54,11 @@ class Asgi(RequestHandler):
         request = self.request
         path, _, query = request.uri.partition("?")  # type: ignore[union-attr]
         host, _, port = request.host.rpartition(":")
-        server = (host or request.host, int(port) if port.isdigit() else 0)
-        lane = f"/{self.settings[COOKIE].lane}" if getattr(request, "by_the_lane", False) else ""
+        by_lane = getattr(request, "by_lane", False)
+        headers = [
+            (name.lower().encode("latin-1"), value.encode("latin-1", "replace"))
+            for name, value in request.headers.get_all()
+        ]
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -62,51 +66,50 @@ class Asgi(RequestHandler):
             "method": request.method,
             "scheme": request.protocol,
             "path": unquote(path),
-            "root_path": lane,  # so that a page of the application leads a browser on by the lane
+            # With the lane, so that links in a page of the application keep to it.
+            "root_path": f"/{self.settings[COOKIE].lane}" if by_lane else "",
             "raw_path": path.encode("latin-1", "replace"),
             "query_string": query.encode("latin-1", "replace"),
-            "headers": [
-                (name.lower().encode("latin-1"), value.encode("latin-1", "replace"))
-                for name, value in request.headers.get_all()
-            ],
+            "headers": headers,
             "client": (request.remote_ip or "", 0),
-            "server": server,
+            "server": (host or request.host, int(port) if port.isdigit() else 0),
             "state": {"visitor": getattr(request, "visitor", None)},
         }
 
     async def _receive(self) -> Message:
-        if not self._asked:
-            self._asked = True
+        if not self._body_taken:
+            self._body_taken = True
             return {"type": "http.request", "body": self.request.body, "more_body": False}
-        await self._gone.wait()
+        await self._disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.set_status(message["status"])
-            self.clear_header("Content-Type")
-            for name, value in message.get("headers", ()):
-                if name.lower() not in HOP_BY_HOP:
-                    self.add_header(name.decode("latin-1"), value.decode("latin-1"))
-            return
-        if message["type"] != "http.response.body" or self._finished:
-            return
-        if message.get("body"):
-            self.write(message["body"])
-        await self._on_its_way(self.flush() if message.get("more_body") else self.finish())
+            self._start_answer(message)
+        elif message["type"] == "http.response.body" and not self._finished:
+            if message.get("body"):
+                self.write(message["body"])
+            await self._until_written(self.flush() if message.get("more_body") else self.finish())
 
-    async def _on_its_way(self, written: asyncio.Future[None]) -> None:
-        """Until it is written, or they have hung up: the future of a write to nobody Tornado forgets, and it never
-        ends."""
-        if not written.done():
-            gone = asyncio.ensure_future(self._gone.wait())
+    def _start_answer(self, message: Message) -> None:
+        self.set_status(message["status"])
+        self.clear_header("Content-Type")
+        for name, value in message.get("headers", ()):
+            if name.lower() not in HOP_BY_HOP:
+                self.add_header(name.decode("latin-1"), value.decode("latin-1"))
+
+    async def _until_written(self, write: asyncio.Future[None]) -> None:
+        """Returns when `write` is done or the client has disconnected.
+
+        Tornado drops the future of a write to a closed connection, so that future never completes.
+        """
+        if not write.done():
+            disconnected = asyncio.ensure_future(self._disconnected.wait())
             try:
-                await asyncio.wait({written, gone}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({write, disconnected}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                gone.cancel()
-        if (
-            written.done()
-            and not written.cancelled()
-            and isinstance(written.exception(), StreamClosedError)
-        ):
-            self._gone.set()  # the application hears of it by `receive`
+                disconnected.cancel()
+        if not write.done() or write.cancelled():
+            return
+        if isinstance(write.exception(), StreamClosedError):
+            self._disconnected.set()  # `receive` then reports it to the application

@@ -1,7 +1,6 @@
-"""Who may look at the console and who may act, decided from what a request brings along.
+"""Which role a request has, decided from the credentials that it carries.
 
-Pure but for `visitor`, which asks Panel who looks at the page that is being made: no clock, environment or server here.
-`gate.py` puts these questions to every request of a server; any other face on the same port can do the same.
+Pure: values in, values out. No clock, environment or server here; `gate.py` applies these rules to every request.
 """
 
 from __future__ import annotations
@@ -13,62 +12,70 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
-from gpu_runtime.errors import NotAllowed
-
 Role = Literal["operator", "viewer"]
 OPERATOR: Role = "operator"
 VIEWER: Role = "viewer"
-GUEST = "guest"  # what Panel calls somebody who has not logged in, where its options let such people through
+GUEST = "guest"  # Panel's name for a visitor without a login, where its options admit such visitors
 
 
 @dataclass(frozen=True)
 class Visitor:
-    """Somebody who has been let in. `may_act` is checked when something is done, not only when a button is shown."""
+    """A person or program that the gate has admitted.
+
+    Check `may_act` when an action runs, not only when its button is shown.
+    """
 
     name: str  # for the journal and the page; escape it where it is shown
     may_act: bool
 
 
 @dataclass(frozen=True)
-class Terms:
-    """On what terms people are let in. Tokens stay out of its repr, and so out of tracebacks."""
+class AccessRules:
+    """Tokens, names and roles of one server. Its repr, and so a traceback, contains no token."""
 
-    user: str  # who runs the server: the name of whoever brings the operator's token
+    user: str  # the user who runs the server; the operator's token acts under this name
     operator_token: str = field(repr=False)
-    viewer_token: str = field(default="", repr=False)  # empty: there is none
-    operators: frozenset[str] = frozenset()  # names that Panel's own login proves
+    viewer_token: str = field(default="", repr=False)  # empty: no viewer's token exists
+    operators: frozenset[str] = frozenset()  # names that a login proves; "*" means every name
     viewers: frozenset[str] = frozenset()
-    read_only: bool = False  # nobody acts, whoever they are
+    read_only: bool = False  # nobody may act, whatever the role
 
     def visitor(self, role: Role, name: str = "") -> Visitor:
-        """Somebody with that role, by the name that a login proved, else by the one that the token stands for."""
-        return Visitor(
-            name or (self.user if role == OPERATOR else VIEWER),
-            role == OPERATOR and not self.read_only,
-        )
+        """The visitor of this `role`, under the `name` that a login proved.
+
+        Without a name: the user of the server for an operator, "viewer" for a viewer.
+        """
+        token_name = self.user if role == OPERATOR else VIEWER
+        return Visitor(name or token_name, role == OPERATOR and not self.read_only)
 
 
-def check(
-    terms: Terms, *, authorization: str = "", cookie: str = "", query: str = ""
+def role_of_tokens(
+    rules: AccessRules, *, authorization: str = "", cookie: str = "", query: str = ""
 ) -> Role | None:
-    """The role that a request's tokens give it: its `Authorization` header, its cookie, its `?token=`. None: no role.
+    """The highest role that a request's tokens give, or None.
 
-    Every token is compared in full, in constant time, whatever the others were: the time that it takes tells nothing.
+    `authorization` is the whole header, `cookie` the value of our cookie, `query` the value of `?token=`.
+    Every token is compared with every known token in constant time, so the duration reveals nothing.
 
-    >>> terms = Terms("ann", operator_token="o" * 32, viewer_token="v" * 32)
-    >>> check(terms, authorization="Bearer " + "v" * 32), check(terms, query="o" * 32), check(terms, cookie="o")
-    ('viewer', 'operator', None)
+    >>> rules = AccessRules("ann", operator_token="o" * 32, viewer_token="v" * 32)
+    >>> role_of_tokens(rules, authorization="Bearer " + "v" * 32), role_of_tokens(rules, query="o" * 32)
+    ('viewer', 'operator')
+    >>> role_of_tokens(rules, cookie="o") is None
+    True
     """
+    known_tokens = ((OPERATOR, rules.operator_token), (VIEWER, rules.viewer_token))
     found = set()
     for offered in (bearer(authorization), cookie, query):
-        for role, token in ((OPERATOR, terms.operator_token), (VIEWER, terms.viewer_token)):
-            if _same(offered, token) and token:
+        for role, token in known_tokens:
+            if _equal(offered, token) and token:
                 found.add(role)
-    return OPERATOR if OPERATOR in found else VIEWER if VIEWER in found else None
+    if OPERATOR in found:
+        return OPERATOR
+    return VIEWER if VIEWER in found else None
 
 
 def bearer(authorization: str) -> str:
-    """The token of an `Authorization` header: `Bearer TOKEN`, or `token TOKEN` as Jupyter's clients send it.
+    """The token of an `authorization` header: `Bearer TOKEN`, or `token TOKEN` as Jupyter's clients send it.
 
     >>> bearer("token abc"), bearer("Basic YTpi")
     ('abc', '')
@@ -77,24 +84,25 @@ def bearer(authorization: str) -> str:
     return token.strip() if scheme.lower() in ("bearer", "token") else ""
 
 
-def role_of(name: str, terms: Terms) -> Role | None:
-    """The role of a name that a login proved; None for names that nobody gave one, and for Panel's guests.
+def role_of_name(name: str, rules: AccessRules) -> Role | None:
+    """The role that `rules` give to a `name` that a login proved. None for other names and for Panel's guests.
 
-    >>> terms = Terms("ann", "", operators=frozenset({"bob"}), viewers=frozenset({"*"}))
-    >>> role_of("bob", terms), role_of("eve", terms), role_of("guest", terms)
+    >>> rules = AccessRules("ann", "", operators=frozenset({"bob"}), viewers=frozenset({"*"}))
+    >>> role_of_name("bob", rules), role_of_name("eve", rules), role_of_name("guest", rules)
     ('operator', 'viewer', None)
     """
     if not name or name == GUEST:
         return None
-    if name in terms.operators or "*" in terms.operators:
+    if name in rules.operators or "*" in rules.operators:
         return OPERATOR
-    return VIEWER if name in terms.viewers or "*" in terms.viewers else None
+    return VIEWER if name in rules.viewers or "*" in rules.viewers else None
 
 
 def same_origin(origin: str, host: str, also: Iterable[str] = ()) -> bool:
-    """Whether a page of that `Origin` may open a websocket to this `Host`: its own, or one that was named explicitly.
+    """Whether a page of this `origin` may send requests to this `host`.
 
-    A wildcard names nobody. The port counts: another user's server may run at the next one.
+    True for the host itself and for the hosts in `also`. A wildcard in `also` matches nothing. The port counts:
+    the next port may belong to another user's server.
 
     >>> same_origin("http://box:8211", "box:8211"), same_origin("http://box:9999", "box:8211", also=["*"])
     (True, False)
@@ -103,56 +111,43 @@ def same_origin(origin: str, host: str, also: Iterable[str] = ()) -> bool:
         parts = urlsplit(origin)
     except ValueError:
         return False
-    place = parts.netloc.lower()
-    if parts.scheme not in ("http", "https") or not place:
+    origin_host = parts.netloc.lower()
+    if parts.scheme not in ("http", "https") or not origin_host:
         return False
-    named = {
-        name.lower().removesuffix(":80") for name in also if "*" not in name
-    }  # Bokeh adds the port to a bare name
-    return place == host.lower() or place in named
+    # Bokeh adds ":80" to a name without a port.
+    allowed = {name.lower().removesuffix(":80") for name in also if "*" not in name}
+    return origin_host == host.lower() or origin_host in allowed
 
 
-class Guesses:
-    """Slows those who guess: a few wrong guesses are free, then one is looked at every second, and few may wait.
+class GuessLimiter:
+    """Slows down wrong tokens: a few are checked at once, then one a second, and few requests may wait.
 
-    Nobody is locked out by name or address. On a shared box all come from the same one.
+    It locks out no name and no address, because on a shared machine all requests come from the same address.
     """
 
     def __init__(
         self, clock: Callable[[], float], *, free: int = 5, seconds: float = 1.0, waiting: int = 10
     ) -> None:
-        self._clock, self._seconds = clock, seconds
-        self._head_start = free * seconds
-        self._most = waiting * seconds
-        self._paid_until = clock()
+        """A limiter on this `clock`: `free` guesses at once, then one each `seconds`, at most `waiting` of them."""
+        self._clock = clock
+        self._seconds = seconds
+        self._free_seconds = free * seconds
+        self._longest_wait = waiting * seconds
+        self._used_until = clock()
 
     def wait_seconds(self) -> float | None:
-        """How long the next guess has to wait; None where too many wait already, so that it is not even looked at."""
-        wait = max(0.0, self._paid_until - self._clock() - self._head_start)
-        return wait if wait < self._most else None
+        """Seconds that the next guess waits. None: too many wait already, so this one must not be checked."""
+        wait = max(0.0, self._used_until - self._clock() - self._free_seconds)
+        return wait if wait < self._longest_wait else None
 
     def count(self) -> None:
-        """One guess has been looked at."""
-        self._paid_until = max(self._paid_until, self._clock()) + self._seconds
+        """Counts one guess that was checked."""
+        self._used_until = max(self._used_until, self._clock()) + self._seconds
 
 
-def visitor() -> Visitor:
-    """Who looks at the page that Panel is making. Raises NotAllowed where the gate has let nobody in."""
-    import panel as pn
-
-    context = getattr(pn.state.curdoc, "session_context", None)
-    found = getattr(getattr(context, "request", None), "visitor", None)
-    if not isinstance(found, Visitor):
-        raise NotAllowed(
-            "the console is shown to those who were let in, with the token of its URL",
-            verb="console",
-        )
-    return found
-
-
-def _same(offered: str, token: str) -> bool:
-    """Equal, told in a time that depends on neither; digests, because lengths would tell too."""
-    digests = (
+def _equal(offered: str, token: str) -> bool:
+    """Whether both are equal, in a time that depends on neither. Digests hide their lengths too."""
+    digests = [
         hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in (offered, token)
-    )
+    ]
     return hmac.compare_digest(*digests)

@@ -1,9 +1,12 @@
-"""The gate of a server: every request passes it before any route is looked for, whatever the route and its handler.
+"""The gate of a server: every request passes it before a route is looked up, whatever the route and its handler.
 
-It takes the credentials out of the request, so that neither a handler, a page nor a log sees them, lets in whom the
-guard lets in, and leaves on the request who that is. Cookies know no ports: another user's server on this host would
-be sent ours if its path could be guessed. So a browser is led to a *lane*, a path that each start makes anew, and the
-cookie is for that path only.
+The gate removes the credentials from the request, so no handler, page or log sees them. It admits or refuses the
+request, and stores the visitor in `request.visitor`. It knows Tornado only; `gpu_panels.panel_gate` adds what
+depends on Panel.
+
+A cookie is sent to every port of its host. A browser would send ours to another user's server on this host, if that
+user could guess the cookie's path. So the gate redirects a browser to a *lane*: a random path, new at each start.
+The cookie is valid for that path only.
 """
 
 from __future__ import annotations
@@ -15,32 +18,27 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-from bokeh.server.auth_provider import NullAuth
-from bokeh.settings import settings
-from bokeh.util.token import get_session_id
 from tornado.httputil import HTTPServerRequest, parse_cookie
 from tornado.routing import ReversibleRouter
-from tornado.web import RequestHandler, decode_signed_value
+from tornado.web import RequestHandler
 
-from . import auth
-from . import login as door
-from .auth import OPERATOR, Guesses, Role, Terms, Visitor
+from . import auth, login
+from .auth import OPERATOR, AccessRules, GuessLimiter, Role, Visitor
 
 COOKIE = "gpu-console"
-# Names of a token, and of a session that somebody else chose: who follows such a link would share it with its sender.
-TAKEN_FROM_QUERY = ("token", "bokeh-session-id", "bokeh-token")
-TAKEN_FROM_HEADERS = ("Authorization", "Bokeh-Session-Id")
-MOST_OF_A_STRANGERS_BODY = 4096  # bytes
-MOST_TO_FORGET = (
-    1 << 30
-)  # bytes of a body that is too large: so long a client is let finish, and hears why
+# A token, or a session that the sender of a link chose: the visitor would share that session with the sender.
+REMOVED_FROM_QUERY = ("token", "bokeh-session-id", "bokeh-token")
+REMOVED_HEADERS = ("Authorization", "Bokeh-Session-Id")
+REFUSED_BODY_BYTES = 4096  # largest body of a request that is refused
+# A client may finish sending a too large body up to this size, so that it can read the reason.
+DISCARDED_BODY_BYTES = 1 << 30
 HEADERS = {
-    "Referrer-Policy": "no-referrer",  # the lane goes nowhere
+    "Referrer-Policy": "no-referrer",  # sends the lane to no other server
     "X-Content-Type-Options": "nosniff",
     # JupyterLab shows its tile in a frame of the same origin. Panel compiles its components in the page (eval, blob).
     "Content-Security-Policy": "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; object-src 'none'; "
@@ -49,310 +47,279 @@ HEADERS = {
 
 
 @dataclass(frozen=True)
-class Brought:
-    """What a request brought along to be let in by."""
+class Credentials:
+    """What a request carries to prove its role."""
 
-    authorization: str
-    query: str
+    authorization: str  # the whole header
+    query: str  # the value of ?token=
     cookies: dict[str, str]
-    ours: tuple[
-        str, ...
-    ]  # values of our cookie: a server at another port of this host may have set one beside it
-    inside: bool  # it came by the lane
+    # Values of our cookie. A server at another port of this host may have set one with the same name.
+    own_cookies: tuple[str, ...]
+    by_lane: bool  # the path began with the lane
 
     @property
-    def something(self) -> bool:
-        return bool(auth.bearer(self.authorization) or self.query or (self.inside and self.ours))
+    def given(self) -> bool:
+        """Whether the request carries any token."""
+        token = auth.bearer(self.authorization) or self.query
+        return bool(token or (self.by_lane and self.own_cookies))
 
 
 class Gate(ReversibleRouter):
-    """Stands before the routes of one Tornado application; made and put there by `close`."""
+    """The router in front of the routes of one Tornado application; `install` makes it and puts it there.
 
-    def __init__(self, app: Any, terms: Terms, clock: Callable[[], float] = time.monotonic) -> None:
-        self.terms = terms
-        self.shut = ""  # why nobody at all is let in; empty: they are
+    A subclass states what its application adds: a URL prefix, a login with names, websockets.
+    """
+
+    prefix = ""  # of all paths of the application
+    home = "/"  # path of the page that an unknown path is redirected to
+    keeps_cookies = False  # whether handlers may read the other cookies of the request
+
+    def __init__(
+        self, app: Any, rules: AccessRules, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """The gate of `app` under these `rules`. `clock` returns seconds and times the guesses."""
+        self.rules = rules
+        self.closed_because = ""  # why every request is refused; empty: the gate is open
         self.lane = secrets.token_urlsafe(16)
-        self.guesses = Guesses(clock)
-        self.most_body_bytes = MOST_TO_FORGET  # what the server takes, where it told us
-        self._app, self._routes = app, app.default_router
-        # Cookies have values of their own, so that a stolen one does not tell a token that outlives this start.
-        self._inside = replace(
-            terms,
+        self.guesses = GuessLimiter(clock)
+        self.max_body_bytes = DISCARDED_BODY_BYTES  # the server's own limit, where it set one
+        self._app = app
+        self._routes = app.default_router
+        # Cookies have values of their own: a stolen cookie reveals no token that is valid after this start.
+        self._cookie_rules = replace(
+            rules,
             operator_token=secrets.token_urlsafe(32),
-            viewer_token=terms.viewer_token and secrets.token_urlsafe(32),
+            viewer_token=rules.viewer_token and secrets.token_urlsafe(32),
         )
 
-    @property
-    def login(self) -> bool:
-        """Panel's own options ask for names and passwords; tokens play no part."""
-        return not isinstance(self._app.auth_provider, NullAuth)
-
     def reverse_url(self, name: str, *args: Any) -> str | None:
+        """The URL of the route called `name`, filled with `args`."""
         return self._routes.reverse_url(name, *args)
 
     def find_handler(self, request: HTTPServerRequest, **kwargs: Any) -> Any:
-        """The handler of the route, for those who are let in; the door, for the others."""
-        brought = self._take(request)
+        """The route's handler if `request` is admitted, else a handler that refuses it."""
+        credentials = self._take_credentials(request)
         request.visitor = None
-        if self.shut:
-            return self._refuse(request, 503, self.shut)
-        if not self._own_page(request):
-            return self._refuse(request, 403, door.FOREIGN)
-        if self.login:
-            return self._for_a_name(request, brought)
-        uid = peer_uid(request)
-        if uid is not None and uid == os.getuid():
-            return self._let_in(request, self.terms.visitor(OPERATOR))
-        return self._for_a_token(request, brought)
+        if self.closed_because:
+            return self._refuse(request, 503, self.closed_because)
+        if not self._has_allowed_origin(request):
+            return self._refuse(request, 403, login.FOREIGN_ORIGIN)
+        return self._admit(request, credentials)
 
     def try_token(self, token: str) -> tuple[Role | None, float | None]:
-        """The role of a token that somebody typed, and how long a wrong one waits; None: it was not looked at."""
+        """The role of a typed `token`, and the seconds that a wrong one waits. Seconds None: it was not checked."""
         wait = self.guesses.wait_seconds()
         if wait is None:
             return None, None
-        role = auth.check(self.terms, query=token)
+        role = auth.role_of_tokens(self.rules, query=token)
         if role is None:
             self.guesses.count()
         return role, wait
 
-    def welcome(self, handler: RequestHandler, role: Role) -> None:
-        """Answers with the cookie of that role and the way to the same page, by the lane and without a token."""
-        from panel.config import config
-
-        request = handler.request
-        base = (config.cookie_path or "/").rstrip("/") or self._app.prefix
+    def redirect_inside(self, handler: RequestHandler, role: Role) -> None:
+        """Answers through `handler` with the cookie of `role` and a redirect to the same page by the lane."""
+        rules = self._cookie_rules
         handler.set_cookie(
             COOKIE,
-            self._inside.operator_token if role == OPERATOR else self._inside.viewer_token,
-            path=f"{base}/{self.lane}/",
+            rules.operator_token if role == OPERATOR else rules.viewer_token,
+            path=f"{self.cookie_base()}/{self.lane}/",
             httponly=True,
             samesite="Lax",
-            secure=request.protocol == "https",
+            secure=handler.request.protocol == "https",
         )
         handler.set_header("Cache-Control", "no-store")
-        handler.redirect(self._way(request))
+        handler.redirect(self._path_by_lane(handler.request))
 
-    def _way(self, request: HTTPServerRequest) -> str:
-        """From the URL that was asked for to the same by the lane; relative, since a proxy may know us elsewhere."""
-        here = request.path.removeprefix(self._app.prefix)
-        there = here
-        if (
-            self._routes.find_handler(request) is None
-        ):  # such as the lane of a start before this one
-            there = next(iter(self._app.applications))
-        if not here:  # the prefix without its slash
-            up = posixpath.basename(self._app.prefix) + "/"
-        else:
-            up = "../" * (here.count("/") - (not request.by_the_lane)) or "./"
-        return f"{up}{self.lane}/{there.lstrip('/')}" + (
-            f"?{request.query}" if request.query else ""
-        )
+    # -- what a subclass may replace
 
-    # -- who comes
+    def cookie_base(self) -> str:
+        """The path below which the cookie is valid, without the lane and without a slash at its end."""
+        return self.prefix
 
-    def _for_a_token(self, request: HTTPServerRequest, brought: Brought) -> Any:
-        if brought.something and not brought.inside and self.guesses.wait_seconds() is None:
-            return self._refuse(request, 429, door.MANY)
-        role = auth.check(self.terms, authorization=brought.authorization, query=brought.query)
-        if brought.inside and role is None:
-            roles = [auth.check(self._inside, cookie=value) for value in brought.ours]
-            role = next((one for one in roles if one is not None), None)
-        if role is None:
-            wait = 0.0
-            if brought.something:
-                wait = self.guesses.wait_seconds() or 0.0
-                self.guesses.count()
-            return self._refuse(
-                request, 403, door.WRONG if brought.something else door.ASK, form=True, wait=wait
-            )
-        if brought.query and request.method in ("GET", "HEAD") and not is_websocket(request):
-            return self._app.get_handler_delegate(
-                request, harden(door.Welcome), {"gate": self, "role": role}
-            )
-        return self._let_in(request, self.terms.visitor(role))
+    def allowed_origins(self) -> set[str]:
+        """Hosts other than the server's own whose pages may send requests."""
+        return set()
 
-    def _for_a_name(self, request: HTTPServerRequest, brought: Brought) -> Any:
-        """Panel's login asks for names; here they get their roles. Strangers see the way to the login and no more."""
-        name = self._name(brought.cookies)
-        role = auth.role_of(name, self.terms)
-        if role is not None:
-            return self._let_in(request, self.terms.visitor(role, name))
-        handler = self._route(request)
-        if self._is_login(handler.handler_class):
-            if request.method == "POST" and not self._may_try_password():
-                return self._refuse(request, 429, door.MANY)
-            return handler
-        if name:
-            return self._refuse(
-                request,
-                403,
-                f"{name} has logged in, and has no role here. Whoever runs the server "
-                "gives one with GPU_CONSOLE_OPERATORS or GPU_CONSOLE_VIEWERS.",
-            )
-        from panel.io.server import DocHandler, RootHandler
-
-        if issubclass(handler.handler_class, (DocHandler, RootHandler)):
-            return handler  # which leads to the login, since nobody is logged in
-        return self._refuse(request, 403, "Log in first.")
-
-    def _name(self, cookies: dict[str, str]) -> str:
-        from panel.config import config
-
-        value = decode_signed_value(
-            self._app.settings.get("cookie_secret") or secrets.token_hex(),
-            "user",
-            cookies.get("user"),
-            max_age_days=config.oauth_expiry,
-        )
-        return value.decode("utf-8", "replace") if value else ""
-
-    def _is_login(self, handler: type) -> bool:
-        return any(issubclass(handler, known) for _, known in self._app.auth_provider.endpoints)
-
-    def _may_try_password(self) -> bool:
-        """Passwords are looked at by Panel: each try counts, right or wrong, and one a second beyond the head start."""
-        if self.guesses.wait_seconds() != 0.0:
-            return False
-        self.guesses.count()
+    def may_join(self, request: HTTPServerRequest, visitor: Visitor) -> bool:
+        """Whether this `visitor` may open the websocket that `request` names. Here no websocket has an owner."""
         return True
 
-    def _own_page(self, request: HTTPServerRequest) -> bool:
-        """Whether no page of another origin asks. Bokeh is spared the question: its own list knows no tunnels."""
-        origins = [
-            request.headers.pop(name)
-            for name in ("Origin", "Sec-Websocket-Origin")
-            if name in request.headers
-        ]
-        named = {*self._app.websocket_origins, *(settings.allowed_ws_origin() or ())}
-        return all(auth.same_origin(origin, request.host, named) for origin in origins)
+    def _admit(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
+        uid = peer_uid(request)
+        if uid is not None and uid == os.getuid():
+            return self._let_in(request, self.rules.visitor(OPERATOR))
+        return self._admit_by_token(request, credentials)
 
-    # -- what becomes of them
+    # -- who is admitted
+
+    def _admit_by_token(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
+        too_many = self.guesses.wait_seconds() is None
+        if credentials.given and not credentials.by_lane and too_many:
+            return self._refuse(request, 429, login.TOO_MANY_GUESSES)
+        role = self._role_of(credentials)
+        if role is None:
+            return self._ask_for_token(request, credentials)
+        is_page = request.method in ("GET", "HEAD") and not is_websocket(request)
+        if credentials.query and is_page:
+            return self._answer_with(request, login.RedirectHandler, {"role": role})
+        return self._let_in(request, self.rules.visitor(role))
+
+    def _role_of(self, credentials: Credentials) -> Role | None:
+        role = auth.role_of_tokens(
+            self.rules, authorization=credentials.authorization, query=credentials.query
+        )
+        if role is not None or not credentials.by_lane:
+            return role
+        for value in credentials.own_cookies:
+            role = auth.role_of_tokens(self._cookie_rules, cookie=value)
+            if role is not None:
+                return role
+        return None
+
+    def _ask_for_token(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
+        if not credentials.given:
+            return self._refuse(request, 403, login.TOKEN_NEEDED, form=True)
+        wait = self.guesses.wait_seconds() or 0.0
+        self.guesses.count()
+        return self._refuse(request, 403, login.WRONG_TOKEN, form=True, wait=wait)
+
+    def _has_allowed_origin(self, request: HTTPServerRequest) -> bool:
+        """Whether the request was sent by no foreign page. Removes the origin headers.
+
+        Bokeh therefore does not check the origin again: its own list does not know tunnels.
+        """
+        origins = []
+        for name in ("Origin", "Sec-Websocket-Origin"):
+            if name in request.headers:
+                origins.append(request.headers.pop(name))
+        allowed = self.allowed_origins()
+        return all(auth.same_origin(origin, request.host, allowed) for origin in origins)
+
+    # -- how a request is answered
 
     def _let_in(self, request: HTTPServerRequest, visitor: Visitor) -> Any:
         request.visitor = visitor
-        if is_websocket(request) and not self._may_join(request, visitor):
-            return self._refuse(request, 403, door.OTHERS)
+        if is_websocket(request) and not self.may_join(request, visitor):
+            return self._refuse(request, 403, login.OTHER_VISITORS_SESSION)
         return self._route(request)
-
-    def _may_join(self, request: HTTPServerRequest, visitor: Visitor) -> bool:
-        """Nobody joins a session that was made for somebody else: its page would act with that one's rights."""
-        words = request.headers.get("Sec-WebSocket-Protocol", "").split(",")
-        if len(words) != 2:
-            return True  # Bokeh refuses it
-        try:
-            session = get_session_id(words[1].strip())
-        except Exception:  # whatever was sent is no token of Bokeh's, which says so in several ways
-            return False
-        return all(owner == visitor for owner in self._visitors_of(session))
-
-    def _visitors_of(self, session: str) -> Iterator[Visitor | None]:
-        for context in self._app.applications.values():
-            for one in context.sessions:
-                if one.id == session:
-                    yield getattr(
-                        getattr(one.document.session_context, "request", None), "visitor", None
-                    )
 
     def _route(self, request: HTTPServerRequest) -> Any:
         found = self._routes.find_handler(request)
-        sent = request.headers.get("Content-Length", "")
-        if (
-            found is not None
-            and sent.isdigit()
-            and self.most_body_bytes < int(sent) <= MOST_TO_FORGET
-        ):
-            return self._too_large(request, int(sent))
-        if found is not None:
-            found.handler_class = harden(found.handler_class)
-            return found
-        return self._refuse(request, 404, "There is nothing here.")
+        if found is None:
+            return self._refuse(request, 404, "There is nothing here.")
+        length = request.headers.get("Content-Length", "")
+        if length.isdigit() and self.max_body_bytes < int(length) <= DISCARDED_BODY_BYTES:
+            return self._refuse_body(request, int(length))
+        found.handler_class = harden(found.handler_class)
+        return found
 
     def _refuse(
         self,
         request: HTTPServerRequest,
         status: int,
-        words: str,
+        text: str,
         *,
         form: bool = False,
         wait: float = 0.0,
     ) -> Any:
-        if request.connection is not None and hasattr(request.connection, "set_max_body_size"):
-            request.connection.set_max_body_size(MOST_OF_A_STRANGERS_BODY)
-        return self._app.get_handler_delegate(
-            request,
-            harden(door.Door),
-            {"gate": self, "status": status, "words": words, "form": form, "wait": wait},
-        )
+        connection = request.connection
+        if connection is not None and hasattr(connection, "set_max_body_size"):
+            connection.set_max_body_size(REFUSED_BODY_BYTES)
+        options = {"status": status, "text": text, "form": form, "wait": wait}
+        return self._answer_with(request, login.RefusalHandler, options)
 
-    def _too_large(self, request: HTTPServerRequest, size: int) -> Any:
-        request.connection.set_max_body_size(size)  # type: ignore[union-attr] # else Tornado answers, without a word
-        words = f"The body has {size:,} bytes; at most {self.most_body_bytes:,} are taken."
-        return self._app.get_handler_delegate(
-            request, harden(door.TooLarge), {"gate": self, "status": 413, "words": words}
-        )
+    def _refuse_body(self, request: HTTPServerRequest, size: int) -> Any:
+        # Without this, Tornado itself answers, and without a reason.
+        request.connection.set_max_body_size(size)  # type: ignore[union-attr]
+        text = f"The body has {size:,} bytes; the limit is {self.max_body_bytes:,}."
+        return self._answer_with(request, login.TooLargeHandler, {"status": 413, "text": text})
 
-    def _take(self, request: HTTPServerRequest) -> Brought:
-        """The request's credentials, taken out of it, and the lane out of its path."""
-        sent = request.headers.get("Cookie", "")
-        cookies = parse_cookie(sent)
-        ours = tuple(
-            parse_cookie(one).get(COOKIE, "")
-            for one in sent.split(";")
-            if COOKIE in parse_cookie(one)
-        )
-        if (
-            not self.login
-        ):  # other servers' cookies come along too, and Bokeh would write them into the page
-            request.headers.pop("Cookie", None)
+    def _answer_with(
+        self, request: HTTPServerRequest, handler: type[RequestHandler], options: dict[str, Any]
+    ) -> Any:
+        return self._app.get_handler_delegate(request, harden(handler), {"gate": self, **options})
+
+    def _path_by_lane(self, request: HTTPServerRequest) -> str:
+        """The same URL by the lane. It is relative, since a proxy may use another prefix than ours."""
+        here = request.path.removeprefix(self.prefix)
+        known = self._routes.find_handler(request) is not None
+        there = here if known else self.home  # unknown: such as the lane of an earlier start
+        if not here:  # the prefix without its slash
+            up = posixpath.basename(self.prefix) + "/"
+        else:
+            levels = here.count("/") - (0 if request.by_lane else 1)
+            up = "../" * levels or "./"
+        query = f"?{request.query}" if request.query else ""
+        return f"{up}{self.lane}/{there.lstrip('/')}{query}"
+
+    # -- credentials
+
+    def _take_credentials(self, request: HTTPServerRequest) -> Credentials:
+        """Removes the credentials from `request`, and the lane from its path, and returns the credentials."""
+        sent_cookies = request.headers.get("Cookie", "")
         authorization = request.headers.get("Authorization", "")
-        for name in TAKEN_FROM_HEADERS:
+        if not self.keeps_cookies:  # they include other servers' cookies; Bokeh would show them
+            request.headers.pop("Cookie", None)
+        for name in REMOVED_HEADERS:
             request.headers.pop(name, None)
         path, _, query = (request.uri or "").partition("?")
-        pairs = parse_qsl(query, keep_blank_values=True)
-        tokens = [value for name, value in pairs if name == "token"]
-        request.query = urlencode(
-            [(name, value) for name, value in pairs if name not in TAKEN_FROM_QUERY]
+        token = self._take_from_query(request, query)
+        by_lane = self._take_lane(request, path)
+        request.uri = f"{request.path}?{request.query}" if request.query else request.path
+        return Credentials(
+            authorization, token, parse_cookie(sent_cookies), _own_cookies(sent_cookies), by_lane
         )
-        for name in TAKEN_FROM_QUERY:
+
+    def _take_from_query(self, request: HTTPServerRequest, query: str) -> str:
+        """Removes secrets from the query of `request`; the last token of `query`, or ""."""
+        pairs = parse_qsl(query, keep_blank_values=True)
+        kept = [(name, value) for name, value in pairs if name not in REMOVED_FROM_QUERY]
+        request.query = urlencode(kept)
+        for name in REMOVED_FROM_QUERY:
             request.arguments.pop(name, None)
             request.query_arguments.pop(name, None)
-        before, after = self._app.prefix, path.removeprefix(self._app.prefix)
-        inside = path.startswith(before) and after.startswith(f"/{self.lane}/")
-        if inside:
-            path = before + after[len(self.lane) + 1 :]
-        request.path = path
-        request.uri = f"{path}?{request.query}" if request.query else path
-        request.by_the_lane = inside
-        return Brought(authorization, tokens[-1] if tokens else "", cookies, ours, inside)
+        tokens = [value for name, value in pairs if name == "token"]
+        return tokens[-1] if tokens else ""
+
+    def _take_lane(self, request: HTTPServerRequest, path: str) -> bool:
+        """Sets the path of `request` to `path` without the lane; whether the lane was there."""
+        rest = path.removeprefix(self.prefix)
+        by_lane = path.startswith(self.prefix) and rest.startswith(f"/{self.lane}/")
+        request.path = self.prefix + rest[len(self.lane) + 1 :] if by_lane else path
+        request.by_lane = by_lane
+        return by_lane
 
 
-def close(app: Any, terms: Terms) -> Gate:
-    """The gate of that application, which stands there from now on."""
+def install(app: Any, rules: AccessRules, gate_class: type[Gate] = Gate) -> Gate:
+    """The gate of the Tornado application `app`. If it has none yet, one of `gate_class` is put there."""
     gate = app.settings.get(COOKIE)
     if gate is None:
-        gate = app.settings[COOKIE] = Gate(app, terms)
+        gate = app.settings[COOKIE] = gate_class(app, rules)
         app.default_router = gate
     return gate
 
 
 def is_websocket(request: HTTPServerRequest) -> bool:
+    """Whether `request` asks to become a websocket."""
     return request.headers.get("Upgrade", "").lower() == "websocket"
 
 
 def peer_uid(request: HTTPServerRequest) -> int | None:
-    """The user at the other end of a Unix socket, as the kernel says; None for a connection over the network."""
+    """The user id of the client of a Unix socket, as the kernel reports it.
+
+    None if `request` came over the network, or the platform cannot report it.
+    """
     sock = getattr(getattr(request.connection, "stream", None), "socket", None)
     if sock is None or sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
         return None
-    _, uid, _ = struct.unpack(
-        "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    )
+    size = struct.calcsize("3i")
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return uid
 
 
 @functools.cache
 def harden(handler: type[RequestHandler]) -> type[RequestHandler]:
-    """The handler, whose answers also tell the browser to keep to this server."""
+    """A subclass of `handler` whose answers restrict the browser to this server."""
 
     def set_default_headers(self: RequestHandler) -> None:
         super(hardened, self).set_default_headers()
@@ -363,3 +330,13 @@ def harden(handler: type[RequestHandler]) -> type[RequestHandler]:
 
     hardened = type(handler.__name__, (handler,), {"set_default_headers": set_default_headers})
     return hardened
+
+
+def _own_cookies(sent: str) -> tuple[str, ...]:
+    """All values that the header `sent` has for our cookie."""
+    values = []
+    for part in sent.split(";"):
+        parsed = parse_cookie(part)
+        if COOKIE in parsed:
+            values.append(parsed.get(COOKIE, ""))
+    return tuple(values)

@@ -1,24 +1,25 @@
-"""What is answered to those who have not been let in: a refusal, a place to type the token, or the way in.
+"""Answers to requests that the gate has not admitted: a refusal, a form for the token, or a redirect to the page.
 
-Nothing here decides; the gate does. No page here loads anything, names anybody or tells what runs behind it.
+Nothing here decides; the gate does. These pages load no resource, and name no user and no software.
 """
 
 from __future__ import annotations
 
 import asyncio
 import html
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tornado.web import RequestHandler, stream_request_body
 
-if TYPE_CHECKING:
-    from .gate import Gate
+from .auth import Role
 
-ASK = "This console is shown to those who bring its token. The URL with it is printed where the server was started."
-WRONG = "This is not the token of the server that runs now: each start makes a new one, and prints it in its URL."
-MANY = "Too many wrong tokens have been tried. Wait a few seconds, then try again."
-FOREIGN = "This request came from a page of another origin."
-OTHERS = "This session is another visitor's. Open the page anew."
+TOKEN_NEEDED = "A token is needed. Open the URL that was printed where the server was started."
+WRONG_TOKEN = (
+    "This token is not valid. Each start of the server makes a new one and prints it in its URL."
+)
+TOO_MANY_GUESSES = "Too many wrong tokens were tried. Wait a few seconds, then try again."
+FOREIGN_ORIGIN = "This request came from a page of another origin."
+OTHER_VISITORS_SESSION = "This session belongs to another visitor. Open the page again."
 _STYLE = """
 :root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; }
 body { margin: 0; min-height: 100vh; display: grid; place-items: center; }
@@ -34,95 +35,106 @@ _FORM = """<form method="post">
 <button>Open</button></form>"""
 
 
-def page(words: str, *, form: bool) -> str:
-    """A page of one sentence."""
+class TokenChecker(Protocol):
+    """The part of the gate that these handlers use."""
+
+    def try_token(self, token: str) -> tuple[Role | None, float | None]:
+        """The role of a typed `token`, and the seconds that a wrong one waits."""
+
+    def redirect_inside(self, handler: RequestHandler, role: Role) -> None:
+        """Answers through `handler` with the cookie of `role` and a redirect to the page."""
+
+
+def page(text: str, *, form: bool) -> str:
+    """An HTML page with one sentence `text`, and with `form` a field for the token."""
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>GPU console</title>
 <meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>
-<body><main><h1>GPU console</h1><p>{html.escape(words)}</p>{_FORM if form else ""}</main></body></html>"""
+<body><main><h1>GPU console</h1><p>{html.escape(text)}</p>{_FORM if form else ""}</main></body></html>"""
 
 
-def as_json(words: str, status: int) -> dict[str, Any]:
-    """The sentence for programs, as OpenAI's clients read errors."""
-    return {
-        "error": {
-            "message": words,
-            "type": "rate_limit_error" if status == 429 else "invalid_request_error",
-            "code": None,
-            "param": None,
-        }
-    }
+def as_json(text: str, status: int) -> dict[str, Any]:
+    """The sentence `text` for programs, in the shape in which OpenAI's clients read errors."""
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
+    return {"error": {"message": text, "type": kind, "code": None, "param": None}}
 
 
-class Door(RequestHandler):
-    """Refuses, after a while where somebody guessed; with a form, a token may be typed instead."""
+class RefusalHandler(RequestHandler):
+    """Refuses the request. With a form, the visitor may type a token instead."""
 
     def initialize(
-        self, gate: Gate, status: int, words: str, form: bool = False, wait: float = 0.0
+        self, gate: TokenChecker, status: int, text: str, form: bool = False, wait: float = 0.0
     ) -> None:
-        self._gate, self._status, self._words, self._form, self._wait = (
-            gate,
-            status,
-            words,
-            form,
-            wait,
-        )
+        """`status` and `text` of the answer; `wait` is the seconds before it is sent, to slow down guesses."""
+        self._gate = gate
+        self._status = status
+        self._text = text
+        self._form = form
+        self._wait = wait
 
     async def prepare(self) -> None:
+        """Refuses at once, unless the request may carry a typed token."""
         if not (self._form and self.request.method == "POST"):
-            await self._refuse(self._status, self._words, self._wait)
+            await self._refuse(self._status, self._text, self._wait)
 
     async def post(self) -> None:
-        token = self.get_body_argument("token", "")
-        opened, wait = self._gate.try_token(token)
-        if opened:
-            self._gate.welcome(self, opened)
+        """Checks the typed token."""
+        role, wait = self._gate.try_token(self.get_body_argument("token", ""))
+        if role:
+            self._gate.redirect_inside(self, role)
         elif wait is None:
-            await self._refuse(429, MANY, 0.0)
+            await self._refuse(429, TOO_MANY_GUESSES, 0.0)
         else:
-            await self._refuse(403, WRONG, wait)
+            await self._refuse(403, WRONG_TOKEN, wait)
 
     def check_xsrf_cookie(self) -> None:
-        """The form asks for a secret; who knows it needs no other proof."""
+        """No check: the form itself needs a secret."""
 
-    async def _refuse(self, status: int, words: str, wait: float) -> None:
+    async def _refuse(self, status: int, text: str, wait: float) -> None:
         if wait:
             await asyncio.sleep(wait)
-        program = "text/html" not in self.request.headers.get("Accept", "text/html")
-        if (
-            program and status == 403 and self._form
-        ):  # a token would do: what HTTP calls unauthorized
-            status = 401
+        is_program = "text/html" not in self.request.headers.get("Accept", "text/html")
+        if is_program and status == 403 and self._form:
+            status = 401  # a token would help: HTTP calls this unauthorized
             self.set_header("WWW-Authenticate", "Bearer")
         self.set_status(status)
         if status == 429:
             self.set_header("Retry-After", "10")
-        self.finish(as_json(words, status) if program else page(words, form=self._form))
+        self.finish(as_json(text, status) if is_program else page(text, form=self._form))
 
 
 @stream_request_body
-class TooLarge(Door):
-    """Refuses a body by its head. A client that does not wait for that is let finish, and what it sends is forgotten:
-    hung up on while it sends, it would never hear why."""
+class TooLargeHandler(RefusalHandler):
+    """Refuses a body by its announced length.
+
+    A client that does not wait for `100 Continue` may finish sending, and its body is discarded. If the server
+    closed the connection earlier, the client would never read the reason.
+    """
 
     async def prepare(self) -> None:
+        """Refuses before the body is sent, if the client waits for permission to send it."""
         if self.request.headers.get("Expect", "").lower() == "100-continue":
             await super().prepare()
 
-    def data_received(self, chunk: bytes) -> None: ...
+    def data_received(self, chunk: bytes) -> None:
+        """Discards `chunk`."""
 
     async def post(self) -> None:
-        await self._refuse(self._status, self._words, 0.0)
+        """Refuses after the whole body was received."""
+        await self._refuse(self._status, self._text, 0.0)
 
     get = head = put = patch = delete = options = post  # type: ignore[assignment]
 
 
-class Welcome(RequestHandler):
-    """Leads whoever brought a token in its URL to the same page without it."""
+class RedirectHandler(RequestHandler):
+    """Redirects a request with a token in its URL to the same page without the token."""
 
-    def initialize(self, gate: Gate, role: Any) -> None:
-        self._gate, self._role = gate, role
+    def initialize(self, gate: TokenChecker, role: Role) -> None:
+        """`role` is the role that the token gave."""
+        self._gate = gate
+        self._role = role
 
     def get(self) -> None:
-        self._gate.welcome(self, self._role)
+        """Sets the cookie and redirects."""
+        self._gate.redirect_inside(self, self._role)
 
     head = get

@@ -1,6 +1,6 @@
-"""A Unix socket that only its owner can reach, and a TCP port that is really ours.
+"""A Unix socket that only its owner can reach, and a free TCP port.
 
-A socket is as private as the directories above it: whoever may rename one of them may put a socket of their own there.
+A socket is as private as the directories above it: a user who may rename one of them can replace the socket.
 """
 
 from __future__ import annotations
@@ -13,56 +13,67 @@ from pathlib import Path
 
 from gpu_runtime.errors import GpuError
 
-LONGEST = 107  # bytes of a Unix socket's address, on Linux
+MAX_PATH_BYTES = 107  # of a Unix socket's path, on Linux
 
 
 def prepare(path: str) -> Path:
-    """The path, free to be bound: its directory is this user's alone, and no server listens there.
+    """The absolute `path`, free to be bound: only this user can enter its directory, and no server listens there.
 
-    A directory that is missing is made, with mode 0700. A socket that a server left behind is removed. Raises GpuError.
+    A missing directory is made with mode 0700. A socket that an ended server left is removed. Raises GpuError.
     """
     place = Path(os.path.abspath(path))
-    if len(os.fsencode(place)) > LONGEST:
+    length = len(os.fsencode(place))
+    if length > MAX_PATH_BYTES:
         raise GpuError(
-            f"{place} is too long for a socket: {len(os.fsencode(place))} bytes; {LONGEST} are the most."
+            f"{place} is too long for a socket: it has {length} bytes; {MAX_PATH_BYTES} are the most."
         )
     try:
         place.parent.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise GpuError(f"{place.parent} cannot be made ({error.strerror}).") from None
     _check_directories(place.parent)
-    _make_room(place)
+    _remove_old_socket(place)
     return place
 
 
-def free_port(host: str, port: int, tries: int) -> int:
-    """The first port that can be listened on, from that one. Raises GpuError where none of so many can."""
-    last: OSError | None = None
+def free_port(host: str, port: int, tries: int, command: str = "gpu console") -> int:
+    """The first free port of `host` among `tries` ports, beginning with `port`.
+
+    Raises GpuError if none is free, or the host cannot be listened on. `command` is what the error says to type.
+    """
+    last_error: OSError | None = None
     for candidate in range(port, port + tries):
         try:
-            family, kind, _, _, address = socket.getaddrinfo(
-                host, candidate, type=socket.SOCK_STREAM
-            )[0]
-            with socket.socket(family, kind) as trial:
-                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                trial.bind(address)
+            _try_to_bind(host, candidate)
             return candidate
         except OSError as error:
-            last = error
+            last_error = error
             if error.errno != errno.EADDRINUSE:
                 break
-    assert last is not None
-    if last.errno == errno.EADDRINUSE:
-        raise GpuError(f"port {port} of {host} is in use. Take another:  gpu console --port N")
-    raise GpuError(f"nothing can listen on {host}, port {port} ({last.strerror}).")
+    assert last_error is not None
+    if last_error.errno == errno.EADDRINUSE:
+        raise GpuError(f"port {port} of {host} is in use. Take another:  {command} --port N")
+    raise GpuError(f"nothing can listen on {host}, port {port} ({last_error.strerror}).")
+
+
+def _try_to_bind(host: str, port: int) -> None:
+    """Binds the port and releases it. Raises OSError if that fails."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        trial.bind(address)
 
 
 def _check_directories(directory: Path) -> None:
-    """As OpenSSH looks at the way to a key: each step is root's or ours, and nobody else may change what lies in it."""
+    """Raises GpuError unless only root and this user can change `directory` and all directories above it.
+
+    OpenSSH checks the path of a key in the same way.
+    """
     real = Path(os.path.realpath(directory))
     for step in (real, *real.parents):
         about = os.stat(step)
-        shared = about.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not about.st_mode & stat.S_ISVTX
+        writable = about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        shared = writable and not about.st_mode & stat.S_ISVTX
         if about.st_uid not in (0, os.getuid()) or (shared and step != real):
             raise GpuError(
                 f"a socket in {directory} could be replaced by others: {step} is not yours alone to change."
@@ -75,20 +86,26 @@ def _check_directories(directory: Path) -> None:
         )
 
 
-def _make_room(place: Path) -> None:
+def _remove_old_socket(place: Path) -> None:
+    """Removes a socket that no server listens on. Raises GpuError if `place` is anything else."""
     try:
         about = os.lstat(place)
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(about.st_mode):
         raise GpuError(f"{place} exists and is no socket; it is left as it is.")
+    if _server_listens(place):
+        raise GpuError(f"a server listens on {place} already.")
+    place.unlink(missing_ok=True)
+
+
+def _server_listens(place: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as trial:
         trial.settimeout(1.0)
         try:
             trial.connect(os.fspath(place))
         except (ConnectionRefusedError, FileNotFoundError):
-            place.unlink(missing_ok=True)  # whoever listened there is gone
-            return
+            return False
         except OSError:
-            pass  # somebody listens, and is busy
-    raise GpuError(f"a server listens on {place} already.")
+            pass  # a server listens and is busy
+    return True

@@ -14,16 +14,16 @@ from gpu_runtime.web import auth
 from gpu_runtime.web.auth import (
     OPERATOR,
     VIEWER,
-    Guesses,
-    Terms,
+    AccessRules,
+    GuessLimiter,
     Visitor,
-    check,
-    role_of,
+    role_of_name,
+    role_of_tokens,
     same_origin,
 )
 
 OPERATORS, VIEWERS = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
-TERMS = Terms("ann", operator_token=OPERATORS, viewer_token=VIEWERS)
+RULES = AccessRules("ann", operator_token=OPERATORS, viewer_token=VIEWERS)
 PLACES = ("authorization", "cookie", "query")
 
 
@@ -38,8 +38,8 @@ def test_the_examples_hold():
 @pytest.mark.parametrize("place", PLACES)
 def test_a_token_gives_its_role_wherever_it_is_brought(place):
     """Header for programs, cookie for browsers, query for the first click."""
-    assert check(TERMS, **brought(place, OPERATORS)) == OPERATOR
-    assert check(TERMS, **brought(place, VIEWERS)) == VIEWER
+    assert role_of_tokens(RULES, **brought(place, OPERATORS)) == OPERATOR
+    assert role_of_tokens(RULES, **brought(place, VIEWERS)) == VIEWER
 
 
 @pytest.mark.parametrize("first", PLACES)
@@ -47,7 +47,10 @@ def test_a_token_gives_its_role_wherever_it_is_brought(place):
 def test_of_two_tokens_the_higher_counts(first, second):
     """An operator who once followed a viewer's link is an operator again by following their own."""
     if first != second:
-        assert check(TERMS, **brought(first, OPERATORS), **brought(second, VIEWERS)) == OPERATOR
+        assert (
+            role_of_tokens(RULES, **brought(first, OPERATORS), **brought(second, VIEWERS))
+            == OPERATOR
+        )
 
 
 NEARLY = [OPERATORS[:-1], OPERATORS + "a", OPERATORS.swapcase(), "\ud800"]
@@ -56,9 +59,9 @@ NEARLY = [OPERATORS[:-1], OPERATORS + "a", OPERATORS.swapcase(), "\ud800"]
 @given(st.one_of(st.text(max_size=60), st.sampled_from(NEARLY)), st.sampled_from(PLACES))
 def test_nothing_else_gives_a_role(text, place):
     """Not the empty text, though no viewer's token may be set; not a beginning, nor what is not text."""
-    for terms in (TERMS, Terms("ann", operator_token=OPERATORS)):
-        assert check(terms, **brought(place, text)) is None
-    assert check(Terms("ann", operator_token=""), **brought(place, text)) is None
+    for rules in (RULES, AccessRules("ann", operator_token=OPERATORS)):
+        assert role_of_tokens(rules, **brought(place, text)) is None
+    assert role_of_tokens(AccessRules("ann", operator_token=""), **brought(place, text)) is None
 
 
 def test_tokens_are_compared_in_constant_time_and_none_is_skipped(monkeypatch):
@@ -67,29 +70,31 @@ def test_tokens_are_compared_in_constant_time_and_none_is_skipped(monkeypatch):
     monkeypatch.setattr(
         auth.hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b
     )
-    check(TERMS, authorization=f"Bearer {OPERATORS}", query="x")
+    role_of_tokens(RULES, authorization=f"Bearer {OPERATORS}", query="x")
     assert compared == [(32, 32)] * 6
 
 
 def test_tokens_are_in_no_repr():
     """A traceback shows the values of a frame."""
-    assert OPERATORS not in repr(TERMS) and VIEWERS not in repr(TERMS)
+    assert OPERATORS not in repr(RULES) and VIEWERS not in repr(RULES)
 
 
 def test_a_role_says_who_may_act_and_under_which_name():
     """The token's holder acts in the name of whoever started the server, and a login's in their own."""
-    assert TERMS.visitor(OPERATOR) == Visitor("ann", may_act=True)
-    assert TERMS.visitor(OPERATOR, "bob") == Visitor("bob", may_act=True)
-    assert TERMS.visitor(VIEWER) == Visitor("viewer", may_act=False)
-    read_only = Terms("ann", OPERATORS, read_only=True)
+    assert RULES.visitor(OPERATOR) == Visitor("ann", may_act=True)
+    assert RULES.visitor(OPERATOR, "bob") == Visitor("bob", may_act=True)
+    assert RULES.visitor(VIEWER) == Visitor("viewer", may_act=False)
+    read_only = AccessRules("ann", OPERATORS, read_only=True)
     assert read_only.visitor(OPERATOR) == Visitor("ann", may_act=False)
 
 
 def test_a_login_gives_no_role_by_itself():
     """Whoever has an account at the provider can log in; only those who are named are let in. A guest is nobody."""
-    named = Terms("ann", "", operators=frozenset({"bob", "guest"}), viewers=frozenset({"eve"}))
-    assert [role_of(name, named) for name in ("bob", "eve")] == [OPERATOR, VIEWER]
-    assert [role_of(name, named) for name in ("mallory", "guest", "")] == [None] * 3
+    named = AccessRules(
+        "ann", "", operators=frozenset({"bob", "guest"}), viewers=frozenset({"eve"})
+    )
+    assert [role_of_name(name, named) for name in ("bob", "eve")] == [OPERATOR, VIEWER]
+    assert [role_of_name(name, named) for name in ("mallory", "guest", "")] == [None] * 3
 
 
 @pytest.mark.parametrize(
@@ -122,7 +127,7 @@ def test_an_origin_that_was_named_is_not_foreign():
 def test_guesses_are_slowed_and_a_flood_is_not_looked_at():
     """Five at once are free; then one a second, with ten waiting at most; a minute later all is forgotten."""
     now = 100.0
-    guesses = Guesses(lambda: now)
+    guesses = GuessLimiter(lambda: now)
     waits = []
     while (wait := guesses.wait_seconds()) is not None:
         waits.append(wait)
@@ -138,7 +143,7 @@ def test_guesses_are_slowed_and_a_flood_is_not_looked_at():
 def test_however_guesses_are_timed_they_are_looked_at_once_a_second(gaps):
     """Beyond a head start: what waits and what was free."""
     now, looked_at = 0.0, 0
-    guesses = Guesses(lambda: now)
+    guesses = GuessLimiter(lambda: now)
     for gap in gaps:
         now += gap
         if guesses.wait_seconds() is not None:
@@ -149,6 +154,6 @@ def test_however_guesses_are_timed_they_are_looked_at_once_a_second(gaps):
 
 def test_without_a_page_in_the_making_there_is_no_visitor():
     """Fail closed: what the gate did not let in is nobody, whoever asks."""
-    pytest.importorskip("panel")
+    panel_gate = pytest.importorskip("gpu_panels.panel_gate")
     with pytest.raises(NotAllowed, match="token"):
-        auth.visitor()
+        panel_gate.visitor()

@@ -18,10 +18,9 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
 from bokeh.util.token import get_token_payload
-from gpu_panels import server
 
 from gpu_runtime.errors import GpuError
-from gpu_runtime.web import sockets
+from gpu_runtime.web import http_server, sockets
 from tests.faces.served import OPERATORS, console, free_port, panel_serve, serving
 from tests.faces.test_gate import opened, refused, talk, websocket_of
 
@@ -445,12 +444,12 @@ def test_read_only_makes_viewers_of_all(tmp_path):
 
 
 def test_the_examples_of_the_server_hold():
-    assert doctest.testmod(server).failed == 0
+    assert doctest.testmod(http_server).failed == 0
 
 
 def test_each_start_makes_a_token_of_its_own(environment):
     """Unless one is set; and none is shown where the settings are."""
-    first, second = server.terms(), server.terms()
+    first, second = http_server.access_rules(), http_server.access_rules()
     assert (
         len(first.operator_token) > 40
         and first.operator_token != second.operator_token
@@ -459,7 +458,7 @@ def test_each_start_makes_a_token_of_its_own(environment):
     environment.setenv("GPU_CONSOLE_TOKEN", OPERATORS)
     environment.setenv("GPU_CONSOLE_OPERATORS", " ann,bob ,")
     environment.setenv("GPU_CONSOLE_READ_ONLY", "true")
-    told = server.terms()
+    told = http_server.access_rules()
     assert (told.operator_token, told.operators, told.read_only) == (
         OPERATORS,
         {"ann", "bob"},
@@ -471,11 +470,11 @@ def test_a_browser_is_sent_the_token_by_a_file_and_not_on_its_command_line(envir
     """What stands on a command line every user of the machine can read."""
     opened_with = []
     environment.setenv("DISPLAY", ":0")
-    environment.setattr(server.webbrowser, "open", opened_with.append)
-    left = server._open(f"http://127.0.0.1:8211/?token={OPERATORS}")
+    environment.setattr(http_server.webbrowser, "open", opened_with.append)
+    left = http_server.open_browser(f"http://127.0.0.1:8211/?token={OPERATORS}")
     assert OPERATORS not in opened_with[0] and opened_with[0].startswith("file:///")
     assert stat.S_IMODE(left.stat().st_mode) == 0o600 and OPERATORS in left.read_text()
     left.unlink()
     environment.delenv("DISPLAY")
     environment.delenv("WAYLAND_DISPLAY", raising=False)
-    assert server._open("http://127.0.0.1:8211/") is None
+    assert http_server.open_browser("http://127.0.0.1:8211/") is None

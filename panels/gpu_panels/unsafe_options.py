@@ -1,7 +1,7 @@
-"""How a server was started that the gate cannot make good: options that open a way around it, or make it worthless.
+"""Options of `panel serve` that the gate cannot make safe: they open a way around it, or make it useless.
 
-The gate of `panel serve` stands only once the script runs; what another option opens was open before. So such a server
-shows no console, and says which option to leave out.
+The gate of `panel serve` exists only after the script has run. Routes that another option adds were open before. So
+a server with such an option shows no console, and its error names the option to remove.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from panel.io.state import state
 from tornado import process
 from tornado.web import FallbackHandler, StaticFileHandler
 
-from .auth import Terms
+from gpu_runtime.web.auth import AccessRules
 
-KNOWN = {
+KNOWN_HANDLERS = {
     DocHandler,
     WSHandler,
     AutoloadJsHandler,
@@ -44,30 +44,32 @@ KNOWN = {
     IcoHandler,
     ComponentResourceHandler,
 }
-OPENED_BY = {
+OPTION_OF_HANDLER = {
     LivenessHandler: "--liveness",
     FallbackHandler: "--rest-provider",
     AuthenticatedStaticFileHandler: "--static-dirs",
     StaticFileHandler: "--static-dirs",
 }
-# What stands on a command line every user of the box can read; with one of these they could forge a login.
-SECRETS = {
+# Every user of the machine can read a command line. With one of these secrets they could forge a login.
+SECRET_OPTIONS = {
     "--cookie-secret": "PANEL_COOKIE_SECRET",
     "--oauth-secret": "PANEL_OAUTH_SECRET",
     "--oauth-encryption-key": "PANEL_OAUTH_ENCRYPTION",
 }
 
 
-def objection(app: Any, terms: Terms) -> str:
-    """Why no console is served by a server that was started so, as one sentence; empty where nothing is wrong."""
-    return next(
-        _objections(app, terms, sys.orig_argv), ""
-    )  # Bokeh puts others in sys.argv while a script runs
+def objection(app: Any, rules: AccessRules) -> str:
+    """Why the Bokeh application `app` must not serve the console under these `rules`, in one or two sentences.
+
+    Empty if nothing is wrong.
+    """
+    # sys.orig_argv: Bokeh replaces sys.argv while a script runs.
+    return next(_objections(app, rules, sys.orig_argv), "")
 
 
-def _objections(app: Any, terms: Terms, argv: Sequence[str]) -> Iterator[str]:
-    for flag in _opened(app):
-        yield f"{flag} opens a route that is not guarded. Start the console without it."
+def _objections(app: Any, rules: AccessRules, argv: Sequence[str]) -> Iterator[str]:
+    for option in _options_with_open_routes(app):
+        yield f"{option} opens a route that is not guarded. Start the console without it."
     if len({context.application for context in app.applications.values()}) > 1:
         yield "The console shares its process with no other application. Serve panels/console.py by itself."
     if config.reuse_sessions:
@@ -75,35 +77,39 @@ def _objections(app: Any, terms: Terms, argv: Sequence[str]) -> Iterator[str]:
     if process.task_id() is not None:
         yield "--num-procs would make a console, and a token, for each process. Start the console without it."
     if not isinstance(app.auth_provider, NullAuth):
-        yield from _of_the_login(app, terms, argv)
+        yield from _objections_to_login(app, rules, argv)
 
 
-def _opened(app: Any) -> Iterator[str]:
+def _options_with_open_routes(app: Any) -> Iterator[str]:
     if state._admin_context is not None:
         yield "--admin"
-    endpoints = {handler for _, handler in app.auth_provider.endpoints}
+    known = KNOWN_HANDLERS | {handler for _, handler in app.auth_provider.endpoints}
     for rule in app.wildcard_router.rules:
-        if rule.target not in KNOWN | endpoints:
-            yield _flag(rule.target)
+        if rule.target not in known:
+            yield _option_of(rule.target)
 
 
-def _flag(handler: Any) -> str:
+def _option_of(handler: Any) -> str:
     if handler.__module__.startswith("panel.io.rest"):
         return "--rest-provider or --rest-session-info"
-    return OPENED_BY.get(handler, f"--plugins ({handler.__module__}.{handler.__qualname__})")
+    plugin = f"--plugins ({handler.__module__}.{handler.__qualname__})"
+    return OPTION_OF_HANDLER.get(handler, plugin)
 
 
-def _of_the_login(app: Any, terms: Terms, argv: Sequence[str]) -> Iterator[str]:
+def _objections_to_login(app: Any, rules: AccessRules, argv: Sequence[str]) -> Iterator[str]:
     if not isinstance(app.auth_provider, BasicAuthProvider):
-        yield "--auth-module tells no names that could be given a role. Use --basic-auth FILE or --oauth-provider."
-    for flag, variable in SECRETS.items():
-        if any(word == flag or word.startswith(f"{flag}=") for word in argv):
-            yield f"{flag} on a command line can be read by every user of this machine. Set {variable} instead."
-    given = "" if isinstance(app.auth_provider, OAuthProvider) else config.basic_auth
-    if given and not isinstance(given, dict) and not os.path.isfile(given):
+        yield (
+            "--auth-module tells no names, so nobody can be given a role. "
+            "Use --basic-auth FILE or --oauth-provider."
+        )
+    for option, variable in SECRET_OPTIONS.items():
+        if any(word == option or word.startswith(f"{option}=") for word in argv):
+            yield f"{option} on a command line can be read by every user of this machine. Set {variable} instead."
+    password = "" if isinstance(app.auth_provider, OAuthProvider) else config.basic_auth
+    if password and not isinstance(password, dict) and not os.path.isfile(password):
         yield (
             "--basic-auth with one password for all proves nobody's name. Give it a file of names and passwords: "
             '{"ann": "…", "bob": "…"}, mode 0600.'
         )
-    if not terms.operators and not terms.viewers:
+    if not rules.operators and not rules.viewers:
         yield "Nobody has a role. Set GPU_CONSOLE_OPERATORS, GPU_CONSOLE_VIEWERS or both to names, such as ann,bob."

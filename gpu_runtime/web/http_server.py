@@ -1,0 +1,238 @@
+"""Runs one server behind the gate until it is interrupted: its address, its URL, its log, and its end.
+
+The caller makes the server itself: `gpu_runtime.serving.server` a plain Tornado one, `gpu_panels.server` one with
+the console's page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import html
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import webbrowser
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tornado.ioloop import IOLoop
+from tornado.websocket import WebSocketClosedError
+
+from ..errors import GpuError
+from ..settings import Settings, masked
+from . import sockets
+from .auth import AccessRules
+
+MASKED_LOGS = ("tornado.access", "tornado.application", "tornado.general")
+CANCEL_SECONDS = 5.0  # for cancelled tasks to end
+
+
+@dataclass(frozen=True)
+class Service:
+    """What a server offers, apart from pages."""
+
+    name: str  # begins the line that is printed at the start
+    command: str  # what an error says to type
+    default_port: int
+    ports_tried: int = (
+        1  # from the default port on; a port that the caller names is the only one tried
+    )
+    routes: tuple[Any, ...] = ()  # Tornado's routes
+    max_body_bytes: int = 1 << 20  # of one request
+    close: Callable[[], Awaitable[None]] | None = (
+        None  # runs at the end, in the server's event loop
+    )
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens: a Unix socket if `socket_path` is not None, else a TCP port."""
+
+    host: str
+    port: int
+    socket_path: Path | None = None
+
+
+class WebServer(Protocol):
+    """A server that is bound to its address, with the gate in front of its routes."""
+
+    def start(self) -> None:
+        """Starts background tasks. The event loop runs after this call."""
+
+    def stop_listening(self) -> None:
+        """Accepts no new connection; open connections stay."""
+
+    def stop(self) -> None:
+        """Ends the server."""
+
+
+# Makes and binds a server. Raises OSError if the address cannot be bound.
+MakeServer = Callable[[Service, AccessRules, Address], WebServer]
+
+
+def run(
+    make_server: MakeServer,
+    service: Service,
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    socket_path: str | None = None,
+    read_only: bool = False,
+    browser: bool = False,
+) -> None:
+    """Serves `service` until it is interrupted, and prints the URL to open. Raises GpuError if it cannot listen.
+
+    `make_server` makes the server. It listens on `socket_path`, else on `port` of `host`; without a port, on the
+    service's own. With `read_only` no visitor may act. With `browser` the URL is opened in a browser.
+    """
+    rules = access_rules(read_only=read_only)
+    address = _free_address(service, host, port, socket_path)
+    try:
+        server = make_server(service, rules, address)
+    except OSError as error:  # another process bound the port in the meantime
+        raise GpuError(
+            f"nothing can listen there ({error.strerror}). Try again:  {service.command}"
+        ) from None
+    mask_logs()
+    loop = IOLoop.current()
+    browser_file = None
+    try:
+        shown_url = _announce(service, rules, address)
+        if browser and shown_url:
+            browser_file = open_browser(shown_url)
+        loop.asyncio_loop.set_exception_handler(_log_unless_browser_left)  # type: ignore[attr-defined]
+        signal.signal(signal.SIGTERM, lambda *_: loop.add_callback_from_signal(loop.stop))
+        server.start()
+        loop.start()
+    finally:
+        server.stop_listening()
+        if service.close is not None:
+            loop.asyncio_loop.run_until_complete(_close(service.close()))  # type: ignore[attr-defined]
+        server.stop()
+        for file in (browser_file, address.socket_path):
+            if file is not None:
+                file.unlink(missing_ok=True)
+
+
+def access_rules(*, read_only: bool = False) -> AccessRules:
+    """The access rules that the settings give. The operator's token is new, unless the settings have one.
+
+    With `read_only`, or the setting of that name, no visitor may act. Raises GpuError for a setting that is invalid.
+    """
+    settings = Settings.load()
+    operator = settings.gpu_console_token
+    viewer = settings.gpu_console_viewer_token
+    return AccessRules(
+        user=getpass.getuser(),
+        operator_token=operator.get_secret_value() if operator else secrets.token_urlsafe(32),
+        viewer_token=viewer.get_secret_value() if viewer else "",
+        operators=_names(settings.gpu_console_operators),
+        viewers=_names(settings.gpu_console_viewers),
+        read_only=read_only or settings.gpu_console_read_only,
+    )
+
+
+def url(host: str, port: int, prefix: str, token: str) -> str:
+    """The URL of the server on this `host` and `port`, with its path `prefix` and the `token`.
+
+    A host that means every address is shown as this machine's name.
+
+    >>> url("127.0.0.1", 8211, "", "abc"), url("::1", 8211, "/gpu/console", "abc")
+    ('http://127.0.0.1:8211/?token=abc', 'http://[::1]:8211/gpu/console?token=abc')
+    """
+    host = host or "localhost"  # Panel listens on every address by default and prints "localhost"
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    shown_host = f"[{host}]" if ":" in host else host
+    return f"http://{shown_host}:{port}{prefix or '/'}?token={token}"
+
+
+def mask_logs() -> None:
+    """Masks tokens in Tornado's logs, for requests that did not reach the gate."""
+    for name in MASKED_LOGS:
+        log = logging.getLogger(name)
+        if _mask_record not in log.filters:
+            log.addFilter(_mask_record)
+
+
+def open_browser(address: str) -> Path | None:
+    """Opens `address` in a browser, and returns the file that redirects there. None if there is no screen.
+
+    The file has mode 0600. A token on the browser's command line could be read by every user of this machine.
+    """
+    has_screen = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if not has_screen and sys.platform != "darwin":
+        return None
+    handle, name = tempfile.mkstemp(prefix="gpu-console-", suffix=".html")  # mode 0600
+    with os.fdopen(handle, "w") as file:
+        file.write(
+            f'<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer">'
+            f'<meta http-equiv="refresh" content="0;url={html.escape(address)}">'
+        )
+    webbrowser.open(Path(name).as_uri())
+    return Path(name)
+
+
+def _free_address(
+    service: Service, host: str, port: int | None, socket_path: str | None
+) -> Address:
+    if socket_path is not None:
+        return Address(host, 0, sockets.prepare(socket_path))
+    first = service.default_port if port is None else port
+    tries = service.ports_tried if port is None else 1
+    return Address(host, sockets.free_port(host, first, tries, service.command))
+
+
+def _announce(service: Service, rules: AccessRules, address: Address) -> str:
+    """Prints where the server listens; its URL, or "" on a Unix socket."""
+    if address.socket_path is not None:
+        print(
+            f"{service.name} listens on {address.socket_path}, for {rules.user} alone.", flush=True
+        )
+        return ""
+    shown_url = url(address.host, address.port, "", rules.operator_token)
+    print(f"{service.name} runs until you press Ctrl-C. Open:\n    {shown_url}", flush=True)
+    if address.host not in ("127.0.0.1", "::1", "localhost"):
+        print(
+            "gpu: the connection between browser and server is not encrypted. On a network that others can "
+            "read, put the server behind a proxy with TLS.",
+            file=sys.stderr,
+        )
+    return shown_url
+
+
+async def _close(closing: Awaitable[None]) -> None:
+    """Closes the service, and cancels tasks that still run, such as calls of waiting clients.
+
+    Their threads would otherwise keep the process alive.
+    """
+    await closing
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=CANCEL_SECONDS)
+
+
+def _log_unless_browser_left(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A browser that disconnects during a write is normal; Bokeh would log a traceback for it."""
+    if not isinstance(context.get("exception"), WebSocketClosedError):
+        loop.default_exception_handler(context)
+
+
+def _mask_record(record: logging.LogRecord) -> bool:
+    record.msg = masked(record.getMessage())
+    record.args = ()
+    return True
+
+
+def _names(text: str | None) -> frozenset[str]:
+    names = (name.strip() for name in (text or "").split(","))
+    return frozenset(name for name in names if name)

@@ -1,0 +1,135 @@
+"""The gate of a server that Panel runs: its login with names, its URL prefix, and the owners of its websockets.
+
+What holds for every server is in `gpu_runtime.web.gate`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import panel as pn
+from bokeh.server.auth_provider import NullAuth
+from bokeh.settings import settings
+from bokeh.util.token import get_session_id
+from panel.config import config
+from panel.io.server import DocHandler, RootHandler
+from tornado.httputil import HTTPServerRequest
+from tornado.web import decode_signed_value
+
+from gpu_runtime.errors import NotAllowed
+from gpu_runtime.web import auth, login
+from gpu_runtime.web.auth import AccessRules, Visitor
+from gpu_runtime.web.gate import Credentials, Gate
+
+
+def visitor() -> Visitor:
+    """The visitor of the page that Panel is making. Raises NotAllowed if the gate admitted nobody."""
+    context = getattr(pn.state.curdoc, "session_context", None)
+    found = getattr(getattr(context, "request", None), "visitor", None)
+    if not isinstance(found, Visitor):
+        raise NotAllowed(
+            "the console needs the token of its URL, and this request was not admitted",
+            verb="console",
+        )
+    return found
+
+
+class PanelGate(Gate):
+    """The gate in front of one Bokeh application. If Panel's own login is on, names decide and tokens are ignored."""
+
+    def __init__(self, app: Any, rules: AccessRules) -> None:
+        """The gate of the Bokeh application `app` under these `rules`."""
+        super().__init__(app, rules)
+        self.prefix = app.prefix
+        self.home = next(iter(app.applications))
+
+    @property
+    def login(self) -> bool:
+        """Whether Panel's own options ask visitors for a name and a password."""
+        return not isinstance(self._app.auth_provider, NullAuth)
+
+    @property
+    def keeps_cookies(self) -> bool:  # type: ignore[override]
+        """True with Panel's login, which reads its own cookies."""
+        return self.login
+
+    def cookie_base(self) -> str:
+        """The path that Panel's option sets for cookies, else the URL prefix."""
+        return (config.cookie_path or "/").rstrip("/") or self.prefix
+
+    def allowed_origins(self) -> set[str]:
+        """The hosts of `--allow-websocket-origin` and of Bokeh's setting of that name."""
+        return {*self._app.websocket_origins, *(settings.allowed_ws_origin() or ())}
+
+    def may_join(self, request: HTTPServerRequest, visitor: Visitor) -> bool:
+        """Whether the session that `request` names was made for this `visitor`.
+
+        In another visitor's session a page would act with that visitor's rights.
+        """
+        words = request.headers.get("Sec-WebSocket-Protocol", "").split(",")
+        if len(words) != 2:
+            return True  # Bokeh refuses it
+        try:
+            session = get_session_id(words[1].strip())
+        except Exception:  # not a token of Bokeh's; several exception types report that
+            return False
+        return all(owner == visitor for owner in self._owners_of(session))
+
+    def _owners_of(self, session_id: str) -> Iterator[Visitor | None]:
+        for context in self._app.applications.values():
+            for session in context.sessions:
+                if session.id == session_id:
+                    request = getattr(session.document.session_context, "request", None)
+                    yield getattr(request, "visitor", None)
+
+    def _admit(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
+        if self.login:
+            return self._admit_by_name(request, credentials)
+        return super()._admit(request, credentials)
+
+    def _admit_by_name(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
+        """Admits a name that Panel's login proved and that has a role. Others get the login page only."""
+        name = self._name(credentials.cookies)
+        role = auth.role_of_name(name, self.rules)
+        if role is not None:
+            return self._let_in(request, self.rules.visitor(role, name))
+        handler = self._route(request)
+        if self._is_login(handler.handler_class):
+            if request.method == "POST" and not self._may_try_password():
+                return self._refuse(request, 429, login.TOO_MANY_GUESSES)
+            return handler
+        if name:
+            return self._refuse(
+                request,
+                403,
+                f"{name} has logged in, and has no role here. The user who runs the server "
+                "gives one with GPU_CONSOLE_OPERATORS or GPU_CONSOLE_VIEWERS.",
+            )
+        if issubclass(handler.handler_class, (DocHandler, RootHandler)):
+            return handler  # redirects to the login, since nobody is logged in
+        return self._refuse(request, 403, "Log in first.")
+
+    def _name(self, cookies: dict[str, str]) -> str:
+        """The name in the cookie that Panel's login signed, or ""."""
+        value = decode_signed_value(
+            self._app.settings.get("cookie_secret") or secrets.token_hex(),
+            "user",
+            cookies.get("user"),
+            max_age_days=config.oauth_expiry,
+        )
+        return value.decode("utf-8", "replace") if value else ""
+
+    def _is_login(self, handler: type) -> bool:
+        return any(issubclass(handler, known) for _, known in self._app.auth_provider.endpoints)
+
+    def _may_try_password(self) -> bool:
+        """Whether Panel may check a password now.
+
+        Panel checks passwords itself, so each try counts, right or wrong: one a second after the free ones.
+        """
+        if self.guesses.wait_seconds() != 0.0:
+            return False
+        self.guesses.count()
+        return True
