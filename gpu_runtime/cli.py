@@ -180,18 +180,37 @@ def _serve(args: argparse.Namespace) -> str:
     except ImportError as error:
         raise GpuError(
             f"serving needs {error.name}, which is not installed.\n"
-            "  Install it:  pip install 'gpu-console[serve,console]'"
+            "  Install it:  pip install 'gpu-console[serve]'"
         ) from None
     from . import runtime
 
     rt = runtime()
     try:
         server.run(
-            rt, host=args.host, port=args.port, socket_path=args.socket, read_only=args.read_only
+            rt,
+            console=_console_beside(rt),
+            host=args.host,
+            port=args.port,
+            socket_path=args.socket,
+            read_only=args.read_only,
         )
     finally:
         rt.close()
     return "gpu serve has ended."
+
+
+def _console_beside(rt: Any) -> Any:
+    """Makes the console's page for a server, or None, with one line on standard error, without Panel."""
+    try:
+        from gpu_panels.server import with_console
+    except ImportError as error:
+        print(
+            f"gpu: serving without the console: it needs {error.name}, which is not installed. "
+            "Install it: pip install 'gpu-console[console]'",
+            file=sys.stderr,
+        )
+        return None
+    return with_console(rt)
 
 
 SERVERS: dict[str, Callable[[argparse.Namespace], str]] = {"console": _console, "serve": _serve}

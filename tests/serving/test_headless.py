@@ -1,0 +1,166 @@
+"""`gpu serve` as a real process: without Panel it serves all but the console, with Panel the console too."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import sys
+
+import pytest
+
+from tests.faces.served import OPERATORS, Conversation, free_port, serving
+
+# `python -c` with a module search in which Panel and Bokeh do not exist.
+WITHOUT_PANEL = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("panel", "bokeh"):
+            raise ImportError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from gpu_runtime import cli
+
+sys.exit(cli.main(sys.argv[1:]))
+"""
+COMMANDS = {
+    "without Panel": [sys.executable, "-c", WITHOUT_PANEL],
+    "with Panel": [sys.executable, "-m", "gpu_runtime.cli"],
+}
+TOKEN = {"Authorization": f"Bearer {OPERATORS}", "Accept": "application/json"}
+ROUTES = ["/health", "/v1/models", "/metrics", "/memory/stats", "/openapi.json", "/docs"]
+
+
+def start(kind, folder):
+    """A context manager with the running server of this kind."""
+    port = free_port()
+    command = [*COMMANDS[kind], "serve", "--port", str(port)]
+    environment = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CATALOG": str(folder / "catalog")}
+    return serving(command, folder, environment, port=port)
+
+
+@pytest.fixture(scope="module", params=COMMANDS)
+def server(request, tmp_path_factory):
+    with start(request.param, tmp_path_factory.mktemp("serve")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def headless(tmp_path_factory):
+    with start("without Panel", tmp_path_factory.mktemp("headless")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def with_console(tmp_path_factory):
+    with start("with Panel", tmp_path_factory.mktemp("console")) as server:
+        yield server
+
+
+def upgrade(server, path, **headers):
+    """The status of a request that asks to become a websocket."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    handshake = {
+        "Upgrade": "websocket",
+        "Connection": "Upgrade",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "x3JJHMbDL1EzLkh9GBhXDw==",
+    }
+    try:
+        connection.request("GET", path, headers=handshake | headers)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_route_answers_with_the_token_and_refuses_without_it(server, path):
+    """Both kinds of server have the same routes and the same gate."""
+    assert server.get(path, **TOKEN).status == 200
+    assert server.get(path, Accept="application/json").status == 401
+    assert server.get(path).status == 403
+    wrong = {"Authorization": "Bearer wrong-0123456789abcdef"}
+    assert server.get(path, Accept="application/json", **wrong).status in (401, 429)
+
+
+def test_no_page_of_another_origin_is_answered(server):
+    """Even with the token: a browser may add it to a foreign page's request."""
+    assert server.get("/health", Origin="http://evil.example", **TOKEN).status == 403
+    assert server.get("/health", Origin=f"http://127.0.0.1:{server.port}", **TOKEN).status == 200
+
+
+def test_no_websocket_opens_without_the_token(server):
+    """The gate checks a websocket like every other request."""
+    for path in ("/ws", "/health", "/v1/models"):
+        assert upgrade(server, path) == 403
+    assert upgrade(server, "/ws", Origin="http://evil.example", **TOKEN) == 403
+
+
+def test_a_body_above_the_limit_is_refused_with_a_reason(server):
+    """The limit is 32 MiB. The body itself is never sent: its announced length is enough."""
+    headers = {**TOKEN, "Expect": "100-continue", "Content-Length": str(40 << 20)}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection.putrequest("POST", "/v1/chat/completions")
+    for name, value in headers.items():
+        connection.putheader(name, value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    assert answer.status == 413 and b"41,943,040 bytes" in answer.read()
+    connection.close()
+
+
+def test_the_token_leaves_the_url_and_the_cookie_opens_the_page(server):
+    """With a console the page is the console, else it is the documentation of the routes."""
+    first = server.get(f"/?token={OPERATORS}")
+    assert first.status == 302 and OPERATORS not in str(first.headers)
+    path = first.headers["location"].removeprefix(".")
+    assert server.get(path, Cookie=first.cookie).status == 200
+    assert server.get("/docs", Cookie=first.cookie).status == 403
+
+
+def test_without_panel_one_line_says_so_and_there_is_no_console(headless):
+    """The hint names the extra to install."""
+    lines = [line for line in headless.output.splitlines() if "console" in line]
+    assert lines == [
+        "gpu: serving without the console: it needs panel, which is not installed. "
+        "Install it: pip install 'gpu-console[console]'"
+    ]
+    assert (
+        f"gpu serve runs until you press Ctrl-C. Open:\n    http://127.0.0.1:{headless.port}/?token="
+        in (headless.output)
+    )
+    assert headless.get("/", **TOKEN).status == 404
+    page = headless.get(f"/?token={OPERATORS}").headers["location"]
+    assert page.endswith("/docs")
+
+
+def test_with_panel_the_same_port_serves_the_console(with_console):
+    """The page is Bokeh's, and its websocket opens for the visitor of the page."""
+    page = with_console.get("/", **TOKEN)
+    assert page.status == 200 and page.session_token
+    assert "serving without the console" not in with_console.output
+    assert upgrade(with_console, "/ws") == 403
+
+    async def document():
+        conversation = Conversation(with_console, "/ws", page.session_token, **TOKEN)
+        async with conversation as client:
+            return await client.document()
+
+    assert json.loads(asyncio.run(document()))
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_a_server_on_a_unix_socket_needs_no_token_from_its_owner(kind, tmp_path):
+    """The kernel reports the user of the connection. The socket is removed at the end."""
+    tmp_path.chmod(0o700)
+    path = tmp_path / "s"
+    command = [*COMMANDS[kind], "serve", "--socket", str(path)]
+    environment = {"GPU_CATALOG": str(tmp_path / "catalog")}
+    with serving(command, tmp_path, environment, socket_path=str(path)) as server:
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert server.get("/health").status == 200
+        assert server.get("/health", Origin="http://evil.example").status == 403
+        assert f"gpu serve listens on {path}, for" in server.output
+    assert not path.exists() and "Traceback" not in server.output
