@@ -270,18 +270,18 @@ FAULTS = [
         "relief overrides keep_alive",
         "scheduler/relief",
         'asker="", importance=lease.importance)',
-        'asker="", importance=PERSON)',
+        'asker="", importance=-1)',
     ),
     Fault(
         "relief takes more than it must",
         "scheduler/relief",
-        "            freed += sum(share.bytes for share in lease.shares if share.device == card.id)\n",
+        "            freed += lease.bytes_on(view.device.id)\n",
         "",
     ),
     Fault(
         "relief by the clock, whoever it helps",
         "scheduler/relief",
-        '(rules.relief == "auto" and not _helps(book, view))',
+        'rules.relief == "auto" and not _helps(book, view)',
         "False",
     ),
     Fault(

@@ -50,10 +50,10 @@ class Phase(enum.StrEnum):
 
 
 class LeaseId(NamedTuple):
-    """Which lease is meant: the id of its owner in the book, and the model's name.
+    """The address of a lease: the id of its owner in the book, and the model's name.
 
-    Text such as `qwen@4121` is parsed into this at the edge; everything inside uses this value.
-    As text it is `owner/name`, as tickets carry it.
+    Text such as `qwen@4121` is parsed into this at the edge; everything inside uses this value. As
+    text it is `owner/name`, as in tickets.
     """
 
     owner: str
@@ -160,6 +160,10 @@ class Lease(Value):
     def where(self) -> str:
         """`cuda:0`, `cuda:0,1`, `host`, or the phase (`arriving`) while it has no shares."""
         return where(self.shares) or self.phase.value
+
+    def bytes_on(self, device: str) -> int:
+        """The bytes that are on the device with the id `device` now."""
+        return sum(share.bytes for share in self.shares if share.device == device)
 
     def idle_seconds(self, now: float) -> float:
         """Seconds between its last use and `now`; 0 while it is in use."""

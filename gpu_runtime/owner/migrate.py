@@ -23,7 +23,7 @@ def cards(keeper: Keeper, name: str, wanted: str | Iterable[str]) -> tuple[str, 
         if not device.is_host
     }
     found: list[str] = []
-    for word in migration.asked_for(wanted if isinstance(wanted, str) else ",".join(wanted)):
+    for word in migration.parse_cards(wanted if isinstance(wanted, str) else ",".join(wanted)):
         if word == HOST:
             raise BadSetting("device", word, f"a card; to RAM it goes with  %gpu evict {name}")
         device = next(

@@ -421,7 +421,7 @@ class Keeper:
         """Whether the book says of us what is true, and asks nothing of anybody: then there is nothing to write."""
         if book.tickets or book.ghosts or self.me not in book.sections:
             return False
-        if book.drained and drain.lies_on(book, self.me, self.world()):
+        if book.drained and drain.has_leases_on_drained(book, self.me, self.world()):
             return False
         return books.publish(book, self.truth(), self.world()) is book
 
@@ -1048,7 +1048,7 @@ class Keeper:
     def vacate(self) -> None:
         """Moves what is idle off cards that are drained."""
         book = self.ledger.read()
-        if not book.drained or not drain.lies_on(book, self.me, self.world()):
+        if not book.drained or not drain.has_leases_on_drained(book, self.me, self.world()):
             return
         key = self.new_key("drain")
         try:

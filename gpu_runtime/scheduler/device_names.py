@@ -1,8 +1,9 @@
-"""What a book calls the cards of its host.
+"""The book's names for the cards of its host.
 
-Pure. Each process sees cards of its own choosing, and torch numbers them from 0; in the book one name is one physical
-card for everybody, whoever sees what. The first owner names its cards as its driver numbers them; whoever comes later
-finds them by their UUIDs. (In containers that see different cards the drivers number each from 0, too.)
+Pure. Each process sees its own choice of cards, and torch numbers them from 0. In the book, one name
+is one physical card for all processes. The first owner names its cards by its driver's numbers;
+later owners find them by UUID. (In containers that see different cards, each driver numbers from 0
+too.)
 """
 
 from __future__ import annotations
@@ -14,35 +15,38 @@ from ..facts import Book, Device
 
 
 def names(mine: Iterable[Device], book: Book) -> dict[str, str]:
-    """Our names that are not the book's -> what the book calls the same card.
+    """Names of `mine` that differ from the book's -> the book's name for the same card.
 
-    A card that the book does not know keeps its name, where no other card has it, else takes the next number.
+    A card that `book` does not contain keeps its name if no other card has it. Otherwise it gets the
+    next free number.
     """
-    known = {
-        device.uuid: device.id for device in book.devices if device.uuid and not device.is_host
-    }
-    mine = [
-        device for device in mine if device.uuid and not device.is_host and not device.simulated
-    ]
-    taken = {*known.values(), *(device.id for device in mine if device.uuid not in known)}
-    called: dict[str, str] = {}
-    for device in mine:
+    known = {device.uuid: device.id for device in book.devices if _is_card(device)}
+    cards = [device for device in mine if _is_card(device) and not device.simulated]
+    taken = set(known.values())
+    taken.update(device.id for device in cards if device.uuid not in known)
+
+    renamed: dict[str, str] = {}
+    for device in cards:
         id = known.get(device.uuid)
         if id is None and device.id in known.values():
             id = _next(device.id, taken)
             taken.add(id)
         if id is not None and id != device.id:
-            called[device.id] = id
-    return called
+            renamed[device.id] = id
+    return renamed
+
+
+def _is_card(device: Device) -> bool:
+    return bool(device.uuid) and not device.is_host
 
 
 def _next(id: str, taken: set[str]) -> str:
-    """`cuda:2` where cuda:0 and cuda:1 are taken; of an instance its last number goes on."""
-    stem = re.match(r".*?(?=\d+$)", id)
-    stem = stem[0] if stem else f"{id}."
-    numbers = (
-        int(other[len(stem) :])
-        for other in taken
-        if other.startswith(stem) and other[len(stem) :].isdigit()
-    )
-    return f"{stem}{max(numbers, default=-1) + 1}"
+    """`cuda:2` where cuda:0 and cuda:1 are taken. For an instance, its last number is raised."""
+    stem_before_number = re.match(r".*?(?=\d+$)", id)
+    stem = stem_before_number[0] if stem_before_number else f"{id}."
+    highest = -1
+    for other in taken:
+        number = other[len(stem) :]
+        if other.startswith(stem) and number.isdigit():
+            highest = max(highest, int(number))
+    return f"{stem}{highest + 1}"

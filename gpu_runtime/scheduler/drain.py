@@ -1,8 +1,8 @@
-"""Cards that an operator has drained: no new leases there, and what is idle leaves.
+"""Cards that an operator has drained: they take no new leases, and their idle models leave.
 
-Pure. That a card is drained is a fact of the book, and not of whoever wrote it: it outlives the terminal in which it
-was typed. It goes by the card's UUID. Who may write it, the runtime asks; that tensors leave, each owner sees to
-itself.
+Pure. That a card is drained is a fact of the book and belongs to no owner. So it outlives the
+terminal in which it was typed. The mark is stored under the card's UUID. Whether a user may drain a
+card is checked in the runtime; each owner moves its own tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,19 @@ from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
-from ..facts import HOST, Book, Device, Drain, Lease, Move, Phase, Refuse, Request, Step, World
+from ..facts import (
+    HOST,
+    Book,
+    Device,
+    Drain,
+    Lease,
+    Move,
+    Phase,
+    Refuse,
+    Request,
+    Step,
+    World,
+)
 from ..units import show_bytes, show_seconds
 from .capacity import room
 from .eligibility import eviction_step, mark_leaving, reason_to_stay
@@ -20,86 +32,110 @@ from .transitions import note
 
 
 def drain(book: Book, device: Device, by: str, world: World) -> Book:
-    """The book in which that card is drained; the same book where it is already."""
+    """The book in which `device` is drained; the same book if it already is.
+
+    `by` is the user who drains it.
+    """
     if device.key in book.drained:
         return book
-    return _told(
-        replace(book, drained={**book.drained, device.key: Drain(by, world.wall)}),
-        device,
-        "drained",
-        f"{by} drained {device.id}: it takes no new leases, and what is idle there leaves.",
+    marks = {**book.drained, device.key: Drain(by, world.wall)}
+    return note(
+        replace(book, drained=marks),
         world,
-        by,
+        Lease("", device.id),
+        "drained",
+        "drain",
+        f"{by} drained {device.id}: it takes no new leases, and its idle models leave.",
+        device=device.id,
+        by=by,
     )
 
 
 def undrain(book: Book, device: Device, by: str, world: World) -> Book:
-    """The book in which that card takes leases again; the same book where it does already."""
+    """The book in which `device` takes leases again; the same book if it already does.
+
+    `by` is the user who ends the drain.
+    """
     if device.key not in book.drained:
         return book
-    left = {key: drained for key, drained in book.drained.items() if key != device.key}
-    return _told(
-        replace(book, drained=left),
-        device,
-        "undrained",
-        f"{by} lets {device.id} take leases again.",
-        world,
-        by,
-    )
-
-
-def _told(book: Book, device: Device, action: str, because: str, world: World, by: str) -> Book:
+    marks = dict(book.drained)
+    del marks[device.key]
     return note(
-        book, world, Lease("", device.id), action, "drain", because, device=device.id, by=by
+        replace(book, drained=marks),
+        world,
+        Lease("", device.id),
+        "undrained",
+        "drain",
+        f"{by} ended the drain of {device.id}: it takes leases again.",
+        device=device.id,
+        by=by,
     )
 
 
 def drained(book: Book, world: World) -> dict[str, str]:
-    """The drained cards, and of each a sentence that says by whom and since when."""
-    if not book.drained:
-        return {}
-    return {
-        device.id: f"{device.id} was drained by {found.by} {show_seconds(max(0.0, world.wall - found.wall))} ago"
-        for device in world.devices
-        if (found := book.drained.get(device.key))
-    }
+    """The drained cards of `world` -> who drained the card and how long ago, as a sentence."""
+    sentences = {}
+    for device in world.devices if book.drained else ():
+        mark = book.drained.get(device.key)
+        if mark is None:
+            continue
+        ago = show_seconds(max(0.0, world.wall - mark.wall))
+        sentences[device.id] = f"{device.id} was drained by {mark.by} {ago} ago"
+    return sentences
 
 
-def refusals(request: Request, world: World, sentences: Mapping[str, str]) -> dict[str, Refuse]:
-    """Cards on which nothing new is granted because they are drained."""
+def refusals(
+    request: Request,
+    world: World,
+    sentences: Mapping[str, str],
+) -> dict[str, Refuse]:
+    """The refusal of `request` on each drained card. `sentences` are those of `drained`."""
     size = request.footprint.bytes
+    take = "takes" if len(sentences) == 1 else "take"
     because = (
-        f"{request.lease.name} needs {show_bytes(size)}; {', '.join(sentences.values())}, and "
-        f"take{'s' if len(sentences) == 1 else ''} no new leases"
+        f"{request.lease.name} needs {show_bytes(size)}; {', '.join(sentences.values())}, "
+        f"and {take} no new leases"
     )
-    return {
-        card: Refuse(
+    found = {}
+    for card in sentences:
+        found[card] = Refuse(
             because,
             kind="drained",
             need_bytes=size,
             budget_bytes=world.limits.get(card, 0),
             device=card,
         )
-        for card in sentences
-    }
+    return found
 
 
-def vacate(book: Book, owner: str, world: World, key: str) -> tuple[Book, tuple[Step, ...]]:
-    """What this owner moves off drained cards now: what is idle. What is in use leaves when it is idle, and what is
-    kept once it is unpinned."""
-    section = book.sections.get(owner)
+def vacate(
+    book: Book,
+    owner: str,
+    world: World,
+    key: str,
+) -> tuple[Book, tuple[Step, ...]]:
+    """The book with the idle models of `owner` leaving drained cards, and the steps for it.
+
+    A model in use leaves when it is idle, a kept one when it is unpinned. `key` marks the leaving
+    leases.
+    """
     cards = drained(book, world)
+    section = book.sections.get(owner)
     if section is None or not cards:
         return book, ()
     steps: list[Step] = []
     host_room = room(book, world).get(HOST, 0)
-    for lease in sorted(
-        _on(section.leases, cards), key=lambda lease: lease.droppable
-    ):  # first what needs host memory
+    for lease in _those_that_need_the_host_first(_on(section.leases, cards)):
         if reason_to_stay(lease, world, asker=owner, importance=PERSON):
             continue
         card = next(share.device for share in lease.shares if share.device in cards)
-        step = eviction_step(lease, host_room, world, because=f"{cards[card]}.", reason="drain")
+        step = eviction_step(
+            lease,
+            host_room,
+            world,
+            because=f"{cards[card]}.",
+            reason="drain",
+        )
         if step is None:
             continue
         if isinstance(step, Move):
@@ -109,33 +145,39 @@ def vacate(book: Book, owner: str, world: World, key: str) -> tuple[Book, tuple[
     return book, tuple(steps)
 
 
-def lies_on(book: Book, owner: str, world: World) -> bool:
-    """Whether anything of this owner lies on a drained card."""
+def has_leases_on_drained(book: Book, owner: str, world: World) -> bool:
+    """Whether `owner` has a lease on a drained card."""
     section = book.sections.get(owner)
-    return (
-        bool(book.drained)
-        and section is not None
-        and bool(_on(section.leases, drained(book, world)))
-    )
+    if section is None or not book.drained:
+        return False
+    return bool(_on(section.leases, drained(book, world)))
 
 
 def staying(book: Book, card: str, world: World) -> list[tuple[Lease, str]]:
-    """What still lies on that card, and why; no reason for what is about to leave."""
+    """The leases still on `card`, each with why it stays; no reason if it is about to leave."""
     host_room = room(book, world).get(HOST, 0)
-    told = []
+    found = []
     for lease in _on(book.leases(), {card: ""}):
-        why = reason_to_stay(lease, world, asker=lease.owner, importance=PERSON)
-        if why == Phase.LEAVING:
-            why = ""
-        elif (
-            not why
-            and lease.phase is Phase.SETTLED
-            and eviction_step(lease, host_room, world) is None
-        ):
-            why = "exists nowhere else, and the host has no room for it"
-        told.append((lease, why))
-    return told
+        found.append((lease, _why_it_stays(lease, host_room, world)))
+    return found
+
+
+def _why_it_stays(lease: Lease, host_room: int, world: World) -> str:
+    why = reason_to_stay(lease, world, asker=lease.owner, importance=PERSON)
+    if why == Phase.LEAVING:
+        return ""
+    if why or lease.phase is not Phase.SETTLED:
+        return why
+    if eviction_step(lease, host_room, world) is None:
+        return "exists nowhere else, and the host has no room for it"
+    return ""
+
+
+def _those_that_need_the_host_first(leases: Iterable[Lease]) -> list[Lease]:
+    """Leases that cannot be dropped before those that can."""
+    return sorted(leases, key=lambda lease: lease.droppable)
 
 
 def _on(leases: Iterable[Lease], cards: Mapping[str, str]) -> list[Lease]:
+    """The leases that claim memory on any of the cards."""
     return [lease for lease in leases if any(share.device in cards for share in lease.claims())]

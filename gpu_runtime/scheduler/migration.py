@@ -1,7 +1,8 @@
-"""A model goes from its cards to others at somebody's word, without leaving them in between.
+"""A model moves from its cards to others on request, without leaving the devices in between.
 
-Pure. Only free bytes are spent: nobody steps aside for a move. What is reserved on the new cards, and what lies on the
-old ones, both count in full until it is done, also where the same card is among both.
+Pure. Only free bytes are spent: nothing is evicted for a move. Until the move is done, the bytes
+reserved on the new cards and those on the old ones both count in full, even on a card that is among
+both.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..facts import (
     Refuse,
     Request,
     Share,
+    Shares,
     World,
     where,
 )
@@ -26,6 +28,8 @@ from .drain import drained
 from .eligibility import mark_leaving, reason_to_stay
 from .placement import place
 from .recall import PERSON
+
+_NO_CAP = 1 << 62
 
 
 def move(
@@ -38,87 +42,112 @@ def move(
     key: str,
     because: str,
 ) -> tuple[Book, Move | Refuse | None]:
-    """The book with the lease on its way to the cards that the rules name, and the step to take.
+    """The book with the lease moving to the cards of `rules`, and the step for it.
 
-    None where it lies on just these cards already. Refused, nothing touched: in use, kept, a block of code; no room
-    there, or a card that is drained, capped, or cannot be seen; a model that cannot be cut so.
+    `owner` and `name` address the lease; `footprint` is the model's. `key` marks the lease, and
+    `because` ends the sentence of the step.
+
+    The step is None if the lease is on exactly these cards already. A Refuse changes nothing: the
+    lease is in use, kept, or a block of code; a card has no room, is drained, capped, or cannot be
+    measured; or the model cannot be split that way.
     """
     lease = book.lease(owner, name)
     if lease is None or not lease.on_device:
         return book, Refuse(f"{name} is on no card", kind="away")
     if {share.device for share in lease.shares} == set(rules.devices):
         return book, None
-    if why := reason_to_stay(lease, world, asker=owner, importance=PERSON):
-        return book, Refuse(
-            why, kind="in use" if why in ("in use", "kept") else "busy", holders=(lease.id,)
-        )
+    stays = reason_to_stay(lease, world, asker=owner, importance=PERSON)
+    if stays:
+        kind = "in use" if stays in ("in use", "kept") else "busy"
+        return book, Refuse(stays, kind=kind, holders=(lease.id,))
     if not lease.movable:
+        fixed = f"{name} cannot be moved: its backend {lease.backend} can only load it again"
+        return book, Refuse(fixed, kind="fixed")
+    found = _shares(book, lease, footprint, rules, world)
+    if isinstance(found, str):
         return book, Refuse(
-            f"{name} cannot be moved: its backend {lease.backend} can only load it again",
-            kind="fixed",
-        )
-    shares, why = _shares(book, lease, footprint, rules, world)
-    if why:
-        return book, Refuse(
-            f"{name} needs {show_bytes(footprint.bytes)}; {why}",
+            f"{name} needs {show_bytes(footprint.bytes)}; {found}",
             need_bytes=footprint.bytes,
             device=rules.devices[0],
             holders=_holders(book, rules.devices),
         )
     step = Move(
         lease.id,
-        lease.shares,
-        shares,
-        f"{name} went from {lease.where} to {where(shares)}, {because}.",
-        "move",
+        source=lease.shares,
+        shares=found,
+        because=f"{name} went from {lease.where} to {where(found)}, {because}.",
+        reason="move",
     )
     return mark_leaving(book, step, key), step
 
 
 def _shares(
-    book: Book, lease: Lease, footprint: Footprint, rules: PlacementRules, world: World
-) -> tuple[tuple[Share, ...], str]:
-    """What it would take of each of these cards; or why it cannot."""
-    request = Request("", replace(lease, target=()), footprint, world.now, rules, wait=False)
-    ground = Context.of(book, request, world)
-    blocked = {**drained(book, world), **ground.blind}
-    if why := next((blocked[card] for card in rules.devices if card in blocked), ""):
-        return (), why
-    free = {
-        card: min(
-            ground.now.get(card, 0), ground.later.get(card, 0), ground.allowed.get(card, 1 << 62)
-        )
-        for card in rules.devices
-    }
+    book: Book,
+    lease: Lease,
+    footprint: Footprint,
+    rules: PlacementRules,
+    world: World,
+) -> Shares | str:
+    """The bytes that it would take on each of these cards; or why it cannot."""
+    request = Request(
+        "",
+        replace(lease, target=()),
+        footprint,
+        world.now,
+        rules,
+        wait=False,
+    )
+    context = Context.of(book, request, world)
+    blocked = {**drained(book, world), **context.blind}
+    for card in rules.devices:
+        if card in blocked:
+            return blocked[card]
+    free = {card: _free_bytes(card, context) for card in rules.devices}
     limits = {card: book.limits.get(card, world.limits.get(card, 0)) for card in rules.devices}
-    whole = [
-        c
-        for c in place(footprint, free, rules, limits)
-        if {share.device for share in c.shares} == set(free)
+    on_all_cards = [
+        candidate
+        for candidate in place(footprint, free, rules, limits)
+        if {share.device for share in candidate.shares} == set(free)
     ]
-    if any(candidate.fits for candidate in whole):
-        return next(candidate.shares for candidate in whole if candidate.fits), ""
-    if whole:
-        return (), whole[0].because
-    return (), f"it cannot be divided over {where(tuple(Share(card, 1) for card in rules.devices))}"
+    for candidate in on_all_cards:
+        if candidate.fits:
+            return candidate.shares
+    if on_all_cards:
+        return on_all_cards[0].because
+    cards = where(tuple(Share(card, 1) for card in rules.devices))
+    return f"it cannot be divided over {cards}"
+
+
+def _free_bytes(card: str, context: Context) -> int:
+    """What a move may spend on this card: free now, not needed by earlier requests, and allowed."""
+    return min(
+        context.now.get(card, 0),
+        context.later.get(card, 0),
+        context.allowed.get(card, _NO_CAP),
+    )
 
 
 def _holders(book: Book, cards: tuple[str, ...]) -> tuple[str, ...]:
-    """Ids of the leases there, the largest first."""
-    there = [
-        lease for lease in book.leases() if any(share.device in cards for share in lease.claims())
-    ]
-    return tuple(lease.id for lease in sorted(there, key=lambda lease: -lease.bytes))
+    """Ids of the leases on these cards, the largest first."""
+    there = []
+    for lease in book.leases():
+        if any(share.device in cards for share in lease.claims()):
+            there.append(lease)
+    there.sort(key=lambda lease: -lease.bytes)
+    return tuple(lease.id for lease in there)
 
 
-def asked_for(text: str) -> tuple[str, ...]:
-    """The cards that somebody named: one, or several of a kind.
+def parse_cards(text: str) -> tuple[str, ...]:
+    """The cards that `text` names: one, or several of a kind.
 
-    >>> asked_for("cuda:1"), asked_for("cuda:0,1"), asked_for("sim:0, sim:2")
+    >>> parse_cards("cuda:1"), parse_cards("cuda:0,1"), parse_cards("sim:0, sim:2")
     (('cuda:1',), ('cuda:0', 'cuda:1'), ('sim:0', 'sim:2'))
     """
     cards: list[str] = []
-    for word in filter(None, (part.strip() for part in text.split(","))):
+    for part in text.split(","):
+        word = part.strip()
+        if not word:
+            continue
         kind = cards[-1].rpartition(":")[0] if cards and word.isdigit() else ""
         cards.append(f"{kind}:{word}" if kind else word)
     return tuple(dict.fromkeys(cards))

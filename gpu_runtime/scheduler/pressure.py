@@ -1,7 +1,7 @@
-"""How full a device is, in four levels, and what each level asks for.
+"""How full a device is, in four levels, and what each level demands.
 
-Pure. The levels and their table are those of the Semantik governor; when the table is applied is the planner's
-to decide (`GPU_RELIEF`).
+Pure. The levels and their table are those of the Semantik governor. Nothing here decides when the
+table is applied: that is in `relief.py` (`GPU_RELIEF`).
 """
 
 from __future__ import annotations
@@ -12,53 +12,72 @@ from ..facts import Book, Device, DeviceView, Level, Rules, Sample, Value, World
 
 
 class Relief(Value):
-    """What a level asks for: models idle for longer than `idle_seconds` leave, to the host or for good."""
+    """The demand of a level: evict models that have been idle for more than `idle_seconds`."""
 
     idle_seconds: float
-    may_drop: bool  # where offloading is impossible
-    drop: bool  # do not even try to offload
+    may_drop: bool  # drop what cannot be offloaded
+    drop: bool  # drop without trying to offload
 
 
 def level(pressure: float, rules: Rules) -> Level:
-    """LOW < 60 % ≤ MODERATE < 80 % ≤ HIGH < 90 % ≤ CRITICAL, with the default rules."""
+    """The level of a `pressure` (1.0 is full), with the thresholds of `rules`.
+
+    By default: LOW < 60 % ≤ MODERATE < 80 % ≤ HIGH < 90 % ≤ CRITICAL.
+    """
     if pressure >= rules.critical:
         return Level.CRITICAL
     if pressure >= rules.high:
         return Level.HIGH
-    return Level.MODERATE if pressure >= rules.moderate else Level.LOW
+    if pressure >= rules.moderate:
+        return Level.MODERATE
+    return Level.LOW
 
 
 def relief(at: Level, rules: Rules) -> Relief | None:
-    """What the level asks for, to the letter of the table; None at LOW."""
-    return {
-        Level.MODERATE: Relief(rules.idle_moderate_seconds, may_drop=False, drop=False),
-        Level.HIGH: Relief(rules.idle_high_seconds, may_drop=True, drop=False),
-        Level.CRITICAL: Relief(0.0, may_drop=True, drop=True),
-    }.get(at)
+    """The demand of the level `at`, exactly as in the table, with the idle times of `rules`.
+
+    None at LOW and UNKNOWN.
+    """
+    if at is Level.CRITICAL:
+        return Relief(0.0, may_drop=True, drop=True)
+    if at is Level.HIGH:
+        return Relief(rules.idle_high_seconds, may_drop=True, drop=False)
+    if at is Level.MODERATE:
+        return Relief(rules.idle_moderate_seconds, may_drop=False, drop=False)
+    return None
 
 
 def pressure(claimed: int, limit: int, used: int | None, total: int) -> float:
-    """The larger of claimed / usable and measured / total; 0 to 1, beyond it in an overdraft.
+    """The larger of `claimed` / `limit` and `used` / `total`; above 1 in an overdraft.
+
+    All four are bytes; `used` is None where the driver gives no number.
 
     >>> pressure(claimed=9_000, limit=14_400, used=None, total=16_000)
     0.625
     """
-    shares = [claimed / limit if limit else float(claimed > 0)]
-    if used is not None and total:
-        shares.append(used / total)
-    return max(shares)
+    claimed_part = claimed / limit if limit else float(claimed > 0)
+    if used is None or not total:
+        return claimed_part
+    return max(claimed_part, used / total)
 
 
 def sample_of(device: Device, book: Book, world: World) -> Sample | None:
-    """The newest measurement of a device, ours or another owner's; None for simulated ones, where the book is it."""
-    mine, theirs = world.samples.get(device.id), book.samples.get(device.id)
+    """The newest measurement of `device`: this owner's in `world`, or another's in `book`.
+
+    None for a simulated device, where the book itself is the measurement.
+    """
+    mine = world.samples.get(device.id)
+    theirs = book.samples.get(device.id)
     if mine is None or theirs is None:
         return mine or theirs
     return mine if mine.taken_at >= theirs.taken_at else theirs
 
 
 def used_bytes(device: Device, sample: Sample | None, claimed: Mapping[str, int]) -> int | None:
-    """Bytes in use as measured; None where the driver would not say."""
+    """Bytes in use on `device` as measured by `sample`; None where the driver gives no number.
+
+    On a simulated device these are the bytes `claimed` on it (device id -> bytes).
+    """
     if device.simulated:
         return claimed.get(device.id, 0)
     if sample is None or sample.free_bytes is None:
@@ -67,26 +86,26 @@ def used_bytes(device: Device, sample: Sample | None, claimed: Mapping[str, int]
 
 
 def views(book: Book, world: World) -> tuple[DeviceView, ...]:
-    """Every device with its budget, its claims, what is measured, and its level."""
+    """Every device of `world` with its budget, its claims in `book`, its use and its level."""
     claims = book.claims()
-    rows = []
-    for device in world.devices:
-        limit = min(world.limits[device.id], book.limits.get(device.id, world.limits[device.id]))
-        sample = sample_of(device, book, world)
-        used = used_bytes(device, sample, claims)
-        full = pressure(claims.get(device.id, 0), limit, used, device.total_bytes)
-        residue = sum(section.residue.get(device.id, 0) for section in book.sections.values())
-        rows.append(
-            DeviceView(
-                device,
-                limit,
-                claims.get(device.id, 0),
-                used,
-                level(full, world.rules),
-                full,
-                sample,
-                residue,
-                drained=book.drained.get(device.key),
-            )
-        )
-    return tuple(rows)
+    return tuple(_view(device, claims.get(device.id, 0), book, world) for device in world.devices)
+
+
+def _view(device: Device, claimed: int, book: Book, world: World) -> DeviceView:
+    own_limit = world.limits[device.id]
+    limit = min(own_limit, book.limits.get(device.id, own_limit))
+    sample = sample_of(device, book, world)
+    used = used_bytes(device, sample, {device.id: claimed})
+    full = pressure(claimed, limit, used, device.total_bytes)
+    residue = sum(section.residue.get(device.id, 0) for section in book.sections.values())
+    return DeviceView(
+        device=device,
+        limit_bytes=limit,
+        claimed_bytes=claimed,
+        measured_bytes=used,
+        level=level(full, world.rules),
+        pressure=full,
+        sample=sample,
+        residue_bytes=residue,
+        drained=book.drained.get(device.key),
+    )

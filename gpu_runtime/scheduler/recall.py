@@ -1,7 +1,7 @@
-"""Asking an owner to act, and what an owner does when asked or when memory is short.
+"""Requests to another owner, and what an owner does on request.
 
-Pure. From outside one asks, on a ticket of one's own; the owner obeys, within the same rules whoever asks: a model in
-use is never moved, a kept one never evicted.
+Pure. A process that wants something from another owner writes it on a ticket of its own. The owner
+obeys within the same rules for all: a model in use is never moved, a kept one never evicted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..facts import (
     Asker,
     Book,
     Drop,
+    Event,
     Grant,
     Lease,
     Move,
@@ -24,6 +25,7 @@ from ..facts import (
     Phase,
     Policy,
     Refuse,
+    Section,
     Step,
     Ticket,
     Value,
@@ -39,103 +41,110 @@ from .queue import awake
 from .transitions import note
 
 ASKS = ("evict", "restore", "preload", "move", "pin", "unpin", "defrag")
-PERSON = -1  # the importance of what a person asks: above every model's
+PERSON = -1  # the importance of a person's request: above every model's
 
 
 class Ask(Value):
-    """Something that one owner wants another to do."""
+    """A request of one owner to another."""
 
     key: str
-    owner: str  # who asks
+    owner: str  # the id of the requesting owner
     verb: str
     target: str  # a lease id; for preload, `owner id/model name`
     arrived: float
-    by: str = ""  # whose process asks
-    places: tuple[str, ...] = ()  # where to, for a move
-    said_by: str = ""  # the person that it names, if any
+    by: str = ""  # the user of the requesting process
+    places: tuple[str, ...] = ()  # the cards to move to, for a move
+    said_by: str = ""  # the person that the process names, if any
 
 
 class Order(Value):
-    """What the owner's monitor is to do besides steps: preload, restore or move a model, pin it, defragment."""
+    """What an owner's monitor is to do besides steps: preload, restore, move, pin or defragment."""
 
     key: str
     verb: str
     name: str
-    by: str = ""  # the user who asked, where the ledger vouches for one
+    by: str = ""  # the requesting user, if the ledger identifies one
     refused: str = ""  # why it is not done
-    places: tuple[str, ...] = ()  # where to, for a move
-    who: str = ""  # the person that was named, if any, and whose process asked
+    places: tuple[str, ...] = ()  # the cards to move to, for a move
+    who: str = ""  # the person that was named, if any, and the requesting process
+
+
+# -- the requesting side ---------------------------------------------------------------------------
 
 
 def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
-    """The book with the ask on a ticket, and whether it is done (Grant), under way (Wait) or refused.
+    """The book with the request `asked` on a ticket, and its state.
 
-    Asked again with the same key it tells how things stand, so an asker polls with it.
+    The verdict is Grant (done), Wait (under way) or Refuse. A call with the same key returns the state
+    again, so the requester polls with it.
     """
-    owner, _, name = asked.target.partition("/")
-    section = book.sections.get(owner)
-    lease = book.lease(owner, name)
+    owner_id, _, name = asked.target.partition("/")
+    section = book.sections.get(owner_id)
     if section is None:
-        return _done(book, asked), Refuse(
-            f"the process that held {name} is gone" if name else "that process is gone", kind="gone"
-        )
-    for event in book.events:
-        if event.answers == asked.key and event.owner == owner:  # the owner's answer
-            answer = (
-                Refuse(event.because, kind="failed")
-                if event.action == "failed"
-                else Grant(lease or Lease(owner, name), (), event.because, bytes=event.bytes)
-            )
-            return _done(book, asked), answer
-    if verdict := _how_it_stands(book, asked, lease, name, section.names, world, section.owner):
-        return _done(book, asked), verdict
+        gone = f"the process that held {name} is gone" if name else "that process is gone"
+        return _without_ticket(book, asked), Refuse(gone, kind="gone")
+    verdict = _answer_in_events(book, asked, section, name)
+    if verdict is None:
+        verdict = _known_result(book, asked, section, name, world)
+    if verdict is not None:
+        return _without_ticket(book, asked), verdict
+
+    request = f"{section.owner.label} was asked to {asked.verb} {name}".rstrip()
     ticket = book.ticket(asked.key)
     if ticket is None:
         if book.entries >= MOST_ENTRIES:
-            return book, Refuse(
-                f"the book is full: {MOST_ENTRIES} leases and requests", kind="full"
-            )
-        ticket = Ticket(
-            asked.key,
-            asked.owner,
-            asked.verb,
-            asked.target,
-            asked.arrived,
-            world.now,
-            places=asked.places,
-            recalls=(asked.target,) if asked.verb == "evict" else (),
-            because=asked.by,
-            said_by=asked.said_by,
-        )
-        book = _noted(
-            book,
-            asked,
-            world,
-            "asked",
-            f"{section.owner.label} was asked to {asked.verb} {name}".rstrip(),
-        )
+            full = f"the book is full: {MOST_ENTRIES} leases and requests"
+            return book, Refuse(full, kind="full")
+        ticket = _new_ticket(asked, world)
+        book = _log(book, asked, world, "asked", request)
     book = book.with_ticket(replace(ticket, refreshed=world.now))
-    return book, Wait(
-        f"{section.owner.label} was asked to {asked.verb} {name}".rstrip(), asked=(asked.target,)
-    )
+    return book, Wait(request, asked=(asked.target,))
 
 
 def declined(book: Book, asked: Ask, world: World, because: str) -> Book:
-    """The book with word of an ask that came to nothing: what a person wanted is told, whatever became of it."""
-    return _noted(book, asked, world, "declined", because)
+    """The book with an event for a request that failed, so that a person's wish is always logged.
+
+    `because` is the reason.
+    """
+    return _log(book, asked, world, "declined", because)
 
 
-def _noted(book: Book, asked: Ask, world: World, action: str, because: str) -> Book:
-    owner, _, name = asked.target.partition("/")
-    asker = book.owner(asked.owner)
+def _new_ticket(asked: Ask, world: World) -> Ticket:
+    return Ticket(
+        key=asked.key,
+        owner=asked.owner,
+        verb=asked.verb,
+        name=asked.target,
+        arrived=asked.arrived,
+        refreshed=world.now,
+        places=asked.places,
+        recalls=(asked.target,) if asked.verb == "evict" else (),
+        because=asked.by,
+        said_by=asked.said_by,
+    )
+
+
+def _without_ticket(book: Book, asked: Ask) -> Book:
+    return book.without_ticket(asked.key) if book.ticket(asked.key) else book
+
+
+def _log(
+    book: Book,
+    asked: Ask,
+    world: World,
+    action: str,
+    because: str,
+) -> Book:
+    owner_id, _, name = asked.target.partition("/")
+    process = _process(asked.by, book.owner(asked.owner))
     return note(
         book,
         world,
-        book.lease(owner, name) or Lease(owner, name),
+        book.lease(owner_id, name) or Lease(owner_id, name),
         action,
         asked.verb,
         because,
-        by=attributed(asked.said_by, _process(asked.by, asker)),
+        by=attributed(asked.said_by, process),
     )
 
 
@@ -145,91 +154,114 @@ def _process(user: str, owner: Owner | None) -> str:
     return f"{user}, {label}" if user else label
 
 
-def _done(book: Book, asked: Ask) -> Book:
-    return book.without_ticket(asked.key) if book.ticket(asked.key) else book
-
-
-def _how_it_stands(
-    book: Book,
-    asked: Ask,
-    lease: Lease | None,
-    name: str,
-    names: tuple[str, ...],
-    world: World,
-    owner: Owner,
-) -> Verdict | None:
-    """The answer, where there is one already."""
-    if asked.verb in ("preload", "restore"):
-        if lease and lease.on_device and lease.phase is Phase.SETTLED:
-            return Grant(lease, (), f"{name} is on {lease.where}")
-        if lease is None and name not in names:
-            return Refuse(
-                f"{owner.label} has not registered {name}, so it cannot load it", kind="unknown"
-            )
-        return None
-    if asked.verb == "defrag":
-        return None
-    if lease is None or (asked.verb == "evict" and lease.on_host and lease.phase is Phase.SETTLED):
-        if asked.verb == "evict":
-            where = "in host memory" if lease else "on no device"
-            return Grant(lease or Lease(owner.id, name), (), f"{name} is {where}")
-        return Refuse(f"{owner.label} does not hold {name}", kind="unknown")
-    if asked.verb in ("pin", "unpin"):
-        if lease.keep == (asked.verb == "pin"):
-            return Grant(lease, (), f"{name} is {'kept' if lease.keep else 'free to leave'}")
-        return None
-    if asked.verb == "move" and {share.device for share in lease.shares} == set(asked.places):
-        return Grant(lease, (), f"{name} is on {lease.where}")
-    why = reason_to_stay(lease, world, asker=owner.id, importance=PERSON)
-    size = f"{name} ({show_bytes(lease.bytes)} on {lease.where})"
-    if why == "in use":
-        since = f" for {show_seconds(world.now - lease.pinned_since)}" if lease.pinned_since else ""
-        return Refuse(
-            f"{size} is in use by {owner.label}{since}", kind="in use", holders=(lease.id,)
-        )
-    if why == "kept":
-        return Refuse(
-            f"{name} is kept on its device; unpin it first", kind="kept", holders=(lease.id,)
-        )
-    if why == "a block of code":
-        return Refuse(
-            f"{size} is memory of running code of {owner.label}; it goes when that code ends",
-            kind="in use",
-            holders=(lease.id,),
-        )
-    if not why and not _way_out_for_a_person(book, lease, world):
-        return Refuse(
-            f"{size} exists nowhere else, and the host has no room for it",
-            kind="stays",
-            holders=(lease.id,),
-        )
+def _answer_in_events(book: Book, asked: Ask, section: Section, name: str) -> Verdict | None:
+    """The owner's answer among the recent events, if there is one."""
+    for event in book.events:
+        if event.answers == asked.key and event.owner == section.owner.id:
+            return _verdict_of(event, section.lease(name) or Lease(section.owner.id, name))
     return None
 
 
-def _way_out_for_a_person(book: Book, lease: Lease, world: World) -> bool:
+def _verdict_of(event: Event, lease: Lease) -> Verdict:
+    if event.action == "failed":
+        return Refuse(event.because, kind="failed")
+    return Grant(lease, (), event.because, bytes=event.bytes)
+
+
+def _known_result(
+    book: Book,
+    asked: Ask,
+    section: Section,
+    name: str,
+    world: World,
+) -> Verdict | None:
+    """The verdict that the book alone allows; None if the owner has to act first."""
+    lease = section.lease(name)
+    if asked.verb in ("preload", "restore"):
+        return _result_of_load(lease, section, name)
+    if asked.verb == "defrag":
+        return None
+    if asked.verb == "evict":
+        if lease is None:
+            return Grant(Lease(section.owner.id, name), (), f"{name} is on no device")
+        if lease.on_host and lease.phase is Phase.SETTLED:
+            return Grant(lease, (), f"{name} is in host memory")
+    if lease is None:
+        return Refuse(f"{section.owner.label} does not hold {name}", kind="unknown")
+    if asked.verb in ("pin", "unpin"):
+        return _result_of_pin(lease, keep=asked.verb == "pin")
+    if asked.verb == "move" and {share.device for share in lease.shares} == set(asked.places):
+        return Grant(lease, (), f"{name} is on {lease.where}")
+    return _refusal_to_leave(book, lease, section.owner, world)
+
+
+def _result_of_load(lease: Lease | None, section: Section, name: str) -> Verdict | None:
+    if lease and lease.on_device and lease.phase is Phase.SETTLED:
+        return Grant(lease, (), f"{name} is on {lease.where}")
+    if lease is None and name not in section.names:
+        because = f"{section.owner.label} has not registered {name}, so it cannot load it"
+        return Refuse(because, kind="unknown")
+    return None
+
+
+def _result_of_pin(lease: Lease, *, keep: bool) -> Verdict | None:
+    if lease.keep != keep:
+        return None
+    state = "kept" if keep else "not kept on its device"
+    return Grant(lease, (), f"{lease.name} is {state}")
+
+
+def _refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> Refuse | None:
+    """Why the lease cannot be moved or evicted, even for a person; None if it can."""
+    why = reason_to_stay(lease, world, asker=owner.id, importance=PERSON)
+    holding = f"{lease.name} ({show_bytes(lease.bytes)} on {lease.where})"
+    holders = (lease.id,)
+    if why == "in use":
+        because = f"{holding} is in use by {owner.label}"
+        if lease.pinned_since:
+            because += f" for {show_seconds(world.now - lease.pinned_since)}"
+        return Refuse(because, kind="in use", holders=holders)
+    if why == "kept":
+        because = f"{lease.name} is kept on its device; unpin it first"
+        return Refuse(because, kind="kept", holders=holders)
+    if why == "a block of code":
+        because = (
+            f"{holding} is memory of running code of {owner.label}; it is freed when that code ends"
+        )
+        return Refuse(because, kind="in use", holders=holders)
+    if not why and not _can_leave_for_a_person(book, lease, world):
+        because = f"{holding} exists nowhere else, and the host has no room for it"
+        return Refuse(because, kind="stays", holders=holders)
+    return None
+
+
+def _can_leave_for_a_person(book: Book, lease: Lease, world: World) -> bool:
     host_room = room(book, world).get(HOST, 0)
-    return (
-        eviction_step(lease, host_room, world) is not None
-        or _crowd(book, lease, host_room, world) != ()
-    )
+    if eviction_step(lease, host_room, world) is not None:
+        return True
+    return bool(_host_victims(book, lease, host_room, world))
 
 
-def _crowd(book: Book, lease: Lease, host_room: int, world: World) -> tuple[Lease, ...]:
-    """Whom the same owner's warm pool gives up, so that a lease which exists nowhere else finds room there."""
+def _host_victims(book: Book, lease: Lease, host_room: int, world: World) -> tuple[Lease, ...]:
+    """The owner's models in host memory to drop, so that a lease that exists nowhere else fits there."""
     if not (lease.movable and world.rules.offload):
         return ()
-    return (
-        warm_pool_victims(
-            book,
-            lease.own_bytes - host_room,
-            world,
-            lru,
-            asker=lease.owner,
-            importance=PERSON,
-            owner=lease.owner,
-        )
-        or ()
+    victims = warm_pool_victims(
+        book,
+        lease.own_bytes - host_room,
+        world,
+        lru,
+        asker=lease.owner,
+        importance=PERSON,
+        owner=lease.owner,
     )
+    return victims or ()
+
+
+# -- the owner's side ------------------------------------------------------------------------------
+
+
+_TRUSTED = Asker("", at_home=True)
 
 
 def obey(
@@ -240,48 +272,34 @@ def obey(
     key: str,
     askers: Mapping[str, Asker] | None = None,
 ) -> tuple[Book, tuple[Step, ...], tuple[Order, ...]]:
-    """What this owner is to do for those who wait and ask: steps for leases that leave, and orders.
+    """The book with the recalled leases of `owner` leaving, the steps for them, and the orders.
 
-    A recall is honoured where the rules let the lease go for a request of that importance; grace is honoured too.
-    What may not leave simply stays, and its published pins tell the asker why. `askers` says by ticket key who asks
-    (None: everybody is trusted); a ticket that is missing there was not left by its owner, and nothing comes of it.
-    Another user is given room by idle leases, and nothing else.
+    A recall is obeyed if the rules let the lease go for a request of that importance and its grace
+    period is over. A lease that may not leave stays; its published pins show the requester why.
+    `key` marks the leaving leases.
+
+    `askers` maps the key of a ticket to the user who wrote it; None: all are trusted. A ticket that is
+    missing there was forged, and is ignored. For another user, idle models are evicted and nothing
+    else is done.
     """
     steps: list[Step] = []
     orders: list[Order] = []
     host_room = room(book, world).get(HOST, 0)
-    answered = {
-        event.answers for event in book.events if event.owner == owner
-    }  # who asked has yet to hear it
+    # A requester that has not read its answer yet still has its ticket in the book.
+    answered = {event.answers for event in book.events if event.owner == owner}
     for ticket in book.tickets:
-        target_owner, _, name = ticket.name.partition("/")
-        asker = _ANYBODY if askers is None or ticket.owner == owner else askers.get(ticket.key)
-        if asker is None:
-            continue
-        if (
-            ticket.verb in ASKS
-            and target_owner == owner
-            and ticket.verb != "evict"
-            and ticket.key not in answered
-        ):
-            refused = (
-                ""
-                if asker.commands
-                else foreign(asker.user, ticket.verb, name, book.sections[owner].owner)
-            )
-            who = attributed(ticket.said_by, _process(asker.user, book.owner(ticket.owner)))
-            orders.append(
-                Order(ticket.key, ticket.verb, name, asker.user, refused, ticket.places, who)
-            )
+        asker = _TRUSTED
+        if askers is not None and ticket.owner != owner:
+            known = askers.get(ticket.key)
+            if known is None:
+                continue
+            asker = known
+        if _is_order_to(owner, ticket) and ticket.key not in answered:
+            orders.append(_order(book, owner, ticket, asker))
         if ticket.verb == "use" and not awake(ticket, world):
-            continue  # a stopped process: nobody would take the room
-        recalled = [
-            lease for id in ticket.recalls if (lease := book.find(id)) and lease.owner == owner
-        ]
-        for lease in sorted(
-            recalled, key=lambda lease: lease.droppable
-        ):  # what needs host memory goes first
-            for step in _obeyed(book, lease, ticket, host_room, world, asker):
+            continue  # a stopped process could not take the room
+        for lease in _recalled(book, owner, ticket):
+            for step in _steps_for(book, lease, ticket, host_room, world, asker):
                 if isinstance(step, Move):
                     host_room -= lease.own_bytes
                 book = mark_leaving(book, step, key)
@@ -289,66 +307,117 @@ def obey(
     return book, tuple(steps), tuple(orders)
 
 
-_ANYBODY = Asker("", at_home=True)
+def _is_order_to(owner: str, ticket: Ticket) -> bool:
+    """Whether the ticket asks this owner for more than an eviction."""
+    if ticket.verb not in ASKS or ticket.verb == "evict":
+        return False
+    target, _, _ = ticket.name.partition("/")
+    return target == owner
 
 
-def foreign(user: str, verb: str, name: str, owner: Owner) -> str:
-    """Why a user may not ask this of another user's process, in a sentence."""
-    what = f"{verb} {name}" if name else verb
-    return (
-        f"{user} may not {what} in {owner.label}: it is {owner.user}'s to say, or an operator's; others may ask "
-        "idle models to step aside (evict)"
+def _order(book: Book, owner: str, ticket: Ticket, asker: Asker) -> Order:
+    _, _, name = ticket.name.partition("/")
+    refused = ""
+    if not asker.commands:
+        refused = foreign(asker.user, ticket.verb, name, book.sections[owner].owner)
+    return Order(
+        ticket.key,
+        ticket.verb,
+        name,
+        by=asker.user,
+        refused=refused,
+        places=ticket.places,
+        who=attributed(ticket.said_by, _process(asker.user, book.owner(ticket.owner))),
     )
 
 
-def _obeyed(
-    book: Book, lease: Lease, ticket: Ticket, host_room: int, world: World, asker: Asker
+def foreign(user: str, verb: str, name: str, owner: Owner) -> str:
+    """Why `user` may not request the `verb` on the model `name` from another user's process `owner`.
+
+    `name` is empty for a request that concerns the whole process.
+    """
+    what = f"{verb} {name}" if name else verb
+    return (
+        f"{user} may not {what} in {owner.label}: only {owner.user} or an operator may. "
+        "Others may only evict its idle models (evict)"
+    )
+
+
+def _recalled(book: Book, owner: str, ticket: Ticket) -> list[Lease]:
+    """The owner's leases that the ticket recalls. Those that need host memory are first."""
+    leases = []
+    for lease_id in ticket.recalls:
+        lease = book.find(lease_id)
+        if lease is not None and lease.owner == owner:
+            leases.append(lease)
+    return sorted(leases, key=lambda lease: lease.droppable)
+
+
+def _steps_for(
+    book: Book,
+    lease: Lease,
+    ticket: Ticket,
+    host_room: int,
+    world: World,
+    asker: Asker,
 ) -> tuple[Move | Drop, ...]:
-    """The steps by which this lease, or who must go before it, gives way to the ticket; none where it stays."""
+    """The steps with which this lease, or others first, make room for the ticket; none if it stays."""
     person = ticket.verb == "evict"
-    owner = book.owner(ticket.owner)
-    who = attributed(ticket.said_by, owner.label if owner else "another process")
-    by = attributed(ticket.said_by, _process(asker.user, owner))
-    # A person who says "evict" is obeyed within the grace period; another program's request is not.
-    if reason_to_stay(
+    # A person's "evict" is obeyed within the grace period; another program's request is not.
+    stays = reason_to_stay(
         lease,
         world,
         asker=lease.owner if person else ticket.owner,
         importance=PERSON if person else max(ticket.importance, asker.importance),
-    ):
+    )
+    if stays:
         return ()
-    if lease.on_host:  # asked out of the warm pool; unless it was asked off its device, and has obeyed by coming here
+    owner = book.owner(ticket.owner)
+    who = attributed(ticket.said_by, owner.label if owner else "another process")
+    by = attributed(ticket.said_by, _process(asker.user, owner))
+    if lease.on_host:
+        # Only a program recalls from the warm pool. A lease that arrived there since the ticket was
+        # last refreshed was recalled from its device, and has already obeyed.
         if person or not lease.droppable or lease.away_since >= ticket.refreshed:
             return ()
-        return (
-            Drop(
-                lease.id,
-                lease.shares,
-                f"{who} needs host memory to make room for {ticket.name}.",
-                "recall",
-                by,
-            ),
-        )
+        because = f"{who} needs host memory to make room for {ticket.name}."
+        return (Drop(lease.id, lease.shares, because, "recall", by),)
     because = f"{who} asked to evict it." if person else f"{who} needs room for {ticket.name}."
-    step = eviction_step(
-        lease, host_room, world, because=because, reason="evict" if person else "recall"
-    )
-    if step:
+    reason = "evict" if person else "recall"
+    step = eviction_step(lease, host_room, world, because=because, reason=reason)
+    if step is not None:
         return (replace(step, by=by),)
-    crowd = (
-        _crowd(book, lease, host_room, world) if person else ()
-    )  # it follows when these have left
-    return tuple(
-        Drop(warm.id, warm.shares, f"The warm pool is full; {because}", "evict", by)
-        for warm in crowd
-    )
+    if not person:
+        return ()
+    # The lease itself follows once these have left host memory.
+    because = f"The warm pool is full; {because}"
+    victims = _host_victims(book, lease, host_room, world)
+    return tuple(Drop(warm.id, warm.shares, because, "evict", by) for warm in victims)
 
 
 def answer(
-    book: Book, world: World, owner: str, order: Order, action: str, because: str, size: int = 0
+    book: Book,
+    world: World,
+    owner: str,
+    order: Order,
+    action: str,
+    because: str,
+    size: int = 0,
 ) -> Book:
-    """The book with an owner's answer to an order: the event says who asked, and carries the key of the ask."""
+    """The book with the answer of `owner` to `order`: an event with the key of the request.
+
+    `action` is the event's ("failed" for a refusal), `because` its sentence, and `size` the bytes that
+    were freed or taken. The event also names the requester.
+    """
     lease = book.lease(owner, order.name) or Lease(owner, order.name)
     return note(
-        book, world, lease, action, order.verb, because, size=size, by=order.who, answers=order.key
+        book,
+        world,
+        lease,
+        action,
+        order.verb,
+        because,
+        size=size,
+        by=order.who,
+        answers=order.key,
     )

@@ -1,6 +1,11 @@
-"""Relief: idle models leave a device that is under pressure."""
+"""Relief: idle models leave a device that is under pressure.
+
+Pure. What each level of pressure demands is in `pressure.py`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from ..facts import (
     HOST,
@@ -24,11 +29,16 @@ from .pressure import level, pressure, relief, views
 def relieve(
     book: Book, owner: str, world: World, rank: Policy, key: str
 ) -> tuple[Book, tuple[Step, ...]]:
-    """What this owner moves out because its devices are too full.
+    """The book with the idle models of `owner` leaving its overfull devices, and the steps for it.
 
-    `always` is the table to the letter: everything idle for long enough leaves. `auto` acts only while it helps
-    someone (requests wait, or memory that nobody leased grows on the card), takes no more than brings the level
-    down, and prefers the host to the disk at every level. Bytes on their way out count as gone.
+    `rank` orders the leases of one importance, the lowest first; `key` marks the leaving leases.
+
+    The rule `relief` chooses between:
+    - `always`: the table exactly; everything that is idle for long enough leaves.
+    - `auto`: acts only while it helps someone, that is, while requests wait or unleased memory grows
+      on the card. It stops once the level is down, and prefers the host to the disk at every level.
+      Bytes that are already leaving count as gone.
+    - `never`: nothing leaves.
     """
     rules = world.rules
     if rules.relief == "never" or owner not in book.sections:
@@ -36,71 +46,84 @@ def relieve(
     steps: list[Step] = []
     host_room = room(book, world).get(HOST, 0)
     for view in views(book, world):
-        card = view.device
-        if card.is_host or (rules.relief == "auto" and not _helps(book, view)):
+        if view.device.is_host:
             continue
-        going = sum(
-            share.bytes
-            for lease in book.leases()
-            if lease.phase is Phase.LEAVING
-            for share in lease.shares
-            if share.device == card.id
-        )
-        freed = going
-        idle = sorted(
-            (lease for lease in book.sections[owner].leases if _on(lease, card.id)),
-            key=lambda lease: (-lease.importance, rank(lease, world)),
-        )
-        for lease in idle:
-            at = (
-                view.level
-                if rules.relief == "always"
-                else level(_pressure_after(view, freed), rules)
-            )
-            asks = relief(at, rules)
-            if asks is None:
+        if rules.relief == "auto" and not _helps(book, view):
+            continue
+        freed = _leaving_bytes(book.leases(), view.device.id)
+        for lease in _least_important_first(book.sections[owner].leases, view, world, rank):
+            at = _level_now(view, freed, world)
+            if relief(at, rules) is None:
                 break
-            # Background evictions respect grace and keep_alive whoever owns the lease: pressure is no request.
-            if (
-                reason_to_stay(lease, world, asker="", importance=lease.importance)
-                or lease.idle_seconds(world.now) <= asks.idle_seconds
-            ):
+            step = _step(lease, at, view, freed, host_room, world)
+            if step is None:
                 continue
-            because = (
-                f"{at} memory pressure on {card.id} ({_pressure_after(view, freed):.1%}); idle "
-                f"{show_seconds(lease.idle_seconds(world.now))}."
-            )
-            drop = asks.drop and rules.relief == "always"
-            exit = eviction_step(
-                lease, host_room, world, drop=drop, because=because, reason="memory_pressure"
-            )
-            if exit is None or (isinstance(exit, Drop) and not asks.may_drop):
-                continue
-            if isinstance(exit, Move):
+            if isinstance(step, Move):
                 host_room -= lease.own_bytes
-            freed += sum(share.bytes for share in lease.shares if share.device == card.id)
-            book = mark_leaving(book, exit, key)
-            steps.append(exit)
+            freed += lease.bytes_on(view.device.id)
+            book = mark_leaving(book, step, key)
+            steps.append(step)
     return book, tuple(steps)
+
+
+def _step(
+    lease: Lease, at: Level, view: DeviceView, freed: int, host_room: int, world: World
+) -> Step | None:
+    """How this lease leaves the card at the level `at`; None if it stays."""
+    demand = relief(at, world.rules)
+    assert demand is not None
+    # Pressure is no request: background evictions respect grace and keep_alive for every owner.
+    if reason_to_stay(lease, world, asker="", importance=lease.importance):
+        return None
+    idle = lease.idle_seconds(world.now)
+    if idle <= demand.idle_seconds:
+        return None
+    full = _pressure_after(view, freed)
+    step = eviction_step(
+        lease,
+        host_room,
+        world,
+        drop=demand.drop and world.rules.relief == "always",
+        because=f"{at} memory pressure on {view.device.id} ({full:.1%}); idle {show_seconds(idle)}.",
+        reason="memory_pressure",
+    )
+    if isinstance(step, Drop) and not demand.may_drop:
+        return None
+    return step
+
+
+def _least_important_first(
+    leases: Iterable[Lease], view: DeviceView, world: World, rank: Policy
+) -> list[Lease]:
+    """The leases on this card in the order in which they leave."""
+    there = [lease for lease in leases if _on(lease, view.device.id)]
+    return sorted(there, key=lambda lease: (-lease.importance, rank(lease, world)))
 
 
 def _on(lease: Lease, device: str) -> bool:
     return any(share.device == device for share in lease.shares)
 
 
+def _leaving_bytes(leases: Iterable[Lease], device: str) -> int:
+    """Bytes on the device that are already on their way out."""
+    return sum(lease.bytes_on(device) for lease in leases if lease.phase is Phase.LEAVING)
+
+
 def _helps(book: Book, view: DeviceView) -> bool:
-    """Whether anybody gains if this card empties a little: somebody waits for it, or strangers grow on it."""
-    waits = any(
-        share.device == view.device.id
-        for ticket in book.tickets
-        if ticket.verb == "use"
-        for share in ticket.need
-    )
+    """Whether room on this card helps: a request waits for it, or unleased memory grows on it."""
+    for ticket in book.tickets:
+        if ticket.verb == "use" and any(share.device == view.device.id for share in ticket.need):
+            return True
     strangers = (view.measured_bytes or 0) - view.claimed_bytes
-    grows = (
-        not view.device.simulated and strangers > 0 and view.level in (Level.HIGH, Level.CRITICAL)
-    )
-    return waits or grows
+    is_full = view.level in (Level.HIGH, Level.CRITICAL)
+    return not view.device.simulated and strangers > 0 and is_full
+
+
+def _level_now(view: DeviceView, freed: int, world: World) -> Level:
+    """The level that counts: as measured with `always`, else as it will be once `freed` bytes are gone."""
+    if world.rules.relief == "always":
+        return view.level
+    return level(_pressure_after(view, freed), world.rules)
 
 
 def _pressure_after(view: DeviceView, freed: int) -> float:

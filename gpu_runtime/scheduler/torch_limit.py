@@ -1,14 +1,15 @@
-"""How much of each card torch may take in this process, so that it never takes what somebody else has leased.
+"""The fraction of each card that torch may use in this process, so that it spares others' leases.
 
-Pure. A lease holds weights; what code needs beyond them (activations, caches) it may take from what nobody claims.
-torch refuses the rest with its own out-of-memory error, in the process that asks for too much and not in its neighbour.
+Pure. A lease covers weights. Code may take what it needs beyond them (activations, caches) from
+unclaimed memory. torch refuses more with its own out-of-memory error, in the process that wants too
+much and not in another one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from ..facts import HOST, Book, World
+from ..facts import HOST, Book, Lease, World
 
 LEAST, MOST = 0.01, 0.99
 ALL = 1.0
@@ -21,28 +22,38 @@ def bounds(
     contexts: Mapping[str, int],
     open_cards: Collection[str] = (),
 ) -> dict[str, float]:
-    """The fraction of each real card that torch may take here, while a model of this owner lies on it alone.
+    """The fraction of each real card of `world` that torch may use in the process of `owner`.
 
-    That is all but what others claim and what our CUDA context (`contexts`, bytes) takes outside torch's sight; never
-    less than our own leases there. A card is left out, and so unbounded, where we have nothing, where a model of ours
-    lies over several cards, or where a block of code sets its own bound (`open_cards`).
+    That is all but other owners' claims in `book` and the CUDA context, which torch does not count
+    (`contexts`: card -> bytes). It is never less than the owner's own leases there. A card is left
+    out, and so unbounded, if the owner has nothing there, if one of its models is split over several
+    cards including this one, or if a block of code sets its own bound (`open_cards`).
     """
     section = book.sections.get(owner)
-    ours: dict[str, int] = {}
+    if section is None:
+        return {}
     unbounded = set(open_cards)
-    for lease in section.leases if section else ():
-        cards = {share.device for share in lease.claims() if share.device != HOST}
-        if len({share.device for share in lease.shares} - {HOST}) > 1:
-            unbounded |= cards
+    ours: dict[str, int] = {}
+    for lease in section.leases:
+        if _is_split(lease):
+            unbounded.update(share.device for share in lease.claims())
         for share in lease.claims():
             ours[share.device] = ours.get(share.device, 0) + share.bytes
+
     claims = book.claims()
     found = {}
     for device in world.devices:
-        mine, own = ours.get(device.id, 0), (section.residue.get(device.id, 0) if section else 0)
-        if device.is_host or device.simulated or not mine or device.id in unbounded:
+        leased = ours.get(device.id, 0)
+        if device.is_host or device.simulated or not leased or device.id in unbounded:
             continue
-        others = claims.get(device.id, 0) - mine - own
+        others = claims.get(device.id, 0) - leased - section.residue.get(device.id, 0)
         free = device.total_bytes - others - contexts.get(device.id, 0)
-        found[device.id] = min(MOST, max(LEAST, max(free, mine) / device.total_bytes))
+        fraction = max(free, leased) / device.total_bytes
+        found[device.id] = min(MOST, max(LEAST, fraction))
     return found
+
+
+def _is_split(lease: Lease) -> bool:
+    """Whether its bytes are on several cards."""
+    cards = {share.device for share in lease.shares} - {HOST}
+    return len(cards) > 1

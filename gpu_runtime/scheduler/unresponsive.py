@@ -1,56 +1,68 @@
-"""Which processes do not answer what is asked of them, and since when.
+"""Which processes do not respond to a request, and since when.
 
-Pure: a snapshot in. An owner answers from a thread of its own within a second, also while its cell runs; who does not
-is stopped, swaps, or keeps the interpreter to itself.
+Pure: it takes a snapshot. An owner responds within a second from a thread of its own, even while a
+cell runs. A process that does not is stopped, is swapping, or its interpreter is blocked.
 """
 
 from __future__ import annotations
 
-from ..facts import Phase, Rules, Section, Snapshot, Ticket, Unanswered
+from ..facts import Owner, Phase, Rules, Section, Snapshot, Ticket, Unanswered
 
 _USUAL = Rules()
 
 
 def unanswered(seen: Snapshot, rules: Rules = _USUAL) -> tuple[Unanswered, ...]:
-    """Each owner that does not answer, with the ticket that it leaves unanswered; the longest silent first.
+    """Each owner in `seen` that does not respond, with the request; the longest unresponsive first.
 
-    Who says that the model is in use, or has begun to do what was asked, has answered. Who waits for room to bring a
-    model back has, too.
+    An owner has responded if it says that the model is in use, or has begun the request, or waits for
+    room to restore the model. `rules` has the times that are allowed.
     """
     found = []
     for ticket in seen.tickets:
-        since = (
-            (ticket.recalled_since or ticket.arrived) if ticket.verb == "use" else ticket.arrived
-        )
-        if seen.now - since <= rules.answer_seconds or (
-            ticket.verb == "use" and seen.now - ticket.refreshed > rules.refresh_seconds
-        ):
-            continue  # too soon to say; or it is the asker who is stopped, and nobody gives up room for that one
-        silent = [
-            section.owner
-            for id in _asked(ticket)
-            if (section := seen.sections.get(id.partition("/")[0]))
-            and section.owner.id != ticket.owner
-            and not _answers(seen, section, id.partition("/")[2], ticket)
-        ]
-        found += [Unanswered(owner, ticket, since) for owner in dict.fromkeys(silent)]
+        since = _since(ticket)
+        if seen.now - since <= rules.answer_seconds:
+            continue  # too early to judge
+        if ticket.verb == "use" and seen.now - ticket.refreshed > rules.refresh_seconds:
+            continue  # the requester itself is stopped, so no owner makes room for it
+        owners = _unresponsive_owners(seen, ticket)
+        found += [Unanswered(owner, ticket, since) for owner in owners]
     return tuple(sorted(found, key=lambda one: one.since))
 
 
-def _asked(ticket: Ticket) -> tuple[str, ...]:
-    """The leases (`owner/name`) about which somebody is asked."""
+def _since(ticket: Ticket) -> float:
+    """When the request was made. For a use: when exactly these recalls were."""
+    if ticket.verb == "use":
+        return ticket.recalled_since or ticket.arrived
+    return ticket.arrived
+
+
+def _unresponsive_owners(seen: Snapshot, ticket: Ticket) -> list[Owner]:
+    """The owners that the ticket addresses and that have not responded, each once."""
+    owners: dict[Owner, None] = {}
+    for lease_id in _addressed(ticket):
+        owner_id, _, name = lease_id.partition("/")
+        section = seen.sections.get(owner_id)
+        if section is None or owner_id == ticket.owner:
+            continue
+        if not _responds(seen, section, name, ticket):
+            owners[section.owner] = None
+    return list(owners)
+
+
+def _addressed(ticket: Ticket) -> tuple[str, ...]:
+    """The leases (`owner/name`) that the ticket is about."""
     return ticket.recalls if ticket.verb == "use" else (ticket.name,)
 
 
-def _answers(seen: Snapshot, section: Section, name: str, ticket: Ticket) -> bool:
+def _responds(seen: Snapshot, section: Section, name: str, ticket: Ticket) -> bool:
     lease = section.lease(name)
     if lease is not None and lease.phase is not Phase.SETTLED:
         return True
     if ticket.verb in ("preload", "restore"):
-        waits = any(
+        waits_for_room = any(
             other.owner == section.owner.id and other.name == name for other in seen.tickets
         )
-        return waits or (lease is not None and lease.on_device)
+        return waits_for_room or (lease is not None and lease.on_device)
     if ticket.verb in ("pin", "unpin"):
         return lease is None or lease.keep == (ticket.verb == "pin")
     if ticket.verb == "defrag":

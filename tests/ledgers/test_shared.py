@@ -301,7 +301,7 @@ def test_another_user_may_ask_to_step_aside_and_nothing_else(box):
         refused = bob.say(f"rt.{verb}('writer')")
         assert (
             refused.startswith("NotAllowed: ")
-            and f"in pid {ann.pid}: it is {ANN}'s to say" in refused
+            and f"in pid {ann.pid}: only {ANN} or an operator may" in refused
         )
     assert bob.say("rt.defrag().done") == "True"
     assert bob.say("rt.evict('writer').done") == "True"

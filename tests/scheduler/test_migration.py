@@ -22,7 +22,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.scheduler.drain import drain
 from gpu_runtime.scheduler.eviction_policy import lru
-from gpu_runtime.scheduler.migration import asked_for, move
+from gpu_runtime.scheduler.migration import move, parse_cards
 from gpu_runtime.scheduler.recall import Ask, Order, ask, obey
 from gpu_runtime.scheduler.transitions import abandon, left
 from tests.worlds import NOW, at, block, book, lease, owner, replayed, size, ticket, world
@@ -201,4 +201,4 @@ def test_an_ask_for_where_it_lies_is_done_and_one_for_a_model_in_use_refused():
     ],
 )
 def test_cards_are_named_one_by_one_or_by_their_numbers(text, cards):
-    assert asked_for(text) == cards
+    assert parse_cards(text) == cards

@@ -96,7 +96,7 @@ def test_the_highest_importance():
     cap = capped(importance=10)
     _, verdict = decide(page, request("qwen", importance="high"), there(cap))
     assert verdict == Refuse(
-        "qwen is asked for as high (5); the highest importance that ann may ask for is normal (10) "
+        "qwen was requested as high (5); the highest importance that ann may request is normal (10) "
         f"(cap [users.ann] importance in {FILE})",
         "cap",
         need_bytes=size(1),

@@ -98,7 +98,7 @@ def evicting(by=2, of=1, name="qwen"):
             block("qwen", sim0=8),
             "in use",
             "qwen (8.0 GiB on sim:0) is memory of running code of pid 1; "
-            "it goes when that code ends",
+            "it is freed when that code ends",
         ),
         (
             lease("qwen", sim0=8, droppable=False, movable=False),
