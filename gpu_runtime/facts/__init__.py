@@ -59,6 +59,15 @@ from .devices import (
     where,
 )
 from .importance import IMPORTANCE, NORMAL, importance_name, parse_importance
+from .labels import (
+    TENSOR_PARALLEL,
+    THIS_PROCESS,
+    LeaseState,
+    cards_label,
+    ended_label,
+    holder_label,
+    lease_state,
+)
 from .leases import (
     Lease,
     LeaseId,
@@ -111,6 +120,7 @@ __all__ = [
     "IMPORTANCE",
     "Lease",
     "LeaseId",
+    "LeaseState",
     "Level",
     "Load",
     "MOST_ENTRIES",
@@ -140,6 +150,8 @@ __all__ = [
     "Snapshot",
     "Step",
     "Stranger",
+    "TENSOR_PARALLEL",
+    "THIS_PROCESS",
     "Ticket",
     "Unanswered",
     "Value",
@@ -147,10 +159,14 @@ __all__ = [
     "Wait",
     "World",
     "beside",
+    "cards_label",
     "decode_book",
     "decode_section",
     "encode",
+    "ended_label",
+    "holder_label",
     "importance_name",
+    "lease_state",
     "one_memory",
     "overdrafts",
     "parse_importance",

@@ -217,7 +217,7 @@ class Plan(Value):
     asked: tuple[str, ...] = ()  # lease ids that other owners would be requested to evict
     footprint: Footprint | None = None
     name: str = ""
-    cards: str = ""  # GPU: 0, or GPUs: 0,1,2 (TP:3)
+    cards: str = ""  # such as GPU: 0, or GPUs: 0,1 (TP:2)
     # Why it would not load even with room: it is disabled, or no backend here can load it.
     obstacle: str = ""
 

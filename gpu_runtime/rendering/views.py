@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from gpu_runtime.facts import (
     NORMAL,
+    THIS_PROCESS,
     Device,
     DeviceView,
     Lease,
@@ -19,9 +20,12 @@ from gpu_runtime.facts import (
     Phase,
     Snapshot,
     Step,
+    ended_label,
+    holder_label,
     importance_name,
+    lease_state,
 )
-from gpu_runtime.units import show_bytes, show_seconds
+from gpu_runtime.units import show_bytes
 
 MOST_ROWS = 20  # in one table; the rest is counted and `%gpu leases` has them all
 STRANGERS = "other programs"
@@ -43,8 +47,8 @@ class Segment(NamedTuple):
 
     @property
     def title(self) -> str:
-        going = {"arriving": ", arriving", "leaving": ", stepping aside"}.get(self.kind, "")
-        return f"{self.label} {show_bytes(self.bytes)}{going}"
+        moving = f", {self.kind}" if self.kind in ("arriving", "leaving") else ""
+        return f"{self.label} {show_bytes(self.bytes)}{moving}"
 
 
 class Bar(NamedTuple):
@@ -215,7 +219,7 @@ def holdings(snapshot: Snapshot) -> list[Holding]:
             lease.bytes,
             _where(lease),
             holder(snapshot, lease.owner),
-            state(lease, snapshot.now),
+            lease_state(lease, snapshot.now).text(),
             lease.kind,
             tuple(_marks(lease)),
         )
@@ -262,29 +266,12 @@ def _marks(lease: Lease) -> Iterator[str]:
         yield importance_name(lease.importance)
 
 
-def state(lease: Lease, now: float) -> str:
-    """What a lease is doing, in words."""
-    if lease.phase is Phase.ARRIVING:
-        return "arriving"
-    if lease.phase is Phase.LEAVING:
-        return "stepping aside"
-    if lease.pins:
-        since = now - lease.pinned_since if lease.pinned_since else 0.0
-        return f"in use for {show_seconds(since)}" if since >= 1 else "in use"
-    idle = f"idle {show_seconds(lease.idle_seconds(now))}" if lease.last_used else "never used"
-    return f"warm, {idle}" if lease.on_host else idle
-
-
 def holder(snapshot: Snapshot, owner_id: str) -> str:
-    """Who that is for the one who looks: `this process`, or the other's notebook, pid and user."""
-    section = snapshot.sections.get(owner_id)
-    owner = section.owner if section else None
+    """The process with `owner_id`, for the process that made the `snapshot`: `this process`, or its label."""
     if owner_id == snapshot.owner.id:
-        return "this process"
-    if owner is None:
-        return "a process that is gone"
-    foreign = owner.user and owner.user != snapshot.owner.user
-    return f"{owner.label}, {owner.user}" if foreign else owner.label
+        return THIS_PROCESS
+    section = snapshot.sections.get(owner_id)
+    return holder_label(section.owner, snapshot.owner) if section else ended_label(owner_id)
 
 
 def owners(snapshot: Snapshot) -> list[Owner]:

@@ -23,6 +23,7 @@ from ..errors import (
     StillInUse,
 )
 from ..facts import (
+    THIS_PROCESS,
     AllocatorMap,
     Book,
     Candidate,
@@ -34,6 +35,7 @@ from ..facts import (
     Verdict,
     Wait,
     World,
+    lease_state,
     where,
 )
 from ..units import MIB, show_bytes, show_seconds
@@ -156,7 +158,7 @@ def busy(book: Book, name: str, wait: Wait, waited_seconds: float) -> Busy:
 def still_here(book: Book, me: str, lease: Lease, why: str, world: World) -> GpuError:
     """The error for a lease that somebody wants gone, and that may not go now."""
     owner = book.owner(lease.owner)
-    label = "this notebook" if lease.owner == me else owner.label if owner else lease.owner
+    label = THIS_PROCESS if lease.owner == me else owner.label if owner else lease.owner
     if why == "in use":
         since = world.now - lease.pinned_since if lease.pinned_since else 0.0
         return StillInUse(
@@ -225,8 +227,8 @@ def out_of_memory(
     )
     for lease in holders[:MOST_HOLDERS]:
         owner = book.owner(lease.owner)
-        idle = "kept" if lease.keep else f"idle {show_seconds(lease.idle_seconds(world.now))}"
-        use = "in use" if lease.pins else idle
+        state = lease_state(lease, world.now).text()
+        use = f"{state}, pinned" if lease.keep else state
         who = "" if lease.owner == me or not owner else f"  {owner.label}"
         lines.append(f"  {show_bytes(lease.bytes):>9}  {lease.where:<8} {lease.name}, {use}{who}")
     for view in views(book, world):

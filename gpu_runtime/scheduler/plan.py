@@ -19,6 +19,7 @@ from ..facts import (
     Request,
     Step,
     World,
+    cards_label,
     one_memory,
 )
 from .admission import admit
@@ -26,7 +27,6 @@ from .capacity import room
 from .eligibility import eviction_step
 from .placement import runners_up
 from .pressure import sample_of
-from .splitting import display
 from .transitions import perform
 
 
@@ -51,7 +51,7 @@ def plan(book: Book, request: Request, world: World, rank: Policy) -> Plan:
                 asked,
                 request.footprint,
                 request.lease.name,
-                display(shares, rules.layout),
+                cards_label(shares, request.lease.backend),
             )
         if isinstance(verdict, Refuse):
             break

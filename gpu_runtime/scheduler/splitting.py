@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, combinations, pairwise
 from math import ceil, comb
 
-from ..facts import Candidate, Footprint, PlacementRules, Share, Shares, where
+from ..facts import Candidate, Footprint, PlacementRules, Share, where
 from ..units import show_bytes
 
 MOST_TRIED = 300  # sets of cards of which every one is tried; beyond it the first in order and those with the most room
@@ -321,21 +321,3 @@ def _nearest(sums: Sequence[int], ideal: float, low: int, high: int) -> int:
     """Of the boundaries from `low` to `high` the one that is nearest to the ideal, the lower of two."""
     end = min(max(bisect_left(sums, ideal) + 1, low), high)  # the first that reaches it
     return end - 1 if end > low and ideal - sums[end - 2] <= sums[end - 1] - ideal else end
-
-
-def display(shares: Shares, layout: str = "balanced") -> str:
-    """Where a model lies, as Helix shows it.
-
-    >>> display((Share("cuda:0", 1),)), display((Share("cuda:0", 1), Share("cuda:1", 1), Share("cuda:2", 1)))
-    ('GPU: 0', 'GPUs: 0,1,2 (TP:3)')
-    >>> display((Share("cuda:0", 2), Share("cuda:1", 1)), layout="proportional")
-    'GPUs: 0,1'
-
-    Only equal shares are tensor parallel (TP). Empty where it lies on no card.
-    """
-    cards = [
-        share.device.partition(":")[2] or share.device for share in shares if share.device != "host"
-    ]
-    if len(cards) < 2:
-        return f"GPU: {cards[0]}" if cards else ""
-    return f"GPUs: {','.join(cards)}" + (f" (TP:{len(cards)})" if layout == "balanced" else "")

@@ -21,7 +21,7 @@ from panel.custom import JSComponent
 
 from gpu_runtime import threads
 from gpu_runtime.errors import GpuError
-from gpu_runtime.facts import Outcome, Snapshot
+from gpu_runtime.facts import THIS_PROCESS, Outcome, Snapshot
 from gpu_runtime.rendering.views import clean, clock
 
 from .data.confirmations import VERBS, Proposal, changed, propose, question
@@ -211,7 +211,7 @@ def asks_of(asked: Proposal, snapshot: Snapshot | None) -> str:
         if snapshot and asked.owner in snapshot.sections
         else None
     )
-    return owner.label if owner else "this process"
+    return owner.label if owner else THIS_PROCESS
 
 
 MARKS = {"waiting": "…", "done": "✓", "failed": "✗"}

@@ -125,7 +125,7 @@ def test_it_is_shown_live_and_what_is_clicked_is_done(live):
     live.tab("Models")
     live.row("qwen", "GPU: 0").locator("button", has_text="Evict").click()
     live.page.locator("button", has_text="Evict, freeing 8.0 GiB").click()
-    live.row("qwen", "warm in RAM").wait_for()
+    live.row("qwen", "warm").wait_for()
     live.page.locator(".told.done", has_text="evict qwen").wait_for()
 
 
@@ -143,7 +143,7 @@ def test_it_asked_no_other_host_for_anything(live):
     ):
         live.tab(title)
         live.page.wait_for_selector(f"[role=tab][aria-selected=true]:has-text('{title}')")
-    live.row("qwen", "warm in RAM").wait_for()
+    live.row("qwen", "warm").wait_for()
     assert live.elsewhere == []
     assert not live.page.locator("text=could not be drawn").count()
 
@@ -189,7 +189,7 @@ def test_it_goes_on_while_a_long_cell_runs(live):
 )
 def test_what_is_clicked_while_a_long_cell_runs_is_done_meanwhile(live):
     """In a subshell of the kernel."""
-    live.row("qwen", "warm in RAM").locator("button", has_text="Restore").click()
+    live.row("qwen", "warm").locator("button", has_text="Restore").click()
     live.page.locator("[role=dialog] button", has_text="Restore").click()
     live.row("qwen", "GPU: 0").wait_for()
     assert "[*]:" in live.page.locator(".jp-InputPrompt").all_inner_texts(), "the cell still runs"

@@ -123,7 +123,7 @@ def test_comers_and_goers_are_hatched_and_say_so():
     columns = bar_columns.columns(bar(samples.waiting), {})
     assert [one.kind for one in leaving] == ["settled", "leaving"]
     assert columns["hatch"] == [PLAIN, "\\"] and columns["alpha"][1] < 1
-    assert "4.0 GiB, stepping aside" in leaving[1].told
+    assert "4.0 GiB, leaving" in leaving[1].told
 
 
 def test_small_leases_gather_and_none_is_lost():

@@ -34,7 +34,7 @@ def test_an_eviction_is_asked_with_the_model_the_bytes_who_has_it_and_what_becom
         "Evict qwen?",
         (
             "This frees 14.0 GiB on sim:0.",
-            "Held by this process of ann, idle for 3 min. Nobody uses it now.",
+            "Held by train.ipynb (pid 4000), ann, idle for 3 min. Nobody uses it now.",
             "It steps aside to host memory where there is room, and it comes back by itself when it is used next, in "
             "about 2.5 s.",
         ),
@@ -49,7 +49,7 @@ def test_every_question_names_the_model_its_bytes_and_the_person(verb):
     world = snapshot(lease("qwen", 14, HOST if verb == "restore" else "sim:0", owner=BOB))
     asks = question(propose(verb, at(owner=BOB), world), world)
     assert "qwen" in asks.title
-    for words in ("analysis.ipynb (pid 4121) of bob", "14.0 GiB"):
+    for words in ("analysis.ipynb (pid 4121), bob", "14.0 GiB"):
         assert words in " ".join(asks.lines)
 
 

@@ -45,17 +45,17 @@ def test_a_model_is_shown_with_where_it_lies_and_who_has_it():
 
 
 @pytest.mark.parametrize(
-    ("shares", "words"),
+    ("backend", "shares", "words"),
     [
-        ((Share("cuda:0", 8),), "GPU: 0"),
-        ((Share("cuda:0", 8), Share("cuda:1", 8)), "GPUs: 0,1 (TP:2)"),
-        ((Share("cuda:0", 9), Share("cuda:1", 8)), "GPUs: 0,1"),
-        ((Share(HOST, 8),), "host"),
-        ((), "disk"),
+        ("fake", (Share("cuda:0", 8),), "GPU: 0"),
+        ("vllm", (Share("cuda:0", 8), Share("cuda:1", 8)), "GPUs: 0,1 (TP:2)"),
+        ("transformers", (Share("cuda:0", 8), Share("cuda:1", 8)), "GPUs: 0,1"),
+        ("fake", (Share(HOST, 8),), "host"),
     ],
 )
-def test_a_place_is_told_as_the_seeds_tell_it(shares, words):
-    assert rows.place(shares) == words
+def test_a_place_is_told_as_the_seeds_tell_it(backend, shares, words):
+    """Equal shares alone are not tensor parallel: the engine has to compute that way."""
+    assert rows.place(Lease("1", "qwen", shares=shares, backend=backend)) == words
 
 
 def test_models_on_devices_come_first_then_the_warm_ones_then_what_lies_on_disk_then_the_catalogue():
@@ -131,7 +131,7 @@ def test_a_lease_is_shown_with_its_notebook_and_with_what_it_really_takes():
         "sim:0",
         "20.0 GiB",
         "14.0 GiB",
-        "in use, 70 s",
+        "in use for 70 s",
     ]
     assert row.cells[0].hint == "/home/bob/analysis.ipynb"
 

@@ -72,7 +72,7 @@ def test_what_cannot_be_moved_is_refused_in_one_sentence(runtime):
         rt.move("qwen", "host")
     with pytest.raises(NotResident, match="%gpu preload away"):
         rt.move("away", "sim:1")
-    with rt.use("qwen"), pytest.raises(StillInUse, match="in use by this notebook"):
+    with rt.use("qwen"), pytest.raises(StillInUse, match="in use by this process"):
         rt.move("qwen", "sim:1")
     rt.pin("qwen")
     with pytest.raises(StillInUse, match="%gpu unpin qwen"):

@@ -92,7 +92,7 @@ def test_a_plan_shows_the_cards_and_why_the_others_lost(runtime):
         rt.preload(f"m{card}")
     rt.register("big", backend="fake", size="140GiB", layout="balanced")
     told = rt.plan("big")
-    assert told.cards.endswith("(TP:2)") and len(told.shares) == 2
+    assert told.cards.startswith("GPUs: ") and len(told.shares) == 2
     chosen, *others = told.considered
     assert chosen.shares == told.shares and len(others) == 10
     assert all("would have to step aside" in option.because for option in others)

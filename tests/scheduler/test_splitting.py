@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import Footprint, PlacementRules
 from gpu_runtime.scheduler.placement import place
-from gpu_runtime.scheduler.splitting import display, divide, split
+from gpu_runtime.scheduler.splitting import divide, split
 from tests.worlds import GIB
 
 
@@ -154,15 +154,6 @@ def test_one_card_first_and_several_only_where_none_has_the_room():
     assert [
         len(c.shares) for c in place(footprint(70), room, rules("balanced", least_cards=2))
     ] == [2]
-
-
-def test_as_helix_shows_it():
-    first = split(footprint(90), {"cuda:0": 50, "cuda:1": 50}, rules("balanced"), {})[0]
-    assert (
-        display(first.shares) == "GPUs: 0,1 (TP:2)"
-        and display(first.shares, "proportional") == "GPUs: 0,1"
-    )
-    assert display(first.shares[:1]) == "GPU: 0" and display(()) == ""
 
 
 # -- whatever the numbers -------------------------------------------------------------------------------------------

@@ -9,13 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from gpu_runtime.facts import Device, DeviceView, Lease, Phase, Section, Snapshot, importance_name
+from gpu_runtime.facts import (
+    Device,
+    DeviceView,
+    Lease,
+    Phase,
+    Section,
+    Snapshot,
+    holder_label,
+    importance_name,
+    lease_state,
+)
 from gpu_runtime.rendering.views import (
     RESIDUE,
     STRANGERS,
     clean,
     fill,
-    state,
     strangers_bytes,
 )
 from gpu_runtime.units import show_bytes, show_seconds
@@ -215,15 +224,14 @@ def notebook(section: Section) -> str:
 
 def holder(section: Section) -> str:
     """`train.ipynb (pid 4121), ann`: who that is, whoever looks."""
-    owner = section.owner
-    return clean(", ".join(part for part in (owner.label, owner.user) if part))
+    return clean(holder_label(section.owner))
 
 
 def told(
     snapshot: Snapshot, section: Section, lease: Lease, size: int, kind: str = "settled"
 ) -> str:
     """What there is to know of a lease, in lines."""
-    going = {"arriving": ", on its way here", "leaving": ", stepping aside"}.get(kind, "")
+    going = f", {kind}" if kind in ("arriving", "leaving") else ""
     lines = [
         f"{show_bytes(size)}{going}"
         + (
@@ -252,13 +260,11 @@ def told(
 
 def _doing(lease: Lease, now: float, who: str) -> str:
     """What a lease is doing: in steps of five seconds, so that a bar of idle models need not be sent each second."""
-    if lease.phase is not Phase.SETTLED:
-        return state(lease, now)
-    if lease.pins:
-        since = f" for {lasting(now - lease.pinned_since)}" if lease.pinned_since else ""
-        return f"in use{since} by {who}{f', {lease.pins} calls' if lease.pins > 1 else ''}"
-    idle = f"idle {lasting(lease.idle_seconds(now))}" if lease.last_used else "never used"
-    return f"warm, {idle}" if lease.on_host else idle
+    doing = lease_state(lease, now)
+    text = doing.text(lasting, least_seconds=5.0)
+    if doing.activity != "in use":
+        return text
+    return f"{text} by {who}{f', {lease.pins} calls' if lease.pins > 1 else ''}"
 
 
 def gathered(leases: Sequence[Stretch], scale: int) -> list[Stretch]:

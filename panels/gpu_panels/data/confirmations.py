@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpu_runtime.facts import HOST, Lease, Phase, Snapshot
+from gpu_runtime.facts import HOST, Lease, Phase, Snapshot, holder_label
 from gpu_runtime.rendering.views import clean, holder
 from gpu_runtime.units import show_bytes, show_seconds
 
@@ -184,9 +184,6 @@ def _lease(asked: Proposal, snapshot: Snapshot) -> Lease | None:
 
 
 def _held_by(asked: Proposal, snapshot: Snapshot) -> str:
-    """`train.ipynb (pid 4121) of ann`: whoever looks, since who was let in may be another than who serves the page."""
+    """The holder, the same for every reader: a visitor may be another user than the one who serves the page."""
     section = snapshot.sections.get(asked.owner)
-    if section is None:
-        return "no process yet"
-    name = "this process" if asked.owner == snapshot.owner.id else section.owner.label
-    return clean(f"{name} of {section.owner.user}" if section.owner.user else name)
+    return clean(holder_label(section.owner)) if section else "no process yet"

@@ -9,23 +9,26 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from gpu_runtime.facts import (
-    HOST,
+    THIS_PROCESS,
     Lease,
     ModelSpec,
     Owner,
     Phase,
     Section,
-    Shares,
     Snapshot,
     Stranger,
     Ticket,
     Unanswered,
+    cards_label,
+    holder_label,
     importance_name,
+    lease_state,
 )
 from gpu_runtime.rendering.views import (
     RESIDUE,
     clean,
     clock,
+    holder,
     lease_name,
     strangers_bytes,
 )
@@ -106,7 +109,7 @@ def models(
         rows += [
             (
                 (2, natural(spec.name)),
-                _catalogued(spec, f"{me.id}/{spec.name}", "this process", "registered"),
+                _catalogued(spec, f"{me.id}/{spec.name}", THIS_PROCESS, "registered"),
             )
             for spec in snapshot.specs
             if spec.name not in known
@@ -127,7 +130,7 @@ def _model(
     kept = Cell("pinned", 1, "It does not step aside", "strong") if lease.keep else Cell("", 0)
     cells = (
         _named(lease, _kind(lease), looks),
-        Cell(place(lease.shares or lease.target), None, lease.where),
+        Cell(place(lease), None, lease.where),
         Cell(show_bytes(lease.bytes), lease.bytes),
         state(lease, snapshot.now),
         NOTHING if lease.pins or not lease.last_used else Cell(lasting(idle), _stepped(idle)),
@@ -444,33 +447,17 @@ def _since(arrived: float, snapshot: Snapshot) -> Cell:
 # -- cells --------------------------------------------------------------------------------------------------------
 
 
-def place(shares: Shares) -> str:
-    """`GPU: 0`, `GPUs: 0,1 (TP:2)`, `host`, or `disk` for what lies on no device.
-
-    Only equal shares are tensor parallel (TP).
-    """
-    cards = [share for share in shares if share.device != HOST]
-    if not cards:
-        return HOST if shares else "disk"
-    numbers = [share.device.partition(":")[2] or share.device for share in cards]
-    if len(cards) == 1:
-        return f"GPU: {numbers[0]}"
-    equal = len({share.bytes for share in cards}) == 1
-    return f"GPUs: {','.join(numbers)}" + (f" (TP:{len(cards)})" if equal else "")
+def place(lease: Lease) -> str:
+    """Where a lease is: its cards, such as `GPU: 0`, else `host`."""
+    return cards_label(lease.shares or lease.target, lease.backend) or lease.where
 
 
 def state(lease: Lease, now: float) -> Cell:
-    """What a lease is doing."""
-    if lease.phase is Phase.ARRIVING:
-        return Cell("arriving")
-    if lease.phase is Phase.LEAVING:
-        return Cell("stepping aside")
-    if lease.pins:
-        since = now - lease.pinned_since if lease.pinned_since else 0.0
-        return Cell(f"in use, {lasting(since)}" if since >= 5 else "in use", since, kind="strong")
-    if not lease.last_used:
-        return Cell("never used", kind="soft")
-    return Cell("warm in RAM" if lease.on_host else "idle")
+    """What a lease is doing. The column Idle has the duration of idleness."""
+    doing = lease_state(lease, now)
+    if doing.activity == "in use":
+        return Cell(doing.text(lasting, least_seconds=5.0), doing.seconds, kind="strong")
+    return Cell(doing.word, kind="soft" if doing.activity == "never used" else "")
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
@@ -500,17 +487,15 @@ def _stepped(seconds: float) -> float:
 
 def notebook(owner: Owner, snapshot: Snapshot) -> Cell:
     """The notebook by its name, its whole path on hover; for others, that it is none."""
-    mine = "this process" if owner.id == snapshot.owner.id else ""
+    mine = THIS_PROCESS if owner.id == snapshot.owner.id else ""
     if not owner.notebook:
         return Cell(mine or "no notebook", kind="soft")
     return Cell(clean(owner.notebook.rsplit("/", 1)[-1]), None, clean(owner.notebook))
 
 
 def owner_cell(owner: Owner, snapshot: Snapshot) -> Cell:
-    user = f", {owner.user}" if owner.user and owner.user != snapshot.owner.user else ""
-    said = "this process" if owner.id == snapshot.owner.id else f"{owner.label}{user}"
     return Cell(
-        clean(said),
+        clean(holder_label(owner, snapshot.owner)),
         None,
         clean(f"{owner.notebook or 'no notebook'}, pid {owner.pid}, {owner.user}"),
     )
@@ -520,8 +505,7 @@ def _holder(owner_id: str, snapshot: Snapshot) -> Cell:
     section = snapshot.sections.get(owner_id)
     if section is not None:
         return owner_cell(section.owner, snapshot)
-    pid = owner_id.partition(".")[0]
-    return Cell("this process" if owner_id == snapshot.owner.id else f"pid {pid}")
+    return Cell(clean(holder(snapshot, owner_id)))
 
 
 def _named(lease: Lease, hint: str, looks: Mapping[str, palette.Look]) -> Cell:

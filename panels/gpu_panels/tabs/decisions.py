@@ -11,7 +11,7 @@ from typing import Any
 import panel as pn
 import panel_material_ui as pmui
 
-from gpu_runtime.facts import Event, Snapshot
+from gpu_runtime.facts import Event, Snapshot, ended_label
 from gpu_runtime.rendering.views import clean
 from gpu_runtime.units import show_bytes
 
@@ -80,7 +80,7 @@ def who(event: Event, snapshot: Snapshot) -> Cell:
     """The process that it was done for or by, and the person who asked, where that is somebody else."""
     section = snapshot.sections.get(event.owner)
     pid = event.owner.partition(".")[0]
-    said = holder(section) if section else f"pid {pid}, ended" if pid else "–"
+    said = holder(section) if section else ended_label(event.owner) if pid else "–"
     asked = f", asked by {clean(event.by)}" if event.by and ":" not in event.by else ""
     return Cell(said + asked, hint=said + asked, kind="short" if section else "short soft")
 

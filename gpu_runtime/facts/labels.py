@@ -1,0 +1,96 @@
+"""Labels for people: the state of a lease, its holder, and its cards.
+
+Faces and errors use these functions, so a lease has the same label everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..units import show_seconds
+from .base import HOST
+from .devices import Shares
+from .leases import Lease, Owner, Phase
+
+THIS_PROCESS = "this process"
+# Backends whose engine computes every layer on all its cards at once. The others put whole layers or
+# components on each card; that is a split too, and not tensor parallel, even if the shares are equal.
+TENSOR_PARALLEL = frozenset({"vllm"})
+
+
+class LeaseState(NamedTuple):
+    """What a lease is doing."""
+
+    activity: str  # "arriving", "leaving", "in use", "idle" or "never used"
+    seconds: float = 0.0  # how long it has been in use, or idle; 0: not known
+    warm: bool = False  # it is in host memory, and not in use
+
+    @property
+    def word(self) -> str:
+        """The state without a duration: the activity, or `warm`."""
+        return "warm" if self.warm else self.activity
+
+    def text(
+        self, duration: Callable[[float], str] = show_seconds, least_seconds: float = 1.0
+    ) -> str:
+        """The state with its duration, such as `in use for 40 s` or `warm, idle 3 min`.
+
+        `duration` writes the seconds. A use shorter than `least_seconds` is written without them.
+
+        >>> LeaseState("idle", 180.0, warm=True).text()
+        'warm, idle 3 min'
+        """
+        text = self.activity
+        if self.activity == "in use" and self.seconds >= least_seconds:
+            text = f"in use for {duration(self.seconds)}"
+        elif self.activity == "idle":
+            text = f"idle {duration(self.seconds)}"
+        return f"warm, {text}" if self.warm else text
+
+
+def lease_state(lease: Lease, now: float) -> LeaseState:
+    """The state of `lease` at the time `now`."""
+    if lease.phase is not Phase.SETTLED:
+        return LeaseState(lease.phase.value)
+    if lease.pins:
+        return LeaseState("in use", now - lease.pinned_since if lease.pinned_since else 0.0)
+    if not lease.last_used:
+        return LeaseState("never used", warm=lease.on_host)
+    return LeaseState("idle", lease.idle_seconds(now), warm=lease.on_host)
+
+
+def holder_label(owner: Owner, viewer: Owner | None = None) -> str:
+    """The process that holds a lease: `this process`, or `train.ipynb (pid 4121), ann`.
+
+    The user is left out if it is that of `viewer`, the process in which a person reads the label. Without
+    a `viewer` the label is the same for every reader.
+    """
+    if viewer is not None and owner.id == viewer.id:
+        return THIS_PROCESS
+    if not owner.user or (viewer is not None and owner.user == viewer.user):
+        return owner.label
+    return f"{owner.label}, {owner.user}"
+
+
+def ended_label(owner_id: str) -> str:
+    """A process that is in the book no more, by the pid in its `owner_id`: `pid 4121, ended`."""
+    return f"pid {owner_id.partition('.')[0]}, ended"
+
+
+def cards_label(shares: Shares, backend: str = "") -> str:
+    """The cards of `shares`: `GPU: 0` or `GPUs: 0,1 (TP:2)`; empty if no share is on a card.
+
+    The degree of tensor parallelism (TP) is shown only if the engine of `backend` computes that way.
+
+    >>> from gpu_runtime.facts import Share
+    >>> two = (Share("cuda:0", 1), Share("cuda:1", 1))
+    >>> cards_label(two[:1]), cards_label(two), cards_label(two, "vllm")
+    ('GPU: 0', 'GPUs: 0,1', 'GPUs: 0,1 (TP:2)')
+    """
+    cards = [share.device for share in shares if share.device != HOST]
+    numbers = [device.partition(":")[2] or device for device in cards]
+    if len(numbers) < 2:
+        return f"GPU: {numbers[0]}" if numbers else ""
+    parallel = f" (TP:{len(numbers)})" if backend in TENSOR_PARALLEL else ""
+    return f"GPUs: {','.join(numbers)}{parallel}"

@@ -1,0 +1,107 @@
+"""The same lease has the same label in every face: its state, its holder, its cards."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from gpu_panels.data import bars, rows
+from msgspec.structs import replace
+
+from gpu_runtime.backends.engines.registry import RECIPES, recipe
+from gpu_runtime.facts import (
+    HOST,
+    TENSOR_PARALLEL,
+    Book,
+    Device,
+    Footprint,
+    Lease,
+    Phase,
+    PlacementRules,
+    Request,
+    Section,
+    Share,
+    World,
+    cards_label,
+)
+from gpu_runtime.rendering import html, text, views
+from gpu_runtime.scheduler.plan import plan
+from tests.core.test_layers import ROOT, sources
+
+from .samples import BOB, ME, busy
+
+NOW = busy.now
+LEASES = {
+    "arriving": {"phase": Phase.ARRIVING, "shares": (), "target": (Share("sim:0", 8),)},
+    "leaving": {"phase": Phase.LEAVING},
+    "in use for 70 s": {"pins": 1, "pinned_since": NOW - 70.0},
+    "idle 3 min": {"last_used": NOW - 200.0},
+    "never used": {},
+    "warm, idle 3 min": {"shares": (Share(HOST, 8),), "last_used": NOW - 200.0},
+}
+
+
+def world_of(lease):
+    """The sample snapshot with this lease as its only one."""
+    section = replace(busy.sections[lease.owner], leases=(lease,))
+    others = {id: replace(one, leases=()) for id, one in busy.sections.items()}
+    return replace(busy, sections={**others, lease.owner: section}), section
+
+
+@pytest.mark.parametrize("state", LEASES)
+def test_the_state_of_a_lease_is_the_same_in_every_face(state):
+    """In `%gpu` and its HTML, and on the console's bars and in its tables, which round durations."""
+    lease = Lease(BOB.id, "qwen", **{"shares": (Share("sim:0", 8),), **LEASES[state]})
+    world, section = world_of(lease)
+    assert next(row.state for row in views.holdings(world) if row.name == "qwen") == state
+    assert state in text.status(world) and state in html.status(world)
+    assert state in bars.told(world, section, lease, lease.bytes, lease.phase.value)
+    cell = rows.state(lease, NOW).text
+    assert cell == state or cell == state.partition(",")[0] or cell == state.partition(" ")[0]
+
+
+@pytest.mark.parametrize("owner", [ME, BOB], ids=["mine", "another's"])
+def test_the_holder_of_a_lease_is_the_same_in_every_face(owner):
+    """The process that looks is `this process`; another user's has the user's name."""
+    lease = Lease(owner.id, "qwen", shares=(Share("sim:0", 8),))
+    world, _ = world_of(lease)
+    label = views.holder(world, owner.id)
+    assert next(row.holder for row in views.holdings(world) if row.name == "qwen") == label
+    assert rows.owner_cell(owner, world).text == label
+    assert label == ("this process" if owner is ME else "analysis.ipynb (pid 4121), bob")
+
+
+@pytest.mark.parametrize(
+    ("backend", "label"), [("vllm", "GPUs: 0,1 (TP:2)"), ("torch", "GPUs: 0,1")]
+)
+def test_the_cards_of_a_plan_are_those_of_the_lease_that_follows(backend, label):
+    """Equal shares of a model that is cut between its layers are not tensor parallel."""
+    cards = (Device("sim:0", 8, simulated=True), Device("sim:1", 8, simulated=True, index=1))
+    limits = {"sim:0": 8, "sim:1": 8}
+    world = World(NOW, 0.0, cards, limits)
+    book = Book(devices=cards, limits=limits).with_section(Section(ME))
+    wanted = Lease(ME.id, "qwen", backend=backend)
+    rules = PlacementRules(layout="balanced", least_cards=2)
+    planned = plan(book, Request("k", wanted, Footprint.of(8), 1.0, rules), world, lambda *_: 0.0)
+    assert planned.cards == label
+    assert rows.place(replace(wanted, shares=planned.shares)) == label
+
+
+def test_an_engine_is_tensor_parallel_if_its_command_line_says_so():
+    """`TENSOR_PARALLEL` is written by hand; this compares it with the engines' own recipes."""
+    parallel = {name for name in RECIPES if "--tensor-parallel-size" in source_of(recipe(name))}
+    assert parallel == TENSOR_PARALLEL
+    assert cards_label((Share("cuda:0", 1), Share("cuda:1", 1)), "fake") == "GPUs: 0,1"
+
+
+def source_of(module):
+    return Path(module.__file__).read_text()
+
+
+@pytest.mark.parametrize("words", ["(TP:", '"this process"', 'f"warm, '])
+def test_the_words_are_written_in_one_file(words):
+    """A second copy is how they came to differ."""
+    code = {path: re.sub(r'"""(?s:.*?)"""|#.*', "", path.read_text()) for path in sources()}
+    found = [str(path.relative_to(ROOT)) for path, lines in code.items() if words in lines]
+    assert found == ["gpu_runtime/facts/labels.py"]
