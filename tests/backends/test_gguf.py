@@ -146,7 +146,7 @@ def test_the_parts_of_a_split_model_are_one(tmp_path):
     parts[1].unlink()
     with pytest.raises(
         LoadFailed,
-        match=r"m-00002-of-00002.gguf cannot be loaded: m-00001-of-00002.gguf is a part of it",
+        match=r"m-00002-of-00002.gguf cannot be loaded: m-00001-of-00002.gguf is a part of the same model",
     ):
         ours.read(parts[0], "m")
 
@@ -202,7 +202,7 @@ def test_a_file_cut_off_anywhere_is_one_clear_error(tmp_path):
     for end in range(len(whole) - 1, 0, -7):
         refused(tmp_path / "m.gguf", whole[:end])
     assert "ends in the middle of its header" in refused(tmp_path / "m.gguf", whole[:40])
-    assert "it is truncated: blk.1.weight would end 96 bytes behind its end" in refused(
+    assert "it is truncated: blk.1.weight would end 96 bytes past the end of the file" in refused(
         tmp_path / "m.gguf", whole[:-96]
     )
 
@@ -227,7 +227,7 @@ BIG = struct.pack("<Q", 2**63)
             + KEY
             + struct.pack("<IIQ", 9, 8, 2**60)
             + bytes(60),
-            "promises an array",
+            "declares an array",
         ),
         (
             HEAD + bytes(8) + struct.pack("<Q", 1) + KEY + struct.pack("<IIQ", 9, 8, 40) + BIG * 9,
@@ -247,7 +247,7 @@ BIG = struct.pack("<Q", 2**63)
         ),
         (
             HEAD + struct.pack("<QQ", 1, 0) + KEY + struct.pack("<IQIQ", 1, 33, 2, 0) + bytes(90),
-            "no whole blocks of Q4_0",
+            "not whole blocks of Q4_0",
         ),
         (
             HEAD

@@ -325,10 +325,10 @@ DAMAGES = {
         header(lambda h: first(h).update(dtype="F32", shape=[1], data_offsets=[4, 8])),
         "a gap or an overlap",
     ),
-    "negative": (header(lambda h: first(h).update(data_offsets=[-8, 8])), "not one of safetensors"),
-    "shape": (header(lambda h: first(h).update(shape=[10**9])), "not one of safetensors"),
-    "fields": (header(lambda h: first(h).pop("dtype")), "not one of safetensors"),
-    "number": (header(lambda h: h.update(extra=7)), "not one of safetensors"),
+    "negative": (header(lambda h: first(h).update(data_offsets=[-8, 8])), "not a safetensors header"),
+    "shape": (header(lambda h: first(h).update(shape=[10**9])), "not a safetensors header"),
+    "fields": (header(lambda h: first(h).pop("dtype")), "not a safetensors header"),
+    "number": (header(lambda h: h.update(extra=7)), "not a safetensors header"),
 }
 
 
@@ -349,7 +349,7 @@ def test_a_missing_or_escaping_shard_is_named(backend, tmp_path):
     shard = sorted(directory.glob("model-*.safetensors"))[1]
     shard.rename(tmp_path / "away")
     with pytest.raises(
-        LoadFailed, match=f"{shard.name} cannot be loaded: the index names it, and it is not there"
+        LoadFailed, match=f"{shard.name} cannot be loaded: the index lists it, but the file is missing"
     ):
         footprint(backend, spec(directory))
     index.write_text(index.read_text().replace(shard.name, "../away"))
@@ -382,7 +382,7 @@ def test_a_directory_that_is_no_model_says_what_was_looked_for(backend, tmp_path
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(NotAModel, match="looked for model.safetensors or .*found config.json"):
         footprint(backend, spec(tmp_path))
-    with pytest.raises(NotAModel, match="no model"):
+    with pytest.raises(NotAModel, match="is not a model"):
         footprint(backend, spec("/no/such/place"))
 
 

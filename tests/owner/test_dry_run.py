@@ -110,7 +110,7 @@ def test_a_path_that_is_not_there_tells_both_readings(rt, tmp_path):
         rt.plan("models/writter")
     assert str(error.value) == (
         f"models/writter is neither a directory (there is no {tmp_path}/models/writter) nor a hub id that was "
-        f"downloaded. Mend the path, or download it first:  hf download models/writter."
+        f"downloaded. Correct the path, or download it first:  hf download models/writter."
     )
     for path in ("./models/writer", "a/b/c", "m.gguf", "/no/such/place"):
         with pytest.raises(NotAModel, match=f"there is no {os.path.abspath(path)}"):

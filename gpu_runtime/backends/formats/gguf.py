@@ -1,11 +1,11 @@
-"""GGUF files on disk: what their header and tensor table promise.
+"""GGUF files on disk: what the header and the tensor table declare.
 
-Only those are read, never a weight, and tokens are stepped over: a vocabulary of 400,000 strings takes a hundredth of
-a second. Every promise is checked against the file's size, so that a truncated or hostile file costs one clear error
-and no memory.
+Only these are read, never a weight. Token strings are skipped: a vocabulary of 400,000 strings takes a
+hundredth of a second. Every declared size is checked against the file's size, so that a truncated or
+hostile file costs one clear error and no memory.
 
-Format: `GGUF`, a version, the number of tensors and of metadata pairs; the pairs; a row for each tensor (name,
-dimensions, type, offset); padding; the data. All little-endian. Source: ggml, docs/gguf.md.
+Format: `GGUF`, a version, the number of tensors and of metadata pairs; the pairs; a row for each tensor
+(name, dimensions, type, offset); padding; the data. All little-endian. Source: ggml, docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ...errors import LoadFailed
 from ...units import MIB
 
-BLOCKS = {  # type -> its name, weights in a block, bytes of a block. Source: ggml, ggml-common.h
+BLOCKS = {  # type -> name, weights per block, bytes per block. Source: ggml, ggml-common.h
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
     2: ("Q4_0", 32, 18),
@@ -56,7 +56,7 @@ BLOCKS = {  # type -> its name, weights in a block, bytes of a block. Source: gg
 }
 _LONGEST_HEADER = 256 * MIB
 _CHUNK = 4 * MIB
-_SCALARS = {
+_SCALARS = {  # metadata type -> format of struct
     0: "<B",
     1: "<b",
     2: "<H",
@@ -70,88 +70,100 @@ _SCALARS = {
     12: "<d",
 }
 _STRING, _ARRAY = 8, 9
-_LONGEST_LIST = (
-    10_000  # of an array that is kept: a number for each layer; longer ones are stepped over
-)
+_LONGEST_LIST = 10_000  # numbers in an array that is kept (one per layer); longer ones are skipped
 _MOST_DIMENSIONS = 8
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
-class Header(NamedTuple):
-    """What a file, or all files of a split one, promise."""
+class GgufHeader(NamedTuple):
+    """What the header of a file declares, or the headers of all parts of a split model."""
 
-    metadata: dict[str, Any]  # scalars, and arrays of numbers with one for each layer
-    weight_bytes: (
-        int | None
-    )  # None: the file is of a version, or has types, that came after this reader
+    metadata: dict[str, Any]  # scalars, and arrays of numbers with one number per layer
+    weight_bytes: int | None  # None: this reader does not know the file's version or a type in it
     file_bytes: int
 
 
-class _Unknown(Exception):
-    """What follows cannot be read: it came after this reader."""
+class StringCount(int):
+    """The number of strings in an array whose strings were skipped."""
+
+
+class _TensorRow(NamedTuple):
+    """One row of the tensor table."""
+
+    name: str
+    type: int
+    weights: int
+    offset: int
+
+
+class _Unreadable(Exception):
+    """The rest of the header is of a newer format than this reader knows."""
 
 
 def files(path: Path, name: str) -> list[Path]:
-    """The files of the model that this one belongs to: itself, or all parts of `…-00001-of-00003.gguf`.
+    """The files of the model that the file `path` belongs to: itself, or all parts of a split model.
 
-    Raises LoadFailed naming a part that is not there.
+    Parts are named like `m-00001-of-00003.gguf`. Raises LoadFailed for the model `name` if a part is
+    missing.
     """
     split = _SPLIT.fullmatch(path.name)
     if split is None:
         return [path]
-    parts = [
-        path.with_name(f"{split[1]}-{n:05}-of-{split[3]}.gguf") for n in range(1, int(split[3]) + 1)
-    ]
+    stem, count = split[1], split[3]
+    parts = [path.with_name(f"{stem}-{n:05}-of-{count}.gguf") for n in range(1, int(count) + 1)]
     for part in parts:
         if not part.is_file():
-            raise _damaged(name, part, f"{path.name} is a part of it, and it is not there")
+            raise _damaged(
+                name, part, f"{path.name} is a part of the same model, but this file is missing"
+            )
     return parts
 
 
 def part_of(path: Path) -> int:
-    """Which part of a split model the file is; 0: it is not split."""
+    """The number, from 1, of the file `path` within a split model; 0 if the model is not split."""
     split = _SPLIT.fullmatch(path.name)
     return int(split[2]) if split else 0
 
 
-def read(path: Path, name: str) -> Header:
-    """The header of a model in GGUF, all its parts together.
+def read(path: Path, name: str) -> GgufHeader:
+    """The header of the model in the file `path`, all its parts together.
 
-    Raises LoadFailed, naming the file and what is wrong with it.
+    Raises LoadFailed for the model `name`, with the file and what is wrong with it.
     """
-    whole = Header({}, 0, 0)
+    whole = GgufHeader({}, 0, 0)
     for part in files(path, name):
-        header = _read_one(part, name)
-        known = whole.weight_bytes is not None and header.weight_bytes is not None
-        weights = whole.weight_bytes + header.weight_bytes if known else None
-        whole = Header(
-            {**header.metadata, **whole.metadata}, weights, whole.file_bytes + header.file_bytes
-        )
+        header = _read_file(part, name)
+        weight_bytes = None
+        if whole.weight_bytes is not None and header.weight_bytes is not None:
+            weight_bytes = whole.weight_bytes + header.weight_bytes
+        metadata = {**header.metadata, **whole.metadata}
+        whole = GgufHeader(metadata, weight_bytes, whole.file_bytes + header.file_bytes)
     return whole
 
 
-def _read_one(path: Path, name: str) -> Header:
+def _read_file(path: Path, name: str) -> GgufHeader:
     try:
         size = path.stat().st_size
         with path.open("rb", buffering=0) as file:
-            return _parsed(_Bytes(file, size), size)
+            return _parse(_Reader(file, size), size)
     except OSError as error:
         raise _damaged(name, path, error.strerror or str(error)) from error
     except (ValueError, struct.error, UnicodeDecodeError) as error:
-        raise _damaged(name, path, str(error) or "its header is not one of GGUF") from error
+        raise _damaged(name, path, str(error) or "its header is not a GGUF header") from error
 
 
-def _parsed(data: _Bytes, size: int) -> Header:
+def _parse(data: _Reader, size: int) -> GgufHeader:
+    """The header at the start of `data`, a file of `size` bytes. Raises ValueError for a bad one."""
     if data.take(4) != b"GGUF":
         raise ValueError("it does not begin as a GGUF file")
     version = data.number("<I")
     if version >= 1 << 16:
-        raise ValueError("it is big-endian, and this machine is not")
+        raise ValueError("it is big-endian, but this machine is little-endian")
     if version not in (2, 3):
-        return Header({}, None, size)
-    count, pairs = data.number("<Q"), data.number("<Q")
-    if count > size or pairs > size:  # each takes more than a byte
-        raise ValueError(f"it promises {max(count, pairs):,} entries in {size:,} bytes")
+        return GgufHeader({}, None, size)
+    tensors, pairs = data.number("<Q"), data.number("<Q")
+    if tensors > size or pairs > size:  # each takes more than one byte
+        raise ValueError(f"it declares {max(tensors, pairs):,} entries in {size:,} bytes")
     metadata: dict[str, Any] = {}
     try:
         for _ in range(pairs):
@@ -159,83 +171,71 @@ def _parsed(data: _Bytes, size: int) -> Header:
             value = data.value(data.number("<I"))
             if value is not None:
                 metadata[key] = value
-    except _Unknown:
-        return Header(metadata, None, size)
-    rows = [_row(data) for _ in range(count)]
-    align = metadata.get("general.alignment", 32)
-    if type(align) is not int or not 0 < align <= MIB:
-        raise ValueError(f"its alignment is {align}")
-    start = -(-data.position // align) * align
-    return Header(metadata, _weight_bytes(rows, size - start), size)
+    except _Unreadable:
+        return GgufHeader(metadata, None, size)
+    rows = [_tensor_row(data) for _ in range(tensors)]
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 0 < alignment <= MIB:
+        raise ValueError(f"its alignment is {alignment}")
+    start = -(-data.position // alignment) * alignment
+    return GgufHeader(metadata, _weight_bytes(rows, size - start), size)
 
 
-class Strings(int):
-    """How many strings an array has; they themselves were stepped over."""
-
-
-class _Row(NamedTuple):
-    name: str
-    kind: int
-    weights: int
-    offset: int
-
-
-def _row(data: _Bytes) -> _Row:
+def _tensor_row(data: _Reader) -> _TensorRow:
     name, dimensions = data.string(), data.number("<I")
     if dimensions > _MOST_DIMENSIONS:
         raise ValueError(f"{name} has {dimensions} dimensions")
     weights = 1
     for _ in range(dimensions):
         weights *= data.number("<Q")
-    return _Row(name, data.number("<I"), weights, data.number("<Q"))
+    return _TensorRow(name, data.number("<I"), weights, data.number("<Q"))
 
 
-def _weight_bytes(rows: list[_Row], room: int) -> int | None:
-    """Bytes of the tensors, by the blocks of their types; None where a type is not known here.
+def _weight_bytes(rows: list[_TensorRow], data_bytes: int) -> int | None:
+    """Bytes of the tensors, from the blocks of their types; None if a type is unknown here.
 
-    Raises ValueError where they do not fit into the file.
+    Raises ValueError if they do not fit into the `data_bytes` of the file.
     """
     total = 0
     for row in rows:
-        if row.kind not in BLOCKS:
+        if row.type not in BLOCKS:
             return None
-        kind, weights, size = BLOCKS[row.kind]
-        if row.weights % weights:
+        type_name, block_weights, block_bytes = BLOCKS[row.type]
+        if row.weights % block_weights:
             raise ValueError(
-                f"{row.name} has {row.weights:,} weights, which are no whole blocks of {kind}"
+                f"{row.name} has {row.weights:,} weights, which are not whole blocks of {type_name}"
             )
-        taken = row.weights // weights * size
-        if row.offset + taken > room:
-            beyond = row.offset + taken - room
+        size = row.weights // block_weights * block_bytes
+        if row.offset + size > data_bytes:
+            beyond = row.offset + size - data_bytes
             raise ValueError(
-                f"it is truncated: {row.name} would end {beyond:,} bytes behind its end"
+                f"it is truncated: {row.name} would end {beyond:,} bytes past the end of the file"
             )
-        total += taken
-    if total > room or len({row.name for row in rows}) < len(rows):
+        total += size
+    if total > data_bytes or len({row.name for row in rows}) < len(rows):
         raise ValueError("its tensors overlap")
     return total
 
 
-class _Bytes:
-    """A file's beginning, read as far as it is needed."""
+class _Reader:
+    """The beginning of a file, read only as far as needed."""
 
     def __init__(self, file: Any, size: int) -> None:
         self._file, self._most = file, min(size, _LONGEST_HEADER)
         self._data, self.position = b"", 0
 
     def _need(self, count: int) -> None:
+        """Reads on until `count` bytes follow the position. Raises ValueError past the limit."""
         end = self.position + count
-        if end <= len(self._data):
+        have = len(self._data)
+        if end <= have:
             return
         if end > self._most:
-            raise ValueError(
-                "it ends in the middle of its header"
-                if self._most < _LONGEST_HEADER
-                else f"its header is longer than {_LONGEST_HEADER // MIB} MiB"
-            )
-        more = max(end - len(self._data), _CHUNK, len(self._data))
-        more = min(more, self._most - len(self._data))
-        self._data += self._file.read(more)
+            if self._most < _LONGEST_HEADER:
+                raise ValueError("it ends in the middle of its header")
+            raise ValueError(f"its header is longer than {_LONGEST_HEADER // MIB} MiB")
+        wanted = max(end - have, _CHUNK, have)
+        self._data += self._file.read(min(wanted, self._most - have))
         if end > len(self._data):
             raise ValueError("it ends in the middle of its header")
 
@@ -251,42 +251,44 @@ class _Bytes:
         return self.take(self.number("<Q")).decode()
 
     def value(self, kind: int) -> Any:
-        """A scalar, a string, a short array of numbers, how many strings an array has; None for a longer one."""
+        """A metadata value of type `kind`: a scalar, a string, or an array.
+
+        A short array of numbers is a list, an array of strings a StringCount, a longer one None.
+        """
         if kind == _STRING:
             return self.string()
-        if kind != _ARRAY:
-            if kind not in _SCALARS:
-                raise _Unknown
-            return self.number(_SCALARS[kind])
-        inner, count = self.number("<I"), self.number("<Q")
-        if count > self._most:
-            raise ValueError(f"it promises an array of {count:,}")
-        if inner == _STRING:
-            self._step_over(count)
-            return Strings(count)
-        if inner not in _SCALARS:
-            raise _Unknown
-        raw = self.take(count * struct.calcsize(_SCALARS[inner]))
-        return (
-            list(struct.unpack(f"<{count}{_SCALARS[inner][1]}", raw))
-            if count <= _LONGEST_LIST
-            else None
-        )
+        if kind == _ARRAY:
+            return self._array()
+        if kind not in _SCALARS:
+            raise _Unreadable
+        return self.number(_SCALARS[kind])
 
-    def _step_over(self, count: int) -> None:
-        """Passes that many strings. The loop runs half a million times, hence no call in it but the one."""
+    def _array(self) -> list[Any] | StringCount | None:
+        kind, count = self.number("<I"), self.number("<Q")
+        if count > self._most:
+            raise ValueError(f"it declares an array of {count:,}")
+        if kind == _STRING:
+            self._skip_strings(count)
+            return StringCount(count)
+        if kind not in _SCALARS:
+            raise _Unreadable
+        form = _SCALARS[kind]
+        raw = self.take(count * struct.calcsize(form))
+        if count > _LONGEST_LIST:
+            return None
+        return list(struct.unpack(f"<{count}{form[1]}", raw))
+
+    def _skip_strings(self, count: int) -> None:
+        """Skips `count` strings. The loop runs half a million times, so it makes only one call."""
         unpack, left = struct.Struct("<Q").unpack_from, count
         while left:
             data, at = self._data, self.position
             try:
-                for left in range(left, 0, -1):  # noqa: B007, B020 - what is left when the data ends
+                for left in range(left, 0, -1):  # noqa: B007, B020 - `left` remains when data ends
                     at += 8 + unpack(data, at)[0]
                 left = 0
-            except (
-                struct.error,
-                OverflowError,
-            ):  # the data ends within a string: more is read, from where it begins
-                pass
+            except (struct.error, OverflowError):
+                pass  # the data ends within a string: read more, then go on from that string
             self.position = at
             self._need(8 if left else 0)
 
@@ -297,9 +299,9 @@ def _damaged(name: str, path: Path, why: str) -> LoadFailed:
     )
 
 
-# -- as a config ----------------------------------------------------------------------------------------------------
+# -- the metadata as a config -----------------------------------------------------------------------
 
-_KEYS = {  # Hugging Face's name -> GGUF's, behind the architecture
+_KEYS = {  # Hugging Face's name -> GGUF's name after the architecture
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -318,28 +320,29 @@ _KEYS = {  # Hugging Face's name -> GGUF's, behind the architecture
     "moe_intermediate_size": "expert_feed_forward_length",
     "first_k_dense_replace": "leading_dense_block_count",
 }
-BATCH_TOKENS = 512  # that llama.cpp computes at once, unless it is told otherwise (n_ubatch)
-_WRITERS_NOT = ("bert", "t5encoder", "clip")
+BATCH_TOKENS = 512  # computed at once by llama.cpp unless n_ubatch is set
+_ENCODERS = ("bert", "t5encoder", "clip")
 
 
 def config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The header's description of the model by Hugging Face's names, as far as a footprint goes by it."""
-    kind = str(metadata.get("general.architecture", ""))
-    found = {
-        ours: metadata[key]
-        for ours, theirs in _KEYS.items()
-        if (key := f"{kind}.{theirs}") in metadata
-    }
-    words = metadata.get("tokenizer.ggml.tokens")
-    if isinstance(words, Strings) and "vocab_size" not in found:
-        found["vocab_size"] = int(words)
+    """The model's shape under Hugging Face's names, as far as a footprint needs it.
+
+    `metadata` is that of a `GgufHeader`.
+    """
+    architecture = str(metadata.get("general.architecture", ""))
+    found: dict[str, Any] = {}
+    for our_name, gguf_name in _KEYS.items():
+        key = f"{architecture}.{gguf_name}"
+        if key in metadata:
+            found[our_name] = metadata[key]
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, StringCount) and "vocab_size" not in found:
+        found["vocab_size"] = int(tokens)
     if "kv_lora_rank" not in found:
-        found.pop(
-            "qk_rope_head_dim", None
-        )  # then it says how much of a head is rotated, which is another thing
-    found["model_type"] = kind.replace("-", "_")
+        # Without latent attention the field means something else: the rotated part of a head.
+        found.pop("qk_rope_head_dim", None)
+    found["model_type"] = architecture.replace("-", "_")
     found["batch_tokens"] = BATCH_TOKENS
-    found["architectures"] = (
-        ["Encoder"] if any(word in kind for word in _WRITERS_NOT) else ["GGUFForCausalLM"]
-    )
+    is_encoder = any(word in architecture for word in _ENCODERS)
+    found["architectures"] = ["Encoder"] if is_encoder else ["GGUFForCausalLM"]
     return found

@@ -1,14 +1,17 @@
-"""Safetensors checkpoints on disk: which files there are, and what their headers promise.
+"""Safetensors checkpoints on disk: which files there are, and what their headers declare.
 
-Only the length and the JSON header of each file are read, never a weight; and every promise is checked against the
-file's size, since a truncated file that is mapped into memory would end the process instead of the load.
+Only the length and the JSON header of each file are read, never a weight. Every declared size is checked
+against the file's size: a truncated file that is mapped into memory would end the process, not just the
+load.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,14 +42,16 @@ ITEM_BITS = {
     "F6_E2M3": 6,
     "F6_E3M2": 6,
 }
-FLOATING = {"F16", "BF16", "F32", "F64"}  # what a dtype override converts
+FLOATING = {"F16", "BF16", "F32", "F64"}  # a dtype override converts these
 _LAYER = re.compile(r"([\w.]*?)\.(\d+)\.")
-_IN_FRONT = re.compile(r"embed|wte|wpe|patch|rotary|shared", re.IGNORECASE)
-_LONGEST_HEADER = 100 * MIB  # as the format itself limits it
+_BEFORE_LAYERS = re.compile(r"embed|wte|wpe|patch|rotary|shared", re.IGNORECASE)
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_LONGEST_HEADER = 100 * MIB  # the format's own limit
 
 
-class Entry(NamedTuple):
-    """A tensor as a header promises it."""
+class TensorEntry(NamedTuple):
+    """A tensor as a header declares it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,14 +59,12 @@ class Entry(NamedTuple):
 
     @property
     def items(self) -> int:
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        """The number of its elements."""
+        return math.prod(self.shape)
 
 
 class Stamp(NamedTuple):
-    """What tells a file from one that was changed or replaced since."""
+    """Identifies a version of a file: it differs once the file is changed or replaced."""
 
     path: str
     size: int
@@ -70,108 +73,124 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Stamp:
+        """The stamp of the file `path` as it is now. Raises OSError."""
         stat = path.stat()
         return cls(str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
 class Checkpoint(NamedTuple):
-    """A Hugging Face model directory, as far as its headers tell."""
+    """A Hugging Face model directory: its config and what its safetensors headers declare."""
 
     directory: Path
     config: dict[str, Any]
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
     stamps: tuple[Stamp, ...]
 
     def weight_bytes(self, item_bytes: int | None = None) -> int:
-        """Bytes of the weights once loaded, floating ones as `item_bytes` where given. Tied weights count once."""
-        return sum(
-            entry.items * item_bytes if item_bytes and entry.dtype in FLOATING else entry.bytes
-            for name, entry in self.tensors.items()
-            if not self._tied(name, entry)
-        )
+        """Bytes of the weights once loaded; tied weights count once.
 
-    def _tied(self, name: str, entry: Entry) -> bool:
-        if not (name.endswith("lm_head.weight") and self.config.get("tie_word_embeddings", False)):
+        With `item_bytes`, floating-point weights count that many bytes per element.
+        """
+        total = 0
+        for name, entry in self.tensors.items():
+            if self._is_tied(name, entry):
+                continue
+            converted = item_bytes and entry.dtype in FLOATING
+            total += entry.items * item_bytes if converted else entry.bytes
+        return total
+
+    def _is_tied(self, name: str, entry: TensorEntry) -> bool:
+        """Whether this is an output head that shares the storage of the input embeddings."""
+        if not name.endswith("lm_head.weight"):
+            return False
+        if not self.config.get("tie_word_embeddings", False):
             return False
         return any(
-            other.endswith(
-                ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
-            )
-            and there.shape == entry.shape
-            for other, there in self.tensors.items()
+            other.endswith(_EMBEDDINGS) and embedding.shape == entry.shape
+            for other, embedding in self.tensors.items()
         )
 
     def pieces(self) -> tuple[int, ...]:
-        """Bytes of what lies before the layers, of each layer, and of what lies behind them; nothing where no single
-        list of layers holds most of the model, since names do not tell the order of several.
+        """Bytes before the layers, of each layer, and after the layers, without zeros.
 
-        By the tensors' names alone: `model.layers.7.mlp.up_proj.weight` is of the list `model.layers`, in place 7.
+        Empty if no single list of layers holds most of the model: names do not show the order of
+        several lists. Only names are used: `model.layers.7.mlp.up_proj.weight` belongs to the list
+        `model.layers` at place 7.
         """
-        layers: dict[str, dict[int, int]] = {}
-        for name, entry in self.tensors.items():
-            if found := _LAYER.match(name):
-                places = layers.setdefault(found[1], {})
-                places[int(found[2])] = places.get(int(found[2]), 0) + entry.bytes
         total = self.weight_bytes()
-        trunk = max(layers, key=lambda prefix: sum(layers[prefix].values()), default="")
-        inside = layers.get(trunk, {})
-        if (
-            sum(inside.values()) * 2 < total
-            or len(layers) > 1
-            and any(
-                sum(places.values()) * 20 > total
-                for prefix, places in layers.items()
-                if prefix != trunk
-            )
-        ):
+        lists = self._layer_lists()
+        sizes = {prefix: sum(layers.values()) for prefix, layers in lists.items()}
+        trunk = max(sizes, key=sizes.__getitem__, default="")
+        if not _is_single_trunk(sizes, trunk, total):
             return ()
-        front = sum(
+        before = sum(
             entry.bytes
             for name, entry in self.tensors.items()
             if not name.startswith(f"{trunk}.")
-            and _IN_FRONT.search(name)
-            and not self._tied(name, entry)
+            and _BEFORE_LAYERS.search(name)
+            and not self._is_tied(name, entry)
         )
-        behind = total - front - sum(inside.values())
-        return tuple(
-            size for size in (front, *(inside[place] for place in sorted(inside)), behind) if size
-        )
+        layers = lists.get(trunk, {})
+        after = total - before - sizes.get(trunk, 0)
+        consecutive = (before, *(layers[place] for place in sorted(layers)), after)
+        return tuple(size for size in consecutive if size)
+
+    def _layer_lists(self) -> dict[str, dict[int, int]]:
+        """Bytes per layer: prefix of a list -> place in the list -> bytes."""
+        lists: dict[str, dict[int, int]] = {}
+        for name, entry in self.tensors.items():
+            found = _LAYER.match(name)
+            if found:
+                layers = lists.setdefault(found[1], {})
+                place = int(found[2])
+                layers[place] = layers.get(place, 0) + entry.bytes
+        return lists
 
     def unchanged(self) -> bool:
-        """Whether the files are those that were read: same size, time of change and inode."""
+        """Whether the files are still those that were read: same size, modification time and inode."""
         try:
             return all(Stamp.of(Path(stamp.path)) == stamp for stamp in self.stamps)
         except OSError:
             return False
 
 
+def _is_single_trunk(sizes: dict[str, int], trunk: str, total: int) -> bool:
+    """Whether the list `trunk` holds at least half of `total`, and no other list more than 5 %."""
+    if sizes.get(trunk, 0) * 2 < total:
+        return False
+    return all(size * 20 <= total for prefix, size in sizes.items() if prefix != trunk)
+
+
 def read(directory: Path, name: str) -> Checkpoint:
-    """The directory's config and headers. Raises NotAModel where it is no model, LoadFailed naming a damaged file."""
+    """The config and the headers of the model `name` in `directory`.
+
+    Raises NotAModel if it holds no model, LoadFailed for a damaged file, which it names.
+    """
     config_path = directory / "config.json"
     if not config_path.is_file():
         raise NotAModel(
-            f"{directory} is no model: looked for config.json beside *.safetensors, and found "
+            f"{directory} is not a model: looked for config.json beside *.safetensors, and found "
             f"{_listing(directory)}.",
             name=name,
             source=str(directory),
         )
-    config = _json(config_path, config_path.read_bytes(), name)
-    files = _weight_files(directory, name)
-    tensors: dict[str, Entry] = {}
-    for path in files:
+    config = _json_object(config_path, config_path.read_bytes(), name)
+    weight_files = _weight_files(directory, name)
+    tensors: dict[str, TensorEntry] = {}
+    for path in weight_files:
         tensors.update(read_header(path, name))
-    extra = [
-        path for path in (config_path, directory / "model.safetensors.index.json") if path.is_file()
-    ]
-    return Checkpoint(
-        directory, config, tensors, tuple(Stamp.of(path) for path in (*files, *extra))
-    )
+    others = [config_path, directory / "model.safetensors.index.json"]
+    stamped = [*weight_files, *(path for path in others if path.is_file())]
+    return Checkpoint(directory, config, tensors, tuple(Stamp.of(path) for path in stamped))
 
 
-def read_header(path: Path, name: str) -> dict[str, Entry]:
-    """The tensors that a safetensors file promises. Raises LoadFailed, naming the file and what is wrong with it.
+def read_header(path: Path, name: str) -> dict[str, TensorEntry]:
+    """The tensors that the safetensors file `path` declares, by their names.
 
-    Format: 8 bytes of little-endian header length, a JSON header, then the data, without gaps, to the end of the file.
+    Raises LoadFailed for the model `name`, with the file and what is wrong with it.
+
+    Format: 8 bytes of little-endian header length, a JSON header, then the data, without gaps, to the end
+    of the file.
     """
     try:
         size = path.stat().st_size
@@ -179,10 +198,9 @@ def read_header(path: Path, name: str) -> dict[str, Entry]:
             start = file.read(8)
             length = int.from_bytes(start, "little")
             if len(start) < 8 or not 2 <= length <= min(_LONGEST_HEADER, size - 8):
-                raise _damaged(
-                    name, path, f"it is {size} bytes long, and its header would be {length}"
-                )
-            header = _json(path, file.read(length), name)
+                why = f"it is {size} bytes long, and its header would be {length}"
+                raise _damaged(name, path, why)
+            header = _json_object(path, file.read(length), name)
     except OSError as error:
         raise _damaged(name, path, error.strerror or str(error)) from error
     header.pop("__metadata__", None)
@@ -190,75 +208,80 @@ def read_header(path: Path, name: str) -> dict[str, Entry]:
         entries = {key: _entry(fields) for key, fields in header.items()}
         spans = sorted(tuple(fields["data_offsets"]) for fields in header.values())
     except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise _damaged(name, path, "its header is not one of safetensors") from error
-    end = 0
-    for begin, until in spans:
-        if begin != end or until < begin:
-            raise _damaged(
-                name, path, f"its header leaves a gap or an overlap at byte {end} of the data"
-            )
-        end = until
-    if end != size - 8 - length:
-        cut = "truncated" if end > size - 8 - length else "longer than it should be"
-        raise _damaged(
-            name, path, f"it is {cut}: {size} bytes, where its header promises {8 + length + end}"
-        )
+        raise _damaged(name, path, "its header is not a safetensors header") from error
+    why = _span_fault(spans, 8 + length, size)
+    if why:
+        raise _damaged(name, path, why)
     return entries
 
 
-def _entry(fields: dict[str, Any]) -> Entry:
+def _span_fault(spans: Iterable[tuple[int, int]], start: int, size: int) -> str:
+    """Why sorted `spans` of data do not fill a file of `size` bytes exactly from `start`; or empty."""
+    end = 0
+    for begin, until in spans:
+        if begin != end or until < begin:
+            return f"its header leaves a gap or an overlap at byte {end} of the data"
+        end = until
+    if start + end == size:
+        return ""
+    state = "truncated" if start + end > size else "longer than it should be"
+    return f"it is {state}: {size} bytes, but its header declares {start + end}"
+
+
+def _entry(fields: dict[str, Any]) -> TensorEntry:
+    """A header's entry, checked. Raises ValueError, TypeError or KeyError for an impossible one."""
     begin, end = fields["data_offsets"]
-    entry = Entry(fields["dtype"], tuple(fields["shape"]), end - begin)
+    entry = TensorEntry(fields["dtype"], tuple(fields["shape"]), end - begin)
     if any(type(number) is not int or number < 0 for number in (*entry.shape, begin, end)):
         raise ValueError
-    if (
-        entry.items * ITEM_BITS.get(entry.dtype, 8 * entry.bytes // max(1, entry.items))
-        > 8 * entry.bytes
-    ):
+    average_bits = 8 * entry.bytes // max(1, entry.items)
+    if entry.items * ITEM_BITS.get(entry.dtype, average_bits) > 8 * entry.bytes:
         raise ValueError
     return entry
 
 
 def _weight_files(directory: Path, name: str) -> list[Path]:
+    """The files with weights: a single one, or the shards of an index. Raises if there are none."""
     single = directory / "model.safetensors"
     if single.is_file():
         return [single]
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        mapped = _json(index, index.read_bytes(), name).get("weight_map")
-        if not isinstance(mapped, dict) or not mapped:
-            raise _damaged(name, index, "it has no weight_map")
-        shards = sorted({str(shard) for shard in mapped.values()})
-        for shard in shards:
-            if Path(shard).name != shard or shard in (
-                "",
-                ".",
-                "..",
-            ):  # an index must not lead out of its directory
-                raise _damaged(name, index, f"it names {shard!r}, which is not a file beside it")
-            if not (directory / shard).is_file():
-                raise _damaged(name, directory / shard, "the index names it, and it is not there")
-        return [directory / shard for shard in shards]
-    pickled = sorted(
-        path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt")
-    )
+        return _shards(index, name)
+    pickled = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLED)
     if pickled:
         raise LoadFailed(
-            f"{name}: {directory} holds only pickled weights ({pickled[0]}), and unpickling can run any "
-            f"code.\n"
+            f"{name}: {directory} holds only pickled weights ({pickled[0]}), and unpickling can run "
+            f"any code.\n"
             f"  Convert them once with safetensors:  model.save_pretrained(DIRECTORY)",
             name=name,
             source=str(directory),
         )
     raise NotAModel(
-        f"{directory} is no model: looked for model.safetensors or model.safetensors.index.json, and found "
-        f"{_listing(directory)}.",
+        f"{directory} is not a model: looked for model.safetensors or model.safetensors.index.json, "
+        f"and found {_listing(directory)}.",
         name=name,
         source=str(directory),
     )
 
 
-def _json(path: Path, data: bytes, name: str) -> dict[str, Any]:
+def _shards(index: Path, name: str) -> list[Path]:
+    """The files that the `index` lists. Raises LoadFailed if one is missing or in another directory."""
+    weight_map = _json_object(index, index.read_bytes(), name).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _damaged(name, index, "it has no weight_map")
+    directory = index.parent
+    shards = sorted({str(shard) for shard in weight_map.values()})
+    for shard in shards:
+        # An index must not lead out of its directory.
+        if Path(shard).name != shard or shard in ("", ".", ".."):
+            raise _damaged(name, index, f"it names {shard!r}, which is not a file beside it")
+        if not (directory / shard).is_file():
+            raise _damaged(name, directory / shard, "the index lists it, but the file is missing")
+    return [directory / shard for shard in shards]
+
+
+def _json_object(path: Path, data: bytes, name: str) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except ValueError as error:
@@ -275,5 +298,8 @@ def _damaged(name: str, path: Path, why: str) -> LoadFailed:
 
 
 def _listing(directory: Path) -> str:
+    """The first five names in a directory, for an error message."""
     names = sorted(os.listdir(directory)) if directory.is_dir() else []
-    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "") if names else "nothing"
+    if not names:
+        return "nothing"
+    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")

@@ -1,6 +1,7 @@
-"""What a path, a file or a hub id tells of a model's size, whichever backend may load it. No torch here.
+"""The evidence of a model's size that a path, a file or a hub id gives, whichever backend may load it.
 
-For `plan`, which answers for models that nobody has registered, and for the backends whose sources these are.
+`plan` uses it for models that are not registered, and backends use it for their sources. It imports no
+torch and loads nothing.
 """
 
 from __future__ import annotations
@@ -26,32 +27,39 @@ DTYPE_BYTES = {
     "half": 2,
     "bfloat16": 2,
 }
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_LARGEST_POINTER = 1024  # bytes
 
 
 def evidence(source: str, name: str, options: dict[str, Any] | None = None) -> Evidence:
-    """What the source tells. Raises NotAModel where it is no model, LoadFailed for a damaged one."""
+    """What the `source` of the model `name` shows about its size.
+
+    Of the `options`, `dtype` (or `torch_dtype`) and `revision` matter.
+    Raises NotAModel if the source is not a model, LoadFailed for a damaged one.
+    """
     options = options or {}
-    item_bytes = DTYPE_BYTES.get(
-        str(options.get("dtype", options.get("torch_dtype"))).removeprefix("torch.")
-    )
+    dtype = str(options.get("dtype", options.get("torch_dtype")))
+    item_bytes = DTYPE_BYTES.get(dtype.removeprefix("torch."))
     path = directory(source, name, options.get("revision"))
-    if (
-        path.is_dir()
-        and not (path / "config.json").is_file()
-        and (found := sorted(path.glob("*.gguf")))
-    ):
-        path = only(found, name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        found = sorted(path.glob("*.gguf"))
+        if found:
+            path = only(found, name)
     if path.suffix == ".gguf" and path.is_file():
         return of_gguf(path, name)
     if path.suffix == ".safetensors" and path.is_file():
         return _of_one_file(path, name, item_bytes)
-    if path.is_dir() and (pointers := _pointers(path)):
+    pointers = _of_pointers(path) if path.is_dir() else None
+    if pointers:
         return pointers
     return of_checkpoint(safetensors.read(path, name), item_bytes)
 
 
 def directory(source: str, name: str, revision: str | None = None) -> Path:
-    """Where the model lies: the path itself, or the hub's local cache. Raises LoadFailed where it is in neither."""
+    """The local path of the model `name`: `source` itself, or its `revision` in the hub's cache.
+
+    Nothing is downloaded. Raises LoadFailed if `source` is a hub id that is not in the cache.
+    """
     path = Path(source).expanduser()
     if path.exists() or not looks_like_hub_id(source):
         return path
@@ -62,14 +70,17 @@ def directory(source: str, name: str, revision: str | None = None) -> Path:
     except Exception as error:
         raise LoadFailed(
             f"{name}: {source} is neither a directory (there is no {path.absolute()}) nor a hub id that was "
-            f"downloaded. Mend the path, or download it first:  hf download {source}",
+            f"downloaded. Correct the path, or download it first:  hf download {source}",
             name=name,
             source=source,
         ) from error
 
 
 def of_checkpoint(checkpoint: Checkpoint, item_bytes: int | None = None) -> Evidence:
-    """What a checkpoint's headers tell: its weights once in memory, floating ones as `item_bytes` where given."""
+    """The evidence from the headers of a `checkpoint`.
+
+    With `item_bytes`, floating-point weights count that many bytes per element.
+    """
     return Evidence(
         checkpoint.weight_bytes(item_bytes),
         "safetensors header",
@@ -80,61 +91,37 @@ def of_checkpoint(checkpoint: Checkpoint, item_bytes: int | None = None) -> Evid
 
 
 def of_gguf(path: Path, name: str) -> Evidence:
-    """What a GGUF file, with all its parts, tells. Raises LoadFailed for a damaged one."""
+    """The evidence from the GGUF file `path` of the model `name`, with all its parts.
+
+    Raises LoadFailed for a damaged file.
+    """
     files = gguf.files(path, name)
-    if size := _promised(files):
+    pointed_bytes = _bytes_behind_pointers(files)
+    if pointed_bytes:
         return Evidence(
-            file_bytes=size, file_format="gguf", why_unknown="its files are pointers to Git LFS"
+            file_bytes=pointed_bytes,
+            file_format="gguf",
+            why_unknown="its files are pointers to Git LFS",
         )
     header = gguf.read(path, name)
-    stamps = _fingerprint(map(Stamp.of, files))
+    config = gguf.config(header.metadata)
+    fingerprint = _fingerprint(map(Stamp.of, files))
     if header.weight_bytes is None:
         return Evidence(
             file_bytes=header.file_bytes,
             file_format="gguf",
-            config=gguf.config(header.metadata),
-            fingerprint=stamps,
+            config=config,
+            fingerprint=fingerprint,
         )
-    return Evidence(
-        header.weight_bytes, "GGUF header", config=gguf.config(header.metadata), fingerprint=stamps
-    )
-
-
-def _of_one_file(path: Path, name: str, item_bytes: int | None) -> Evidence:
-    if size := _promised([path]):
-        return Evidence(file_bytes=size, file_format="safetensors")
-    tensors = safetensors.read_header(path, name)
-    return of_checkpoint(Checkpoint(path.parent, {}, tensors, (Stamp.of(path),)), item_bytes)
-
-
-def _pointers(path: Path) -> Evidence | None:
-    """What a clone made without Git LFS tells: pointers that say how large the files would be; None for real files."""
-    files = sorted(path.glob("*.safetensors"))
-    size = _promised(files)
-    return Evidence(file_bytes=size, file_format="safetensors") if size else None
-
-
-def _promised(files: Iterable[Path]) -> int:
-    """Bytes of the files that Git LFS pointers stand for, real ones among them counted as they are; 0: none is one."""
-    total, pointers = 0, 0
-    for file in files:
-        size = file.stat().st_size
-        if size < 1024 and (text := file.read_bytes()).startswith(
-            b"version https://git-lfs.github.com/spec/"
-        ):
-            said = [
-                line.removeprefix(b"size ")
-                for line in text.splitlines()
-                if line.startswith(b"size ")
-            ]
-            if said and said[0].isdigit():
-                size, pointers = int(said[0]), pointers + 1
-        total += size
-    return total if pointers else 0
+    return Evidence(header.weight_bytes, "GGUF header", config=config, fingerprint=fingerprint)
 
 
 def only(found: list[Path], name: str) -> Path:
-    """The one model among these GGUF files; the parts of a split one are one."""
+    """The first file of the single model among the GGUF files `found`.
+
+    All parts of a split model count as one model. Raises NotAModel for the model `name` if there are
+    several models.
+    """
     models = [path for path in found if gguf.part_of(path) in (0, 1)]
     if len(models) == 1:
         return models[0]
@@ -146,10 +133,51 @@ def only(found: list[Path], name: str) -> Path:
     )
 
 
+def _of_one_file(path: Path, name: str, item_bytes: int | None) -> Evidence:
+    pointed_bytes = _bytes_behind_pointers([path])
+    if pointed_bytes:
+        return Evidence(file_bytes=pointed_bytes, file_format="safetensors")
+    tensors = safetensors.read_header(path, name)
+    return of_checkpoint(Checkpoint(path.parent, {}, tensors, (Stamp.of(path),)), item_bytes)
+
+
+def _of_pointers(path: Path) -> Evidence | None:
+    """Evidence from a clone made without Git LFS, whose pointers state sizes; None for real files."""
+    size = _bytes_behind_pointers(sorted(path.glob("*.safetensors")))
+    return Evidence(file_bytes=size, file_format="safetensors") if size else None
+
+
+def _bytes_behind_pointers(files: Iterable[Path]) -> int:
+    """Bytes of the files that Git LFS pointers stand for, plus real files; 0 if none is a pointer."""
+    total, pointers = 0, 0
+    for file in files:
+        size = _pointed_bytes(file)
+        if size is None:
+            size = file.stat().st_size
+        else:
+            pointers += 1
+        total += size
+    return total if pointers else 0
+
+
+def _pointed_bytes(file: Path) -> int | None:
+    """The size that a Git LFS pointer states; None if `file` is not a pointer."""
+    if file.stat().st_size >= _LARGEST_POINTER:
+        return None
+    text = file.read_bytes()
+    if not text.startswith(_LFS_POINTER):
+        return None
+    for line in text.splitlines():
+        if line.startswith(b"size "):
+            size = line.removeprefix(b"size ")
+            return int(size) if size.isdigit() else None
+    return None
+
+
 def _fingerprint(stamps: Iterable[Stamp]) -> str:
-    """What tells these files from others, and from themselves once they are changed."""
-    told = [
-        (os.path.realpath(os.path.dirname(stamp.path)), os.path.basename(stamp.path), *stamp[1:])
-        for stamp in stamps
-    ]
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:32]
+    """A digest of the files' identities: it differs once a file is changed or replaced."""
+    identities = []
+    for stamp in stamps:
+        folder, file_name = os.path.split(stamp.path)
+        identities.append((os.path.realpath(folder), file_name, *stamp[1:]))
+    return hashlib.sha256(repr(identities).encode()).hexdigest()[:32]
