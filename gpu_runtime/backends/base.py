@@ -1,41 +1,46 @@
-"""What every backend does: load, move and drop one kind of model."""
+"""The protocol of a backend, and two tests that all backends share: hub ids and out-of-memory errors.
+
+No backend is defined here; `registry.py` opens them by name.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ..errors import OutOfMemory
 from ..facts import Evidence, ModelSpec, Shares
 
-if TYPE_CHECKING:
-    pass
-
-
-Progress = Callable[[int, int], None]  # bytes so far, bytes in all
+Progress = Callable[[int, int], None]  # called with bytes done and bytes in total
+_OUT_OF_MEMORY = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED")
 
 
 class Backend(Protocol):
-    """Loads, moves and drops one kind of model. Thread-safe; a model is only ever handled by one thread at a time."""
+    """Loads, moves and drops one kind of model.
+
+    A backend is thread-safe. The owner calls it for one model from one thread at a time.
+    """
 
     name: str
     can_move: bool  # False: a Move becomes Drop + Load
-    can_split: bool  # False: a model lies on one device, whatever its layout says
+    can_split: bool  # False: a model stays on one device, whatever its layout says
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """What its source tells of its size, nothing of it loaded; what is made of that is `estimate.py`'s to say.
+        """What the source of `spec` shows about the model's size; nothing is loaded.
 
+        `origin` is the live Python object that the model was registered with, if any. The package
+        `estimation` turns the evidence into a footprint.
         Raises NotAModel, and LoadFailed for a damaged source.
         """
         ...
 
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
-        """Sizes, in proportion, of the consecutive parts between which the model may be cut to go over several cards.
+        """Relative sizes of the consecutive pieces between which the model of `spec` may be cut.
 
-        One: it must stay whole. None: it may be cut at any byte. `model`, where it is loaded, tells more than its
-        source.
+        One piece: the model must stay whole. None: it may be cut at any byte.
+        A loaded `model` gives exact sizes; otherwise they come from `origin` or the source.
         """
         ...
 
@@ -48,67 +53,67 @@ class Backend(Protocol):
         progress: Progress | None = None,
         into: Any = None,
     ) -> Any:
-        """The model, resident on its shares: a handle for the other verbs; `value` gives what users hold.
+        """A handle to the model of `spec`, resident on its `shares`, for the other methods.
 
-        `origin` is the live Python that a model was registered with (a factory callable); `into` is the handle, or
-        what `value` gave, of an earlier load: it is filled again in place, so whoever kept it can go on.
-        On any failure, an interrupt too, nothing stays allocated. Raises LoadFailed, CannotGovern, or the device's
-        own out-of-memory error (see `is_out_of_memory`).
+        `origin` is the live Python object that the model was registered with (a factory callable).
+        `progress` is called with bytes done and bytes in total.
+        `into` is a handle, or a value, of an earlier load. It is refilled in place, so references
+        to it stay valid.
+        On any failure, an interrupt included, nothing stays allocated. Raises LoadFailed,
+        CannotGovern, or the device's own out-of-memory error (see `is_out_of_memory`).
         """
         ...
 
     def value(self, model: Any) -> Any:
-        """What `use` yields: the nn.Module of a torch or transformers model."""
+        """The object that `use` yields for the handle `model`: for torch the nn.Module."""
         ...
 
     def move(self, model: Any, shares: Shares) -> None:
-        """Carries the model's bytes to its new shares; Python objects stay what they are. All or nothing."""
+        """Moves the bytes of `model` to new `shares`, all or nothing. Python objects stay the same."""
         ...
 
     def drop(self, model: Any) -> None:
-        """Frees its bytes, also where user code still holds the object. Twice is once."""
+        """Frees the bytes of `model`, also if user code still holds the object. Repeating is safe."""
         ...
 
     def measure(self, model: Any) -> Shares:
-        """The bytes of its real storages, by device id; nothing for a dropped model."""
+        """The bytes of the real storages of `model`, by device id; empty for a dropped model."""
         ...
 
     def elsewhere(self, model: Any) -> tuple[str, ...]:
-        """Tensors that do not lie on the shares that it was loaded to, each as `NAME on DEVICE`; none, if all is
-        well."""
+        """Tensors of `model` that are not on its shares, each as `NAME on DEVICE`; normally none."""
         ...
 
     def droppable(self, model: Any) -> bool:
-        """Whether, as far as can be told cheaply, its source could bring it back byte for byte."""
+        """Whether a cheap check suggests that the source could restore `model` byte for byte."""
         ...
 
     def unchanged(self, model: Any) -> bool:
-        """Proof, just before a drop: its bytes are those its source gave, and the source is the same still."""
+        """Whether `model` and its source are proven unchanged since the load. Called before a drop."""
         ...
 
 
 def looks_like_hub_id(text: str) -> bool:
-    """`org/name`, as the Hugging Face hub names its models.
+    """Whether `text` has the form `org/name` of a model on the Hugging Face hub.
 
-    >>> looks_like_hub_id("Qwen/Qwen3-8B"), looks_like_hub_id("./Qwen/Qwen3-8B"), looks_like_hub_id("a/b.gguf")
-    (True, False, False)
+    >>> looks_like_hub_id("Qwen/Qwen3-8B")
+    True
+    >>> looks_like_hub_id("./Qwen/Qwen3-8B"), looks_like_hub_id("a/b.gguf")
+    (False, False)
     """
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", text) is not None and not text.endswith(
-        ".gguf"
-    )
+    if text.endswith(".gguf"):
+        return False
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", text) is not None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device ran out of memory: our own error, torch's, Python's, or a CUDA library's in other words."""
+    """Whether `error` means that a device ran out of memory.
+
+    True for our own error, torch's, Python's MemoryError, and the texts of CUDA libraries.
+    """
     if isinstance(error, (OutOfMemory, MemoryError)):
         return True
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, getattr(torch, "OutOfMemoryError", ())):
         return True
-    return (
-        isinstance(error, RuntimeError)
-        and re.search(
-            r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED", str(error)
-        )
-        is not None
-    )
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None

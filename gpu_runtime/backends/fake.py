@@ -1,7 +1,7 @@
 """Models that hold their declared bytes and nothing else: for drills, runbooks and tests.
 
-On a simulated device and on the host the bytes are counted; no page is ever touched, and on a real card nothing is
-taken.
+On a simulated device and on the host the bytes are counted. No page is ever touched, and a real card
+allocates nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ Hook = Callable[[str], Any]
 
 
 class FakeModel:
-    """What `use` yields for a fake: its name, and where it says it lies. Calling it returns what it was called with."""
+    """What `use` yields for a fake model: its name and its place. A call returns its arguments."""
 
     def __init__(self, name: str, hook: Hook | None) -> None:
+        """A model called `name`; `hook` is called with "load" or "move" during those steps."""
         self.name, self.hook = name, hook
         self.place: tuple[Shares, tuple[Block, ...]] = ((), ())
 
@@ -33,10 +34,11 @@ class FakeModel:
 
 
 class FakeBackend:
-    """Loads, moves and drops fakes.
+    """Loads, moves and drops fake models.
 
-    For drills: `origin`, where it is callable, is called with "load" or "move" once the bytes are held and before
-    anything else has happened; what it raises makes the step fail. `options={"fails": True}` makes every load fail.
+    For drills: a callable `origin` is called with "load" or "move" as soon as the bytes are held,
+    before anything else happens. If it raises, the step fails with that error.
+    `options={"fails": True}` makes every load fail.
     """
 
     name = "fake"
@@ -44,14 +46,17 @@ class FakeBackend:
     can_split = True
 
     def __init__(self, probe: Probe) -> None:
+        """Allocates on the devices of `probe`."""
         self.probe = probe
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        return Evidence(why_unknown="a fake model is as large as it was declared to be")
+        """No evidence: `spec` must declare a size. `origin` is ignored."""
+        return Evidence(why_unknown="a fake model has only the size that it declares")
 
     def pieces(
         self, spec: ModelSpec, origin: Any = None, model: FakeModel | None = None
     ) -> tuple[int, ...]:
+        """Empty: the `model` of `spec` may be cut at any byte. `origin` is ignored."""
         return ()
 
     def load(
@@ -63,11 +68,15 @@ class FakeBackend:
         progress: Progress | None = None,
         into: Any = None,
     ) -> FakeModel:
-        model = (
-            into
-            if isinstance(into, FakeModel)
-            else FakeModel(spec.name, origin if callable(origin) else None)
-        )
+        """The fake model of `spec`, holding the bytes of `shares`; `into` is used again if given.
+
+        `progress` is called at 0, half and all of the bytes. Raises what a callable `origin` raises,
+        LoadFailed for `options={"fails": True}`, and OutOfMemory.
+        """
+        if isinstance(into, FakeModel):
+            model = into
+        else:
+            model = FakeModel(spec.name, origin if callable(origin) else None)
         total = sum(share.bytes for share in shares)
 
         def arrive() -> None:
@@ -75,46 +84,56 @@ class FakeBackend:
                 model.hook("load")
             if spec.options.get("fails"):
                 raise LoadFailed(
-                    f"{spec.name} was told to fail.", name=spec.name, source=spec.source
+                    f"{spec.name} fails to load because its options say so (fails=True).",
+                    name=spec.name,
+                    source=spec.source,
                 )
-            for done in (0, total // 2, total) if progress else ():
-                progress(done, total)
+            if progress:
+                for done in (0, total // 2, total):
+                    progress(done, total)
 
         self._settle(model, shares, arrive)
         return model
 
     def value(self, model: FakeModel) -> FakeModel:
+        """The `model` itself."""
         return model
 
     def move(self, model: FakeModel, shares: Shares) -> None:
+        """Allocates `shares`, calls the hook of `model` with "move", then frees the old bytes."""
         self._settle(model, shares, lambda: model.hook and model.hook("move"))
 
     def drop(self, model: FakeModel) -> None:
+        """Frees the bytes of `model`. Repeating is safe."""
         (_, old), model.place = model.place, ((), ())
         _free(old)
 
     def measure(self, model: FakeModel) -> Shares:
+        """The shares that `model` holds."""
         return model.place[0]
 
     def elsewhere(self, model: FakeModel) -> tuple[str, ...]:
+        """Empty: a fake `model` has no tensors."""
         return ()
 
     def droppable(self, model: FakeModel) -> bool:
+        """True: a fake `model` has no weights to lose."""
         return True
 
     def unchanged(self, model: FakeModel) -> bool:
+        """True: a fake `model` has no weights that could change."""
         return True
 
     def _settle(self, model: FakeModel, shares: Shares, arrive: Callable[[], Any]) -> None:
+        """Allocates `shares`, calls `arrive`, then replaces and frees the old place of `model`."""
         held: list[Block] = []
         try:
             for share in shares:
                 held.append(self.probe.place(share.device).allocate(share.bytes))
             arrive()
             (_, old), model.place = model.place, (shares, tuple(held))
-        except (
-            BaseException
-        ):  # at once, not when the traceback is forgotten: a notebook keeps the last one
+        except BaseException:
+            # Free now: a notebook keeps its last traceback, and with it this frame's blocks.
             if model.place[0] is not shares:
                 _free(held)
             raise

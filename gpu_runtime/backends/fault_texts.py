@@ -1,10 +1,11 @@
-"""What an engine's or a driver's words mean: out of memory, a driver that was reset, a context that is lost.
+"""Faults recognised by the text of an error or a log: out of memory, driver reset, lost context.
 
-Pure: text in, `Fault` out. Nobody gives these errors a class of their own: torch raises RuntimeError for most,
-llama.cpp prints a line and aborts, servers answer 500. So they are known by their texts.
+Pure: text in, `Fault` out. These errors have no class of their own: torch raises RuntimeError for
+most, llama.cpp prints a line and aborts, servers answer 500. So they are recognised by their texts.
 
-Sources: Kitchen Brigade, GPU Allocation Semantics, sections 3 and 6; NVIDIA, CUDA Runtime API, cudaError_t; cuBLAS,
-cublasStatus_t; llama.cpp, ggml-cuda.cu, ggml-metal.m and llama-context.cpp; PyTorch, c10/cuda/CUDAException.
+Sources: Kitchen Brigade, GPU Allocation Semantics, sections 3 and 6; NVIDIA, CUDA Runtime API,
+cudaError_t; cuBLAS, cublasStatus_t; llama.cpp, ggml-cuda.cu, ggml-metal.m and llama-context.cpp;
+PyTorch, c10/cuda/CUDAException.
 """
 
 from __future__ import annotations
@@ -13,38 +14,41 @@ import enum
 import re
 from typing import NamedTuple
 
-MOST_DECODE_FAILURES = 3  # in a row; then the model is loaded anew
+LONGEST_LINE = 300  # characters of a line that an error message quotes
+MOST_DECODE_FAILURES = 3  # in a row; then the model is loaded again
 
 
 class Kind(enum.StrEnum):
-    """What went wrong, and so what helps."""
+    """The kinds of fault. The kind decides the remedy."""
 
-    OUT_OF_MEMORY = "out of memory"  # room helps
-    DRIVER_RESET = "driver reset"  # the driver let the device go; a fresh process finds it again
-    STICKY = "sticky CUDA error"  # every later call into this process's context fails the same way
-    ASSERT = "device-side assert"  # as sticky; a kernel found an index or a label out of range
-    DECODE = "decode failure"  # llama.cpp could not compute a batch; may pass, may be for good
-    CRASH = "crash"  # the process ended, and nothing it said tells why
+    OUT_OF_MEMORY = "out of memory"  # remedy: free memory
+    DRIVER_RESET = "driver reset"  # the driver released the device; a new process finds it again
+    STICKY = (
+        "sticky CUDA error"  # every later call in this process's CUDA context fails the same way
+    )
+    ASSERT = "device-side assert"  # sticky too; a kernel found an index or a label out of range
+    DECODE = "decode failure"  # llama.cpp could not compute a batch; transient or permanent
+    CRASH = "crash"  # the process ended, and its output does not show why
 
 
 class Fault(NamedTuple):
-    """A text that was recognised."""
+    """A recognised fault."""
 
     kind: Kind
-    line: str  # the one that tells
+    line: str  # the line that identifies it, at most 300 characters
 
     @property
     def loses_context(self) -> bool:
-        """Whether the process that it struck can use the device no more, whatever it does."""
+        """Whether the affected process can no longer use the device at all."""
         return self.kind in (Kind.STICKY, Kind.ASSERT)
 
     @property
     def clears_model(self) -> bool:
-        """Whether the model must be put away and loaded anew."""
+        """Whether the model must be unloaded and loaded again."""
         return self.loses_context or self.kind is Kind.DRIVER_RESET
 
 
-# The first that is found counts: a lost context is told before what failed because of it.
+# In order of precedence: a lost context is reported before the errors that follow from it.
 _TEXTS: tuple[tuple[Kind, str], ...] = (
     (Kind.ASSERT, r"device-side assert|cudaErrorAssert\b|CUDA_ERROR_ASSERT\b"),
     (
@@ -82,10 +86,11 @@ _KNOWN = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _
 
 
 def recognise(text: str) -> Fault | None:
-    """The fault that a text tells of, an error's words or the end of a log; None: it tells of none.
+    """The fault that `text` shows, an error message or the end of a log; None if it shows none.
 
-    >>> recognise("RuntimeError: CUDA error: device-side assert triggered")
-    Fault(kind=<Kind.ASSERT: 'device-side assert'>, line='RuntimeError: CUDA error: device-side assert triggered')
+    >>> fault = recognise("RuntimeError: CUDA error: device-side assert triggered")
+    >>> fault.kind, fault.line
+    (<Kind.ASSERT: 'device-side assert'>, 'RuntimeError: CUDA error: device-side assert triggered')
     >>> recognise("ValueError: Requested tokens (900) exceed context window of 512") is None
     True
     """
@@ -93,14 +98,25 @@ def recognise(text: str) -> Fault | None:
     for kind, pattern in _KNOWN:
         for line in lines:
             if pattern.search(line):
-                return Fault(kind, line[:300])
+                return Fault(kind, line[:LONGEST_LINE])
     return None
 
 
 def decode_failures(before: int, fault: Fault | None) -> int:
-    """How many decode failures in a row that makes.
+    """The number of decode failures in a row after `fault`, given the number `before` it.
 
     >>> decode_failures(2, Fault(Kind.DECODE, "")), decode_failures(2, None)
     (3, 0)
     """
-    return before + 1 if fault is not None and fault.kind is Kind.DECODE else 0
+    is_decode = fault is not None and fault.kind is Kind.DECODE
+    return before + 1 if is_decode else 0
+
+
+def last_line(text: str) -> str:
+    """The last line of `text` that is not blank, at most 300 characters; empty if there is none.
+
+    >>> last_line("loading\\nno such file\\n\\n")
+    'no such file'
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:LONGEST_LINE] if lines else ""

@@ -1,5 +1,7 @@
-"""Stands in for a backend that this version does not have, or that a plan need not open: its models can be planned, not
-loaded. No torch here."""
+"""A stand-in for a backend that this version lacks, or that a plan need not open.
+
+Its models can be planned but not loaded. It imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,39 +15,45 @@ from .formats import sources
 
 
 class AbsentBackend:
-    """Knows what a model's source tells of its size. Nothing of it is ever loaded."""
+    """Reads the size of a model from its source; it never loads anything."""
 
     can_move = False
     can_split = True
 
     def __init__(self, name: str) -> None:
+        """Stands in for the backend called `name`."""
         self.name = name
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """What its files tell, where they lie here; else its name may."""
-        here = os.path.exists(os.path.expanduser(spec.source))
-        if not here and not looks_like_hub_id(spec.source):
-            lies = (
-                f"there is no {os.path.abspath(spec.source)}"
-                if spec.source
-                else "no source is named"
-            )
-            return Evidence(name=spec.source, why_unknown=lies)
+        """What the local files of `spec` show; without files, only its name. `origin` is ignored."""
+        is_local = os.path.exists(os.path.expanduser(spec.source))
+        if not is_local and not looks_like_hub_id(spec.source):
+            return Evidence(name=spec.source, why_unknown=_why_absent(spec.source))
         try:
             return sources.evidence(spec.source, spec.name, spec.options)
         except LoadFailed as error:
-            if here:
+            if is_local:
                 raise
-            return Evidence(
-                name=spec.source, why_unknown=str(error).removeprefix(f"{spec.name}: ").rstrip(".")
-            )
+            reason = str(error).removeprefix(f"{spec.name}: ").rstrip(".")
+            return Evidence(name=spec.source, why_unknown=reason)
 
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
+        """Empty: without its backend, the `model` of `spec` counts as divisible at any byte.
+
+        `origin` is ignored.
+        """
         return ()
 
     def load(self, spec: ModelSpec, *_: Any, **__: Any) -> NoReturn:
+        """Always raises LoadFailed with the name of the model of `spec` and of the backend."""
         raise LoadFailed(
             f"{spec.name} cannot be loaded: its backend {self.name} is not part of this version.",
             name=spec.name,
             source=spec.source,
         )
+
+
+def _why_absent(source: str) -> str:
+    if not source:
+        return "no source is given"
+    return f"there is no {os.path.abspath(source)}"

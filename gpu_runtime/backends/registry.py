@@ -1,7 +1,6 @@
-"""The hands that load, move and drop models, and the registry of them.
+"""The registry of backends: their names, how to open one, and which one loads a given source.
 
-A backend knows one kind of model. It decides nothing: where a model goes was decided by the planner and reserved in
-the ledger before a backend is called. Adding a backend is one file beside this one and one line in `_MODULES`.
+To add a backend, add its module beside this one and one line in `_MODULES`.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from ..facts import ModelSpec
 from .base import Backend, looks_like_hub_id
 from .engines.registry import RECIPES, recipe
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # settings load pydantic, a tenth of a second
     from ..settings import Settings
 
-
-_MODULES = {  # name -> module and class; imported when first opened
+_MODULES = {  # name -> module and class; a module is imported when its backend is first opened
     "fake": ("fake", "FakeBackend"),
     "llama_cpp": ("llama_cpp.backend", "LlamaCppBackend"),
     "torch": ("pytorch.torch_backend", "TorchBackend"),
@@ -29,31 +27,31 @@ _MODULES = {  # name -> module and class; imported when first opened
     **dict.fromkeys(RECIPES, ("engines.backend", "ServerBackend")),
 }
 
-LAYERED = (
-    "llama_cpp",
-    "llama-server",
-)  # those that put some layers on the card, and leave others to the CPU
+LAYERED = ("llama_cpp", "llama-server")  # these can leave some layers of a model on the CPU
 
 
 def backend_names() -> tuple[str, ...]:
-    """The backends that this version has."""
+    """The names of all backends of this version, sorted."""
     return tuple(sorted(_MODULES))
 
 
 def open_backend(name: str, probe: Probe, settings: Settings | None = None) -> Backend:
-    """The backend of that name, over these devices. Raises BadSetting for an unknown one.
+    """The backend called `name`, on the devices of `probe`. Raises BadSetting for an unknown name.
 
-    `settings` are for those that start servers: their ports, and how long a start may take.
+    `settings` matter only for backends that start servers: port range and start time-out.
     """
     if name not in _MODULES:
         raise BadSetting("backend", name, "one of " + ", ".join(sorted(_MODULES)))
-    module, kind = _MODULES[name]
-    backend = getattr(importlib.import_module(f".{module}", __package__), kind)
-    return backend(probe, name, settings) if name in RECIPES else backend(probe)
+    module_name, class_name = _MODULES[name]
+    module = importlib.import_module(f".{module_name}", __package__)
+    backend_class = getattr(module, class_name)
+    if name in RECIPES:
+        return backend_class(probe, name, settings)
+    return backend_class(probe)
 
 
 def missing(name: str) -> str:
-    """What has to be installed before that backend can load anything, in a sentence; empty where nothing has."""
+    """What must be installed before the backend `name` can load anything; empty if nothing is."""
     if name in RECIPES:
         return recipe(name).missing()
     if name == "llama_cpp" and importlib.util.find_spec("llama_cpp") is None:
@@ -62,43 +60,51 @@ def missing(name: str) -> str:
 
 
 def runs_here(spec: ModelSpec) -> bool:
-    """Whether such a model runs in this process, and shares its fate."""
-    return spec.backend not in RECIPES and not (
-        spec.backend == "llama_cpp" and spec.options.get("isolated", True)
-    )
+    """Whether the model of `spec` runs in this process, so that a crash of one ends both."""
+    if spec.backend in RECIPES:
+        return False
+    return spec.backend != "llama_cpp" or not spec.options.get("isolated", True)
 
 
 def backend_for(source: Any, requested: str = "auto") -> str:
-    """The name of the backend that loads such a source: live Python, a GGUF file, a model directory, or a hub id.
+    """The name of the backend that loads `source`.
 
-    `requested` other than `auto` is taken at its word. Raises BadSetting for an unknown backend, and NotAModel.
+    `source` is live Python, a GGUF file, a model directory or a hub id.
+    A backend `requested` by name is returned without a look at the source.
+    Raises BadSetting for an unknown backend, and NotAModel for an unusable source.
     """
     if requested != "auto":
         if requested not in _MODULES:
             raise BadSetting("backend", requested, "auto or one of " + ", ".join(sorted(_MODULES)))
         return requested
-    if callable(source) and not isinstance(source, os.PathLike):  # an nn.Module is callable too
+    is_path = isinstance(source, os.PathLike)
+    if callable(source) and not is_path:  # an nn.Module is callable too
         return "torch"
-    text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
+    text = os.fspath(source) if is_path or isinstance(source, str) else ""
     if text.endswith(".gguf") or (os.path.isdir(text) and _holds_gguf(text)):
         return "llama_cpp"
     if os.path.isdir(text) or (looks_like_hub_id(text) and not os.path.exists(text)):
         return "transformers"
-    found = (
-        "no such file or directory"
-        if text and not os.path.exists(text)
-        else f"{type(source).__name__}"
-    )
-    raise NotAModel(
-        f"{text or repr(source)} is nothing that can be loaded ({found if not os.path.isfile(text) else 'a file'}).\n"
-        f"  Supported: a Hugging Face directory (config.json and *.safetensors), a GGUF file, a hub id like "
-        f"org/name that was downloaded,\n  an nn.Module, or a callable that returns one.",
+    raise _not_a_model(source, text)
+
+
+def _not_a_model(source: Any, text: str) -> NotAModel:
+    if not text:
+        found = type(source).__name__
+    elif os.path.isfile(text):
+        found = "a file of another kind"
+    else:
+        found = "no such file or directory"
+    return NotAModel(
+        f"{text or repr(source)} cannot be loaded ({found}).\n"
+        f"  Supported: a Hugging Face directory (config.json and *.safetensors), a GGUF file,\n"
+        f"  the hub id (org/name) of a downloaded model, an nn.Module, or a callable that returns one.",
         name=text,
         source=text,
     )
 
 
 def _holds_gguf(directory: str) -> bool:
-    """Whether that is a directory of GGUF files, and no Hugging Face model's."""
+    """Whether `directory` holds GGUF files and no Hugging Face model."""
     names = os.listdir(directory)
     return "config.json" not in names and any(name.endswith(".gguf") for name in names)

@@ -321,7 +321,7 @@ async def test_a_failed_load_counts_once_however_many_wait_for_it():
     """Else one slow disk would open the breaker at once."""
     async with kitchen(qwen=4, options={"qwen": {"fails": True}}) as k:
         results = await asyncio.gather(*(k.chat("qwen") for _ in range(8)), return_exceptions=True)
-        assert all("told to fail" in str(error) for error in results)
+        assert all("fails to load because its options say so" in str(error) for error in results)
         assert k.gateway.state().breakers["qwen"].failures == 1
 
 

@@ -1,8 +1,11 @@
-"""Stands between an owner and a server that it started: when the owner is gone, however it ended, so is the server.
+"""A guard process between an owner and its server: when the owner is gone, the server ends too.
 
-A server does not watch its owner, and may start processes in sessions of their own. This small process, the leader of
-the server's group, waits for the first of two ends: the server's, which it passes on, or that of the line to its owner,
-which the system closes. Then it ends all that descends from it. Run by itself; only the standard library here.
+A server does not watch its owner, and it may start processes in sessions of their own. This small
+process leads the server's process group. It waits for the first of two events: the server ends, or the
+socket to the owner closes, which the kernel does when the owner dies. Then it ends all its descendants.
+If the server ended by itself, the guard passes on its exit status.
+
+It runs as a program of its own and uses only the standard library.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: 0
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that descend from that one, orphans too: they come to whoever adopts orphans, which we do."""
+    """The process ids of all descendants of process `pid`.
+
+    Orphans are included if `pid` is a subreaper, as this guard is: the kernel makes them its children.
+    """
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")
@@ -37,7 +43,11 @@ def descendants(pid: int) -> list[int]:
 
 
 def end_all(patience: float, server: int | None) -> None:
-    """Asks the server to end, where it still runs, waits that long, and ends what is left of all it started."""
+    """Ends all descendants of this process.
+
+    A `server` that still runs first receives SIGTERM. After at most `patience` seconds every process
+    that is left is killed.
+    """
     if server is not None:
         _signal(server, signal.SIGTERM)
     until = time.monotonic() + patience
@@ -62,30 +72,25 @@ def _reap() -> None:
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    except ChildProcessError:  # there are none left
+    except ChildProcessError:  # there are no children left
         pass
 
 
 def main(line: int, owner: int, patience: float, command: list[str]) -> int:
+    """Runs `command` and guards it; returns its exit code.
+
+    `line` is the file descriptor of the socket to the process `owner`. When it closes, the server gets
+    `patience` seconds to end in order.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # what ends us is the line
+        signal.signal(number, signal.SIG_IGN)  # only the closed socket ends this guard
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if os.getppid() != owner:
+    if os.getppid() != owner:  # the owner died before this line
         return 1
-    me = os.getpid()
+    guard = os.getpid()
     pid = os.fork()
     if pid == 0:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        os.close(line)
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != me:
-            os._exit(1)
-        try:
-            os.execvp(command[0], command)
-        except OSError as error:
-            sys.stderr.write(f"{command[0]} cannot be started: {error.strerror}\n")
-            os._exit(127)
+        _become(command, line, guard)
     running = os.pidfd_open(pid)
     ready, _, _ = select.select([line, running], [], [])
     if running in ready:
@@ -94,11 +99,26 @@ def main(line: int, owner: int, patience: float, command: list[str]) -> int:
     else:
         code = 0
         end_all(patience, pid)
-    if code < 0:  # told as it was: by the same signal
+    if code < 0:  # the server died of a signal: end by the same signal, so that the owner sees it
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
-        os.kill(me, -code)
+        os.kill(guard, -code)
     return code
+
+
+def _become(command: list[str], line: int, guard: int) -> None:
+    """Replaces the forked child by `command`; it is killed when the `guard` dies. Never returns."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    os.close(line)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guard:  # the guard died before prctl took effect
+        os._exit(1)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.stderr.write(f"{command[0]} cannot be started: {error.strerror}\n")
+        os._exit(127)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Processes that engines run in: each is started in a session of its own, keeps a log, and is ended with all it
-started.
+"""Child processes for engines: each runs in a session of its own, writes a log, and ends with its group.
 
-The kernel's stop button does not reach them, since Jupyter signals a kernel's whole process group. They end with their
-owner by two ways: a socket that the system closes, and a signal at their parent's death. The latter comes when the
-*thread* ends that started them; so one thread that never ends starts them all.
+The kernel's stop button does not reach them: Jupyter signals the kernel's whole process group, and they
+are in another one. They end with their owner in two ways: by a socket that the system closes, and by a
+signal at their parent's death. That signal is sent when the *thread* that started them ends. So one thread
+that never ends starts them all.
 """
 
 from __future__ import annotations
@@ -25,45 +25,46 @@ from ... import threads
 
 KEPT_LOGS = 50
 TAIL_BYTES = 8192
+_POLL_SECONDS = 0.01
 _numbers = itertools.count(1)
 _lock = threading.Lock()
-_orders: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] | None = None
+_jobs: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] | None = None
 
 
-def _forget() -> None:
-    global _orders, _lock
-    _orders, _lock = None, threading.Lock()
+def _forget_starter() -> None:
+    global _jobs, _lock
+    _jobs, _lock = None, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget)  # the thread stays behind
+os.register_at_fork(after_in_child=_forget_starter)  # a forked child has no such thread
 
 
-def _by_the_starter(work: Callable[[], Any]) -> Any:
-    """Does it in the thread that never ends; raises what it raises."""
-    global _orders
+def _in_starter_thread(work: Callable[[], Any]) -> Any:
+    """The result of `work()`, run in the thread that never ends; raises what `work` raises."""
+    global _jobs
     with _lock:
-        if _orders is None:
-            _orders = queue.SimpleQueue()
-            threads.start(lambda orders=_orders: _serve(orders))
+        if _jobs is None:
+            _jobs = queue.SimpleQueue()
+            threads.start(lambda jobs=_jobs: _run_jobs(jobs))
     answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    _orders.put((work, answer))
+    _jobs.put((work, answer))
     result, error = answer.get()
     if error is not None:
         raise error
     return result
 
 
-def _serve(orders: queue.SimpleQueue[Any]) -> None:
+def _run_jobs(jobs: queue.SimpleQueue[Any]) -> None:
     while True:
-        work, answer = orders.get()
+        work, answer = jobs.get()
         try:
             answer.put((work(), None))
-        except BaseException as error:  # noqa: BLE001 - raised where it was asked for
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             answer.put((None, error))
 
 
 class Child:
-    """A process that was started here, the leader of its own group."""
+    """A child process that leads a process group of its own."""
 
     def __init__(
         self,
@@ -73,9 +74,13 @@ class Child:
         env: dict[str, str] | None = None,
         fds: Sequence[int] = (),
     ) -> None:
+        """Starts `command` with its output appended to the file `log`.
+
+        `env` is its environment, this process's own by default. It inherits the file descriptors `fds`.
+        """
         self.log = log
         with open(log, "ab") as file:
-            self._popen: subprocess.Popen[bytes] = _by_the_starter(
+            self._popen: subprocess.Popen[bytes] = _in_starter_thread(
                 lambda: subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -90,22 +95,26 @@ class Child:
         self._ending = threading.Lock()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether it has ended. It is not reaped before `end`, so its number stays its own."""
+        """Waits up to `seconds` (None: for ever) for its end; returns whether it has ended.
+
+        The process is not reaped before `end`, so its number is not used again until then.
+        """
         if self._popen.returncode is not None:
             return True
         if seconds is None:
             with contextlib.suppress(ChildProcessError):
                 os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             return True
-        until = threading.Event()
-        for _ in range(max(1, int(seconds / 0.01))):
+        never = threading.Event()
+        for _ in range(max(1, int(seconds / _POLL_SECONDS))):
             if self.ended:
                 return True
-            until.wait(0.01)
+            never.wait(_POLL_SECONDS)
         return self.ended
 
     @property
     def ended(self) -> bool:
+        """Whether the process has ended."""
         if self._popen.returncode is not None:
             return True
         try:
@@ -114,34 +123,34 @@ class Child:
             return True
 
     def end(self, patience: float = 0.0) -> int:
-        """Ends its whole group, after `patience` seconds for an orderly end; how it ended, as subprocess tells it."""
+        """Ends the whole group; returns the exit status as `subprocess` gives it.
+
+        With `patience`, in seconds, the group first receives SIGTERM and gets that long to end.
+        """
         with self._ending:
             if self._popen.returncode is None:
                 if patience and not self.ended:
-                    self._signal(signal.SIGTERM)
+                    self._signal_group(signal.SIGTERM)
                     self.wait(patience)
-                self._signal(signal.SIGKILL)
+                self._signal_group(signal.SIGKILL)
                 self._popen.wait()
             return self._popen.returncode
 
-    def _signal(self, number: int) -> None:
+    def _signal_group(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
     def tail(self) -> str:
-        """The end of its log."""
-        return tail(self.log)
-
-
-def tail(log: Path) -> str:
-    with contextlib.suppress(OSError), open(log, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-        return file.read().decode("utf-8", "replace")
-    return ""
+        """The last TAIL_BYTES of its log; empty if the log cannot be read."""
+        with contextlib.suppress(OSError), open(self.log, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - TAIL_BYTES))
+            return file.read().decode("utf-8", "replace")
+        return ""
 
 
 def in_words(status: int) -> str:
-    """How a process ended.
+    """How a process with the exit `status` ended, as a clause for an error message.
 
     >>> in_words(-9), in_words(3)
     ('it was killed by SIGKILL', 'it ended with code 3')
@@ -155,25 +164,29 @@ def in_words(status: int) -> str:
 
 
 def new_log(name: str) -> Path:
-    """A file for an engine's log, in the state directory. The oldest go, so that KEPT_LOGS remain."""
+    """The path of a new, empty log for the model `name`, in the state directory.
+
+    The oldest logs are deleted, so that at most KEPT_LOGS remain.
+    """
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     directory = Path(home) / "gpu-console" / "engines"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    known = sorted(
-        directory.glob("*.log"), key=lambda path: path.stat().st_mtime_ns if path.exists() else 0
-    )
+    known = sorted(directory.glob("*.log"), key=_modified_ns)
     for old in known[: -KEPT_LOGS + 1]:
         old.unlink(missing_ok=True)
-    plain = re.sub(r"[^\w.-]+", "_", name)[:60]
-    log = directory / f"{plain}-{os.getpid()}-{next(_numbers)}.log"
-    os.close(
-        os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    )
+    file_name = re.sub(r"[^\w.-]+", "_", name)[:60]
+    log = directory / f"{file_name}-{os.getpid()}-{next(_numbers)}.log"
+    flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    os.close(os.open(log, flags, 0o600))
     return log
 
 
+def _modified_ns(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
 def python_file(file: Path) -> list[str]:
-    """The command that runs a file of this package by itself, without what the package imports.
+    """The command that runs the Python `file` of this package as a program, without the package itself.
 
     `-P` keeps the file's directory off `sys.path`: modules beside it may have the names of libraries.
     """

@@ -1,26 +1,27 @@
-"""Which cards another process sees: the variables of its environment, from the shares of a lease."""
+"""The cards that a child process sees: environment variables, from the shares of a lease."""
 
 from __future__ import annotations
 
 from ...devices.probe import Probe
 from ...facts import HOST, Shares
 
-_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
+_VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
 
 
 def card_environment(probe: Probe, shares: Shares) -> dict[str, str]:
-    """Just the cards of these shares, in their order, and none of any other make.
+    """Variables that show a process exactly the cards of `shares`, in their order, and no others.
 
-    By UUID where the driver tells one, since a number means another card in a process that sees others. A simulated
-    card is no card: what runs on it sees none.
+    The `probe` knows the devices. A CUDA card is named by UUID where the driver gives one, since its
+    number differs between processes that see different cards. A simulated card is not a real card: a
+    process on it sees none.
     """
     devices = {device.id: device for device in probe.devices}
-    seen: dict[str, list[str]] = {"CUDA_VISIBLE_DEVICES": [], "HIP_VISIBLE_DEVICES": []}
+    visible: dict[str, list[str]] = {"CUDA_VISIBLE_DEVICES": [], "HIP_VISIBLE_DEVICES": []}
     for share in shares:
         device = devices[share.device]
-        variable = _VISIBLE.get(device.id.partition(":")[0])
-        if variable and device.id != HOST:
-            seen[variable].append(
-                device.uuid if variable.startswith("CUDA") and device.uuid else str(device.index)
-            )
-    return {name: ",".join(words) for name, words in seen.items()}
+        variable = _VARIABLES.get(device.id.partition(":")[0])
+        if variable is None or device.id == HOST:
+            continue
+        by_uuid = variable.startswith("CUDA") and device.uuid
+        visible[variable].append(device.uuid if by_uuid else str(device.index))
+    return {variable: ",".join(names) for variable, names in visible.items()}
