@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from ..backends.base import looks_like_hub_id
-from ..backends.engines.arguments import OURS, grouped
+from ..backends.engines.arguments import RESERVED_FLAGS, group_flags
 from ..backends.registry import backend_names, missing
 from ..errors import LoadFailed, ModelDisabled
 from ..facts import NORMAL, ModelSpec, Value
@@ -130,14 +130,14 @@ def passed_on(words: tuple[str, ...], settings: Settings) -> tuple[str, ...]:
     """The arguments that an engine is told: its own code only where the process's owner trusts it."""
     groups = (
         took
-        for flag, _, took in grouped(words)
+        for flag, _, took in group_flags(words)
         if settings.gpu_trust_remote_code or not is_trust(flag)
     )
     return tuple(word for took in groups for word in took)
 
 
 def _asks_for_trust(fields: Fields) -> bool:
-    said = (value for flag, value, _ in grouped(fields.runtime_args or ()) if is_trust(flag))
+    said = (value for flag, value, _ in group_flags(fields.runtime_args or ()) if is_trust(flag))
     return bool(fields.trust_remote_code) or any(
         (value or "").lower() not in ("false", "0", "no") for value in said
     )
@@ -193,10 +193,10 @@ def notes(entry: Entry, settings: Settings) -> list[str]:
     if unknown := unknown_fields(written):
         said.append(f"unknown here, and kept: {', '.join(unknown)}")
     flags = [(flag, field) for flag, field, _ in read_arguments(words)]
-    if placed := [flag for flag, _ in flags if flag in OURS]:
+    if placed := [flag for flag, _ in flags if flag in RESERVED_FLAGS]:
         said.append(f"decided by the placement, and kept: {', '.join(placed)}")
     if others := [
-        flag for flag, field in flags if not field and flag not in OURS and not is_trust(flag)
+        flag for flag, field in flags if not field and flag not in RESERVED_FLAGS and not is_trust(flag)
     ]:
         said.append(f"kept for an engine's command line: {', '.join(others)}")
     if _asks_for_trust(fields) and not settings.gpu_trust_remote_code:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ..backends.engines.arguments import grouped
+from ..backends.engines.arguments import group_flags
 from ..errors import BadSetting
 from ..facts import IMPORTANCE, parse_importance
 from ..units import MIB, parse_bytes, parse_seconds
@@ -367,7 +367,7 @@ def read_arguments(words: tuple[str, ...]) -> Iterator[tuple[str, str, Any]]:
 
     Raises ValueError.
     """
-    for flag, value, _ in grouped(words):
+    for flag, value, _ in group_flags(words):
         field, read = _ARGUMENTS.get(flag, ("", str))
         if field and value is None:
             raise ValueError(f"{flag} takes a value")

@@ -15,7 +15,7 @@ from torch import nn
 
 from gpu_runtime.backends.base import Backend, is_out_of_memory
 from gpu_runtime.backends.engines.server import Server
-from gpu_runtime.backends.llama_cpp.rpc import Engine
+from gpu_runtime.backends.llama_cpp.rpc import LlamaEngine
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import Probe
 from gpu_runtime.errors import CannotGovern
@@ -97,8 +97,8 @@ def _case(request, kind, probe, llama, tiny_gguf) -> Case:
             "llama_cpp",
             reason="llama-cpp-python is not installed: pip install 'gpu-console[llama]'",
         )
-        monkeypatch, ask = request.getfixturevalue("monkeypatch"), Engine.load
-        monkeypatch.setattr(Engine, "load", lambda *a: (ask(*a), step())[0])
+        monkeypatch, ask = request.getfixturevalue("monkeypatch"), LlamaEngine.load
+        monkeypatch.setattr(LlamaEngine, "load", lambda *a: (ask(*a), step())[0])
         spec = ModelSpec("tiny", "llama_cpp", source=str(tiny_gguf), options={"isolated": not how})
         return Case(backend, probe, spec, None, trip, _greedy, rough=0.12)
     if name == "llama-server":
@@ -354,7 +354,7 @@ def test_the_registry_imports_no_framework():
     import subprocess
 
     code = (
-        "import sys, gpu_runtime.backends as b, gpu_runtime.devices.probe as p;"
+        "import sys, gpu_runtime.backends.registry as b, gpu_runtime.devices.probe as p;"
         "b.open_backend('fake', p.open_probe('sim:1GiB'));"
         "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys(), sorted(sys.modules)"
     )

@@ -173,7 +173,7 @@ def test_what_cannot_be_drawn_is_refused_in_words(served, words):
 def test_words_that_it_does_not_know_are_named(served):
     assert post(served, "/generate", {"promt": "a fox"}) == (
         422,
-        {"detail": "this pipeline knows no promt"},
+        {"detail": "this pipeline has no parameter promt"},
     )
 
 

@@ -24,9 +24,9 @@ import pytest
 
 from gpu_runtime.backends.base import is_out_of_memory
 from gpu_runtime.backends.engines.ports import claim, ports
-from gpu_runtime.backends.engines.recipe import Order
+from gpu_runtime.backends.engines.recipe import LaunchOrder
 from gpu_runtime.backends.engines.registry import recipe
-from gpu_runtime.backends.engines.server import MOST_RESTARTS, NEXT, Server, State
+from gpu_runtime.backends.engines.server import MOST_RESTARTS, NEXT_STATES, Server, ServerState
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import BadSetting, EngineDied, LoadFailed, NotResident
@@ -88,12 +88,12 @@ def server(record):
             Server(
                 spec,
                 recipe(engine),
-                lambda port, key: Order(
+                lambda port, key: LaunchOrder(
                     spec, SHARES, {"sim:0": 8 * GIB}, source, port, simulated, key
                 ),
                 dict(os.environ),
-                among=among,
-                seconds=seconds,
+                port_range=among,
+                start_seconds=seconds,
             )
         )
         return made[-1]
@@ -117,21 +117,21 @@ def get(server: Server, path: str, headers: dict[str, str] | None = None) -> int
 def test_from_idle_to_ready_and_back_and_no_other_state(server, record, engine, tiny_gguf):
     one = server(engine, source=str(tiny_gguf))
     one.start()
-    assert one.healthy() and one.state is State.READY
+    assert one.healthy() and one.state is ServerState.READY
     pids = one.pids
     assert len(pids) == 2 and all(map(alive, pids))
     one.end()
-    assert one.past == [State.IDLE, State.LOADING, State.READY, State.STOPPING, State.IDLE]
+    assert one.past == [ServerState.IDLE, ServerState.LOADING, ServerState.READY, ServerState.STOPPING, ServerState.IDLE]
     assert not any(map(alive, pids)) and len(record()) == 1
 
 
 def test_the_states_are_those_and_lead_nowhere_else():
     """What does not get ready stops as well; nothing else may follow."""
-    assert NEXT == {
-        State.IDLE: {State.LOADING},
-        State.LOADING: {State.READY, State.STOPPING},
-        State.READY: {State.STOPPING},
-        State.STOPPING: {State.IDLE},
+    assert NEXT_STATES == {
+        ServerState.IDLE: {ServerState.LOADING},
+        ServerState.LOADING: {ServerState.READY, ServerState.STOPPING},
+        ServerState.READY: {ServerState.STOPPING},
+        ServerState.STOPPING: {ServerState.IDLE},
     }
 
 
@@ -160,14 +160,14 @@ def test_killed_it_is_started_again_on_the_same_cards_and_as_often_as_three_time
     one.start()
     for restart in range(1, MOST_RESTARTS + 1):
         os.kill(one.pids[1], signal.SIGKILL)
-        assert soon(lambda restart=restart: one.restarts == restart and one.state is State.READY)
+        assert soon(lambda restart=restart: one.restarts == restart and one.state is ServerState.READY)
         assert one.healthy()
     same = {json.dumps(start["words"]) for start in record()}
     assert len(record()) == 1 + MOST_RESTARTS and len(same) == 1
     assert lost == []
     os.kill(one.pids[1], signal.SIGKILL)
     assert soon(lambda: lost)
-    assert lost[0][0] == "crash" and "killed by SIGKILL" in lost[0][1] and one.state is State.IDLE
+    assert lost[0][0] == "crash" and "killed by SIGKILL" in lost[0][1] and one.state is ServerState.IDLE
     assert len(record()) == 1 + MOST_RESTARTS
     port = claim(PORTS, "next")
     assert port.number == PORTS[0], "killed again and again, it has kept no port"
@@ -188,7 +188,7 @@ def test_ollama_is_started_again_until_its_model_lies_on_the_card(server, record
     monkeypatch.setenv("STAND_IN_SPREAD", "2")
     one = server("ollama", source="qwen3:8b", simulated=False)
     one.start()
-    assert one.state is State.READY and one.restarts == 2 and len(record()) == 3
+    assert one.state is ServerState.READY and one.restarts == 2 and len(record()) == 3
 
 
 def test_ollama_that_never_gets_there_fails_with_the_figures(server, record, monkeypatch):
@@ -199,7 +199,7 @@ def test_ollama_that_never_gets_there_fails_with_the_figures(server, record, mon
         match=r"started 4 times, and each time only 2.0 GiB of its 4.0 GiB are on the GPU",
     ):
         one.start()
-    assert len(record()) == 1 + MOST_RESTARTS and one.state is State.IDLE and not one.pids
+    assert len(record()) == 1 + MOST_RESTARTS and one.state is ServerState.IDLE and not one.pids
 
 
 def test_ollama_without_the_model_says_what_to_type(server):
@@ -219,7 +219,7 @@ def test_what_never_gets_ready_is_given_up_after_its_time(server, monkeypatch):
     one._sleep = sleep
     with pytest.raises(LoadFailed, match=r"did not answer within 600 s"):
         one.start()
-    assert now[0] == 600.0 and one.state is State.IDLE
+    assert now[0] == 600.0 and one.state is ServerState.IDLE
 
 
 def test_an_end_while_it_loads_is_told_with_the_server_s_own_words(server, monkeypatch):
@@ -258,7 +258,7 @@ def test_whoever_is_interrupted_leaves_nothing(server, monkeypatch):
     one._sleep = stop
     with pytest.raises(KeyboardInterrupt):
         one.start()
-    assert one.state is State.IDLE and one.pids == ()
+    assert one.state is ServerState.IDLE and one.pids == ()
     claim(PORTS, "next").close()
 
 
@@ -375,7 +375,7 @@ def owner(record):
     """Another process with a server of its own; and the numbers of its guard, its engine and its port."""
     program = textwrap.dedent("""
         import time
-        from gpu_runtime.backends import open_backend
+        from gpu_runtime.backends.registry import open_backend
         from gpu_runtime.facts import ModelSpec, Share
         from gpu_runtime.devices.probe import open_probe
         backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_runtime.backends.llama_cpp.options import arguments, check, taken
+from gpu_runtime.backends.llama_cpp.options import check, llama_arguments, taken
 from gpu_runtime.backends.processes.visible_devices import card_environment
 from gpu_runtime.devices.probe import Probe
 from gpu_runtime.errors import BadSetting, LoadFailed
@@ -23,7 +23,7 @@ def shares(*gib: float) -> tuple[Share, ...]:
 
 
 def told(*gib: float, cards=None, **options):
-    return arguments(spec(**options), shares(*gib), "/m/phi.gguf", CONFIG, cards)
+    return llama_arguments(spec(**options), shares(*gib), "/m/phi.gguf", CONFIG, cards)
 
 
 def test_on_one_card_all_of_it_goes_there():
@@ -68,9 +68,9 @@ def test_a_build_without_gpu_support_is_refused_for_a_real_card(tmp_path, tiny_g
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     if llama_cpp.llama_supports_gpu_offload():
         pytest.skip("this build of llama-cpp-python has GPU support")
-    from gpu_runtime.backends.llama_cpp.rpc import Engine, ThreadChannel
+    from gpu_runtime.backends.llama_cpp.rpc import LlamaEngine, ThreadChannel
 
-    engine = Engine("phi", ThreadChannel(lambda line: None), None)
+    engine = LlamaEngine("phi", ThreadChannel(lambda line: None), None)
     with pytest.raises(
         LoadFailed,
         match="no GPU support: it would run on the CPU.\n  Build it with:  CMAKE_ARGS=-DGGML_CUDA=on",

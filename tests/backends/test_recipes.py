@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime import samples
-from gpu_runtime.backends.engines.recipe import Order
+from gpu_runtime.backends.engines.recipe import LaunchOrder
 from gpu_runtime.backends.engines.registry import RECIPES, recipe
 from gpu_runtime.errors import LoadFailed
 from gpu_runtime.facts import ModelSpec, Share
@@ -35,11 +35,11 @@ def order(
     name: str = "qwen",
     model_type: str = "llm",
     **options,
-) -> Order:
+) -> LaunchOrder:
     """A lease of so many GiB on each card, from the first on."""
     shares = tuple(Share(f"cuda:{number}", int(size * GIB)) for number, size in enumerate(gib))
     spec = ModelSpec(name, backend, source=source, model_type=model_type, options=options)
-    return Order(spec, shares, CARDS, source, 8300, False, "k3y", config or {})
+    return LaunchOrder(spec, shares, CARDS, source, 8300, False, "k3y", config or {})
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_the_part_of_a_card_is_within_bounds_and_within_the_share(size, total):
     """Clamped to 0.01–0.99; between these it never is more than the share."""
     from gpu_runtime.backends.engines.vllm import utilization
 
-    one = Order(
+    one = LaunchOrder(
         ModelSpec("a", "vllm"), (Share("cuda:0", size),), {"cuda:0": total}, "", 1, False, ""
     )
     part = utilization(one)

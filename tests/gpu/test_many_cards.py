@@ -59,7 +59,7 @@ def test_the_first_context_lands_on_the_models_card(tmp_path):
     last = torch.cuda.device_count() - 1
     program = f"""
 import torch
-from gpu_runtime.backends import open_backend
+from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.devices.probe import open_probe
 probe = open_probe("cuda")

@@ -118,7 +118,7 @@ def test_a_driver_s_error_puts_the_model_away_and_the_next_call_has_a_fresh_work
     with rt.use("phi") as phi:
         pid = phi.pid
         with pytest.raises(
-            EngineFault, match="next use of phi loads it anew, in a fresh worker"
+            EngineFault, match="next use of phi loads it again, in a new worker"
         ) as error:
             phi.drill(words)
         assert error.value.why == words and error.value.reloads and claims(rt) == {}

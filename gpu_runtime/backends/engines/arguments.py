@@ -1,11 +1,17 @@
-"""Extra command-line arguments that a user may pass to an engine."""
+"""The command-line arguments that users add to an engine (`runtime_args`): parsing and filtering.
+
+How an engine's whole command line is built is in its recipe; the catalogue checks manifests with the
+same parser.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-OURS = (
+from ...facts import ModelSpec
+
+RESERVED_FLAGS = (  # the lease decides these
     "--gpu-memory-utilization",
     "--tensor-split",
     "--main-gpu",
@@ -15,25 +21,52 @@ OURS = (
     "-mg",
     "-sm",
 )
+_VALUE = re.compile(r"(?!-)|-\d")  # the next word is a value unless it looks like a flag
 
 
-def grouped(words: tuple[str, ...]) -> Iterator[tuple[str, str | None, tuple[str, ...]]]:
-    """Each flag, its value (None: it has none), and the words that said so.
+def group_flags(words: tuple[str, ...]) -> Iterator[tuple[str, str | None, tuple[str, ...]]]:
+    """For each flag in `words`: the flag, its value or None, and the words that it was made of.
 
-    >>> list(grouped(("--seed", "1", "-ngl", "-1", "--fast", "--top=5")))
-    [('--seed', '1', ('--seed', '1')), ('-ngl', '-1', ('-ngl', '-1')), ('--fast', None, ('--fast',)), ('--top', '5', ('--top=5',))]
+    >>> list(group_flags(("--seed", "1", "-ngl", "-1")))
+    [('--seed', '1', ('--seed', '1')), ('-ngl', '-1', ('-ngl', '-1'))]
+    >>> list(group_flags(("--fast", "--top=5")))
+    [('--fast', None, ('--fast',)), ('--top', '5', ('--top=5',))]
     """
     index = 0
     while index < len(words):
-        flag, equals, value = words[index].partition("=")
-        took = words[index : index + 1]
-        if (
-            not equals
-            and flag.startswith("-")
-            and words[index + 1 :]
-            and re.match(r"(?!-)|-\d", words[index + 1])
-        ):
-            took = words[index : index + 2]
-            equals, value = "=", took[1]
-        index += len(took)
-        yield flag, value if equals else None, took
+        word = words[index]
+        flag, equals, value = word.partition("=")
+        following = words[index + 1 : index + 2]
+        if equals:
+            yield flag, value, (word,)
+            index += 1
+        elif flag.startswith("-") and following and _VALUE.match(following[0]):
+            yield flag, following[0], (word, *following)
+            index += 2
+        else:
+            yield flag, None, (word,)
+            index += 1
+
+
+def user_arguments(spec: ModelSpec) -> tuple[str, ...]:
+    """The `runtime_args` of `spec` without the flags that the lease decides.
+
+    >>> words = ["--seed", "1", "--gpu-memory-utilization", "1"]
+    >>> user_arguments(ModelSpec("a", "vllm", options={"runtime_args": words}))
+    ('--seed', '1')
+    """
+    words = tuple(str(word) for word in spec.options.get("runtime_args", ()))
+    kept: list[str] = []
+    for flag, _, flag_words in group_flags(words):
+        if flag not in RESERVED_FLAGS:
+            kept += flag_words
+    return tuple(kept)
+
+
+def has_flag(words: tuple[str, ...], *flags: str) -> bool:
+    """Whether one of the `flags` is in `words`. The recipe then leaves out its own.
+
+    >>> has_flag(("--ctx-size=512",), "--ctx-size", "-c")
+    True
+    """
+    return any(word.partition("=")[0] in flags for word in words)

@@ -1,7 +1,6 @@
-"""Models in servers of their own, which speak OpenAI's HTTP: what `use` yields for them, and the account of their
-bytes.
+"""The backend for engines that are HTTP servers: what `use` yields for them, and the account of their bytes.
 
-A server's life is `servers.py`'s, and how each engine is started its recipe's (engines/).
+The lifecycle of a server is in `server.py`; how each engine is started is in its recipe.
 """
 
 from __future__ import annotations
@@ -20,48 +19,50 @@ from ...facts import Evidence, ModelSpec, Share, Shares, where
 from ..base import Progress
 from ..processes.visible_devices import card_environment
 from .ports import ports
-from .recipe import Order
+from .recipe import LaunchOrder
 from .registry import recipe
-from .server import POLL_SECONDS, Server, State
+from .server import POLL_SECONDS, Server, ServerState
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # settings load pydantic, a tenth of a second
     from ...settings import Settings
 
-PORTS, START_SECONDS = "8300-8399", 600.0  # unless the settings say otherwise
+PORTS, START_SECONDS = "8300-8399", 600.0  # defaults without settings
 
 
 class Served:
-    """What `use` yields for a server: where it answers, what it calls the model, and what to show it.
+    """What `use` yields for a server: its address, the model's name in requests, and the key.
 
-    `base_url` ends in `/v1`; an OpenAI client takes it with `api_key`. Valid inside `with rt.use(…)`: a restart may
-    change it, and is waited for where it is asked for meanwhile.
+    `base_url` ends in `/v1`; pass it to an OpenAI client together with `api_key`. Both are valid inside
+    `with rt.use(…)`. A restart may change them: a read during a restart waits for its end.
     """
 
     def __init__(self, name: str) -> None:
+        """The value for the model `name`, not loaded yet."""
         self.name = name
+        self.chat_template: str | None = ""  # the model's own, as `Recipe.template` defines it
         self._server: Server | None = None
         self._where = ""
-        self.chat_template: str | None = ""  # the model's own, as Recipe.template tells
-        self._calls_under: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._calls_under: Callable[[], AbstractContextManager[Any]] = nullcontext  # pins the model
 
     def __repr__(self) -> str:
-        at = f"at {self._server.base_url} on {self._where}" if self._server else "on disk"
-        return f"<{self.name} {at}>"
+        place = f"at {self._server.base_url} on {self._where}" if self._server else "on disk"
+        return f"<{self.name} {place}>"
 
     @property
     def base_url(self) -> str:
-        return self._present().base_url
+        """The prefix of /chat/completions. Raises NotResident, EngineDied."""
+        return self._running_server().base_url
 
     @property
     def model(self) -> str:
-        """The engine's own name for it, as requests must say it."""
-        server = self._present()
-        return server.recipe.model(server._known())
+        """The name of the model in requests. Raises NotResident, EngineDied."""
+        server = self._running_server()
+        return server.recipe.model(server.launch_order())
 
     @property
     def headers(self) -> dict[str, str]:
-        """What a request must carry."""
-        return self._present().headers
+        """The headers that a request must carry. Raises NotResident, EngineDied."""
+        return self._running_server().headers
 
     @property
     def api_key(self) -> str:
@@ -70,41 +71,45 @@ class Served:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Its processes, the first of which guards the others."""
+        """The server's processes; the first is the guard of the others."""
         return self._server.pids if self._server else ()
 
     @property
-    def state(self) -> State:
-        return self._server.state if self._server else State.IDLE
+    def state(self) -> ServerState:
+        """What the server is doing."""
+        return self._server.state if self._server else ServerState.IDLE
 
     @property
     def starting(self) -> bool:
-        """Whether it ended by itself and is being started again: a while later it answers, or is gone for good."""
+        """Whether the server ended by itself and is being restarted."""
         return self._server is not None and self._server.starting
 
     def health(self) -> bool:
-        """Whether it answers at this moment."""
+        """Whether the server answers its health check now."""
         return self._server is not None and self._server.healthy()
 
-    def _present(self) -> Server:
+    def _running_server(self) -> Server:
+        """The server, after a restart in progress has ended. Raises NotResident, EngineDied."""
         while self.starting:
             time.sleep(POLL_SECONDS)
         server = self._server
         if server is None:
             raise NotResident(
-                f"{self.name} is not loaded.\n  Ask inside:  with rt.use({self.name!r}) as served:",
+                f"{self.name} is not loaded.\n"
+                f"  Use it inside:  with rt.use({self.name!r}) as served:",
                 name=self.name,
                 where="not loaded",
             )
-        if server._over is not None:
-            raise type(server._over)(str(server._over), **server._over.facts)
+        if server.error is not None:
+            raise type(server.error)(str(server.error), **server.error.facts)
         return server
 
 
-class Loaded:
-    """A running server, and the account of its bytes. The handle of this backend."""
+class ServerHandle:
+    """The handle of this backend: a running server, and the account of its bytes."""
 
     def __init__(self, server: Server, value: Served) -> None:
+        """Ends `server` when the handle is garbage-collected. `value` is what users hold."""
         self.server, self.value = server, value
         self.shares: Shares = ()
         self.blocks: list[Block] = []
@@ -112,12 +117,15 @@ class Loaded:
 
     @property
     def pids(self) -> tuple[int, ...]:
+        """The server's processes; the first is the guard of the others."""
         return self.server.pids
 
-    def watch(self, lost: Callable[[str, str], None]) -> None:
-        self.server.watch(lost)
+    def watch(self, on_loss: Callable[[str, str], None]) -> None:
+        """Has `on_loss(kind, because)` called once if the server ends for good."""
+        self.server.watch(on_loss)
 
     def end(self) -> None:
+        """Ends the server and frees its bytes. Repeating is safe."""
         self._end()
         if self.value._server is self.server:
             self.value._server = None
@@ -127,22 +135,33 @@ class Loaded:
 
 
 class ServerBackend:
-    """The engines of `engines/`, each under its own name. Options: context_length, sequences, runtime_args, …."""
+    """Loads models into servers of one engine.
+
+    Options of a model: context_length, sequences, runtime_args and those that the recipe names.
+    """
 
     can_move = False
     can_split = True
 
     def __init__(self, probe: Probe, name: str, settings: Settings | None = None) -> None:
+        """The backend of the engine `name` on the devices of `probe`.
+
+        `settings` give the port range and the start time-out.
+        """
         self.probe, self.name, self.recipe = probe, name, recipe(name)
         self.layout = self.recipe.LAYOUT
-        self._among = ports(settings.gpu_engine_ports if settings else PORTS)
-        self._seconds = settings.gpu_engine_start_seconds if settings else START_SECONDS
+        self._port_range = ports(settings.gpu_engine_ports if settings else PORTS)
+        self._start_seconds = settings.gpu_engine_start_seconds if settings else START_SECONDS
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """What its files tell, where they lie here. What an engine takes it takes when it starts."""
+        """What the local files of `spec` show. An engine takes all its memory when it starts.
+
+        `origin` is ignored.
+        """
         return self.recipe.evidence(spec)
 
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
+        """Empty: the engine divides the `model` of `spec` itself. `origin` is ignored."""
         return ()
 
     def load(
@@ -153,8 +172,15 @@ class ServerBackend:
         *,
         progress: Progress | None = None,
         into: Any = None,
-    ) -> Loaded:
-        if missing := self.recipe.missing():
+    ) -> ServerHandle:
+        """A handle to a running server for `spec` on the cards of `shares`.
+
+        `progress` is called at the start and at the end. `into` is a handle or a Served of an earlier
+        load, which gets the new server. `origin` is ignored.
+        Raises LoadFailed, and the device's out-of-memory error.
+        """
+        missing = self.recipe.missing()
+        if missing:
             raise LoadFailed(
                 f"{spec.name} cannot be loaded by {self.name}: {missing}",
                 name=spec.name,
@@ -163,46 +189,53 @@ class ServerBackend:
         total = sum(share.bytes for share in shares)
         if progress:
             progress(0, total)
+        server = self._server(spec, shares)
+        kept = into.value if isinstance(into, ServerHandle) else into
+        value = kept if isinstance(kept, Served) else Served(spec.name)
+        handle = ServerHandle(server, value)
+        try:
+            server.start()
+            handle.shares = self._measured(server, shares)
+            for share in handle.shares:
+                handle.blocks.append(self.probe.place(share.device).allocate(share.bytes))
+            if progress:
+                progress(total, total)
+            value.chat_template = self.recipe.template(server.launch_order())
+            value._server, value._where = server, where(handle.shares)
+            return handle
+        except BaseException:
+            handle.end()
+            raise
+
+    def _server(self, spec: ModelSpec, shares: Shares) -> Server:
+        """A server for `spec`, not started yet, that sees only the cards of its shares."""
         config = self.evidence(spec).config
         source = self.recipe.source(spec)
         totals = {device.id: device.total_bytes for device in self.probe.devices}
         simulated = any(
             device.simulated for device in self.probe.devices if device.id == shares[0].device
         )
-        server = Server(
+
+        def order_for(port: int, key: str) -> LaunchOrder:
+            return LaunchOrder(spec, shares, totals, source, port, simulated, key, config)
+
+        on_cpu = spec.options.get("gpu_layers") == 0
+        cards = card_environment(self.probe, () if on_cpu else shares)
+        return Server(
             spec,
             self.recipe,
-            lambda port, key: Order(spec, shares, totals, source, port, simulated, key, config),
-            {
-                **os.environ,
-                **card_environment(
-                    self.probe, () if spec.options.get("gpu_layers") == 0 else shares
-                ),
-            },
-            among=self._among,
-            seconds=spec.options.get("start_seconds", self._seconds),
+            order_for,
+            {**os.environ, **cards},
+            port_range=self._port_range,
+            start_seconds=spec.options.get("start_seconds", self._start_seconds),
         )
-        kept = into.value if isinstance(into, Loaded) else into
-        value = kept if isinstance(kept, Served) else Served(spec.name)
-        loaded = Loaded(server, value)
-        try:
-            server.start()
-            loaded.shares = self._taken(server, shares)
-            for share in loaded.shares:
-                loaded.blocks.append(self.probe.place(share.device).allocate(share.bytes))
-            if progress:
-                progress(total, total)
-            value.chat_template = self.recipe.template(server._known())
-            value._server, value._where = server, where(loaded.shares)
-            return loaded
-        except BaseException:
-            loaded.end()
-            raise
 
-    def value(self, model: Loaded) -> Served:
+    def value(self, model: ServerHandle) -> Served:
+        """The Served of the handle `model`."""
         return model.value
 
-    def move(self, model: Loaded, shares: Shares) -> NoReturn:
+    def move(self, model: ServerHandle, shares: Shares) -> NoReturn:
+        """Always raises CannotGovern: `model` cannot be moved to other `shares`."""
         name = model.value.name
         raise CannotGovern(
             f"{name} cannot be moved: {self.name} places a model when it loads it.\n"
@@ -211,28 +244,32 @@ class ServerBackend:
             why=f"{self.name} cannot move",
         )
 
-    def drop(self, model: Loaded) -> None:
+    def drop(self, model: ServerHandle) -> None:
+        """Ends the server of `model`. Repeating is safe."""
         model.end()
 
-    def measure(self, model: Loaded) -> Shares:
+    def measure(self, model: ServerHandle) -> Shares:
+        """The bytes of `model` by device, as measured after its start; empty once it is dropped."""
         return model.shares
 
-    def elsewhere(self, model: Loaded) -> tuple[str, ...]:
+    def elsewhere(self, model: ServerHandle) -> tuple[str, ...]:
+        """Empty: the tensors of `model` are not visible here. Recipes check the placement."""
         return ()
 
-    def droppable(self, model: Loaded) -> bool:
+    def droppable(self, model: ServerHandle) -> bool:
+        """True: the weights of `model` are never changed."""
         return True
 
-    def unchanged(self, model: Loaded) -> bool:
+    def unchanged(self, model: ServerHandle) -> bool:
+        """True: the weights of `model` are never changed."""
         return True
 
-    def _taken(self, server: Server, shares: Shares) -> Shares:
-        """What its processes hold by the driver's account; its shares, where that does not tell."""
+    def _measured(self, server: Server, shares: Shares) -> Shares:
+        """The bytes that the driver charges to its processes; its shares if the driver does not say."""
+        devices = tuple(share.device for share in shares)
         charged: dict[str, int] = {}
         for pid in server.pids:
-            for device, size in self.probe.charged(
-                pid, tuple(share.device for share in shares)
-            ).items():
+            for device, size in self.probe.charged(pid, devices).items():
                 charged[device] = charged.get(device, 0) + size
         return tuple(
             Share(share.device, charged.get(share.device) or share.bytes) for share in shares

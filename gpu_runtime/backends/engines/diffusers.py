@@ -1,4 +1,4 @@
-"""Pictures by Hugging Face diffusers: a worker of our own (`diffusers_app.py`), which serves one pipeline.
+"""Hugging Face diffusers: our own server program (`diffusers_app.py`), which serves one image pipeline.
 
 Sources: diffusers, DiffusionPipeline.from_pretrained; OpenAI, images API; Model Boss, DiffusersBackend.
 """
@@ -11,68 +11,68 @@ from pathlib import Path
 from ...errors import NotAModel
 from ...facts import Evidence, ModelSpec
 from ..processes.processes import python_file
-from .recipe import Command, Order, as_it_was_told, nothing_to_do, path_or_name, switched_by_nobody
+from .recipe import (
+    Command,
+    LaunchOrder,
+    no_template_switches,
+    nothing_to_prepare,
+    path_or_name,
+    placed_as_ordered,
+)
 
 HEALTH = "/health"
 BASE = "/v1"
 LAYOUT = "balanced"
 KEYED = True
 NEEDED = ("diffusers", "fastapi", "uvicorn")
-source, template, prepare, misplaced = (
-    path_or_name,
-    switched_by_nobody,
-    nothing_to_do,
-    as_it_was_told,
-)
+source = path_or_name
+template = no_template_switches
+prepare = nothing_to_prepare
+misplaced = placed_as_ordered
 
 
 def evidence(spec: ModelSpec) -> Evidence:
-    """The files of a pipeline's parts, one directory each; what has none here is told by its name."""
+    """The total size of the weight files of the pipeline of `spec`, which has one directory per part.
+
+    A pipeline that is not on this machine is estimated by its name. Raises NotAModel.
+    """
     path = Path(spec.source).expanduser()
-    if not (path / "model_index.json").is_file():
-        if path.exists():
-            raise NotAModel(
-                f"{spec.name}: {path} is no pipeline; it has no model_index.json.",
-                name=spec.name,
-                source=spec.source,
-            )
-        return Evidence(
-            name=spec.source, why_unknown=f"there is no {path.absolute()}", at_load=True
+    if (path / "model_index.json").is_file():
+        size = sum(file.stat().st_size for file in path.glob("*/*.safetensors"))
+        return Evidence(file_bytes=size, file_format="safetensors", at_load=True)
+    if path.exists():
+        raise NotAModel(
+            f"{spec.name}: {path} is not a pipeline; it has no model_index.json.",
+            name=spec.name,
+            source=spec.source,
         )
-    size = sum(file.stat().st_size for file in path.glob("*/*.safetensors"))
-    return Evidence(file_bytes=size, file_format="safetensors", at_load=True)
+    return Evidence(name=spec.source, why_unknown=f"there is no {path.absolute()}", at_load=True)
 
 
 def missing() -> str:
+    """What must be installed first; see `Recipe.missing`."""
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if not absent:
+        return ""
+    verb = "is" if len(absent) == 1 else "are"
     return (
-        f"{', '.join(absent)} is not installed.\n  Install it:  pip install 'gpu-console[diffusion,serve]'"
-        if absent
-        else ""
+        f"{', '.join(absent)} {verb} not installed.\n"
+        f"  Install it:  pip install 'gpu-console[diffusion,serve]'"
     )
 
 
-def model(order: Order) -> str:
+def model(order: LaunchOrder) -> str:
+    """The name of the model of `order` in requests: its own."""
     return order.spec.name
 
 
-def command(order: Order) -> Command:
+def command(order: LaunchOrder) -> Command:
+    """The command that starts our own server program for `order`."""
     options = order.spec.options
-    words = [
-        "--model",
-        order.source,
-        "--name",
-        order.spec.name,
-        "--port",
-        str(order.port),
-        "--device",
-        "cpu" if order.simulated else "cuda",
-        "--dtype",
-        str(options.get("dtype", "auto")),
-    ]
+    words = ["--model", order.source, "--name", order.spec.name, "--port", str(order.port)]
+    words += ["--device", "cpu" if order.simulated else "cuda"]
+    words += ["--dtype", str(options.get("dtype", "auto"))]
     if len(order.shares) > 1 and not order.simulated:
         words += ["--balanced"]
-    return Command(
-        (*python_file(Path(__file__).with_name("diffusers_app.py")), *words),
-        {"GPU_ENGINE_KEY": order.key},
-    )
+    program = python_file(Path(__file__).with_name("diffusers_app.py"))
+    return Command((*program, *words), {"GPU_ENGINE_KEY": order.key})

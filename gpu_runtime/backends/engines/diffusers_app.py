@@ -1,9 +1,12 @@
-"""The server of one diffusers pipeline: pictures by OpenAI's images API, and `/generate` with the pipeline's own words.
+"""The HTTP server of one diffusers pipeline: OpenAI's images API, and `/generate` for other parameters.
 
-Run by itself, by the recipe beside it. It listens at 127.0.0.1 only, and lets in whoever shows the key.
+It runs as a program of its own, started by the recipe `diffusers.py`. It listens on 127.0.0.1 only and
+rejects requests without the key.
 """
 
-import argparse  # annotations are evaluated here: FastAPI reads them, and they name what a function imports
+# No `from __future__ import annotations` here: FastAPI evaluates the annotations, and they name what
+# `app` imports.
+import argparse
 import base64
 import hmac
 import inspect
@@ -17,140 +20,176 @@ MOST_PIXELS, MOST_PICTURES, MOST_STEPS = 4096 * 4096, 10, 500
 
 
 def app(pipeline: Any, name: str, key: str) -> Any:
-    """The FastAPI application that serves this pipeline."""
-    import torch
+    """The FastAPI application that serves `pipeline` as the model `name` to requests with the `key`."""
     from fastapi import Body, FastAPI, Header, HTTPException, Request
-    from fastapi.concurrency import run_in_threadpool
 
-    Words, Key = Annotated[dict[str, Any], Body()], Annotated[str, Header(alias="Authorization")]
-    made = FastAPI(title=name)
-    turn = threading.Lock()  # one picture at a time: the card is one
-    takes = inspect.signature(pipeline.__call__).parameters
+    JsonBody, Key = Annotated[dict[str, Any], Body()], Annotated[str, Header(alias="Authorization")]
+    server = FastAPI(title=name)
+    painter = Painter(pipeline)
 
-    def let_in(authorization: str) -> None:
+    def check_key(authorization: str) -> None:
         if not hmac.compare_digest(authorization.encode(), f"Bearer {key}".encode()):
             raise HTTPException(401, "the key is missing or wrong")
 
-    def checked(value: Any, what: str, most: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
-            raise HTTPException(
-                422, f"{what} must be a whole number from 1 to {most}, and is {value!r}"
-            )
-        return value
-
-    def drawn(words: dict[str, Any], gone: threading.Event) -> list[str]:
-        """The pictures as base64 of PNG. It stops between two steps once nobody waits for them."""
-
-        def look(pipe: Any, step: int, moment: Any, given: dict[str, Any]) -> dict[str, Any]:
-            pipe._interrupt = gone.is_set()
-            if gone.is_set():
-                raise InterruptedError
-            return given
-
-        with turn:
-            if gone.is_set():
-                return []
-            seed = words.pop("seed", None)
-            if seed is not None:
-                words["generator"] = torch.Generator("cpu").manual_seed(int(seed))
-            if "callback_on_step_end" in takes:
-                words["callback_on_step_end"] = look
-            try:
-                pictures = pipeline(**words).images
-            except InterruptedError:
-                return []
-        encoded = []
-        for picture in pictures:
-            file = io.BytesIO()
-            picture.save(file, "PNG")
-            encoded.append(base64.b64encode(file.getvalue()).decode())
-        return encoded
-
-    async def answer(words: dict[str, Any], request: Request) -> list[str]:
-        import asyncio
-
-        gone = threading.Event()
-        drawing = asyncio.ensure_future(run_in_threadpool(drawn, words, gone))
-        while not drawing.done():
-            if await request.is_disconnected():
-                gone.set()
-            await asyncio.wait([drawing], timeout=0.2)
+    async def answer(parameters: dict[str, Any], request: Request) -> list[str]:
         try:
-            return drawing.result()
+            return await painter.paint_while_connected(parameters, request)
         except (TypeError, ValueError) as error:
             raise HTTPException(400, str(error)) from error
 
-    @made.get("/health")
+    @server.get("/health")
     def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @made.get("/v1/models")
+    @server.get("/v1/models")
     def models(authorization: Key = "") -> dict[str, Any]:
-        let_in(authorization)
-        return {
-            "object": "list",
-            "data": [{"id": name, "object": "model", "owned_by": "gpu-console"}],
-        }
+        check_key(authorization)
+        model = {"id": name, "object": "model", "owned_by": "gpu-console"}
+        return {"object": "list", "data": [model]}
 
-    @made.post("/v1/images/generations")
-    async def images(request: Request, body: Words, authorization: Key = "") -> dict[str, Any]:
-        let_in(authorization)
-        prompt, size = body.get("prompt"), body.get("size") or ""
-        if not isinstance(prompt, str) or not prompt:
-            raise HTTPException(422, "prompt must be text")
-        if body.get("response_format", "b64_json") not in (None, "b64_json"):
-            raise HTTPException(
-                422, "response_format must be b64_json: there is nowhere to put a file for a url"
-            )
-        words: dict[str, Any] = {"prompt": prompt}
-        if "num_images_per_prompt" in takes:
-            words["num_images_per_prompt"] = checked(body.get("n") or 1, "n", MOST_PICTURES)
-        if size and size != "auto":
-            width, _, height = str(size).partition("x")
-            if (
-                not (width.isdigit() and height.isdigit())
-                or not 0 < int(width) * int(height) <= MOST_PIXELS
-            ):
-                raise HTTPException(422, f"size must be like 512x512, and is {size!r}")
-            words |= {"width": int(width), "height": int(height)}
-        for field in ("steps", "num_inference_steps"):  # the second is what diffusers calls it
-            if body.get(field) is not None:
-                words["num_inference_steps"] = checked(body[field], field, MOST_STEPS)
-        for field in ("seed", "negative_prompt", "guidance_scale"):
-            if body.get(field) is not None and (field in takes or field == "seed"):
-                words[field] = body[field]
-        pictures = await answer(words, request)
-        return {
-            "created": int(time.time()),
-            "data": [{"b64_json": picture} for picture in pictures],
-        }
+    @server.post("/v1/images/generations")
+    async def images(request: Request, body: JsonBody, authorization: Key = "") -> dict[str, Any]:
+        check_key(authorization)
+        try:
+            parameters = image_parameters(body, painter.accepted)
+        except ValueError as error:
+            raise HTTPException(422, str(error)) from error
+        pictures = await answer(parameters, request)
+        data = [{"b64_json": picture} for picture in pictures]
+        return {"created": int(time.time()), "data": data}
 
-    @made.post("/generate")
-    async def generate(request: Request, body: Words, authorization: Key = "") -> dict[str, Any]:
-        let_in(authorization)
-        if unknown := [word for word in body if word not in takes and word != "seed"]:
-            raise HTTPException(422, f"this pipeline knows no {', '.join(unknown)}")
+    @server.post("/generate")
+    async def generate(request: Request, body: JsonBody, authorization: Key = "") -> dict[str, Any]:
+        check_key(authorization)
+        unknown = [word for word in body if word not in painter.accepted and word != "seed"]
+        if unknown:
+            raise HTTPException(422, f"this pipeline has no parameter {', '.join(unknown)}")
         return {"images": await answer(dict(body), request)}
 
-    return made
+    return server
+
+
+def image_parameters(body: dict[str, Any], accepted: Any) -> dict[str, Any]:
+    """The pipeline's parameters for the `body` of a request to OpenAI's images API.
+
+    `accepted` are the names of the pipeline's own parameters. Raises ValueError for an invalid field.
+    """
+    prompt, size = body.get("prompt"), body.get("size") or ""
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError("prompt must be text")
+    if body.get("response_format", "b64_json") not in (None, "b64_json"):
+        raise ValueError("response_format must be b64_json: this server stores no files for a url")
+    parameters: dict[str, Any] = {"prompt": prompt}
+    if "num_images_per_prompt" in accepted:
+        count = whole_number(body.get("n") or 1, "n", MOST_PICTURES)
+        parameters["num_images_per_prompt"] = count
+    if size and size != "auto":
+        parameters |= parsed_size(size)
+    for field in ("steps", "num_inference_steps"):  # the second is diffusers' name for it
+        if body.get(field) is not None:
+            parameters["num_inference_steps"] = whole_number(body[field], field, MOST_STEPS)
+    for field in ("seed", "negative_prompt", "guidance_scale"):
+        if body.get(field) is not None and (field in accepted or field == "seed"):
+            parameters[field] = body[field]
+    return parameters
+
+
+def whole_number(value: Any, field: str, most: int) -> int:
+    """The `value` of `field`, from 1 to `most`. Raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+        raise ValueError(f"{field} must be a whole number from 1 to {most}, and is {value!r}")
+    return value
+
+
+def parsed_size(size: Any) -> dict[str, int]:
+    """Width and height of a `size` like 512x512. Raises ValueError."""
+    width, _, height = str(size).partition("x")
+    if width.isdigit() and height.isdigit():
+        pixels = int(width) * int(height)
+        if 0 < pixels <= MOST_PIXELS:
+            return {"width": int(width), "height": int(height)}
+    raise ValueError(f"size must be like 512x512, and is {size!r}")
+
+
+class Painter:
+    """Runs the pipeline, one request at a time: there is one card."""
+
+    def __init__(self, pipeline: Any) -> None:
+        """A painter for `pipeline`."""
+        self.accepted = inspect.signature(pipeline.__call__).parameters
+        self._pipeline = pipeline
+        self._turn = threading.Lock()
+
+    async def paint_while_connected(self, parameters: dict[str, Any], request: Any) -> list[str]:
+        """The pictures for `parameters` as base64 of PNG; empty once the client of `request` is gone."""
+        import asyncio
+
+        from fastapi.concurrency import run_in_threadpool
+
+        cancelled = threading.Event()
+        painting = asyncio.ensure_future(run_in_threadpool(self.paint, parameters, cancelled))
+        while not painting.done():
+            if await request.is_disconnected():
+                cancelled.set()
+            await asyncio.wait([painting], timeout=0.2)
+        return painting.result()
+
+    def paint(self, parameters: dict[str, Any], cancelled: threading.Event) -> list[str]:
+        """The pictures for `parameters` as base64 of PNG.
+
+        The pipeline stops between two steps, and the result is empty, once `cancelled` is set.
+        """
+        import torch
+
+        def check_step(pipe: Any, step: int, moment: Any, given: dict[str, Any]) -> dict[str, Any]:
+            pipe._interrupt = cancelled.is_set()
+            if cancelled.is_set():
+                raise InterruptedError
+            return given
+
+        with self._turn:
+            if cancelled.is_set():
+                return []
+            seed = parameters.pop("seed", None)
+            if seed is not None:
+                parameters["generator"] = torch.Generator("cpu").manual_seed(int(seed))
+            if "callback_on_step_end" in self.accepted:
+                parameters["callback_on_step_end"] = check_step
+            try:
+                pictures = self._pipeline(**parameters).images
+            except InterruptedError:
+                return []
+        return [base64_png(picture) for picture in pictures]
+
+
+def base64_png(picture: Any) -> str:
+    """The `picture`, a PIL image, as base64 of PNG."""
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def load(model: str, device: str, dtype: str, balanced: bool) -> Any:
-    """The pipeline, from files that lie here, safetensors only, on its device."""
+    """The pipeline from the local files of `model`, safetensors only, on its `device`.
+
+    `dtype` is a name of torch, or "auto": bfloat16 on CUDA, else as stored. With `balanced` it is spread
+    over all visible cards.
+    """
     import torch
     from diffusers import DiffusionPipeline
 
-    words: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
+    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
     if dtype != "auto":
-        words["torch_dtype"] = getattr(torch, dtype)
+        options["torch_dtype"] = getattr(torch, dtype)
     elif device == "cuda":
-        words["torch_dtype"] = torch.bfloat16
+        options["torch_dtype"] = torch.bfloat16
     if balanced:
-        return DiffusionPipeline.from_pretrained(model, device_map="balanced", **words)
-    return DiffusionPipeline.from_pretrained(model, **words).to(device)
+        return DiffusionPipeline.from_pretrained(model, device_map="balanced", **options)
+    return DiffusionPipeline.from_pretrained(model, **options).to(device)
 
 
 def main() -> None:
+    """Serves the pipeline that the command line names; the environment holds the key."""
     import uvicorn
 
     parser = argparse.ArgumentParser(prog="diffusers_app")

@@ -1,39 +1,52 @@
-"""Ollama: `ollama serve`, a server of its own for each model, that keeps that one loaded.
+"""Ollama: `ollama serve`, one server for each model, which keeps that model loaded.
 
-It decides by itself how much of a model goes to the card, so it is asked (`/api/ps`), and started again where some of
-it lies elsewhere. Models must have been pulled: nothing is downloaded here. It knows no key: whoever is on this machine
-may ask it. Sources: Ollama, docs/api and envconfig/config.go; Helix, Multi-GPU Scheduling, 5.3.
+Ollama itself decides how much of a model goes to the card. So its placement is read from `/api/ps`, and
+the server is restarted if a part of the model is elsewhere. Models must have been pulled: nothing is
+downloaded here. Ollama has no key: every user of this machine can send it requests.
+
+Sources: Ollama, docs/api and envconfig/config.go; Helix, Multi-GPU Scheduling, 5.3.
 """
 
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 from ...errors import LoadFailed
 from ...units import show_bytes
-from .recipe import Ask, Command, Order, of_its_files, path_or_name, switched_by_nobody
+from .recipe import (
+    Command,
+    LaunchOrder,
+    SendRequest,
+    evidence_from_files,
+    no_template_switches,
+    path_or_name,
+)
 
 HEALTH = "/api/version"
 BASE = "/v1"
 LAYOUT = "proportional"
 KEYED = False
-evidence, source, template = of_its_files, path_or_name, switched_by_nobody
 FOR_EVER = -1
+evidence = evidence_from_files
+source = path_or_name
+template = no_template_switches
 
 
 def missing() -> str:
-    return (
-        ""
-        if shutil.which("ollama")
-        else "there is no command ollama here.\n  Install it from ollama.com"
-    )
+    """What must be installed first; see `Recipe.missing`."""
+    if shutil.which("ollama"):
+        return ""
+    return "there is no command ollama here.\n  Install it from ollama.com"
 
 
-def model(order: Order) -> str:
+def model(order: LaunchOrder) -> str:
+    """The name of the model of `order` in requests: Ollama's own."""
     return order.source
 
 
-def command(order: Order) -> Command:
+def command(order: LaunchOrder) -> Command:
+    """The command for `order`. Its options are passed in the environment."""
     options = order.spec.options
     environment = {
         "OLLAMA_HOST": f"127.0.0.1:{order.port}",
@@ -46,20 +59,21 @@ def command(order: Order) -> Command:
     if options.get("context_length"):
         environment["OLLAMA_CONTEXT_LENGTH"] = str(options["context_length"])
     if options.get("cache_dtype"):
-        environment |= {
-            "OLLAMA_KV_CACHE_TYPE": str(options["cache_dtype"]),
-            "OLLAMA_FLASH_ATTENTION": "1",
-        }
+        environment["OLLAMA_KV_CACHE_TYPE"] = str(options["cache_dtype"])
+        environment["OLLAMA_FLASH_ATTENTION"] = "1"
     return Command((shutil.which("ollama") or "ollama", "serve"), environment)
 
 
-def prepare(order: Order, ask: Ask) -> None:
-    """Loads the model: a request without a prompt does just that."""
-    body = {"model": order.source, "keep_alive": FOR_EVER, "stream": False}
+def prepare(order: LaunchOrder, send: SendRequest) -> None:
+    """Loads the model of `order`: it calls `send` with a request without a prompt, which only loads.
+
+    Raises LoadFailed.
+    """
+    body: dict[str, Any] = {"model": order.source, "keep_alive": FOR_EVER, "stream": False}
     layers = order.spec.options.get("gpu_layers")
     if layers is not None and layers >= 0:
         body["options"] = {"num_gpu": layers}
-    status, said = ask("POST", "/api/generate", body)
+    status, answer = send("POST", "/api/generate", body)
     if status == 404:
         raise LoadFailed(
             f"{order.spec.name} cannot be loaded: Ollama has no model {order.source}.\n"
@@ -68,34 +82,37 @@ def prepare(order: Order, ask: Ask) -> None:
             source=order.source,
         )
     if status != 200:
-        why = said.get("error", said) if isinstance(said, dict) else said
+        why = answer.get("error", answer) if isinstance(answer, dict) else answer
         raise LoadFailed(
-            f"{order.spec.name} cannot be loaded: Ollama said {status}: {why}.",
+            f"{order.spec.name} cannot be loaded: Ollama answered {status}: {why}.",
             name=order.spec.name,
             source=order.source,
         )
 
 
-def misplaced(order: Order, ask: Ask) -> str:
-    """Some of it in RAM, though all of it was to go to the card. A model that asks for so many layers is left alone."""
+def misplaced(order: LaunchOrder, send: SendRequest) -> str:
+    """A clause if a part of the model of `order` is in RAM; empty if all of it is on the card.
+
+    `send` reads the placement from the server. A model with a set number of `gpu_layers` is not checked.
+    """
     layers = order.spec.options.get("gpu_layers")
     if order.simulated or (layers is not None and layers >= 0):
         return ""
-    status, said = ask("GET", "/api/ps", None)
-    running = (
-        [
-            one
-            for one in said.get("models", ())
-            if order.source in (one.get("name"), one.get("model"))
-        ]
-        if status == 200 and isinstance(said, dict)
-        else []
-    )
-    if not running:
+    running = _running_model(order.source, send)
+    if running is None:
         return "Ollama does not list it as loaded"
-    size, on_card = running[0].get("size", 0), running[0].get("size_vram", 0)
-    return (
-        ""
-        if on_card >= size
-        else f"only {show_bytes(on_card)} of its {show_bytes(size)} are on the GPU"
-    )
+    total_bytes, card_bytes = running.get("size", 0), running.get("size_vram", 0)
+    if card_bytes >= total_bytes:
+        return ""
+    return f"only {show_bytes(card_bytes)} of its {show_bytes(total_bytes)} are on the GPU"
+
+
+def _running_model(name: str, send: SendRequest) -> dict[str, Any] | None:
+    """The entry of the loaded model `name` in `/api/ps`, or None."""
+    status, answer = send("GET", "/api/ps", None)
+    if status != 200 or not isinstance(answer, dict):
+        return None
+    for entry in answer.get("models", ()):
+        if name in (entry.get("name"), entry.get("model")):
+            return entry
+    return None

@@ -1,9 +1,8 @@
-"""Ports for engines: one a server, from a range, never two servers on one, and none that stays taken when all has
-ended.
+"""Ports for engine servers: each server claims one from a range, and no claim outlives its server.
 
-A port is claimed by a socket in Linux's abstract namespace: the kernel lets only one process have that name, in the
-same network namespace in which ports are counted, and frees it when the last holder is gone. The engine's guard
-inherits it, so the claim lasts as long as the engine.
+A port is claimed by a socket in Linux's abstract namespace. The kernel lets only one process hold a name,
+in the same network namespace in which ports are counted, and frees it when the last holder is gone. The
+engine's guard inherits the socket, so the claim lasts as long as the engine.
 """
 
 from __future__ import annotations
@@ -17,25 +16,26 @@ _NAME = "\0gpu-console-port-{}"
 
 
 class Port:
-    """A claimed port. `close` gives it back, as far as this process is concerned."""
+    """A claimed port."""
 
     def __init__(self, number: int, claim: socket.socket) -> None:
+        """The port `number`, held by the socket `claim`."""
         self.number, self._claim = number, claim
 
     def fileno(self) -> int:
+        """The file descriptor of the claim, for a child process to inherit."""
         return self._claim.fileno()
 
     def close(self) -> None:
+        """Gives up this process's claim. A child that inherited it still holds the port."""
         self._claim.close()
 
 
 def ports(text: str) -> range:
-    """The range that a setting names.
+    """The range of ports that the setting `text` names. Raises BadSetting.
 
     >>> ports("8300-8302")
     range(8300, 8303)
-
-    Raises BadSetting.
     """
     first, _, last = text.replace(" ", "").partition("-")
     numbers = [int(word) for word in (first, last or first) if word.isdigit()]
@@ -47,7 +47,10 @@ def ports(text: str) -> range:
 
 
 def claim(among: range, name: str, but: frozenset[int] = frozenset()) -> Port:
-    """The first port of the range that no engine has claimed and nobody listens on. Raises LoadFailed: none is left."""
+    """The first port `among` these that no engine has claimed and no process listens on.
+
+    Ports in `but` are skipped. Raises LoadFailed for the model `name` if no port is left.
+    """
     for number in among:
         if number in but:
             continue
@@ -70,11 +73,10 @@ def claim(among: range, name: str, but: frozenset[int] = frozenset()) -> Port:
 
 
 def _listened_on(number: int) -> bool:
-    """Whether somebody who asked nobody has the port already."""
+    """Whether a process that makes no claims already uses the port."""
     with socket.socket() as trial:
-        trial.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as servers do: what lingers does not count
+        # As servers do: without it, connections that linger after a close would count as a user.
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind(("127.0.0.1", number))
         except OSError:

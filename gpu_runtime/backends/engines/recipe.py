@@ -1,7 +1,8 @@
-"""Engines that are servers of their own and speak OpenAI's HTTP: one recipe a file, one line here for each.
+"""The contract of a recipe, and default members that several recipes share.
 
-A recipe is a module. It tells how its server is started for a lease, when it is ready, and what it calls the model; it
-starts nothing and asks nothing itself. What is common to all (ports, health, restarts, logs, the end) is `server.py`'s.
+A recipe is a module, one per engine. It defines how the engine's server is started for a lease, when the
+server is ready, and how requests name the model. It starts nothing itself: `server.py` does, and owns
+what all engines have in common (ports, health, restarts, logs, the end).
 """
 
 from __future__ import annotations
@@ -13,137 +14,133 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from ...facts import Evidence, ModelSpec, Shares
+from ..missing import AbsentBackend
 
-USUAL_CONTEXT = 8192  # tokens, where nobody asks for more and the model knows as many
+USUAL_CONTEXT = 8192  # tokens, unless the options set a length or the model supports fewer
 
-Ask = Callable[
-    [str, str, Any], tuple[int, Any]
-]  # method, path and JSON body -> status (0: no answer) and JSON
+# Sends a request with method, path and JSON body; returns status (0: no answer) and JSON.
+SendRequest = Callable[[str, str, Any], tuple[int, Any]]
 
 
-class Order(NamedTuple):
-    """What a server is started for."""
+class LaunchOrder(NamedTuple):
+    """Everything that a recipe needs to know to start a server."""
 
     spec: ModelSpec
     shares: Shares
-    totals: Mapping[str, int]  # bytes of each of its cards
+    totals: Mapping[str, int]  # total bytes of each of its cards
     source: str  # the file or directory, or the engine's own name for the model
     port: int
-    simulated: bool  # its cards are; then it computes on the CPU
-    key: str  # that callers must show; the environment carries it, since a command line can be read by everybody
-    config: Mapping[str, Any] = {}  # of the model, as far as its source tells it
+    simulated: bool  # True: its cards are simulated, so it computes on the CPU
+    # Requests must carry this key. It is passed in the environment: every user can read command lines.
+    key: str
+    config: Mapping[str, Any] = {}  # the model's config, as far as its source shows it
 
 
 class Command(NamedTuple):
-    """A command line, and what its environment has beyond this process's."""
+    """A command line, and the variables to add to this process's environment."""
 
     words: tuple[str, ...]
     environment: dict[str, str] = {}
 
 
 class Recipe(Protocol):
-    """What an engine's module defines. Written down here for whoever adds one; modules are not instances."""
+    """What an engine's module defines. This protocol is documentation; modules are not instances."""
 
-    HEALTH: str  # the path that answers 200 once it is ready
-    BASE: str  # what comes before /chat/completions
-    LAYOUT: str  # how it is split where a model does not say: balanced for tensor parallelism
-    KEYED: bool  # whether it lets in only whoever shows the key
+    HEALTH: str  # the path that answers 200 once the server is ready
+    BASE: str  # the prefix of /chat/completions
+    LAYOUT: str  # the default layout; "balanced" for tensor parallelism
+    KEYED: bool  # whether the server rejects requests without the key
 
     @staticmethod
     def evidence(spec: ModelSpec) -> Evidence:
-        """What its source tells of what the engine will take. Raises NotAModel, LoadFailed."""
+        """What the source of `spec` shows about its size in this engine.
+
+        Raises NotAModel, LoadFailed.
+        """
         ...
 
     @staticmethod
     def missing() -> str:
-        """What has to be installed first, in a sentence; empty where all is there."""
+        """What must be installed first, as a sentence; empty if nothing is missing."""
         ...
 
     @staticmethod
     def source(spec: ModelSpec) -> str:
-        """What the engine is to open: a file, a directory or its own name for the model."""
+        """What the engine opens for `spec`: a file, a directory or its own name for the model."""
         ...
 
     @staticmethod
-    def command(order: Order) -> Command:
-        """How it is started. Pure."""
+    def command(order: LaunchOrder) -> Command:
+        """The command that starts the server for `order`. Pure."""
         ...
 
     @staticmethod
-    def model(order: Order) -> str:
-        """What requests call the model."""
+    def model(order: LaunchOrder) -> str:
+        """The name of the model of `order` in requests."""
         ...
 
     @staticmethod
-    def template(order: Order) -> str | None:
-        """The model's own chat template, where requests may switch it (`chat_template_kwargs`); "": they may not, None:
-        it is not known here."""
+    def template(order: LaunchOrder) -> str | None:
+        """The model's own chat template, if requests may change its switches.
+
+        Requests do so by `chat_template_kwargs`. Empty if the server of `order` ignores them; None if
+        the template is not known here.
+        """
         ...
 
     @staticmethod
-    def prepare(order: Order, ask: Ask) -> None:
-        """What is still to be done once it answers, such as loading the model. Raises LoadFailed."""
+    def prepare(order: LaunchOrder, send: SendRequest) -> None:
+        """Does what remains once the server of `order` answers, such as loading the model.
+
+        `send` sends a request to the server. Raises LoadFailed.
+        """
         ...
 
     @staticmethod
-    def misplaced(order: Order, ask: Ask) -> str:
-        """Why the model does not lie where it should; empty where it does."""
+    def misplaced(order: LaunchOrder, send: SendRequest) -> str:
+        """Why the model is not where `order` wants it; empty if it is.
+
+        `send` sends a request to the server.
+        """
         ...
 
 
-def of_its_files(spec: ModelSpec) -> Evidence:
-    """What the files tell, where they lie here. The engine takes room for a context when it starts, asked or not."""
-    from ..missing import AbsentBackend
-
+def evidence_from_files(spec: ModelSpec) -> Evidence:
+    """What the local files of `spec` show, plus the context that the engine reserves when it starts."""
     found = AbsentBackend(spec.backend).evidence(spec)
-    known = {**found.config, **(found.config.get("text_config") or {})}.get(
-        "max_position_embeddings"
-    )
-    tokens = spec.options.get("context_length") or (
-        min(known, USUAL_CONTEXT) if isinstance(known, int) else 0
-    )
-    takes = {"context_at_load": tokens} if tokens else {}
-    return msgspec.structs.replace(found, at_load=True, config={**found.config, **takes})
+    all_fields = {**found.config, **(found.config.get("text_config") or {})}
+    supported = all_fields.get("max_position_embeddings")
+    usual = min(supported, USUAL_CONTEXT) if isinstance(supported, int) else 0
+    tokens = spec.options.get("context_length") or usual
+    config = dict(found.config)
+    if tokens:
+        config["context_at_load"] = tokens
+    return msgspec.structs.replace(found, at_load=True, config=config)
 
 
 def path_or_name(spec: ModelSpec) -> str:
-    """The whole path of what lies here; else the engine's own name for it."""
+    """The absolute path of the source of `spec` if it exists here; else the engine's own name for it."""
     path = os.path.expanduser(spec.source)
     return os.path.abspath(path) if os.path.exists(path) else spec.source
 
 
-def nothing_to_do(order: Order, ask: Ask) -> None:
-    """For engines that are done when they answer."""
+def nothing_to_prepare(order: LaunchOrder, send: SendRequest) -> None:
+    """`Recipe.prepare` for engines that are ready when they answer: ignores `order` and `send`."""
 
 
-def as_it_was_told(order: Order, ask: Ask) -> str:
-    """For engines that take the cards they are given, or fail."""
-    return ""
+def placed_as_ordered(order: LaunchOrder, send: SendRequest) -> str:
+    """`Recipe.misplaced` for engines that use the cards they get, or fail: always empty.
 
-
-def switched_by_nobody(order: Order) -> str:
-    """For engines whose requests say nothing to a chat template."""
-    return ""
-
-
-def own_template(spec: ModelSpec) -> str | None:
-    """The chat template that takes the place of the model's own; a file's path where it is one."""
-    return spec.options.get("chat_template") or None
-
-
-def own_arguments(spec: ModelSpec) -> tuple[str, ...]:
-    """The model's `runtime_args`, without those that the lease decides.
-
-    >>> words = ["--seed", "1", "--gpu-memory-utilization", "1"]
-    >>> own_arguments(ModelSpec("a", "vllm", options={"runtime_args": words}))
-    ('--seed', '1')
+    Ignores `order` and `send`.
     """
-    from .arguments import OURS, grouped
-
-    words = tuple(str(word) for word in spec.options.get("runtime_args", ()))
-    return tuple(word for flag, _, took in grouped(words) if flag not in OURS for word in took)
+    return ""
 
 
-def said_already(words: tuple[str, ...], *flags: str) -> bool:
-    """Whether the model's own arguments have one of these flags; then ours is left out."""
-    return any(word.partition("=")[0] in flags for word in words)
+def no_template_switches(order: LaunchOrder) -> str:
+    """`Recipe.template` for engines that ignore template switches: always empty, whatever `order`."""
+    return ""
+
+
+def custom_template(spec: ModelSpec) -> str | None:
+    """The chat template that the options of `spec` set instead of the model's own; text or a path."""
+    return spec.options.get("chat_template") or None

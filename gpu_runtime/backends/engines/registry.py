@@ -1,4 +1,7 @@
-"""Which engine is started by which recipe."""
+"""The engines that have a recipe, and the module of each.
+
+To add an engine, write its recipe module (see `recipe.Recipe`) and add one line to `RECIPES`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import importlib
 
 from .recipe import Recipe
 
-RECIPES = {  # name of the backend -> its module here
+RECIPES = {  # name of the backend -> its module in this package
     "llama-server": "llama_server",
     "vllm": "vllm",
     "ollama": "ollama",
@@ -15,5 +18,5 @@ RECIPES = {  # name of the backend -> its module here
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of that engine."""
+    """The recipe module of the engine `name`. Raises KeyError for an unknown one."""
     return importlib.import_module(f".{RECIPES[name]}", __package__)  # type: ignore[return-value]

@@ -1,9 +1,9 @@
-"""One server of an engine: its process, its states, its port and key, its health and its restarts.
+"""One server of an engine: its process, states, port, key, health and restarts.
 
     IDLE → LOADING → READY → STOPPING → IDLE
 
-and no other states; what fails to load stops as well. A server that ends by itself is started again on the same cards,
-at most three times; then its model is lost. How each engine is started is its recipe's to say (engines/).
+There are no other states; a failed load stops as well. A server that ends by itself is restarted on the
+same cards, at most three times; then its model is lost. How each engine is started is in its recipe.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from ... import threads
 from ...devices.process_memory import out_of_memory
 from ...errors import EngineDied, GpuError, LoadFailed
 from ...facts import ModelSpec
-from ..fault_texts import Kind, recognise
+from ..fault_texts import Kind, last_line, recognise
 from ..processes import orphan_guard
 from ..processes.orphan_guard import descendants
 from ..processes.processes import Child, in_words, new_log, python_file
 from .ports import Port, claim
-from .recipe import Ask, Order, Recipe
+from .recipe import LaunchOrder, Recipe, SendRequest
 
 MOST_RESTARTS = 3
-MOST_PORTS = 5  # tried where somebody who claims none is faster
+MOST_PORTS = 5  # tried, if a process that makes no claims keeps taking the port first
 STOP_SECONDS = 5.0  # for an orderly end
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 2.0
-LOAD_ANSWER_SECONDS = 3600.0  # where an answer means that a model was loaded
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a proxy
+LOAD_ANSWER_SECONDS = 3600.0  # for a request whose answer means that a model was loaded
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores proxy settings
 
 
-class State(enum.StrEnum):
+class ServerState(enum.StrEnum):
     """What a server is doing."""
 
     IDLE = "idle"
@@ -50,92 +50,108 @@ class State(enum.StrEnum):
     STOPPING = "stopping"
 
 
-NEXT = {
-    State.IDLE: {State.LOADING},
-    State.LOADING: {State.READY, State.STOPPING},
-    State.READY: {State.STOPPING},
-    State.STOPPING: {State.IDLE},
+NEXT_STATES = {
+    ServerState.IDLE: {ServerState.LOADING},
+    ServerState.LOADING: {ServerState.READY, ServerState.STOPPING},
+    ServerState.READY: {ServerState.STOPPING},
+    ServerState.STOPPING: {ServerState.IDLE},
 }
 
 
 class Server:
-    """One engine's process, from one load to its end; restarts included."""
+    """One engine's process, from its first start to its end, restarts included."""
 
     def __init__(
         self,
         spec: ModelSpec,
         recipe: Recipe,
-        order: Callable[[int, str], Order],
+        order_for: Callable[[int, str], LaunchOrder],
         env: dict[str, str],
         *,
-        among: range,
-        seconds: float,
+        port_range: range,
+        start_seconds: float,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        """A server for `spec`, started as its `recipe` describes; `start` starts it.
+
+        `order_for` makes the launch order from a port and a key. `env` is the process's environment.
+        Its port is one of `port_range`. Each start may take `start_seconds`.
+        Tests replace the monotonic `clock` and `sleep`.
+        """
         self.spec, self.recipe = spec, recipe
-        self.state, self.past = State.IDLE, [State.IDLE]
+        self.state, self.past = ServerState.IDLE, [ServerState.IDLE]
         self.restarts = 0
         self.log = new_log(spec.name)
-        self.order: Order | None = None
-        self._order_for, self._env, self._among, self._seconds = order, env, among, seconds
+        self.order: LaunchOrder | None = None  # of the latest start
+        self.error: GpuError | None = None  # why the server is gone for good
+        self._order_for, self._env = order_for, env
+        self._port_range, self._start_seconds = port_range, start_seconds
         self._clock, self._sleep = clock, sleep
         self._child: Child | None = None
-        self._line: socket.socket | None = None
+        self._line: socket.socket | None = None  # its guard ends the server when this closes
         self._port: Port | None = None
-        self._over: GpuError | None = None
-        self._wanted = True
-        self._lost: Callable[[str, str], None] | None = None
-        self._told = False
+        self._wanted = True  # False: it was ended on purpose
+        self._on_loss: Callable[[str, str], None] | None = None
+        self._loss_reported = False
         self._lock = threading.RLock()
 
     # -- what it is
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Its processes: its guard, and all that descends from it."""
+        """Its processes: its guard, then all descendants of the guard."""
         child = self._child
-        if child is None or self.state is State.IDLE:
+        if child is None or self.state is ServerState.IDLE:
             return ()
         return (child.pid, *descendants(child.pid))
 
     @property
     def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.order.port}{self.recipe.BASE}" if self.order else ""
+        """The prefix of /chat/completions, with host and port; empty before the first start."""
+        if self.order is None:
+            return ""
+        return f"http://127.0.0.1:{self.order.port}{self.recipe.BASE}"
 
     @property
     def headers(self) -> dict[str, str]:
-        return (
-            {"Authorization": f"Bearer {self.order.key}"}
-            if self.order and self.recipe.KEYED
-            else {}
-        )
+        """The headers that a request must carry."""
+        if self.order is None or not self.recipe.KEYED:
+            return {}
+        return {"Authorization": f"Bearer {self.order.key}"}
 
     @property
     def starting(self) -> bool:
-        """Whether it is being started again; each start has its time-out, and there are at most three."""
-        return self._wanted and self._over is None and self.state is not State.READY
+        """Whether it is being restarted. Each start has a time-out, and there are at most three."""
+        return self._wanted and self.error is None and self.state is not ServerState.READY
 
     def healthy(self) -> bool:
-        return (
-            self.state is State.READY
-            and self._ask(ANSWER_SECONDS)("GET", self.recipe.HEALTH, None)[0] == 200
-        )
+        """Whether it is ready and answers its health check now."""
+        if self.state is not ServerState.READY:
+            return False
+        status, _ = self._sender(ANSWER_SECONDS)("GET", self.recipe.HEALTH, None)
+        return status == 200
 
-    def _to(self, state: State) -> None:
-        assert state in NEXT[self.state], f"{self.state} -> {state}"
+    def launch_order(self) -> LaunchOrder:
+        """The order of the latest start. Only for a server that was started."""
+        assert self.order is not None
+        return self.order
+
+    def _enter(self, state: ServerState) -> None:
+        assert state in NEXT_STATES[self.state], f"{self.state} -> {state}"
         self.state = state
         self.past.append(state)
 
-    # -- its life
+    # -- start and stop
 
     def start(self) -> None:
-        """Starts it, and waits until it is ready and its model lies where it should.
+        """Starts it, and waits until it is ready and its model is where it should be.
 
-        Raises LoadFailed, and the device's out-of-memory error. On any failure, an interrupt too, nothing of it stays.
+        Raises LoadFailed, and the device's out-of-memory error. On any failure, an interrupt included,
+        no process and no port is left.
         """
-        self._start_on_a_port()
-        while why := self.recipe.misplaced(self._known(), self._ask(ANSWER_SECONDS)):
+        self._start_on_free_port()
+        while why := self.recipe.misplaced(self.launch_order(), self._sender(ANSWER_SECONDS)):
             self._stop()
             if self.restarts >= MOST_RESTARTS:
                 raise LoadFailed(
@@ -146,67 +162,69 @@ class Server:
                     why=why,
                 )
             self.restarts += 1
-            self._start_on_a_port()
-        threads.start(self._keep)
+            self._start_on_free_port()
+        threads.start(self._supervise)
 
-    def _start_on_a_port(self) -> None:
+    def _start_on_free_port(self) -> None:
+        """Starts it; on another port if a process that makes no claims took the port first."""
         tried: set[int] = set()
         while True:
-            port = claim(self._among, self.spec.name, frozenset(tried))
+            port = claim(self._port_range, self.spec.name, frozenset(tried))
             try:
-                self._start(port)
+                self._launch(port)
+                self._wait_until_ready()
                 return
             except BaseException as error:
-                said = self._child.tail() if self._child else ""
+                output = self._child.tail().lower() if self._child else ""
                 self._stop()
                 tried.add(port.number)
-                taken = "address already in use" in said.lower() or "errno 98" in said.lower()
-                if not taken or len(tried) >= MOST_PORTS or not isinstance(error, LoadFailed):
+                port_taken = "address already in use" in output or "errno 98" in output
+                if not port_taken or len(tried) >= MOST_PORTS or not isinstance(error, LoadFailed):
                     raise
 
-    def _start(self, port: Port) -> None:
+    def _launch(self, port: Port) -> None:
+        """Starts the guard, which starts the engine. Both inherit the claim of the port."""
         with self._lock:
-            self._to(State.LOADING)
+            self._enter(ServerState.LOADING)
             self._port = port
             self.order = self._order_for(port.number, secrets.token_urlsafe(16))
             command = self.recipe.command(self.order)
-            self._line, theirs = socket.socketpair()
-            with theirs:
-                words = [
-                    *python_file(Path(orphan_guard.__file__)),
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                    str(STOP_SECONDS),
-                    *command.words,
-                ]
+            self._line, guard_end = socket.socketpair()
+            with guard_end:
+                guard = python_file(Path(orphan_guard.__file__))
+                arguments = [str(guard_end.fileno()), str(os.getpid()), str(STOP_SECONDS)]
                 self._child = Child(
-                    words,
+                    [*guard, *arguments, *command.words],
                     log=self.log,
                     env={**self._env, **command.environment},
-                    fds=(theirs.fileno(), port.fileno()),
+                    fds=(guard_end.fileno(), port.fileno()),
                 )
-        until = self._clock() + self._seconds
-        ask = self._ask(ANSWER_SECONDS)
-        while ask("GET", self.recipe.HEALTH, None)[0] != 200:
-            if not self._wanted or self._child.ended:
-                raise self._failed(f"{in_words(self._child.end())}")
-            if self._clock() >= until:
-                raise self._failed(f"it did not answer within {self._seconds:g} s")
-            self._sleep(POLL_SECONDS)
-        self.recipe.prepare(self.order, self._ask(LOAD_ANSWER_SECONDS))
-        with self._lock:
-            self._to(State.READY)
 
-    def _failed(self, why: str) -> GpuError:
-        said = self._child.tail() if self._child else ""
-        fault = recognise(said)
+    def _wait_until_ready(self) -> None:
+        """Polls the health check, then prepares the model. Raises the error of a failed load."""
+        assert self._child is not None
+        until = self._clock() + self._start_seconds
+        send = self._sender(ANSWER_SECONDS)
+        while send("GET", self.recipe.HEALTH, None)[0] != 200:
+            if not self._wanted or self._child.ended:
+                raise self._load_error(in_words(self._child.end()))
+            if self._clock() >= until:
+                raise self._load_error(f"it did not answer within {self._start_seconds:g} s")
+            self._sleep(POLL_SECONDS)
+        self.recipe.prepare(self.launch_order(), self._sender(LOAD_ANSWER_SECONDS))
+        with self._lock:
+            self._enter(ServerState.READY)
+
+    def _load_error(self, why: str) -> GpuError:
+        """The error of a failed load, with the line of its log that explains it."""
+        output = self._child.tail() if self._child else ""
+        fault = recognise(output)
         if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
             return out_of_memory(fault.line, device="", asked_bytes=0, holders=(), report="")
-        last = [line.strip() for line in said.splitlines() if line.strip()]
-        tells = fault.line if fault else last[-1][:300] if last else ""
+        explanation = fault.line if fault else last_line(output)
+        detail = f": {explanation}" if explanation else ""
         return LoadFailed(
-            f"{self.spec.name} could not be loaded: {why}{f': {tells}' if tells else ''}.\n"
-            f"  Its log:  {self.log}",
+            f"{self.spec.name} could not be loaded: {why}{detail}.\n  Its log:  {self.log}",
             name=self.spec.name,
             source=self.spec.source,
             why=why,
@@ -217,9 +235,9 @@ class Server:
     def _stop(self) -> None:
         """Ends the process and all it started: its guard does, or the whole group is killed."""
         with self._lock:
-            if self.state in (State.IDLE, State.STOPPING):
+            if self.state in (ServerState.IDLE, ServerState.STOPPING):
                 return
-            self._to(State.STOPPING)
+            self._enter(ServerState.STOPPING)
             child, line, port = self._child, self._line, self._port
         if line is not None:
             line.close()
@@ -230,10 +248,17 @@ class Server:
             port.close()
         with self._lock:
             self._line = self._port = None
-            self._to(State.IDLE)
+            self._enter(ServerState.IDLE)
 
-    def _keep(self) -> None:
-        """Starts it again when it ends by itself, as often as that may be. Runs in a thread of its own."""
+    def end(self) -> None:
+        """Ends it and all it started. Repeating is safe."""
+        self._wanted = False
+        self._stop()
+
+    # -- after the start
+
+    def _supervise(self) -> None:
+        """Restarts it when it ends by itself, at most MOST_RESTARTS times. Runs in its own thread."""
         while self._wanted:
             child = self._child
             if child is None:
@@ -242,79 +267,76 @@ class Server:
             if not self._wanted:
                 return
             status = child.end()
-            said = child.tail()
+            output = child.tail()
             self._stop()
-            fault = recognise(said)
-            why = in_words(status) + (f": {fault.line}" if fault else "")
+            fault = recognise(output)
             kind = fault.kind if fault else Kind.CRASH
+            why = in_words(status)
+            if fault:
+                why = f"{why}: {fault.line}"
             if self.restarts >= MOST_RESTARTS:
                 return self._give_up(kind, why, status)
             self.restarts += 1
             try:
-                self._start_on_a_port()
-            except Exception as error:  # noqa: BLE001 - told to whoever uses it next
-                return self._give_up(
-                    kind, f"{why}; started again, {str(error).splitlines()[0]}", status
-                )
+                self._start_on_free_port()
+            except Exception as error:  # noqa: BLE001 - the next call raises it
+                first_line = str(error).splitlines()[0]
+                return self._give_up(kind, f"{why}; the restart failed: {first_line}", status)
 
     def _give_up(self, kind: Kind, why: str, status: int) -> None:
-        name, pid = self.spec.name, self._child.pid if self._child else None
-        self._over = EngineDied(
+        """Notes that the server is gone for good, and reports the loss."""
+        name = self.spec.name
+        times = "once" if self.restarts == 1 else f"{self.restarts} times"
+        self.error = EngineDied(
             f"the server of {name} is gone: {why.rstrip('.')}.\n"
-            f"  It was started again {self.restarts} times. Its memory came free; the next use of {name} loads it anew."
-            f"\n  Its log:  {self.log}",
+            f"  It was restarted {times}. Its memory is free; the next use of {name} loads it again.\n"
+            f"  Its log:  {self.log}",
             name=name,
-            pid=pid,
+            pid=self._child.pid if self._child else None,
             status=status,
             kind=kind.value,
             why=why,
             log=str(self.log),
         )
-        self._tell_loss()
+        self._report_loss()
 
-    def watch(self, lost: Callable[[str, str], None]) -> None:
-        """Has `lost(kind, because)` called once, if it ends for good; at once, if it has already."""
-        self._lost = lost
-        self._tell_loss()
+    def watch(self, on_loss: Callable[[str, str], None]) -> None:
+        """Has `on_loss(kind, because)` called once if it ends for good; now if it already has."""
+        self._on_loss = on_loss
+        self._report_loss()
 
-    def _tell_loss(self) -> None:
+    def _report_loss(self) -> None:
         with self._lock:
-            if self._over is None or self._lost is None or self._told or not self._wanted:
+            if self.error is None or self._on_loss is None:
                 return
-            self._told = True
-        self._lost(self._over.facts["kind"], str(self._over).splitlines()[0])
+            if self._loss_reported or not self._wanted:
+                return
+            self._loss_reported = True
+        self._on_loss(self.error.facts["kind"], str(self.error).splitlines()[0])
 
-    def end(self) -> None:
-        """Ends it, and all it started. Twice is once."""
-        self._wanted = False
-        self._stop()
+    def _sender(self, seconds: float) -> SendRequest:
+        """A function that sends one request to the current port, with a time-out of `seconds`."""
+        order = self.launch_order()
+        headers = {"Content-Type": "application/json", **self.headers}
 
-    def _known(self) -> Order:
-        assert self.order is not None
-        return self.order
-
-    def _ask(self, seconds: float) -> Ask:
-        order, headers = self._known(), {"Content-Type": "application/json", **self.headers}
-
-        def ask(method: str, path: str, body: Any) -> tuple[int, Any]:
+        def send(method: str, path: str, body: Any) -> tuple[int, Any]:
             data = None if body is None else json.dumps(body).encode()
-            request = urllib.request.Request(
-                f"http://127.0.0.1:{order.port}{path}", data, headers, method=method
-            )
+            url = f"http://127.0.0.1:{order.port}{path}"
+            request = urllib.request.Request(url, data, headers, method=method)
             try:
                 with _direct.open(request, timeout=seconds) as answer:
-                    return answer.status, _read(answer.read())
+                    return answer.status, _json_or_text(answer.read())
             except urllib.error.HTTPError as error:
                 with error:
-                    return error.code, _read(error.read())
-            except (OSError, ValueError):  # nobody there yet, or not in HTTP
+                    return error.code, _json_or_text(error.read())
+            except (OSError, ValueError):  # no server there yet, or its answer is not HTTP
                 return 0, None
 
-        return ask
+        return send
 
 
-def _read(text: bytes) -> Any:
+def _json_or_text(data: bytes) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(data)
     except ValueError:
-        return text.decode("utf-8", "replace")
+        return data.decode("utf-8", "replace")

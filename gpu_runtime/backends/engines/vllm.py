@@ -1,4 +1,4 @@
-"""vLLM: `vllm serve`. It takes its part of each card when it starts, whatever the model needs, and keeps it.
+"""vLLM: `vllm serve`. At its start it takes its part of each card, whatever the model needs, and keeps it.
 
 Source: vLLM, CLI reference, `vllm serve`.
 """
@@ -10,16 +10,15 @@ import math
 import shutil
 from pathlib import Path
 
+from .arguments import has_flag, user_arguments
 from .recipe import (
     Command,
-    Order,
-    as_it_was_told,
-    nothing_to_do,
-    of_its_files,
-    own_arguments,
-    own_template,
+    LaunchOrder,
+    custom_template,
+    evidence_from_files,
+    nothing_to_prepare,
     path_or_name,
-    said_already,
+    placed_as_ordered,
 )
 
 HEALTH = "/health"
@@ -27,74 +26,76 @@ BASE = "/v1"
 LAYOUT = "balanced"  # tensor parallelism: equal parts
 KEYED = True
 LEAST, MOST = 0.01, 0.99
-evidence, source, prepare, misplaced = of_its_files, path_or_name, nothing_to_do, as_it_was_told
+_OPTION_FLAGS = {
+    "context_length": "--max-model-len",
+    "dtype": "--dtype",
+    "revision": "--revision",
+    "cache_dtype": "--kv-cache-dtype",
+}
+evidence = evidence_from_files
+source = path_or_name
+prepare = nothing_to_prepare
+misplaced = placed_as_ordered
 
 
 def missing() -> str:
-    return (
-        ""
-        if shutil.which("vllm")
-        else "there is no command vllm here.\n  Install it:  pip install vllm"
-    )
+    """What must be installed first; see `Recipe.missing`."""
+    if shutil.which("vllm"):
+        return ""
+    return "there is no command vllm here.\n  Install it:  pip install vllm"
 
 
-def model(order: Order) -> str:
+def model(order: LaunchOrder) -> str:
+    """The name of the model of `order` in requests: its own."""
     return order.spec.name
 
 
-def utilization(order: Order) -> float:
-    """The part of each card that it may take: of several cards the smallest, since it takes as much of all.
+def utilization(order: LaunchOrder) -> float:
+    """The part of each card of `order` that vLLM may take, from 0.01 to 0.99.
 
-    Rounded down, so that it stays within its share.
+    vLLM takes the same part of every card, so the smallest share decides. Rounded down, so that it stays
+    within its share.
     """
     part = min(share.bytes / order.totals[share.device] for share in order.shares)
-    return min(MOST, max(LEAST, math.floor(part * 10_000) / 10_000))
+    rounded_down = math.floor(part * 10_000) / 10_000
+    return min(MOST, max(LEAST, rounded_down))
 
 
-def command(order: Order) -> Command:
-    spec, own = order.spec, own_arguments(order.spec)
-    options = {"context_length": order.config.get("context_at_load"), **spec.options}
-    words = [
-        "serve",
-        order.source,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(order.port),
-        "--served-model-name",
-        spec.name,
-        "--gpu-memory-utilization",
-        f"{utilization(order):g}",
-    ]
-    if not said_already(own, "--tensor-parallel-size", "-tp"):
+def command(order: LaunchOrder) -> Command:
+    """The command line for `order`. Flags that the user's own arguments set are left out."""
+    own = user_arguments(order.spec)
+    options = {"context_length": order.config.get("context_at_load"), **order.spec.options}
+    words = ["serve", order.source, "--host", "127.0.0.1", "--port", str(order.port)]
+    words += ["--served-model-name", order.spec.name]
+    words += ["--gpu-memory-utilization", f"{utilization(order):g}"]
+    if not has_flag(own, "--tensor-parallel-size", "-tp"):
         words += ["--tensor-parallel-size", str(len(order.shares))]
-    for option, flags in (
-        ("context_length", ("--max-model-len",)),
-        ("dtype", ("--dtype",)),
-        ("revision", ("--revision",)),
-        ("cache_dtype", ("--kv-cache-dtype",)),
-    ):
-        if options.get(option) is not None and not said_already(own, *flags):
-            words += [flags[0], str(options[option])]
-    if (chat := own_template(spec)) and not said_already(
-        own, "--chat-template"
-    ):  # requests may bring none
+    for option, flag in _OPTION_FLAGS.items():
+        if options.get(option) is not None and not has_flag(own, flag):
+            words += [flag, str(options[option])]
+    # On the command line, since vLLM rejects a template in a request.
+    chat = custom_template(order.spec)
+    if chat and not has_flag(own, "--chat-template"):
         words += ["--chat-template", chat]
-    if options.get("trust_remote_code") and not said_already(own, "--trust-remote-code"):
+    if options.get("trust_remote_code") and not has_flag(own, "--trust-remote-code"):
         words += ["--trust-remote-code"]
-    return Command((shutil.which("vllm") or "vllm", *words, *own), {"VLLM_API_KEY": order.key})
+    executable = shutil.which("vllm") or "vllm"
+    return Command((executable, *words, *own), {"VLLM_API_KEY": order.key})
 
 
-def template(order: Order) -> str | None:
-    """As transformers saves it: in a file of its own, or in the tokenizer's."""
-    own, config = (
-        Path(order.source, "chat_template.jinja"),
-        Path(order.source, "tokenizer_config.json"),
-    )
+def template(order: LaunchOrder) -> str | None:
+    """The chat template beside the source of `order`, as transformers saves it; None if unreadable.
+
+    It is in a file of its own, or in the tokenizer's config.
+    """
+    own_file = Path(order.source, "chat_template.jinja")
+    config_file = Path(order.source, "tokenizer_config.json")
     try:
-        if own.exists():
-            return own.read_text()
-        said = json.loads(config.read_text()).get("chat_template") if config.exists() else None
-    except (OSError, ValueError, AttributeError):  # vLLM says what is wrong with it
+        if own_file.exists():
+            return own_file.read_text()
+        if not config_file.exists():
+            return None
+        found = json.loads(config_file.read_text()).get("chat_template")
+    except (OSError, ValueError, AttributeError):  # vLLM itself reports what is wrong with the file
         return None
-    return said if isinstance(said, str) else None
+    return found if isinstance(found, str) else None

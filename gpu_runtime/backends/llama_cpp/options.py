@@ -1,4 +1,8 @@
-"""A GGUF model's options, checked and turned into arguments of llama.cpp."""
+"""The options of a GGUF model: checked, turned into arguments of `llama_cpp.Llama`, and into evidence.
+
+Here is also the account of a loaded model's bytes (`taken`). Nothing here starts a process or imports
+llama_cpp. The backend `llama_cpp` and the recipe of `llama-server` share these functions.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from ...facts import Evidence, ModelSpec, Share, Shares, beside
 from ..formats import gguf, sources
 from ..missing import AbsentBackend
 
-CONTEXT_TOKENS = 4096  # where nobody asks for a length, and the model knows as many
+CONTEXT_TOKENS = 4096  # default length, if the model supports as many
 CACHE_TYPES = {
     "float32": 0,
     "f32": 0,
@@ -30,6 +34,7 @@ CACHE_TYPES = {
     "bfloat16": 30,
     "bf16": 30,
 }  # Source: ggml.h, enum ggml_type
+_UNQUANTISED = (0, 1, 30)
 PASSED_ON = (
     "n_batch",
     "n_ubatch",
@@ -48,12 +53,23 @@ PASSED_ON = (
     "offload_kqv",
     "swa_full",
 )
-OURS = ("n_gpu_layers", "n_ctx", "tensor_split", "type_k", "type_v", "model_path")
+_PLACED = "left out: gpu-console decides where a model goes"
+RESERVED_OPTIONS = {  # options of Llama that users cannot set -> what to do instead
+    "n_gpu_layers": "given as gpu_layers",
+    "n_ctx": "given as context_length",
+    "tensor_split": _PLACED,
+    "type_k": _PLACED,
+    "type_v": _PLACED,
+    "model_path": _PLACED,
+}
 SPLIT_MODES = {"layer": 1, "row": 2}  # Source: llama.h, llama_split_mode
 
 
 def gguf_file(spec: ModelSpec) -> Path:
-    """The file that llama.cpp is to open: the first part of a split one. Raises NotAModel, LoadFailed."""
+    """The file that llama.cpp opens for `spec`: of a split model, the first part.
+
+    Raises NotAModel, LoadFailed.
+    """
     path = sources.directory(spec.source, spec.name, spec.options.get("revision"))
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
@@ -63,146 +79,176 @@ def gguf_file(spec: ModelSpec) -> Path:
             )
         path = sources.only(found, spec.name)
     if path.exists() and path.suffix != ".gguf":
-        raise NotAModel(f"{spec.name}: {path} is no GGUF file.", name=spec.name, source=spec.source)
+        raise NotAModel(
+            f"{spec.name}: {path} is not a GGUF file.", name=spec.name, source=spec.source
+        )
     return gguf.files(path, spec.name)[0]
 
 
 def gguf_evidence(spec: ModelSpec) -> Evidence:
-    """What a GGUF file tells of what llama.cpp will take of the card. Raises BadSetting, NotAModel, LoadFailed."""
+    """What the GGUF file of `spec` shows about the memory that llama.cpp takes on the card.
+
+    Cache and work space are taken at the load, so the default context counts as if it were requested.
+    Raises BadSetting, NotAModel, LoadFailed.
+    """
     check(spec)
     if os.path.exists(os.path.expanduser(spec.source)):
-        gguf_file(spec)  # or it is no GGUF, which is said now
+        gguf_file(spec)  # raises for a local path that is not a GGUF file
     found = AbsentBackend(spec.backend).evidence(spec)
     part = offloaded(spec, found.config)
     weights = None if found.weight_bytes is None else round(found.weight_bytes * part)
-    takes = {
-        "context_at_load": context_tokens(spec, found.config),
-        "written_scores": not flash_attention(spec),
-    }
-    if (
-        layers := found.config.get("num_hidden_layers")
-    ) is None:  # then nothing tells what that context takes
-        takes = {}
-    elif part < 1:  # the cache lies where its layers do
-        takes |= {"all_layers": layers, "num_hidden_layers": min(gpu_layers(spec), layers)}
-    return replace(found, weight_bytes=weights, at_load=True, config={**found.config, **takes})
+    config = dict(found.config)
+    layers = config.get("num_hidden_layers")
+    if layers is not None:  # otherwise the size of the context's cache is unknown
+        config["context_at_load"] = context_tokens(spec, found.config)
+        config["written_scores"] = not flash_attention(spec)
+        if part < 1:  # the cache is where its layers are
+            config["all_layers"] = layers
+            config["num_hidden_layers"] = min(gpu_layers(spec), layers)
+    return replace(found, weight_bytes=weights, at_load=True, config=config)
 
 
 def check(spec: ModelSpec) -> None:
-    """Raises BadSetting for an option that cannot be, or that is ours to decide."""
-    for option in OURS:
+    """Raises BadSetting if `spec` has an impossible option, or one that gpu-console decides."""
+    for option, instead in RESERVED_OPTIONS.items():
         if option in spec.options:
-            said = {"n_gpu_layers": "given as gpu_layers", "n_ctx": "given as context_length"}.get(
-                option, "left out: where a model goes is decided here"
-            )
-            raise BadSetting(option, spec.options[option], said)
+            raise BadSetting(option, spec.options[option], instead)
     layers = spec.options.get("gpu_layers")
     if layers is not None and (type(layers) is not int or layers < -1):
         raise BadSetting("gpu_layers", layers, "-1 (all), 0 (CPU only) or a number of layers")
-    if (mode := spec.options.get("split_mode", "layer")) not in SPLIT_MODES:
+    mode = spec.options.get("split_mode", "layer")
+    if mode not in SPLIT_MODES:
         raise BadSetting("split_mode", mode, "layer or row")
     main = spec.options.get("main_gpu", 0)
     if type(main) is not int or main < 0:
-        raise BadSetting("main_gpu", main, "which of its cards, counted from 0")
-    if (dtype := spec.options.get("cache_dtype")) is not None and str(
-        dtype
-    ).lower() not in CACHE_TYPES:
+        raise BadSetting("main_gpu", main, "the number of one of its cards, counted from 0")
+    dtype = spec.options.get("cache_dtype")
+    if dtype is not None and str(dtype).lower() not in CACHE_TYPES:
         raise BadSetting("cache_dtype", dtype, "one of " + ", ".join(CACHE_TYPES))
 
 
 def gpu_layers(spec: ModelSpec) -> int:
-    """Layers that go to the card; -1: all. The setting has been filled in where the model does not say."""
-    said = spec.options.get("gpu_layers")
-    return -1 if said is None else said
+    """The number of layers of `spec` on the card; -1: all.
+
+    The setting INFERENCE_GPU_LAYERS is already in the options if the model does not set its own.
+    """
+    layers = spec.options.get("gpu_layers")
+    return -1 if layers is None else layers
 
 
 def offloaded(spec: ModelSpec, config: dict[str, Any]) -> float:
-    """The part of a model that goes to the card: so many of its layers and the output, which counts as one."""
-    layers, all_layers = gpu_layers(spec), config.get("all_layers", config.get("num_hidden_layers"))
+    """The part of the model on the card, from 0 to 1, by the `spec`'s layers and the file's `config`.
+
+    The output counts as one more layer.
+    """
+    layers = gpu_layers(spec)
+    all_layers = config.get("all_layers", config.get("num_hidden_layers"))
+    if layers == 0:
+        return 0.0
     if layers < 0 or not isinstance(all_layers, int):
-        return 1.0 if layers else 0.0
+        return 1.0
     return min(layers, all_layers + 1) / (all_layers + 1)
 
 
 def context_tokens(spec: ModelSpec, config: dict[str, Any]) -> int:
-    """Tokens of context, of all sequences together: as asked for, else what the model knows, up to CONTEXT_TOKENS."""
-    knows = config.get("max_position_embeddings")
-    usual = min(CONTEXT_TOKENS, knows) if isinstance(knows, int) and knows > 0 else CONTEXT_TOKENS
-    return (spec.options.get("context_length") or usual) * (spec.options.get("sequences") or 1)
+    """Tokens of context, of all sequences of `spec` together.
+
+    The default is the length that the model supports by its `config`, at most CONTEXT_TOKENS.
+    """
+    supported = config.get("max_position_embeddings")
+    usual = CONTEXT_TOKENS
+    if isinstance(supported, int) and supported > 0:
+        usual = min(CONTEXT_TOKENS, supported)
+    length = spec.options.get("context_length") or usual
+    return length * (spec.options.get("sequences") or 1)
 
 
 def flash_attention(spec: ModelSpec) -> bool:
-    """Whether attention is computed piece by piece: if asked for, and for a quantised cache, which needs it."""
-    quantised = CACHE_TYPES.get(str(spec.options.get("cache_dtype")).lower(), 1) not in (0, 1, 30)
-    return bool(spec.options.get("flash_attn", quantised))
+    """Whether `spec` uses flash attention: on request, and for a quantised cache, which needs it."""
+    cache_type = CACHE_TYPES.get(str(spec.options.get("cache_dtype")).lower(), 1)
+    return bool(spec.options.get("flash_attn", cache_type not in _UNQUANTISED))
 
 
-def arguments(
+def llama_arguments(
     spec: ModelSpec,
     shares: Shares,
     path: str,
     config: dict[str, Any],
     cards: tuple[int, ...] | None,
 ) -> dict[str, Any]:
-    """What `Llama` is told.
+    """The arguments of `Llama` that load the file `path` of `spec`, split over its `shares`.
 
-    `cards` are the numbers of the shares' cards in a process that sees others too; a worker of its own sees just these,
-    so they count from 0 in the order of the shares.
+    `config` is that of the file. `cards` are the numbers of the shares' cards in a process that sees
+    others too; None: the cards are simulated. A worker sees only its own cards, so they count from 0 in
+    the order of the shares.
     """
     isolated = spec.options.get("isolated", True)
     numbers = tuple(range(len(shares))) if isolated or cards is None else cards
     main = min(spec.options.get("main_gpu", 0), len(shares) - 1)
-    split = [0.0] * (max(numbers, default=0) + 1)
-    for number, share in zip(numbers, shares, strict=True):
-        split[number] += float(share.bytes)
-    whole = sum(split) or 1.0
-    told = {
+    several = len(shares) > 1
+    split_mode = SPLIT_MODES[spec.options.get("split_mode", "layer")] if several else 0
+    arguments = {
         "model_path": path,
         "name": spec.name,
         "n_gpu_layers": gpu_layers(spec),
         "n_ctx": context_tokens(spec, config),
         "main_gpu": numbers[main] if numbers else 0,
-        "split_mode": SPLIT_MODES[spec.options.get("split_mode", "layer")]
-        if len(shares) > 1
-        else 0,
+        "split_mode": split_mode,
         "embedding": spec.model_type == "embedding" or bool(spec.options.get("embedding")),
         "needs_gpu": cards is not None and gpu_layers(spec) != 0,
+        "flash_attn": flash_attention(spec),
     }
-    if len(shares) > 1:
-        told["tensor_split"] = [round(part / whole, 6) for part in split]
-    if (dtype := spec.options.get("cache_dtype")) is not None:
-        told["type_k"] = told["type_v"] = CACHE_TYPES[str(dtype).lower()]
-    told["flash_attn"] = flash_attention(spec)
-    return told | {name: spec.options[name] for name in PASSED_ON if name in spec.options}
+    if several:
+        arguments["tensor_split"] = _tensor_split(numbers, shares)
+    dtype = spec.options.get("cache_dtype")
+    if dtype is not None:
+        arguments["type_k"] = arguments["type_v"] = CACHE_TYPES[str(dtype).lower()]
+    passed_on = {name: spec.options[name] for name in PASSED_ON if name in spec.options}
+    return arguments | passed_on
+
+
+def _tensor_split(numbers: tuple[int, ...], shares: Shares) -> list[float]:
+    """The part of the model on each card, by the card's number; 0 for cards without a share."""
+    split = [0.0] * (max(numbers, default=0) + 1)
+    for number, share in zip(numbers, shares, strict=True):
+        split[number] += float(share.bytes)
+    total = sum(split) or 1.0
+    return [round(part / total, 6) for part in split]
 
 
 def taken(facts: dict[str, Any], shares: Shares, part: float, charged: dict[str, int]) -> Shares:
-    """Where a loaded model's bytes lie, by llama.cpp's own account, and by the driver's where that says more.
+    """The bytes that a loaded model holds on the devices of its `shares`.
 
-    On cards its buffers are called by their order (CUDA0, CUDA1). Otherwise it computes on the CPU, and the simulated
-    cards hold what would have gone to them: `part` of it all, over the shares in proportion.
+    `facts` are the worker's report of a load, with the buffers that llama.cpp allocated. On real cards
+    the buffers are named by the cards' order (CUDA0, CUDA1); if the driver's account `charged` is larger,
+    it counts instead. Without card buffers the model computes on the CPU. The simulated cards then hold
+    `part` of all its bytes, over the shares in proportion.
     """
     buffers = facts["buffers"]
-    on_cards = [name for name in buffers if name[-1:].isdigit()]
+    on_cards = {name: sizes for name, sizes in buffers.items() if name[-1:].isdigit()}
     if on_cards:
-        by_number = {
-            int("".join(filter(str.isdigit, name))): sum(buffers[name].values())
-            for name in on_cards
-        }
+        by_number = {_card_number(name): sum(sizes.values()) for name, sizes in on_cards.items()}
         return tuple(
             Share(share.device, max(by_number.get(number, 0), charged.get(share.device, 0)))
             for number, share in enumerate(shares)
         )
-    rest = sum(size for of in buffers.values() for name, size in of.items() if name != "model")
-    total = round((facts["weight_bytes"] + rest) * part)
-    empty = tuple(Share(share.device, 0) for share in shares)
+    beside_weights = sum(
+        size for sizes in buffers.values() for use, size in sizes.items() if use != "model"
+    )
+    total = round((facts["weight_bytes"] + beside_weights) * part)
     if len(shares) == 1:
         return (Share(shares[0].device, total),)
-    whole = sum(share.bytes for share in shares)
-    return empty if not whole else _in_proportion(shares, total)
+    if not sum(share.bytes for share in shares):
+        return tuple(Share(share.device, 0) for share in shares)
+    return _in_proportion(shares, total)
+
+
+def _card_number(buffer: str) -> int:
+    return int("".join(filter(str.isdigit, buffer)))
 
 
 def _in_proportion(shares: Shares, total: int) -> Shares:
+    """`total` bytes, divided in proportion to the shares."""
     grown = beside(shares, total)
     return tuple(
         Share(new.device, new.bytes - old.bytes) for new, old in zip(grown, shares, strict=True)

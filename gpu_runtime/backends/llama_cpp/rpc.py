@@ -1,12 +1,13 @@
-"""Calls to a model that computes elsewhere, in a process or a thread of its own: asked, answered, streamed, cancelled.
+"""Calls to a llama.cpp model in a worker process or a thread: requests, answers, streams, cancellation.
 
-An engine that ends, by whatever way, says so once to whoever watches it, before any caller hears of it: when the error
-is seen, the lease is free already.
+An engine that ends, for whatever reason, reports that once to its watcher, before any caller gets the
+error. So when a caller sees the error, the lease is already returned.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import queue
 import socket
 import threading
@@ -17,11 +18,18 @@ from typing import Any
 from ... import threads
 from ...devices.process_memory import out_of_memory
 from ...errors import BadCall, EngineDied, EngineFault, GpuError, LoadFailed, ProcessLost
-from ..fault_texts import MOST_DECODE_FAILURES, Fault, Kind, decode_failures, recognise
-from ..processes.processes import Child, in_words
+from ..fault_texts import (
+    MOST_DECODE_FAILURES,
+    Fault,
+    Kind,
+    decode_failures,
+    last_line,
+    recognise,
+)
+from ..processes.processes import Child, in_words, python_file
 from . import worker
 
-_REFUSED = (
+_CALLER_ERRORS = (  # the call was wrong; the engine is not
     "ValueError",
     "TypeError",
     "KeyError",
@@ -35,50 +43,55 @@ _REFUSED = (
     "UndefinedError",
     "TemplateSyntaxError",
 )
-STOP_SECONDS = 10.0  # for a thread to notice that it is to end
-Lost = Callable[[str, str], None]  # kind and because
+STOP_SECONDS = 10.0  # for a thread to notice that it should end
+OnLoss = Callable[[str, str], None]  # called with kind and because
 
 
 class Channel:
-    """Messages to an engine, and from it; None once there will be no more."""
+    """Messages to and from an engine."""
 
-    child: Child | None = None
+    child: Child | None = None  # the worker process, if there is one
 
     def send(self, message: dict[str, Any]) -> None:
-        """Never fails: where nobody is there any more, `receive` says so. Raises TypeError for what cannot be sent."""
+        """Sends `message`. Raises TypeError if it cannot be sent.
+
+        Never fails because the engine is gone: `receive` reports that.
+        """
         raise NotImplementedError
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message; waits for it."""
+        """Waits for the next message; None if there will be no more."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Ends whoever computes there, and wakes who waits in `receive`."""
+        """Ends the engine, and wakes the thread that waits in `receive`."""
         raise NotImplementedError
 
 
 class ProcessChannel(Channel):
-    """To a process of its own, by lines of JSON over a socket that nobody else can reach."""
+    """A channel to a worker process: lines of JSON over a socket that no other process can reach."""
 
     def __init__(self, log: Path, env: dict[str, str]) -> None:
-        import os
-
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [*worker_command(), str(theirs.fileno()), str(os.getpid())]
-            self.child = Child(command, log=log, env=env, fds=(theirs.fileno(),))
-        self._socket, self._file = ours, ours.makefile("rb")
+        """Starts the worker with the environment `env`; its output goes to the file `log`."""
+        self._socket, worker_end = socket.socketpair()
+        with worker_end:
+            program = python_file(Path(worker.__file__))
+            command = [*program, str(worker_end.fileno()), str(os.getpid())]
+            self.child = Child(command, log=log, env=env, fds=(worker_end.fileno(),))
+        self._file = self._socket.makefile("rb")
         self._sending = threading.Lock()
 
     def send(self, message: dict[str, Any]) -> None:
+        """Sends `message` as one line. Raises TypeError for what JSON cannot hold."""
         line = worker.to_line(message)
         with self._sending:
             try:
                 self._socket.sendall(line)
-            except OSError:  # it is gone: whoever reads is told so
+            except OSError:  # the worker is gone: `receive` reports it
                 pass
 
     def receive(self) -> dict[str, Any] | None:
+        """Waits for the next message; None once the socket is closed."""
         try:
             line = self._file.readline(worker.LONGEST_LINE)
             return worker.from_line(line) if line.endswith(b"\n") else None
@@ -86,109 +99,105 @@ class ProcessChannel(Channel):
             return None
 
     def close(self) -> None:
+        """Ends the worker and closes the socket."""
         assert self.child is not None
         self.child.end()
         try:
-            self._socket.shutdown(
-                socket.SHUT_RDWR
-            )  # wakes whoever reads; the file is closed with its last reader
-        except OSError:  # the other side was faster
+            # Wakes the thread that reads. The file is closed when that thread lets go of it.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the worker closed its end first
             pass
         self._socket.close()
 
 
-def worker_command() -> list[str]:
-    from ..processes.processes import python_file
-
-    return python_file(Path(__file__).with_name("worker.py"))
-
-
 class ThreadChannel(Channel):
-    """To a thread of this process. What is sent may be any object."""
+    """A channel to a thread of this process. Any object can be sent."""
 
-    def __init__(self, told: Callable[[str], None]) -> None:
-        self._desk = worker.Desk()
+    def __init__(self, log: Callable[[str], None]) -> None:
+        """Starts the thread; `log` gets the lines that llama.cpp prints."""
+        self._inbox = worker.Inbox()
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._running = threads.start(lambda: self._run(told))
+        self._running = threads.start(lambda: self._run(log))
 
-    def _run(self, told: Callable[[str], None]) -> None:
+    def _run(self, log: Callable[[str], None]) -> None:
         try:
-            worker.work(self._desk, self._answers.put, told)
+            worker.work(self._inbox, self._answers.put, log)
         finally:
             self._answers.put(None)
 
     def send(self, message: dict[str, Any]) -> None:
-        self._desk.take(message)
+        """Puts `message` into the thread's inbox."""
+        self._inbox.take(message)
 
     def receive(self) -> dict[str, Any] | None:
+        """Waits for the next message; None once the thread has ended."""
         return self._answers.get()
 
     def close(self) -> None:
-        self._desk.take(None)
+        """Asks the thread to end, and waits up to STOP_SECONDS for it."""
+        self._inbox.take(None)
         self._running.wait(STOP_SECONDS)
 
 
-class Engine:
-    """A loaded model at the other end of a channel. Thread-safe; calls are answered one after the other."""
+class LlamaEngine:
+    """A model at the other end of a channel. Thread-safe; calls are answered one after the other."""
 
     def __init__(self, name: str, channel: Channel, log: Path | None) -> None:
+        """An engine for the model `name` over `channel`; error messages name its `log`."""
         self.name, self.log = name, log
+        self.facts: dict[str, Any] = {}
         self._channel = channel
         self._numbers = itertools.count(1)
         self._pending: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
-        self._news: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()  # of the load
+        self._load_messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._over: GpuError | None = None  # why there is no more
-        self._wanted = True  # False: it is ended on purpose
-        self._lost: Lost | None = None
-        self._told = self._telling = False
-        self._failures = 0
-        self.facts: dict[str, Any] = {}
+        self._error: GpuError | None = None  # why it is gone
+        self._wanted = True  # False: it was ended on purpose
+        self._on_loss: OnLoss | None = None
+        self._loss_reported = self._reporting = False
+        self._failures = 0  # decode failures in a row
         threads.start(self._read)
 
     @property
     def pid(self) -> int | None:
+        """The worker's process id; None for a model in this process."""
         return self._channel.child.pid if self._channel.child else None
 
     @property
     def alive(self) -> bool:
-        return self._over is None
+        """Whether it can still answer calls."""
+        return self._error is None
 
     # -- the load
 
     def load(
-        self, order: dict[str, Any], progress: Callable[[float], None] | None
+        self, arguments: dict[str, Any], progress: Callable[[float], None] | None
     ) -> dict[str, Any]:
-        """What the model is, once it is loaded. On any failure, an interrupt too, nothing of the engine stays."""
+        """The worker's facts about the model, once it is loaded with these `arguments` of Llama.
+
+        `progress` is called with the part done, from 0 to 1. On any failure, an interrupt included, the
+        engine ends. Raises LoadFailed, and the device's out-of-memory error.
+        """
         try:
-            self._channel.send({"load": order})
-            while "loaded" not in (news := self._news.get()):
-                if "failed" in news:
-                    raise self._load_error(news["failed"])
-                if "over" in news:
-                    raise self._load_error({"type": "", "text": ""}) from self._over
+            self._channel.send({"load": arguments})
+            while "loaded" not in (message := self._load_messages.get()):
+                if "failed" in message:
+                    raise self._load_error(message["failed"])
+                if "over" in message:
+                    raise self._load_error({"type": "", "text": ""}) from self._error
                 if progress:
-                    progress(news["progress"])
-            self.facts = news["loaded"]
+                    progress(message["progress"])
+            self.facts = message["loaded"]
             return self.facts
         except BaseException:
             self.end()
             raise
 
-    def _load_error(self, told: dict[str, str]) -> GpuError:
-        kind, text = told["type"], told["text"]
-        log = self._channel.child.tail() if self._channel.child else ""
-        fault = recognise(f"{text}\n{log}")
+    def _load_error(self, failure: dict[str, str]) -> GpuError:
+        """The error for a failure that the worker reported, with what to type."""
+        kind, text = failure["type"], failure["text"]
         if kind == "NoOffload":
-            return LoadFailed(
-                f"{self.name} is to run on a GPU, and this build of llama-cpp-python has no GPU support: it would run "
-                f"on the CPU.\n"
-                f"  Build it with:  CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall --no-cache-dir "
-                f"llama-cpp-python\n  Or say that the CPU is meant:  gpu_layers=0",
-                name=self.name,
-                source="",
-                why=text,
-            )
+            return self._no_gpu_support(text)
         if kind in ("ModuleNotFoundError", "ImportError"):
             return LoadFailed(
                 f"{self.name} needs llama-cpp-python, which is not installed here ({text}).\n"
@@ -197,12 +206,13 @@ class Engine:
                 source="",
                 why=text,
             )
+        log = self._channel.child.tail() if self._channel.child else ""
+        fault = recognise(f"{text}\n{log}")
         if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
             return out_of_memory(fault.line, device="", asked_bytes=0, holders=(), report="")
-        where = f"\n  Its log:  {self.log}" if self.log else ""
-        why = fault.line if fault else text or _last_words(log) or "its process ended"
+        why = fault.line if fault else text or last_line(log) or "its process ended"
         return LoadFailed(
-            f"{self.name} could not be loaded: {why}.{where}",
+            f"{self.name} could not be loaded: {why}.{self._log_line}",
             name=self.name,
             source="",
             why=why,
@@ -210,60 +220,80 @@ class Engine:
             log=str(self.log or ""),
         )
 
-    # -- its life
+    def _no_gpu_support(self, why: str) -> LoadFailed:
+        return LoadFailed(
+            f"{self.name} needs a GPU, and this build of llama-cpp-python has no GPU support: it would run "
+            f"on the CPU.\n"
+            f"  Build it with:  CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall --no-cache-dir "
+            f"llama-cpp-python\n  Or run it on the CPU:  gpu_layers=0",
+            name=self.name,
+            source="",
+            why=why,
+        )
 
-    def watch(self, lost: Lost) -> None:
-        """Has `lost(kind, because)` called once, if it ends by itself; at once, if it has already."""
-        with self._lock:
-            self._lost = lost
-        self._tell_loss()
+    @property
+    def _log_line(self) -> str:
+        return f"\n  Its log:  {self.log}" if self.log else ""
 
-    def _tell_loss(self) -> None:
+    # -- its end
+
+    def watch(self, on_loss: OnLoss) -> None:
+        """Has `on_loss(kind, because)` called once if it ends by itself; now if it already has."""
         with self._lock:
-            if self._over is None or self._lost is None or self._told or not self._wanted:
+            self._on_loss = on_loss
+        self._report_loss()
+
+    def _report_loss(self) -> None:
+        with self._lock:
+            if self._error is None or self._on_loss is None:
                 return
-            self._told, self._telling, lost, over = True, True, self._lost, self._over
+            if self._loss_reported or not self._wanted:
+                return
+            self._loss_reported = self._reporting = True
+            on_loss, error = self._on_loss, self._error
         try:
-            lost(over.facts["kind"], str(over).splitlines()[0])
+            on_loss(error.facts["kind"], str(error).splitlines()[0])
         finally:
-            self._telling = False
+            self._reporting = False
 
     def end(self) -> None:
-        """Ends it and all it started. Twice is once."""
+        """Ends it and all it started. Repeating is safe."""
         self._wanted = False
         self._close(
             EngineDied(
-                f"{self.name} was put away; its next use loads it anew.",
+                f"{self.name} was unloaded; its next use loads it again.",
                 name=self.name,
                 pid=self.pid,
                 status=None,
                 kind="ended",
-                why="it was put away",
+                why="it was unloaded",
                 log=str(self.log or ""),
             )
         )
 
-    def _close(self, why: GpuError) -> None:
+    def _close(self, error: GpuError) -> None:
+        """Ends the engine; calls that wait raise `error`, or the error of an earlier end."""
         with self._lock:
-            self._over = (
-                self._over or why
-            )  # first: the reader will find the channel closed, and has another story
+            # First: the reader will find the channel closed, and would note another error.
+            self._error = self._error or error
         self._channel.close()
-        self._tell_loss()
-        if self._telling:  # and puts us away meanwhile: callers hear of it once the book has it
+        self._report_loss()
+        if self._reporting:
+            # The watcher runs in another frame and ends this engine meanwhile. That frame wakes the
+            # callers, once the watcher has updated the book.
             return
         with self._lock:
             waiting, self._pending = list(self._pending.values()), {}
-        self._news.put({"over": True})
+        self._load_messages.put({"over": True})
         for answers in waiting:
             answers.put({"over": True})
 
     def _read(self) -> None:
-        """Hands out what comes, until nothing more does. Runs in a thread of its own."""
+        """Distributes messages to the callers until the channel ends. Runs in its own thread."""
         while (message := self._channel.receive()) is not None:
             number = message.get("id")
             if number is None:
-                self._news.put(message)
+                self._load_messages.put(message)
                 continue
             with self._lock:
                 answers = self._pending.get(number)
@@ -274,17 +304,16 @@ class Engine:
         self._close(self._death())
 
     def _death(self) -> GpuError:
+        """The error for an engine that ended by itself, with the reason that its log shows."""
         child = self._channel.child
         status = child.end() if child else None
-        said = child.tail() if child else ""
-        fault = recognise(said)
+        fault = recognise(child.tail() if child else "")
         kind = fault.kind if fault else Kind.CRASH
         how = in_words(status) if status is not None else "its thread ended"
         why = f"{how}: {fault.line}" if fault else how
         return EngineDied(
             f"the engine of {self.name} (pid {self.pid}) is gone: {why}.\n"
-            f"  Its memory came free; the next use of {self.name} loads it anew."
-            + (f"\n  Its log:  {self.log}" if self.log else ""),
+            f"  Its memory is free; the next use of {self.name} loads it again.{self._log_line}",
             name=self.name,
             pid=self.pid,
             status=status,
@@ -296,18 +325,24 @@ class Engine:
     # -- calls
 
     def ask(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The answer to a call. Raises BadCall, EngineDied, EngineFault, and the device's out-of-memory error."""
-        number, answers = self._asked(method, args, kwargs)
+        """The result of the model's `method` called with `args` and `kwargs`.
+
+        Raises BadCall, EngineDied, EngineFault, ProcessLost, and the device's out-of-memory error.
+        """
+        number, answers = self._send_call(method, args, kwargs)
         try:
             message = answers.get()
-        except BaseException:  # the stop button: it need not go on computing
+        except BaseException:  # the stop button: the engine need not go on
             self.cancel(number)
             raise
         return self._outcome(method, message)
 
     def stream(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-        """The items of an answer as they come. Closed before its end, the engine stops computing it."""
-        number, answers = self._asked(method, args, kwargs)
+        """The items that the model's `method`, called with `args` and `kwargs`, produces.
+
+        If the iterator is closed before its end, the engine stops computing. Raises as `ask`.
+        """
+        number, answers = self._send_call(method, args, kwargs)
         done = False
         try:
             while True:
@@ -322,18 +357,19 @@ class Engine:
                 self.cancel(number)
 
     def cancel(self, number: int) -> None:
-        """Nobody waits for that answer any more."""
+        """Cancels the call with this `number`: its answer is no longer wanted."""
         with self._lock:
             self._pending.pop(number, None)
         self._channel.send({"cancel": number})
 
-    def _asked(
+    def _send_call(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[int, queue.SimpleQueue[Any]]:
+        """The number of a call that was sent, and the queue of its answers."""
         answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         with self._lock:
-            if self._over is not None:
-                raise _again(self._over)
+            if self._error is not None:
+                raise _copy_of(self._error)
             number = next(self._numbers)
             self._pending[number] = answers
         try:
@@ -342,8 +378,9 @@ class Engine:
             with self._lock:
                 self._pending.pop(number, None)
             raise BadCall(
-                f"{self.name}: {method} was given what an isolated model cannot take: {error}.\n"
-                f"  Python objects can be given in process:  rt.register({self.name!r}, …, isolated=False)",
+                f"{self.name}: {method} got an argument that an isolated model cannot take: {error}.\n"
+                f"  A model in this process accepts any object:  "
+                f"rt.register({self.name!r}, …, isolated=False)",
                 name=self.name,
                 method=method,
                 why=str(error),
@@ -351,16 +388,18 @@ class Engine:
         return number, answers
 
     def _outcome(self, method: str, message: dict[str, Any]) -> Any:
+        """The result in the last message of a call. Raises the error in it."""
         if "over" in message:
-            assert self._over is not None
-            raise _again(self._over)
+            assert self._error is not None
+            raise _copy_of(self._error)
         if "end" in message:
             self._failures = 0
             return message["end"]
         kind, text = message["error"]["type"], message["error"]["text"]
-        fault = None if kind in _REFUSED else recognise(text)  # its words may be the caller's own
+        # The text of a caller's error may quote the caller's own words, so it shows no fault.
+        fault = None if kind in _CALLER_ERRORS else recognise(text)
         self._failures = decode_failures(self._failures, fault)
-        if kind in _REFUSED:
+        if kind in _CALLER_ERRORS:
             raise BadCall(
                 f"{self.name} refused {method}: {text}.", name=self.name, method=method, why=text
             )
@@ -368,39 +407,30 @@ class Engine:
             raise out_of_memory(
                 f"{self.name}: {fault.line}", device="", asked_bytes=0, holders=(), report=""
             )
-        raise self._fault(fault, text)
+        raise self._fault_error(fault, text)
 
-    def _process_lost(self, kind: str, first: str) -> ProcessLost:
-        return ProcessLost(
-            f"this process can use the GPU no more: {self.name}, which runs in it, failed ({kind}):\n  {first}.\n"
-            f"  Restart the kernel. A model that runs in a worker of its own (isolated=True) would have cost that "
-            f"alone.",
-            name=self.name,
-            kind=kind,
-            why=first,
-        )
-
-    def _fault(self, fault: Fault | None, text: str) -> EngineFault | ProcessLost:
+    def _fault_error(self, fault: Fault | None, text: str) -> EngineFault | ProcessLost:
+        """The error for a fault of the engine; closes the engine if the model must be loaded again."""
+        kind = fault.kind.value if fault else "error"
+        line = (fault.line if fault else text).strip().rstrip(".")
+        if fault is not None and fault.loses_context and self.pid is None:
+            lost = self._process_lost(kind, line)
+            self._close(lost)
+            return lost
         reloads = fault is not None and (
             fault.clears_model or self._failures >= MOST_DECODE_FAILURES
         )
-        kind = fault.kind.value if fault else "error"
-        first = (fault.line if fault else text).strip().rstrip(".")
-        many = f", {self._failures} times in a row" if self._failures > 1 else ""
-        if fault is not None and fault.loses_context and self.pid is None:
-            lost = self._process_lost(kind, first)
-            self._close(lost)
-            return lost
-        then = (
-            f"It was put away; the next use of {self.name} loads it anew, in a fresh worker."
-            if reloads
-            else "It is still loaded."
-        )
+        times = f", {self._failures} times in a row" if self._failures > 1 else ""
+        consequence = "It is still loaded."
+        if reloads:
+            consequence = (
+                f"It was unloaded; the next use of {self.name} loads it again, in a new worker."
+            )
         error = EngineFault(
-            f"{self.name} failed{many} ({kind}): {first}.\n  {then}",
+            f"{self.name} failed{times} ({kind}): {line}.\n  {consequence}",
             name=self.name,
             kind=kind,
-            why=first,
+            why=line,
             log=str(self.log or ""),
             reloads=reloads,
         )
@@ -408,12 +438,18 @@ class Engine:
             self._close(error)
         return error
 
+    def _process_lost(self, kind: str, line: str) -> ProcessLost:
+        return ProcessLost(
+            f"this process can no longer use the GPU: {self.name}, which runs in it, failed ({kind}):\n"
+            f"  {line}.\n"
+            f"  Restart the kernel. With a worker of its own (isolated=True) only that worker would have "
+            f"been lost.",
+            name=self.name,
+            kind=kind,
+            why=line,
+        )
 
-def _again(error: GpuError) -> GpuError:
-    """The same error, for one more caller: a traceback of its own."""
+
+def _copy_of(error: GpuError) -> GpuError:
+    """The same error for one more caller, so that each has a traceback of its own."""
     return type(error)(str(error), **error.facts)
-
-
-def _last_words(log: str) -> str:
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else ""

@@ -1,8 +1,12 @@
-"""The side of a llama.cpp model that computes: a loop that loads one model, then answers one call after the other.
+"""The computing side of a llama.cpp model: it loads one model, then answers calls one after the other.
 
-Run as a script it is the process of an isolated model: JSON lines come and go over a socket whose number is its
-argument. In process a thread runs `work`. Only the standard library and llama_cpp here: what this imports, every load
-pays for.
+As a program it is the process of an isolated model: JSON lines travel over a socket whose file descriptor is
+its argument. For a model in this process, a thread runs `work`. It imports only the standard library and
+llama_cpp: every load pays for its imports.
+
+Messages to the worker: {"load": arguments of Llama}, {"id", "call", "args", "kwargs"}, {"cancel": id}.
+Messages from it: {"progress": 0 to 1}, {"loaded": facts} or {"failed": error}, then for each call any
+number of {"id", "item"} and one {"id", "end"} or {"id", "error"}.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-METHODS = (  # of Llama, that can be called from outside
+METHODS = (  # of Llama, open to callers
     "create_chat_completion",
     "create_completion",
     "__call__",
@@ -38,8 +42,9 @@ METHODS = (  # of Llama, that can be called from outside
     "reset",
     "set_seed",
 )
-OUR_METHODS = ("write", "drill")  # of Model, below
+OUR_METHODS = ("write", "drill")  # added by `_model_class` below
 LONGEST_LINE = 256 << 20
+PR_SET_PDEATHSIG = 1
 _BUFFER = re.compile(
     r"([A-Za-z]+\d*)(?:_\w+)?\s+(model|KV|RS|output|compute) buffer size\s*=\s*([\d.]+) MiB"
 )
@@ -47,11 +52,15 @@ _loading = threading.Lock()
 
 
 class Cancelled(Exception):
-    """Nobody waits for the answer any more."""
+    """The caller no longer waits for the answer."""
 
 
-class Desk:
-    """What has come in: calls in their order, and which of them nobody wants any more."""
+class NoOffload(Exception):
+    """A GPU is required, but the library was built without GPU support."""
+
+
+class Inbox:
+    """The messages that were received: calls in their order, and the ids of cancelled calls."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -59,7 +68,7 @@ class Desk:
         self.closed = False
 
     def take(self, message: dict[str, Any] | None) -> None:
-        """Notes one message; None: no more will come."""
+        """Stores one `message`; None means that no more will arrive."""
         if message is None:
             self.closed = True
             self.jobs.put(None)
@@ -69,48 +78,94 @@ class Desk:
             self.jobs.put(message)
 
 
-def work(desk: Desk, send: Callable[[dict[str, Any]], None], told: Callable[[str], None]) -> None:
-    """Loads what the first message says, then answers calls until the desk closes. `told` gets llama.cpp's lines."""
-    order = desk.jobs.get()
+def work(inbox: Inbox, send: Callable[[dict[str, Any]], None], log: Callable[[str], None]) -> None:
+    """Loads the model that the first message describes, then answers calls until `inbox` closes.
+
+    `send` sends a message to the caller. `log` gets the lines that llama.cpp prints.
+    """
+    order = inbox.jobs.get()
     if order is None:
         return
     buffers: dict[str, dict[str, int]] = {}
 
-    def heard(line: str) -> None:
-        told(line)
-        if found := _BUFFER.search(line):
-            of = buffers.setdefault(found[1], {})
-            of[found[2]] = of.get(found[2], 0) + int(float(found[3]) * 2**20)
+    def note_line(line: str) -> None:
+        log(line)
+        found = _BUFFER.search(line)
+        if found:
+            device, use, mebibytes = found.groups()
+            sizes = buffers.setdefault(device, {})
+            sizes[use] = sizes.get(use, 0) + int(float(mebibytes) * 2**20)
 
     try:
-        model = _load(order["load"], desk, lambda part: send({"progress": part}), heard)
-    except BaseException as error:  # noqa: BLE001 - told to whoever asked
-        send({"failed": _told(error)})
+        model = _load(order["load"], inbox, lambda part: send({"progress": part}), note_line)
+    except BaseException as error:  # noqa: BLE001 - the caller raises it
+        send({"failed": _described(error)})
         return
     try:
         send({"loaded": _facts(model, buffers)})
-        while (job := desk.jobs.get()) is not None:
-            _answer(model, job, desk, send)
+        while (job := inbox.jobs.get()) is not None:
+            _answer(model, job, inbox, send)
     finally:
         model.close()
 
 
 def _load(
     order: dict[str, Any],
-    desk: Desk,
+    inbox: Inbox,
     progress: Callable[[float], None],
-    heard: Callable[[str], None],
+    note_line: Callable[[str], None],
 ) -> Any:
-    import llama_cpp
+    """The loaded model. Raises NoOffload, and what `Llama` raises."""
     from llama_cpp import llama_cpp as lib
 
+    @lib.llama_log_callback
+    def on_log(level: int, text: bytes, _: Any) -> None:
+        note_line(text.decode("utf-8", "replace"))
+
+    @lib.llama_progress_callback
+    def on_progress(part: float, _: Any) -> bool:
+        progress(part)
+        return not inbox.closed  # False ends the load
+
+    defaults = lib.llama_model_default_params
+
+    def with_progress() -> Any:
+        params = defaults()
+        params.progress_callback = on_progress
+        return params
+
+    arguments = dict(order)
+    needs_gpu = arguments.pop("needs_gpu", None)
+    template = arguments.pop("chat_template", None)
+    name = arguments.pop("name", None)
+    # Without GPU support the library accepts n_gpu_layers, but computes on the CPU.
+    if needs_gpu and not lib.llama_supports_gpu_offload():
+        raise NoOffload("this build of llama-cpp-python cannot use a GPU")
+    with _loading:  # the library has one place for its default parameters and its log callback
+        lib.llama_log_set(on_log, ctypes.c_void_p(0))
+        lib.llama_model_default_params = with_progress
+        try:
+            model = _model_class(inbox)(**arguments)
+        finally:
+            lib.llama_model_default_params = defaults
+    model.kept = (on_log, on_progress)  # C code holds their addresses
+    model.model_path = name  # its answers carry this name
+    if template:
+        _set_template(model, template)
+    return model
+
+
+def _model_class(inbox: Inbox) -> Any:
+    """`llama_cpp.Llama` with cancellation and the methods of OUR_METHODS."""
+    import llama_cpp
+
     class Model(llama_cpp.Llama):
-        """Looks between two batches whether the answer is still wanted."""
+        """Checks between two batches whether the answer is still wanted."""
 
         job = -1
 
         def eval(self, tokens: Any) -> None:
-            if self.job in desk.cancelled or desk.closed:
+            if self.job in inbox.cancelled or inbox.closed:
                 raise Cancelled
             super().eval(tokens)
 
@@ -123,98 +178,67 @@ def _load(
             stream: bool = True,
             **given: Any,
         ) -> Iterator[dict[str, Any]]:
-            """How the prompt goes on, in one round trip: texts, then how it ended, with the tokens of both.
+            """Continues a prompt in one round trip: texts, then how it ended and the token counts.
 
-            A template writes the beginning of the sequence itself; to a plain prompt it is added, and nothing in it is
-            a special token. What is too long for the context is told in the place of an answer. `stream` is for the
-            proxy, which brings items one by one where it stands among the words of a call.
+            A chat template writes the beginning of the sequence itself. With `add_bos`, for a plain
+            prompt, it is added, and nothing in the prompt is a special token. A prompt that is too long
+            for the context gives one item {"too_long": tokens}. At most `most` tokens are written.
+            With `by_piece` each piece of text is an item of its own. `stream` is read only by the proxy
+            in the caller's process, which then returns items one by one.
             """
             tokens = self.tokenize(prompt.encode(), add_bos=add_bos, special=not add_bos)
             room = self.n_ctx() - len(tokens)
             if room < (most or 1):
                 yield {"too_long": len(tokens)}
                 return
-            said, finish = [], "stop"
+            pieces, finish = [], "stop"
             for chunk in self.create_completion(
                 tokens, stream=True, max_tokens=most or room, **given
             ):
                 choice = chunk["choices"][0]
                 finish = choice.get("finish_reason") or finish
                 if choice["text"]:
-                    said.append(choice["text"])
+                    pieces.append(choice["text"])
                     if by_piece:
                         yield {"text": choice["text"]}
-            text = "".join(said)
-            # The library counts nothing while it streams: the answer's tokens are those that its text is written in.
-            count = (
-                most
-                if most and finish == "length"
-                else len(self.tokenize(text.encode(), add_bos=False, special=False))
-                if said
-                else 0
-            )
+            text = "".join(pieces)
             yield {
                 "text": "" if by_piece else text,
                 "finish": finish,
                 "prompt_tokens": len(tokens),
-                "completion_tokens": count,
+                "completion_tokens": self._tokens_written(text, most, finish),
             }
 
+        def _tokens_written(self, text: str, most: int | None, finish: str) -> int:
+            # The library counts nothing while it streams. So count the tokens of the written text.
+            if most and finish == "length":
+                return most
+            if not text:
+                return 0
+            return len(self.tokenize(text.encode(), add_bos=False, special=False))
+
         def drill(self, words: str) -> None:
-            """Fails with these words, as a driver would: for runbooks and tests."""
+            """Fails with the text `words`, as a driver would: for runbooks and tests."""
             raise RuntimeError(words)
 
-    @lib.llama_log_callback
-    def log(level: int, text: bytes, _: Any) -> None:
-        heard(text.decode("utf-8", "replace"))
-
-    @lib.llama_progress_callback
-    def passed(part: float, _: Any) -> bool:
-        progress(part)
-        return not desk.closed  # False ends the load
-
-    defaults = lib.llama_model_default_params
-
-    def with_progress() -> Any:
-        params = defaults()
-        params.progress_callback = passed
-        return params
-
-    order = dict(order)
-    needs_gpu, template, name = (
-        order.pop(key, None) for key in ("needs_gpu", "chat_template", "name")
-    )
-    if (
-        needs_gpu and not lib.llama_supports_gpu_offload()
-    ):  # it would accept n_gpu_layers, and compute on the CPU
-        raise NoOffload("this build of llama-cpp-python cannot use a GPU")
-    with _loading:  # the library takes its default parameters from one place for all
-        lib.llama_log_set(log, ctypes.c_void_p(0))
-        lib.llama_model_default_params = with_progress
-        try:
-            model = Model(**order)
-        finally:
-            lib.llama_model_default_params = defaults
-    model.kept = (log, passed)  # C has their addresses
-    model.model_path = name  # as which it answers
-    if template:
-        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-
-        eos, bos = model.token_eos(), model.token_bos()
-        words = [model._model.token_get_text(token) if token != -1 else "" for token in (eos, bos)]
-        model.chat_handler = Jinja2ChatFormatter(
-            template, *words, stop_token_ids=[eos]
-        ).to_chat_handler()
-    return model
+    return Model
 
 
-class NoOffload(Exception):
-    """A GPU is wanted, and the library was built without."""
+def _set_template(model: Any, template: str) -> None:
+    """Makes the chat methods of `model` use this Jinja template."""
+    from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+    eos, bos = model.token_eos(), model.token_bos()
+    words = [model._model.token_get_text(token) if token != -1 else "" for token in (eos, bos)]
+    formatter = Jinja2ChatFormatter(template, *words, stop_token_ids=[eos])
+    model.chat_handler = formatter.to_chat_handler()
 
 
 def _facts(model: Any, buffers: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """What a loaded model is: its weights to the byte, and the buffers that llama.cpp says it allocated: of a device
-    (CPU, CUDA0, …), by what they are for (model, KV, compute, …), in bytes."""
+    """What is known of a loaded model: its weights to the byte, and llama.cpp's buffers.
+
+    The buffers map a device (CPU, CUDA0, …) to bytes by use (model, KV, compute, …).
+    """
     from llama_cpp import llama_cpp as lib
 
     return {
@@ -228,19 +252,23 @@ def _facts(model: Any, buffers: dict[str, dict[str, int]]) -> dict[str, Any]:
 
 
 def _answer(
-    model: Any, job: dict[str, Any], desk: Desk, send: Callable[[dict[str, Any]], None]
+    model: Any, job: dict[str, Any], inbox: Inbox, send: Callable[[dict[str, Any]], None]
 ) -> None:
+    """Runs one call and sends its items, then its result or its error."""
     number = model.job = job["id"]
     try:
-        if number in desk.cancelled:
+        if number in inbox.cancelled:
             raise Cancelled
         if job["call"] not in METHODS + OUR_METHODS:
             raise AttributeError(f"there is no {job['call']}")
-        called = getattr(model, job["call"])
-        result = called(*job["args"], **_grammar(job["kwargs"])) if callable(called) else called
+        member = getattr(model, job["call"])
+        if callable(member):
+            result = member(*job["args"], **_with_grammar(job["kwargs"]))
+        else:
+            result = member
         if hasattr(result, "__next__"):
             for item in result:
-                if number in desk.cancelled:
+                if number in inbox.cancelled:
                     result.close()
                     break
                 send({"id": number, "item": item})
@@ -248,30 +276,30 @@ def _answer(
         send({"id": number, "end": result})
     except Cancelled:
         send({"id": number, "end": None})
-    except Exception as error:  # noqa: BLE001 - told to whoever asked
-        send({"id": number, "error": _told(error)})
+    except Exception as error:  # noqa: BLE001 - the caller raises it
+        send({"id": number, "error": _described(error)})
     finally:
-        desk.cancelled.discard(number)
+        inbox.cancelled.discard(number)
 
 
-def _grammar(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A grammar comes as text."""
-    if isinstance(kwargs.get("grammar"), str):
-        from llama_cpp import LlamaGrammar
+def _with_grammar(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments, with a grammar given as text turned into a LlamaGrammar."""
+    if not isinstance(kwargs.get("grammar"), str):
+        return kwargs
+    from llama_cpp import LlamaGrammar
 
-        return {**kwargs, "grammar": LlamaGrammar.from_string(kwargs["grammar"], verbose=False)}
-    return kwargs
+    return {**kwargs, "grammar": LlamaGrammar.from_string(kwargs["grammar"], verbose=False)}
 
 
-def _told(error: BaseException) -> dict[str, str]:
+def _described(error: BaseException) -> dict[str, str]:
     return {"type": type(error).__name__, "text": str(error) or type(error).__name__}
 
 
-# -- as lines ---------------------------------------------------------------------------------------------------------
+# -- messages as lines of JSON ------------------------------------------------------------------------
 
 
 def to_line(message: dict[str, Any]) -> bytes:
-    """One message as a line of JSON; bytes travel in base64.
+    """One `message` as a line of JSON; bytes are encoded as base64. Raises TypeError for other objects.
 
     >>> from_line(to_line({"id": 1, "args": [b"hi"]}))
     {'id': 1, 'args': [b'hi']}
@@ -280,54 +308,56 @@ def to_line(message: dict[str, Any]) -> bytes:
 
 
 def from_line(line: bytes) -> dict[str, Any]:
-    return json.loads(
-        line,
-        object_hook=lambda found: (
-            base64.b64decode(found["$bytes"]) if found.keys() == {"$bytes"} else found
-        ),
-    )
+    """The message in a `line` that `to_line` made. Raises ValueError."""
+    return json.loads(line, object_hook=_with_bytes)
+
+
+def _with_bytes(found: dict[str, Any]) -> Any:
+    return base64.b64decode(found["$bytes"]) if found.keys() == {"$bytes"} else found
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": base64.b64encode(value).decode()}
-    if hasattr(value, "tolist"):  # NumPy's
+    if hasattr(value, "tolist"):  # a NumPy value
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} cannot go to another process")
+    raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
 
 
 def main(number: int, owner: int) -> None:
-    """The process of an isolated model. It ends with its owner, and takes all that it started with it."""
+    """Runs the process of an isolated model; it ends with its owner, and its whole group with it.
+
+    `number` is the file descriptor of the socket to the process `owner`.
+    """
     import socket
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the stop button is the owner's to understand
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles the stop button
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(
-            1, signal.SIGKILL
-        )  # PR_SET_PDEATHSIG: when the thread that started it ends
-        if os.getppid() != owner:
+        # Kills this process when the thread that started it ends.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != owner:  # the owner died before that
             os._exit(1)
-    line = socket.socket(fileno=number)
-    desk, lock = Desk(), threading.Lock()
+    connection = socket.socket(fileno=number)
+    inbox, lock = Inbox(), threading.Lock()
 
     def read() -> None:
         try:
-            with line.makefile("rb") as file:
-                while (text := file.readline(LONGEST_LINE)).endswith(b"\n"):
-                    desk.take(from_line(text))
-        finally:  # the owner has let go, whatever it is that computes here
+            with connection.makefile("rb") as file:
+                while (line := file.readline(LONGEST_LINE)).endswith(b"\n"):
+                    inbox.take(from_line(line))
+        finally:  # the owner closed the socket: end at once, even in the middle of a computation
             os.killpg(0, signal.SIGKILL)
 
     def send(message: dict[str, Any]) -> None:
         with lock:
-            line.sendall(to_line(message))
+            connection.sendall(to_line(message))
 
-    def told(text: str) -> None:
+    def log(text: str) -> None:
         sys.stderr.write(text)
         sys.stderr.flush()
 
     threading.Thread(target=read, daemon=True).start()
-    work(desk, send, told)
+    work(inbox, send, log)
 
 
 if __name__ == "__main__":
