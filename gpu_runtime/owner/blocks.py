@@ -12,7 +12,7 @@ from ..facts import Device, Lease
 from ..units import show_bytes
 
 
-class Block:
+class LeasedBlock:
     """Yielded by `rt.lease`. `peak_bytes` and `delta_bytes` are known once the block has ended; None: unknown."""
 
     def __init__(self, lease: Lease, device: Device, torch: str = "") -> None:

@@ -1,68 +1,77 @@
-"""`defrag`, as it is typed: this process gives its cache back, others are asked, and each answer is told."""
+"""`defrag`: this process frees its allocator's cache, and requests that others do the same."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from ..errors import GpuError
-from ..facts import Book, Outcome
+from ..facts import Book, LeaseId, Outcome
 from ..units import parse_seconds, show_bytes
+from . import operations, permissions, registry, requests
+from .session import Session
 
-if TYPE_CHECKING:
-    from ..runtime import Runtime
 
+def defrag(session: Session, process: str, timeout: str | float | None) -> Outcome:
+    """Frees cached memory of every process that this user may ask, or of the one that is named.
 
-def defrag(rt: Runtime, process: str, timeout: str | float | None) -> Outcome:
-    """Everybody whom this user may ask gives back what nobody uses, or the one process that is named does.
-
-    All together are waited for `timeout` seconds; who is silent by then does it once its kernel runs again. Raises as
-    Runtime.defrag.
+    `timeout` seconds are the limit for all together. A process that has not answered by then does
+    it once its kernel runs again. Raises as Runtime.defrag.
     """
-    keeper = rt._keeper
-    book, me = keeper.ledger.read(), keeper.me
+    book, me = session.ledger.read(), session.me
     seconds = None if timeout is None else parse_seconds(timeout)
-    chosen = (
-        _named(rt, process, book)
-        if process
-        else [id for id, section in book.sections.items() if section.names or section.leases] + [me]
-    )
-    here = rt._empty_cache() if me in chosen else None
-    told = [] if here is None else [f"{show_bytes(here)} came free here"]
-    if here is not None:
-        keeper.acted("defrag", "", told[0], here)
-    freed, done, until = here or 0, True, keeper.clock() + (seconds or 0.0)
-    for id in dict.fromkeys(id for id in chosen if id != me):
-        owner = book.sections[id].owner
-        if not process and rt._foreign("defrag", owner, ""):
+    owners = _named(session, process, book) if process else _all_owners(session, book)
+    sentences, freed, done = [], 0, True
+    if me in owners:
+        freed = empty_cache(session)
+        sentences.append(f"{show_bytes(freed)} came free here")
+        requests.note_action(session, "defrag", "", sentences[0], freed)
+    deadline = session.clock() + (seconds or 0.0)
+    for id in dict.fromkeys(owners):
+        owner = book.sections[id].owner if id != me else None
+        if owner is None:
             continue
-        left = None if seconds is None else max(0.0, until - keeper.clock())
-        answer = rt._asked("defrag", id, "", left, wait=left != 0.0, must=bool(process))
-        freed, done = freed + answer.bytes, done and (answer.done or not process)
-        told.append(
-            f"{owner.label}: {answer.because}" + ("" if answer.done else ", and has yet to answer")
+        if not process and permissions.refusal_of_request(session, "defrag", owner, ""):
+            continue
+        left = None if seconds is None else max(0.0, deadline - session.clock())
+        answer = operations.ask_owner(
+            session, "defrag", LeaseId(id, ""), left, wait=left != 0.0, must=bool(process)
         )
-    return Outcome("defrag", process, done, "; ".join(told), freed)
+        freed += answer.bytes
+        done = done and (answer.done or not process)
+        pending = "" if answer.done else ", and has not answered yet"
+        sentences.append(f"{owner.label}: {answer.because}{pending}")
+    return Outcome("defrag", process, done, "; ".join(sentences), freed)
 
 
-def _named(rt: Runtime, process: str, book: Book) -> list[str]:
-    """The owners in that process, or the one that has a model of that name.
+def empty_cache(session: Session) -> int:
+    """Frees this process's cache and publishes its maps. Returns the bytes that came free."""
+    freed = session.probe.empty_cache()
+    session.maps.publish(at_once=True)
+    return freed
 
-    Raises GpuError, and as Runtime._resolve.
+
+def _all_owners(session: Session, book: Book) -> list[str]:
+    owners = [id for id, section in book.sections.items() if section.names or section.leases]
+    return [*owners, session.me]
+
+
+def _named(session: Session, process: str, book: Book) -> list[str]:
+    """Ids of the owners in that process, or of the one that has a model of that name.
+
+    Raises GpuError, and what `registry.resolve` raises.
     """
     if process in book.sections:
         return [process]
     number = process.removeprefix("@")
     if not number.isdigit():
-        return [rt._resolve(process, loadable=True)[0]]
+        return [registry.resolve(session, process, loadable=True).owner]
     owners = [id for id, section in book.sections.items() if str(section.owner.pid) == number]
     if not owners and number != str(os.getpid()):
-        known = (
-            ", ".join(sorted(section.owner.label for section in book.sections.values())) or "none"
-        )
+        labels = sorted(section.owner.label for section in book.sections.values())
         raise GpuError(
-            f"no process {number} shares this ledger's memory. Those that do: {known}.\n"
+            f"no process {number} shares this ledger's memory. Those that do: "
+            f"{', '.join(labels) or 'none'}.\n"
             f"  Ask all of them:  %gpu defrag",
             process=number,
         )
-    return owners or [rt._keeper.me]
+    return owners or [session.me]

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..devices import drivers
 from ..errors import GpuError, ProbeFailed
@@ -27,9 +27,8 @@ from ..scheduler.explain import first_line
 from ..scheduler.pressure import views
 from ..settings import Settings, masked
 from ..units import show_bytes
-
-if TYPE_CHECKING:
-    from ..runtime import Runtime
+from . import status
+from .session import Session
 
 PACKAGES = (
     "gpu-console",
@@ -89,20 +88,9 @@ class Report(Value):
 Rows = list[tuple[str, str]]
 
 
-def examine() -> Report:
-    """The report of this process's runtime, or where it does not open, why, and what can be said all the same."""
-    import gpu_runtime
-
-    try:
-        rt = gpu_runtime.runtime()
-    except GpuError as error:
-        return report(None, error)
-    return report(rt)
-
-
-def report(rt: Runtime | None, error: GpuError | None = None) -> Report:
+def report(session: Session | None, error: GpuError | None = None) -> Report:
     """What there is to say; `error` is why no runtime opened."""
-    settings = (lambda: rt.settings) if rt is not None else Settings.load
+    settings = (lambda: session.settings) if session is not None else Settings.load
     chapters = [_chapter("versions", _versions), _chapter("drivers", _drivers)]
     if error is not None:
         chapters.append(
@@ -111,12 +99,12 @@ def report(rt: Runtime | None, error: GpuError | None = None) -> Report:
                 tuple(("", line.strip()) for line in str(error).splitlines()),
             )
         )
-    if rt is not None:
+    if session is not None:
         chapters += [
-            _chapter("devices", lambda: _devices(rt)),
-            _chapter("measured by", lambda: _helper(rt)),
-            _chapter("ledger", lambda: _ledger(rt)),
-            _chapter("last refusals, failures and drains", lambda: _refusals(rt)),
+            _chapter("devices", lambda: _devices(session)),
+            _chapter("measured by", lambda: _helper(session)),
+            _chapter("ledger", lambda: _ledger(session)),
+            _chapter("last refusals, failures and drains", lambda: _refusals(session)),
         ]
     chapters += [
         _chapter("settings", lambda: _settings(settings())),
@@ -199,8 +187,8 @@ def _said(source: Any) -> str:
     return f"{len(listing.cards)} devices, {known}{lost}"
 
 
-def _devices(rt: Runtime) -> Rows:
-    book, world = rt._look()
+def _devices(session: Session) -> Rows:
+    book, world = session.look()
     out = drained(book, world)
     rows: Rows = []
     for view in views(book, world):
@@ -230,25 +218,27 @@ def _devices(rt: Runtime) -> Rows:
         if not device.is_host and not device.simulated:
             words += [
                 device.uuid,
-                f"{rt.probe.place(device.id).torch} in torch here"
-                if device in rt.probe.devices
+                f"{session.probe.place(device.id).torch} in torch here"
+                if device in session.probe.devices
                 else "not seen by this process",
             ]
         words += ["shares the machine's memory" if device.unified else "", out.get(device.id, "")]
         rows.append((device.id, ", ".join(word for word in words if word)))
-    if trouble := rt.status().degraded:
+    if trouble := status.snapshot(session).degraded:
         rows.append(("trouble", trouble))
     return rows
 
 
-def _helper(rt: Runtime) -> Rows:
-    if rt.probe.simulated:
+def _helper(session: Session) -> Rows:
+    if session.probe.simulated:
         return [("", "nobody: the devices are simulated")]
-    return list(rt.probe.helper().items()) or [("", "this process itself: the ledger is in memory")]
+    return list(session.probe.helper().items()) or [
+        ("", "this process itself: the ledger is in memory")
+    ]
 
 
-def _ledger(rt: Runtime) -> Rows:
-    ledger, book = rt._keeper.ledger, rt._keeper.ledger.read()
+def _ledger(session: Session) -> Rows:
+    ledger, book = session.ledger, session.ledger.read()
     rows: Rows = [("where", ledger.url)]
     directory = getattr(ledger, "directory", None)
     if directory is not None:
@@ -269,7 +259,7 @@ def _ledger(rt: Runtime) -> Rows:
     ]
     for id, section in book.sections.items():
         owner = section.owner
-        me = " (this process)" if id == rt._keeper.me else ""
+        me = " (this process)" if id == session.me else ""
         rows.append(
             (
                 owner.label,
@@ -279,8 +269,8 @@ def _ledger(rt: Runtime) -> Rows:
     return rows
 
 
-def _refusals(rt: Runtime) -> Rows:
-    events = [event for event in rt._keeper.history() if event.action in TELLING][-REFUSALS:]
+def _refusals(session: Session) -> Rows:
+    events = [event for event in session.history() if event.action in TELLING][-REFUSALS:]
     return [
         (
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.wall)),

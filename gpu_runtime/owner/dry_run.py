@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..backends.missing import AbsentBackend
 from ..backends.registry import open_backend
@@ -19,10 +19,9 @@ from ..errors import BadSize, NotAModel, UnknownModel, UnknownSize
 from ..estimation.footprint import from_name
 from ..facts import Footprint, Lease, ModelSpec, Owner, Part, PlacementRules
 from ..units import parse_room, show_bytes
+from . import demand
 from .resident import Resident
-
-if TYPE_CHECKING:
-    from .session import Keeper
+from .session import Session
 
 _PARAMETERS = re.compile(
     r"(\d+x)?\d+(\.\d+)?[bB]"
@@ -50,24 +49,28 @@ def size_in(words: str | int) -> int | None:
         return None
 
 
-def of_bytes(size: int, keeper: Keeper) -> Subject:
+def of_bytes(size: int, session: Session) -> Subject:
     """A lease of bytes for code."""
-    wanted = Lease(keeper.me, f"a lease of {show_bytes(size)}", kind="block")
-    return Subject(wanted, Footprint.of(size), PlacementRules(policy=keeper.settings.gpu_placement))
+    wanted = Lease(session.me, f"a lease of {show_bytes(size)}", kind="block")
+    return Subject(
+        wanted, Footprint.of(size), PlacementRules(policy=session.settings.gpu_placement)
+    )
 
 
-def of_resident(resident: Resident, keeper: Keeper, options: dict[str, Any]) -> Subject:
+def of_resident(resident: Resident, session: Session, options: dict[str, Any]) -> Subject:
     """A model of ours, with these options in the place of its own. Raises UnknownSize, BadSetting, LoadFailed."""
-    rules = keeper.placement(resident)
-    footprint = keeper.sizing.footprint(resident, rules.devices, options)
-    return Subject(keeper.wanted(resident), footprint, rules, obstacle(resident.spec))
+    rules = demand.placement(session, resident)
+    footprint = session.sizing.footprint(resident, rules.devices, options)
+    return Subject(
+        demand.wanted_lease(session, resident), footprint, rules, obstacle(resident.spec)
+    )
 
 
-def of_nobody(resident: Resident, keeper: Keeper) -> Subject:
+def of_nobody(resident: Resident, session: Session) -> Subject:
     """What nobody has registered. Raises NotAModel where there is nothing of that name that tells a size."""
     name = resident.spec.name
     try:
-        found = of_resident(resident, keeper, {})
+        found = of_resident(resident, session, {})
     except UnknownSize as error:
         raise NotAModel(f"{error.why}.", name=name, source=name) from None
     guessed = any(part.source == "name" for part in found.footprint.parts)
@@ -90,7 +93,7 @@ def of_lease(lease: Lease, owner: Owner) -> Subject:
 
 
 def unregistered(
-    words: str, known: Iterable[str], keeper: Keeper, options: dict[str, Any]
+    words: str, known: Iterable[str], session: Session, options: dict[str, Any]
 ) -> Resident:
     """A path, a hub id or a telling name, as a model of ours that nobody may load. Raises UnknownModel for any other.
 
@@ -111,8 +114,8 @@ def unregistered(
         options=options,
     )
     backend = (
-        open_backend(spec.backend, keeper.probe)
+        open_backend(spec.backend, session.probe)
         if spec.backend == "llama_cpp"
         else AbsentBackend(spec.backend)
     )
-    return Resident(spec, backend, keeper.me, keeper.clock)
+    return Resident(spec, backend, session.me, session.clock)

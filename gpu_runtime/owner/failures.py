@@ -1,7 +1,8 @@
-"""What is done when a model is gone without having been asked to leave: its engine ended, or its driver let it down.
+"""What happens when memory runs out, an engine ends, or a driver fails.
 
-Its lease is returned and the book says why, before any caller sees the error; the next use loads it anew. Where the
-driver no longer serves this very process, no model can be loaded into it again, and that is what every use then says.
+A lost model's lease is returned and the book records why, before any caller sees the error; the
+next use loads the model again. If the driver no longer serves this process, no model can be loaded
+into it, and every use raises ProcessLost.
 """
 
 from __future__ import annotations
@@ -9,67 +10,71 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from typing import TYPE_CHECKING
+import traceback
 
+from ..backends.base import is_out_of_memory
 from ..backends.fault_texts import Fault, Kind, recognise
 from ..backends.registry import runs_here
-from ..errors import EngineFault, GpuError, ProcessLost
-from ..facts import Share
+from ..errors import EngineFault, GpuError, OutOfMemory, ProcessLost
+from ..facts import Lease, LeaseId, Load, Share, Step, World
+from ..scheduler import explain
 from ..scheduler import transitions as books
 from ..scheduler.eligibility import reason_to_stay
-from .resident import Place
-
-if TYPE_CHECKING:
-    from .resident import Resident
-    from .session import Keeper
+from . import release, requests
+from .resident import Place, Resident
+from .session import Session
 
 log = logging.getLogger("gpu_runtime")
-LEAVE_SECONDS = 5.0  # for another process to let an idle model go, after an out-of-memory error
+LEAVE_SECONDS = (
+    5.0  # how long another owner gets to evict an idle model after an out-of-memory error
+)
 
 
-def tell(keeper: Keeper, resident: Resident, kind: str, because: str) -> None:
-    """Writes into the book that this model is lost, and returns its lease. Never fails: the monitor makes it good."""
+# -- a model that is lost
+
+
+def record_loss(session: Session, resident: Resident, kind: str, because: str) -> None:
+    """Writes into the book that this model is lost, and returns its lease.
+
+    Never raises GpuError: if the book cannot be written, the monitor publishes the loss later.
+    """
     lease = resident.lease
     log.warning("%s", because)
     if kind in (Kind.STICKY, Kind.ASSERT) and runs_here(resident.spec):
-        keeper.lost_to = keeper.lost_to or f"{lease.name}: {because}"
-    if not keeper.settings.enable_memory_governor:
+        session.process_lost = session.process_lost or f"{lease.name}: {because}"
+    if not session.settings.enable_memory_governor:
         return
     try:
-        keeper.decide(
-            lambda book, world: (
-                books.note(book, world, lease, "lost", kind, because, size=lease.bytes),
-                None,
-            ),
-            fresh=True,
-        )
+        session.note(lease, "lost", kind, because, fresh=True, size=lease.bytes)
     except GpuError as error:
-        log.debug("%s is told to be lost later: %s", lease.name, error)
+        log.debug("the loss of %s is recorded later: %s", lease.name, error)
 
 
-def struck(keeper: Keeper, resident: Resident, error: BaseException | None) -> GpuError | None:
-    """The error to raise in the place of one by which a driver let down a model that runs in this process, once that
-    is put away; None where it was no such error."""
-    if (
-        not isinstance(error, RuntimeError)
-        or isinstance(error, GpuError)
-        or not runs_here(resident.spec)
-    ):
+def driver_failure(
+    session: Session, resident: Resident, error: BaseException | None
+) -> GpuError | None:
+    """The error to raise instead of a driver's, once the model is put away.
+
+    None if `error` is not a driver's failure of a model that runs in this process.
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, GpuError):
+        return None
+    if not runs_here(resident.spec):
         return None
     fault = recognise(str(error))
     if fault is None or not fault.clears_model:
         return None
-    if fault.loses_context:
-        keeper.lost_to = f"{resident.spec.name}: {fault.line}"
-        for other in list(keeper.residents.values()):
-            if other.place is Place.HERE and runs_here(other.spec):
-                _put_away(keeper, other, fault)
-        return _process_lost(resident.spec.name, fault.kind.value, fault.line)
-    _put_away(keeper, resident, fault)
     name = resident.spec.name
+    if fault.loses_context:
+        session.process_lost = f"{name}: {fault.line}"
+        for other in list(session.residents.values()):
+            if other.place is Place.HERE and runs_here(other.spec):
+                _put_away(session, other, fault)
+        return _process_lost(name, fault.kind.value, fault.line)
+    _put_away(session, resident, fault)
     return EngineFault(
         f"{name} failed ({fault.kind}): {fault.line}.\n"
-        f"  It was put away, and its lease returned; the next use of {name} loads it anew. Where that "
+        f"  It was unloaded and its lease returned; the next use of {name} loads it again. If that "
         f"fails too, restart the kernel.",
         name=name,
         kind=fault.kind.value,
@@ -79,26 +84,28 @@ def struck(keeper: Keeper, resident: Resident, error: BaseException | None) -> G
     )
 
 
-def _put_away(keeper: Keeper, resident: Resident, fault: Fault) -> None:
-    with contextlib.suppress(
-        Exception
-    ):  # the driver may refuse whatever is asked of it now; nothing is held any more
+def _put_away(session: Session, resident: Resident, fault: Fault) -> None:
+    # The driver may refuse every further call; the bytes are gone either way.
+    with contextlib.suppress(Exception):
         resident.lose()
-    tell(keeper, resident, fault.kind.value, f"{resident.spec.name} was put away: {fault.line}")
+    because = f"{resident.spec.name} was unloaded: {fault.line}"
+    record_loss(session, resident, fault.kind.value, because)
 
 
-def require_served(keeper: Keeper, resident: Resident) -> None:
-    """Raises ProcessLost where this model would have to run in this process, and the driver serves it no more."""
-    if keeper.lost_to and runs_here(resident.spec):
-        name, _, why = keeper.lost_to.partition(": ")
+def require_served(session: Session, resident: Resident) -> None:
+    """Raises ProcessLost if the model runs in this process and the driver no longer serves it."""
+    if session.process_lost and runs_here(resident.spec):
+        name, _, why = session.process_lost.partition(": ")
         raise _process_lost(name, "", why)
 
 
 def _process_lost(name: str, kind: str, why: str) -> ProcessLost:
     return ProcessLost(
-        f"this process (pid {os.getpid()}) can use the GPU no more, since {name} failed:\n  {why.rstrip('.')}.\n"
-        f"  Its leases are returned; the memory itself comes free when the process ends.\n"
-        f"  Restart the kernel, then run the cells again. To find the place:  CUDA_LAUNCH_BLOCKING=1\n"
+        f"this process (pid {os.getpid()}) can no longer use the GPU, since {name} failed:\n"
+        f"  {why.rstrip('.')}.\n"
+        f"  Its leases are returned; the memory itself is freed when the process ends.\n"
+        f"  Restart the kernel, then run the cells again. To find the place:  "
+        f"CUDA_LAUNCH_BLOCKING=1\n"
         f"  Models in processes of their own (llama.cpp isolated, servers) go on.",
         name=name,
         kind=kind,
@@ -106,29 +113,122 @@ def _process_lost(name: str, kind: str, why: str) -> ProcessLost:
     )
 
 
-# -- out of memory while loading --------------------------------------------------------------------------------------
+# -- out of memory
 
 
-def make_room(keeper: Keeper, resident: Resident, shares: tuple[Share, ...]) -> None:
-    """After an out-of-memory error: whatever is idle on these cards leaves, ours and others', as far as it may.
+def finish_block(
+    session: Session, error: BaseException | None, resident: Resident | None = None
+) -> None:
+    """Ends a `with` block. Raises a readable report of an out-of-memory or driver error.
 
-    The book had room and the card had not, so its figures are not believed; what goes is what a request of this
-    importance may ask to go.
+    Nothing is run again.
+    """
+    if error is None:
+        return
+    lost = driver_failure(session, resident, error) if resident is not None else None
+    if lost is not None:
+        raise lost from error
+    if not is_out_of_memory(error) or getattr(error, "report", None):
+        return
+    report = out_of_memory(session, error)
+    free_memory_after(session, error)
+    raise report from error
+
+
+def out_of_memory(
+    session: Session,
+    error: BaseException,
+    *,
+    loading: str = "",
+    device: str = "",
+    declared_bytes: int | None = None,
+) -> OutOfMemory:
+    """The readable report of an out-of-memory error, as things are now.
+
+    `loading` is the model that was loaded onto `device`, with `declared_bytes` if it declared a size.
+    """
+    world = session.world()
+    book = books.publish(session.ledger.read(), session.truth(), world)
+    return explain.out_of_memory(
+        error,
+        book,
+        world,
+        session.me,
+        session.probe.maps(),
+        loading=loading,
+        device=device,
+        declared_bytes=declared_bytes,
+    )
+
+
+def load_error(
+    session: Session, resident: Resident, step: Step, error: BaseException
+) -> BaseException:
+    """The error of a load as its reader needs it.
+
+    Our own errors and interrupts stay as they are; others become a LoadFailed with the model's name.
+    """
+    name = resident.spec.name
+    if is_out_of_memory(error):
+        declared = resident.spec.size if isinstance(step, Load) else None
+        return out_of_memory(
+            session,
+            error,
+            loading=name,
+            device=step.shares[0].device,  # type: ignore[union-attr]
+            declared_bytes=declared,
+        )
+    if isinstance(error, GpuError) or not isinstance(error, Exception):
+        return error
+    fault = recognise(str(error))
+    driver_failed = fault is not None and fault.clears_model
+    return explain.load_failed(name, resident.spec.source, error, driver_failed=driver_failed)
+
+
+def free_memory_after(session: Session, error: BaseException) -> None:
+    """After an out-of-memory error in a block: evicts own idle models and frees cached blocks."""
+    traceback.clear_frames(error.__traceback__)  # ended frames would keep their tensors alive
+    for resident in list(session.residents.values()):
+        if resident.place is not Place.HERE or resident.pins or resident.lease.keep:
+            continue
+        try:
+            because = "the device ran out of memory while another model was in use."
+            release.evict(session, resident, because)
+        except GpuError as refused:
+            log.debug("%s stays: %s", resident.spec.name, refused)
+    session.probe.empty_cache()
+
+
+def make_room(session: Session, resident: Resident, shares: tuple[Share, ...]) -> None:
+    """After an out-of-memory error while loading: evicts what is idle on these cards.
+
+    The book had room and the card had not, so its figures are not believed. Models of other owners
+    are requested to leave, as far as a request of this importance may.
     """
     cards = {share.device for share in shares}
     because = f"{resident.spec.name} found the device out of memory while it was loaded."
-    book, world = keeper.ledger.read(), keeper.world()
+    book, world = session.ledger.read(), session.world()
     for lease in book.leases():
-        mine = keeper.residents.get(lease.name) if lease.owner == keeper.me else None
-        if mine is resident or not cards & {share.device for share in lease.shares}:
-            continue
-        if reason_to_stay(lease, world, asker=keeper.me, importance=resident.spec.importance):
-            continue
-        try:
-            if mine is not None:
-                keeper.evict(mine, because)
-            elif lease.owner != keeper.me:
-                keeper.ask("evict", lease.id, timeout=LEAVE_SECONDS)
-        except GpuError as stays:
-            log.debug("%s stays: %s", lease.name, stays)
-    keeper.probe.empty_cache()
+        on_cards = cards & {share.device for share in lease.shares}
+        if on_cards and _may_be_evicted_for(session, resident, lease, world):
+            _evict_anywhere(session, lease, because)
+    session.probe.empty_cache()
+
+
+def _may_be_evicted_for(session: Session, resident: Resident, lease: Lease, world: World) -> bool:
+    if lease.owner == session.me and lease.name == resident.spec.name:
+        return False
+    importance = resident.spec.importance
+    return not reason_to_stay(lease, world, asker=session.me, importance=importance)
+
+
+def _evict_anywhere(session: Session, lease: Lease, because: str) -> None:
+    """Evicts an own model, or requests that its owner does."""
+    try:
+        if lease.owner != session.me:
+            target = LeaseId(lease.owner, lease.name)
+            requests.request(session, "evict", target, timeout=LEAVE_SECONDS)
+        elif mine := session.residents.get(lease.name):
+            release.evict(session, mine, because)
+    except GpuError as stays:
+        log.debug("%s stays: %s", lease.name, stays)

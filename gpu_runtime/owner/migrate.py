@@ -1,4 +1,4 @@
-"""`move`, as it is typed: a reservation on the new cards, the journey, and one sentence where it cannot be."""
+"""`move`: reserves room on other cards, then moves one of our own idle models there."""
 
 from __future__ import annotations
 
@@ -10,127 +10,126 @@ from ..errors import BadSetting, DoesNotFit, GpuError, NotResident, StillInUse, 
 from ..facts import HOST, Book, Lease, Move, Outcome, PlacementRules, Refuse, World, where
 from ..scheduler import explain, migration
 from ..units import show_bytes
+from . import demand, release
 from .resident import Place, Resident
-from .session import Keeper
+from .session import Key, Session
 
 
-def cards(keeper: Keeper, name: str, wanted: str | Iterable[str]) -> tuple[str, ...]:
-    """The cards that were named, by id or UUID, as the book calls them. Raises UnknownDevice, BadSetting."""
-    book = keeper.look()
-    known = {
-        device.id: device
-        for device in (*book.devices, *keeper.world().devices)
-        if not device.is_host
-    }
+def cards(session: Session, name: str, wanted: str | Iterable[str]) -> tuple[str, ...]:
+    """Ids, as the book has them, of the cards named by id or UUID.
+
+    Raises UnknownDevice, BadSetting.
+    """
+    book = session.read_book()
+    devices = (*book.devices, *session.world().devices)
+    known = {device.id: device for device in devices if not device.is_host}
+    by_name = known | {device.uuid: device for device in known.values() if device.uuid}
     found: list[str] = []
-    for word in migration.parse_cards(wanted if isinstance(wanted, str) else ",".join(wanted)):
+    words = wanted if isinstance(wanted, str) else ",".join(wanted)
+    for word in migration.parse_cards(words):
         if word == HOST:
-            raise BadSetting("device", word, f"a card; to RAM it goes with  %gpu evict {name}")
-        device = next(
-            (device for device in known.values() if word in (device.id, device.uuid)), None
-        )
-        if device is None:
+            hint = f"a card; to move it to host memory:  %gpu evict {name}"
+            raise BadSetting("device", word, hint)
+        if word not in by_name:
             raise UnknownDevice(word, tuple(known))
-        found.append(device.id)
+        found.append(by_name[word].id)
     if not found:
         raise UnknownDevice(str(wanted), tuple(known))
     return tuple(dict.fromkeys(found))
 
 
-def placed(keeper: Keeper, resident: Resident, wanted: tuple[str, ...]) -> PlacementRules:
-    """Just these cards, all of them. Raises DoesNotFit for a model that stays whole, or may not go there."""
-    name, own = resident.spec.name, keeper.placement(resident)
+def _rules(session: Session, resident: Resident, wanted: tuple[str, ...]) -> PlacementRules:
+    """Placement on exactly these cards.
+
+    Raises DoesNotFit for a model that cannot be split, or that may not be placed there.
+    """
+    name, own = resident.spec.name, demand.placement(session, resident)
+    size = resident.lease.bytes
     if len(wanted) > 1 and own.layout == "single":
         raise DoesNotFit(
-            f"{name} lies on one card: it cannot be cut, or was registered with layout='single'.",
+            f"{name} stays on one card: it cannot be split, or was registered with "
+            f"layout='single'.",
             name=name,
-            need_bytes=resident.lease.bytes,
+            need_bytes=size,
             device=wanted[0],
         )
-    if outside := [card for card in wanted if own.devices and card not in own.devices]:
+    outside = [card for card in wanted if own.devices and card not in own.devices]
+    if outside:
         raise DoesNotFit(
-            f"{name} may not go to {', '.join(outside)}: it was registered for {', '.join(own.devices)}.",
+            f"{name} may not go to {', '.join(outside)}: it was registered for "
+            f"{', '.join(own.devices)}.",
             name=name,
-            need_bytes=resident.lease.bytes,
+            need_bytes=size,
             device=outside[0],
         )
-    layout = (
-        own.layout
-        if len(wanted) > 1 and own.layout != "whole"
-        else "single"
-        if len(wanted) == 1
-        else "auto"
-    )
-    return replace(
-        own, devices=wanted, layout=layout, least_cards=len(wanted), most_cards=len(wanted)
-    )
+    if len(wanted) == 1:
+        layout = "single"
+    else:
+        layout = "auto" if own.layout == "whole" else own.layout
+    count = len(wanted)
+    return replace(own, devices=wanted, layout=layout, least_cards=count, most_cards=count)
 
 
-def move(keeper: Keeper, resident: Resident, wanted: tuple[str, ...], *, by: str = "") -> Outcome:
-    """Carries one of our own models to these cards. `by` is who asked, where that is another process.
+def move(session: Session, resident: Resident, wanted: tuple[str, ...], *, by: str = "") -> Outcome:
+    """Moves one of our own models to these cards. `by` is who requested it in another process.
 
-    Raises StillInUse, and DoesNotFit where it has no room there; nothing has changed then.
+    Raises NotResident, StillInUse, and DoesNotFit if it has no room there; then nothing changed.
     """
-    name, began = resident.spec.name, keeper.clock()
-    placement, footprint = placed(keeper, resident, wanted), resident.footprint()
-    because = f"as {by} asked" if by else "by hand"
-    key = keeper.new_key(f"move {name}")
+    name, began = resident.spec.name, session.clock()
+    rules = _rules(session, resident, wanted)
+    key = session.new_key(f"move {name}")
     try:
-        while True:
-            if resident.place not in (Place.HERE, Place.MOVING):
-                raise NotResident(
-                    f"{name} is {resident.place.value}, on no card to be moved from.\n"
-                    f"  Bring it to one first:  %gpu preload {name}",
-                    name=name,
-                    where=resident.place.value,
-                )
-
-            def decided(book: Book, world: World) -> tuple[Book, Move | GpuError | None]:
-                after, step = migration.move(
-                    book, keeper.me, name, footprint, placement, world, key.text, because
-                )
-                return (
-                    (book, _told(book, keeper.me, resident, step, world))
-                    if isinstance(step, Refuse)
-                    else (after, step)
-                )
-
-            step = keeper.decide(decided, fresh=True)
-            if isinstance(step, GpuError):
-                raise step
-            if step is None:
-                return Outcome(
-                    "move",
-                    name,
-                    True,
-                    f"{name} is on {resident.lease.where} already",
-                    0,
-                    resident.lease.where,
-                )
-            if keeper.carry(step, key, by):
-                break  # else a user came in between, or its bytes had changed: decide again
+        step = _reserve(session, resident, rules, key, by)
+        while step is not None and not release.carry_out(session, step, key, by):
+            # It was used meanwhile, or its bytes had changed: decide again.
+            step = _reserve(session, resident, rules, key, by)
     finally:
-        keeper.done_with(key.note)
+        session.done_with(key.note)
     there = resident.lease.where
-    return Outcome(
-        "move",
-        name,
-        True,
-        f"{name} went from {where(step.source)} to {there}",
-        resident.lease.bytes,
-        there,
-        keeper.clock() - began,
-    )
+    if step is None:
+        return Outcome("move", name, True, f"{name} is on {there} already", 0, there)
+    because = f"{name} moved from {where(step.source)} to {there}"
+    size, seconds = resident.lease.bytes, session.clock() - began
+    return Outcome("move", name, True, because, size, there, seconds)
 
 
-def _told(book: Book, me: str, resident: Resident, refusal: Refuse, world: World) -> GpuError:
+def _reserve(
+    session: Session, resident: Resident, rules: PlacementRules, key: Key, by: str
+) -> Move | None:
+    """The step to perform, with its room reserved; None if the model is there already."""
+    if resident.place not in (Place.HERE, Place.MOVING):
+        name = resident.spec.name
+        raise NotResident(
+            f"{name} is {resident.place.value}, so there is nothing to move.\n"
+            f"  Load it first:  %gpu preload {name}",
+            name=name,
+            where=resident.place.value,
+        )
+    name, footprint = resident.spec.name, resident.footprint()
+    because = f"as {by} requested" if by else "by hand"
+
+    def decided(book: Book, world: World) -> tuple[Book, Move | GpuError | None]:
+        after, step = migration.move(
+            book, session.me, name, footprint, rules, world, key.text, because
+        )
+        if isinstance(step, Refuse):
+            return book, _refused(book, session.me, resident, step, world)
+        return after, step
+
+    step = session.decide(decided, fresh=True)
+    if isinstance(step, GpuError):
+        raise step
+    return step
+
+
+def _refused(book: Book, me: str, resident: Resident, refusal: Refuse, world: World) -> GpuError:
     lease = book.lease(me, resident.spec.name) or resident.lease
     if refusal.kind in ("in use", "busy"):
         return explain.still_here(book, me, lease, refusal.because, world)
     if refusal.kind == "away":
-        return StillInUse(f"{lease.name} is on its way; try again.", name=lease.name)
+        return StillInUse(f"{lease.name} is being moved; try again.", name=lease.name)
     return DoesNotFit(
-        f"{refusal.because}.{_whom_to_evict(book, me, refusal)}",
+        f"{refusal.because}.{_suggest_eviction(book, me, refusal)}",
         name=lease.name,
         need_bytes=refusal.need_bytes,
         device=refusal.device,
@@ -138,15 +137,18 @@ def _told(book: Book, me: str, resident: Resident, refusal: Refuse, world: World
     )
 
 
-def _whom_to_evict(book: Book, me: str, refusal: Refuse) -> str:
-    """A line for the largest idle lease there."""
-    idle = [lease for id in refusal.holders if (lease := book.find(id)) and _may_go(lease)]
+def _suggest_eviction(book: Book, me: str, refusal: Refuse) -> str:
+    """A line that evicts the first idle lease there; empty if there is none."""
+    found = (book.find(id) for id in refusal.holders)
+    idle = [lease for lease in found if lease and _may_be_evicted(lease)]
     if not idle:
         return ""
-    owner = book.owner(idle[0].owner)
+    lease = idle[0]
+    owner = book.owner(lease.owner)
     at = f"@{owner.pid}" if owner and owner.id != me else ""
-    return f"\n  Make room first:  %gpu evict {idle[0].name}{at}      ({show_bytes(idle[0].bytes)}, idle)"
+    size = show_bytes(lease.bytes)
+    return f"\n  Make room first:  %gpu evict {lease.name}{at}      ({size}, idle)"
 
 
-def _may_go(lease: Lease) -> bool:
+def _may_be_evicted(lease: Lease) -> bool:
     return not lease.pins and not lease.keep and lease.kind == "model" and lease.on_device

@@ -50,7 +50,7 @@ class Breaker:
     def succeeded(self) -> None:
         self.__init__()  # type: ignore[misc]
 
-    def told(self) -> str:
+    def trouble(self) -> str:
         """Why the devices cannot be seen; empty while they can."""
         return (
             f"the devices have not answered {self.failures} times in a row ({self.why})"

@@ -62,7 +62,7 @@ class Resident:
             [], Held
         ]  # what a call on a kept reference runs under; the runtime's to give
         self.footprint: Callable[[], Footprint]  # the bytes it needs; the runtime's to give
-        self.tell_loss: Callable[[str, str], None] = lambda kind, because: (
+        self.report_loss: Callable[[str, str], None] = lambda kind, because: (
             None
         )  # in the book; the runtime's to give
         self.place = Place.GONE
@@ -178,7 +178,7 @@ class Resident:
             if handle is None or self.handle is not handle:
                 return
         self.lose()
-        self.tell_loss(kind, because)
+        self.report_loss(kind, because)
 
     def lose(self) -> None:
         """Lets go of what is gone already, or cannot be used any more; whoever kept the object can go on with it

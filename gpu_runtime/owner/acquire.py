@@ -1,0 +1,486 @@
+"""How a model or a block of code gets its memory: request, wait, load or restore, settle.
+
+If anything goes wrong, an interrupt included, the book is left as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+
+from ..backends.base import Progress, is_out_of_memory
+from ..catalog.entries import require_loadable
+from ..errors import LoadFailed, NotResident
+from ..facts import (
+    Book,
+    Candidate,
+    Footprint,
+    Grant,
+    Lease,
+    Load,
+    Move,
+    Phase,
+    PlacementRules,
+    Refuse,
+    Request,
+    Share,
+    Wait,
+    World,
+    parse_importance,
+)
+from ..scheduler import explain
+from ..scheduler import transitions as books
+from ..scheduler.admission import admit
+from ..units import parse_room, parse_seconds
+from . import demand, failures, release, requests
+from .blocks import LeasedBlock
+from .pins import Anchor, Held
+from .resident import Place, Resident, held_by
+from .session import POLL_SECONDS, Key, Session
+
+log = logging.getLogger("gpu_runtime")
+
+AnchorRef = Callable[[], Anchor | None]  # a weak reference to the anchor of a `with` block
+LOAD_ATTEMPTS = 2  # after an out-of-memory error, room is made and the load is tried once more
+
+
+# -- a model
+
+
+def use(
+    session: Session,
+    resident: Resident,
+    importance: str | int | None = None,
+    timeout: str | float | None = None,
+    keep_alive: str | float | None = None,
+) -> Held:
+    """A `with` block that yields the model, on its device and pinned while the block runs."""
+
+    def start(anchor: AnchorRef) -> Any:
+        if not resident.enter(anchor):
+            obtain(session, resident, anchor, importance, timeout, keep_alive)
+        if session.dozing:
+            session.wake_monitor()
+        return resident.value
+
+    return Held(start, partial(failures.finish_block, session, resident=resident))
+
+
+def call(session: Session, resident: Resident, restore: bool) -> Held:
+    """The block that a call on a kept reference runs in.
+
+    Without `restore`, raises NotResident if the model is away.
+    """
+    if not restore and resident.place is not Place.HERE:
+        raise NotResident(
+            f"{resident.spec.name} is {resident.place.value}, and was registered with "
+            f"restore_on_call=False.\n"
+            f"  Call it inside:  with rt.use({resident.spec.name!r}) as model:",
+            name=resident.spec.name,
+            where=resident.place.value,
+        )
+    return use(session, resident)
+
+
+def obtain(
+    session: Session,
+    resident: Resident,
+    anchor: AnchorRef | None,
+    importance: str | int | None = None,
+    timeout: str | float | None = None,
+    keep_alive: str | float | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Brings the model onto its device, and pins it with `anchor` if one is given.
+
+    Arguments that are None default to the registration's. Raises DoesNotFit, Busy, Deadlock,
+    LoadFailed, ModelDisabled, BadSetting, ProcessLost, OutOfMemory.
+    """
+    spec = resident.spec
+    require_loadable(spec)
+    rank = spec.importance if importance is None else parse_importance(importance)
+    alive = spec.keep_alive if keep_alive is None else parse_seconds(keep_alive)
+    limit = None if timeout is None else parse_seconds(timeout)
+    failures.require_served(session, resident)
+    if session.settings.enable_memory_governor:
+        _obtain_governed(session, resident, anchor, rank, alive, limit, progress)
+    else:
+        _load_ungoverned(session, resident, anchor, progress)
+
+
+def _obtain_governed(
+    session: Session,
+    resident: Resident,
+    anchor: AnchorRef | None,
+    importance: int,
+    keep_alive: float,
+    timeout: float | None,
+    progress: Progress | None,
+) -> None:
+    attempts = 0
+    wanted = demand.wanted_lease(session, resident, importance, keep_alive)
+    footprint = resident.footprint()
+    rules = demand.placement(session, resident)
+
+    def is_here() -> bool:
+        return resident.enter(anchor) if anchor else resident.place is Place.HERE
+
+    # The key comes last: an interrupt before the `try` must leave nothing to release.
+    key = session.new_key(f"use {resident.spec.name}")
+    try:
+        for verdict in _grants(session, key, wanted, footprint, rules, timeout, is_here):
+            step = verdict.steps[0]
+            attempts += 1
+            try:
+                if isinstance(step, Load):
+                    _load(session, resident, verdict.lease, step, anchor, key, progress)
+                else:
+                    restore = partial(_restore, session, resident, verdict.lease, step, anchor, key)
+                    session.uninterrupted(key, restore)
+                return
+            except Exception as error:
+                if not is_out_of_memory(error) or attempts >= LOAD_ATTEMPTS:
+                    report = failures.load_error(session, resident, step, error)
+                    raise report from error.__cause__
+                failures.make_room(session, resident, step.shares)
+    finally:
+        # The key goes first: after that the monitor withdraws the ticket, even if we are
+        # interrupted again.
+        session.done_with(key.note)
+        session.withdraw(key)
+
+
+# -- waiting for a grant
+
+
+def _grants(
+    session: Session,
+    key: Key,
+    wanted: Lease,
+    footprint: Footprint,
+    rules: PlacementRules,
+    timeout: float | None,
+    is_here: Callable[[], bool],
+) -> Iterator[Grant]:
+    """Grants that have steps to perform. Ends, with nothing granted, once `is_here()` is true.
+
+    The caller performs the steps. Taking the next item means that they failed, and decides again.
+    Raises what `explain.refusal` returns, and Busy after `timeout` seconds.
+    """
+    reported = False
+    try:
+        for verdict in _verdicts(session, key, wanted, footprint, rules, timeout, is_here):
+            if isinstance(verdict, Grant):
+                yield verdict
+            elif session.on_wait:
+                reported = True
+                session.on_wait(wanted.name, verdict)
+    finally:
+        if reported and session.on_wait:
+            session.on_wait(wanted.name, None)
+
+
+def _verdicts(
+    session: Session,
+    key: Key,
+    wanted: Lease,
+    footprint: Footprint,
+    rules: PlacementRules,
+    timeout: float | None,
+    is_here: Callable[[], bool],
+) -> Iterator[Grant | Wait]:
+    """Each grant with steps, and each wait before its pause."""
+    began = session.clock()
+    deadline = None if timeout is None else began + timeout
+    checked_for_dead = False
+    rung_at: dict[str, float] = {}  # owner -> when it was rung to publish its pins
+    compared: tuple[Candidate, ...] = ()  # the last ways to make room that were compared
+    while not is_here():
+        held = held_by(list(session.residents.values()), threading.get_ident())
+        request = Request(key.text, wanted, footprint, began, rules, held)
+        verdict = _admit(session, request, compared)
+        if isinstance(verdict, Grant):
+            if verdict.steps:
+                yield verdict
+            continue
+        if isinstance(verdict, Wait) and (verdict.steps or verdict.asked):
+            compared = verdict.considered
+        if not checked_for_dead:  # first make sure that everything in the way is alive
+            checked_for_dead = True
+            if session.reap():
+                continue
+        if isinstance(verdict, Refuse):
+            raise explain.refusal(wanted.name, verdict)
+        for step in verdict.steps:
+            session.uninterrupted(key, partial(release.step_aside, session, step, key))
+        if verdict.steps:
+            continue
+        if deadline is not None and session.clock() >= deadline:
+            waited = session.clock() - began
+            raise explain.busy(session.ledger.read(), wanted.name, verdict, waited)
+        yield verdict
+        _ring_blockers(session, verdict, rung_at)
+        requests.pause(session, verdict, deadline)
+        checked_for_dead = False
+
+
+def _admit(
+    session: Session, request: Request, compared: tuple[Candidate, ...]
+) -> Grant | Wait | Refuse:
+    """One admission in one transaction, on devices measured now."""
+    in_full = partial(explain.with_runners_up, rules=request.placement, room_made=compared)
+    return session.decide(
+        lambda book, world: admit(book, request, world, session.rank), fresh=True, in_full=in_full
+    )
+
+
+def _ring_blockers(session: Session, verdict: Wait, rung_at: dict[str, float]) -> None:
+    """Rings the owners in the way to publish their pins, each at most once in POLL_SECONDS.
+
+    Pins are otherwise published within a second.
+    """
+    now = session.clock()
+    owners = {id.partition("/")[0] for id in verdict.blockers}
+    due = {owner for owner in owners if rung_at.get(owner, -POLL_SECONDS) <= now - POLL_SECONDS}
+    session.ledger.ring(due - {session.me})
+    rung_at |= dict.fromkeys(due, now)
+
+
+# -- performing a grant
+
+
+def _load(
+    session: Session,
+    resident: Resident,
+    lease: Lease,
+    step: Load,
+    anchor: AnchorRef | None,
+    key: Key,
+    progress: Progress | None,
+) -> None:
+    """Loads the model, installs it, and settles its lease with the bytes measured."""
+    handle = None
+    try:
+        session.probe.watch_peaks()
+        handle, shares, seconds = resident.load(step.shares, progress)
+        settled = replace(
+            lease.holding(shares),
+            pins=0,
+            droppable=resident.backend.droppable(handle),
+            reload_seconds=seconds,
+            settled_at=session.clock(),
+        )
+        resident.install(handle, settled, anchor)
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            # A notebook keeps the traceback of an interrupt; its frames would keep the bytes.
+            traceback.clear_frames(error.__traceback__)
+        installed = handle is not None and resident.handle is handle
+        if not installed:
+            if handle is not None:
+                resident.backend.drop(handle)
+            _abandon(session, resident.spec.name, key, error)
+        raise
+    session.sizing.learn(resident, shares)
+    _settle(session, resident, step.because, reload_seconds=seconds)
+    _report_misplaced(session, resident, handle)
+
+
+def _report_misplaced(session: Session, resident: Resident, handle: Any) -> None:
+    """Logs and journals if an engine placed its bytes on other devices than granted."""
+    if elsewhere := resident.backend.elsewhere(handle):
+        lease = resident.lease
+        because = explain.elsewhere(resident.spec.name, lease.where, elsewhere)
+        log.warning("%s", because)
+        session.note(lease, "misplaced", "load", because)
+
+
+def _restore(
+    session: Session,
+    resident: Resident,
+    lease: Lease,
+    step: Move,
+    anchor: AnchorRef | None,
+    key: Key,
+) -> None:
+    """Moves the model back from host memory, and settles its lease with the bytes measured."""
+    began = time.perf_counter()
+    try:
+        shares = _move_back(resident, step)
+    except BaseException as error:
+        _abandon(session, resident.spec.name, key, error)
+        raise
+    seconds = time.perf_counter() - began
+    arriving = replace(
+        resident.lease,
+        target=lease.target,
+        filled=lease.filled,
+        working_bytes=lease.working_bytes,
+    )
+    settled = replace(
+        arriving.holding(shares),
+        restore_seconds=seconds,
+        settled_at=session.clock(),
+        away_since=0.0,
+        importance=lease.importance,
+        keep_alive=lease.keep_alive,
+    )
+    resident.settle_at(settled, anchor)
+    session.probe.watch_peaks()
+    _settle(session, resident, step.because, restore_seconds=seconds)
+
+
+def _move_back(resident: Resident, step: Move) -> tuple[Share, ...]:
+    if not resident.begin_moving():
+        name = resident.spec.name
+        raise LoadFailed(
+            f"{name} is being moved by another thread.", name=name, source=resident.spec.source
+        )
+    try:
+        return resident.carry(step)
+    except BaseException:
+        resident.stay()
+        raise
+
+
+def _settle(session: Session, resident: Resident, because: str, **seconds: float) -> None:
+    """Writes into the book what arrived, as measured, and how often it is pinned now."""
+    lease = resident.lease
+
+    def settle(book: Book, world: World) -> tuple[Book, None]:
+        book = books.arrived(
+            book,
+            session.me,
+            lease.name,
+            lease.shares,
+            world,
+            because=because,
+            droppable=lease.droppable,
+            filled=lease.filled,
+            **seconds,
+        )
+        return books.publish(book, session.truth(), world), None
+
+    session.decide(settle, fresh=True)
+
+
+def _abandon(session: Session, name: str, key: Key, error: BaseException) -> None:
+    if isinstance(error, KeyboardInterrupt):
+        because = "interrupted"
+    else:
+        because = f"{type(error).__name__}: {explain.first_line(error)}"
+    session.decide(
+        lambda book, world: (
+            books.abandon(book, session.me, name, key.text, world, because),
+            None,
+        )
+    )
+
+
+def _load_ungoverned(
+    session: Session, resident: Resident, anchor: AnchorRef | None, progress: Progress | None
+) -> None:
+    """ENABLE_MEMORY_GOVERNOR=false: loads onto the first allowed card; nothing is evicted for it."""
+    allowed = demand.allowed_devices(session, resident)
+    cards = [device for device in session.probe.devices if not device.is_host]
+    card = next(card for card in cards if not allowed or card.id in allowed)
+    share = Share(card.id, resident.footprint().bytes)
+    try:
+        handle, shares, seconds = resident.load((share,), progress)
+    except Exception as error:
+        raise failures.load_error(session, resident, Load("", (share,)), error) from error
+    lease = replace(resident.lease, shares=shares, reload_seconds=seconds)
+    resident.install(handle, lease, anchor)
+
+
+# -- a block of the user's own code
+
+
+def lease_memory(
+    session: Session,
+    size: str | int | None,
+    purpose: str,
+    importance: str | int,
+    timeout: str | float | None,
+) -> Held:
+    """A `with` block that holds `size` bytes for the caller's own code while it runs.
+
+    Raises BadSize, BadSetting at once; DoesNotFit, Busy as the block is entered.
+    """
+    wanted_bytes = 0 if size is None else parse_room(size)
+    rank = parse_importance(importance)
+    seconds = None if timeout is None else parse_seconds(timeout)
+    program = os.path.basename(session.owner.notebook or sys.argv[0]) or "python"
+    name = f"{purpose or program}#{session.next_number()}"
+    running: list[LeasedBlock] = []
+
+    def start(anchor: AnchorRef) -> LeasedBlock:
+        session.start_monitor()
+        lease = _lease_block(session, name, wanted_bytes, anchor, rank, seconds)
+        id = lease.shares[0].device
+        device = next(device for device in session.probe.devices if device.id == id)
+        running.append(LeasedBlock(lease, device, session.probe.place(id).torch))
+        return running[0]
+
+    def finish(error: BaseException | None) -> None:
+        for block in running:
+            block.end()
+        _end_block(session, name)
+        failures.finish_block(session, error)
+
+    return Held(start, finish)
+
+
+def _lease_block(
+    session: Session,
+    name: str,
+    size: int,
+    anchor: AnchorRef,
+    importance: int,
+    timeout: float | None,
+) -> Lease:
+    """Claims `size` bytes until the anchor dies or the block ends."""
+    wanted = Lease(session.me, name, kind="block", importance=importance, movable=False)
+    rules = PlacementRules(policy=session.settings.gpu_placement)
+    granted = False  # a grant removes our ticket
+
+    def is_here() -> bool:
+        return name in session.blocks
+
+    key = session.new_key(f"lease {name}")
+    try:
+        grants = _grants(session, key, wanted, Footprint.of(size), rules, timeout, is_here)
+        for verdict in grants:
+            # Nothing is loaded, so no settling write: the monitor or the block's end publishes it.
+            lease = replace(
+                verdict.lease,
+                shares=verdict.lease.target,
+                target=(),
+                phase=Phase.SETTLED,
+                key="",
+                settled_at=session.clock(),
+            )
+            session.blocks[name] = (lease, anchor)
+            granted = True
+            return lease
+        return session.blocks[name][0]
+    finally:
+        session.done_with(key.note)  # first, as in `_obtain_governed`
+        if not granted:
+            session.withdraw(key)
+
+
+def _end_block(session: Session, name: str) -> None:
+    lease, _ = session.blocks.pop(name, (None, None))
+    for share in lease.shares if lease else ():
+        session.forget_torch_limit(share.device)  # the block has lifted the cap
+    session.publish()

@@ -1,0 +1,56 @@
+"""What a model of this process requests: its lease, and the devices it may be placed on."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ..facts import Lease, PlacementRules
+from .resident import Resident
+from .session import Session
+
+
+def wanted_lease(
+    session: Session,
+    resident: Resident,
+    importance: int | None = None,
+    keep_alive: float | None = None,
+) -> Lease:
+    """The lease to request. `importance` and `keep_alive` (seconds) default to the registration's."""
+    spec = resident.spec
+    return Lease(
+        session.me,
+        spec.name,
+        importance=spec.importance if importance is None else importance,
+        keep=spec.keep,
+        keep_alive=spec.keep_alive if keep_alive is None else keep_alive,
+        movable=resident.backend.can_move,
+        backend=spec.backend,
+        model_type=spec.model_type,
+        quantization=spec.quantization,
+    )
+
+
+def placement(session: Session, resident: Resident) -> PlacementRules:
+    """Where the model may be placed and how it may be divided.
+
+    The model's own rules override the settings.
+    """
+    splits = resident.backend.can_split and len(resident.pieces()) != 1
+    layout = resident.spec.layout if splits else "single"
+    if layout == "auto":
+        layout = getattr(resident.backend, "layout", layout)  # an engine may require one
+    devices = allowed_devices(session, resident)
+    rules = replace(session.settings.placement(), devices=devices, layout=layout)
+    return replace(rules, **resident.spec.placement)
+
+
+def allowed_devices(session: Session, resident: Resident) -> tuple[str, ...]:
+    """Ids of the cards it may be placed on; empty means any.
+
+    Its own list wins over the card that INFERENCE_GPU_INDEX names.
+    """
+    index = session.settings.inference_gpu_index
+    if resident.spec.devices or index is None:
+        return resident.spec.devices
+    cards = [device for device in session.probe.devices if not device.is_host]
+    return tuple(card.id for card in cards if card.index == index)

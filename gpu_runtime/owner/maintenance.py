@@ -1,0 +1,303 @@
+"""The monitor's tick: publish, reap, obey other owners, relieve pressure, measure again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+
+from msgspec.structs import replace
+
+from .. import threads
+from ..errors import GpuError, NotAllowed, ProbeFailed, UnknownModel
+from ..facts import Book, LeaseId, Level, Outcome, Step, World
+from ..scheduler import drain, explain, quotas, recall, relief
+from ..scheduler import transitions as books
+from ..scheduler.pressure import views
+from ..scheduler.recall import Order
+from ..units import show_bytes
+from . import defragment, migrate, operations, permissions, release, requests
+from .operations import ASK_SECONDS
+from .resident import Place, Resident
+from .session import NEAR_SECONDS, POLL_SECONDS, Session
+
+log = logging.getLogger("gpu_runtime")
+
+LOOKS_PER_SECOND = 12  # by all idle kernels of a host together; below 12 each looks every second
+DOZE_SECONDS = 6.0  # longest sleep in a crowd: what rings no doorbell is noticed this late
+RECORD_AFTER_SECONDS = 5.0  # a runtime on simulated cards must live this long to get a helper
+
+
+def tick(session: Session, notebook: str = "") -> float:
+    """One round of the monitor. Returns the seconds until the next is due.
+
+    `notebook` is the notebook's path, if the front end has published it by now.
+    """
+    session.notebook = notebook or session.notebook
+    keep_helpers_alive(session)
+    book = session.ledger.read()
+    # An order stays noted while its ticket is in the book: read once more, it must not run again.
+    session.orders.intersection_update([ticket.key for ticket in book.tickets])
+    reap_neighbours(session, book)
+    session.limit_torch(book, session.world())  # other owners came or left
+    remeasure(session)
+    log_overstays(session)
+    requests.follow_up(session)
+    session.journal.flush()
+    vacate(session)
+    session.maps.publish()
+    nothing_to_write = quiet(session, book)
+    if not nothing_to_write:
+        _start_orders(session)
+    now = session.clock()
+    due = now - session.checked_at >= session.settings.pressure_check_interval_seconds
+    if due and session.breaker.allows(now):
+        session.checked_at = now
+        _check_devices(session, now)
+    if nothing_to_write and not session.in_use():
+        return _doze(session, len(book.sections))
+    return POLL_SECONDS
+
+
+def keep_helpers_alive(session: Session) -> None:
+    """Restarts the host's helper process if it died.
+
+    On simulated cards only for a runtime that has lived RECORD_AFTER_SECONDS.
+    """
+    session.probe.look_after()
+    lived = time.monotonic() - session.opened_at
+    if session.recording and lived > RECORD_AFTER_SECONDS:
+        session.recording.look_after()
+
+
+# -- sleeping
+
+
+def rest(session: Session, seconds: float) -> None:
+    """The monitor's sleep: until a doorbell rings, or an own model that a request needs is free."""
+    watched = _needed_by_others(session)
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        if session.ledger.wait(min(NEAR_SECONDS, left) if watched else left):
+            return
+        if any(not resident.pins for resident in watched):
+            return
+
+
+def _needed_by_others(session: Session) -> list[Resident]:
+    """Own models in use on devices where another owner waits: their end is published at once."""
+    used = [resident for resident in list(session.residents.values()) if resident.pins]
+    if not used:
+        return []
+    needed = set()
+    for ticket in session.ledger.read().tickets:
+        if ticket.verb == "use" and ticket.owner != session.me:
+            needed.update(share.device for share in ticket.need)
+    return [r for r in used if any(share.device in needed for share in r.lease.shares)]
+
+
+def _doze(session: Session, owners: int) -> float:
+    """Seconds to sleep while no owner requests anything: longer with many owners.
+
+    Any owner notices what happens to the others, and a use or a ring wakes this one.
+    """
+    seconds = min(DOZE_SECONDS, max(POLL_SECONDS, owners / LOOKS_PER_SECOND))
+    session.dozing = seconds > POLL_SECONDS
+    # Check again after setting the flag: a use meanwhile either sees the flag or is seen here.
+    if session.dozing and session.in_use():
+        session.dozing = False
+        return POLL_SECONDS
+    return seconds
+
+
+# -- the book
+
+
+def quiet(session: Session, book: Book) -> bool:
+    """Whether our section is up to date and no ticket is open, so that nothing must be written."""
+    if book.tickets or book.ghosts or session.me not in book.sections:
+        return False
+    world = session.world()
+    if book.drained and drain.has_leases_on_drained(book, session.me, world):
+        return False
+    return books.publish(book, session.truth(), world) is book
+
+
+def reap_neighbours(session: Session, book: Book) -> int:
+    """Checks the next owner in the row and one more in turn; removes the dead, and returns how many.
+
+    So every owner is checked as often as the one before it ticks. (All of 64 checking all others
+    cost 7 % of a core.)
+    """
+    row = sorted(book.sections.keys() | {ticket.owner for ticket in book.tickets} | {session.me})
+    me = row.index(session.me)
+    session.reap_turn += 1
+    near = {row[(me + 1) % len(row)], row[(me + 1 + session.reap_turn) % len(row)]}
+    sections = {id: section for id, section in book.sections.items() if id in near}
+    tickets = tuple(ticket for ticket in book.tickets if ticket.owner in near)
+    if session.ledger.dead(replace(book, sections=sections, tickets=tickets)):
+        return session.reap()
+    return 0
+
+
+def vacate(session: Session) -> None:
+    """Moves idle models off cards that are drained."""
+    book = session.ledger.read()
+    if not book.drained or not drain.has_leases_on_drained(book, session.me, session.world()):
+        return
+    key = session.new_key("drain")
+    try:
+        steps = session.decide(lambda book, world: drain.vacate(book, session.me, world, key.text))
+        for step in steps:
+            release.step_aside(session, step, key)
+    finally:
+        session.done_with(key.note)
+
+
+def log_overstays(session: Session) -> None:
+    """Logs once for each own block that is held longer than the operator's cap allows."""
+    cap = session.rules.cap
+    if not session.blocks or cap is None or cap.longest_lease_seconds is None:
+        return
+    book, world = session.ledger.read(), session.world()
+    for lease in quotas.overstaying(book, world):
+        if lease.owner == session.me and lease.name not in session.overstayed:
+            session.overstayed.add(lease.name)
+            because = quotas.overstay(book, lease, world)
+            log.warning("%s", because)
+            session.note(lease, "overstayed", "cap", because, size=lease.bytes)
+
+
+# -- measuring
+
+
+def remeasure(session: Session) -> None:
+    """Counts again what was used since the last tick: training adds gradients and optimizer state."""
+    residents = list(session.residents.values())
+    used = [r for r in residents if r.uses != r.uses_counted and r.place is Place.HERE]
+    for resident in used:
+        if not resident.work.acquire(False):
+            continue
+        try:
+            if not resident.pins:  # a pinned one may still grow: measure it again next time
+                resident.uses_counted = resident.uses
+            resident.remeasure()
+            session.sizing.saw(resident, alone=len(used) == 1)
+        finally:
+            resident.work.release()
+    session.sizing.saw_contexts()
+
+
+def _check_devices(session: Session, now: float) -> None:
+    """Measures the devices and relieves pressure; backs off while the driver does not answer."""
+    try:
+        session.probe.check(now, session.rules.stale_seconds)
+    except ProbeFailed as error:
+        session.breaker.failed(now, explain.first_line(error))
+        return
+    session.breaker.succeeded()
+    relieve(session)
+
+
+def relieve(session: Session) -> None:
+    """Evicts own idle models as the table of pressure levels requires."""
+    key = session.new_key("relieve")
+    try:
+        steps = session.decide(
+            lambda book, world: relief.relieve(book, session.me, world, session.rank, key.text)
+        )
+        if steps:
+            _log_pressure(session)
+        for step in steps:
+            release.step_aside(session, step, key)
+    finally:
+        session.done_with(key.note)
+
+
+def _log_pressure(session: Session) -> None:
+    """Logs the seed's lines on pressure, word for word."""
+    for view in views(session.ledger.read(), session.world()):
+        if view.device.is_host:
+            continue
+        if view.level is Level.CRITICAL:
+            log.error(
+                "CRITICAL memory pressure! Usage: %.1f%%. Forcing aggressive eviction.",
+                view.pressure * 100,
+            )
+        elif view.level in (Level.HIGH, Level.MODERATE):
+            log.warning(
+                "%s memory pressure: %.1f%%. Offloading idle models.",
+                view.level,
+                view.pressure * 100,
+            )
+
+
+# -- what other owners request
+
+
+def obey(session: Session) -> tuple[Order, ...]:
+    """Evicts what other owners need evicted. Returns the other orders, which are still to be done."""
+
+    def decision(
+        book: Book, world: World
+    ) -> tuple[Book, tuple[tuple[Step, ...], tuple[Order, ...]]]:
+        askers = permissions.askers(session, book)
+        after, steps, orders = recall.obey(book, session.me, world, session.rank, key.text, askers)
+        return after, (steps, orders)
+
+    key = session.new_key("obey")
+    try:
+        steps, orders = session.decide(decision)
+        for step in steps:
+            release.step_aside(session, step, key, by=step.by)
+        return orders
+    finally:
+        session.done_with(key.note)
+
+
+def _start_orders(session: Session) -> None:
+    """Starts a thread for each new order, so that a long load does not hold up the monitor."""
+    for order in obey(session):
+        if order.key not in session.orders:
+            session.orders.add(order.key)
+            threads.start(partial(carry_out_order, session, order))
+
+
+def carry_out_order(session: Session, order: Order) -> None:
+    """Does what another owner requested, and answers in the book."""
+    if session.closed:
+        return
+    try:
+        outcome = _perform(session, order)
+        requested = f", as {order.who} requested" if order.who else ""
+        action, because, size = order.verb, outcome.because + requested, outcome.bytes
+    except GpuError as error:
+        action, because, size = "failed", explain.first_line(error), 0
+    try:
+        session.decide(
+            lambda book, world: (
+                recall.answer(book, world, session.me, order, action, because, size),
+                None,
+            )
+        )
+    except GpuError as error:
+        session.orders.discard(order.key)  # unanswered, so it must be done again
+        log.warning("%s", error)
+
+
+def _perform(session: Session, order: Order) -> Outcome:
+    if order.refused:
+        raise NotAllowed(order.refused, name=order.name, user=order.by, because=order.refused)
+    if order.name and order.name not in session.residents:
+        # The name only selects among our models; it must never load anything else.
+        raise UnknownModel(order.name, tuple(session.residents))
+    if order.verb == "defrag":
+        freed = defragment.empty_cache(session)
+        return Outcome("defrag", "", True, f"{show_bytes(freed)} came free", freed)
+    target = LeaseId(session.me, order.name)
+    if order.verb in ("preload", "restore"):
+        return operations.preload(session, target, timeout=ASK_SECONDS)
+    if order.verb == "move":
+        resident = session.residents[order.name]
+        return migrate.move(session, resident, order.places, by=order.who)
+    return operations.set_keep(session, target, order.verb)

@@ -1,0 +1,141 @@
+"""The verbs on models: preload, evict, pin, unpin. Own models act here; other owners are asked."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ..backends.base import Progress
+from ..errors import Busy, GpuError, NotAllowed, StillInUse
+from ..facts import Grant, LeaseId, Move, Outcome, Refuse, Wait
+from ..units import parse_seconds, show_bytes, show_seconds
+from . import acquire, permissions, registry, release, requests
+from .resident import Place, Resident
+from .session import Session
+
+ASK_SECONDS = 30.0  # how long another owner gets to act, unless the caller says otherwise
+
+
+def preload(
+    session: Session,
+    name: str | LeaseId,
+    *,
+    progress: Progress | None = None,
+    timeout: str | float | None = None,
+) -> Outcome:
+    """Brings a model onto its device; see Runtime.preload."""
+    if not isinstance(name, LeaseId) and not session.guest:
+        if registry.by_key(session, name) is None and session.catalogue.spec(name):
+            # The catalogue's models are this process's as much as registered ones.
+            name = registry.find(session, name).spec.name
+    target = registry.resolve(session, name, loadable=True)
+    if target.owner != session.me:
+        return ask_owner(session, "preload", target, timeout)
+    resident = registry.find(session, target.name)
+    began = session.clock()
+    already = resident.place is Place.HERE
+    if not already:
+        acquire.obtain(session, resident, None, timeout=timeout, progress=progress)
+    lease = resident.lease
+    because = f"{target.name} is on {lease.where}" + (" already" if already else "")
+    loaded_bytes = 0 if already else lease.bytes
+    requests.note_action(session, "preload", target.name, because, loaded_bytes)
+    seconds = session.clock() - began
+    return Outcome("preload", target.name, True, because, loaded_bytes, lease.where, seconds)
+
+
+def evict(
+    session: Session, name: str | LeaseId, *, timeout: str | float | None, wait: bool = True
+) -> Outcome:
+    """Evicts a model; see Runtime.evict."""
+    target = registry.resolve(session, name)
+    if target.owner != session.me:
+        return ask_owner(session, "evict", target, timeout, wait)
+    resident = registry.find(session, target.name)
+    began = session.clock()
+    because = f"{target.name} was evicted by hand."
+    step = release.evict(session, resident, because, by=requests.person(session))
+    if step is None:
+        where = "host" if resident.place is Place.AWAY else "disk"
+        return Outcome("evict", target.name, True, f"{target.name} is on no device", 0, where)
+    freed = sum(share.bytes for share in step.source)
+    where = "host" if isinstance(step, Move) else "disk"
+    moved = "was offloaded to host memory" if where == "host" else "was unloaded"
+    because = f"{target.name} {moved}; {show_bytes(freed)} came free"
+    return Outcome("evict", target.name, True, because, freed, where, session.clock() - began)
+
+
+def set_keep(session: Session, name: str | LeaseId, verb: str) -> Outcome:
+    """Pins a model to its device (`verb` "pin"), or lets it be evicted again ("unpin")."""
+    target = registry.resolve(session, name, loadable=True)
+    if target.owner != session.me:
+        return ask_owner(session, verb, target, ASK_SECONDS)
+    resident = registry.find(session, target.name)
+    keep = verb == "pin"
+    permissions.require_within_cap(session, target.name, resident.spec.importance, keep)
+    resident.spec = replace(resident.spec, keep=keep)
+    resident.lease = replace(resident.lease, keep=keep)
+    session.publish()
+    because = _keep_sentence(resident, keep)
+    requests.note_action(session, verb, target.name, because)
+    where = resident.lease.where if resident.handle is not None else "disk"
+    return Outcome(verb, target.name, True, because, 0, where)
+
+
+def _keep_sentence(resident: Resident, keep: bool) -> str:
+    name = resident.spec.name
+    if not keep:
+        return f"{name} may be evicted again"
+    if resident.place is Place.HERE:
+        return f"{name} is kept on its device"
+    return f"{name} is kept on its device once it is there; it is {resident.place.value} now"
+
+
+def ask_owner(
+    session: Session,
+    verb: str,
+    target: LeaseId,
+    timeout: str | float | None,
+    wait: bool = True,
+    must: bool = True,
+    places: tuple[str, ...] = (),
+) -> Outcome:
+    """Requests `verb` of another owner, and returns what came of it.
+
+    With `must`, a refusal or a time-out raises: NotAllowed, StillInUse, Busy, GpuError. Without,
+    it is an Outcome that is not done.
+    """
+    book = session.ledger.read()
+    owner = book.owner(target.owner)
+    if because := permissions.refusal_of_request(session, verb, owner, target.name):
+        requests.decline(session, verb, target, because)
+        raise NotAllowed(f"{because}.", name=target.name, because=because, user=session.owner.user)
+    session.start_monitor()
+    before = book.lease(target.owner, target.name)
+    seconds = None if timeout is None else parse_seconds(timeout)
+    verdict = requests.request(session, verb, target, timeout=seconds, wait=wait, places=places)
+    if isinstance(verdict, Grant):
+        size = before.bytes if before and verb == "evict" else verdict.bytes
+        where = verdict.lease.where if verdict.lease.shares else ""
+        return Outcome(verb, target.name, True, verdict.because, size, where)
+    if must and isinstance(verdict, Refuse):
+        raise _refused(target, verdict)
+    if must and wait and isinstance(verdict, Wait):
+        raise _unanswered(target, verdict, seconds)
+    return Outcome(verb, target.name, False, verdict.because)
+
+
+def _refused(target: LeaseId, verdict: Refuse) -> GpuError:
+    because = verdict.because.rstrip(".") + "."
+    if verdict.kind in ("in use", "kept"):
+        return StillInUse(because, name=target.name, lease=str(target), owner=target.owner)
+    return GpuError(because, name=target.name)
+
+
+def _unanswered(target: LeaseId, verdict: Wait, seconds: float | None) -> Busy:
+    return Busy(
+        f"{verdict.because}, and has not answered for {show_seconds(seconds or 0)}.\n"
+        f"  It answers once its kernel runs again. Watch:  %gpu status",
+        name=target.name,
+        waited_seconds=seconds,
+        because=verdict.because,
+    )

@@ -1,0 +1,98 @@
+"""Which user may request what: of this process, and of cards that several users share."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ..errors import NotAllowed
+from ..facts import Asker, Book, Owner, Section
+from ..ledgers.access import access_to
+from ..ledgers.host_config import groups_of
+from ..scheduler import quotas
+from ..scheduler.recall import foreign
+from .session import Session
+
+
+def asker(session: Session, user: str) -> Asker:
+    """What `user` may request of this process.
+
+    The configuration counts as it stood at that user's first request.
+    """
+    known = session.users.get(user)
+    if known is None:
+        groups = groups_of(user)
+        cap = session.machine.cap(user, groups)
+        known = session.users[user] = Asker(
+            user,
+            user == session.ledger.owner.user,
+            session.machine.is_operator(user, groups),
+            (cap.importance if cap else None) or 0,
+        )
+    return known
+
+
+def askers(session: Session, book: Book) -> dict[str, Asker]:
+    """Ticket key -> who requests something of this owner.
+
+    A ticket is missing if the ledger cannot prove that its owner wrote it.
+    """
+    found = {}
+    for ticket in book.tickets:
+        targets = (id.partition("/")[0] for id in (ticket.name, *ticket.recalls))
+        if ticket.owner == session.me or session.me not in targets:
+            continue
+        if user := session.ledger.user_of(book, ticket.owner, ticket):
+            found[ticket.key] = asker(session, user)
+    return found
+
+
+def proven_sections(session: Session, book: Book) -> dict[str, Section]:
+    """The book's sections by owner id; a user name that the ledger cannot prove is marked."""
+    sections = {}
+    for id, section in book.sections.items():
+        user = section.owner.user
+        if id != session.me and session.ledger.user_of(book, id) != user:
+            section = replace(section, owner=replace(section.owner, user=f"{user} (unproven)"))
+        sections[id] = section
+    return sections
+
+
+def refusal_of_request(session: Session, verb: str, owner: Owner | None, name: str) -> str:
+    """Why this user may not request `verb` of that owner; empty if the request is allowed.
+
+    The owner would answer the same.
+    """
+    mine = session.owner.user
+    if verb == "evict" or owner is None or owner.user == mine or asker(session, mine).operator:
+        return ""
+    return foreign(mine, verb, name, owner)
+
+
+def refusal_of_drain(session: Session, book: Book) -> str:
+    """Why this user may not drain a card; empty if allowed.
+
+    Operators may, and so may a user who shares the cards with nobody.
+    """
+    mine = session.owner.user
+    others = sorted({section.owner.user for section in book.sections.values()} - {mine})
+    if asker(session, mine).operator or not (is_shared(session) or others):
+        return ""
+    reason = f"{', '.join(others)} use it too" if others else "the ledger is shared"
+    return f"{mine} may not drain a card: {reason}. Only an operator may ({session.machine.file})"
+
+
+def is_shared(session: Session) -> bool:
+    """Whether an operator has set the ledger up for several users."""
+    directory = getattr(session.ledger, "directory", None)
+    return directory is not None and access_to(directory).group is not None
+
+
+def require_within_cap(session: Session, name: str, importance: int, keep: bool) -> None:
+    """Raises NotAllowed if the operator's cap forbids this user to hold a model like that."""
+    if because := quotas.forbidden(name, importance, keep, session.rules.cap):
+        raise NotAllowed(
+            f"{because}.\n  The operator can change it.",
+            name=name,
+            because=because,
+            user=session.owner.user,
+        )

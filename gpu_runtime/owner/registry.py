@@ -1,0 +1,366 @@
+"""The models that this process knows by name, and whose lease a name means."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from msgspec.structs import replace
+
+from ..backends.registry import LAYERED, backend_for
+from ..catalog.entries import require_loadable
+from ..errors import (
+    AlreadyRegistered,
+    AmbiguousName,
+    BadSetting,
+    CannotGovern,
+    GpuError,
+    NotLoaded,
+    UnknownDevice,
+    UnknownModel,
+)
+from ..facts import Book, LeaseId, ModelSpec, parse_importance
+from ..scheduler import explain
+from ..scheduler.placement import check_layout
+from ..units import parse_room, parse_seconds
+from . import acquire, demand, failures, permissions
+from .governed_calls import release_calls
+from .resident import Place, Resident
+from .session import Session
+
+# -- registering
+
+
+def register(
+    session: Session,
+    name: str,
+    source: Any,
+    *,
+    backend: str,
+    size: str | int | None,
+    importance: str | int,
+    keep: bool,
+    keep_alive: str | float,
+    layout: str,
+    model_type: str,
+    quantization: str,
+    devices: str | tuple[str, ...],
+    restore_on_call: bool,
+    options: dict[str, Any],
+) -> ModelSpec:
+    """Makes a model known by name; see Runtime.register."""
+    check_name(name)
+    chosen = backend_for(source, backend)
+    text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
+    spec = ModelSpec(
+        name,
+        chosen,
+        source=text,
+        size=None if size is None else parse_room(size),
+        model_type=model_type or "other",
+        quantization=quantization,
+        importance=parse_importance(importance),
+        keep=keep,
+        keep_alive=parse_seconds(keep_alive),
+        layout=check_layout(layout),
+        devices=_known_devices(session, devices),
+        options=_with_defaults(session, chosen, options),
+    )
+    factory = source if callable(source) and not text else None
+    known = session.residents.get(name)
+    if known is not None:
+        if known.spec == spec and _same_code(known.origin, factory):
+            return spec
+        if known.catalogued is None or known.place is not Place.GONE:
+            raise AlreadyRegistered(name)
+        # It is the catalogue's and not loaded: the registration replaces it.
+        session.residents.pop(name, None)
+    resident = new_resident(session, spec, factory, restore_on_call)
+    resident.footprint()  # a source that cannot be loaded raises now, not at the first use
+    return _add(session, resident)
+
+
+def _with_defaults(session: Session, backend: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, completed by the settings that apply to that backend."""
+    settings, options = session.settings, dict(options)
+    if settings.inference_gpu_layers is not None and backend in LAYERED:
+        options.setdefault("gpu_layers", settings.inference_gpu_layers)
+    if settings.gpu_trust_remote_code and backend == "transformers":
+        options.setdefault("trust_remote_code", True)
+    return options
+
+
+def adopt(
+    session: Session,
+    name: str,
+    module: Any,
+    *,
+    optimizer: Any,
+    importance: str | int,
+    keep: bool,
+    keep_alive: str | float,
+    model_type: str,
+    restore_on_call: bool,
+) -> ModelSpec:
+    """Governs a module that the user already has; see Runtime.adopt."""
+    check_name(name)
+    if not is_module(module):
+        kind = type(module).__name__
+        raise CannotGovern(
+            f"{name!r} cannot be governed: a {kind} is no torch.nn.Module.", name=name, why=kind
+        )
+    known = session.residents.get(name)
+    if known is not None:
+        if known.value is module:
+            return known.spec
+        raise AlreadyRegistered(name)
+    _require_new(session, name, module)
+    spec = ModelSpec(
+        name,
+        "torch",
+        model_type=model_type or "other",
+        importance=parse_importance(importance),
+        keep=keep,
+        keep_alive=parse_seconds(keep_alive),
+    )
+    permissions.require_within_cap(session, name, spec.importance, keep)
+    resident = new_resident(session, spec, None, restore_on_call)
+    _install_adopted(session, resident, module, optimizer)
+    spec = _add(session, resident)
+    lease = resident.lease
+    because = f"{name} was adopted where it is, on {lease.where}."
+    session.note(lease, "adopted", "request", because, size=lease.bytes)
+    return spec
+
+
+def _require_new(session: Session, name: str, module: Any) -> None:
+    """Raises CannotGovern if the module is governed under another name."""
+    for other in list(session.residents.values()):
+        if other.value is module:
+            raise CannotGovern(
+                f"this module is governed already, as {other.spec.name!r}; its bytes would count "
+                f"twice.",
+                name=name,
+                why=f"it is {other.spec.name}",
+            )
+
+
+def _install_adopted(session: Session, resident: Resident, module: Any, optimizer: Any) -> None:
+    spec = resident.spec
+    resident.adopted = True
+    handle = resident.backend.adopt(spec, module, optimizer)  # type: ignore[attr-defined]
+    now = session.clock()
+    lease = replace(
+        resident.lease,
+        shares=resident.backend.measure(handle),
+        settled_at=now,
+        last_used=now,
+        importance=spec.importance,
+        keep=spec.keep,
+        keep_alive=spec.keep_alive,
+        backend="torch",
+        model_type=spec.model_type,
+    )
+    resident.install(handle, lease, None)
+
+
+def new_resident(session: Session, spec: ModelSpec, origin: Any, restore_on_call: bool) -> Resident:
+    """A model of this process that is not loaded, and not yet among the residents.
+
+    `origin` is the factory it was registered with, if any.
+    """
+    backend = session.backend(spec.backend)
+    resident = Resident(spec, backend, session.me, session.clock, origin)
+    resident.calling = lambda: acquire.call(session, resident, restore_on_call)
+    resident.report_loss = lambda kind, because: failures.record_loss(
+        session, resident, kind, because
+    )
+    resident.footprint = lambda: session.sizing.footprint(
+        resident, demand.allowed_devices(session, resident)
+    )
+    return resident
+
+
+def _add(session: Session, resident: Resident) -> ModelSpec:
+    with session.lock:
+        if resident.spec.name in session.residents:
+            raise AlreadyRegistered(resident.spec.name)
+        first = not session.residents
+        session.residents[resident.spec.name] = resident
+    if first:
+        session.start_monitor()
+    session.announce()  # from now on other owners can request it by name
+    return resident.spec
+
+
+def forget(session: Session, name: str) -> None:
+    """Frees a model's memory and its name; see Runtime.forget."""
+    resident = find(session, name)
+    if resident.pins:
+        raise in_use_error(session, resident)
+    release_calls(resident.value)
+    resident.forget()
+    session.residents.pop(resident.spec.name, None)
+    session.probe.empty_cache()
+    session.publish()
+
+
+# -- finding
+
+
+def find(session: Session, name: str) -> Resident:
+    """A model of this process, the catalogue's included. Raises UnknownModel, CatalogUnavailable."""
+    resident = session.residents.get(name) or by_key(session, name)
+    if resident is not None and resident.catalogued and resident.place is Place.GONE:
+        _refresh(session, resident)
+    elif resident is None and (made := from_catalogue(session, name)):
+        with session.lock:
+            resident = session.residents.setdefault(made.spec.name, made)
+        session.start_monitor()
+    if resident is None or resident.spec.name not in session.residents:
+        raise UnknownModel(name, known_names(session))
+    return resident
+
+
+def from_catalogue(session: Session, name: str) -> Resident | None:
+    """The catalogue's model of that name, not loaded and not yet among the residents."""
+    spec = session.catalogue.spec(name)
+    if spec is None:
+        return None
+    resident = new_resident(session, spec, None, restore_on_call=True)
+    resident.catalogued = spec
+    return resident
+
+
+def _refresh(session: Session, resident: Resident) -> None:
+    """Takes over what the catalogue has now for a model that is not loaded, or removes the model."""
+    spec = session.catalogue.spec(resident.spec.name)
+    if spec == resident.catalogued:
+        return
+    if not resident.work.acquire(False):  # it is being loaded, with the specification it had
+        return
+    try:
+        if spec is None:
+            session.residents.pop(resident.spec.name, None)
+        else:
+            resident.spec = resident.catalogued = spec
+            resident.backend = session.backend(spec.backend)
+    finally:
+        resident.work.release()
+
+
+def known_names(session: Session) -> tuple[str, ...]:
+    """Names of all models of this process and of the catalogue."""
+    return tuple({*session.residents, *session.catalogue.names()})
+
+
+def by_key(session: Session, name: str) -> Resident | None:
+    """A model of this process by its name or by `type:name:quantization`."""
+    for resident in list(session.residents.values()):
+        if name in (resident.spec.name, resident.spec.key):
+            return resident
+    return None
+
+
+def resolve(session: Session, name: str | LeaseId, loadable: bool = False) -> LeaseId:
+    """The lease that is meant: this process's, else the only other one of that name.
+
+    `name` may carry a process, as in `qwen@4121`, or be an exact LeaseId. `loadable` also finds
+    models that an owner has registered and not loaded. Raises UnknownModel, AmbiguousName,
+    NotLoaded.
+    """
+    if isinstance(name, LeaseId):
+        return _exact(session, name)
+    bare, pid = split_address(name)
+    if not pid or pid == str(os.getpid()):
+        resident = by_key(session, bare)
+        if resident is not None:
+            return LeaseId(session.me, resident.spec.name)
+    book = session.ledger.read()
+    found = _holders(book, bare, pid, loadable)
+    if len(found) == 1:
+        return LeaseId(found[0][0], bare)
+    if found:
+        raise AmbiguousName(bare, tuple(f"{bare}@{pid}" for _, pid in found))
+    spec = session.catalogue.spec(bare) if not pid else None
+    if spec is None:
+        raise UnknownModel(name, _all_addresses(session, book))
+    if session.guest:
+        require_loadable(spec)
+        raise NotLoaded(spec.name)
+    return LeaseId(session.me, spec.name)
+
+
+def split_address(name: str) -> tuple[str, str]:
+    """The model's name and the process id of `qwen@4121`; the id is empty where there is none."""
+    bare, at, pid = name.rpartition("@")
+    return (bare, pid) if at and pid.isdigit() else (name, "")
+
+
+def _exact(session: Session, id: LeaseId) -> LeaseId:
+    """The id itself. Raises UnknownModel if its owner has gone, or has no such model."""
+    if id.owner == session.me and by_key(session, id.name):
+        return id
+    section = session.ledger.read().sections.get(id.owner)
+    if section is None or not (section.lease(id.name) or id.name in section.names):
+        raise UnknownModel(id.name, known_names(session))
+    return id
+
+
+def _holders(book: Book, name: str, pid: str, loadable: bool) -> list[tuple[str, int]]:
+    """Owner id and process id of each owner that holds that model, or can load it."""
+    found = []
+    for id, section in book.sections.items():
+        holds = section.lease(name) or (loadable and name in section.names)
+        if holds and pid in ("", str(section.owner.pid)):
+            found.append((id, section.owner.pid))
+    return found
+
+
+def _all_addresses(session: Session, book: Book) -> tuple[str, ...]:
+    others = [section for section in book.sections.values() if section.owner.id != session.me]
+    foreign = {f"{lease.name}@{s.owner.pid}" for s in others for lease in s.leases}
+    return tuple({*known_names(session), *foreign})
+
+
+def in_use_error(session: Session, resident: Resident) -> GpuError:
+    """The error that says by whom the model is in use."""
+    book, world = session.look()
+    lease = book.lease(session.me, resident.spec.name) or resident.lease
+    return explain.still_here(book, session.me, lease, "in use", world)
+
+
+# -- checks of arguments
+
+
+def check_name(name: Any) -> None:
+    """Raises BadSetting unless `name` is text without '@' or spaces around it."""
+    if not isinstance(name, str) or not name.strip() or "@" in name or name != name.strip():
+        raise BadSetting("name", name, "some text without '@' or spaces around it")
+
+
+def is_module(source: Any) -> bool:
+    """Whether `source` is a torch.nn.Module; torch is not imported to find out."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(source, torch.nn.Module)
+
+
+def _known_devices(session: Session, devices: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The devices as a tuple. Raises UnknownDevice for one that this process does not see."""
+    wanted = (devices,) if isinstance(devices, str) else tuple(devices)
+    known = tuple(device.id for device in session.probe.devices if not device.is_host)
+    for device in wanted:
+        if device not in known:
+            raise UnknownDevice(device, known)
+    return wanted
+
+
+def _same_code(one: Any, other: Any) -> bool:
+    """Whether two factories have the same code: a cell run twice defines its function again."""
+    if one is other:
+        return True
+    code = getattr(one, "__code__", None), getattr(other, "__code__", None)
+    if None in code or code[0] != code[1]:
+        return False
+    return one.__closure__ is None and other.__closure__ is None

@@ -1,0 +1,130 @@
+"""What this process requests of other owners: evict, preload, restore, move, pin, defrag."""
+
+from __future__ import annotations
+
+from ..attribution import attributed, speaking_for
+from ..facts import Lease, LeaseId, Refuse, Verdict, Wait
+from ..scheduler import recall
+from ..scheduler.recall import Ask
+from .session import NEAR_SECONDS, POLL_SECONDS, Key, Session
+
+MOST_RECHECKS = 4  # times that an owner is rung to publish its pins before "in use" is believed
+
+
+def request(
+    session: Session,
+    verb: str,
+    target: LeaseId,
+    *,
+    timeout: float | None,
+    wait: bool = True,
+    places: tuple[str, ...] = (),
+) -> Verdict:
+    """Requests `verb` of the lease's owner. Returns the last verdict within `timeout` seconds.
+
+    Without `wait` the request stays in the book until it is answered; see `follow_up`.
+    """
+    began = session.clock()
+    deadline = None if timeout is None else began + timeout
+    key = session.new_key(f"{verb} {target}")
+    ask = _ask(session, key, verb, target, places)
+    settled = False
+    rechecks = 0
+    try:
+        while True:
+            verdict = session.decide(lambda book, world: recall.ask(book, ask, world))
+            refused = isinstance(verdict, Refuse)
+            if refused and verdict.kind == "in use" and rechecks < MOST_RECHECKS:
+                rechecks += 1  # pins may be a second old: ring the owner to publish them now
+                session.ledger.ring([target.owner])
+                session.ledger.wait(NEAR_SECONDS)
+                continue
+            settled = not isinstance(verdict, Wait)
+            if refused and verdict.kind != "failed":  # a failure was journaled by its owner
+                _journal_declined(session, ask, verdict.because)
+            timed_out = deadline is not None and session.clock() >= deadline
+            if settled or not wait or timed_out:
+                return verdict
+            pause(session, verdict, deadline)
+            session.reap()
+    finally:
+        if wait or settled:
+            session.done_with(key.note)
+            if not settled:
+                session.withdraw(key)
+        else:
+            session.standing[key] = ask
+
+
+def follow_up(session: Session) -> None:
+    """Removes the standing requests that were answered; otherwise they would be obeyed again."""
+    for key, ask in list(session.standing.items()):
+        verdict = session.decide(lambda book, world, ask=ask: recall.ask(book, ask, world))
+        if not isinstance(verdict, Wait):
+            session.standing.pop(key, None)
+            session.done_with(key.note)
+
+
+def decline(session: Session, verb: str, target: LeaseId, because: str) -> None:
+    """Journals a request that this user may not make."""
+    key = session.new_key(f"{verb} {target}")
+    _journal_declined(session, _ask(session, key, verb, target), because)
+    session.done_with(key.note)
+
+
+def note_action(session: Session, verb: str, name: str, because: str, size: int = 0) -> None:
+    """Journals what this process did to its own model for a person who wrote no ticket.
+
+    `size` is in bytes.
+    """
+    by = person(session)
+    if not by:
+        return
+    leases = session.truth().leases
+    lease = next((lease for lease in leases if lease.name == name), Lease(session.me, name))
+    session.note(lease, verb, verb, because, size=size, by=by)
+
+
+def person(session: Session) -> str:
+    """The person this thread acts for, and in which process; empty if it acts for its own user."""
+    said = speaking_for()
+    return attributed(said, f"{session.owner.user}, {session.owner.label}") if said else ""
+
+
+def pause(session: Session, verdict: Wait, deadline: float | None) -> None:
+    """Waits until a doorbell rings, an owner dies, or an own model in the way is free.
+
+    Returns at the latest after POLL_SECONDS, at the verdict's `retry_at`, or at `deadline`
+    (seconds of the session's clock).
+    """
+    now = session.clock()
+    until = min(t for t in (now + POLL_SECONDS, verdict.retry_at, deadline) if t is not None)
+    residents = list(session.residents.values())
+    ours = [r for r in residents if r.lease.id in verdict.blockers and r.pins]
+    step = NEAR_SECONDS if ours else POLL_SECONDS
+    sections = session.ledger.read().sections
+    others = [section.owner for id, section in sections.items() if id != session.me]
+    while (left := until - session.clock()) > 0:
+        if session.ledger.wait(min(step, left), others):
+            return
+        if any(not resident.pins for resident in ours):
+            return
+
+
+def _ask(
+    session: Session, key: Key, verb: str, target: LeaseId, places: tuple[str, ...] = ()
+) -> Ask:
+    return Ask(
+        key.text,
+        session.me,
+        verb,
+        str(target),
+        session.clock(),
+        by=session.ledger.owner.user,
+        places=places,
+        said_by=speaking_for(),
+    )
+
+
+def _journal_declined(session: Session, ask: Ask, because: str) -> None:
+    session.decide(lambda book, world: (recall.declined(book, ask, world, because), None))

@@ -1,0 +1,281 @@
+"""What the faces show: snapshots, tables, history and dry runs. Reads only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from ..errors import BadSetting, GpuError, UnknownModel
+from ..facts import (
+    AllocatorMap,
+    Book,
+    Event,
+    Health,
+    History,
+    Lease,
+    Level,
+    Outcome,
+    Plan,
+    Request,
+    Section,
+    Snapshot,
+    World,
+)
+from ..scheduler import transitions as books
+from ..scheduler import unresponsive
+from ..scheduler.capacity import room_and_blind
+from ..scheduler.plan import plan as plan_request
+from ..scheduler.pressure import views
+from ..scheduler.queue import queue
+from ..scheduler.unmanaged import stranger_bytes, strangers
+from ..telemetry.moments import moments_of
+from ..units import parse_seconds
+from . import dry_run, permissions, registry
+from .session import Session
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from ..ledgers.redis.scripts import HostPage
+
+HEALTH_MESSAGES = {
+    Level.LOW: "Memory usage normal",
+    Level.MODERATE: "Memory usage moderate",
+    Level.HIGH: "Memory pressure high; idle models are evicted when others need the room",
+    Level.CRITICAL: "Memory pressure critical",
+    Level.UNKNOWN: "The memory governor is off",
+}
+
+
+# -- snapshots
+
+
+def snapshot(session: Session) -> Snapshot:
+    """Everything a face needs, as of now."""
+    book, world = session.look()
+    devices = _device_views(session, book, world)
+    waiting = queue(book, world)
+    skipped = tuple(ticket for ticket in book.tickets if ticket not in waiting)
+    trouble = session.breaker.trouble() or session.probe.trouble(world.rules.stale_seconds)
+    found = Snapshot(
+        world.now,
+        world.wall,
+        session.owner,
+        devices,
+        book.sections,
+        (*waiting, *skipped),
+        book.events,
+        specs(session),
+        all(view.device.simulated or view.device.is_host for view in devices),
+        session.settings.enable_memory_governor,
+        trouble,
+        session.ledger.url,
+        books.totals(book),
+        strangers(book, world, session.probe.people()),
+        rules=world.rules,
+    )
+    return replace(found, unanswered=unresponsive.unanswered(found, world.rules))
+
+
+def _device_views(session: Session, book: Book, world: World) -> tuple[Any, ...]:
+    """The devices with their use, pressure, unmanaged bytes and room for a grant."""
+    unmanaged = stranger_bytes(book, world)
+    room, blind = room_and_blind(book, world)
+    found = []
+    for view in views(book, world):
+        id = view.device.id
+        if not session.settings.enable_memory_governor:
+            view = replace(view, level=Level.UNKNOWN)
+        view = replace(
+            view,
+            stranger_bytes=unmanaged.get(id),
+            blind=blind.get(id, ""),
+            room_bytes=None if id in blind else room.get(id),
+        )
+        found.append(view)
+    return tuple(found)
+
+
+def other_hosts(session: Session) -> tuple[Snapshot, ...]:
+    """Every other host that shares the ledger (one in Redis), by name."""
+    read_all = getattr(session.ledger, "read_all", None)
+    pages = read_all() if read_all else []
+    others = [page for page in pages if page.host != session.owner.boot]
+    return tuple(_of_page(session, page) for page in sorted(others, key=lambda page: page.name))
+
+
+def _of_page(session: Session, page: HostPage) -> Snapshot:
+    """Another host's page. Its stamps are of its own clock, so its newest stamp stands for now."""
+    book = page.book or Book()
+    stamps = [0.0]
+    for lease in book.leases():
+        stamps += [lease.last_used, lease.settled_at]
+    stamps += [ticket.refreshed for ticket in book.tickets]
+    stamps += [sample.taken_at for sample in book.samples.values()]
+    now, wall = max(stamps), session.wall()
+    world = World(now, wall, book.devices, dict(book.limits), book.samples, session.rules)
+    unreadable = "a newer version wrote this page, or it cannot be read"
+    return Snapshot(
+        now,
+        wall,
+        session.owner,
+        views(book, world) if book.limits else (),
+        book.sections,
+        queue(book, world),
+        book.events,
+        (),
+        any(device.simulated for device in book.devices),
+        degraded="" if page.book else unreadable,
+        ledger=session.ledger.url,
+        totals=books.totals(book),
+        host=page.name,
+        seen_seconds=page.seen_seconds,
+    )
+
+
+def health(found: Snapshot) -> Health:
+    """One line on the fullest card of a snapshot."""
+    cards = [view for view in found.devices if not view.device.is_host]
+    fullest = max(cards, key=lambda view: view.pressure)
+    used = [view.measured_bytes for view in cards]
+    total = sum(view.device.total_bytes for view in cards)
+    unknown = None in used or not total
+    percent = None if unknown else round(100 * sum(used) / total, 1)  # type: ignore[arg-type]
+    level = fullest.level if found.governed else Level.UNKNOWN
+    healthy = level is not Level.CRITICAL and not found.degraded
+    return Health(healthy, level, percent, found.degraded or HEALTH_MESSAGES[level])
+
+
+def specs(session: Session) -> tuple[Any, ...]:
+    """The specifications of the models registered in this process."""
+    return tuple(resident.spec for resident in list(session.residents.values()))
+
+
+# -- tables; pandas is imported by the first one
+
+
+def models(session: Session) -> DataFrame:
+    """Every model that is registered here or held by any owner."""
+    from . import frames
+
+    book, world = session.look()
+    residents = list(session.residents.values())
+    sizes = {}
+    for resident in residents:
+        try:
+            sizes[resident.spec.name] = resident.footprint().bytes
+        except GpuError:  # its source is gone since it was registered: the size is unknown
+            continue
+    registered = [resident.spec for resident in residents if not resident.catalogued]
+    return frames.models(
+        registered, book.sections, session.me, sizes, world.now, session.catalogue.specs()
+    )
+
+
+def catalog(session: Session) -> DataFrame:
+    """The models of the catalogue. Raises CatalogUnavailable, BadDocument."""
+    from . import frames
+
+    return frames.catalog(session.catalogue.catalog.specs())
+
+
+def leases(session: Session) -> DataFrame:
+    """Who holds what on which device, one row a share."""
+    from . import frames
+
+    book, world = session.look()
+    return frames.leases(permissions.proven_sections(session, book), world.now)
+
+
+def events(found: tuple[Event, ...]) -> DataFrame:
+    """The events as a table."""
+    from . import frames
+
+    return frames.events(found)
+
+
+def fragmentation(session: Session) -> DataFrame:
+    """What each process's allocator holds on each card; unknown where a process publishes nothing."""
+    from . import frames
+
+    book, _ = session.look()
+    sections = {session.me: Section(session.owner)} | permissions.proven_sections(session, book)
+    return frames.fragmentation(session.maps.all(book), sections, snapshot(session).devices)
+
+
+def allocator_maps(session: Session) -> tuple[AllocatorMap, ...]:
+    """How the allocators of all owners have cut what they hold."""
+    return session.maps.all(session.read_book())
+
+
+# -- history
+
+
+def history(session: Session, found: Snapshot, seconds: str | float, points: int) -> History:
+    """How the devices of a snapshot were used; see Runtime.history."""
+    if points < 1:
+        raise BadSetting("points", points, "a number of moments, 1 or more")
+    span = parse_seconds(seconds)
+    since = found.wall - span
+    now = moments_of(found.devices, found.sections.values(), found.wall)
+    before = session.record.between(since, found.wall, points - 1) if session.record else ()
+    return History((*before, *now), session.history(since=since), span)
+
+
+def why(session: Session, name: str) -> tuple[Event, ...]:
+    """The last decisions on a model, the newest first. Raises UnknownModel if there was never one."""
+    bare = name.partition("@")[0]
+    resident = registry.by_key(session, bare)
+    found = session.history(20, resident.spec.name if resident else bare)
+    if not found and resident is None and session.catalogue.spec(bare) is None:
+        raise UnknownModel(bare, registry.known_names(session))
+    return found[::-1]
+
+
+# -- dry runs
+
+
+def plan(session: Session, name_or_size: str | int, options: dict[str, Any]) -> Plan:
+    """What a request would get now, changing nothing; see Runtime.plan."""
+    subject = _subject(session, name_or_size, options)
+    book, world = session.read_book(), session.world()
+    book = books.publish(book, session.truth(), world)
+    request = Request(
+        "plan", subject.wanted, subject.footprint, world.now, subject.rules, wait=False
+    )
+    found = plan_request(book, request, world, session.rank)
+    return replace(found, obstacle=subject.obstacle)
+
+
+def _subject(session: Session, words: str | int, options: dict[str, Any]) -> dry_run.Subject:
+    """What `words` mean: an own model, a size, another owner's model, or an unregistered source."""
+    name = str(words)
+    resident = registry.by_key(session, name) or registry.from_catalogue(session, name)
+    if resident is not None:
+        return dry_run.of_resident(resident, session, options)
+    size = dry_run.size_in(words)
+    if size is not None:
+        return dry_run.of_bytes(size, session)
+    try:
+        target = registry.resolve(session, name, loadable=True)
+        section = session.ledger.read().sections[target.owner]
+        lease = section.lease(target.name) or Lease(*target)
+        return dry_run.of_lease(lease, section.owner)
+    except (UnknownModel, KeyError):
+        known = registry.known_names(session)
+        return dry_run.of_nobody(dry_run.unregistered(name, known, session, options), session)
+
+
+# -- the catalogue
+
+
+def delete(session: Session, name: str) -> Outcome:
+    """Removes a model from the catalogue; see Runtime.delete."""
+    sections = session.ledger.read().sections.values()
+    entry = session.catalogue.catalog.delete(name)
+    holders = [section.owner.label for section in sections if section.lease(entry.name)]
+    because = f"{entry.name} is no longer in the catalogue"
+    if holders:
+        because += f"; {', '.join(holders)} has it loaded, and keeps it until it is evicted"
+    return Outcome("delete", entry.name, True, because)
