@@ -37,7 +37,6 @@ from .facts import (
     Snapshot,
     Wait,
 )
-from .facts import parse_importance as importance_of
 from .ledgers import default_url, host_config, open_ledger
 from .ledgers.access import journal_in
 from .owner import (

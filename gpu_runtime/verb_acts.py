@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from .errors import AlreadyRegistered, LoadFailed
+from .errors import AlreadyRegistered, GpuError, LoadFailed
 from .facts import Outcome
 from .units import is_source
 from .verb_arguments import given
@@ -70,10 +70,17 @@ def evictions(rt: Any, args: argparse.Namespace) -> Any:
 
 
 def doctor(rt: Any, args: argparse.Namespace) -> Any:
-    """The doctor's report, of `rt` or without a runtime. `args` has no options."""
-    from .owner.doctor import examine
+    """The doctor's report, of `rt` or, without one, of this process. `args` has no options."""
+    import gpu_runtime
 
-    return rt.doctor() if rt is not None else examine()
+    from .owner.doctor import report
+
+    if rt is not None:
+        return rt.doctor()
+    try:
+        return gpu_runtime.runtime().doctor()
+    except GpuError as error:  # the report says why no runtime opens, and all that is known anyway
+        return report(None, error)
 
 
 def config(rt: Any, args: argparse.Namespace) -> Any:

@@ -457,9 +457,9 @@ FAULTS = [
     ),
     Fault(
         "catalogue: others leave for what cannot be loaded",
-        "runtime",
-        "        require_loadable(spec)\n        self._keeper",
-        "        self._keeper",
+        "owner/acquire",
+        "    require_loadable(spec)\n",
+        "",
         CATALOGUE,
     ),
     Fault(

@@ -420,7 +420,7 @@ def lease_memory(
     rank = parse_importance(importance)
     seconds = None if timeout is None else parse_seconds(timeout)
     program = os.path.basename(session.owner.notebook or sys.argv[0]) or "python"
-    name = f"{purpose or program}#{session.next_number()}"
+    name = f"{purpose or program}#{session.new_block_number()}"
     running: list[LeasedBlock] = []
 
     def start(anchor: AnchorRef) -> LeasedBlock:

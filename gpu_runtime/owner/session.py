@@ -136,7 +136,7 @@ class Session:
         # Decisions in progress.
         self._keys: set[weakref.ref[Key]] = set()
         self.done_with = self._keys.discard
-        self._numbers = itertools.count(1)
+        self._numbers, self._block_numbers = itertools.count(1), itertools.count(1)
         self.standing: dict[Key, Ask] = {}  # requests to other owners that no caller waits for
         self.users: dict[str, Asker] = {}  # what each user may request of this process
         self._torch_limits: dict[str, float] = {}  # card -> fraction that torch may allocate here
@@ -188,9 +188,9 @@ class Session:
         """A new key for a decision, noted here before it is sent anywhere."""
         return self._note(Key(f"{self.me}:{next(self._numbers)}:{what}"))
 
-    def next_number(self) -> int:
-        """A number that this session has not used yet."""
-        return next(self._numbers)
+    def new_block_number(self) -> int:
+        """The number of the next block of code."""
+        return next(self._block_numbers)
 
     def _note(self, key: Key) -> Key:
         self._keys.add(weakref.ref(key, self._keys.discard))

@@ -184,7 +184,7 @@ def test_which_ledger(box, monkeypatch, tmp_path):
 
 def test_nobody_touches_another_users_proof_of_life(box):
     ann, bob = box.kernel(ANN), box.kernel(BOB)
-    file = box.boot() / "owners" / ann.say("rt._keeper.me").strip("'")
+    file = box.boot() / "owners" / ann.say("rt._session.me").strip("'")
     assert bob.say(f"open({str(file)!r}, 'rb').close()") == "None"
     for attempt in (
         f"os.unlink({str(file)!r})",
@@ -239,7 +239,7 @@ def test_a_reader_does_not_keep_the_dead_alive(box):
     ann, bob, witness = box.kernel(ANN, writer="5GiB"), box.kernel(BOB), box.writer(OPS)
     bob.say("rt.close()")  # nobody but the witness is to look
     ann.say("rt.preload('writer')")
-    me = ann.say("rt._keeper.me").strip("'")
+    me = ann.say("rt._session.me").strip("'")
     bob.say(f"f = open({str(box.boot() / 'owners' / me)!r}, 'rb')")
     assert witness.say("ledger.dead(ledger.read())") == "frozenset()"
     ann.kill()
@@ -258,7 +258,7 @@ def test_a_row_in_anothers_name_is_not_believed(box):
     ann, ann2, bob = box.kernel(ANN, writer="5GiB"), box.kernel(ANN), box.writer(BOB)
     ann.say("rt.preload('writer')")
     ann2.say("(rt.register('m', backend='fake', size='1GiB'), rt.preload('m'))[1].where")
-    me, other = (person.say("rt._keeper.me").strip("'") for person in (ann, ann2))
+    me, other = (person.say("rt._session.me").strip("'") for person in (ann, ann2))
     bob.say(FORGE)
     for verb, recalls in (("evict", (f"{me}/writer",)), ("pin", ())):
         assert (
@@ -279,7 +279,7 @@ def test_a_claimed_user_is_not_believed(box):
     """Bob says he is Ann: what he asks in her name is not done, and the table shows that it is unproven."""
     ann, bob = box.kernel(ANN, writer="5GiB"), box.writer(BOB, claims=ANN)
     ann.say("rt.preload('writer')")
-    me = ann.say("rt._keeper.me").strip("'")
+    me = ann.say("rt._session.me").strip("'")
     bob.say("put(ledger, 'x')")
     assert (
         bob.say(
@@ -319,7 +319,7 @@ def test_members_see_each_others_maps_and_nobody_forges_one(box):
     ann, bob = box.kernel(ANN, writer="5GiB"), box.kernel(BOB)
     ann.say("rt.preload('writer')")
     ann.say("rt.tick()")
-    me = ann.say("rt._keeper.me").strip("'")
+    me = ann.say("rt._session.me").strip("'")
     seen = "[(m.owner, m.allocated_bytes >> 30) for m in rt.allocator_maps()]"
     assert bob.say(seen) == f"[('{me}', 5)]"
     file = box.boot() / "owners" / f"{me}.map"
@@ -328,7 +328,7 @@ def test_members_see_each_others_maps_and_nobody_forges_one(box):
         GROUP,
     )
     assert bob.say(f"os.replace({str(file)!r}, '/tmp/x')").startswith("PermissionError")
-    ann.say("rt._maps._ledger._maps.withdraw(rt._keeper.me)")
+    ann.say("rt._session.maps._ledger._maps.withdraw(rt._session.me)")
     assert bob.say(f"Path({str(file)!r}).write_bytes(b'[]')") == "2"
     assert bob.say(seen) == "[]"
 
@@ -337,7 +337,8 @@ def test_the_owner_refuses_whoever_did_not_refuse_himself(box):
     """Bob's process has had its own check taken out; Ann's has not."""
     ann, bob = box.kernel(ANN, writer="5GiB"), box.kernel(BOB)
     ann.say("rt.preload('writer')")
-    bob.say("rt._foreign = lambda *a: ''")
+    bob.say("from gpu_runtime.owner import permissions")
+    bob.say("permissions.refusal_of_request = lambda *a: ''")
     told = bob.say("rt.pin('writer')")
     assert told.startswith(f"GpuError: {BOB} may not pin writer in pid {ann.pid}"), told
     assert ann.say("[l.keep for l in rt.status().leases()]") == "[False]"
@@ -348,13 +349,16 @@ def test_a_name_from_the_page_only_chooses_among_registered_models(box):
     ann, other = box.kernel(ANN, writer="1GiB"), box.kernel(ANN, reader="1GiB")
     other.say("rt.preload('reader')"), other.say("rt.evict('reader')")
     evil = box.root / "evil"
+    ann.say("from gpu_runtime.owner import maintenance")
     ann.say("from gpu_runtime.scheduler.recall import Order")
+    other.say("from gpu_runtime.facts import LeaseId")
+    other.say("from gpu_runtime.owner import requests")
     for name in (str(evil), f"reader@{other.pid}", f"__import__('os').system('touch {evil}')"):
         assert "has not registered" in other.say(
-            f"rt._keeper.ask('preload', {ann.say('rt._keeper.me')} + '/' + {name!r}, "
+            f"requests.request(rt._session, 'preload', LeaseId({ann.say('rt._session.me')}, {name!r}), "
             "timeout=10).because"
         )
-        ann.say(f"rt._carry_out(Order('k', 'preload', {name!r}))")
+        ann.say(f"maintenance.carry_out_order(rt._session, Order('k', 'preload', {name!r}))")
         assert ann.say("rt.status().events[-1].action") == "'failed'"
     assert other.say("[l.where for l in rt.status().leases()]") == "['host']" and not evil.exists()
 

@@ -39,12 +39,12 @@ def test_everybodys_maps_are_told_by_owner(runtime, shared_book):
     b.preload("qwen")
     a.tick(), b.tick()
     seen = {one.owner: (one.allocated_bytes, one.inactive_bytes) for one in a.allocator_maps()}
-    assert seen == {a._keeper.me: (9 * MIB, 11 * MIB), b._keeper.me: (4 * GIB, 0)}
+    assert seen == {a._session.me: (9 * MIB, 11 * MIB), b._session.me: (4 * GIB, 0)}
     assert {one.segments for one in b.allocator_maps()} == {
         one.segments for one in a.allocator_maps()
     }
     b.close()
-    assert {one.owner for one in a.allocator_maps()} == {a._keeper.me}
+    assert {one.owner for one in a.allocator_maps()} == {a._session.me}
 
 
 def test_unknown_is_not_zero(runtime, shared_book):
@@ -79,15 +79,15 @@ def test_a_map_is_published_at_a_calm_pace(runtime, shared_book, clock):
     """The first change is told at once, those that follow together, and no change not at all."""
     rt = runtime(ledger=shared_book, monitor=False, clock=clock)
     fakes(rt, a="1GiB", b="1GiB")
-    assert not rt._maps.publish()
+    assert not rt._session.maps.publish()
     rt.preload("a")
-    assert rt._maps.publish()
+    assert rt._session.maps.publish()
     rt.preload("b")
-    assert not rt._maps.publish()
+    assert not rt._session.maps.publish()
     clock.advance(allocator_maps.PACE_SECONDS)
-    assert rt._maps.publish()
+    assert rt._session.maps.publish()
     clock.advance(1000)
-    assert not rt._maps.publish()
+    assert not rt._session.maps.publish()
 
 
 def test_what_takes_long_to_draw_is_drawn_seldom(runtime, clock, monkeypatch):
@@ -97,12 +97,12 @@ def test_what_takes_long_to_draw_is_drawn_seldom(runtime, clock, monkeypatch):
     times = iter([0.0, 0.5, 1.0, 1.5])
     monkeypatch.setattr(allocator_maps.time, "thread_time", lambda: next(times))
     rt.preload("a")
-    assert rt._maps.publish()
+    assert rt._session.maps.publish()
     rt.preload("b")
     clock.advance(49.9)
-    assert not rt._maps.publish()
+    assert not rt._session.maps.publish()
     clock.advance(0.2)
-    assert rt._maps.publish()
+    assert rt._session.maps.publish()
 
 
 def test_a_full_disk_hides_the_map_and_harms_nothing_else(runtime, monkeypatch, clock):
@@ -113,11 +113,11 @@ def test_a_full_disk_hides_the_map_and_harms_nothing_else(runtime, monkeypatch, 
     def full(drawn):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(rt._keeper.ledger, "publish_maps", full)
-    assert not rt._maps.publish()
+    monkeypatch.setattr(rt._session.ledger, "publish_maps", full)
+    assert not rt._session.maps.publish()
     monkeypatch.undo()
     clock.advance(10)
-    assert rt._maps.publish()
+    assert rt._session.maps.publish()
 
 
 def kept_cache(rt, size: str) -> None:
@@ -156,7 +156,7 @@ def test_who_is_silent_is_told_and_does_not_hold_up_the_others(runtime, shared_b
         fakes(rt, **{name: "1GiB"})
         rt.preload(name)
     told = c.defrag(timeout=0)
-    assert told.done and told.because.count("and has yet to answer") == 2
+    assert told.done and told.because.count("and has not answered yet") == 2
     assert [ticket.verb for ticket in c.status().tickets] == ["defrag", "defrag"]
 
 

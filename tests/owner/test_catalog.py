@@ -470,7 +470,7 @@ def test_deleting_a_loaded_model_says_that_it_stays_until_it_leaves(shelf):
     rt = shelf()
     rt.preload("qwen3:8b")
     told = rt.delete("qwen3:8b").because
-    assert "no longer in the catalogue" in told and "still loaded by pid" in told
+    assert "no longer in the catalogue" in told and "has it loaded" in told
     with rt.use("qwen3:8b"):
         pass
     rt.forget("qwen3:8b")

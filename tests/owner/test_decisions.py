@@ -8,6 +8,7 @@ import pytest
 
 from gpu_runtime import Busy, DoesNotFit, NotAllowed, StillInUse
 from gpu_runtime.facts import Event
+from gpu_runtime.owner import permissions
 from gpu_runtime.telemetry.journal import Journal
 from tests.nvml_driver import until
 
@@ -157,11 +158,11 @@ def test_what_was_asked_in_vain_is_told(two):
 
 def test_what_may_not_even_be_asked_is_told(two, monkeypatch):
     kernel, console = two
-    monkeypatch.setattr(console, "_foreign", lambda verb, owner, name: "ann may not")
+    monkeypatch.setattr(permissions, "refusal_of_request", lambda *_: "ann may not")
     with console.on_behalf_of("ann"), pytest.raises(NotAllowed):
         console.pin("qwen")
     [(_, by)] = told(kernel, "declined")
-    assert by.startswith("ann (") and console._keeper.ledger.read().tickets == ()
+    assert by.startswith("ann (") and console._session.ledger.read().tickets == ()
 
 
 def test_two_visitors_who_act_at_once_are_not_mixed_up(two):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import types
 
 import pytest
 
-from gpu_runtime import DoesNotFit
+from gpu_runtime import DoesNotFit, verb_acts
 from gpu_runtime.errors import LedgerUnavailable
-from gpu_runtime.owner import doctor
 
 
 def chapter(report, title):
@@ -55,7 +55,7 @@ def test_no_password_and_no_token_is_in_it(runtime, environment, secret):
     """Of an address, of a setting, or in what was said of a refusal."""
     rt = runtime(devices="sim:16GiB")
     environment.setenv("HF_TOKEN", secret)
-    rt._keeper.ledger.url = f"redis://ops:{secret}@box:6379/0?password={secret}"
+    rt._session.ledger.url = f"redis://ops:{secret}@box:6379/0?password={secret}"
     rt.register("big", backend="fake", size="64GiB")
     said = types.SimpleNamespace(
         tail=lambda: [
@@ -70,9 +70,9 @@ def test_no_password_and_no_token_is_in_it(runtime, environment, secret):
             )
         ]
     )
-    rt._keeper.journal, before = said, rt._keeper.journal
+    rt._session.journal, before = said, rt._session.journal
     text = rt.doctor().text
-    rt._keeper.journal = before
+    rt._session.journal = before
     assert secret not in text and "redis://ops:***@box:6379/0" in text
 
 
@@ -84,7 +84,7 @@ def test_where_nothing_opens_it_says_why_and_the_rest_all_the_same(environment, 
 
     monkeypatch.setattr(gpu_runtime, "runtime", broken)
     environment.setenv("GPU_LEDGER", "redis://ops:s3cret@nowhere:1/0")
-    report = doctor.examine()
+    report = verb_acts.doctor(None, argparse.Namespace())
     assert (
         "the ledger /x cannot be written."
         in next(c for c in report.chapters if c.title == "the runtime does not open").rows[0][1]
@@ -98,7 +98,7 @@ def test_a_setting_that_is_wrong_hides_only_the_settings(environment, monkeypatc
     from gpu_runtime.settings import Settings
 
     monkeypatch.setattr(gpu_runtime, "runtime", Settings.load)
-    report = doctor.examine()
+    report = verb_acts.doctor(None, argparse.Namespace())
     assert "GPU_RELIEF" in chapter(report, "settings")["cannot be told"]
     assert chapter(report, "versions")["python"]
 

@@ -9,7 +9,7 @@ import pytest
 from gpu_runtime import Runtime
 from gpu_runtime.errors import DoesNotFit, NotAllowed, UnknownDevice
 from gpu_runtime.ledgers.memory import MemoryLedger
-from gpu_runtime.owner.session import Keeper
+from gpu_runtime.owner import permissions
 
 
 def fake(rt, name, gib=4, **options):
@@ -119,14 +119,14 @@ def as_user(monkeypatch):
 def test_where_others_share_the_cards_only_an_operator_drains(
     runtime, tmp_path, as_user, monkeypatch
 ):
-    monkeypatch.setattr(Keeper, "shared", True)
+    monkeypatch.setattr(permissions, "is_shared", lambda session: True)
     config = tmp_path / "config.toml"
     config.write_text('[operators]\nusers = ["ops"]\n')
     as_user("ann")
     ann = runtime(gpu_config_file=str(config))
     fake(ann, "a")
     with pytest.raises(
-        NotAllowed, match="ann may not drain a card: others share it, so it is an operator's to say"
+        NotAllowed, match="ann may not drain a card: the ledger is shared. Only an operator may"
     ):
         ann.drain("sim:0")
     as_user("ops")

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from gpu_runtime import BadCall, EngineDied, EngineFault, OutOfMemory, ProcessLost
+from gpu_runtime.owner import registry
 from gpu_runtime.units import MIB
 from tests import tiny_models
 
@@ -70,7 +71,7 @@ def test_two_that_do_not_fit_together_take_turns_by_being_dropped_and_loaded_aga
 def test_killed_in_the_middle_it_costs_one_error_and_the_lease_is_free_when_that_is_seen(
     runtime, tmp_path
 ):
-    """With -9. The next call loads it anew, in the same block."""
+    """With -9. The next call loads it again, in the same block."""
     rt = runtime(devices="sim:256MiB,host:256MiB")
     rt.register("phi", str(tiny_models.gguf_lm(tmp_path / "slow.gguf", size="24 MiB")))
     with rt.use("phi") as phi:
@@ -95,9 +96,9 @@ def test_killed_in_the_middle_it_costs_one_error_and_the_lease_is_free_when_that
 def test_killed_while_nobody_uses_it_its_lease_is_returned_too(rt):
     rt.preload("phi")
     lost = threading.Event()
-    resident = rt._mine("phi")
-    tell = resident.tell_loss
-    resident.tell_loss = lambda *said: (tell(*said), lost.set())
+    resident = registry.find(rt._session, "phi")
+    tell = resident.report_loss
+    resident.report_loss = lambda *said: (tell(*said), lost.set())
     os.kill(resident.engines[0], signal.SIGKILL)
     assert lost.wait(20) and claims(rt) == {} and where(rt) == {"phi": "disk"}
     with rt.use("phi") as phi:
@@ -178,17 +179,17 @@ def test_a_stream_that_is_closed_ends_the_generation(runtime, tmp_path):
 
         hundred = spent(lambda: write(phi, 100))
         assert spent(closed) < hundred
-    assert not rt._mine("phi").pins
+    assert not registry.find(rt._session, "phi").pins
 
 
 def test_a_model_is_pinned_as_long_as_somebody_reads_its_answer(rt):
     rt.preload("phi")
-    phi = rt._mine("phi").value
+    phi = registry.find(rt._session, "phi").value
     stream = phi.create_completion("hello", max_tokens=50, stream=True)
     next(stream)
-    assert rt._mine("phi").pins
+    assert registry.find(rt._session, "phi").pins
     list(stream)
-    assert not rt._mine("phi").pins
+    assert not registry.find(rt._session, "phi").pins
 
 
 def test_out_of_memory_while_loading_makes_whoever_is_idle_leave_and_tries_once_more(runtime):
@@ -232,7 +233,7 @@ def test_a_reset_driver_in_the_kernel_costs_the_model_that_was_in_use(runtime):
     rt = runtime()
     fakes(rt, a="1GiB", b="1GiB")
     rt.preload("b")
-    with pytest.raises(EngineFault, match="next use of a loads it anew"), rt.use("a"):
+    with pytest.raises(EngineFault, match="next use of a loads it again"), rt.use("a"):
         raise RuntimeError("cuBLAS initialization failed")
     assert where(rt) == {"a": "disk", "b": "sim:0"}
     with rt.use("a"):

@@ -195,11 +195,11 @@ def test_what_a_recorder_sees_is_read_by_everybody_of_the_ledger(runtime, tmp_pa
     rt = runtime(ledger=f"sqlite://{tmp_path}/ledger", monitor=False)
     fakes(rt, qwen="10GiB")
     rt.preload("qwen")
-    directory = rt._keeper.ledger.directory
-    recorder = Recorder(directory, rt._keeper.ledger.url)
-    before = rt._keeper.ledger.read()
+    directory = rt._session.ledger.directory
+    recorder = Recorder(directory, rt._session.ledger.url)
+    before = rt._session.ledger.read()
     recorder.turn(Figures(1, 0.0, Sample("host", 0.0, 60 * GIB)))
-    assert rt._keeper.ledger.read() == before
+    assert rt._session.ledger.read() == before
     rt.evict("qwen")
     recorder.turn(Figures(1, 0.0, Sample("host", 0.0, 60 * GIB)))
     recorder.flush()

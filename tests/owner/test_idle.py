@@ -10,8 +10,8 @@ import pytest
 from gpu_runtime.facts import Ticket
 from gpu_runtime.kernel_activity import Activity
 from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.owner.maintenance import LOOKS_PER_SECOND
 from gpu_runtime.owner.monitor import promptly
-from gpu_runtime.owner.session import LOOKS_PER_SECOND
 from tests.owner.conftest import claims, fakes
 
 LONG = 64 / LOOKS_PER_SECOND  # seconds between two looks in a crowd of 64
@@ -34,7 +34,7 @@ def crowd(runtime, shared_book, clock):
 
 def counted(monkeypatch, rt):
     """The transactions that this runtime makes from now on."""
-    ledger, made = rt._keeper.ledger, []
+    ledger, made = rt._session.ledger, []
     real = ledger.transact
     monkeypatch.setattr(ledger, "transact", lambda decide: made.append(decide) or real(decide))
     return made
@@ -56,18 +56,18 @@ def test_a_kernel_among_few_looks_every_second(runtime):
 def test_a_use_wakes_a_monitor_that_sleeps_long(crowd):
     """Its pin must be in the book within a second."""
     rt = crowd[5]
-    ledger = rt._keeper.ledger
+    ledger = rt._session.ledger
     assert rt.tick() == LONG
     while ledger.wait(0):
         pass
     with rt.use("m"):
         assert ledger.wait(0), "it rang its own bell"
         assert rt.tick() == 1.0
-        assert ledger.read().lease(rt._keeper.me, "m").pins == 1
+        assert ledger.read().lease(rt._session.me, "m").pins == 1
         with rt.use("m"):
             assert not ledger.wait(0), "once is enough"
     assert [rt.tick(), rt.tick()] == [1.0, LONG]
-    assert ledger.read().lease(rt._keeper.me, "m").pins == 0
+    assert ledger.read().lease(rt._session.me, "m").pins == 0
 
 
 def test_a_cell_is_told_within_a_second_and_takes_no_transaction_of_its_own(
@@ -75,9 +75,9 @@ def test_a_cell_is_told_within_a_second_and_takes_no_transaction_of_its_own(
 ):
     """Its begin rings for a monitor that sleeps long; what the monitor says then is what it would say anyway."""
     rt = crowd[5]
-    kernel = rt._keeper.activity = Activity(clock)
-    kernel.watchers.add(rt._stir)
-    ledger, made = rt._keeper.ledger, counted(monkeypatch, rt)
+    kernel = rt._session.activity = Activity(clock)
+    kernel.watchers.add(rt._session.cell_began)
+    ledger, made = rt._session.ledger, counted(monkeypatch, rt)
     assert rt.tick() == LONG
     while ledger.wait(0):
         pass
@@ -95,13 +95,13 @@ def test_a_cell_is_told_within_a_second_and_takes_no_transaction_of_its_own(
 
 
 def _told(ledger, rt):
-    section = ledger.read().sections[rt._keeper.me]
+    section = ledger.read().sections[rt._session.me]
     return section.busy_since, section.idle_since
 
 
 def test_nobody_sleeps_long_while_anybody_waits(crowd):
     """A request may be answered by time alone, and every owner may be asked."""
-    ledger = crowd[0]._keeper.ledger
+    ledger = crowd[0]._session.ledger
     wish = Ticket("k", ledger.owner.id, "use", "big", 0.0, 0.0)
     ledger.transact(lambda book: (book.with_ticket(wish), None))
     assert crowd[5].tick() == 1.0
@@ -112,25 +112,25 @@ def test_nobody_sleeps_long_while_anybody_waits(crowd):
 @pytest.mark.parametrize("dead", [6, 40])
 def test_every_death_is_noticed_by_somebody(crowd, dead):
     """By the one before it in the row at its next look, and by each of the others in turn."""
-    crowd[dead]._keeper.ledger.close()  # gone without a word
-    gone = crowd[dead]._keeper.me
-    book = crowd[0]._keeper.ledger.read()
+    crowd[dead]._session.ledger.close()  # gone without a word
+    gone = crowd[dead]._session.me
+    book = crowd[0]._session.ledger.read()
     row = sorted(book.sections)
-    before = next(rt for rt in crowd if rt._keeper.me == row[row.index(gone) - 1])
+    before = next(rt for rt in crowd if rt._session.me == row[row.index(gone) - 1])
     before.tick()
-    assert gone not in crowd[0]._keeper.ledger.read().sections
+    assert gone not in crowd[0]._session.ledger.read().sections
 
 
 def test_a_death_is_noticed_though_the_one_before_it_is_dead_too_or_stopped(crowd):
-    row = sorted(crowd[0]._keeper.ledger.read().sections)
-    by_id = {rt._keeper.me: rt for rt in crowd}
-    by_id[row[10]]._keeper.ledger.close()
+    row = sorted(crowd[0]._session.ledger.read().sections)
+    by_id = {rt._session.me: rt for rt in crowd}
+    by_id[row[10]]._session.ledger.close()
     looker = by_id[row[30]]  # all but one are stopped
     for _ in range(len(row)):
         looker.tick()
-    assert row[10] not in looker._keeper.ledger.read().sections
+    assert row[10] not in looker._session.ledger.read().sections
     assert claims(looker)["sim:0"] == sum(
-        lease.bytes for lease in looker._keeper.ledger.read().leases() if lease.where == "sim:0"
+        lease.bytes for lease in looker._session.ledger.read().leases() if lease.where == "sim:0"
     )
 
 

@@ -14,6 +14,8 @@ from gpu_runtime.errors import (
     StillInUse,
     UnknownDevice,
 )
+from gpu_runtime.owner import registry
+from gpu_runtime.scheduler import torch_limit
 from gpu_runtime.units import GIB
 from tests.owner.conftest import claims, fakes, where
 
@@ -26,10 +28,10 @@ def test_move_switches_a_models_card_and_says_why(runtime):
     rt.preload("qwen")
     outcome = rt.move("qwen", "sim:2")
     assert (outcome.done, outcome.where, outcome.bytes) == (True, "sim:2", 6 * GIB)
-    assert outcome.because == "qwen went from sim:0 to sim:2"
+    assert outcome.because == "qwen moved from sim:0 to sim:2"
     assert where(rt) == {"qwen": "sim:2"} and claims(rt) == {"sim:2": 6 * GIB}
     [event] = [event for event in rt.status().events if event.action == "moved"]
-    assert event.because == "qwen went from sim:0 to sim:2, by hand." and event.reason == "move"
+    assert event.because == "qwen moved from sim:0 to sim:2, by hand." and event.reason == "move"
     assert rt.move("qwen", "sim:2").because == "qwen is on sim:2 already"
     assert rt.evictions().empty, "a move is no eviction"
 
@@ -84,7 +86,7 @@ def test_what_cannot_be_moved_is_refused_in_one_sentence(runtime):
         rt.move("bound", "sim:1")
     rt.register("whole", backend="fake", size="1GiB", layout="single")
     rt.preload("whole")
-    with pytest.raises(DoesNotFit, match="lies on one card"):
+    with pytest.raises(DoesNotFit, match="stays on one card"):
         rt.move("whole", "sim:1,2")
     assert where(rt)["qwen"] == "sim:0"
 
@@ -236,7 +238,7 @@ def test_what_lies_elsewhere_after_a_load_is_told_by_name(runtime, monkeypatch, 
     rt = runtime(devices=FOUR)
     fakes(rt, m="1GiB")
     monkeypatch.setattr(
-        rt._mine("m").backend,
+        registry.find(rt._session, "m").backend,
         "elsewhere",
         lambda model: tuple(f"layer{i} on cpu" for i in range(5)),
     )
@@ -253,13 +255,13 @@ def test_what_lies_elsewhere_after_a_load_is_told_by_name(runtime, monkeypatch, 
 
 
 def test_torchs_bound_is_told_once_and_lifted_when_the_last_model_leaves(runtime, monkeypatch):
-    from gpu_runtime.owner import session as house
-
     rt, told, wanted = runtime(devices=FOUR, monitor=False), [], {}
-    keeper = rt._keeper
-    monkeypatch.setattr(keeper.probe, "simulated", False)
-    monkeypatch.setattr(house.bounds, "bounds", lambda *_: wanted)
-    monkeypatch.setattr(keeper.probe, "bound", lambda card, part: told.append((card, part)) or True)
+    session = rt._session
+    monkeypatch.setattr(session.probe, "simulated", False)
+    monkeypatch.setattr(torch_limit, "bounds", lambda *_: wanted)
+    monkeypatch.setattr(
+        session.probe, "bound", lambda card, part: told.append((card, part)) or True
+    )
     fakes(rt, m="1GiB")
     wanted = {"sim:0": 0.5}
     rt.preload("m")

@@ -26,7 +26,7 @@ def until(true, rt: Runtime) -> None:
     for _ in range(100):
         if true():
             return
-        rt._keeper.ledger.wait(0.1)
+        rt._session.ledger.wait(0.1)
     raise AssertionError("it never came true")
 
 
@@ -54,7 +54,7 @@ def test_an_interrupt_right_after_a_load_leaves_the_model_whole(runtime, monkeyp
     """It is installed by then: to drop it would leave an empty one, said to be on its device."""
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
-    resident = rt._keeper.residents["m"]
+    resident = rt._session.residents["m"]
     install = resident.install
 
     def install_and_stop(*args):
@@ -75,7 +75,7 @@ def test_an_interrupt_at_the_end_of_a_load_gives_its_bytes_back_at_once(runtime,
     """Not when the notebook forgets the traceback: its frames hold what had been loaded."""
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
-    backend = rt._keeper.residents["m"].backend
+    backend = rt._session.residents["m"].backend
     settle = backend._settle
 
     def settle_and_stop(*args):
@@ -127,11 +127,11 @@ def test_a_second_interrupt_while_tidying_up_leaves_nothing(runtime, monkeypatch
     holder = in_threads(hold)
     inside.wait(20)
     rt.tell_waits(stop)
-    monkeypatch.setattr(rt._keeper, "_withdraw", stop)
+    monkeypatch.setattr(rt._session, "withdraw", stop)
     with pytest.raises(KeyboardInterrupt) as kept, rt.use("m"):
         pass
     rt.tick()
-    assert rt._keeper.ledger.read().tickets == ()
+    assert rt._session.ledger.read().tickets == ()
     assert kept.value.__traceback__, "a notebook keeps its last error, frames and all"
     monkeypatch.undo()
     done.set()
@@ -152,7 +152,7 @@ def test_an_eviction_that_nobody_waits_for_is_done_once(runtime, shared_book):
     owner.preload("m")
     for rt in (owner, asker):
         rt.tick()
-    assert where(owner) == {"m": "sim:0"} and not owner._keeper.ledger.read().tickets
+    assert where(owner) == {"m": "sim:0"} and not owner._session.ledger.read().tickets
 
 
 def stopped_at(call: int, act) -> BaseException | None:
@@ -202,11 +202,11 @@ def test_an_interrupt_at_the_entry_of_any_function_leaves_nothing_once_the_monit
         if kept is None:
             break
         rt.tick()
-        book = rt._keeper.ledger.read()
+        book = rt._session.ledger.read()
         assert {lease.name for lease in book.leases()} <= {"m", "n"}, call
         assert not book.tickets, call
         assert not [lease for lease in book.leases() if lease.target or lease.pins], call
-        assert not [ref().text for ref in rt._keeper._keys.copy() if ref()], call
+        assert not [ref().text for ref in rt._session._keys.copy() if ref()], call
     assert call > 100
 
 

@@ -19,6 +19,7 @@ from gpu_runtime import (
     NotAModel,
     NotResident,
 )
+from gpu_runtime.owner import registry, release
 from tests import tiny_models
 
 from .conftest import claims, where
@@ -61,7 +62,7 @@ def test_a_model_answers_bit_for_bit_the_same_after_every_journey(runtime, direc
     assert where(rt) == {kind: "host"} and rt.probe.used()["sim:0"] == 0
     with rt.use(kind) as again:
         assert again is module and torch.equal(logits(again), before)
-    rt._keeper.evict(rt._mine(kind), "to disk", drop=True)
+    release.evict(rt._session, registry.find(rt._session, kind), "to disk", drop=True)
     assert (
         where(rt) == {kind: "disk"}
         and rt.probe.used().get("sim:0", 0) == rt.probe.used().get("host", 0) == 0
@@ -93,7 +94,7 @@ def test_a_kept_reference_comes_back_by_itself_when_it_is_called(runtime, direct
     rt.evict("llm")
     assert torch.equal(logits(module), before)
     assert where(rt) == {"llm": "sim:0"}
-    rt._keeper.evict(rt._mine("llm"), "to disk", drop=True)
+    release.evict(rt._session, registry.find(rt._session, "llm"), "to disk", drop=True)
     assert torch.equal(logits(module), before), "from disk too"
     ids = module.generate(IDS, max_new_tokens=3, do_sample=False)
     assert ids.shape == (1, IDS.shape[1] + 3)
@@ -126,7 +127,7 @@ def test_a_weight_changed_in_place_is_never_lost(runtime, directories, change):
     with rt.use("llm") as module, torch.no_grad():
         CHANGES[change](module.lm_head.weight)
         changed = logits(module)
-    step = rt._keeper.evict(rt._mine("llm"), "to disk", drop=True)
+    step = release.evict(rt._session, registry.find(rt._session, "llm"), "to disk", drop=True)
     assert type(step).__name__ == "Move" and where(rt) == {"llm": "host"}
     assert any("differ from their source" in event.because for event in rt.why("llm"))
     with rt.use("llm") as module:
@@ -174,7 +175,7 @@ def test_an_adopted_module_is_counted_moved_and_never_dropped(runtime):
     rt.adopt("mine", module)
     with pytest.raises(AlreadyRegistered):
         rt.adopt("mine", mlp())
-    with pytest.raises(CannotGovern, match="in care already, as 'mine'"):
+    with pytest.raises(CannotGovern, match="governed already, as 'mine'"):
         rt.adopt("other", module)
     with pytest.raises(CannotGovern, match="int is no torch.nn.Module"):
         rt.adopt("other", 5)
@@ -226,7 +227,7 @@ def test_a_factory_is_built_when_first_used_and_its_weights_are_never_dropped(ru
     rt.register("made", lambda: mlp(3).eval())
     with rt.use("made") as module:
         before = module(torch.ones(2, 64))
-    assert not rt.status().sections[rt._keeper.me].lease("made").droppable
+    assert not rt.status().sections[rt._session.me].lease("made").droppable
     rt.evict("made")
     with rt.use("made") as module:
         assert torch.equal(module(torch.ones(2, 64)), before)

@@ -28,6 +28,7 @@ from gpu_runtime import (
     UnknownModel,
 )
 from gpu_runtime.facts import Drop, Level, Load, Move
+from gpu_runtime.owner import registry
 from gpu_runtime.units import GIB
 
 from .conftest import claims, fakes, where
@@ -120,10 +121,10 @@ def test_who_waits_sleeps(runtime, tmp_path, monkeypatch, ledger):
     )
     fakes(rt, a="14GiB", b="14GiB", c="14GiB")
     looks = []
-    decide = rt._keeper.decide
+    decide = rt._session.decide
     with rt.use("a"):
         monkeypatch.setattr(
-            rt._keeper, "decide", lambda *args, **named: looks.append(1) or decide(*args, **named)
+            rt._session, "decide", lambda *args, **named: looks.append(1) or decide(*args, **named)
         )
 
         def wait(name):
@@ -155,7 +156,7 @@ def test_a_model_in_use_is_waited_for_and_the_wait_times_out_with_its_name(runti
     inside.wait(20)
     with pytest.raises(Busy, match=r"a \(14.0 GiB on sim:0\) is in use"), rt.use("b", timeout=0.1):
         pass
-    assert rt._keeper.ledger.read().tickets == ()
+    assert rt._session.ledger.read().tickets == ()
     done.set()
     holder.join()
     with rt.use("b", timeout=10):
@@ -346,7 +347,7 @@ def test_a_load_that_failed_with_the_driver_says_that_the_kernel_must_go(
     def fail(*_, **__):
         raise RuntimeError(said)
 
-    monkeypatch.setattr(rt._mine("m").backend, "load", fail)
+    monkeypatch.setattr(registry.find(rt._session, "m").backend, "load", fail)
     with pytest.raises(LoadFailed, match=said) as told:
         rt.preload("m")
     assert ("restart its kernel" in str(told.value)) is advised and claims(rt) == {}
@@ -359,7 +360,7 @@ def test_a_load_that_fails_after_its_bytes_have_come_gives_them_back(runtime, mo
     def fail(model):
         raise RuntimeError("the source is gone")
 
-    backend, dropped = rt._mine("m").backend, []
+    backend, dropped = registry.find(rt._session, "m").backend, []
     drop = backend.drop
     monkeypatch.setattr(backend, "droppable", fail)
     monkeypatch.setattr(backend, "drop", lambda model: dropped.append(model) or drop(model))
@@ -376,9 +377,9 @@ def test_a_pin_taken_after_the_decision_still_keeps_the_model(runtime):
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
     with rt.use("m"):
-        assert not rt._mine("m").begin_moving()
-    assert rt._mine("m").begin_moving()
-    rt._mine("m").stay()
+        assert not registry.find(rt._session, "m").begin_moving()
+    assert registry.find(rt._session, "m").begin_moving()
+    registry.find(rt._session, "m").stay()
 
 
 def test_a_failing_move_leaves_the_model_where_it_is(runtime):
@@ -549,7 +550,7 @@ def test_a_block_of_code_leases_room_and_gives_it_back_whatever_happens(runtime)
         assert claims(rt)["sim:0"] == 10 * GIB and where(rt)["a"] == "host"
         assert (block.bytes, block.device.id) == (10 * GIB, "sim:0")
         raise ZeroDivisionError
-    assert "sim:0" not in claims(rt) and rt._keeper.blocks == {}
+    assert "sim:0" not in claims(rt) and rt._session.blocks == {}
     with pytest.raises(DoesNotFit), rt.lease("30 GiB", purpose="training"):
         pass
 
@@ -696,7 +697,7 @@ def test_who_only_looks_leaves_no_trace(runtime, shared_book):
     a.preload("qwen")
     snapshot = watcher.status()
     assert [lease.name for lease in snapshot.leases()] == ["qwen"]
-    assert set(watcher._keeper.ledger.read().sections) == {a._keeper.me}
+    assert set(watcher._session.ledger.read().sections) == {a._session.me}
 
 
 def test_closing_gives_everything_back(runtime, shared_book):
@@ -846,7 +847,7 @@ def test_ungoverned_models_load_unasked_and_pressure_is_unknown(runtime):
         assert repr(model) == "<fake a on sim:0>"
     snapshot = rt.status()
     assert not snapshot.governed and {view.level for view in snapshot.devices} == {Level.UNKNOWN}
-    assert rt._keeper.ledger.read().sections == {}
+    assert rt._session.ledger.read().sections == {}
 
 
 # -- forks ----------------------------------------------------------------------------------------------------------
@@ -860,7 +861,7 @@ def test_a_forked_child_owns_nothing_and_the_parent_keeps_everything(runtime, tm
     if pid == 0:
         code = 1
         try:
-            code = 0 if rt.specs() == () and rt._keeper.me.startswith(f"{os.getpid()}.") else 2
+            code = 0 if rt.specs() == () and rt._session.me.startswith(f"{os.getpid()}.") else 2
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -13,6 +13,7 @@ import pytest
 from gpu_runtime import DoesNotFit, MemoryLimitExceeded, NotAllowed, Runtime
 from gpu_runtime.facts import Drop, Move
 from gpu_runtime.ledgers.liveness import name_of
+from gpu_runtime.owner import registry
 from gpu_runtime.serving.gateway import Gateway
 from gpu_runtime.settings import Settings
 from gpu_runtime.units import GIB
@@ -23,9 +24,9 @@ PROVEN: set[str] = set()
 ELSEWHERE = {  # by tests with real servers
     "gpu_console_token": "faces/test_gate.py",
     "gpu_console_viewer_token": "faces/test_gate.py",
-    "gpu_console_operators": "faces/test_logins.py",
-    "gpu_console_viewers": "faces/test_logins.py",
-    "gpu_console_read_only": "faces/test_logins.py",
+    "gpu_console_operators": "faces/test_login.py",
+    "gpu_console_viewers": "faces/test_login.py",
+    "gpu_console_read_only": "faces/test_login.py",
     "gpu_serve_queue": "serving/test_gateway.py",
 }
 
@@ -87,7 +88,9 @@ def test_the_catalogue_and_what_its_models_leave_unsaid(runtime, tmp_path):
 @proves("gpu_engine_ports")
 @proves("gpu_engine_start_seconds")
 def test_where_servers_listen_and_how_long_they_may_take(runtime):
-    backend = runtime(gpu_engine_ports="9000-9001", gpu_engine_start_seconds="2m")._backend("vllm")
+    backend = runtime(gpu_engine_ports="9000-9001", gpu_engine_start_seconds="2m")._session.backend(
+        "vllm"
+    )
     assert (backend._among, backend._seconds) == (range(9000, 9002), 120.0)
 
 
@@ -122,7 +125,7 @@ def test_off_means_models_load_without_asking(runtime):
     rt = runtime(enable_memory_governor=False)
     fakes(rt, a="23GiB")
     with rt.use("a"):
-        assert rt._keeper.ledger.read().sections == {}
+        assert rt._session.ledger.read().sections == {}
 
 
 @proves("enable_cpu_offload")
@@ -144,7 +147,7 @@ def test_who_leaves_first(runtime, clock):
         rt.preload("cheap")
         clock.advance(1)
         for name, seconds in (("old", 900.0), ("cheap", 0.001)):
-            resident = rt._mine(name)
+            resident = registry.find(rt._session, name)
             resident.lease = resident.lease.__class__(
                 **{
                     **{f: getattr(resident.lease, f) for f in resident.lease.__struct_fields__},

@@ -29,7 +29,7 @@ def test_room_that_cannot_be_seen_is_unknown_and_says_why(runtime, monkeypatch):
     monkeypatch.setattr(
         rt.probe, "samples", lambda now, fresh=False: {"cuda:0": Sample("cuda:0", now, None)}
     )
-    rt._keeper.limits["cuda:0"] = rt._keeper.limits["sim:0"]
+    rt._session.limits["cuda:0"] = rt._session.limits["sim:0"]
     card = rt.status().devices[0]
     assert card.room_bytes is None
     assert card.blind == "the driver of cuda:0 does not say how much memory is free"

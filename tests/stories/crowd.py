@@ -220,7 +220,7 @@ class Kernel:
             eviction_grace_seconds=self.dice.choice([0, 0, 0.1]),
             pressure_check_interval_seconds=1,
         )
-        self.rt._backends["fake"] = AuditedBackend(self.account, self.rt.probe)
+        self.rt._session.backends["fake"] = AuditedBackend(self.account, self.rt.probe)
         self.names = [f"{name}{slot}" for name in "abc"]
         for name in self.names:
             self.rt.register(
@@ -294,8 +294,8 @@ class Kernel:
         self.rt.evict(self.dice.choice(self.names))
 
     def ask_another(self) -> None:
-        book = self.rt._keeper.ledger.read()
-        others = [lease for lease in book.leases() if lease.owner != self.rt._keeper.me]
+        book = self.rt._session.ledger.read()
+        others = [lease for lease in book.leases() if lease.owner != self.rt._session.me]
         if others:
             lease = self.dice.choice(others)
             self.rt.evict(f"{lease.name}@{lease.owner.partition('.')[0]}", timeout=0.5)
@@ -535,11 +535,11 @@ class Warden:
     def look_for_leftovers(self) -> None:
         """Nothing is in the book or beside it once everybody has gone and the dead are reaped."""
         with Runtime(devices=DEVICES, ledger=self.url, monitor=False) as rt:
-            rt._keeper.reap()
-            book = rt._keeper.ledger.read()
+            rt._session.reap()
+            book = rt._session.ledger.read()
             if book.sections or book.tickets or book.ghosts:
                 self.wrong.append(f"left in the book: {msgspec.json.encode(book)!r}")
-            directory = getattr(rt._keeper.ledger, "directory", None)
+            directory = getattr(rt._session.ledger, "directory", None)
         open_ledger(self.url).close()  # whoever comes next sweeps
         # A hidden file is a draft: who is killed while it makes one leaves that for a day, and nobody reads it.
         left = (

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from gpu_runtime import EngineDied, Runtime
+from gpu_runtime.owner import registry
 from tests import tiny_models
 from tests.backends.test_engine_server import alive, soon
 from tests.owner.conftest import claims
@@ -42,7 +43,7 @@ class Kernel:
             loading = threading.Thread(target=rt.preload, args=("phi",))
             loading.start()
             loading.join()
-            phi = rt._mine("phi").value
+            phi = registry.find(rt._session, "phi").value
             print(phi.pid, flush=True)
             while line := sys.stdin.readline():
                 try:
@@ -118,7 +119,7 @@ def test_a_worker_that_kills_itself_with_others_waiting_fails_each_of_them_once(
     with Runtime(devices="sim:256MiB,host:256MiB", ledger=ledger) as rt:
         rt.register("phi", str(file))
         rt.preload("phi")
-        phi, errors = rt._mine("phi").value, []
+        phi, errors = registry.find(rt._session, "phi").value, []
 
         def call():
             try:
@@ -129,7 +130,7 @@ def test_a_worker_that_kills_itself_with_others_waiting_fails_each_of_them_once(
         callers = [threading.Thread(target=call) for _ in range(4)]
         for caller in callers:
             caller.start()
-        assert soon(lambda: len(rt._mine("phi").pins) == 4)
+        assert soon(lambda: len(registry.find(rt._session, "phi").pins) == 4)
         os.kill(phi.pid, signal.SIGKILL)
         for caller in callers:
             caller.join(60)
@@ -155,7 +156,7 @@ def _killing_at_random(rt: Runtime, names: list[str], kills: int, seed: int) -> 
         user.start()
     for _ in range(kills):
         before = went["answered"]
-        pids = [pid for name in names for pid in rt._mine(name).engines]
+        pids = [pid for name in names for pid in registry.find(rt._session, name).engines]
         if pids:
             try:
                 os.kill(chance.choice(pids), signal.SIGKILL)

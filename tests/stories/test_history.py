@@ -35,7 +35,7 @@ class Box:
     def __init__(self, ledger: str, notes: Path) -> None:
         self.ledger, self.kernel = ledger, Kernel(ledger)
         self.kernel.tell("import sys; sys.modules['gpu_runtime.runtime'].RECORD_AFTER_SECONDS = 0")
-        program = f"import pathlib; pathlib.Path({str(notes)!r}).write_text(str(rt._keeper.ledger.directory))"
+        program = f"import pathlib; pathlib.Path({str(notes)!r}).write_text(str(rt._session.ledger.directory))"
         assert self.kernel.tell(program) == "done"
         self.directory = Path(notes.read_text())
 

@@ -79,7 +79,7 @@ def storm(url: str, wanted: int, seed: int) -> dict[str, int]:
     rt.close()
     assert not rt.probe.used()["sim:0"] and not rt.probe.used()["host"]
     with Runtime(devices="sim:16GiB,host:16GiB", ledger=url, monitor=False) as other:
-        assert not other._keeper.ledger.read().sections
+        assert not other._session.ledger.read().sections
     return done
 
 
@@ -111,7 +111,7 @@ def leased(rt: Runtime) -> None:
 def look_for_leaks(rt: Runtime) -> None:
     """Once moves that were under way have ended and the monitor has published: nothing pinned, leased or asked, and
     the book says of each model what is so."""
-    keeper = rt._keeper
+    keeper = rt._session
     until = time.monotonic() + 20
     while why := leaks(rt):
         assert time.monotonic() < until, why
@@ -121,7 +121,7 @@ def look_for_leaks(rt: Runtime) -> None:
 
 def leaks(rt: Runtime) -> str:
     gc.collect()
-    keeper = rt._keeper
+    keeper = rt._session
     book = keeper.ledger.read()
     pins = [resident.spec.name for resident in keeper.residents.values() if resident.pins]
     truth = {
