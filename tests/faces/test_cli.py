@@ -57,7 +57,7 @@ SAYS = {
     ("evict", "qwen"): "14.0 GiB came free",
     ("restore", "llama"): "restore llama: llama is on sim:0",
     ("pin", "qwen"): "is kept",
-    ("unpin", "qwen"): "may leave",
+    ("unpin", "qwen"): "may be evicted",
     ("move", "qwen", "sim:0"): "move qwen: qwen is on sim:0 already",
     ("drain", "sim:0"): "sim:0 is drained",
     ("defrag",): "defrag:",
