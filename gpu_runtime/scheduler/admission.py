@@ -1,11 +1,11 @@
-"""Who gets room, who waits, who is refused: the decisions of the house.
+"""Which request gets memory, which waits, which is refused: the numbered decision tree.
 
-Pure: a book, a request and the world as it is go in; a new book and a verdict come out. Nothing here reads a clock, a
-device, a setting or a ledger, so a decision can be made twice, or replayed in a test.
+Pure. A book, a request and the world go in; a new book and a verdict come out. Nothing here reads a clock, a device,
+a setting or a ledger, so a decision can be made twice, or replayed in a test.
 
-The tree stands here; its parts have pages of their own: what is free (`room`), who comes first (`queueing`), who may
-leave and how (`leaving`), how room is made (`clearing`), what can never be (`hopeless`, `deadlock`). What others did is
-recorded by `bookkeeping`.
+The parts of the tree have modules of their own: free bytes (`capacity`), order (`queue`), which leases may be evicted
+(`eligibility`), how room is made (`eviction`), what can never fit (`feasibility`, `deadlock`), why a request waits
+(`obstacles`). Changes of the book after a step was done are in `transitions`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..facts import (
     World,
     where,
 )
-from ..units import show_bytes, show_seconds
+from ..units import show_bytes
 from . import quotas
 from .capacity import limit_of
 from .context import Context
@@ -45,229 +45,289 @@ from .drain import drained
 from .drain import refusals as drained_cards
 from .eligibility import reason_to_stay, unfinished_steps
 from .eviction import cheapest_way, make_room
-from .feasibility import at_best, hopeless, hopeless_cards
+from .feasibility import best_division, hopeless, hopeless_cards
+from .obstacles import reserved_for_elders, twin, wait_for_obstacles
 from .placement import place
-from .splitting import could_split, one_card_may_do, split
+from .splitting import may_split, may_use_one_card, split
 from .transitions import note
-
-MOST_TOLD = 4  # leases in the way, by name
-LOOK_SECONDS = 1.0  # how soon to look again where only a new measurement can tell
 
 
 def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Book, Verdict]:
-    """Whether the request gets its room now, must wait, or can never have it.
+    """Whether the `request` gets its room now, must wait, or can never have it; and the `book` with that verdict in it.
 
     1. settled here already → Grant, no steps
     2. on its way in or out → Wait
     3. hopeless, or beyond the operator's caps → Refuse, evicting nothing
     4. fits in what is free, elders' needs set aside → Grant: Load, or Move back from host
-    5. fits once idle leases have left → Wait, with our own Moves and Drops to do now, others' asked on the ticket
+    5. fits once idle leases have left → Wait, with our own Moves and Drops to do now, others recalled on the ticket
     6. deadlocked → Refuse the youngest, naming the cycle
     7. otherwise → Wait behind its elders
 
     A Grant is a reservation: the lease is in the book, pinned by its loader, and its bytes count from now on.
-    The owner's section must be in the book: `publish` comes first.
+    The owner's section must be in the book: `publish` comes first. `rank` is the policy that orders evictions.
     """
-    wanted = request.lease
-    lease = book.lease(wanted.owner, wanted.name)
-
-    # An answer that was written but never heard (an interrupt, a lost reply) is given again.
-    if lease and lease.key == request.key and lease.phase is Phase.ARRIVING:
-        return book, Grant(lease, (_arrival(lease),), "granted before")
-    if steps := unfinished_steps(book, wanted.owner, request.key):
-        return book, Wait(
-            "; ".join(f"{_name(step.lease)} was to step aside" for step in steps), steps
-        )
+    lease = book.lease(request.lease.owner, request.lease.name)
+    unreceived = _unreceived(book, request, lease)
+    if unreceived:
+        return book, unreceived
 
     # 1. settled here already
     if lease and lease.phase is Phase.SETTLED and (lease.on_device or lease.kind == "block"):
-        return _without_ticket(book, request), Grant(
-            lease, (), f"{lease.name} is on {lease.where} already"
-        )
+        because = f"{lease.name} is on {lease.where} already"
+        return _without_ticket(book, request), Grant(lease, (), because)
 
     # 2. on its way in or out
     if lease and lease.phase is not Phase.SETTLED:
-        going = "arriving" if lease.phase is Phase.ARRIVING else "stepping aside"
-        return _line_up(book, request, world, Wait(f"{lease.name} is {going}"), ())
-
-    if lease:  # it lies in host memory: what it needs was measured there
-        room_for_use = (part for part in request.footprint.parts if part.for_use)
-        measured = (Part("weights", lease.bytes, "measured"), *room_for_use)
-        request = replace(request, footprint=replace(request.footprint, parts=measured))
+        going = "arriving" if lease.phase is Phase.ARRIVING else "being evicted"
+        return _enqueue(book, request, world, Wait(f"{lease.name} is {going}"), ())
 
     # 3. hopeless, or beyond the operator's caps
+    request = _as_measured(request, lease) if lease else request
     out = drained(book, world)
-    never = {
-        **drained_cards(request, world, out),
-        **quotas.capped_cards(book, request, world),
-        **hopeless_cards(book, request, world),
-    }
+    never = _never_alone(book, request, world, out)
     request = _with_layout(request, world, never)
-    if refusal := quotas.refusal(book, request, world) or hopeless(book, request, world, never):
+    refusal = quotas.refusal(book, request, world) or hopeless(book, request, world, never)
+    if refusal:
         return _refuse(book, request, world, refusal)
 
     # 4. fits in what is free
-    ground = Context.of(book, request, world)
-    candidates = _candidates(book, request, world, ground, out)
-    possible = tuple(
-        [c for c in candidates if len(c.shares) > 1 or c.shares[0].device not in never]
-    )
-    in_sight = _not_on(ground.blind, possible)
-    if in_sight and in_sight[0].fits:
-        return _grant(book, request, world, in_sight[0], candidates)
+    context = Context.of(book, request, world)
+    candidates = _candidates(book, request, world, context, out)
+    possible = _without_never(candidates, never)
+    measured = _not_on(context.blind, possible)
+    if measured and measured[0].fits:
+        return _grant(book, request, world, measured[0], candidates)
 
-    # 5. fits once idle leases have left (and nobody leaves for whom the page has no room to wait)
-    if not _full(book, request) and not _twin(ground, request):
-        alone = tuple([candidate for candidate in in_sight if len(candidate.shares) == 1])
-        if way := cheapest_way(book, request, world, rank, ground, alone):
-            emptier, wait = make_room(book, request, world, ground, way)
-            return _line_up(emptier, request, world, wait, way.candidate.shares)
+    # 5. fits once idle leases have left
+    evicting = _evict(book, request, world, rank, context, measured)
+    if evicting:
+        return evicting
 
     # 6. deadlocked
-    if not possible:  # only several cards together can hold it
-        possible = candidates = (*_at_best(book, request, world), *candidates)
-    wait = replace(
-        _what_stands_in_the_way(book, request, world, ground, possible), considered=candidates
-    )
-    queued, verdict = _line_up(
-        book, request, world, wait, () if _twin(ground, request) else possible[0].shares
-    )
-    if isinstance(verdict, Wait) and request.wait and (cycle := deadlocked(queued, world)):
-        youngest = max(cycle, key=lambda ticket: (ticket.arrived, ticket.key))
-        if youngest.key == request.key:
-            names = ", ".join(
-                f"{t.name} waits while its thread holds {_names(t.held)}" for t in cycle
-            )
-            return _refuse(
-                book,
-                request,
-                world,
-                Refuse(
-                    f"waiting would never end: {names}",
-                    kind="deadlock",
-                    need_bytes=request.footprint.bytes,
-                ),
-            )
+    queued, verdict = _wait(book, request, world, context, possible, candidates)
+    cycle = _cycle_to_break(queued, request, world, verdict)
+    if cycle:
+        return _refuse(book, request, world, _deadlock(cycle, request))
 
     # 7. otherwise
     return queued, verdict
 
 
+# -- the parts of the tree ----------------------------------------------------------------------------------------
+
+
+def _unreceived(book: Book, request: Request, lease: Lease | None) -> Verdict | None:
+    """The verdict that was written for this key but perhaps never received (an interrupt, a lost reply)."""
+    if lease and lease.key == request.key and lease.phase is Phase.ARRIVING:
+        return Grant(lease, (_arrival(lease),), "granted before")
+    steps = unfinished_steps(book, request.lease.owner, request.key)
+    if not steps:
+        return None
+    because = "; ".join(f"{_name(step.lease)} is still to be evicted" for step in steps)
+    return Wait(because, steps)
+
+
+def _as_measured(request: Request, lease: Lease) -> Request:
+    """The request with the weights that were measured: its lease is in host memory."""
+    parts = [Part("weights", lease.bytes, "measured")]
+    parts += [part for part in request.footprint.parts if part.for_use]
+    return replace(request, footprint=replace(request.footprint, parts=tuple(parts)))
+
+
+def _never_alone(
+    book: Book, request: Request, world: World, out: Mapping[str, str]
+) -> dict[str, Refuse]:
+    """Cards that can never take the request alone, each with the refusal."""
+    never = drained_cards(request, world, out)
+    never |= quotas.capped_cards(book, request, world)
+    never |= hopeless_cards(book, request, world)
+    return never
+
+
 def _with_layout(request: Request, world: World, never: Container[str]) -> Request:
-    """The request with `auto` decided, and `whole`: one card, where one could ever hold it, else several."""
+    """The request with the layout `auto` or `whole` decided: one card if one could ever hold it, else several."""
     rules = request.placement
     if rules.layout not in ("auto", "whole"):
         return request
-    alone = one_card_may_do(rules) and any(
-        card.id not in never
-        for card in world.devices
-        if not card.is_host and (not rules.devices or card.id in rules.devices)
-    )
+    alone = may_use_one_card(rules) and _some_card(rules.devices, world, never)
     if rules.layout == "whole":
         return replace(request, placement=replace(rules, most_cards=1)) if alone else request
-    return replace(request, placement=replace(rules, layout="single" if alone else "proportional"))
+    layout = "single" if alone else "proportional"
+    return replace(request, placement=replace(rules, layout=layout))
+
+
+def _some_card(allowed: Container[str], world: World, never: Container[str]) -> bool:
+    """Whether any allowed card could ever take the request alone."""
+    for card in world.devices:
+        if card.is_host or card.id in never:
+            continue
+        if not allowed or card.id in allowed:
+            return True
+    return False
 
 
 def _candidates(
-    book: Book, request: Request, world: World, ground: Context, out: Mapping[str, str]
+    book: Book, request: Request, world: World, context: Context, out: Mapping[str, str]
 ) -> tuple[Candidate, ...]:
-    """Where it may go as things stand, the best first; drained cards stand last, and say so."""
-    rules, free = request.placement, ground.free()
+    """The cards, or sets of cards, for the request as things are, the best first; drained cards are the last."""
+    rules, free = request.placement, context.free()
     if out:
         free = {device: size for device, size in free.items() if device not in out}
-    drained_ = tuple(
-        [
-            Candidate((Share(id, request.footprint.bytes),), False, because)
-            for id, because in out.items()
-            if not rules.devices or id in rules.devices
-        ]
-    )
-    if (
-        rules.layout == "single" and not rules.factor
-    ):  # a card alone, and no more of it than is needed
-        return _kept(place(request.footprint, free, rules), ground) + drained_
-    limits = {device: limit_of(book, world, device) for device in free}
-    found = place(request.footprint, free, rules, limits)
-    if ground.blind or ground.mine is not None:  # a sum of what each card may give
-        alone = tuple([c for c in found if len(c.shares) == 1])
-        seen = {device: size for device, size in free.items() if device not in ground.blind}
-        several = (
-            ()
-            if alone and alone[0].fits or not could_split(rules)
-            else tuple(
-                [
-                    c
-                    for c in split(request.footprint, seen, rules, limits)
-                    if ground.mine is None or sum(share.bytes for share in c.shares) <= ground.mine
-                ]
-            )
-        )
-        found = several + alone
-    return _kept(found, ground) + drained_
+    if rules.layout == "single" and not rules.factor:  # one card, and no more of it than is needed
+        found = place(request.footprint, free, rules)
+    else:
+        limits = {device: limit_of(book, world, device) for device in free}
+        found = place(request.footprint, free, rules, limits)
+        # The room of several cards together is a sum of what each may give.
+        if context.blind or context.own_left is not None:
+            found = _splits_within(request, context, free, limits, found)
+    return _with_reserved(found, context) + _drained_candidates(request, out)
 
 
-def _kept(candidates: tuple[Candidate, ...], ground: Context) -> tuple[Candidate, ...]:
-    """The candidates, and of those without room what is kept there for others: it looks free to everybody else."""
-    return tuple(
-        [
-            c
-            if c.fits or not (kept := _kept_for_others(ground, c.shares))
-            else replace(c, because=f"{c.because}; {kept}")
-            for c in candidates
-        ]
-    )
+def _splits_within(
+    request: Request,
+    context: Context,
+    free: Mapping[str, int],
+    limits: Mapping[str, int],
+    found: tuple[Candidate, ...],
+) -> tuple[Candidate, ...]:
+    """The candidates with only those divisions that use measured cards and keep this owner's own limit."""
+    rules = request.placement
+    alone = tuple([candidate for candidate in found if len(candidate.shares) == 1])
+    if (alone and alone[0].fits) or not may_split(rules):
+        return alone
+    measured = {device: size for device, size in free.items() if device not in context.blind}
+    several = []
+    for candidate in split(request.footprint, measured, rules, limits):
+        size = sum(share.bytes for share in candidate.shares)
+        if context.own_left is None or size <= context.own_left:
+            several.append(candidate)
+    return tuple(several) + alone
 
 
-def _kept_for_others(ground: Context, shares: Shares) -> str:
-    """Who comes first on these cards, and how much of what is free there waits for them; empty where nothing does."""
-    if not ground.stands:
-        return ""
-    cards = {share.device for share in shares}
-    first = [
-        ticket for ticket in ground.stands if any(share.device in cards for share in ticket.need)
-    ]
-    kept = sum(
-        max(0, ground.now.get(card, 0)) - max(0, ground.later.get(card, 0)) for card in cards
-    )
-    if not first or kept <= 0:
-        return ""
-    who = f" and {len(first) - 1} more, which come" if len(first) > 1 else ", which comes"
-    return f"{show_bytes(kept)} are kept for {first[0].name}{who} first"
+def _drained_candidates(request: Request, out: Mapping[str, str]) -> tuple[Candidate, ...]:
+    """The drained cards that the request may use, each with the reason."""
+    allowed, size = request.placement.devices, request.footprint.bytes
+    found = []
+    for device, because in out.items():
+        if not allowed or device in allowed:
+            found.append(Candidate((Share(device, size),), False, because))
+    return tuple(found)
+
+
+def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple[Candidate, ...]:
+    """The candidates; those without room also say what is reserved there, since it looks free everywhere else."""
+    if not context.blocking_elders:
+        return candidates
+    found = []
+    for candidate in candidates:
+        reserved = "" if candidate.fits else reserved_for_elders(context, candidate.shares)
+        if reserved:
+            candidate = replace(candidate, because=f"{candidate.because}; {reserved}")
+        found.append(candidate)
+    return tuple(found)
+
+
+def _without_never(
+    candidates: tuple[Candidate, ...], never: Container[str]
+) -> tuple[Candidate, ...]:
+    """The candidates without cards that can never take the request alone."""
+    found = []
+    for candidate in candidates:
+        if len(candidate.shares) > 1 or candidate.shares[0].device not in never:
+            found.append(candidate)
+    return tuple(found)
+
+
+def _not_on(cards: Container[str], candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """The candidates that use none of these cards."""
+    if not cards:
+        return candidates
+    found = []
+    for candidate in candidates:
+        if not any(share.device in cards for share in candidate.shares):
+            found.append(candidate)
+    return tuple(found)
+
+
+def _evict(
+    book: Book,
+    request: Request,
+    world: World,
+    rank: Policy,
+    context: Context,
+    candidates: tuple[Candidate, ...],
+) -> tuple[Book, Verdict] | None:
+    """The book and the Wait while idle leases leave; None if that cannot make the room.
+
+    Nothing is evicted if the page has no room for the ticket, nor if an elder's ticket makes room for this very model.
+    """
+    if _full(book, request) or twin(context, request):
+        return None
+    alone = tuple([candidate for candidate in candidates if len(candidate.shares) == 1])
+    way = cheapest_way(book, request, world, rank, context, alone)
+    if way is None:
+        return None
+    emptier, wait = make_room(book, request, world, context, way)
+    return _enqueue(emptier, request, world, wait, way.candidate.shares)
+
+
+def _wait(
+    book: Book,
+    request: Request,
+    world: World,
+    context: Context,
+    possible: tuple[Candidate, ...],
+    candidates: tuple[Candidate, ...],
+) -> tuple[Book, Verdict]:
+    """The book with the ticket, and the Wait that names what is in the way."""
+    if not possible:  # only several cards together can hold it
+        possible = candidates = (*_at_best(book, request, world), *candidates)
+    wait = wait_for_obstacles(book, request, world, context, possible)
+    need = () if twin(context, request) else possible[0].shares
+    return _enqueue(book, request, world, replace(wait, considered=candidates), need)
 
 
 def _at_best(book: Book, request: Request, world: World) -> tuple[Candidate, ...]:
-    """The division that it waits for, where none can be had now."""
-    found = at_best(book, request, world)
+    """The division that it waits for, if none fits now."""
+    found = best_division(book, request, world)
     if isinstance(found, Refuse):
         return ()
     return (replace(found, fits=False, because=f"{where(found.shares)} have too little free"),)
 
 
-def _not_on(cards: Container[str], candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-    return (
-        tuple(c for c in candidates if not any(share.device in cards for share in c.shares))
-        if cards
-        else candidates
-    )
+def _cycle_to_break(
+    book: Book, request: Request, world: World, verdict: Verdict
+) -> tuple[Ticket, ...]:
+    """The deadlocked tickets, if this request is the youngest of them; else empty."""
+    if not request.wait or not isinstance(verdict, Wait):
+        return ()
+    cycle = deadlocked(book, world)
+    if not cycle:
+        return ()
+    youngest = max(cycle, key=lambda ticket: (ticket.arrived, ticket.key))
+    return cycle if youngest.key == request.key else ()
 
 
-# -- the answers --------------------------------------------------------------------------------------------------
+# -- the verdicts -------------------------------------------------------------------------------------------------
 
 
 def _arrival(lease: Lease, because: str = "granted before") -> Step:
-    going = lease.filled or lease.target  # a whole card is claimed, and what is loaded is the model
+    """The step that brings a granted lease to its device."""
+    # A whole card is claimed, but only the model's own bytes are loaded.
+    shares = lease.filled or lease.target
     if lease.shares:
-        return Move(lease.id, lease.shares, going, because)
-    return Load(lease.id, going, because)
+        return Move(lease.id, lease.shares, shares, because)
+    return Load(lease.id, shares, because)
 
 
 def _grant(
     book: Book, request: Request, world: World, chosen: Candidate, considered: tuple[Candidate, ...]
 ) -> tuple[Book, Verdict]:
-    wanted = request.lease
+    wanted, size = request.lease, request.footprint.bytes
     old = book.lease(wanted.owner, wanted.name)
     if old is None and _full(book, request):
-        return _refuse(book, request, world, _no_place(request))
+        return _refuse(book, request, world, _page_full(request))
     lease = replace(
         old or wanted,
         key=request.key,
@@ -281,25 +341,16 @@ def _grant(
         importance=wanted.importance,
         keep_alive=wanted.keep_alive,
     )
-    because = f"{lease.name} needs {show_bytes(request.footprint.bytes)}; {chosen.because}."
+    because = f"{lease.name} needs {show_bytes(size)}; {chosen.because}."
+    device = chosen.shares[0].device
     book = _without_ticket(book, request).with_lease(lease)
-    book = note(
-        book,
-        world,
-        lease,
-        "granted",
-        "request",
-        because,
-        size=request.footprint.bytes,
-        device=chosen.shares[0].device,
-    )
+    book = note(book, world, lease, "granted", "request", because, size=size, device=device)
     return book, Grant(lease, (_arrival(lease, because),), because, considered)
 
 
 def _refuse(book: Book, request: Request, world: World, refusal: Refuse) -> tuple[Book, Verdict]:
-    book = _without_ticket(book, request)
-    return note(
-        book,
+    book = note(
+        _without_ticket(book, request),
         world,
         request.lease,
         "refused",
@@ -307,15 +358,22 @@ def _refuse(book: Book, request: Request, world: World, refusal: Refuse) -> tupl
         refusal.because,
         size=request.footprint.bytes,
         device=refusal.device,
-    ), refusal
-
-
-def _no_place(request: Request) -> Refuse:
-    return Refuse(
-        f"the book is full: {MOST_ENTRIES} leases and requests",
-        kind="full",
-        need_bytes=request.footprint.bytes,
     )
+    return book, refusal
+
+
+def _page_full(request: Request) -> Refuse:
+    because = f"the book is full: {MOST_ENTRIES} leases and requests"
+    return Refuse(because, kind="full", need_bytes=request.footprint.bytes)
+
+
+def _deadlock(cycle: Iterable[Ticket], request: Request) -> Refuse:
+    waits = []
+    for ticket in cycle:
+        held = ", ".join(map(_name, ticket.held))
+        waits.append(f"{ticket.name} waits while its thread holds {held}")
+    because = f"waiting would never end: {', '.join(waits)}"
+    return Refuse(because, kind="deadlock", need_bytes=request.footprint.bytes)
 
 
 def _full(book: Book, request: Request) -> bool:
@@ -327,177 +385,54 @@ def _without_ticket(book: Book, request: Request) -> Book:
     return book.without_ticket(request.key) if book.ticket(request.key) else book
 
 
-def _line_up(
+def _enqueue(
     book: Book, request: Request, world: World, wait: Wait, need: Shares
 ) -> tuple[Book, Verdict]:
-    """The book with the request's ticket in it. `need` is the room it waits for."""
+    """The book with the request's ticket in it, and the Wait. `need` is the room that it waits for."""
     if not request.wait:
         return book, wait
     if _full(book, request):
-        return _refuse(book, request, world, _no_place(request))
+        return _refuse(book, request, world, _page_full(request))
     old = book.ticket(request.key)
+    ticket = _ticket(request, world, wait, need, old)
+    noted = old and old.because
+    # One event for each wait, and none while room is only being made.
+    if ticket.because and not noted:
+        size = request.footprint.bytes
+        book = note(book, world, request.lease, "waiting", "request", wait.because, size=size)
+    return book.with_ticket(ticket), wait
+
+
+def _ticket(request: Request, world: World, wait: Wait, need: Shares, old: Ticket | None) -> Ticket:
+    """The ticket of a waiting request; `old` is the one that it replaces."""
+    now = world.now
     blocked = bool(wait.blockers) and not wait.asked and not wait.steps
-    since = (old.blocked_since if old and old.blocked_since else world.now) if blocked else 0.0
-    asked_since = old.recalled_since if old and old.recalls == wait.asked else world.now
-    ticket = Ticket(
+    blocked_since = ((old and old.blocked_since) or now) if blocked else 0.0
+    if wait.asked:
+        recalled_since = old.recalled_since if old and old.recalls == wait.asked else now
+    else:
+        recalled_since = 0.0
+    if wait.steps:
+        because = old.because if old else ""
+    else:
+        because = wait.because
+    return Ticket(
         key=request.key,
         owner=request.lease.owner,
         verb="use",
         name=request.lease.name,
         arrived=request.arrived,
-        refreshed=world.now,
+        refreshed=now,
         importance=request.lease.importance,
         need=need,
         places=request.placement.devices,
         layout=request.placement.layout if len(need) > 1 else "",
         recalls=wait.asked,
-        recalled_since=asked_since if wait.asked else 0.0,
+        recalled_since=recalled_since,
         held=request.held,
-        blocked_since=since,
-        because=(old.because if old else "") if wait.steps else wait.because,
+        blocked_since=blocked_since,
+        because=because,
     )
-    if ticket.because and not (
-        old and old.because
-    ):  # once a wait, and not while room is only being made
-        book = note(
-            book,
-            world,
-            request.lease,
-            "waiting",
-            "request",
-            wait.because,
-            size=request.footprint.bytes,
-        )
-    return book.with_ticket(ticket), wait
-
-
-# -- what stands in the way, in words -----------------------------------------------------------------------------
-
-
-def _twin(ground: Context, request: Request) -> Ticket | None:
-    """An elder's ticket for this very model: room is made for it once, not twice."""
-    return next(
-        (
-            t
-            for t in ground.stands
-            if t.owner == request.lease.owner and t.name == request.lease.name
-        ),
-        None,
-    )
-
-
-def _what_stands_in_the_way(
-    book: Book, request: Request, world: World, ground: Context, candidates: tuple[Candidate, ...]
-) -> Wait:
-    """Who is in the way on the nearest card, and when time alone may have changed it there or on another."""
-    ahead = len(ground.elders)
-    if _twin(ground, request):
-        return Wait(
-            f"{request.lease.name} is waited for by another thread of this process already",
-            ahead=ahead,
-        )
-    wanted, cards = (
-        request.lease,
-        [share.device for candidate in candidates for share in candidate.shares],
-    )
-    nearest = {share.device: share.bytes for share in candidates[0].shares}
-    card = cards[0]
-    over_own_limit = ground.mine is not None and ground.mine < request.footprint.bytes
-    blockers, told, retry, leased = (
-        [],
-        [],
-        [],
-        False,
-    )  # leased: some lease of ours is what stands in the way
-    for lease in ground.leases:
-        on = {share.device for share in lease.claims()}
-        why = reason_to_stay(lease, world, asker=wanted.owner, importance=wanted.importance)
-        if why in ("just used", "kept alive") and on.intersection(cards):
-            retry.append(lease.last_used + _quiet_seconds(lease, wanted, world))
-        if on.intersection(nearest) or (
-            over_own_limit and lease.owner == wanted.owner and lease.on_device
-        ):
-            if why in ("in use", "a block of code") or lease.phase is Phase.ARRIVING:
-                blockers.append(lease.id)
-            leased = leased or bool(why) or not lease.droppable
-            told.append(
-                f"{lease.name} ({show_bytes(lease.bytes)} on {lease.where if lease.shares else card}) "
-                + _in_words(book, lease, why, wanted, world, ground)
-            )
-    if kept := _kept_for_others(ground, candidates[0].shares):
-        told.insert(0, kept)
-    if not told and ahead:
-        told.append(f"{ahead} request{'s come' if ahead > 1 else ' comes'} first")
-    if unseen := [ground.blind[card] for card in nearest if card in ground.blind]:
-        told, retry = unseen, [*retry, world.now + LOOK_SECONDS]
-    elif not leased and not ahead:
-        told, retry = (
-            [*told, _strangers(candidates[0].shares, ground)],
-            [*retry, world.now + LOOK_SECONDS],
-        )
-    return Wait(
-        _few(told), blockers=tuple(blockers), ahead=ahead, retry_at=min(retry, default=None)
-    )
-
-
-def _few(told: list[str]) -> str:
-    """What stands in the way, as far as one reads it: on a crowded card sixty leases may."""
-    more = len(told) - MOST_TOLD
-    return "; ".join(told if more < 2 else [*told[:MOST_TOLD], f"and {more} more"])
-
-
-def _quiet_seconds(lease: Lease, wanted: Lease, world: World) -> float:
-    """How long after its last use this lease may be asked to leave."""
-    grace = world.rules.grace_seconds if lease.owner != wanted.owner else 0.0
-    return max(grace, lease.keep_alive if wanted.importance >= lease.importance else 0.0)
-
-
-def _in_words(
-    book: Book, lease: Lease, why: str, wanted: Lease, world: World, ground: Context
-) -> str:
-    if lease.phase is Phase.ARRIVING and lease.kind == "model":
-        return "is being loaded" + _by(book, lease, wanted.owner, world)
-    if why == "in use":
-        return "is in use" + _by(book, lease, wanted.owner, world)
-    if why == "a block of code":
-        return "is held by running code" + _by(book, lease, wanted.owner, world)
-    if why == "just used":
-        return f"was used {show_seconds(lease.idle_seconds(world.now))} ago"
-    if why == "kept alive":
-        return (
-            f"is kept alive for {show_seconds(lease.last_used + lease.keep_alive - world.now)} more"
-        )
-    if why == "more important":
-        return f"is more important (importance {lease.importance}, ours {wanted.importance})"
-    if why == "kept":
-        return "is kept"
-    if why == Phase.LEAVING or lease.id in ground.promised:
-        return "is stepping aside"
-    if lease.droppable:
-        return "would not be enough"
-    return "exists nowhere else, and the host has no room for it now"
-
-
-def _by(book: Book, lease: Lease, asker: str, world: World) -> str:
-    owner = book.owner(lease.owner)
-    who = f" by {owner.label}" if owner and lease.owner != asker else ""
-    since = (
-        f" for {show_seconds(world.now - lease.pinned_since)}" if lease.pinned_since and who else ""
-    )
-    return who + since
-
-
-def _strangers(shares: Shares, ground: Context) -> str:
-    has = "has" if len(shares) == 1 else "have"
-    free = sum(max(0, ground.now.get(share.device, 0)) for share in shares)
-    return (
-        f"{where(shares)} {has} {show_bytes(free)} free as measured, "
-        f"{show_bytes(sum(share.bytes for share in shares))} are needed; memory outside our leases is in the way"
-    )
-
-
-def _names(ids: Iterable[str]) -> str:
-    return ", ".join(map(_name, ids))
 
 
 def _name(lease_id: str) -> str:

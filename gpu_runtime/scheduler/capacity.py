@@ -1,51 +1,50 @@
-"""What is free: the bytes that a grant may spend on each device.
+"""Free bytes that a grant may spend on each device.
 
-Pure. The smaller of two numbers is believed: what the book has not promised, and what the driver measured. Who may
-spend it first is `queueing.py`'s to say.
+Pure. The smaller of two numbers counts: the bytes that the book has not promised, and the bytes that the driver
+measured as free. Which request may spend them first is decided in `queue`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from ..facts import HOST, Book, Phase, Sample, Share, World, one_memory
+from ..facts import HOST, Book, Device, Event, Phase, Sample, Section, Share, World, one_memory
 from ..units import show_seconds
 from .pressure import sample_of
 
-FREEING = (
-    "offloaded",
-    "unloaded",
-    "moved",
-    "released",
-    "lost",
-)  # events after which a device has more room
+FREEING = ("offloaded", "unloaded", "moved", "released", "lost")  # events that free device memory
+
+Bytes = dict[str, int]  # by device id
 
 
 def limit_of(book: Book, world: World, device: str) -> int:
-    """The budget of a device: the host's, or this process's own where that is less."""
-    mine = world.limits.get(device, 0)
-    return min(mine, book.limits.get(device, mine))
+    """The budget of a `device` in bytes: the host's in the `book`, or this process's own if that is less."""
+    own_limit = world.limits.get(device, 0)
+    return min(own_limit, book.limits.get(device, own_limit))
 
 
 def room(book: Book, world: World) -> dict[str, int]:
-    """Bytes that a grant may spend on each device; negative in an overdraft.
+    """Bytes that a grant may spend on each device of the `world`; negative in an overdraft.
 
-    min(limit − claims, measured free − reserve − what the sample cannot have seen). A simulated device has no
-    sample: there the book is the measurement.
+    min(limit − claims in the `book`, measured free − reserve − what the sample cannot have seen). A simulated device
+    has no sample: there the book is the measurement.
     """
     return room_and_blind(book, world)[0]
 
 
 def room_and_blind(book: Book, world: World) -> tuple[dict[str, int], dict[str, str]]:
-    """The room, and for each device that cannot be seen well enough to grant on it, why."""
-    rules, now = world.rules, world.now
-    samples = {
-        device.id: sample_of(device, book, world)
-        for device in world.devices
-        if not device.simulated
-    }
-    claims, unseen = _sums(book, {id: sample.taken_at for id, sample in samples.items() if sample})
-    free: dict[str, int] = {}
+    """The `room`, and for each device that is not measured well enough for a grant, the reason.
+
+    `book` holds the claims, `world` the devices, samples and rules.
+    """
+    samples: dict[str, Sample | None] = {}
+    for device in world.devices:
+        if not device.simulated:
+            samples[device.id] = sample_of(device, book, world)
+    taken_at = {id: sample.taken_at for id, sample in samples.items() if sample}
+    claims, unseen = _claimed_and_unseen(book, taken_at)
+
+    free: Bytes = {}
     blind: dict[str, str] = {}
     for device in world.devices:
         id = device.id
@@ -53,18 +52,36 @@ def room_and_blind(book: Book, world: World) -> tuple[dict[str, int], dict[str, 
         if device.simulated:
             continue
         sample = samples[id]
-        if sample is None:
-            blind[id] = f"{id} has not been measured yet"
-        elif sample.free_bytes is None:
-            blind[id] = f"the driver of {id} does not say how much memory is free"
-        elif now - sample.taken_at > rules.stale_seconds:
-            blind[id] = f"the last measurement of {id} is {show_seconds(now - sample.taken_at)} old"
+        reason = _why_blind(device, sample, world)
+        if reason:
+            blind[id] = reason
         else:
-            free[id] = min(free[id], sample.free_bytes - rules.reserve_bytes - unseen.get(id, 0))
-    if shared := one_memory(world.devices):
+            free[id] = min(free[id], _measured_room(sample, world, unseen.get(id, 0)))
+
+    shared = one_memory(world.devices)
+    if shared:
         left = _left_of_one_memory(book, world, shared, samples, claims, unseen)
-        free |= {id: min(free[id], left) for id in shared if id in free}
+        for id in shared:
+            if id in free:
+                free[id] = min(free[id], left)
     return free, blind
+
+
+def _why_blind(device: Device, sample: Sample | None, world: World) -> str:
+    """Why the sample of this device is no ground for a grant; empty if it is one."""
+    id = device.id
+    if sample is None:
+        return f"{id} has not been measured yet"
+    if sample.free_bytes is None:
+        return f"the driver of {id} does not say how much memory is free"
+    age = world.now - sample.taken_at
+    if age > world.rules.stale_seconds:
+        return f"the last measurement of {id} is {show_seconds(age)} old"
+    return ""
+
+
+def _measured_room(sample: Sample, world: World, unseen_bytes: int) -> int:
+    return sample.free_bytes - world.rules.reserve_bytes - unseen_bytes
 
 
 def _left_of_one_memory(
@@ -72,83 +89,102 @@ def _left_of_one_memory(
     world: World,
     shared: frozenset[str],
     samples: Mapping[str, Sample | None],
-    claims: Mapping[str, int],
-    unseen: Mapping[str, int],
+    claims: Bytes,
+    unseen: Bytes,
 ) -> int:
-    """Bytes left of a memory that the host and cards have together: the largest of their budgets less all that is
-    claimed of any, and no more than was measured."""
-    left = max(limit_of(book, world, id) for id in shared) - sum(claims.get(id, 0) for id in shared)
-    measured = [
-        sample.free_bytes
-        for id in shared
-        if (sample := samples.get(id)) and sample.free_bytes is not None
-    ]
-    if measured:
-        left = min(
-            left,
-            min(measured) - world.rules.reserve_bytes - sum(unseen.get(id, 0) for id in shared),
-        )
-    return left
+    """Bytes left of the memory that the host and some cards share.
 
-
-def _sums(book: Book, taken_at: dict[str, float]) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes claimed on each device, and those among them that a sample taken then cannot have counted.
-
-    Unseen is what settled since, and whatever is on its way: its bytes may come at any moment.
+    The largest of their budgets less all claims on any of them, and no more than was measured.
     """
-    claims: dict[str, int] = {}
-    unseen: dict[str, int] = {}
+    largest_budget = max(limit_of(book, world, id) for id in shared)
+    left = largest_budget - sum(claims.get(id, 0) for id in shared)
+    measured = []
+    for id in shared:
+        sample = samples.get(id)
+        if sample and sample.free_bytes is not None:
+            measured.append(sample.free_bytes)
+    if not measured:
+        return left
+    unseen_bytes = sum(unseen.get(id, 0) for id in shared)
+    return min(left, min(measured) - world.rules.reserve_bytes - unseen_bytes)
+
+
+def _claimed_and_unseen(book: Book, taken_at: Mapping[str, float]) -> tuple[Bytes, Bytes]:
+    """Bytes claimed on each device, and those of them that a sample taken then cannot have counted.
+
+    Unseen is what settled after the sample, and everything that is arriving: its bytes may appear at any moment.
+    """
+    claims: Bytes = {}
+    unseen: Bytes = {}
     for ghost in book.ghosts:
         claims[ghost.device] = claims.get(ghost.device, 0) + ghost.bytes
         if ghost.device in taken_at and ghost.settled_at >= taken_at[ghost.device]:
             unseen[ghost.device] = unseen.get(ghost.device, 0) + ghost.bytes
     for section in book.sections.values():
-        for device, size in section.residue.items():
-            claims[device] = claims.get(device, 0) + size
-        for lease in section.leases:
-            for share in lease.shares:
-                device, size = share.device, share.bytes
-                claims[device] = claims.get(device, 0) + size
-                if device in taken_at and lease.settled_at >= taken_at[device]:
-                    unseen[device] = unseen.get(device, 0) + size
-            for share in lease.target:
-                device, size = share.device, share.bytes
-                claims[device] = claims.get(device, 0) + size
-                if device in taken_at:
-                    unseen[device] = unseen.get(device, 0) + size
+        _add_section(section, taken_at, claims, unseen)
     return claims, unseen
 
 
-def freed_since(book: Book, world: World) -> dict[str, int]:
-    """Bytes that left each measured device after its sample was taken, or with a process: not yet seen to be free.
+def _add_section(
+    section: Section, taken_at: Mapping[str, float], claims: Bytes, unseen: Bytes
+) -> None:
+    """Adds one owner's residue and leases to `claims` and `unseen`. Plain loops: every decision runs this."""
+    for device, size in section.residue.items():
+        claims[device] = claims.get(device, 0) + size
+    for lease in section.leases:
+        for share in lease.shares:
+            device, size = share.device, share.bytes
+            claims[device] = claims.get(device, 0) + size
+            if device in taken_at and lease.settled_at >= taken_at[device]:
+                unseen[device] = unseen.get(device, 0) + size
+        for share in lease.target:
+            device, size = share.device, share.bytes
+            claims[device] = claims.get(device, 0) + size
+            if device in taken_at:
+                unseen[device] = unseen.get(device, 0) + size
 
-    No grant spends them; but no further victim need leave for want of them either.
+
+def freed_since(book: Book, world: World) -> dict[str, int]:
+    """Bytes that left each measured device after its sample was taken, or with a process that died.
+
+    The sample does not show them as free yet, so no grant spends them. But no further lease needs to be evicted for
+    them either. `book` holds the events and ghosts, `world` the samples.
     """
-    freed: dict[str, int] = {}
+    freed: Bytes = {}
     for device in world.devices:
         sample = None if device.simulated else sample_of(device, book, world)
         if sample is None:
             continue
-        sampled_wall = world.wall - (world.now - sample.taken_at)
-        freed[device.id] = sum(
-            share.bytes
-            for event in book.events
-            if event.action in FREEING and event.wall >= sampled_wall
-            for share in event.shares or (Share(event.device, event.bytes),)
-            if share.device == device.id
-        )
+        sample_age = world.now - sample.taken_at
+        sampled_wall = world.wall - sample_age
+        recent = (event for event in book.events if event.wall >= sampled_wall)
+        freed[device.id] = sum(_freed_by(event, device.id) for event in recent)
     for ghost in book.ghosts:
         freed[ghost.device] = freed.get(ghost.device, 0) + ghost.bytes
     return freed
 
 
+def _freed_by(event: Event, device: str) -> int:
+    """Bytes that this event freed on that device."""
+    if event.action not in FREEING:
+        return 0
+    shares = event.shares or (Share(event.device, event.bytes),)
+    return sum(share.bytes for share in shares if share.device == device)
+
+
 def on_cards(book: Book, owner: str, *, leaving: bool = True) -> int:
-    """Bytes that the models of one owner claim on all cards; with or without those on their way out."""
+    """Bytes that the models of one `owner` (its id) claim on all cards together.
+
+    With `leaving=False`, models that are leaving their device are not counted.
+    """
     section = book.sections.get(owner)
-    return sum(
-        share.bytes
-        for lease in (section.leases if section else ())
-        if lease.kind == "model" and (leaving or lease.phase is not Phase.LEAVING)
-        for share in lease.claims()
-        if share.device != HOST
-    )
+    if section is None:
+        return 0
+    total = 0
+    for lease in section.leases:
+        if lease.kind != "model":
+            continue
+        if lease.phase is Phase.LEAVING and not leaving:
+            continue
+        total += sum(share.bytes for share in lease.claims() if share.device != HOST)
+    return total

@@ -1,8 +1,11 @@
-"""The inputs of one decision, computed once."""
+"""The inputs of one decision, computed once.
+
+Pure. `admission`, `eviction` and `migration` read them; nothing here decides.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ..facts import HOST, Book, Lease, Phase, Request, Ticket, World
@@ -10,90 +13,112 @@ from . import quotas
 from .capacity import freed_since, on_cards, room_and_blind
 from .queue import elders, may_pass
 
+Bytes = Mapping[str, int]  # by device id
+
 
 class Context(NamedTuple):
-    """What one decision stands on, computed once."""
+    """The inputs of one decision: what is free now and later, who is ahead, and which limits apply."""
 
     leases: tuple[Lease, ...]
-    now: Mapping[str, int]  # room as it is
-    later: Mapping[str, int]  # room once elders have what they need, and what is leaving has left
-    leaving: Mapping[str, str]  # device -> name of somebody on the way out of it
+    room_now: Bytes
+    room_later: Bytes  # once the elders have what they need and all that is leaving has left
+    leaving: Mapping[str, str]  # device -> name of a lease that is leaving it
     blind: Mapping[str, str]  # device -> why no grant can be made on it
-    elders: tuple[Ticket, ...]
-    stands: tuple[Ticket, ...]  # those elders that must not be passed
-    promised: frozenset[str]  # lease ids that they have asked for
-    mine: int | None  # bytes left under this owner's own limit
-    mine_later: int | None
-    silent: frozenset[
-        str
-    ]  # lease ids that were asked to leave, could, and have not: their owners do not answer
-    allowed: Mapping[
-        str, int
-    ]  # bytes left under the operator's cap on this user; empty: there is none
-    allowed_later: Mapping[str, int]
-    ours: frozenset[str]  # ids of all processes that this cap counts together
+    elders: tuple[Ticket, ...]  # requests ahead in the queue
+    blocking_elders: tuple[Ticket, ...]  # those of them that this request must not pass
+    recalled: frozenset[str]  # ids of the leases whose eviction the blocking elders have requested
+    own_left: int | None  # bytes left under this owner's own limit; None: no limit
+    own_left_later: int | None  # the same once its leaving models have left
+    silent: frozenset[str]  # ids of recalled leases that could leave but did not: no answer
+    cap_left: Bytes  # bytes left under the operator's cap on this user; empty: no cap
+    cap_left_later: Bytes
+    cap_owners: frozenset[str]  # ids of all processes that this cap counts together
 
     @classmethod
     def of(cls, book: Book, request: Request, world: World) -> Context:
+        """The inputs for a decision about this `request`, from the `book` and the `world` as they are now."""
         leases = tuple(book.leases())
-        now, blind = room_and_blind(book, world)
-        before = elders(book, request, world)
-        stands = tuple(t for t in before if not may_pass(book, t, request, world))
-        promised = frozenset(id for t in stands for id in t.recalls)
-        later, leaving = dict(now), {}
-        for ticket in stands:
-            for share in ticket.need:
-                later[share.device] = later.get(share.device, 0) - share.bytes
-        for device, size in freed_since(book, world).items():
-            later[device] = later.get(device, 0) + size
-        for lease in leases:
-            if lease.phase is Phase.LEAVING or (promised and lease.id in promised):
-                for share in lease.shares:
-                    later[share.device] = later.get(share.device, 0) + share.bytes
-                    leaving[share.device] = lease.name
-        mine = mine_later = None
-        limit, owner = world.rules.limit_bytes, request.lease.owner
-        if limit is not None and request.lease.kind == "model":
-            mine, mine_later = (
-                limit - on_cards(book, owner),
-                limit - on_cards(book, owner, leaving=False),
-            )
+        room_now, blind = room_and_blind(book, world)
+        ahead = elders(book, request, world)
+        blocking = tuple(t for t in ahead if not may_pass(book, t, request, world))
+        recalled = frozenset(id for ticket in blocking for id in ticket.recalls)
+        room_later, leaving = _later(room_now, blocking, recalled, leases, freed_since(book, world))
+        own_left, own_left_later = _left_of_own_limit(book, request, world)
+        cap = world.rules.cap
         return cls(
-            leases,
-            now,
-            later,
-            leaving,
-            blind,
-            before,
-            stands,
-            promised,
-            mine,
-            mine_later,
-            _silent(book.ticket(request.key), leases, world),
-            quotas.left(book, world),
-            quotas.left(book, world, leaving=False),
-            quotas.owners_of(book, world.rules.cap.user) if world.rules.cap else frozenset(),
+            leases=leases,
+            room_now=room_now,
+            room_later=room_later,
+            leaving=leaving,
+            blind=blind,
+            elders=ahead,
+            blocking_elders=blocking,
+            recalled=recalled,
+            own_left=own_left,
+            own_left_later=own_left_later,
+            silent=_silent(book.ticket(request.key), leases, world),
+            cap_left=quotas.left(book, world),
+            cap_left_later=quotas.left(book, world, leaving=False),
+            cap_owners=quotas.owners_of(book, cap.user) if cap else frozenset(),
         )
 
     def free(self) -> dict[str, int]:
-        """What the request may take now on each card without taking what an elder was promised."""
-        free = {id: min(size, self.later[id]) for id, size in self.now.items() if id != HOST}
-        if self.allowed:
-            free = {id: min(size, self.allowed.get(id, size)) for id, size in free.items()}
-        return (
-            free if self.mine is None else {id: min(size, self.mine) for id, size in free.items()}
-        )
+        """Bytes that the request may take now on each card without taking what an elder was promised."""
+        free = {}
+        for id, size in self.room_now.items():
+            if id == HOST:
+                continue
+            size = min(size, self.room_later[id])
+            if self.cap_left:
+                size = min(size, self.cap_left.get(id, size))
+            if self.own_left is not None:
+                size = min(size, self.own_left)
+            free[id] = size
+        return free
 
 
-def _silent(ticket: Ticket | None, leases: tuple[Lease, ...], world: World) -> frozenset[str]:
-    if (
-        ticket is None
-        or not ticket.recalls
-        or world.now - ticket.recalled_since < world.rules.answer_seconds
-    ):
+def _later(
+    room_now: Bytes,
+    blocking: Iterable[Ticket],
+    recalled: frozenset[str],
+    leases: Iterable[Lease],
+    freed: Bytes,
+) -> tuple[dict[str, int], dict[str, str]]:
+    """The room once all that was decided is done, and for each device the name of a lease that is leaving it."""
+    room = dict(room_now)
+    leaving: dict[str, str] = {}
+    for ticket in blocking:
+        for share in ticket.need:
+            room[share.device] = room.get(share.device, 0) - share.bytes
+    for device, size in freed.items():
+        room[device] = room.get(device, 0) + size
+    for lease in leases:
+        if lease.phase is Phase.LEAVING or (recalled and lease.id in recalled):
+            for share in lease.shares:
+                room[share.device] = room.get(share.device, 0) + share.bytes
+                leaving[share.device] = lease.name
+    return room, leaving
+
+
+def _left_of_own_limit(book: Book, request: Request, world: World) -> tuple[int | None, int | None]:
+    """Bytes left under INFERENCE_MEMORY_LIMIT_GB, now and once this owner's leaving models have left."""
+    limit = world.rules.limit_bytes
+    if limit is None or request.lease.kind != "model":
+        return None, None
+    owner = request.lease.owner
+    now = limit - on_cards(book, owner)
+    later = limit - on_cards(book, owner, leaving=False)
+    return now, later
+
+
+def _silent(ticket: Ticket | None, leases: Iterable[Lease], world: World) -> frozenset[str]:
+    """Ids of the leases that this ticket recalled too long ago, and that are still idle on their device."""
+    if ticket is None or not ticket.recalls:
         return frozenset()
-    return frozenset(
-        lease.id
-        for lease in leases
-        if lease.id in ticket.recalls and lease.phase is Phase.SETTLED and not lease.pins
-    )
+    if world.now - ticket.recalled_since < world.rules.answer_seconds:
+        return frozenset()
+    silent = []
+    for lease in leases:
+        if lease.id in ticket.recalls and lease.phase is Phase.SETTLED and not lease.pins:
+            silent.append(lease.id)
+    return frozenset(silent)

@@ -1,6 +1,7 @@
-"""Whether those who wait can ever be served.
+"""Whether waiting requests can ever be served.
 
-Pure. Threads that each hold a model in use, and wait for room that the other's model takes, would wait for ever.
+Pure. Threads that each hold a model in use, and wait for room that the other thread's model takes, would wait for
+ever.
 """
 
 from __future__ import annotations
@@ -14,32 +15,37 @@ from .capacity import limit_of
 def deadlocked(book: Book, world: World) -> tuple[Ticket, ...]:
     """The waiting requests that can never be served, because their threads hold what each other needs.
 
-    By reduction (cycles in a wait-for graph are not enough where a need may be met in several ways): threads that wait
-    for nothing will finish and give back; grant whatever then fits; its thread finishes too; repeat. What remains is
-    deadlocked, less those who merely wait behind it and hold nothing that anybody there could use.
+    `book` holds the tickets and leases, `world` the devices and their limits. Empty if every request can be served.
+
+    By reduction (cycles in a wait-for graph are not enough where a need may be met in several ways):
+
+    1. A thread that waits for nothing will finish and release its leases.
+    2. Grant every request that then fits. Its thread will finish too. Repeat.
+    3. What remains is deadlocked, except requests that hold nothing another of them could use: they only wait.
 
     Source: Holt 1972, Some Deadlock Properties of Computer Systems, ACM Computing Surveys 4(3).
     """
     waiting = [ticket for ticket in book.tickets if ticket.verb == "use"]
     if not any(ticket.held for ticket in waiting):
         return ()
-    limits = {
-        device.id: limit_of(book, world, device.id)
-        for device in world.devices
-        if not device.is_host
-    }
+    limits = {}
+    for device in world.devices:
+        if not device.is_host:
+            limits[device.id] = limit_of(book, world, device.id)
     while waiting:
-        stays = _bytes_that_stay(book, waiting)
-        remain = [t for t in waiting if not _fits(t, limits, stays)]
-        if len(remain) == len(waiting):
-            return _who_holds_others_up(book, remain, limits)
-        waiting = remain
+        held = _bytes_that_stay(book, waiting)
+        remaining = [ticket for ticket in waiting if not _fits(ticket, limits, held)]
+        if len(remaining) == len(waiting):
+            return _blocking_others(book, remaining, limits)
+        waiting = remaining
     return ()
 
 
 def _bytes_that_stay(book: Book, waiting: Iterable[Ticket]) -> dict[str, int]:
-    """Bytes on each device that are kept for good, or held by a thread that itself waits."""
-    held = {id for ticket in waiting for id in ticket.held}
+    """Bytes on each device that are kept (`keep`), or held by a thread that itself waits."""
+    held: set[str] = set()
+    for ticket in waiting:
+        held.update(ticket.held)
     stays: dict[str, int] = {}
     for lease in book.leases():
         if lease.keep or lease.id in held:
@@ -49,39 +55,53 @@ def _bytes_that_stay(book: Book, waiting: Iterable[Ticket]) -> dict[str, int]:
 
 
 def _fits(ticket: Ticket, limits: dict[str, int], stays: dict[str, int]) -> bool:
-    """Whether the need fits beside what stays, on any cards that would do.
+    """Whether the need fits beside the bytes that stay, on any cards that the ticket allows.
 
-    A ticket knows neither margin nor pieces, so of a divided need this may be a little too hopeful: then it waits.
+    A ticket carries neither margin nor pieces, so this may be too optimistic for a divided need. Then it waits.
     """
     size = sum(share.bytes for share in ticket.need)
-    left = [max(0, limits[card] - stays.get(card, 0)) for card in _places(ticket, limits)]
-    if len(ticket.need) < 2 or not left:
-        return size <= max(left, default=0)
+    cards = _allowed_cards(ticket, limits)
+    free = [max(0, limits[card] - stays.get(card, 0)) for card in cards]
+    if len(ticket.need) < 2 or not free:
+        return size <= max(free, default=0)
     if ticket.layout == "whole":
-        left = [limits[card] if not stays.get(card, 0) else 0 for card in _places(ticket, limits)]
+        free = [0 if stays.get(card, 0) else limits[card] for card in cards]
     if ticket.layout == "balanced":
-        left.sort(reverse=True)
-        return any(size <= count * most for count, most in enumerate(left, 1))
-    return size <= sum(left)
+        return _fits_in_equal_shares(size, free)
+    return size <= sum(free)
 
 
-def _places(ticket: Ticket, limits: Iterable[str]) -> list[str]:
+def _fits_in_equal_shares(size: int, free: list[int]) -> bool:
+    """Whether some number of cards can each take an equal share of `size`."""
+    largest_first = sorted(free, reverse=True)
+    for count, smallest in enumerate(largest_first, start=1):
+        if size <= count * smallest:
+            return True
+    return False
+
+
+def _allowed_cards(ticket: Ticket, limits: Iterable[str]) -> list[str]:
     return [card for card in limits if not ticket.places or card in ticket.places]
 
 
-def _who_holds_others_up(
-    book: Book, stuck: list[Ticket], limits: dict[str, int]
-) -> tuple[Ticket, ...]:
-    """Those among the stuck who hold bytes on a card that another of the stuck could use."""
+def _blocking_others(book: Book, stuck: list[Ticket], limits: dict[str, int]) -> tuple[Ticket, ...]:
+    """Those of the stuck requests that hold bytes on a card that another of them could use."""
     while True:
-        guilty = []
-        for ticket in stuck:
-            wanted = {
-                card for other in stuck if other is not ticket for card in _places(other, limits)
-            }
-            held = (book.find(id) for id in ticket.held)
-            if any(share.device in wanted for lease in held if lease for share in lease.shares):
-                guilty.append(ticket)
-        if len(guilty) == len(stuck):
+        blocking = [ticket for ticket in stuck if _blocks_another(book, ticket, stuck, limits)]
+        if len(blocking) == len(stuck):
             return tuple(stuck)
-        stuck = guilty
+        stuck = blocking
+
+
+def _blocks_another(
+    book: Book, ticket: Ticket, stuck: list[Ticket], limits: dict[str, int]
+) -> bool:
+    wanted: set[str] = set()
+    for other in stuck:
+        if other is not ticket:
+            wanted.update(_allowed_cards(other, limits))
+    for lease_id in ticket.held:
+        lease = book.find(lease_id)
+        if lease and any(share.device in wanted for share in lease.shares):
+            return True
+    return False

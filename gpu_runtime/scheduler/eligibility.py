@@ -1,7 +1,7 @@
-"""Who may leave a device, and how.
+"""Which leases may be evicted, and to where.
 
-Pure. A lease leaves to the host while the host has room, and for good where its source can bring it back; weights
-that exist nowhere else never leave for good.
+Pure. A lease is offloaded to host memory while the host has room, and dropped if its source can reproduce it.
+Weights that exist nowhere else are never dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ MOST_TRIED = 12  # leases of which every combination is tried; beyond it the lar
 
 
 def reason_to_stay(lease: Lease, world: World, *, asker: str, importance: int) -> str:
-    """Why this lease may not be asked to leave now; empty where it may. The in-use rule knows no exception."""
+    """Why this `lease` may not be evicted now; empty if it may. The in-use rule knows no exception.
+
+    `asker` is the id of the owner that needs the room, `importance` that of its request. Grace and `keep_alive` are
+    measured at `world.now`.
+    """
     if lease.pins:
         return "in use"
     if lease.kind == "block":
@@ -29,9 +33,8 @@ def reason_to_stay(lease: Lease, world: World, *, asker: str, importance: int) -
     if lease.importance < importance:
         return "more important"
     now = world.now
-    used = (
-        lease.last_used if lease.last_used < now else now
-    )  # a use may be stamped just after the world was looked at
+    # A use may be stamped just after the world was measured.
+    used = lease.last_used if lease.last_used < now else now
     if lease.keep_alive and now < used + lease.keep_alive and importance >= lease.importance:
         return "kept alive"
     if lease.owner != asker and now < used + world.rules.grace_seconds:
@@ -48,9 +51,11 @@ def eviction_step(
     because: str = "",
     reason: str = "request",
 ) -> Move | Drop | None:
-    """How this lease leaves its device: to the host where it has room, else for good where its source has it.
+    """The step that evicts this `lease`: a Move to the host if it has room, else a Drop if its source has the bytes.
 
-    None where neither is possible: weights that exist nowhere else are never dropped.
+    None if neither is possible: weights that exist nowhere else are never dropped. `host_room` is bytes; `drop`
+    prefers a Drop although the host has room. `because` (a sentence) and `reason` (a word) are put into the step.
+    `world` holds the devices and the offload setting.
     """
     size = lease.own_bytes
     moves = can_move(lease, world) and size <= host_room and not lease.on_host
@@ -62,12 +67,15 @@ def eviction_step(
 
 
 def can_move(lease: Lease, world: World) -> bool:
-    """Whether it can lie in host memory at all, were there room; not from a card that has no other memory than that."""
-    return lease.movable and world.rules.offload and not _lies_in_host_memory(lease, world)
+    """Whether this `lease` could be offloaded if the host had room.
+
+    Never from a card of the `world` that has no memory of its own.
+    """
+    return lease.movable and world.rules.offload and not _uses_host_memory(lease, world)
 
 
-def _lies_in_host_memory(lease: Lease, world: World) -> bool:
-    """Whether it lies on a card whose memory is the host's: moved there it would free nothing."""
+def _uses_host_memory(lease: Lease, world: World) -> bool:
+    """Whether it is on a card whose memory is the host's: an offload there would free nothing."""
     for device in world.devices:
         if device.unified:  # a plain loop: every decision asks this of every lease
             return any(share.device == device.id for share in lease.shares)
@@ -75,24 +83,30 @@ def _lies_in_host_memory(lease: Lease, world: World) -> bool:
 
 
 def permanent_reason_to_stay(lease: Lease, world: World, *, held: Sequence[str] = ()) -> str:
-    """Why this lease will not make room, however long one waits; empty where it may."""
+    """Why this `lease` will not leave its device, however long a request waits; empty if it may.
+
+    `held` are ids of the leases that the requesting thread itself pins. `world` holds the host's limit.
+    """
     if lease.id in held:
-        return "is held by the block that asks"
+        return "is held by the block that makes the request"
     if lease.kind == "block":
         return ""  # it ends with its cell
     if lease.keep:
         return "is kept on the device (unpin it to let it go)"
-    if not lease.droppable and not (
-        can_move(lease, world) and lease.own_bytes <= world.limits.get(HOST, 0)
-    ):
-        if _lies_in_host_memory(lease, world):
-            return "exists nowhere else, and lies in the host's memory already"
-        return "exists nowhere else, and the host has no room for it"
-    return ""
+    if lease.droppable:
+        return ""
+    if can_move(lease, world) and lease.own_bytes <= world.limits.get(HOST, 0):
+        return ""
+    if _uses_host_memory(lease, world):
+        return "exists nowhere else, and is in the host's memory already"
+    return "exists nowhere else, and the host has no room for it"
 
 
 def mark_leaving(book: Book, step: Move | Drop, key: str) -> Book:
-    """The book with the step's lease on its way out; its bytes count, on both devices, until that is done."""
+    """The `book` with the step's lease marked as leaving.
+
+    Its bytes count on both devices until the `step` is done. `key` is that of the decision.
+    """
     lease = book.find(step.lease)
     assert lease is not None, f"{step.lease} is to leave, but is not in the book"
     target = step.shares if isinstance(step, Move) else ()
@@ -100,31 +114,42 @@ def mark_leaving(book: Book, step: Move | Drop, key: str) -> Book:
 
 
 def unfinished_steps(book: Book, owner: str, key: str) -> tuple[Move | Drop, ...]:
-    """Steps that were decided under this key and not reported done: the answer may never have been heard."""
+    """Steps of this `owner` in the `book` that were decided under this `key` and not reported done.
+
+    The owner may never have received that verdict, so the steps are returned again.
+    """
     section = book.sections.get(owner)
-    again = "This was decided before."
-    return tuple(
-        Move(lease.id, lease.shares, lease.target, again)
-        if lease.target
-        else Drop(lease.id, lease.shares, again)
-        for lease in (section.leases if section else ())
-        if lease.phase is Phase.LEAVING and lease.key == key
-    )
+    if section is None:
+        return ()
+    because = "This was decided before."
+    steps: list[Move | Drop] = []
+    for lease in section.leases:
+        if lease.phase is not Phase.LEAVING or lease.key != key:
+            continue
+        if lease.target:
+            steps.append(Move(lease.id, lease.shares, lease.target, because))
+        else:
+            steps.append(Drop(lease.id, lease.shares, because))
+    return tuple(steps)
 
 
 # -- the warm pool ------------------------------------------------------------------------------------------------
 
 
 def warm(book: Book, world: World, *, asker: str, importance: int, owner: str = "") -> list[Lease]:
-    """Leases in host memory that may go for good; those of one owner, where one is named."""
-    return [
-        lease
-        for lease in book.leases()
-        if lease.on_host
-        and lease.droppable
-        and (not owner or lease.owner == owner)
-        and not reason_to_stay(lease, world, asker=asker, importance=importance)
-    ]
+    """Leases of the `book` in host memory that may be unloaded now; only those of one `owner` if it is given.
+
+    `asker`, `importance` and `world` as in `reason_to_stay`.
+    """
+    found = []
+    for lease in book.leases():
+        if not lease.on_host or not lease.droppable:
+            continue
+        if owner and lease.owner != owner:
+            continue
+        if not reason_to_stay(lease, world, asker=asker, importance=importance):
+            found.append(lease)
+    return found
 
 
 def warm_pool_victims(
@@ -137,35 +162,33 @@ def warm_pool_victims(
     importance: int,
     owner: str = "",
 ) -> tuple[Lease, ...] | None:
-    """Whom the warm pool gives up so that the host has `shortage` bytes more; None where that is not enough."""
+    """Leases of the warm pool to unload so that the host has `shortage` bytes more; None if that is not enough.
+
+    The other parameters are those of `warm`; `rank` orders the victims.
+    """
     if shortage <= 0:
         return ()
-    return victims(
-        {HOST: shortage},
-        warm(book, world, asker=asker, importance=importance, owner=owner),
-        world,
-        rank,
-    )
+    pool = warm(book, world, asker=asker, importance=importance, owner=owner)
+    return victims({HOST: shortage}, pool, world, rank)
 
 
 def largest_fitting_set(leases: Iterable[Lease], host_bytes: int) -> tuple[Lease, ...]:
-    """Those of them that together fill the host best without passing `host_bytes`."""
-    small = sorted(
-        (lease for lease in leases if lease.own_bytes <= host_bytes),
-        key=lambda lease: -lease.own_bytes,
-    )
+    """Those of the `leases` that together fill the host best without exceeding `host_bytes`."""
+    small = [lease for lease in leases if lease.own_bytes <= host_bytes]
+    small.sort(key=lambda lease: -lease.own_bytes)
     if sum(lease.own_bytes for lease in small) <= host_bytes:
         return tuple(small)
-    fillings: dict[int, tuple[Lease, ...]] = {0: ()}
-    for place, lease in enumerate(small):
-        own = lease.own_bytes
-        with_it = {
-            size + own: (*chosen, lease)
-            for size, chosen in fillings.items()
-            if size + own <= host_bytes
-        }
-        if place < MOST_TRIED:
-            fillings = {**with_it, **fillings}
-        elif max(with_it, default=0) > max(fillings):
-            fillings = {max(with_it): with_it[max(with_it)]}
-    return fillings[max(fillings)]
+    sets: dict[int, tuple[Lease, ...]] = {0: ()}  # bytes -> a set of that many
+    for tried, lease in enumerate(small):
+        with_it = {}
+        for size, chosen in sets.items():
+            total = size + lease.own_bytes
+            if total <= host_bytes:
+                with_it[total] = (*chosen, lease)
+        if tried < MOST_TRIED:
+            sets = {**with_it, **sets}
+            continue
+        largest = max(with_it, default=0)
+        if largest > max(sets):
+            sets = {largest: with_it[largest]}
+    return sets[max(sets)]

@@ -1,7 +1,7 @@
-"""How room is made on several cards at once: on which of them, and who leaves.
+"""How room is made on several cards at once: on which of them, and which leases leave.
 
-Pure. One lease may lie on several of the cards, and free bytes on one may do for those on another; so leases leave one
-by one, in order, until what has come free holds the model, and then whoever can be spared stays after all.
+Pure. One lease may have bytes on several of the cards, and free bytes on one may replace those on another. So leases
+leave one by one, in order, until the free bytes hold the model; then every lease that can be spared stays after all.
 """
 
 from __future__ import annotations
@@ -10,52 +10,41 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import combinations
 from math import comb
-from typing import TYPE_CHECKING
 
 from ..facts import Candidate, Lease, Request
+from .context import Context
 from .eligibility import largest_fitting_set
 from .splitting import claimed, divide, fitting, split
 
-if TYPE_CHECKING:
-    from .context import Context
-
-FEW_CARDS = 4  # of so many, every set of cards is tried
+FEW_CARDS = 4  # up to this many, every set of cards is tried
 MOST_SETS = 2_000  # of leases, when the fewest are looked for
 
-Way = tuple[Candidate, tuple[Lease, ...]]
+Bytes = Mapping[str, int]  # by device id
 
 
-def ways(
+def multi_card_ways(
     request: Request,
-    ground: Context,
+    context: Context,
     idle: Sequence[Lease],
     host_bytes: int,
-    limits: Mapping[str, int],
-) -> Iterator[Way]:
-    """Divisions for which room can be made, each with those who would leave. `idle` is who may, in order."""
-    footprint, rules, owner = request.footprint, request.placement, request.lease.owner
-    for cards in _sets(request, ground, idle, limits):
-        room = _Room(cards, ground, owner)
-        holds = fitting(footprint, cards, rules, limits)
+    limits: Bytes,
+) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
+    """Divisions of the `request` for which room can be made, each with the leases that would leave.
+
+    `idle` are the leases that may leave, in order; `context` holds the room. `host_bytes` is room for those that only
+    the host can take. `limits` are the budgets of the cards that may be used.
+    """
+    footprint, rules = request.footprint, request.placement
+    fewest = rules.policy == "fewest-evictions"
+    for cards in _sets(request, context, idle, limits):
+        room = _Room(cards, context, request.lease.owner)
         total = claimed(footprint, cards, rules, limits)
+        enough = _enough(room, fitting(footprint, cards, rules, limits), total)
         pool = [lease for lease in idle if room.gains(lease, total)]
-
-        def enough(
-            room: _Room = room, holds: Callable[..., bool] = holds, total: int = total
-        ) -> bool:
-            return (room.mine is None or room.mine >= total) and holds(room.usable())
-
-        chosen = _who_leaves(pool, room, enough, fewest=rules.policy == "fewest-evictions")
-        if chosen is not None and sum(m.own_bytes for m in chosen if not m.droppable) > host_bytes:
-            fitting_ = largest_fitting_set(
-                [lease for lease in pool if not lease.droppable], host_bytes
-            )
-            chosen = _who_leaves(
-                [lease for lease in pool if lease.droppable or lease in fitting_],
-                room,
-                enough,
-                fewest=rules.policy == "fewest-evictions",
-            )
+        chosen = _victims(pool, room, enough, fewest=fewest)
+        if chosen is not None and _precious_bytes(chosen) > host_bytes:
+            pool = _with_those_the_host_can_take(pool, host_bytes)
+            chosen = _victims(pool, room, enough, fewest=fewest)
         if chosen is None:
             continue
         with room.without(chosen):
@@ -64,51 +53,80 @@ def ways(
             yield candidate, chosen
 
 
+def _enough(room: _Room, holds: Callable[[Bytes], bool], total: int) -> Callable[[], bool]:
+    """A function that returns whether the room is enough as it is then."""
+
+    def enough() -> bool:
+        if room.own_left is not None and room.own_left < total:
+            return False
+        return holds(room.usable())
+
+    return enough
+
+
+def _precious_bytes(leases: Iterable[Lease]) -> int:
+    """Bytes that exist nowhere else, and so need room in host memory."""
+    return sum([lease.own_bytes for lease in leases if not lease.droppable])
+
+
+def _with_those_the_host_can_take(pool: Sequence[Lease], host_bytes: int) -> list[Lease]:
+    """The pool without those precious leases that the host has no room for."""
+    precious = [lease for lease in pool if not lease.droppable]
+    saved = largest_fitting_set(precious, host_bytes)
+    return [lease for lease in pool if lease.droppable or lease in saved]
+
+
 def _sets(
-    request: Request, ground: Context, idle: Sequence[Lease], limits: Mapping[str, int]
+    request: Request, context: Context, idle: Sequence[Lease], limits: Bytes
 ) -> list[tuple[str, ...]]:
-    """Sets of cards on which room may be made: all of them, where the cards are few; else for each number of cards the
-    first in order that could be emptied enough, and those with the most room by then and by now."""
-    rules, footprint = request.placement, request.footprint
-    cards = [
-        card
-        for card in limits
-        if card not in ground.blind and (not rules.devices or card in rules.devices)
-    ]
-    whole = _Room(cards, ground, request.lease.owner)
+    """Sets of cards on which room may be made.
+
+    All of them if the cards are few. Else, for each number of cards, the first in order that could be emptied enough,
+    and those with the most room by then and by now.
+    """
+    rules = request.placement
+    cards = []
+    for card in limits:
+        if card not in context.blind and (not rules.devices or card in rules.devices):
+            cards.append(card)
+    whole = _Room(cards, context, request.lease.owner)
     now = whole.usable()
     with whole.without(idle):
-        possible = split(footprint, whole.usable(), rules, limits)
+        possible = split(request.footprint, whole.usable(), rules, limits)
+    sets: list[tuple[str, ...]] = []
     if len(cards) <= FEW_CARDS:
-        counts = {len(candidate.shares) for candidate in possible}
-        return [chosen for count in sorted(counts) for chosen in combinations(cards, count)]
-    sets = []
+        for count in sorted({len(candidate.shares) for candidate in possible}):
+            sets += combinations(cards, count)
+        return sets
+    most_first = sorted(cards, key=lambda card: -now[card])
     for candidate in possible:
         first = tuple(share.device for share in candidate.shares)
-        with_most = sorted(cards, key=lambda card: -now[card])[: len(first)]
-        sets += dict.fromkeys([first, tuple(card for card in cards if card in with_most)])
+        largest = most_first[: len(first)]
+        with_most = tuple(card for card in cards if card in largest)
+        sets += dict.fromkeys([first, with_most])
     return sets
 
 
 class _Room:
-    """The bytes that a split may use on each of its cards, as leases leave and come back."""
+    """The bytes that a split may use on each of its cards, as leases are counted as gone or as back."""
 
-    def __init__(self, cards: Iterable[str], ground: Context, owner: str) -> None:
-        self.free = {card: ground.later[card] for card in cards}
-        self.allowed = (
-            {card: ground.allowed_later[card] for card in self.free} if ground.allowed_later else {}
-        )
-        self.ours = ground.ours
-        self.mine, self.owner = ground.mine_later, owner
+    def __init__(self, cards: Iterable[str], context: Context, owner: str) -> None:
+        self.free = {card: context.room_later[card] for card in cards}
+        self.cap_left = {}
+        if context.cap_left_later:
+            self.cap_left = {card: context.cap_left_later[card] for card in self.free}
+        self.cap_owners = context.cap_owners
+        self.own_left, self.owner = context.own_left_later, owner
 
     def usable(self) -> dict[str, int]:
-        if not self.allowed:
+        """Bytes on each card, no more than the operator's cap leaves."""
+        if not self.cap_left:
             return dict(self.free)
-        return {card: min(size, self.allowed[card]) for card, size in self.free.items()}
+        return {card: min(size, self.cap_left[card]) for card, size in self.free.items()}
 
     def gains(self, lease: Lease, total: int) -> bool:
-        """Whether anything is gained if this lease leaves."""
-        if self.mine is not None and self.mine < total and lease.owner == self.owner:
+        """Whether anything is gained if this `lease` leaves; `total` is what the model claims."""
+        if self.own_left is not None and self.own_left < total and lease.owner == self.owner:
             return True
         for share in lease.shares:  # a plain loop, as each set of cards asks this of every lease
             if share.device in self.free:
@@ -116,35 +134,37 @@ class _Room:
         return False
 
     def let_go(self, lease: Lease, times: int = 1) -> None:
-        """Counts the lease as gone; with -1, as back."""
+        """Counts the `lease` as gone; with `times=-1`, as back."""
         for share in lease.shares:
             if share.device in self.free:
                 self.free[share.device] += times * share.bytes
-                if self.allowed and lease.owner in self.ours:
-                    self.allowed[share.device] += times * share.bytes
-        if self.mine is not None and lease.owner == self.owner:
-            self.mine += times * lease.bytes
+                if self.cap_left and lease.owner in self.cap_owners:
+                    self.cap_left[share.device] += times * share.bytes
+        if self.own_left is not None and lease.owner == self.owner:
+            self.own_left += times * lease.bytes
 
     def take_back(self, leases: Iterable[Lease]) -> None:
+        """Counts the `leases` as back."""
         for lease in leases:
             self.let_go(lease, -1)
 
     @contextmanager
     def without(self, leases: Sequence[Lease]) -> Iterator[None]:
-        """The room as it would be without them, for as long as the block runs."""
+        """Counts the `leases` as gone for as long as the block runs."""
         for lease in leases:
             self.let_go(lease)
         yield
         self.take_back(leases)
 
 
-def _who_leaves(
+def _victims(
     pool: Sequence[Lease], room: _Room, enough: Callable[[], bool], *, fewest: bool
 ) -> tuple[Lease, ...] | None:
-    """Those of the pool who leave so that there is enough; none of them can be spared. None where all are too few."""
-    order = (
-        sorted(pool, key=lambda lease: (-lease.importance, -_on(lease, room))) if fewest else pool
-    )
+    """Those of the pool that leave so that the room is enough, none of which can be spared; None if all are too few.
+
+    The room is left as it was.
+    """
+    order = sorted(pool, key=_least_important_largest_first(room)) if fewest else pool
     gone = 0
     while not enough():
         if gone == len(order):
@@ -152,41 +172,50 @@ def _who_leaves(
             return None
         room.let_go(order[gone])
         gone += 1
-    chosen: tuple[Lease, ...] = ()
-    for lease in order[gone - 1 :: -1] if gone else ():
-        room.let_go(lease, -1)
-        if not enough():
-            room.let_go(lease)
-            chosen = (lease, *chosen)
+    chosen = _pruned(order[:gone], room, enough)
     room.take_back(chosen)
     if not fewest or not chosen:
         return chosen
     least = chosen[-1].importance
-    few = (
-        _fewer([lease for lease in order if lease.importance >= least], room, enough, len(chosen))
-        or chosen
-    )
+    allowed = [lease for lease in order if lease.importance >= least]
+    few = _fewer(allowed, room, enough, len(chosen)) or chosen
     return tuple([lease for lease in pool if lease in few])
+
+
+def _pruned(gone: Sequence[Lease], room: _Room, enough: Callable[[], bool]) -> tuple[Lease, ...]:
+    """Those of the leases counted as gone that cannot be spared; the others are counted as back, the last first."""
+    needed = []
+    for lease in reversed(gone):
+        room.let_go(lease, -1)
+        if not enough():
+            room.let_go(lease)
+            needed.append(lease)
+    needed.reverse()
+    return tuple(needed)
 
 
 def _fewer(
     pool: Sequence[Lease], room: _Room, enough: Callable[[], bool], than: int
 ) -> tuple[Lease, ...] | None:
-    """A smaller set that is enough, the smallest first, where so many sets can be tried; None where there is none."""
+    """A smaller set that is enough, the smallest first; None if there is none, or too many sets would be tried."""
     tried = 0
     for count in range(1, than):
         tried += comb(len(pool), count)
         if tried > MOST_SETS:
             return None
         found = []
-        for those in combinations(pool, count):
-            with room.without(those):
+        for leases in combinations(pool, count):
+            with room.without(leases):
                 if enough():
-                    found.append(those)
+                    found.append(leases)
         if found:
-            return min(found, key=lambda those: sum(lease.bytes for lease in those))
+            return min(found, key=lambda leases: sum(lease.bytes for lease in leases))
     return None
 
 
-def _on(lease: Lease, room: _Room) -> int:
-    return sum([share.bytes for share in lease.shares if share.device in room.free])
+def _least_important_largest_first(room: _Room) -> Callable[[Lease], tuple[int, int]]:
+    def key(lease: Lease) -> tuple[int, int]:
+        freed = sum([share.bytes for share in lease.shares if share.device in room.free])
+        return -lease.importance, -freed
+
+    return key

@@ -1,7 +1,7 @@
-"""Who leaves first when room is needed.
+"""Which leases are evicted first when room is needed.
 
 Pure: values in, values out. A policy gives each idle lease a number, and the lowest leaves first; importance always
-comes before it. Who *may* leave at all is the planner's to say.
+counts before it. Which leases may be evicted at all is decided in `eligibility`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,24 @@ from ..units import GIB
 
 MOST_TRIED = 12  # leases that might be spared, of which every set is tried
 MOST_LOOKS = 5_000  # steps of a search for the fewest
+OWNER = (
+    "owner:"  # prefix of a place in `need` that stands for all cards on which an owner has leases
+)
+
+Gain = dict[str, int]  # place -> bytes that one lease frees there
+Gains = Sequence[tuple[Lease, Gain]]
 
 
 def lru(lease: Lease, world: World) -> float:
-    """The least recently used leaves first."""
+    """When the `lease` was last used: the least recently used leaves first. `world` is not read."""
     return lease.last_used
 
 
 def cost_aware(lease: Lease, world: World) -> float:
-    """What frees most bytes for the fewest seconds of waiting later leaves first.
+    """The cost of evicting this `lease`: the one that frees most bytes for the fewest seconds of waiting leaves first.
 
-    The score is the seconds that bringing it back would cost, for each GiB it frees, discounted by how long it has
-    been idle: a model unused for an hour is unlikely to be wanted in the next minute.
+    The score is the seconds that it takes to load again, for each GiB that it frees, discounted by how long it has
+    been idle at `world.now`: a model unused for an hour is unlikely to be wanted in the next minute.
 
     Source: GreedyDual-Size-Frequency, Cherkasova 1998 (HPL-98-69R1), with idle time in the place of frequency.
     """
@@ -39,7 +45,7 @@ POLICIES: Mapping[str, Policy] = {"lru": lru, "cost_aware": cost_aware}
 
 
 def policy(name: str) -> Policy:
-    """The policy of that name. Raises BadSetting."""
+    """The policy of that `name`. Raises BadSetting."""
     try:
         return POLICIES[name]
     except KeyError:
@@ -49,201 +55,244 @@ def policy(name: str) -> Policy:
 def victims(
     need: Mapping[str, int], idle: Iterable[Lease], world: World, rank: Policy
 ) -> tuple[Lease, ...] | None:
-    """Who leaves so that `need` bytes come free on each device; None where all of them together are not enough.
+    """The leases to evict so that `need` bytes are freed on each device; None if all of them are not enough.
 
-    The least important first, then the lowest rank; then pruned until no member of the set can be spared. A key
-    `owner:ID` in `need` stands for all the cards that this owner's leases lie on.
+    The least important of the `idle` leave first, then those with the lowest `rank` in this `world`. The set is then
+    pruned until no member can be spared. A key `owner:ID` in `need` stands for all cards on which this owner has
+    leases.
     """
-    return first_enough(need, in_order(idle, world, rank))
+    return victims_in_order(need, eviction_order(idle, world, rank))
 
 
-def in_order(idle: Iterable[Lease], world: World, rank: Policy) -> list[Lease]:
-    """Those who leave first come first."""
-    return sorted(
-        idle, key=lambda lease: (-lease.importance, rank(lease, world), lease.owner, lease.name)
-    )
+def eviction_order(idle: Iterable[Lease], world: World, rank: Policy) -> list[Lease]:
+    """The `idle` leases, the first to leave first: by importance, then by `rank` in this `world`, then by name."""
+
+    def key(lease: Lease) -> tuple[int, float, str, str]:
+        return (-lease.importance, rank(lease, world), lease.owner, lease.name)
+
+    return sorted(idle, key=key)
 
 
-def first_enough(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lease, ...] | None:
-    """`victims`, of leases that stand in order already.
+# -- the first in order that are enough ---------------------------------------------------------------------------
 
-    Nobody is displaced while those before it would do; and of these as much as possible is spared, counted in seconds
-    of loading again, then in bytes.
+
+def victims_in_order(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lease, ...] | None:
+    """`victims`, for leases that are in order already.
+
+    No lease is evicted while those before it are enough. Of these as much as possible is spared, counted in seconds
+    of loading again, then in bytes. `need` is bytes by device, or by `owner:ID`; `ordered` is from `eviction_order`.
     """
-    left = {place: size for place, size in need.items() if size > 0}
-    if not left:
+    missing = _missing(need)
+    if not missing:
         return ()
-    owners = frozenset([place[6:] for place in left if place.startswith("owner:")])
-    chosen: list[tuple[Lease, dict[str, int]]] = []
+    owners = _owners(missing)
+    chosen: list[tuple[Lease, Gain]] = []
     for lease in ordered:
-        gain = _gain(lease, left, owners)
-        if not any(gain.values()) or (
-            len(left) > 1 and not any([left[place] > 0 for place in gain])
-        ):
+        gain = _gain(lease, missing, owners)
+        if not any(gain.values()):
+            continue
+        if len(missing) > 1 and not any([missing[place] > 0 for place in gain]):
             continue
         chosen.append((lease, gain))
         for place, size in gain.items():
-            left[place] -= size
-        if max(left.values()) <= 0:
+            missing[place] -= size
+        if max(missing.values()) <= 0:
             break
     else:
         return None
     if len(chosen) == 1:
         return (chosen[0][0],)
-    spared = _spared(chosen, {place: -size for place, size in left.items()})
-    return tuple([lease for place, (lease, _) in enumerate(chosen) if place not in spared])
+    surplus = {place: -size for place, size in missing.items()}
+    spared = _spared(chosen, surplus)
+    return tuple([lease for index, (lease, _) in enumerate(chosen) if index not in spared])
 
 
-def _spared(chosen: Sequence[tuple[Lease, Mapping[str, int]]], surplus: dict[str, int]) -> set[int]:
-    """Places of those that need not leave, together worth the most; of equals the most precious, who come last."""
+def _missing(need: Mapping[str, int]) -> dict[str, int]:
+    return {place: size for place, size in need.items() if size > 0}
+
+
+def _owners(places: Iterable[str]) -> frozenset[str]:
+    """Ids of the owners that are named among these places."""
+    return frozenset([place[len(OWNER) :] for place in places if place.startswith(OWNER)])
+
+
+def _fits_in(gain: Gain, surplus: Gain) -> bool:
+    """Whether the room is enough without this gain."""
+    for place, size in gain.items():
+        if size > surplus[place]:
+            return False
+    return True
+
+
+def _spared(chosen: Gains, surplus: Gain) -> set[int]:
+    """Indices of the leases that need not leave, together worth the most.
+
+    Of equal sets the one with the most precious leases, which are the last.
+    """
+    last_first = range(len(chosen) - 1, -1, -1)
     if len(surplus) == 1:  # nearly always
-        [(on, most)] = surplus.items()
-        able = [place for place in range(len(chosen) - 1, -1, -1) if chosen[place][1][on] <= most]
+        [(place, most)] = surplus.items()
+        able = [index for index in last_first if chosen[index][1][place] <= most]
     else:
-        able = [
-            place
-            for place in range(len(chosen) - 1, -1, -1)
-            if all([size <= surplus[on] for on, size in chosen[place][1].items()])
-        ]
-    if len(able) > MOST_TRIED or len(able) < 2:  # too many to try every set, or nothing to choose
-        return _spare_in_turn(chosen, surplus, able)
+        able = [index for index in last_first if _fits_in(chosen[index][1], surplus)]
+    if 2 <= len(able) <= MOST_TRIED:
+        return _most_precious_set(chosen, surplus, able)
+    return _spare_in_turn(chosen, surplus, able)  # too many to try every set, or no choice
+
+
+def _most_precious_set(chosen: Gains, surplus: Gain, able: Sequence[int]) -> set[int]:
+    """The set that costs most to load again, of all sets of `able` indices that fit into the surplus."""
     best: tuple[tuple[float, int], tuple[int, ...]] = ((0.0, 0), ())
 
-    def try_from(start: int, worth: tuple[float, int], kept: tuple[int, ...]) -> None:
+    def try_from(start: int, seconds: float, size: int, kept: tuple[int, ...]) -> None:
         nonlocal best
-        if worth > best[0]:
-            best = worth, kept
-        for index in range(start, len(able)):
-            lease, gain = chosen[able[index]]
-            if all([size <= surplus[on] for on, size in gain.items()]):
-                for on, size in gain.items():
-                    surplus[on] -= size
-                try_from(
-                    index + 1,
-                    (
-                        worth[0] + (lease.restore_seconds or lease.reload_seconds),
-                        worth[1] + lease.bytes,
-                    ),
-                    (*kept, able[index]),
-                )
-                for on, size in gain.items():
-                    surplus[on] += size
+        if (seconds, size) > best[0]:
+            best = (seconds, size), kept
+        for position in range(start, len(able)):
+            index = able[position]
+            lease, gain = chosen[index]
+            if not _fits_in(gain, surplus):
+                continue
+            for place, freed in gain.items():
+                surplus[place] -= freed
+            more = lease.restore_seconds or lease.reload_seconds
+            try_from(position + 1, seconds + more, size + lease.bytes, (*kept, index))
+            for place, freed in gain.items():
+                surplus[place] += freed
 
-    try_from(0, (0.0, 0), ())
+    try_from(0, 0.0, 0, ())
     return set(best[1])
 
 
-def _spare_in_turn(
-    chosen: Sequence[tuple[Lease, Mapping[str, int]]], surplus: dict[str, int], able: Iterable[int]
-) -> set[int]:
+def _spare_in_turn(chosen: Gains, surplus: Gain, able: Iterable[int]) -> set[int]:
     spared = set()
-    for place in able:
-        gain = chosen[place][1]
-        if all([size <= surplus[on] for on, size in gain.items()]):
-            spared.add(place)
-            for on, size in gain.items():
-                surplus[on] -= size
+    for index in able:
+        gain = chosen[index][1]
+        if _fits_in(gain, surplus):
+            spared.add(index)
+            for place, size in gain.items():
+                surplus[place] -= size
     return spared
 
 
-def fewest_enough(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lease, ...] | None:
-    """As few as can make the room, and of such sets the one that frees the fewest bytes; None where all are too few.
+# -- the fewest that are enough -----------------------------------------------------------------------------------
 
-    Nobody more important is displaced while less important ones would do. Leases come in order; recency decides among
-    equals only.
+
+def fewest_victims(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lease, ...] | None:
+    """The smallest set that makes the room, and of such sets the one that frees the fewest bytes; None if none does.
+
+    No more important lease is evicted while less important ones are enough. `need` is bytes by device, or by
+    `owner:ID`. The leases are `ordered`; recency decides among equals only.
     """
-    left = {place: size for place, size in need.items() if size > 0}
-    if not left:
+    missing = _missing(need)
+    if not missing:
         return ()
-    owners = frozenset([place[6:] for place in left if place.startswith("owner:")])
-    able: list[tuple[Lease, dict[str, int]]] = []
-    missing, importance = dict(left), None
+    able = _least_important_that_do(missing, ordered)
+    if able is None:
+        return None
+    able.sort(key=lambda one: -sum(one[1].values()))
+    return _SmallestSet(able, missing).find()
+
+
+def _least_important_that_do(
+    need: Gain, ordered: Iterable[Lease]
+) -> list[tuple[Lease, Gain]] | None:
+    """The leases of the least important classes that meet the need together; None if all of them are not enough."""
+    owners = _owners(need)
+    able: list[tuple[Lease, Gain]] = []
+    missing = dict(need)
+    importance = None
     for lease in ordered:
         if lease.importance != importance and max(missing.values()) <= 0:
             break
         importance = lease.importance
-        gain = _gain(lease, left, owners)
+        gain = _gain(lease, need, owners)
         if any(gain.values()):
             able.append((lease, gain))
             for place, size in gain.items():
                 missing[place] -= size
-    if max(missing.values()) > 0:
-        return None
-    able.sort(key=lambda one: -sum(one[1].values()))
-    return _smallest(able, left)
+    return able if max(missing.values()) <= 0 else None
 
 
-def _smallest(
-    able: Sequence[tuple[Lease, Mapping[str, int]]], need: Mapping[str, int]
-) -> tuple[Lease, ...]:
-    """The set of fewest members that meets the need, and of those the one with the fewest bytes.
+class _SmallestSet:
+    """A search for the set of fewest members that meets a need, and of those for the one with the fewest bytes.
 
-    Sets of one are tried first, then of two, and so on; those who free most come first, and a branch ends where even
-    the largest of the rest would not do. Exact, unless that takes more than MOST_LOOKS steps.
+    Sets of one are tried first, then of two, and so on. Leases that free most are tried first, and a branch ends
+    where even the largest of the rest would not do. Exact, unless that takes more than MOST_LOOKS steps.
     """
-    sums = {
-        place: list(accumulate((gain.get(place, 0) for _, gain in able), initial=0))
-        for place in need
-    }
-    looks = 0
-    best: tuple[int, tuple[Lease, ...]] | None = None
 
-    def beyond_reach(start: int, count: int, left: Mapping[str, int]) -> bool:
-        if len(need) == 1:  # in order of their gain, the next ones are the largest
-            return any(
-                [
-                    missing > sums[place][start + count] - sums[place][start]
-                    for place, missing in left.items()
-                ]
-            )
-        return any(
-            [missing > sums[place][-1] - sums[place][start] for place, missing in left.items()]
-        )
+    def __init__(self, able: Gains, need: Gain) -> None:
+        self.able, self.need = able, need
+        self.looks = 0
+        self.best: tuple[int, tuple[Lease, ...]] | None = None
+        self.sums = {}  # place -> bytes that the first leases free there, by their number
+        for place in need:
+            freed = (gain.get(place, 0) for _, gain in able)
+            self.sums[place] = list(accumulate(freed, initial=0))
 
-    def try_from(
-        start: int, count: int, left: Mapping[str, int], size: int, taken: tuple[Lease, ...]
+    def find(self) -> tuple[Lease, ...]:
+        """The smallest set; if the search takes too long, the largest leases that do, without any that can be spared."""
+        for count in range(1, len(self.able) + 1):
+            self._try_from(0, count, self.need, 0, ())
+            if self.best is not None:
+                return self.best[1]
+            if self.looks > MOST_LOOKS:
+                break
+        largest_first = [lease for lease, _ in self.able]
+        return victims_in_order(self.need, largest_first) or ()
+
+    def _try_from(
+        self, start: int, count: int, left: Mapping[str, int], size: int, taken: tuple[Lease, ...]
     ) -> None:
-        nonlocal best, looks
-        looks += 1
-        if looks > MOST_LOOKS:
+        """Tries all sets of `count` leases from `start` on, beside those `taken`, which have `size` bytes."""
+        self.looks += 1
+        if self.looks > MOST_LOOKS:
             return
         if count == 1:
-            last = [
-                lease
-                for lease, gain in able[start:]
-                if all([gain.get(place, 0) >= missing for place, missing in left.items()])
-            ]
-            if last:
-                least = min(last, key=lambda lease: lease.bytes)
-                if best is None or size + least.bytes < best[0]:
-                    best = size + least.bytes, (*taken, least)
+            self._try_last(start, left, size, taken)
             return
-        for index in range(start, len(able) - count + 1):
-            if beyond_reach(index, count, left):
+        for index in range(start, len(self.able) - count + 1):
+            if self._beyond_reach(index, count, left):
                 return
-            lease, gain = able[index]
+            lease, gain = self.able[index]
             after = {place: missing - gain.get(place, 0) for place, missing in left.items()}
-            try_from(index + 1, count - 1, after, size + lease.bytes, (*taken, lease))
+            self._try_from(index + 1, count - 1, after, size + lease.bytes, (*taken, lease))
 
-    for count in range(1, len(able) + 1):
-        try_from(0, count, need, 0, ())
-        if best is not None:
-            return best[1]
-        if looks > MOST_LOOKS:
-            break
-    return (
-        first_enough(need, [lease for lease, _ in able]) or ()
-    )  # the largest first, and none that can be spared
+    def _try_last(
+        self, start: int, left: Mapping[str, int], size: int, taken: tuple[Lease, ...]
+    ) -> None:
+        """Completes the set with the smallest lease that is enough alone, if there is one."""
+        enough = []
+        for lease, gain in self.able[start:]:
+            if all([gain.get(place, 0) >= missing for place, missing in left.items()]):
+                enough.append(lease)
+        if not enough:
+            return
+        smallest = min(enough, key=lambda lease: lease.bytes)
+        total = size + smallest.bytes
+        if self.best is None or total < self.best[0]:
+            self.best = total, (*taken, smallest)
+
+    def _beyond_reach(self, start: int, count: int, left: Mapping[str, int]) -> bool:
+        """Whether no `count` leases from `start` on can free what is left to free."""
+        # With one place, leases are in order of their gain there, so the next ones are the largest.
+        one_place = len(self.need) == 1
+        for place, missing in left.items():
+            sums = self.sums[place]
+            until = sums[start + count] if one_place else sums[-1]
+            if missing > until - sums[start]:
+                return True
+        return False
 
 
-def _gain(lease: Lease, missing: Mapping[str, int], owners: frozenset[str]) -> dict[str, int]:
-    """What this lease would free of what is missing."""
-    gain: dict[str, int] = {}
+def _gain(lease: Lease, missing: Mapping[str, int], owners: frozenset[str]) -> Gain:
+    """Bytes that this lease would free of those that are missing, by place."""
+    gain: Gain = {}
     for share in lease.shares:
         device = share.device
         if device in missing:
             gain[device] = gain.get(device, 0) + share.bytes
         if owners and lease.owner in owners and device != HOST:
-            mine = f"owner:{lease.owner}"
-            gain[mine] = gain.get(mine, 0) + share.bytes
+            place = f"{OWNER}{lease.owner}"
+            gain[place] = gain.get(place, 0) + share.bytes
     return gain

@@ -121,9 +121,9 @@ def _shares(
 def _free_bytes(card: str, context: Context) -> int:
     """What a move may spend on this card: free now, not needed by earlier requests, and allowed."""
     return min(
-        context.now.get(card, 0),
-        context.later.get(card, 0),
-        context.allowed.get(card, _NO_CAP),
+        context.room_now.get(card, 0),
+        context.room_later.get(card, 0),
+        context.cap_left.get(card, _NO_CAP),
     )
 
 

@@ -1,4 +1,7 @@
-"""A dry run of admission: what a request would get now, changing nothing."""
+"""A dry run of admission: what a request would get now, changing nothing.
+
+Pure. It repeats `admit` and takes every step to succeed at once.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ from .transitions import perform
 
 
 def plan(book: Book, request: Request, world: World, rank: Policy) -> Plan:
-    """What would happen, doing nothing: the same decisions, with every step taken to succeed."""
+    """What would happen to this `request`: the decisions of `admit`, with every step taken to succeed.
+
+    `book`, `world` and `rank` (the eviction policy) as in `admit`; the book of the caller does not change.
+    """
     steps: tuple[Step, ...] = ()
     asked: tuple[str, ...] = ()
     reasons: list[str] = []
@@ -41,57 +47,86 @@ def plan(book: Book, request: Request, world: World, rank: Policy) -> Plan:
         considered = considered or verdict.considered
         reasons.append(verdict.because)
         if isinstance(verdict, Grant):
-            shares, rules = verdict.lease.target or verdict.lease.shares, request.placement
-            return Plan(
-                True,
-                steps + verdict.steps,
-                shares,
-                " ".join(_sentences(reasons)),
-                runners_up(considered, shares, rules),
-                asked,
-                request.footprint,
-                request.lease.name,
-                cards_label(shares, request.lease.backend),
-            )
+            return _granted(request, verdict, steps + verdict.steps, asked, reasons, considered)
         if isinstance(verdict, Refuse):
             break
-        round_steps = [*verdict.steps, *_obedience(book, verdict.asked, world)]
+        round_steps = [*verdict.steps, *_steps_of_others(book, verdict.asked, world)]
         if not round_steps:
             break
         for step in round_steps:
-            book, world = perform(book, step, world), _as_if_measured(book, step, world)
+            after = perform(book, step, world)
+            world = _as_if_measured(book, step, world)
+            book = after
         steps += tuple(round_steps)
         asked += tuple(id for id in verdict.asked if id not in asked)
     return Plan(
-        False, (), (), reasons[-1], considered, asked, request.footprint, request.lease.name
+        granted=False,
+        steps=(),
+        shares=(),
+        because=reasons[-1],
+        considered=considered,
+        asked=asked,
+        footprint=request.footprint,
+        name=request.lease.name,
     )
 
 
-def _obedience(book: Book, asked: Iterable[str], world: World) -> list[Step]:
-    """What those who are asked to step aside would do, taken to comply."""
+def _granted(
+    request: Request,
+    grant: Grant,
+    steps: tuple[Step, ...],
+    asked: tuple[str, ...],
+    reasons: list[str],
+    considered: tuple[Candidate, ...],
+) -> Plan:
+    shares = grant.lease.target or grant.lease.shares
+    rules = request.placement
+    return Plan(
+        granted=True,
+        steps=steps,
+        shares=shares,
+        because=" ".join(_sentences(reasons)),
+        considered=runners_up(considered, shares, rules),
+        asked=asked,
+        footprint=request.footprint,
+        name=request.lease.name,
+        cards=cards_label(shares, request.lease.backend),
+    )
+
+
+def _steps_of_others(book: Book, asked: Iterable[str], world: World) -> list[Step]:
+    """The steps by which other owners would evict the leases that they are asked to evict."""
     host_room = room(book, world).get(HOST, 0)
+    leases = [lease for id in asked if (lease := book.find(id))]
+    leases.sort(key=lambda lease: lease.droppable)  # first those that need host memory
     steps: list[Step] = []
-    for lease in sorted(filter(None, map(book.find, asked)), key=lambda lease: lease.droppable):
+    for lease in leases:
         step = eviction_step(lease, host_room, world)
+        if step is None:
+            continue
         if isinstance(step, Move):
             host_room -= lease.own_bytes
-        if step:
-            steps.append(step)
+        steps.append(step)
     return steps
 
 
 def _as_if_measured(book: Book, step: Step, world: World) -> World:
-    """The world with samples that show what the step freed."""
+    """The world with samples that show the bytes that the step freed."""
+    source = getattr(step, "source", ())
     samples = dict(world.samples)
     shared = one_memory(world.devices)
     for device in world.devices:
-        same = shared if device.id in shared else (device.id,)
-        freed = sum(s.bytes for s in getattr(step, "source", ()) if s.device in same)
-        sample = None if device.simulated else sample_of(device, book, world)
-        if freed and sample and sample.free_bytes is not None:
+        same_memory = shared if device.id in shared else (device.id,)
+        freed = sum(share.bytes for share in source if share.device in same_memory)
+        if device.simulated or not freed:
+            continue
+        sample = sample_of(device, book, world)
+        if sample and sample.free_bytes is not None:
             samples[device.id] = replace(sample, free_bytes=sample.free_bytes + freed)
     return replace(world, samples=samples)
 
 
 def _sentences(reasons: list[str]) -> list[str]:
-    return [reason if reason.endswith(".") else reason + "." for reason in dict.fromkeys(reasons)]
+    """The reasons as sentences, each once."""
+    distinct = dict.fromkeys(reasons)
+    return [reason if reason.endswith(".") else reason + "." for reason in distinct]

@@ -1,6 +1,7 @@
-"""Who comes first among those who wait.
+"""The order in which waiting requests are served.
 
-Pure. The queue goes by importance, then arrival; waiting raises a request's place in it, never whom it may displace.
+Pure. The queue is ordered by importance, then by arrival. Waiting moves a request forward in the queue; it never
+changes which leases the request may evict.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ _CLASSES = sorted(IMPORTANCE.values())
 
 
 def aged(importance: int, waited_seconds: float, world: World) -> int:
-    """The importance that a request stands in the queue with: one class more for each 30 s waited.
+    """The importance that a request has in the queue: one class higher for each 30 s waited.
+
+    `importance` is the request's own; lower is more important. `waited_seconds` is the time since it arrived.
 
     >>> from gpu_runtime.facts import Rules
     >>> aged(20, 65.0, World(0, 0, (), {}, rules=Rules()))
@@ -22,50 +25,64 @@ def aged(importance: int, waited_seconds: float, world: World) -> int:
     steps = int(waited_seconds // world.rules.ageing_seconds)
     if steps <= 0:
         return importance
-    place = bisect_left(_CLASSES, importance)
-    return min(importance, _CLASSES[max(0, place - steps)])
+    position = bisect_left(_CLASSES, importance)
+    raised = _CLASSES[max(0, position - steps)]
+    return min(importance, raised)
 
 
 def queue(book: Book, world: World) -> tuple[Ticket, ...]:
-    """Waiting requests, the first to be served first."""
+    """The waiting requests of the `book`, the first to be served first; ages are computed at `world.now`."""
     waiting = [ticket for ticket in book.tickets if ticket.verb == "use"]
-    return tuple(sorted(waiting, key=lambda t: _place(t.importance, t.arrived, t.key, world)))
+    waiting.sort(key=lambda ticket: _ticket_position(ticket, world))
+    return tuple(waiting)
 
 
 def elders(book: Book, request: Request, world: World) -> tuple[Ticket, ...]:
-    """The tickets that stand before this request. One not refreshed lately (a stopped process) is skipped."""
+    """The tickets ahead of this `request` in the queue.
+
+    A ticket that was not refreshed lately (its process is stopped) is skipped.
+    """
     if not book.tickets:
         return ()
-    mine = _place(request.lease.importance, request.arrived, request.key, world)
-    return tuple(
-        t
-        for t in book.tickets
-        if t.verb == "use"
-        and t.key != request.key
-        and awake(t, world)
-        and _place(t.importance, t.arrived, t.key, world) < mine
-    )
+    own_position = _position(request.lease.importance, request.arrived, request.key, world)
+    found = []
+    for ticket in book.tickets:
+        if ticket.verb != "use" or ticket.key == request.key:
+            continue
+        if awake(ticket, world) and _ticket_position(ticket, world) < own_position:
+            found.append(ticket)
+    return tuple(found)
 
 
-def _place(importance: int, arrived: float, key: str, world: World) -> tuple[int, float, str]:
-    return aged(importance, world.now - arrived, world), arrived, key
+def _ticket_position(ticket: Ticket, world: World) -> tuple[int, float, str]:
+    return _position(ticket.importance, ticket.arrived, ticket.key, world)
+
+
+def _position(importance: int, arrived: float, key: str, world: World) -> tuple[int, float, str]:
+    """The sort key of a request: a lower one is served earlier."""
+    waited_seconds = world.now - arrived
+    return aged(importance, waited_seconds, world), arrived, key
 
 
 def awake(ticket: Ticket, world: World) -> bool:
-    """Whether somebody still asks with this ticket, so that room given up for it would be taken."""
+    """Whether the process of this `ticket` still refreshes it, so that it would take room that is freed for it."""
     return world.now - ticket.refreshed <= world.rules.refresh_seconds
 
 
 def may_pass(book: Book, elder: Ticket, request: Request, world: World) -> bool:
-    """Whether the request may take room before this elder.
+    """Whether the `request` may take room before this `elder`.
 
-    It may while the elder could not use the room anyway: a model in use stands in its way (for 30 s, then no longer),
-    or what stands in its way is held by the very thread that asks.
+    It may in two cases, because the elder cannot use the room now. Either a model in use blocks the elder (for the
+    first 30 s only), or the leases that block it are held by the very thread that makes the request.
     """
-    if elder.blocked_since and world.now - elder.blocked_since < world.rules.passing_seconds:
+    blocked_since = elder.blocked_since
+    if blocked_since and world.now - blocked_since < world.rules.passing_seconds:
         return True
     if not request.held:
         return False
-    places = {share.device for share in elder.need}
-    held = (book.find(id) for id in request.held)
-    return any(share.device in places for lease in held if lease for share in lease.shares)
+    needed_devices = {share.device for share in elder.need}
+    for lease_id in request.held:
+        lease = book.find(lease_id)
+        if lease and any(share.device in needed_devices for share in lease.shares):
+            return True
+    return False

@@ -49,7 +49,7 @@ def test_every_decision_says_why_and_what_else_was_considered(runtime, tmp_path)
     assert all(event.because for event in rt.decisions())
     assert b.runners_up == ("sim:0: has 8.0 GiB free, 7.0 GiB too little.",)
     assert waiting.runners_up == ("sim:1: has 5.0 GiB free, 13.0 GiB too little.",)
-    assert granted[0].runners_up == ("sim:1: b would have to step aside, and should stay longer.",)
+    assert granted[0].runners_up == ("sim:1: b would be evicted, and should stay longer.",)
 
 
 def test_what_else_was_considered_is_kept_out_of_the_page(runtime):

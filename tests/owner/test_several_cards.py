@@ -95,7 +95,7 @@ def test_a_plan_shows_the_cards_and_why_the_others_lost(runtime):
     assert told.cards.startswith("GPUs: ") and len(told.shares) == 2
     chosen, *others = told.considered
     assert chosen.shares == told.shares and len(others) == 10
-    assert all("would have to step aside" in option.because for option in others)
+    assert all("would be evicted" in option.because for option in others)
     [small] = [rt.plan("5GiB")]
     assert [option.because for option in small.considered[1:]] == [
         "has 20.0 GiB free and would keep 15.0 GiB, more than sim:2",

@@ -102,7 +102,7 @@ def test_victims_of_an_unheard_wait_are_told_again():
 
 
 @pytest.mark.parametrize(
-    "phase, word", [(Phase.ARRIVING, "arriving"), (Phase.LEAVING, "stepping aside")]
+    "phase, word", [(Phase.ARRIVING, "arriving"), (Phase.LEAVING, "being evicted")]
 )
 def test_what_is_on_its_way_is_waited_for(phase, word):
     """It reserves no second room: what it needs is reserved already."""
@@ -119,7 +119,7 @@ def test_two_threads_that_want_one_model_make_room_for_it_once():
     both, verdict = decide(first, request("qwen", 14, key="second"), world(sim0=20, sim1=20))
     assert heard.asked == (at(3, "old"),)
     assert verdict.asked == verdict.steps == ()
-    assert verdict.because == "qwen is waited for by another thread of this process already"
+    assert verdict.because == "another thread of this process is waiting for qwen already"
     assert both.ticket("second").need == ()
 
 
@@ -164,7 +164,7 @@ def test_what_the_asking_thread_itself_pins_counts_against_it():
     assert (verdict.kind, verdict.holders) == ("nested", (mine.id,))
     assert verdict.because == (
         "qwen needs 10.0 GiB; sim:0 has 20.0 GiB, "
-        "and mine (12.0 GiB) is held by the block that asks"
+        "and mine (12.0 GiB) is held by the block that makes the request"
     )
 
 
@@ -291,11 +291,11 @@ def test_what_elders_need_is_set_aside():
     _, verdict = decide(page, request("small", 4), world(sim0=20))
     assert isinstance(verdict, Wait) and verdict.ahead == 1
     assert verdict.because.startswith(
-        "10.0 GiB are kept for big, which comes first; busy (10.0 GiB on sim:0) is in use"
+        "10.0 GiB is reserved for big, which is ahead in the queue; busy (10.0 GiB on sim:0) is in use"
     )
     [there] = plan(page, request("small", 4), world(sim0=20), lru).considered
     assert there.because.endswith(
-        "10.0 GiB are kept for big, which comes first"
+        "10.0 GiB is reserved for big, which is ahead in the queue"
     )  # all others see them free
     _, verdict = decide(
         book(lease("busy", by=3, sim0=1, pins=1), tickets=[elder]),
@@ -309,7 +309,7 @@ def test_a_grant_spends_only_free_bytes():
     """What is leaving has not left: counting it as free overshot by a quarter in a trial (law 1)."""
     leaving = lease("old", sim0=12, phase=Phase.LEAVING, key="x", target=whole(HOST, 12))
     _, verdict = decide(book(leaving), request("qwen", 12), world(sim0=20))
-    assert verdict == Wait("qwen needs 12.0 GiB; sim:0 has 8.0 GiB free. old is stepping aside.")
+    assert verdict == Wait("qwen needs 12.0 GiB; sim:0 has 8.0 GiB free. old is being evicted.")
 
 
 # -- 5. fits once idle leases have left -----------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def test_three_models_of_4000_and_a_request_of_5000_offloads_only_the_oldest():
     assert page.find(step.lease).phase is Phase.LEAVING
     assert verdict.because == (
         "next needs 4.7 GiB; sim:0 has 2.2 GiB free. "
-        "old (3.7 GiB, idle 15 min) steps aside to host."
+        "old (3.7 GiB, idle 15 min) is offloaded to host."
     )
 
 
@@ -349,7 +349,7 @@ def test_others_are_asked_and_act_themselves():
     assert (verdict.asked, verdict.steps) == ((at(2, "theirs"),), ())
     assert after.ticket("k").recalls == (at(2, "theirs"),)
     assert list(after.leases()) == list(page.leases())
-    assert "theirs (14.0 GiB, idle 17 min) of pid 2 is asked to step aside" in verdict.because
+    assert "pid 2 is asked to evict theirs (14.0 GiB, idle 17 min)" in verdict.because
 
 
 def test_a_foreign_lease_has_five_seconds_of_grace_and_one_s_own_none():
@@ -436,7 +436,7 @@ def test_warm_pool_first_then_unloaded_when_it_is_full():
     page, verdict = decide(
         book(lease("old", sim0=10), lease("warm", host=4)), request("q", 14), there
     )
-    assert isinstance(verdict.steps[0], Drop) and "steps aside to disk" in verdict.because
+    assert isinstance(verdict.steps[0], Drop) and "is unloaded." in verdict.because
     _, verdict = decide(
         book(lease("old", sim0=10)), request("q", 14), world(sim0=20, host=10, offload=False)
     )
@@ -487,7 +487,7 @@ def test_what_an_elder_asked_for_is_not_asked_for_twice():
 def test_what_is_leaving_already_is_waited_for_and_nobody_else_leaves():
     page = book(lease("going", sim0=10, phase=Phase.LEAVING, key="x"), lease("idle", sim0=10))
     page, verdict = decide(page, request("q", 10), world(sim0=20))
-    assert verdict.because == "q needs 10.0 GiB; sim:0 has 0 B free. going is stepping aside."
+    assert verdict.because == "q needs 10.0 GiB; sim:0 has 0 B free. going is being evicted."
     assert verdict.steps == ()
 
 
@@ -687,7 +687,7 @@ def test_nobody_else_leaves_for_bytes_that_left_after_the_sample():
     page, verdict = decide(page, request("q", 10), there)
     assert verdict.steps == () and verdict.retry_at == NOW + 1
     assert verdict.because == (
-        "q needs 10.0 GiB; cuda:0 has 0 B free. The next measurement will show what has just left."
+        "q needs 10.0 GiB; cuda:0 has 0 B free. The next measurement will show what was just freed."
     )
     later = world(cuda0=20, free={"cuda:0": 10}, now=NOW + 1)
     assert isinstance(decide(page, request("q", 10), later)[1], Grant)
@@ -711,7 +711,7 @@ def test_a_plan_tells_every_step_and_does_none():
     ]
     assert told.because == (
         "qwen needs 14.0 GiB; sim:0 has 6.0 GiB free. "
-        "old (14.0 GiB, idle 17 min) steps aside to host. "
+        "old (14.0 GiB, idle 17 min) is offloaded to host. "
         "qwen needs 14.0 GiB; sim:0 has 20.0 GiB free and would keep 6.0 GiB."
     )
 

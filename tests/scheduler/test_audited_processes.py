@@ -318,7 +318,7 @@ class House(RuleBasedStateMachine):
                 or verdict.ahead
                 or verdict.retry_at is not None
                 or "more important" in verdict.because
-                or "stepping aside" in verdict.because
+                or "being evicted" in verdict.because
                 or "is kept" in verdict.because
                 or "no room for it now" in verdict.because
                 or (again and again.phase is not Phase.SETTLED)

@@ -29,7 +29,7 @@ def test_a_grant_that_needed_room_says_who_else_might_have_stepped_aside():
     page, wait = decide(page, request("qwen", 18), world(sim0=20, sim1=20))
     granted = Grant(Lease("1", "qwen", target=(Share("sim:0", 18 * GIB),)), (), "qwen fits")
     assert alternatives(granted, RULES, wait.considered) == (
-        "sim:1: b would have to step aside, and take 60 s to load again, not 2.0 s.",
+        "sim:1: b would be evicted, and would take 60 s to load again, not 2.0 s.",
     )
 
 

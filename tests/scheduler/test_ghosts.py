@@ -97,7 +97,7 @@ def test_a_card_is_not_granted_beyond_its_budget_while_the_driver_cleans_up():
     assert isinstance(verdict, Wait) and (verdict.steps, verdict.asked) == ((), ())
     assert verdict.because == (
         "qwen needs 60.0 GiB; cuda:0 has 22.0 GiB free. "
-        "Its driver has yet to free what pid 2 held, which has ended."
+        "The driver has not yet freed the memory of pid 2, which has ended."
     )
     assert verdict.retry_at == NOW + 0.1
     done = there(70, taken_at=NOW + 1, now=NOW + 1)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime.scheduler.eviction_policy import fewest_enough
+from gpu_runtime.scheduler.eviction_policy import fewest_victims
 from tests.bench.bench_placement import excess, freed_bytes, lawful, small_worlds, ways_out
 from tests.worlds import book, lease, request, size, world
 
@@ -27,7 +27,7 @@ def test_the_optimum_is_found_where_greed_misses_it():
     page = book(lease("nine", sim0=9), lease("six", sim0=6), lease("four", sim0=4))
     wanted, there = request("new", 10), world(sim0=19)
     assert min(len(way) for way in ways_out(page, wanted, there)) == 2
-    found = fewest_enough({"sim:0": size(10)}, list(page.leases()))
+    found = fewest_victims({"sim:0": size(10)}, list(page.leases()))
     assert {one.name for one in found} == {"six", "four"}
 
 
@@ -57,7 +57,7 @@ def test_the_fewest_are_the_fewest_on_two_cards_at_once(models, first, second):
             for card, wanted in need.items()
         )
 
-    found = fewest_enough(need, idle)
+    found = fewest_victims(need, idle)
     assert (found is not None) == enough(idle)
     if found is None:
         return

@@ -64,7 +64,7 @@ def test_weights_that_exist_nowhere_else_stay_and_the_reason_is_true():
     _, verdict = decide(page, request("new", 50), there)
     assert isinstance(verdict, Refuse)
     assert (
-        "mine (60.0 GiB) exists nowhere else, and lies in the host's memory already"
+        "mine (60.0 GiB) exists nowhere else, and is in the host's memory already"
         in verdict.because
     )
 

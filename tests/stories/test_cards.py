@@ -149,7 +149,7 @@ def test_the_cpu_is_used_where_it_is_asked_for_and_never_because_memory_ran_out(
     assert "DoesNotFit: big needs 100" in hold(kernel, "big", 100)
     assert hold(kernel, "a", 60) == "cuda:0"
     kernel.tell("held = rt.use('a'); held.__enter__() and None")
-    assert "a (60.0 GiB) is held by the block that asks" in hold(kernel, "b", 60)
+    assert "a (60.0 GiB) is held by the block that makes the request" in hold(kernel, "b", 60)
     assert kernel.tell(WHERE) == [["a", "cuda:0"]]
 
 

@@ -235,7 +235,7 @@ def test_what_a_killed_kernel_held_is_granted_when_the_driver_shows_it_free(host
     other.say("rt.preload('n', timeout=20).done")
     until(lambda: any(ghost.pid == kernel.process.pid for ghost in _book(host).ghosts))
     until(
-        lambda: any("has yet to free what pid" in ticket.because for ticket in _book(host).tickets)
+        lambda: any("has not yet freed the memory of pid" in ticket.because for ticket in _book(host).tickets)
     )
     driver.set(_0_free=None, _0_processes=None)
     began = time.monotonic()

@@ -1,0 +1,204 @@
+"""Why a request waits: what is in its way on the nearest card, in words, and when to decide again.
+
+Pure. Nothing here decides who waits; `admission` does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..facts import Book, Candidate, Lease, Phase, Request, Shares, Ticket, Wait, World, where
+from ..units import show_bytes, show_seconds
+from .context import Context
+from .eligibility import reason_to_stay
+
+MOST_TOLD = 4  # leases in the way, by name
+LOOK_SECONDS = 1.0  # how soon to decide again if only a new measurement can change the verdict
+
+
+def twin(context: Context, request: Request) -> Ticket | None:
+    """An elder's ticket for the model of this `request` itself: room is made for it once, not twice.
+
+    `context` holds the elders.
+    """
+    wanted = request.lease
+    for ticket in context.blocking_elders:
+        if ticket.owner == wanted.owner and ticket.name == wanted.name:
+            return ticket
+    return None
+
+
+def wait_for_obstacles(
+    book: Book,
+    request: Request,
+    world: World,
+    context: Context,
+    candidates: tuple[Candidate, ...],
+) -> Wait:
+    """A Wait that names what is in the way on the nearest card.
+
+    Its `retry_at` is when time alone may change that, on that card or on another of the `candidates` (the nearest
+    first). `book`, `request`, `world` and `context` are the inputs of this decision.
+    """
+    ahead = len(context.elders)
+    name = request.lease.name
+    if twin(context, request):
+        because = f"another thread of this process is waiting for {name} already"
+        return Wait(because, ahead=ahead)
+    nearest = candidates[0].shares
+    found = _leases_in_the_way(book, request, world, context, candidates)
+    sentences, retry = found.sentences, found.retry
+    reserved = reserved_for_elders(context, nearest)
+    if reserved:
+        sentences.insert(0, reserved)
+    if ahead and not sentences:
+        sentences.append(_ahead_in_words(ahead))
+    unmeasured = [context.blind[share.device] for share in nearest if share.device in context.blind]
+    if unmeasured:
+        sentences = unmeasured
+        retry.append(world.now + LOOK_SECONDS)
+    elif not found.leased and not ahead:
+        sentences.append(_outside_memory(nearest, context))
+        retry.append(world.now + LOOK_SECONDS)
+    return Wait(
+        _shortened(sentences),
+        blockers=tuple(found.blockers),
+        ahead=ahead,
+        retry_at=min(retry, default=None),
+    )
+
+
+class _InTheWay(NamedTuple):
+    """The leases in the way of one request."""
+
+    blockers: list[str]  # ids of those that are in use or arriving
+    sentences: list[str]
+    retry: list[float]  # when a lease may be evicted, if nothing uses it until then
+    leased: bool  # whether some lease is the reason to wait, and not memory outside the leases
+
+
+def _leases_in_the_way(
+    book: Book,
+    request: Request,
+    world: World,
+    context: Context,
+    candidates: tuple[Candidate, ...],
+) -> _InTheWay:
+    wanted = request.lease
+    nearest = {share.device for share in candidates[0].shares}
+    all_cards = {share.device for candidate in candidates for share in candidate.shares}
+    first_card = candidates[0].shares[0].device
+    over_own_limit = context.own_left is not None and context.own_left < request.footprint.bytes
+    blockers: list[str] = []
+    sentences: list[str] = []
+    retry: list[float] = []
+    leased = False
+    for lease in context.leases:
+        devices = {share.device for share in lease.claims()}
+        why = reason_to_stay(lease, world, asker=wanted.owner, importance=wanted.importance)
+        if why in ("just used", "kept alive") and not devices.isdisjoint(all_cards):
+            retry.append(lease.last_used + _quiet_seconds(lease, wanted, world))
+        counts_against_limit = over_own_limit and lease.owner == wanted.owner and lease.on_device
+        if devices.isdisjoint(nearest) and not counts_against_limit:
+            continue
+        if why in ("in use", "a block of code") or lease.phase is Phase.ARRIVING:
+            blockers.append(lease.id)
+        if why or not lease.droppable:
+            leased = True
+        place = lease.where if lease.shares else first_card
+        words = _in_words(book, lease, why, wanted, world, context)
+        sentences.append(f"{lease.name} ({show_bytes(lease.bytes)} on {place}) {words}")
+    return _InTheWay(blockers, sentences, retry, leased)
+
+
+def reserved_for_elders(context: Context, shares: Shares) -> str:
+    """A sentence on the free bytes of these cards that wait for elders; empty if there are none.
+
+    `shares` name the cards, `context` holds the elders and the room.
+    """
+    if not context.blocking_elders:
+        return ""
+    cards = {share.device for share in shares}
+    first = []
+    for ticket in context.blocking_elders:
+        if any(share.device in cards for share in ticket.need):
+            first.append(ticket)
+    reserved = 0
+    for card in cards:
+        now = max(0, context.room_now.get(card, 0))
+        later = max(0, context.room_later.get(card, 0))
+        reserved += now - later
+    if not first or reserved <= 0:
+        return ""
+    more = len(first) - 1
+    waiting = (
+        f"{first[0].name} and {more} more, which are" if more else f"{first[0].name}, which is"
+    )
+    return f"{show_bytes(reserved)} is reserved for {waiting} ahead in the queue"
+
+
+def _ahead_in_words(ahead: int) -> str:
+    return f"{ahead} requests are ahead" if ahead > 1 else "1 request is ahead"
+
+
+def _shortened(sentences: list[str]) -> str:
+    """The sentences, as many as people read: on a crowded card sixty leases may be in the way."""
+    more = len(sentences) - MOST_TOLD
+    if more >= 2:
+        sentences = [*sentences[:MOST_TOLD], f"and {more} more"]
+    return "; ".join(sentences)
+
+
+def _quiet_seconds(lease: Lease, wanted: Lease, world: World) -> float:
+    """How long after its last use this lease may be evicted."""
+    grace = world.rules.grace_seconds if lease.owner != wanted.owner else 0.0
+    keep_alive = lease.keep_alive if wanted.importance >= lease.importance else 0.0
+    return max(grace, keep_alive)
+
+
+def _in_words(
+    book: Book, lease: Lease, why: str, wanted: Lease, world: World, context: Context
+) -> str:
+    """Why this lease is in the way, as the rest of a sentence. `why` is from `reason_to_stay`."""
+    if lease.phase is Phase.ARRIVING and lease.kind == "model":
+        return "is being loaded" + _by(book, lease, wanted.owner, world)
+    if why == "in use":
+        return "is in use" + _by(book, lease, wanted.owner, world)
+    if why == "a block of code":
+        return "is held by running code" + _by(book, lease, wanted.owner, world)
+    if why == "just used":
+        return f"was used {show_seconds(lease.idle_seconds(world.now))} ago"
+    if why == "kept alive":
+        left = lease.last_used + lease.keep_alive - world.now
+        return f"is kept alive for {show_seconds(left)} more"
+    if why == "more important":
+        return f"is more important (importance {lease.importance}, ours {wanted.importance})"
+    if why == "kept":
+        return "is kept"
+    if why == Phase.LEAVING or lease.id in context.recalled:
+        return "is being evicted"
+    if lease.droppable:
+        return "would not free enough"
+    return "exists nowhere else, and the host has no room for it now"
+
+
+def _by(book: Book, lease: Lease, asker: str, world: World) -> str:
+    """Which other process uses the lease, and for how long; empty for one of the asker's own."""
+    owner = book.owner(lease.owner)
+    if owner is None or lease.owner == asker:
+        return ""
+    by = f" by {owner.label}"
+    if lease.pinned_since:
+        by += f" for {show_seconds(world.now - lease.pinned_since)}"
+    return by
+
+
+def _outside_memory(shares: Shares, context: Context) -> str:
+    """The sentence if no lease is the reason to wait."""
+    has = "has" if len(shares) == 1 else "have"
+    free = sum(max(0, context.room_now.get(share.device, 0)) for share in shares)
+    need = sum(share.bytes for share in shares)
+    return (
+        f"{where(shares)} {has} {show_bytes(free)} free as measured, {show_bytes(need)} are needed; "
+        "memory outside our leases is in the way"
+    )
