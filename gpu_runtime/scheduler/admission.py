@@ -43,7 +43,7 @@ from .context import Context
 from .deadlock import deadlocked
 from .drain import drained
 from .drain import refusals as drained_cards
-from .eligibility import reason_to_stay, unfinished_steps
+from .eligibility import unfinished_steps
 from .eviction import cheapest_way, make_room
 from .feasibility import best_division, hopeless, hopeless_cards
 from .obstacles import reserved_for_elders, twin, wait_for_obstacles

@@ -6,7 +6,7 @@ measured as free. Which request may spend them first is decided in `queue`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from ..facts import HOST, Book, Device, Event, Phase, Sample, Section, Share, World, one_memory
 from ..units import show_seconds
