@@ -569,7 +569,7 @@ def test_processes_lose_no_increment(url, notebook):
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     """It is an extra: most people need none."""
     monkeypatch.setitem(sys.modules, "redis", None)
-    for name in ("wire", "redisbook", "redispage", "redis"):
-        monkeypatch.delitem(sys.modules, f"gpu_runtime.ledgers.{name}")
+    for name in ("connection", "page", "scripts", "ledger"):
+        monkeypatch.delitem(sys.modules, f"gpu_runtime.ledgers.redis.{name}")
     with pytest.raises(LedgerUnavailable, match=r"\n.*pip install 'gpu-console\[redis\]'"):
         open_ledger("redis://localhost")
