@@ -37,8 +37,9 @@ from .facts import (
     Snapshot,
     Wait,
 )
-from .ledgers import default_url, host_config, open_ledger
+from .ledgers import host_config, open_ledger
 from .ledgers.access import journal_in
+from .ledgers.location import default_url
 from .owner import (
     acquire,
     console_hook,

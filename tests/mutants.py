@@ -374,7 +374,7 @@ FAULTS = [
     Fault(
         "write another owner's section",
         "ledgers/invariants",
-        '        if id != writer:\n            return f"the section of',
+        '        if id != write.writer:\n            return f"the section of',
         '        if False:\n            return f"the section of',
         LEDGER,
     ),
@@ -395,7 +395,7 @@ FAULTS = [
     Fault(
         "the ledger lets a device be overdrawn",
         "ledgers/invariants",
-        "        or _overdraft_refusal(old, new)\n",
+        "    _no_overdraft,\n",
         "",
         LEDGER,
     ),

@@ -1,14 +1,14 @@
-"""Who may open what lies in a ledger's directory: its user alone, or the members of a group.
+"""Who may open the files in a ledger's directory: its user alone, or the members of a group.
 
-                          private    shared (of group G, whatever the umask)
-    LEDGER, owners/       0700       3770  sticky: nobody removes or replaces what is another's
-    other directories     0700       2770  what is made in them is of G too
-    owners/ID, ID.map     0600       0640  its user's: others read it, and only its user writes it
+                          private    shared (by group G, whatever the umask)
+    LEDGER, owners/       0700       3770  sticky: nobody removes or replaces another user's file
+    other directories     0700       2770  new files in them belong to G too
+    owners/ID, ID.map     0600       0640  others read it, only its user writes it
     owners/ID.bell        0600       0660  members ring
-    all else              0600       0660  SQLite gives its journal the mode of its database
+    all other files       0600       0660  SQLite gives its journal the mode of its database
 
-A directory is shared where the file `.shared` lies in it or in the ledger above it, put there by whoever made the
-directory (`gpu ledger init`). Its group is the group.
+A directory is shared if it, or the ledger above it, holds the file `.shared`, made by the owner of
+the directory (`gpu ledger init`). The group of that file is the group that shares the ledger.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .liveness import name_of
 
 MARK = ".shared"
 _LEVELS = 4  # LEDGER/WORLD/BOOT/owners
+_REPLACED = "something else has taken its place"
 
 
 def _empty_file(path: Path, mode: int) -> None:
@@ -33,59 +34,71 @@ def _empty_file(path: Path, mode: int) -> None:
 
 
 class Access(NamedTuple):
-    """The group that shares a ledger; None: nobody."""
+    """The group that shares a ledger; None if it is private."""
 
     group: int | None = None
 
     def open_file(self, path: Path) -> None:
-        """Lets the members read and write a file of ours."""
+        """Lets the members read and write the file `path` of ours. Raises OSError."""
         self._open(path, 0o660)
 
     def open_directory(self, path: Path, *, sticky: bool = False) -> None:
-        """Lets the members work in a directory of ours; in a sticky one nobody touches what is another's."""
-        self._open(path, (0o3770 if sticky else 0o2770) | stat.S_IFDIR)
+        """Lets the members work in the directory `path` of ours. Raises OSError.
+
+        In a `sticky` one they cannot remove or replace each other's files.
+        """
+        mode = 0o3770 if sticky else 0o2770
+        self._open(path, mode | stat.S_IFDIR)
 
     def _open(self, path: Path, mode: int) -> None:
         if self.group is None:
             return
-        # By a descriptor of the very thing, and only if it is ours: where members may write, one could put a link to
-        # something precious of ours in its place just now.
+        # Use a descriptor of this file, and only if it is ours. Where members may write, one could
+        # replace it at this moment by a link to another file of ours.
         fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            is_ = os.fstat(fd)
-            of_its_kind = not stat.S_ISLNK(is_.st_mode) and stat.S_ISDIR(
-                is_.st_mode
-            ) == stat.S_ISDIR(mode)
-            if is_.st_uid != os.geteuid() or not of_its_kind:
-                raise PermissionError(errno.EPERM, "something else has taken its place", str(path))
+            found = os.fstat(fd)
+            is_link = stat.S_ISLNK(found.st_mode)
+            same_kind = stat.S_ISDIR(found.st_mode) == stat.S_ISDIR(mode)
+            if found.st_uid != os.geteuid() or is_link or not same_kind:
+                raise PermissionError(errno.EPERM, _REPLACED, str(path))
             os.chown(f"/proc/self/fd/{fd}", -1, self.group)
             os.chmod(f"/proc/self/fd/{fd}", stat.S_IMODE(mode))
         finally:
             os.close(fd)
 
     def make(self, directory: Path) -> None:
-        """Makes a boot's directory in a shared ledger, where it is not there yet."""
+        """Makes a boot's `directory` in a shared ledger, if it does not exist. Raises OSError."""
         world = directory.parent
         for made in (world, world / "journal", directory, directory / "owners"):
             self.make_directory(made, sticky=made == world or made.name == "owners")
         self.make_file(directory / "rebuild.lock")
 
     def make_directory(self, path: Path, *, sticky: bool) -> None:
-        """Makes a directory, where it is not there yet. Raises OSError where something else has its name."""
+        """Makes the directory `path` with its final mode, if it does not exist.
+
+        `sticky` as in `open_directory`.
+
+        Raises OSError, also if something else has its name.
+        """
         if not os.path.lexists(path):
-            # At once with its mode, so that nobody finds it closed.
+            # A draft gets its mode before it gets its name, so no other process finds the directory
+            # closed.
             draft = path.with_name(f".new-{secrets.token_hex(4)}")
             draft.mkdir(0o700)
             self.open_directory(draft, sticky=sticky)
             try:
                 draft.rename(path)
             except OSError:
-                draft.rmdir()  # somebody else was first
+                draft.rmdir()  # another process was first
         if not stat.S_ISDIR(path.lstat().st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, "something else has taken its place", str(path))
+            raise NotADirectoryError(errno.ENOTDIR, _REPLACED, str(path))
 
     def make_file(self, path: Path, make: Callable[[Path, int], None] = _empty_file) -> None:
-        """Makes an empty file, or what else `make` makes, where it is not there yet."""
+        """Makes the file `path`, if it does not exist. Raises OSError.
+
+        `make(path, mode)` makes the draft; by default it is an empty file.
+        """
         if os.path.lexists(path):
             return
         draft = path.with_name(f".new-{secrets.token_hex(4)}")
@@ -103,51 +116,54 @@ PRIVATE = Access()
 
 
 def access_to(directory: Path) -> Access:
-    """Who shares the ledger that this directory lies in, or is."""
+    """The access to the ledger that `directory` is, or is a part of."""
     for place in (directory, *directory.parents[: _LEVELS - 1]):
         try:
-            mark, here = (place / MARK).lstat(), place.stat()
+            mark = (place / MARK).lstat()
+            holder = place.stat()
         except OSError:
             continue
-        if stat.S_ISREG(mark.st_mode) and mark.st_uid == here.st_uid:
+        if stat.S_ISREG(mark.st_mode) and mark.st_uid == holder.st_uid:
             return Access(mark.st_gid)
     return PRIVATE
 
 
 def journal_in(ledger: Path) -> Path:
-    """Where a ledger's journal lies: shared, in a directory of its own, since what SQLite puts beside it any member
-    must be able to remove."""
-    return (
-        ledger / "journal.db"
-        if access_to(ledger).group is None
-        else ledger / "journal" / "journal.db"
-    )
+    """The journal's file in the directory `ledger`.
+
+    A shared ledger has a directory for it, because any member must be able to remove the files that
+    SQLite puts beside it.
+    """
+    if access_to(ledger).group is None:
+        return ledger / "journal.db"
+    return ledger / "journal" / "journal.db"
 
 
 def outsider(directory: Path) -> LedgerUnavailable | None:
-    """The error for a ledger that is shared by a group which this process is not in; None where it is not so."""
+    """The error if `directory` is shared by a group that this process is not in; None otherwise."""
     for place in (directory, *directory.parents):
         try:
-            here = place.stat()
+            found = place.stat()
         except OSError:
             continue
-        shared = (
-            here.st_mode & stat.S_ISGID
-            and here.st_mode & stat.S_IWGRP
-            and not here.st_mode & stat.S_IXOTH
-        )
-        if not shared or here.st_gid in (os.getegid(), *os.getgroups()):
+        if not _is_shared(found.st_mode) or found.st_gid in (os.getegid(), *os.getgroups()):
             return None
-        group, me = _group_name(here.st_gid), name_of(os.geteuid())
+        group = _group_name(found.st_gid)
+        user = name_of(os.geteuid())
         return LedgerUnavailable(
-            f"the ledger {place} is shared by the group {group}, and {me} is not in it.\n"
-            f"  The operator can add you:  usermod -aG {group} {me}      (then log in again)\n"
+            f"the ledger {place} is shared by the group {group}, and {user} is not in it.\n"
+            f"  The operator can add you:  usermod -aG {group} {user}      (then log in again)\n"
             f"  Or keep your own:  GPU_LEDGER=sqlite://{Path.home()}/gpu-ledger",
             path=str(place),
             group=group,
-            user=me,
+            user=user,
         )
     return None
+
+
+def _is_shared(mode: int) -> bool:
+    """Whether a directory with this mode is open to its group and closed to others."""
+    return bool(mode & stat.S_ISGID and mode & stat.S_IWGRP and not mode & stat.S_IXOTH)
 
 
 def _group_name(gid: int) -> str:

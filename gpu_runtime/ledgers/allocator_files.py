@@ -1,7 +1,9 @@
-"""The maps of allocators that owners put beside the book: a file an owner, `owners/ID.map`, replaced whole.
+"""The allocator maps that owners store beside the book: one file per owner, `owners/ID.map`,
+replaced as a whole.
 
-They lie beside the book, not in it: nobody decides by them, and a page that carried them would be read and decoded by
-every kernel after every allocation. Only what its owner's user wrote counts, and only while that owner lives.
+They are beside the book, not in it. No decision uses them, and a page that held them would be read
+and decoded by every kernel after every allocation. A map counts only if the owner's user wrote it,
+and only while that owner lives.
 """
 
 from __future__ import annotations
@@ -16,47 +18,48 @@ import msgspec
 from ..facts import AllocatorMap
 from .liveness import Life, life
 
-MOST_BYTES = (
-    1 << 20
-)  # of one owner's: more is no map of ours; one of 8,192 blocks has half of that at most
+# Of one owner. A larger file is not one of our maps; a map of 8,192 blocks takes at most half of
+# that.
+MOST_BYTES = 1 << 20
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(tuple[AllocatorMap, ...]).decode
 Maps = tuple[AllocatorMap, ...]
+_Stamp = tuple[int, int, int]  # inode, time of the last write, size
 
 
 class MapFiles:
-    """One owner's view of the maps in `LEDGER/BOOT-ID/owners`; `group` shares the ledger, where one does."""
+    """One owner's view of the maps in the directory `owners` (`LEDGER/BOOT-ID/owners`)."""
 
     def __init__(self, owners: Path, group: int | None) -> None:
+        """`group` is the one that shares the ledger, or None."""
         self.owners, self.group = owners, group
-        self._seen: dict[str, tuple[tuple[int, int, int], Maps]] = {}
+        self._seen: dict[str, tuple[_Stamp, Maps]] = {}
 
     def publish(self, id: str, maps: Maps) -> None:
-        """Puts this owner's maps in the place of its last. Raises OSError."""
+        """Replaces the maps of the owner `id` by `maps`. Raises OSError."""
         draft = self.owners / f".new-{secrets.token_hex(4)}"
-        fd = os.open(
-            draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(draft, flags, 0o600)
         try:
             with open(fd, "wb") as file:
                 if self.group is not None:
                     os.fchown(fd, -1, self.group)
                     os.fchmod(fd, 0o640)
                 file.write(_encode(maps))
-            os.rename(draft, self.owners / f"{id}.map")
+            os.rename(draft, self._file(id))
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
 
     def withdraw(self, id: str) -> None:
-        """Removes this owner's maps, if there are any."""
+        """Removes the maps of the owner `id`, if there are any."""
         try:
-            os.unlink(self.owners / f"{id}.map")
+            os.unlink(self._file(id))
         except OSError:
             pass
 
     def read(self) -> dict[str, Maps]:
-        """By owner id, the maps of those that live. One that has not changed is not read again."""
+        """The maps of the living owners, by owner id. An unchanged file is not read again."""
         try:
             names = [name for name in os.listdir(self.owners) if name.endswith(".map")]
         except OSError:
@@ -69,29 +72,31 @@ class MapFiles:
         self._seen = {id: seen for id, seen in self._seen.items() if id in found}
         return found
 
+    def _file(self, id: str) -> Path:
+        return self.owners / f"{id}.map"
+
     def _read(self, id: str) -> Maps | None:
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            fd = os.open(
-                self.owners / f"{id}.map",
-                os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW,
-            )
+            fd = os.open(self._file(id), flags)
         except OSError:
             return None
         try:
-            is_, owner = os.fstat(fd), os.lstat(self.owners / id)
-            if (
-                not stat.S_ISREG(is_.st_mode)
-                or is_.st_uid != owner.st_uid
-                or is_.st_size > MOST_BYTES
-            ):
-                return None  # another member's work, or nothing of ours
-            stamp = (is_.st_ino, is_.st_mtime_ns, is_.st_size)
-            seen = self._seen.get(id)
-            if seen is None or seen[0] != stamp:
-                told = _decode(os.read(fd, MOST_BYTES))
-                seen = self._seen[id] = (stamp, tuple(one for one in told if one.owner == id))
-            return seen[1]
+            return self._read_open(id, fd)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return None
         finally:
             os.close(fd)
+
+    def _read_open(self, id: str, fd: int) -> Maps | None:
+        found = os.fstat(fd)
+        same_user = found.st_uid == os.lstat(self.owners / id).st_uid
+        if not stat.S_ISREG(found.st_mode) or not same_user or found.st_size > MOST_BYTES:
+            return None  # written by another member, or not one of our maps
+        stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
+        seen = self._seen.get(id)
+        if seen is None or seen[0] != stamp:
+            maps = _decode(os.read(fd, MOST_BYTES))
+            own = tuple(map for map in maps if map.owner == id)
+            seen = self._seen[id] = (stamp, own)
+        return seen[1]

@@ -1,4 +1,4 @@
-"""The protocol that every ledger follows."""
+"""The protocol that every ledger follows. No ledger is implemented here."""
 
 from __future__ import annotations
 
@@ -12,66 +12,93 @@ Decide = Callable[[Book], tuple[Book, T]]
 
 
 class Ledger(Protocol):
-    """One owner's door to the book of its host. Every method may be called from any thread.
+    """One owner's access to the book of its host. Every method may be called from any thread.
 
-    After a fork the child's copy of a door is shut: each method raises LedgerUnavailable there. Open another.
+    After a fork, the child's copy is unusable: each method raises LedgerUnavailable there. Open
+    another ledger.
     """
 
     url: str
 
     @property
     def owner(self) -> Owner:
-        """Whose section and tickets this door may write. Its id never changes; its lock file's inode may, where
-        somebody deleted the ledger's directory and this door made it anew: so ask, don't keep."""
+        """The owner whose section and tickets this ledger may write.
+
+        Its id never changes. The inode of its lock file changes if the ledger's directory was
+        deleted and this ledger made it again. So read this property each time instead of keeping
+        its value.
+        """
         ...
 
     def read(self) -> Book:
-        """The book as it stands. Raises LedgerUnavailable."""
+        """The current book. Raises LedgerUnavailable."""
         ...
 
     def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
-        """What `decide` answered for the book that its own answer was then written over.
+        """Reads the book, writes what `decide` returns over it, and returns the second value of
+        `decide`.
 
-        `decide` may run more than once; it must be pure, and first look for its own key: in a book that was rebuilt
-        meanwhile its effect may be there already. Where it returns the book it was given (the same object), nothing
-        is written. After an exception that came from elsewhere than `decide` (KeyboardInterrupt at the
-        worst moment) the write may have happened or not: read, and look for your key.
+        `decide` may run more than once, so it must be pure. It must also look for its own key
+        first: in a book that was rebuilt meanwhile, its effect may already be present. If it
+        returns the same object that it was given, nothing is written. After an exception that did
+        not come from `decide` (such as a KeyboardInterrupt during the write), the write may have
+        happened or not: read the book and look for the key.
+
         Raises LedgerUnavailable, LedgerRefused.
         """
         ...
 
     def dead(self, book: Book) -> frozenset[str]:
-        """Ids of the owners of sections and tickets in this book that are proven dead. Unknown is not dead."""
+        """Ids of the owners of sections and tickets in `book` that are proven dead.
+
+        Unknown is not dead.
+        """
         ...
 
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
-        """The user whose process this owner is, and whose wish the ticket, as far as this ledger can vouch for it;
-        empty where it cannot, and then what is asked in that name is not done. See its own docstring for how it
-        knows."""
+        """The user who runs the owner `owner_id` of `book`, and who made the request `ticket`.
+
+        Empty if this ledger cannot prove it; then a request in that user's name is not carried out.
+        """
         ...
 
     def ring(self, owners: Iterable[str]) -> None:
-        """Tell these owners to read the book. Never blocks, never fails. One's own id wakes one's own threads."""
+        """Wakes the owners with these ids (`owners`), so that they read the book.
+
+        Never blocks, never fails.
+
+        The ledger's own id wakes the threads of this process that wait.
+        """
         ...
 
     def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
-        """True as soon as somebody rang or the process of one of the owners in `ends` has ended, False after `timeout`
-        seconds. (Of one in another container the end cannot be seen: look for `dead` every second all the same.)
+        """True on a ring, or when the process of an owner in `ends` ends.
 
-        Several threads may wait: a ring wakes them all, and one that came between a thread's last wait and this
-        one counts. A ring may be false; it says "read the book", nothing else.
+        False after `timeout` seconds.
+
+        The end of a process in another container cannot be seen, so also check `dead` every second.
+        Several threads may wait: a ring wakes them all. A ring between a thread's last wait and
+        this one counts. A ring may be false; it only means "read the book".
         """
         ...
 
     def publish_maps(self, maps: tuple[AllocatorMap, ...]) -> None:
-        """Puts this owner's maps beside the book, in the place of its last; they go with it. Raises OSError."""
+        """Stores this owner's allocator `maps` beside the book and replaces its last ones.
+
+        Raises OSError.
+
+        They are removed together with the owner.
+        """
         ...
 
     def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
-        """By owner id, the maps that the living put beside the book, as far as they can be seen from here."""
+        """The allocator maps of the living owners that can be read from here, by owner id."""
         ...
 
     def close(self) -> None:
-        """Gives up this owner's lock and doorbell. Its section should be gone from the book by then; where it is
-        not, others can prove this owner dead and reap it."""
+        """Releases this owner's lock and doorbell.
+
+        Its section should already be gone from the book. If it is not, others can prove this owner
+        dead and reap it.
+        """
         ...

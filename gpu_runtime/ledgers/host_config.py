@@ -1,4 +1,5 @@
-"""What the operator of this machine has written down for everybody: which ledger is shared, and who may hold how much.
+"""The machine-wide configuration, written by the operator: which ledger is shared, and what each
+user may hold.
 
 One TOML file, read when a runtime opens. A machine without it has no shared ledger and no caps:
 
@@ -8,13 +9,13 @@ One TOML file, read when a runtime opens. A machine without it has no shared led
     users = ["ops"]
     groups = ["gpu-admins"]
 
-    [users.ann]                       # what a user's own table says wins
+    [users.ann]                       # a user's own table overrides those of groups
     bytes_per_device = "20 GiB"       # on each card, all of ann's processes together
-    importance = "normal"             # the highest that she may ask for
+    importance = "normal"             # the highest importance that her requests may have
     keep = false                      # nothing of hers is pinned to a card
     longest_lease = "4h"              # of `rt.lease` and `%%gpu`
 
-    [groups.students]                 # the same keys, for each member; of several groups the most generous word holds
+    [groups.students]                 # the same keys, for each member; of several groups the most generous value counts
     bytes_per_device = "8 GiB"
 """
 
@@ -27,7 +28,7 @@ import pwd
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import BadSetting, BadSize
 from ..facts import IMPORTANCE, Cap, Value, parse_importance
@@ -37,7 +38,10 @@ CONFIG_FILE = "/etc/gpu-console/config.toml"
 
 
 class Machine(Value):
-    """The machine-wide configuration, as values. `users` and `groups`: name -> caps by the fields of Cap."""
+    """The machine-wide configuration, as values.
+
+    `users` and `groups`: name -> caps by the fields of Cap.
+    """
 
     file: str = CONFIG_FILE
     ledger: str = ""
@@ -47,20 +51,26 @@ class Machine(Value):
     groups: dict[str, dict[str, Any]] = {}
 
     def is_operator(self, user: str, groups: Iterable[str] = ()) -> bool:
+        """Whether `user`, a member of `groups`, is an operator."""
         return user in self.operators or any(group in self.operator_groups for group in groups)
 
     def cap(self, user: str, groups: Iterable[str] = ()) -> Cap | None:
-        """What that user, being in those groups, may hold; None where nothing is said of them."""
+        """What `user`, a member of `groups`, may hold.
+
+        None if the configuration has no cap for them.
+        """
         fields: dict[str, Any] = {}
-        tables: dict[str, str] = {}
+        tables: dict[str, str] = {}  # key -> the table that sets it
         for group in groups:
             for field, value in self.groups.get(group, {}).items():
-                if field not in fields or _generosity(field, value) > _generosity(
-                    field, fields[field]
-                ):
-                    fields[field], tables[_KEYS[field]] = value, f"groups.{group}"
+                known = field in fields
+                if known and _generosity(field, value) <= _generosity(field, fields[field]):
+                    continue
+                fields[field] = value
+                tables[_KEYS[field]] = f"groups.{group}"
         for field, value in self.users.get(user, {}).items():
-            fields[field], tables[_KEYS[field]] = value, f"users.{user}"
+            fields[field] = value
+            tables[_KEYS[field]] = f"users.{user}"
         return Cap(user, self.file, tables=tables, **fields) if fields else None
 
 
@@ -69,7 +79,7 @@ def _generosity(field: str, value: Any) -> float:
 
 
 def groups_of(user: str) -> tuple[str, ...]:
-    """The names of the groups that a user of this machine is in; none for a user without an entry."""
+    """The names of the groups that `user` of this machine is in; none for a user without an entry."""
     try:
         ids = os.getgrouplist(user, pwd.getpwnam(user).pw_gid)
     except KeyError:
@@ -84,7 +94,7 @@ def groups_of(user: str) -> tuple[str, ...]:
 
 
 def read(file: str = CONFIG_FILE) -> Machine:
-    """The configuration in that file; an empty one where there is no file.
+    """The configuration in `file`; an empty one if the file does not exist.
 
     Raises BadSetting, which names the file and the key.
     """
@@ -100,7 +110,7 @@ def read(file: str = CONFIG_FILE) -> Machine:
 
 
 def parse(text: str, file: str = CONFIG_FILE) -> Machine:
-    """The configuration that the text says.
+    """The configuration in `text`; `file` is its name in errors.
 
     >>> parse('[users.ann]\\nkeep = false').cap("ann").named("keep")
     'cap [users.ann] keep in /etc/gpu-console/config.toml'
@@ -108,25 +118,28 @@ def parse(text: str, file: str = CONFIG_FILE) -> Machine:
     Raises BadSetting.
     """
     try:
-        said = tomllib.loads(text)
+        tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise BadSetting("GPU_CONFIG_FILE", file, f"TOML; here: {error}") from None
-    page = _Page(file)
-    page.known("", said, ("ledger", "operators", "users", "groups"))
-    operators = page.table("operators", said.get("operators", {}))
-    page.known("operators", operators, ("users", "groups"))
+    checker = _ConfigChecker(file)
+    checker.require_known("", tables, ("ledger", "operators", "users", "groups"))
+    operators = checker.table("operators", tables.get("operators", {}))
+    checker.require_known("operators", operators, ("users", "groups"))
     return Machine(
         file,
-        ledger=page.text("ledger", said.get("ledger", "")),
-        operators=("root", *page.names("operators.users", operators.get("users", []))),
-        operator_groups=page.names("operators.groups", operators.get("groups", [])),
-        users=page.caps("users", said.get("users", {})),
-        groups=page.caps("groups", said.get("groups", {})),
+        ledger=checker.text("ledger", tables.get("ledger", "")),
+        operators=("root", *checker.names("operators.users", operators.get("users", []))),
+        operator_groups=checker.names("operators.groups", operators.get("groups", [])),
+        users=checker.caps("users", tables.get("users", {})),
+        groups=checker.caps("groups", tables.get("groups", {})),
     )
 
 
-class _Page:
-    """Checks what a file says, and names file and key in every complaint."""
+class _ConfigChecker:
+    """Checks the values of a file.
+
+    Each method returns its value, or raises BadSetting with the file and the key.
+    """
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -134,12 +147,12 @@ class _Page:
     def wrong(self, key: str, value: Any, expected: str) -> BadSetting:
         return BadSetting(f"{self.file}: {key}", value, expected)
 
-    def known(self, table: str, said: Mapping[str, Any], keys: tuple[str, ...]) -> None:
-        for key in said:
+    def require_known(self, table: str, given: Mapping[str, Any], keys: tuple[str, ...]) -> None:
+        for key in given:
             if key not in keys:
                 nearest = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]
-                at = f"{table}.{key}".lstrip(".")
-                raise self.wrong(at, said[key], f"under a key that is known, such as {nearest}")
+                path = f"{table}.{key}".lstrip(".")
+                raise self.wrong(path, given[key], f"under a key that is known, such as {nearest}")
 
     def table(self, key: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -158,21 +171,20 @@ class _Page:
 
     def caps(self, key: str, value: Any) -> dict[str, dict[str, Any]]:
         caps = {}
-        for name, said in self.table(key, value).items():
-            at = f"{key}.{name}"
-            self.known(at, self.table(at, said), tuple(_FIELDS))
+        for name, given in self.table(key, value).items():
+            path = f"{key}.{name}"
+            self.require_known(path, self.table(path, given), tuple(_CAP_KEYS))
             caps[name] = {
-                _FIELDS[word][0]: self._cap(f"{at}.{word}", word, given)
-                for word, given in said.items()
+                _CAP_KEYS[word].field: self._cap(f"{path}.{word}", _CAP_KEYS[word], setting)
+                for word, setting in given.items()
             }
         return caps
 
-    def _cap(self, key: str, word: str, given: Any) -> Any:
-        _, read, expected = _FIELDS[word]
+    def _cap(self, path: str, key: _CapKey, given: Any) -> Any:
         try:
-            return read(given)
+            return key.read(given)
         except (BadSize, ValueError, KeyError, TypeError):
-            raise self.wrong(key, given, expected) from None
+            raise self.wrong(path, given, key.expected) from None
 
 
 def _importance(given: Any) -> int:
@@ -185,15 +197,24 @@ def _yes_or_no(given: Any) -> bool:
     return given
 
 
-# A key as it is written -> the field of Cap, how it is read, and what it must be.
-_FIELDS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
-    "bytes_per_device": ("bytes_per_device", parse_bytes, "a size, such as '20 GiB'"),
-    "importance": (
+class _CapKey(NamedTuple):
+    """How one key of a table of caps is read."""
+
+    field: str  # of Cap
+    read: Callable[[Any], Any]
+    expected: str  # in the error
+
+
+_CAP_KEYS: dict[str, _CapKey] = {
+    "bytes_per_device": _CapKey("bytes_per_device", parse_bytes, "a size, such as '20 GiB'"),
+    "importance": _CapKey(
         "importance",
         _importance,
         f"a number above 0, or one of {', '.join(IMPORTANCE)}",
     ),
-    "keep": ("keep", _yes_or_no, "true or false"),
-    "longest_lease": ("longest_lease_seconds", parse_seconds, "seconds, such as 3600 or '4h'"),
+    "keep": _CapKey("keep", _yes_or_no, "true or false"),
+    "longest_lease": _CapKey(
+        "longest_lease_seconds", parse_seconds, "seconds, such as 3600 or '4h'"
+    ),
 }
-_KEYS = {field: key for key, (field, _, _) in _FIELDS.items()}
+_KEYS = {key.field: name for name, key in _CAP_KEYS.items()}  # field of Cap -> key in the file

@@ -1,143 +1,257 @@
-"""Which writes to the book are lawful."""
+"""Which writes to the book are lawful: one function for each law, and `refuse_unlawful`, which
+applies them all.
+
+Each function in LAWS returns why a write breaks its law, or an empty text. Nothing here reads or
+writes a ledger.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from ..errors import LedgerRefused
-from ..facts import MOST_ENTRIES, MOST_EVENTS, SCHEMA, Book, overdrafts
+from ..facts import MOST_ENTRIES, MOST_EVENTS, SCHEMA, Book, Section, overdrafts
 from ..units import show_bytes
+
+
+class Write(NamedTuple):
+    """A write that is to be checked: the book before and after it, and the id of its writer."""
+
+    old: Book
+    new: Book
+    writer: str
+    dead: Callable[[Book], frozenset[str]]  # ids of a book's owners that are proven dead
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other owner has a section in the book."""
+        return not (self.old.sections.keys() - {self.writer})
 
 
 def refuse_unlawful(
     old: Book, new: Book, writer: str, dead: Callable[[Book], frozenset[str]], path: str = ""
 ) -> None:
-    """Nothing, where this owner may write `new` over `old`; else raises LedgerRefused.
+    """Raises LedgerRefused if the owner `writer` may not write `new` over `old`.
 
-    `dead` proves deaths; it is only asked when somebody else's section or ticket was removed.
+    `dead` proves deaths; it is called only if another owner's section or ticket was removed. `path`
+    names the ledger in the error.
     """
-    why = (
-        _sections_refusal(old, new, writer, dead)
-        or _tickets_refusal(old, new, writer, dead)
-        or _shared_refusal(old, new, writer)
-        or _events_refusal(old, new)
-        or _size_refusal(old, new)
-        or _overdraft_refusal(old, new)
-    )
+    write = Write(old, new, writer, dead)
+    why = next(filter(None, (law(write) for law in LAWS)), "")
     if why:
         raise LedgerRefused(
             f"the ledger {path or 'in memory'} refused a write by {writer}: {why}.\n"
-            f"  The book is as it was. This is a fault of gpu-console: please report it.",
+            f"  The book is unchanged. This is a fault of gpu-console: please report it.",
             path=path,
             why=why,
             writer=writer,
         )
 
 
-def _sections_refusal(
-    old: Book, new: Book, writer: str, dead: Callable[[Book], frozenset[str]]
-) -> str:
-    if new.sections is old.sections:
-        return ""
-    changed = [
-        (id, section) for id, section in new.sections.items() if old.sections.get(id) is not section
-    ]
-    for id, section in changed:
-        if id != writer and section == old.sections.get(id):
-            continue
-        if id != writer:
-            return f"the section of {id} is its owner's to write"
-        if section.owner.id != writer:
-            return f"the section under {writer} says it is {section.owner.id}'s"
-        for lease in section.leases:
-            if lease.owner != writer:
-                return f"{lease.id} lies in a section that is not its owner's"
-        if len({lease.name for lease in section.leases}) < len(section.leases):
-            return "two leases have one name: an identity is (owner, name)"
-    removed = old.sections.keys() - new.sections.keys() - {writer}
-    unproven = removed - dead(old) if removed else removed
-    if unproven:
-        return f"the section of {', '.join(sorted(unproven))} may go only with proof of death"
+# Sections
+
+
+def _changed_sections(write: Write) -> Iterator[tuple[str, Section]]:
+    """The sections that this write adds or changes, by the owner id that they are under."""
+    if write.new.sections is write.old.sections:
+        return
+    for id, section in write.new.sections.items():
+        before = write.old.sections.get(id)
+        if before is not section and (id == write.writer or section != before):
+            yield id, section
+
+
+def _only_own_section(write: Write) -> str:
+    """An owner writes its own section only."""
+    for id, section in _changed_sections(write):
+        if id != write.writer:
+            return f"the section of {id} may only be written by its owner"
+        if section.owner.id != write.writer:
+            return f"the section of {write.writer} names {section.owner.id} as its owner"
     return ""
 
 
-def _tickets_refusal(
-    old: Book, new: Book, writer: str, dead: Callable[[Book], frozenset[str]]
-) -> str:
-    if new.tickets is old.tickets and new.sections.keys() == old.sections.keys():
+def _own_leases_in_own_section(write: Write) -> str:
+    """A section holds its owner's leases only, each with a name of its own."""
+    for _, section in _changed_sections(write):
+        for lease in section.leases:
+            if lease.owner != write.writer:
+                return f"{lease.id} is in a section that is not its owner's"
+        names = {lease.name for lease in section.leases}
+        if len(names) < len(section.leases):
+            return "two leases have one name: an identity is (owner, name)"
+    return ""
+
+
+def _sections_go_with_proof(write: Write) -> str:
+    """Another owner's section is removed only with proof of its death."""
+    if write.new.sections is write.old.sections:
         return ""
-    before = {ticket.key: ticket for ticket in old.tickets if ticket.owner != writer}
-    after = {ticket.key: ticket for ticket in new.tickets if ticket.owner != writer}
-    for key, ticket in after.items():
-        if ticket is not before.get(key) and ticket != before.get(key):
-            return f"the ticket {key} is {ticket.owner}'s to write"
+    removed = write.old.sections.keys() - write.new.sections.keys() - {write.writer}
+    unproven = removed - write.dead(write.old) if removed else removed
+    if unproven:
+        return (
+            f"the section of {', '.join(sorted(unproven))} may be removed only with proof of death"
+        )
+    return ""
+
+
+# Tickets
+
+
+def _only_own_tickets(write: Write) -> str:
+    """An owner writes its own tickets only.
+
+    A dead owner's tickets are removed together with its section.
+    """
+    if _same_tickets(write):
+        return ""
+    old, new = write.old, write.new
+    before = {ticket.key: ticket for ticket in old.tickets if ticket.owner != write.writer}
+    for ticket in new.tickets:
+        if ticket.owner == write.writer:
+            continue
+        known = before.get(ticket.key)
+        if ticket is not known and ticket != known:
+            return f"the ticket {ticket.key} may only be written by {ticket.owner}"
         if ticket.owner in old.sections and ticket.owner not in new.sections:
-            return f"the ticket {key} outlives {ticket.owner}: who is reaped goes whole"
-    losers = {before[key].owner for key in before.keys() - after.keys()}
+            return f"the ticket {ticket.key} outlives {ticket.owner}: a dead owner is removed whole"
+    return ""
+
+
+def _tickets_go_with_proof(write: Write) -> str:
+    """Another owner's tickets are removed only with proof of its death, and together with its
+    section.
+    """
+    if _same_tickets(write):
+        return ""
+    old, new = write.old, write.new
+    kept = {ticket.key for ticket in new.tickets if ticket.owner != write.writer}
+    losers = {
+        ticket.owner
+        for ticket in old.tickets
+        if ticket.owner != write.writer and ticket.key not in kept
+    }
     for loser in sorted(losers):
         if loser in new.sections:
-            return f"the tickets of {loser} are its own to withdraw"
-    unproven = losers - dead(old) if losers else losers
+            return f"the tickets of {loser} may only be withdrawn by itself"
+    unproven = losers - write.dead(old) if losers else losers
     if unproven:
-        return f"the tickets of {', '.join(sorted(unproven))} may go only with proof of death"
+        return (
+            f"the tickets of {', '.join(sorted(unproven))} may be removed only with proof of death"
+        )
     return ""
 
 
-def _shared_refusal(old: Book, new: Book, writer: str) -> str:
-    """Devices and limits are the first owner's word; a sample gives way to a newer one."""
-    if new.schema != SCHEMA:
-        return f"schema {new.schema} was to be written where {SCHEMA} is in force"
-    alone = not (old.sections.keys() - {writer})
-    if new.devices is not old.devices and not alone:
-        after = {device.id: device for device in new.devices}
-        for device in old.devices:
-            if after.get(device.id) != device:
-                return f"{device.id} was described by the first owner; others may only add devices"
-    if new.limits is not old.limits and not alone:
-        for device, limit in old.limits.items():
-            if new.limits.get(device) != limit:
-                return (
-                    f"the limit of {device} is {show_bytes(limit)} since the first owner; "
-                    f"{show_bytes(new.limits.get(device, 0))} has to wait until nobody else is there"
-                )
-    if new.samples is not old.samples:
-        for device, sample in old.samples.items():
-            newer = new.samples.get(device)
-            if newer is sample or newer == sample or (newer is None and alone):
-                continue
-            if newer is None or newer.taken_at <= sample.taken_at:
-                return f"the sample of {device} would be replaced by one that is no newer"
+def _same_tickets(write: Write) -> bool:
+    same_owners = write.new.sections.keys() == write.old.sections.keys()
+    return write.new.tickets is write.old.tickets and same_owners
+
+
+# What all owners share
+
+
+def _same_schema(write: Write) -> str:
+    """A page keeps its schema."""
+    if write.new.schema != SCHEMA:
+        return f"schema {write.new.schema} was to be written where {SCHEMA} is in force"
     return ""
 
 
-def _events_refusal(old: Book, new: Book) -> str:
+def _devices_stay(write: Write) -> str:
+    """The first owner describes the devices; the others may only add some."""
+    if write.new.devices is write.old.devices or write.is_alone:
+        return ""
+    after = {device.id: device for device in write.new.devices}
+    for device in write.old.devices:
+        if after.get(device.id) != device:
+            return f"{device.id} was described by the first owner; others may only add devices"
+    return ""
+
+
+def _limits_stay(write: Write) -> str:
+    """The first owner sets the limits; an owner that is alone may change them."""
+    if write.new.limits is write.old.limits or write.is_alone:
+        return ""
+    for device, limit in write.old.limits.items():
+        after = write.new.limits.get(device)
+        if after != limit:
+            return (
+                f"the limit of {device} is {show_bytes(limit)} since the first owner set it; "
+                f"{show_bytes(after or 0)} is possible only once no other owner is left"
+            )
+    return ""
+
+
+def _samples_get_newer(write: Write) -> str:
+    """A sample of a device is replaced by a newer one only."""
+    if write.new.samples is write.old.samples:
+        return ""
+    for device, sample in write.old.samples.items():
+        after = write.new.samples.get(device)
+        if after is None and write.is_alone:
+            continue
+        if after is sample or after == sample:
+            continue
+        if after is None or after.taken_at <= sample.taken_at:
+            return f"the sample of {device} would be replaced by one that is no newer"
+    return ""
+
+
+def _events_are_appended(write: Write) -> str:
+    """Events are appended and trimmed, with rising numbers."""
+    old, new = write.old, write.new
     if new.events is old.events:
         return "" if new.seq >= old.seq else f"seq would fall from {old.seq} to {new.seq}"
     kept = tuple(event for event in new.events if event.seq <= old.seq)
-    added = tuple(event.seq for event in new.events[len(kept) :])
     if kept != old.events[len(old.events) - len(kept) :]:
         return "events are appended and trimmed, never changed"
-    if any(
-        later <= earlier for earlier, later in itertools.pairwise((old.seq, *added, new.seq + 1))
-    ):
+    added = (event.seq for event in new.events[len(kept) :])
+    numbers = (old.seq, *added, new.seq + 1)
+    if any(later <= earlier for earlier, later in itertools.pairwise(numbers)):
         return f"the numbers of new events must rise from {old.seq} to {new.seq}"
     return ""
 
 
-def _size_refusal(old: Book, new: Book) -> str:
-    after = new.entries
-    if after > MOST_ENTRIES and after > old.entries:
+def _page_is_small(write: Write) -> str:
+    """A page holds a limited number of leases, tickets and events.
+
+    A page over the limit may still shrink.
+    """
+    after = write.new.entries
+    if after > MOST_ENTRIES and after > write.old.entries:
         return f"{after} leases and tickets are more than the {MOST_ENTRIES} that a page holds"
-    if len(new.events) > MOST_EVENTS:
-        return f"{len(new.events)} events are more than the {MOST_EVENTS} that a page holds"
+    events = len(write.new.events)
+    if events > MOST_EVENTS:
+        return f"{events} events are more than the {MOST_EVENTS} that a page holds"
     return ""
 
 
-def _overdraft_refusal(old: Book, new: Book) -> str:
+def _no_overdraft(write: Write) -> str:
+    """A grant does not take a device over its limit (law 1)."""
+    old, new = write.old, write.new
     if new.sections is old.sections and new.limits is old.limits:
         return ""
     return "; ".join(
-        f"{device} would be claimed {show_bytes(excess)} beyond its limit of {show_bytes(new.limits[device])} (law 1)"
+        f"{device} would be claimed {show_bytes(excess)} beyond its limit of "
+        f"{show_bytes(new.limits[device])} (law 1)"
         for device, excess in overdrafts(old, new).items()
     )
+
+
+LAWS: tuple[Callable[[Write], str], ...] = (
+    _only_own_section,
+    _own_leases_in_own_section,
+    _sections_go_with_proof,
+    _only_own_tickets,
+    _tickets_go_with_proof,
+    _same_schema,
+    _devices_stay,
+    _limits_stay,
+    _samples_get_newer,
+    _events_are_appended,
+    _page_is_small,
+    _no_overdraft,
+)

@@ -1,8 +1,9 @@
-"""Who this process is, and how anybody can prove that it lives or has died.
+"""Who this process is, and the proof that an owner lives or has died.
 
-An owner holds a lock on a file of its own for as long as it lives. The operating system drops the lock at its death
-and at no other time: a stopped process still holds it, and a process number that came back does not. The same file
-carries the owner's roster: its own part of the book, from which a damaged book is rebuilt.
+An owner holds a lock on a file of its own as long as it lives. The operating system drops the lock
+at its death and at no other time. A stopped process still holds it; a new process that got the same
+process number does not. The same file carries the owner's roster: its own part of the book, from
+which a damaged book is rebuilt.
 
 Nothing here reads or writes the book.
 """
@@ -33,22 +34,28 @@ _serials = itertools.count()
 
 
 def boot_id() -> str:
-    """The name of this boot of the machine, the same in all its containers."""
+    """The id of this boot of the machine, the same in all its containers."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def start_ticks(stat: str) -> int:
-    """When a process started, in clock ticks after the boot: field 22 of its /proc/PID/stat.
+    """When a process started, in clock ticks after the boot: field 22 of its /proc/PID/stat
+    (`stat`).
 
     >>> start_ticks("7 (a) b) S 1 " + "0 " * 17 + "4321 99")
     4321
     """
-    # The name in field 2 may hold blanks and brackets; what follows its last bracket does not.
+    # The name in field 2 may hold blanks and brackets. The text after its last bracket has neither.
     return int(stat.rpartition(")")[2].split()[19])
 
 
 def describe_self(*, notebook: str = "", user: str = "") -> Owner:
-    """A new owner in this process. Each call gives another one: several runtimes in a process are several owners."""
+    """A new owner in this process.
+
+    Each call returns another one: several runtimes in a process are several owners.
+
+    `notebook` is the path that others see; `user` replaces the name of the process's user.
+    """
     return Owner(
         host=socket.gethostname(),
         boot=boot_id(),
@@ -61,11 +68,11 @@ def describe_self(*, notebook: str = "", user: str = "") -> Owner:
 
 
 def _user() -> str:
-    return name_of(os.geteuid())  # not $LOGNAME: who asks is the kernel's to say
+    return name_of(os.geteuid())  # the kernel's answer; $LOGNAME can be set to any name
 
 
 def name_of(uid: int) -> str:
-    """The user's name; its number where it has none, as in containers."""
+    """The name of the user `uid`, or the number as text if it has no name, as in containers."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -73,16 +80,19 @@ def name_of(uid: int) -> str:
 
 
 class Life(enum.StrEnum):
+    """What is known of an owner: alive and dead are proven, all else is unknown."""
+
     ALIVE = "alive"
     DEAD = "dead"
     UNKNOWN = "unknown"
 
 
 def end_of(owner: Owner) -> io.FileIO | None:
-    """A descriptor that polls as readable once the owner's process has ended; None where no such process is to be seen:
-    it has ended, or it is another container's, which counts its processes otherwise.
+    """A descriptor that polls as readable once the process of `owner` has ended.
 
-    It wakes whoever waits, and proves nothing: `life` does.
+    None if the process cannot be seen: it has ended, or it is in another container, which numbers
+    its processes differently. The descriptor wakes a waiting thread and proves nothing; `life` is
+    the proof.
     """
     try:
         end = io.FileIO(os.pidfd_open(owner.pid))
@@ -99,9 +109,10 @@ def end_of(owner: Owner) -> io.FileIO | None:
 
 
 def life(path: Path | str, inode: int = 0) -> Life:
-    """What the lock on an owner's file says. Looks without taking it, so that two who look see the same.
+    """Whether the owner of the lock file `path` is alive. It tests the lock without taking it.
 
-    Dead is only who has his file, the very one (`inode`; 0: any), and nobody holds it. A missing or another file says
+    So two processes that test at the same time see the same. An owner is dead only if its file
+    exists, has that `inode` (0: any) and nobody holds its lock. A missing or different file says
     nothing about the process.
     """
     try:
@@ -118,32 +129,35 @@ def life(path: Path | str, inode: int = 0) -> Life:
         os.close(fd)
 
 
-# struct flock. The lock is an OFD lock: it belongs to the open file, not to the process, hence closing another
-# descriptor of the same file does not drop it, as it would drop a POSIX lock.
+# struct flock. The lock is an OFD lock: it belongs to the open file, not to the process. So closing
+# another descriptor of the same file does not drop it, as it would drop a POSIX lock.
 _FLOCK = struct.Struct("hhqqi4x")
 
 
 def _held_elsewhere(fd: int) -> bool:
-    # Asked as a reader: whoever may only read the file can lock it for reading, and would keep the dead alive.
+    # Test for a read lock. A process that may only read the file could take a read lock on it; a
+    # test for a write lock would then report the dead owner as alive.
     asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
     return _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK
 
 
-def _hold(fd: int) -> None:
+def _lock(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
 
 
 class OwnerFile:
     """The file that an owner locks for life, `DIRECTORY/ID`, with two slots for its roster.
 
-    The slots are written in turn, each with its length and checksum, so a reader finds the last whole roster even
-    where a write failed half-way on a full disk.
+    The slots are written in turn, each with its length and checksum. So a reader finds the last
+    complete roster even if a write failed half-way on a full disk.
     """
 
-    SLOT_BYTES = 1 << 20  # the file is sparse: what is not written takes no room
+    SLOT_BYTES = 1 << 20  # the file is sparse: parts that were never written take no disk space
 
     def __init__(self, directory: Path, owner: Owner, group: int | None = None) -> None:
-        """In a shared ledger the members of the group read it, and only its user writes it.
+        """Makes and locks the file of `owner` in `directory`.
+
+        In a shared ledger the members of `group` read it, and only its user writes it.
 
         Raises LedgerUnavailable, OSError.
         """
@@ -153,7 +167,11 @@ class OwnerFile:
         _open_files.add(self)
 
     def write_roster(self, payload: bytes, *, rev: int, schema: int) -> None:
-        """Raises OSError where the disk is full; the roster before it is then still readable."""
+        """Writes the roster `payload`, which is part of the book's revision `rev` in the format
+        `schema`.
+
+        Raises OSError if the disk is full; the roster before it is then still readable.
+        """
         if len(payload) > self.SLOT_BYTES - _FRAME.size:
             raise OSError(
                 f"a roster of {len(payload)} bytes does not fit its slot of {self.SLOT_BYTES}"
@@ -166,29 +184,34 @@ class OwnerFile:
         self._turn = turn
 
     def in_place(self) -> bool:
-        """True where others still find this very file under its name."""
+        """Whether other processes still find this same file under its name."""
         try:
             return os.stat(self.path).st_ino == self.owner.inode
         except OSError:
             return False
 
     def release(self, *, remove: bool) -> None:
-        """Lets the lock go. A file that is left behind proves this owner's death."""
+        """Drops the lock.
+
+        With `remove` it also removes the file; a file that is left proves this owner's death.
+        """
         if remove and self.in_place():
             self.path.unlink(missing_ok=True)
         self.close_here()
 
     def close_here(self) -> None:
-        """Closes the descriptor, never unlocks: in a forked child the parent's lock must stand."""
+        """Closes the descriptor without unlocking: in a forked child the parent's lock must remain."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def _locked_file(directory: Path, owner: Owner, group: int | None) -> tuple[int, Owner, Path]:
-    """A locked file under a name never used before, and the owner with that name and the file's inode.
+    """A descriptor of a locked file with a name never used before, the owner with that name and
+    inode, and the path.
 
-    It is locked before it gets its name, so nobody ever sees it unlocked while its owner lives.
+    The file is locked before it gets its name, so nobody ever sees it unlocked while its owner
+    lives.
     """
     draft = directory / f".{os.getpid()}-{secrets.token_hex(4)}"
     fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -196,13 +219,15 @@ def _locked_file(directory: Path, owner: Owner, group: int | None) -> tuple[int,
         if group is not None:
             os.fchown(fd, -1, group)
             os.fchmod(fd, 0o640)
-        _hold(fd)
+        _lock(fd)
         while True:
             path = directory / owner.id
             try:
                 os.link(draft, path)
                 return fd, replace(owner, inode=os.fstat(fd).st_ino), path
-            except FileExistsError:  # another container's process, with our number and our second
+            except (
+                FileExistsError
+            ):  # a process of another container, with our number and our second
                 owner = replace(owner, serial=next(_serials))
     except OSError as error:
         os.close(fd)
@@ -218,11 +243,11 @@ def _locked_file(directory: Path, owner: Owner, group: int | None) -> tuple[int,
 _MAGIC = b"GPUR"
 _FRAME = struct.Struct("<4sIQQII")  # magic, schema, turn, revision, length, checksum of the roster
 _CHECK = struct.Struct("<I")  # checksum of the frame itself
-_MOST_REV = 1 << 62  # an SQLite integer, and room to count on
+_MOST_REV = 1 << 62  # below the largest SQLite integer, so that the revision can still be increased
 
 
 class Roster(NamedTuple):
-    """What an owner last wrote of itself, and for which revision of the book."""
+    """The part of the book that an owner last wrote into its file, and the revision it belongs to."""
 
     turn: int
     rev: int
@@ -231,42 +256,38 @@ class Roster(NamedTuple):
 
 
 def read_roster(path: Path) -> Roster | None:
-    """The last whole roster in an owner's file; None where there is none."""
+    """The last complete roster in the owner's file `path`; None if there is none."""
     try:
         with open(path, "rb", opener=_no_links) as file:
-            return max(
-                filter(None, (_slot(file, 0), _slot(file, OwnerFile.SLOT_BYTES))), default=None
-            )
+            return _last_roster(file)
     except OSError:
         return None
 
 
 class Testimony(NamedTuple):
-    """What a living owner last wrote of itself, and whose it is: only this user can have written it."""
+    """The roster of a living owner, and its user. Only this user can have written it."""
 
     user: str
     payload: bytes
 
 
 def testimony(path: Path, inode: int = 0) -> Testimony | None:
-    """What the owner of that file says of itself; None where nobody alive holds that very file (`inode`; 0: any).
+    """The roster in the owner's file `path`, and its user.
 
-    The user is the one that the kernel says owns the file. It cannot be claimed: a file is never given to another user,
-    and only its user can write it or hold its lock.
+    None if no living process holds that `inode` (0: any).
+
+    The user is the one who owns the file, as the kernel reports it. Nobody can claim another user:
+    a file is never given to another user, and only its user can write it or hold its lock.
     """
     try:
         with open(path, "rb", opener=_no_links) as file:
-            is_ = os.fstat(file.fileno())
-            if (
-                not stat.S_ISREG(is_.st_mode)
-                or inode not in (0, is_.st_ino)
-                or not _held_elsewhere(file.fileno())
-            ):
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or inode not in (0, found.st_ino):
                 return None
-            roster = max(
-                filter(None, (_slot(file, 0), _slot(file, OwnerFile.SLOT_BYTES))), default=None
-            )
-            return Testimony(name_of(is_.st_uid), roster.payload if roster else b"")
+            if not _held_elsewhere(file.fileno()):
+                return None
+            roster = _last_roster(file)
+            return Testimony(name_of(found.st_uid), roster.payload if roster else b"")
     except OSError:
         return None
 
@@ -275,17 +296,21 @@ def _no_links(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
+def _last_roster(file: IO[bytes]) -> Roster | None:
+    slots = (_slot(file, 0), _slot(file, OwnerFile.SLOT_BYTES))
+    return max(filter(None, slots), default=None)
+
+
 def _slot(file: IO[bytes], offset: int) -> Roster | None:
     file.seek(offset)
-    head = file.read(
-        _FRAME.size + _CHECK.size
-    )  # in one: the other slot may be written meanwhile, and leave zeros here
+    # One read for both: the other slot may be written meanwhile, and leave zeros here.
+    head = file.read(_FRAME.size + _CHECK.size)
     frame, check = head[: _FRAME.size], head[_FRAME.size :]
     if len(check) < _CHECK.size or _CHECK.unpack(check)[0] != zlib.crc32(frame):
         return None
     magic, schema, turn, rev, length, checksum = _FRAME.unpack(frame)
     if length > OwnerFile.SLOT_BYTES or rev > _MOST_REV:
-        return None  # nobody of ours wrote that
+        return None  # not written by gpu-console
     payload = file.read(length)
     whole = magic == _MAGIC and len(payload) == length and zlib.crc32(payload) == checksum
     return Roster(turn, rev, schema, payload) if whole else None

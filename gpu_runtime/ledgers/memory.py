@@ -1,7 +1,7 @@
-"""A book in this process's memory: for one notebook alone, and for tests.
+"""A book in this process's memory: for a single notebook, and for tests.
 
-`memory:` is a book of its own each time; `memory:NAME` is one book for all who open that name while a door to it is
-open. The same rules hold as on disk.
+`memory:` is a new book each time. `memory:NAME` is one book for all callers that open that name, as
+long as one of them has it open. The same laws hold as on disk.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .notify import Bell
 T = TypeVar("T")
 
 
-class _Page:
-    """A book, and the doors that are open to it."""
+class _MemoryBook:
+    """A book, and the bells and maps of the owners that have it open."""
 
     def __init__(self) -> None:
         self.book = Book()
@@ -31,82 +31,105 @@ class _Page:
         self.maps: dict[str, tuple[AllocatorMap, ...]] = {}
 
 
-_named: weakref.WeakValueDictionary[str, _Page] = weakref.WeakValueDictionary()
+_named: weakref.WeakValueDictionary[str, _MemoryBook] = weakref.WeakValueDictionary()
 _naming = threading.Lock()
 
 
 class MemoryLedger:
-    """A door to a book in memory. An owner is dead here when its door is closed."""
+    """One owner's access to a book in memory. Here an owner is dead when its ledger is closed.
+
+    Its methods follow the protocol in base.py.
+    """
 
     def __init__(self, name: str = "", *, notebook: str = "", user: str = "") -> None:
+        """Opens the book `name`, or a new one without a name.
+
+        `notebook` and `user` describe the owner.
+        """
         self.url = f"memory:{name}"
         self.owner: Owner = describe_self(notebook=notebook, user=user)
         with _naming:
-            self._page: _Page | None = _named.get(name) or _Page()
+            self._book: _MemoryBook | None = _named.get(name) or _MemoryBook()
             if name:
-                _named[name] = self._page
-        self._bell = self._page.bells[self.owner.id] = Bell()
+                _named[name] = self._book
+        self._bell = self._book.bells[self.owner.id] = Bell()
 
     def read(self) -> Book:
-        return self._open_page().book
+        return self._open_book().book
 
     def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
-        page = self._open_page()
+        """Writes what `decide` returns for the book, and returns its second value.
+
+        Raises LedgerRefused.
+        """
+        memory = self._open_book()
         while True:
-            old = page.book
+            old = memory.book
             new, answer = decide(old)
             if new is old:
                 return answer
             refuse_unlawful(old, new, self.owner.id, self.dead, self.url)
-            with page.writing:
+            with memory.writing:
                 # Books are frozen, so the same object is the same revision.
-                if page.book is old:
-                    page.book = new
+                if memory.book is old:
+                    memory.book = new
                     return answer
 
     def dead(self, book: Book) -> frozenset[str]:
+        """Ids of the owners in `book` whose ledger is closed."""
         present = book.sections.keys() | {ticket.owner for ticket in book.tickets}
-        return frozenset(present - self._open_page().bells.keys())
+        return frozenset(present - self._open_book().bells.keys())
 
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
+        """The user of the owner `owner_id` in `book`, whatever the `ticket`: all owners are this
+        process.
+        """
         owner = book.owner(owner_id)
-        return owner.user if owner else self.owner.user  # all are this process
+        return owner.user if owner else self.owner.user
 
     def ring(self, owners: Iterable[str]) -> None:
-        page = self._page
-        for owner_id in owners if page else ():
-            bell = page.bells.get(owner_id)
+        """Wakes the threads of the owners with these ids (`owners`)."""
+        memory = self._book
+        if memory is None:
+            return
+        for owner_id in owners:
+            bell = memory.bells.get(owner_id)
             if bell:
                 bell.ring()
 
     def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
-        self._open_page()  # all owners are this process: none ends before it
+        """True on a ring, False after `timeout` seconds.
+
+        `ends` is not needed, since all owners are this process.
+        """
+        self._open_book()
         return self._bell.wait(timeout)
 
     def publish_maps(self, maps: tuple[AllocatorMap, ...]) -> None:
-        self._open_page().maps[self.owner.id] = maps
+        """Replaces this owner's allocator `maps`."""
+        self._open_book().maps[self.owner.id] = maps
 
     def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
-        return dict(self._open_page().maps)
+        return dict(self._open_book().maps)
 
     def close(self) -> None:
-        page, self._page = self._page, None
-        if page:
-            page.maps.pop(self.owner.id, None)
-            page.bells.pop(self.owner.id, None)
+        memory, self._book = self._book, None
+        if memory:
+            memory.maps.pop(self.owner.id, None)
+            memory.bells.pop(self.owner.id, None)
             self._bell.close()
 
-    def _open_page(self) -> _Page:
-        page = self._page
-        if page is None:
+    def _open_book(self) -> _MemoryBook:
+        memory = self._book
+        if memory is None:
             raise LedgerUnavailable(
                 f"the ledger {self.url} was closed. Open another:  gpu_runtime.Runtime()",
                 path=self.url,
             )
         if os.getpid() != self.owner.pid:
             raise LedgerUnavailable(
-                f"the ledger {self.url} stayed in the parent of this forked process (pid "
+                f"the ledger {self.url} belongs to the parent of this forked process (pid "
                 f"{self.owner.pid}). Open another:  gpu_runtime.Runtime()",
                 path=self.url,
             )
-        return page
+        return memory

@@ -1,7 +1,8 @@
-"""How one owner tells another to read the book.
+"""How one owner wakes another, so that it reads the book.
 
-A `Bell` wakes the threads of its own process; a `Doorbell` is a Bell that other processes can ring too, over a Unix
-datagram socket. A ring carries nothing, may be false, and is a hint only: whoever must not miss a change also polls.
+A `Bell` wakes the threads of its own process. A `Doorbell` is a Bell that other processes can ring
+too, over a Unix datagram socket. A ring carries no data and may be false. It is a hint: a caller
+that must not miss a change also polls.
 """
 
 from __future__ import annotations
@@ -21,106 +22,126 @@ from .liveness import end_of
 
 
 class Bell:
-    """Rings are counted; each thread remembers the count it last woke for, so none is lost between two waits.
+    """Counts rings.
 
-    Every waiting thread polls for itself, with an eventfd of its own. There is no elected listener whose death by
-    KeyboardInterrupt would leave the others deaf, and no Condition, whose `wait` does not survive one.
+    Each thread remembers the count at which it last woke, so no ring between two waits is lost.
+
+    Every waiting thread polls for itself, with an eventfd of its own. There is no elected listener:
+    if a KeyboardInterrupt ended it, the other threads would never wake. There is no Condition
+    either, whose `wait` does not survive a KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
         self._rings = 0
         self._counting = threading.Lock()
         self._here = threading.local()
-        self._ears: weakref.WeakSet[_Ear] = weakref.WeakSet()
+        self._waiters: weakref.WeakSet[_Waiter] = weakref.WeakSet()
         self.closed = False
 
     def ring(self) -> None:
+        """Wakes every thread that waits, and those that wait next."""
         with self._counting:
             self._rings += 1
-            ears = list(self._ears)
-        for ear in ears:
-            ear.wake()
+            waiters = list(self._waiters)
+        for waiter in waiters:
+            waiter.wake()
 
     def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
-        """True as soon as it rings (or rang since this thread's last wait), or the process of one of these owners ends;
-        False after `timeout` seconds."""
-        ear = self._ear()
+        """True on a ring, also one since this thread's last wait, or when the process of an owner
+        in `ends` ends.
+
+        False after `timeout` seconds.
+        """
+        waiter = self._waiter()
         deadline = time.monotonic() + timeout
-        ear.watch(ends)
-        while ear.heard == self._rings and not self.closed and not ear.bereaved():
+        waiter.watch(ends)
+        while not self.closed and waiter.seen_rings == self._rings and not waiter.owner_ended():
             left = deadline - time.monotonic()
-            if not self._sleep(ear, max(0.0, left)) and left <= 0:
+            woken = self._sleep(waiter, max(0.0, left))
+            if not woken and left <= 0:
                 return False
-        ear.heard = self._rings
+        waiter.seen_rings = self._rings
         return True
 
     def close(self) -> None:
+        """Wakes every thread for the last time; `wait` then returns at once."""
         self.closed = True
         self.ring()
 
-    def _ear(self) -> _Ear:
-        ear = getattr(self._here, "ear", None)
-        if ear is None:
-            ear = self._here.ear = _Ear()
+    def _waiter(self) -> _Waiter:
+        waiter = getattr(self._here, "waiter", None)
+        if waiter is None:
+            waiter = self._here.waiter = _Waiter()
             with self._counting:
-                self._ears.add(ear)
-        return ear
+                self._waiters.add(waiter)
+        return waiter
 
-    def _sleep(self, ear: _Ear, seconds: float) -> bool:
-        """True where something woke this thread."""
-        woken = ear.poll().poll(seconds * 1000)
-        ear.rest(woken)
+    def _sleep(self, waiter: _Waiter, seconds: float) -> bool:
+        """Whether something woke this thread within so many `seconds`."""
+        woken = waiter.poll().poll(seconds * 1000)
+        waiter.reset(woken)
         return bool(woken)
 
 
-class _Ear:
-    """One waiting thread: the ring it last woke for, the descriptor that wakes it, and the processes it watches.
+class _Waiter:
+    """One waiting thread: the ring count it has seen, the descriptor that wakes it, and the
+    processes it watches.
 
-    Nobody rings for the dead: who waits for a process that is killed would learn of it only by looking, a second later.
+    A killed process does not ring. Without these watches, a thread that waits for it would notice
+    its death only at its next look at the book, a second later.
     """
 
     def __init__(self) -> None:
-        self.heard = 0
-        self._ends: dict[
-            str, io.FileIO | None
-        ] = {}  # by owner; None: it has ended, or cannot be seen from here
-        self._mourned: set[str] = set()  # those among them for whom this thread has woken
+        self.seen_rings = 0
+        # Owner id -> descriptor; None: the process has ended, or cannot be seen from here.
+        self._ends: dict[str, io.FileIO | None] = {}
+        self._reported: set[str] = set()  # ended owners for which this thread has already woken
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Not __del__: while that closes the descriptor, weak references still answer, and a thread that rings just then
-        # would bring the ear back to life and write to a descriptor that may be another file's by now.
+        # Not __del__: while that closes the descriptor, weak references still work. A thread that
+        # rings at that moment would bring the waiter back to life, and write to a descriptor that
+        # may belong to another file by then.
         weakref.finalize(self, os.close, self.fd).atexit = False
 
     def wake(self) -> None:
+        """Wakes the thread."""
         try:
             os.eventfd_write(self.fd, 1)
         except BlockingIOError:
-            pass  # it has been woken already, and sleeps deeply
+            pass  # woken already, and still asleep
 
     def watch(self, owners: Iterable[Owner]) -> None:
+        """Watches the processes of these `owners` and no others."""
         known = self._ends
         self._ends = {
             owner.id: known[owner.id] if owner.id in known else end_of(owner) for owner in owners
         }
-        self._mourned &= self._ends.keys()
+        self._reported &= self._ends.keys()
         for id in known.keys() - self._ends.keys():
-            if (end := known[id]) is not None:
+            end = known[id]
+            if end is not None:
                 end.close()
 
-    def bereaved(self) -> bool:
-        """Whether somebody watched has ended for whom this thread has not woken yet: each wakes it once."""
-        gone = {id for id, end in self._ends.items() if end is None} - self._mourned
-        self._mourned |= gone
+    def owner_ended(self) -> bool:
+        """Whether a watched process has ended for which this thread has not woken yet: each wakes
+        it once.
+        """
+        gone = {id for id, end in self._ends.items() if end is None} - self._reported
+        self._reported |= gone
         return bool(gone)
 
     def poll(self) -> select.poll:
+        """A poll object for the wake descriptor and the watched processes."""
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         for end in filter(None, self._ends.values()):
             poll.register(end, select.POLLIN)
         return poll
 
-    def rest(self, woken: Iterable[tuple[int, int]]) -> None:
-        """What woke it is over: the next sleep is to be a sleep."""
+    def reset(self, woken: Iterable[tuple[int, int]]) -> None:
+        """Clears the causes of this wake-up, so that the next sleep does not end at once.
+
+        `woken` are the descriptors that poll returned, with their events.
+        """
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
@@ -133,20 +154,28 @@ class _Ear:
 
 
 class Doorbell(Bell):
-    """A bell with a button outside: a datagram socket `ID.bell` in a directory.
+    """A bell that other processes can ring: a datagram socket `ID.bell` in a directory.
 
-    Paths go through /proc/self/fd, because a socket's path is limited to 107 bytes and a home directory is not.
+    Paths go through /proc/self/fd, because a socket's path is limited to 107 bytes and a home
+    directory is not.
     """
 
     def __init__(self, directory: Path, owner_id: str, group: int | None = None) -> None:
+        """Binds the socket of the owner `owner_id` in `directory`. Raises OSError.
+
+        Members of `group` may ring it; with None, only its own user.
+        """
         super().__init__()
         self.owner_id = owner_id
-        self._group = group  # whose members may ring; None: only its own user
-        self.path, self._directory, self._socket = _hang(directory, owner_id, group)
+        self._group = group
+        self.path, self._directory, self._socket = _bind(directory, owner_id, group)
 
     def move_to(self, directory: Path) -> None:
-        """Hangs it in a directory that was made anew, under the same descriptors, so that who waits need not know."""
-        self.path, fd, fresh = _hang(directory, self.owner_id, self._group)
+        """Binds it again in a `directory` that was deleted and made again. Raises OSError.
+
+        The descriptors keep their numbers, so threads that wait are not affected.
+        """
+        self.path, fd, fresh = _bind(directory, self.owner_id, self._group)
         os.dup2(fd, self._directory, inheritable=False)
         os.dup2(fresh.fileno(), self._socket.fileno(), inheritable=False)
         os.close(fd)
@@ -154,14 +183,18 @@ class Doorbell(Bell):
         self.ring()
 
     def ring_others(self, owners: Iterable[str]) -> None:
+        """Rings the doorbells of the owners with these ids (`owners`), our own included.
+
+        Never fails.
+        """
         for owner_id in owners:
             if owner_id == self.owner_id:
                 self.ring()
                 continue
             try:
-                self._socket.sendto(b"!", _door(self._directory, owner_id))
+                self._socket.sendto(b"!", _socket_path(self._directory, owner_id))
             except OSError:
-                pass  # gone, or so many rings wait at its door that one more says nothing new
+                pass  # the owner is gone, or has so many unread rings that one more adds nothing
 
     def close(self) -> None:
         super().close()
@@ -169,27 +202,29 @@ class Doorbell(Bell):
         self.close_here()
 
     def close_here(self) -> None:
-        """Closes the descriptors and leaves the socket's name alone: a forked child's part."""
+        """Closes the descriptors and keeps the socket's name: for a forked child."""
         self.closed = True
         self._socket.close()
         if self._directory >= 0:
             directory, self._directory = self._directory, -1
             os.close(directory)
 
-    def _sleep(self, ear: _Ear, seconds: float) -> bool:
-        poll = ear.poll()
+    def _sleep(self, waiter: _Waiter, seconds: float) -> bool:
+        poll = waiter.poll()
         try:
             poll.register(self._socket, select.POLLIN)
         except ValueError:
-            return True  # closed by another thread just now
+            return True  # another thread closed it just now
         woken = poll.poll(seconds * 1000)
-        ear.rest(woken)
-        # Whoever comes first empties the socket, and tells the others: their poll may have missed it.
-        if woken and self._emptied():
+        waiter.reset(woken)
+        # The first thread empties the socket and wakes the others, because their poll may have
+        # missed the datagram.
+        if woken and self._read_all():
             self.ring()
         return bool(woken)
 
-    def _emptied(self) -> bool:
+    def _read_all(self) -> bool:
+        """Whether the socket held a datagram; it is empty afterwards."""
         found = False
         while True:
             try:
@@ -199,20 +234,24 @@ class Doorbell(Bell):
                 return found
 
 
-def _hang(directory: Path, owner_id: str, group: int | None) -> tuple[Path, int, socket.socket]:
-    """A socket bound in the directory: its path, a descriptor of the directory, and itself."""
+def _bind(directory: Path, owner_id: str, group: int | None) -> tuple[Path, int, socket.socket]:
+    """A socket bound in `directory`: its path, a descriptor of the directory, and the socket
+    itself.
+    """
     path = directory / f"{owner_id}.bell"
     fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     bell = socket.socket(
         socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     )
-    path.unlink(missing_ok=True)  # of a killed process whose number came back in another container
-    bell.bind(_door(fd, owner_id))
+    # A file with this name belongs to a killed process whose number was used again in another
+    # container.
+    path.unlink(missing_ok=True)
+    bell.bind(_socket_path(fd, owner_id))
     if group is not None:
         os.chown(path, -1, group)
     path.chmod(0o600 if group is None else 0o660)
     return path, fd, bell
 
 
-def _door(directory_fd: int, owner_id: str) -> str:
+def _socket_path(directory_fd: int, owner_id: str) -> str:
     return f"/proc/self/fd/{directory_fd}/{owner_id}.bell"

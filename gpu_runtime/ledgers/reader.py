@@ -1,6 +1,8 @@
-"""Reads a book without being an owner: no lock, no bell, nothing mended, nothing written.
+"""Reads a book without being an owner: it takes no lock, has no doorbell, and repairs and writes
+nothing.
 
-For who only watches. What cannot be read now (it is being written, mended, or made anew) is read the next time.
+For programs that only watch. A book that cannot be read now, because it is being written or
+rebuilt, is read the next time.
 """
 
 from __future__ import annotations
@@ -18,55 +20,68 @@ import msgspec
 
 from ..errors import GpuError
 from ..facts import SCHEMA, Book, decode_book
+from .location import split_redis_url
 from .sqlite import files
 from .sqlite.page import MOST_BYTES, SETTLED_NANOSECONDS
 from .sqlite.recovery import unsealed
 
 SELECT = "SELECT rev, schema, body FROM main.book WHERE host=?"
+_UNREADABLE = (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError)
 
 log = logging.getLogger("gpu_runtime")
 
 
 class Peek(Protocol):
-    """Looks at one host's book."""
+    """Reads one host's book."""
 
     def look(self) -> Book | None:
-        """The book as it stands; None where it cannot be read now."""
+        """The current book; None if it cannot be read now."""
         ...
 
 
 def peek(url: str, directory: Path) -> Peek:
-    """`directory` is the ledger's, of this boot. Raises GpuError where the URL says nothing that could be opened."""
+    """A reader of the ledger at `url`, whose files of this boot are in `directory`.
+
+    Raises GpuError if nothing can be opened at the URL.
+    """
     if url.startswith("sqlite:"):
         return FilePeek(directory)
     return RedisPeek(url, directory.name)
 
 
 class FilePeek:
-    """The book in an SQLite file; it is opened for each look at what has changed, and held by nobody in between."""
+    """Reads the book in an SQLite file.
+
+    The file is opened for each look at a changed book, and closed after it.
+    """
 
     def __init__(self, directory: Path) -> None:
+        """`directory` is the ledger's, of this boot."""
         self._directory = directory
         self._seen: tuple[tuple[str, int, int], Book] | None = None
 
     def look(self) -> Book | None:
+        """The current book; None if it cannot be read now."""
         name = files.current(self._directory)
         try:
-            if not files.inode_of(self._directory, name):
-                return None
-            stat = os.stat(self._directory / name)
-            written = (name, stat.st_ino, stat.st_mtime_ns)
-            if self._seen is not None and self._seen[0] == written:
-                return self._seen[1]
-            book = self._read(name)
-            settled = (
-                time.time_ns() - stat.st_mtime_ns > SETTLED_NANOSECONDS
-            )  # else its time may stand for two writes
-            self._seen = (written, book) if settled else None
-            return book
-        except (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError) as error:
+            return self._look_at(name)
+        except _UNREADABLE as error:
             log.debug("not read: %s", error)
             return None
+
+    def _look_at(self, name: str) -> Book | None:
+        if not files.inode_of(self._directory, name):
+            return None
+        stat = os.stat(self._directory / name)
+        version = (name, stat.st_ino, stat.st_mtime_ns)
+        if self._seen is not None and self._seen[0] == version:
+            return self._seen[1]
+        book = self._read(name)
+        # The time of a very recent write may be the time of two writes, so it does not identify a
+        # version yet.
+        settled = time.time_ns() - stat.st_mtime_ns > SETTLED_NANOSECONDS
+        self._seen = (version, book) if settled else None
+        return book
 
     def _read(self, name: str) -> Book:
         url = f"file:{quote(str(self._directory / name))}?mode=ro"
@@ -81,19 +96,21 @@ class FilePeek:
 
 
 class RedisPeek:
-    """The page of one host in a Redis."""
+    """Reads the page of one host in a Redis."""
 
     def __init__(self, url: str, boot: str) -> None:
-        from .redis.connection import Wire
-        from .redis.ledger import _split
+        """`boot` is the boot id of the host, which names its page. Raises BadSetting."""
+        from .redis.connection import RedisConnection
         from .redis.scripts import PAGE, look_at
 
-        self._wire = Wire(_split(url)[0])
+        server, _ = split_redis_url(url)
+        self._connection = RedisConnection(server)
         self._look = lambda ask: look_at(ask, PAGE + boot)
 
     def look(self) -> Book | None:
+        """The current book; None if it cannot be read now."""
         try:
-            seen = self._wire.converse(self._look)
+            seen = self._connection.converse(self._look)
         except GpuError as error:
             log.debug("not read: %s", error)
             return None

@@ -1,8 +1,9 @@
-"""Setting up a ledger that a group of users shares: `gpu ledger init --group G DIR`, run by the operator as root.
+"""Sets up a ledger that a group of users shares: `gpu ledger init --group G DIR`, run by the
+operator as root.
 
-It makes the directory, and tells every user's runtime of it in the machine-wide configuration. Run again it mends modes
-and changes nothing else; run at every boot it also makes that boot's directory root's own, so that no member can take
-another's files away.
+It makes the directory and names it in the machine-wide configuration, which every user's runtime
+reads. A second run repairs modes and changes nothing else. Run at every boot, it also makes that
+boot's directory root's own, so that no member can move another member's files away.
 """
 
 from __future__ import annotations
@@ -32,61 +33,68 @@ ledger = "{url}"
 
 # [users.NAME]                   # or [groups.NAME], for each of its members
 # bytes_per_device = "20 GiB"    # on each card, all processes of the user together
-# importance = "normal"          # the highest that may be asked for
+# importance = "normal"          # the highest importance a request may have
 # keep = false                   # nothing is pinned
 # longest_lease = "4h"           # of rt.lease and %%gpu
 """
 
 
 def init(directory: str, group: str, config_file: str) -> Outcome:
-    """Makes a ledger in that directory for the members of the group, and names it in the configuration.
+    """Makes a ledger in `directory` for the members of `group`, and names it in `config_file`.
 
     Raises NotAllowed, BadSetting, GpuError; then nothing was made.
     """
     place = Path(directory)
     if os.geteuid() != 0:
         raise NotAllowed(
-            f"a shared ledger is the operator's to set up.\n  As root:  gpu ledger init --group {group} {place}",
+            f"only root can set up a shared ledger.\n"
+            f"  As root:  gpu ledger init --group {group} {place}",
             name=str(place),
             user=str(os.geteuid()),
             because="not root",
         )
-    gid = _gid(group)
-    _require_a_good_place(place, gid, group)
+    gid = _group_id(group)
+    _require_suitable(place, gid, group)
     url = f"sqlite://{place}"
     known = host_config.read(config_file)
     if known.ledger not in ("", url):
         raise GpuError(
             f"{config_file} names another ledger already: {known.ledger}.\n"
-            f"  Change the line  ledger = …  there first, once nobody uses it.",
+            f"  First change the line  ledger = …  there, once nobody uses that ledger.",
             path=config_file,
         )
-    new = not (place / MARK).exists()
-    access = Access(gid)
+    is_new = not (place / MARK).exists()
     try:
-        place.mkdir(mode=0o700, exist_ok=True)
-        access.make_file(place / MARK)
-        access.open_directory(place, sticky=True)
-        here = place / boot_id()
-        for made in (place / "journal", here, here / "owners"):
-            access.make_directory(made, sticky=made.name == "owners")
-            _take(made, gid, sticky=made.name == "owners")
-        access.make(here)
-        files.fill_ballast(here)
+        _make_ledger(place, gid)
         _write_configuration(Path(config_file), url, known)
     except OSError as error:
         raise files.cannot_write(place, error) from error
-    told = "is shared by" if new else "is shared already by"
+    shared = "is shared by" if is_new else "is shared already by"
     return Outcome(
         "ledger",
         str(place),
         True,
-        f"the ledger {place} {told} the group {group}; {config_file} names it",
+        f"the ledger {place} {shared} the group {group}; {config_file} names it",
     )
 
 
-def _take(directory: Path, gid: int, *, sticky: bool) -> None:
-    """Makes a directory root's own that a member may have made."""
+def _make_ledger(place: Path, gid: int) -> None:
+    """Makes the directories and files of a ledger, those of this boot included."""
+    access = Access(gid)
+    place.mkdir(mode=0o700, exist_ok=True)
+    access.make_file(place / MARK)
+    access.open_directory(place, sticky=True)
+    of_this_boot = place / boot_id()
+    for made in (place / "journal", of_this_boot, of_this_boot / "owners"):
+        is_owners = made.name == "owners"
+        access.make_directory(made, sticky=is_owners)
+        _give_to_root(made, gid, sticky=is_owners)
+    access.make(of_this_boot)
+    files.fill_ballast(of_this_boot)
+
+
+def _give_to_root(directory: Path, gid: int, *, sticky: bool) -> None:
+    """Makes root the owner of a directory that a member may have made."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.fchown(fd, 0, gid)
@@ -95,7 +103,7 @@ def _take(directory: Path, gid: int, *, sticky: bool) -> None:
         os.close(fd)
 
 
-def _gid(group: str) -> int:
+def _group_id(group: str) -> int:
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:
@@ -104,44 +112,68 @@ def _gid(group: str) -> int:
         ) from None
 
 
-def _require_a_good_place(place: Path, gid: int, group: str) -> None:
-    """Raises where the ledger would lie badly: out of the members' reach, open to others, on a network, among
-    strangers."""
+def _require_suitable(place: Path, gid: int, group: str) -> None:
+    """Raises BadSetting if `place` is not suitable for a ledger of the group.
 
-    def bad(expected: str) -> BadSetting:
-        return BadSetting("DIR", str(place), expected)
-
+    The members must reach it, nobody else may replace it, it must be on a local disk, and it must
+    be empty or a ledger.
+    """
     if not place.is_absolute() or ".." in place.parts or len(place.parts) < 3:
-        raise bad("an absolute path, such as /var/lib/gpu-console/ledger")
-    if files.is_network(kind := files.file_system_of(place)):
-        raise bad(
-            f"on a local disk; this is a network file system ({kind}), where locks do not prove who lives"
+        raise _bad(place, "an absolute path, such as /var/lib/gpu-console/ledger")
+    kind = files.file_system_of(place)
+    if files.is_network(kind):
+        raise _bad(
+            place,
+            f"on a local disk; this is a network file system ({kind}), where locks do not prove "
+            f"that an owner lives",
         )
     if not place.parent.is_dir():
-        raise bad(f"in a directory that exists; make it with:  mkdir -p -m 755 {place.parent}")
+        raise _bad(
+            place, f"in a directory that exists; make it with:  mkdir -p -m 755 {place.parent}"
+        )
+    _require_reachable(place, gid, group)
+    _require_free(place, gid, group)
+
+
+def _require_reachable(place: Path, gid: int, group: str) -> None:
+    """Raises BadSetting if a directory above `place` is closed to the group, or writable by
+    everybody.
+    """
     for parent in place.parents:
-        mode = parent.stat()
-        if not (
-            mode.st_mode & stat.S_IXOTH or (mode.st_gid == gid and mode.st_mode & stat.S_IXGRP)
-        ):
-            raise bad(f"where the group {group} can reach it; {parent} is closed to them")
-        if mode.st_mode & stat.S_IWOTH and not mode.st_mode & stat.S_ISVTX:
-            raise bad(f"where only root can replace it; everybody may write {parent}")
+        found = parent.stat()
+        open_to_others = found.st_mode & stat.S_IXOTH
+        open_to_group = found.st_gid == gid and found.st_mode & stat.S_IXGRP
+        if not (open_to_others or open_to_group):
+            raise _bad(place, f"where the group {group} can reach it; {parent} is closed to them")
+        if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+            raise _bad(place, f"where only root can replace it; everybody may write {parent}")
+
+
+def _require_free(place: Path, gid: int, group: str) -> None:
+    """Raises BadSetting if `place` is something else than an empty directory or a ledger of this
+    group.
+    """
     if place.is_symlink() or (place.exists() and not place.is_dir()):
-        raise bad("a directory, or a name that is free")
+        raise _bad(place, "a directory, or a name that is free")
     if not place.exists():
         return
     mark = place / MARK
     if mark.exists():
-        if mark.stat().st_gid != gid:
-            raise bad(f"shared by {group}; it is shared by {_name(mark.stat().st_gid)} already")
+        other = mark.stat().st_gid
+        if other != gid:
+            raise _bad(place, f"shared by {group}; it is shared by {_group_name(other)} already")
     elif any(place.iterdir()):
-        raise bad(
-            "an empty directory, a shared ledger, or a name that is free; there is something else in it"
+        raise _bad(
+            place,
+            "an empty directory, a shared ledger, or a name that is free; there is something else in it",
         )
 
 
-def _name(gid: int) -> str:
+def _bad(place: Path, expected: str) -> BadSetting:
+    return BadSetting("DIR", str(place), expected)
+
+
+def _group_name(gid: int) -> str:
     try:
         return grp.getgrgid(gid).gr_name
     except KeyError:
@@ -149,15 +181,17 @@ def _name(gid: int) -> str:
 
 
 def _write_configuration(file: Path, url: str, known: host_config.Machine) -> None:
-    """Names the ledger in the configuration; what is written there already stays."""
+    """Names the ledger `url` in the configuration; its other content, read as `known`, is kept."""
     if known.ledger == url:
         return
     text = TEMPLATE.format(url=url)
     if file.exists():
-        text = f'ledger = "{url}"\n\n{file.read_text()}'  # at the top: below a table it would belong to it
+        # At the top: below the header of a table, the line would belong to that table.
+        text = f'ledger = "{url}"\n\n{file.read_text()}'
         if host_config.parse(text, str(file)) != replace(known, ledger=url):
             raise GpuError(
-                f'{file} could not be changed without changing its meaning.\n  Add at its top:  ledger = "{url}"'
+                f"{file} could not be changed without changing its meaning.\n"
+                f'  Add at its top:  ledger = "{url}"'
             )
     file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     draft = file.with_name(f".{file.name}-{secrets.token_hex(4)}")

@@ -131,7 +131,7 @@ def arriving(book: Book, a, gib: int) -> Book:
 
 
 UNLAWFUL = {
-    "another's section": (lambda book, a, b: book.with_section(section(b)), "its owner's to write"),
+    "another's section": (lambda book, a, b: book.with_section(section(b)), "only be written by its owner"),
     "another's lease": (
         lambda book, a, b: book.with_section(replace(section(a), leases=(lease(b, "x"),))),
         "its owner's",
@@ -142,7 +142,7 @@ UNLAWFUL = {
     ),
     "a section under another's id": (
         lambda book, a, b: replace(book, sections={**book.sections, a.owner.id: section(b)}),
-        "says it is",
+        "as its owner",
     ),
     "two leases of one name": (
         lambda book, a, b: book.with_section(section(a, "x", "x")),
@@ -150,12 +150,12 @@ UNLAWFUL = {
     ),
     "another's ticket": (
         lambda book, a, b: book.with_ticket(replace(ticket(b, "b1"), because="x")),
-        "to write",
+        "only be written by",
     ),
-    "a ticket for another": (lambda book, a, b: book.with_ticket(ticket(b, "b2")), "to write"),
+    "a ticket for another": (lambda book, a, b: book.with_ticket(ticket(b, "b2")), "only be written by"),
     "another's ticket removed": (
         lambda book, a, b: book.without_ticket("b1"),
-        "its own to withdraw",
+        "withdrawn by itself",
     ),
     "a device changed": (
         lambda book, a, b: replace(book, devices=(Device("sim:0", 9 * GIB),)),
@@ -272,9 +272,9 @@ def test_the_dead_are_reaped_whole(door):
     shared_book(a, b)
     b.close()
     assert a.dead(a.read()) == {b.owner.id}
-    with pytest.raises(LedgerRefused, match="goes whole"):
+    with pytest.raises(LedgerRefused, match="is removed whole"):
         a.transact(lambda book: (replace(book, sections={a.owner.id: section(a)}), None))
-    with pytest.raises(LedgerRefused, match="its own to withdraw"):
+    with pytest.raises(LedgerRefused, match="withdrawn by itself"):
         a.transact(lambda book: (book.without_ticket("b1"), None))
     without(a, b.owner.id)
     assert list(a.read().sections) == [a.owner.id] and [one.key for one in a.read().tickets] == [
@@ -385,13 +385,13 @@ def test_an_ear_that_is_being_closed_cannot_be_heard_of_again(monkeypatch):
     import os
     import weakref
 
-    from gpu_runtime.ledgers.notify import _Ear
+    from gpu_runtime.ledgers.notify import _Waiter
 
     alive_at_close, close = [], os.close
     monkeypatch.setattr(
         os, "close", lambda fd: (alive_at_close.append(ref() is not None), close(fd))
     )
-    ear = _Ear()
+    ear = _Waiter()
     ref = weakref.ref(ear)
     del ear
     assert alive_at_close == [False]

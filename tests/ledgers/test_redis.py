@@ -145,7 +145,7 @@ def test_a_grant_that_was_not_to_be_is_taken_back(here, redis, monkeypatch):
     ledger, other, runs, flushed = here(), here(), [], []
     put(ledger, "qwen")
     put(other)
-    run = ledger._book._run
+    run = ledger._store._run
 
     def lose_the_page(what, *more):
         if what == "write" and not flushed:
@@ -161,7 +161,7 @@ def test_a_grant_that_was_not_to_be_is_taken_back(here, redis, monkeypatch):
             book.with_section(section(ledger, "qwen", "ghost")) if len(runs) == 1 else book
         ), None
 
-    monkeypatch.setattr(ledger._book, "_run", lose_the_page)
+    monkeypatch.setattr(ledger._store, "_run", lose_the_page)
     ledger.transact(decide)
     assert len(runs) == 2 and names(other) == names(ledger) == names(here()) == ["qwen"]
 
@@ -172,7 +172,7 @@ def test_what_two_find_gone_is_made_once(here, redis, monkeypatch):
     put(ledger, "qwen")
     put(other, "llama")
     redis.say("FLUSHDB", database=redis.databases)
-    living = ledger._book._living
+    living = ledger._store._living
 
     def read_early():
         read.append(living())
@@ -180,7 +180,7 @@ def test_what_two_find_gone_is_made_once(here, redis, monkeypatch):
             put(other, "llama", "third")
         return read[-1]
 
-    monkeypatch.setattr(ledger._book, "_living", read_early)
+    monkeypatch.setattr(ledger._store, "_living", read_early)
     assert names(ledger) == names(other) == ["llama", "qwen", "third"]
 
 
@@ -285,8 +285,8 @@ def test_a_forgotten_script_is_looked_into_and_loaded_again(here, redis):
     old = idle.read()
     redis.say("SCRIPT", "FLUSH")
     redis.say("HSET", page_of(ledger), "rev", "1", "body", '{"schema":1}', database=redis.databases)
-    idle._book._page, idle._book._least_rev = (
-        idle._book._page._replace(rev=1, book=replace(old, sections={})),
+    idle._store._page, idle._store._least_rev = (
+        idle._store._page._replace(rev=1, book=replace(old, sections={})),
         1,
     )
     count(idle)
@@ -360,7 +360,7 @@ def test_a_redis_that_does_not_answer_is_told_and_waited_for(own, doors):
     own.kill()
     began = time.monotonic()
     with pytest.raises(
-        LedgerUnavailable, match="does not answer .*what is held stays held.\n.*GPU_LEDGER"
+        LedgerUnavailable, match="does not answer .*Leases that exist remain valid.\n.*GPU_LEDGER"
     ):
         put(ledger)
     assert time.monotonic() - began < 5
@@ -393,7 +393,7 @@ def test_a_write_whose_answer_was_lost_is_not_made_twice(here, monkeypatch):
 
     ledger = here()
     count(ledger)
-    connection = ledger._book._wire._connection
+    connection = ledger._store._server._connection
     answer, broken = connection.read_response, []
 
     def break_once(*args, **more):
@@ -552,7 +552,7 @@ def test_an_answer_that_was_not_waited_for_is_never_read(here, monkeypatch):
         def stop(*_, **__):
             raise KeyboardInterrupt
 
-        patch.setattr(ledger._book._wire._connection, "read_response", stop)
+        patch.setattr(ledger._store._server._connection, "read_response", stop)
         with pytest.raises(KeyboardInterrupt):
             ledger.read()
     assert count(ledger) == 2

@@ -247,8 +247,8 @@ def test_a_reader_does_not_keep_the_dead_alive(box):
     assert witness.say("ledger.dead(ledger.read())") == f"frozenset({{'{me}'}})"
 
 
-FORGE = """ledger.transact = lambda decide: ledger._agree(decide)
-import gpu_runtime.ledgers.sqlite.ledger as s
+FORGE = """ledger.transact = lambda decide: ledger._decide_until_written(decide)
+import gpu_runtime.ledgers.common as s
 s.refuse_unlawful = lambda *a: None
 """.replace("\n", "; ").rstrip("; ")
 
@@ -390,7 +390,7 @@ def test_nobody_speaks_for_another_when_the_book_is_rebuilt(box):
         f"lie = replace(lie.with_lease(Lease({id!r}, 'lie', shares=(Share('sim:0', 7 << 30),))), "
         f"tickets=(Ticket('k', {id!r}, 'use', 'more', 0.0, 0.0),))"
     )
-    assert bob.say("ledger._file.owner_file.write_roster(encode(lie), rev=5, schema=1)") == "None"
+    assert bob.say("ledger._store.owner_file.write_roster(encode(lie), rev=5, schema=1)") == "None"
     os.unlink(box.boot() / os.readlink(box.boot() / "CURRENT"))
     assert ann.say("(names(ledger), ledger.read().tickets)") == "(['writer'], ())"
 

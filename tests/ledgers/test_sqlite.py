@@ -19,14 +19,14 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime.errors import LedgerNewer, LedgerRefused, LedgerUnavailable
-from gpu_runtime.ledgers import default_url
+from gpu_runtime.ledgers.location import default_url
 from gpu_runtime.ledgers import liveness as owner_module
 from gpu_runtime.ledgers.liveness import start_ticks
 from gpu_runtime.ledgers.sqlite import files
 from gpu_runtime.ledgers.sqlite.ledger import SqliteLedger
-from gpu_runtime.ledgers.sqlite.page import Lost
-from gpu_runtime.ledgers.sqlite.recovery import Damaged
-from gpu_runtime.ledgers.sqlite.revision_hint import Newest
+from gpu_runtime.ledgers.book_store import LostRace
+from gpu_runtime.ledgers.book_store import DamagedBook
+from gpu_runtime.ledgers.sqlite.revision_hint import RevisionHint
 
 from .conftest import REPO, Notebook, count, lease, names, put, section, ticket, without
 
@@ -257,7 +257,7 @@ def test_a_grant_in_an_abandoned_book_is_void(here):
 def test_a_grant_while_a_new_book_is_made_is_in_it(here, monkeypatch):
     """Its writer looked at CURRENT just before it changed, and believes in its grant: so must the new book."""
     ledger, rebuilder = here(), here()
-    page = rebuilder._file.look()
+    page = rebuilder._store.look()
     change = files.point_current_at
 
     def late(directory, name):
@@ -265,7 +265,7 @@ def test_a_grant_while_a_new_book_is_made_is_in_it(here, monkeypatch):
         change(directory, name)
 
     monkeypatch.setattr(files, "point_current_at", late)
-    rebuilder._file.mend(Damaged(page.name, page.inode, "said the test"), 1)
+    rebuilder._store.mend(DamagedBook(page.name, page.inode, "said the test"), 1)
     assert names(rebuilder) == ["qwen"]
 
 
@@ -290,12 +290,12 @@ def damaged_once(monkeypatch):
     """Has the book deleted, and rebuilt by another owner, when a door's first write has lost its race."""
 
     def arrange(ledger, other):
-        write, left = ledger._file.put, [1]
+        write, left = ledger._store.put, [1]
 
         def put_and_lose(page, new):
             try:
                 write(page, new)
-            except Lost:
+            except LostRace:
                 if left:
                     left.clear()
                     os.unlink(ledger.path)
@@ -303,7 +303,7 @@ def damaged_once(monkeypatch):
                     assert "ghost" in names(other), "it is what the roster says"
                 raise
 
-        monkeypatch.setattr(ledger._file, "put", put_and_lose)
+        monkeypatch.setattr(ledger._store, "put", put_and_lose)
 
     return arrange
 
@@ -398,7 +398,7 @@ def test_the_newest_revision_is_only_a_hint(here, tmp_path, what):
     if what == "nonsense":
         file.write_bytes(b"\xff" * 64)
     elif what == "another book's":
-        Newest(ledger.directory).tell("book-99.db", 1 << 40)
+        RevisionHint(ledger.directory).record("book-99.db", 1 << 40)
     else:
         file.unlink()
         if what == "a link":
@@ -415,7 +415,7 @@ def test_a_rebuilt_book_forgets_what_was_said_of_another_of_its_name(here):
     """Else it would be damaged for ever."""
     ledger = here()
     put(ledger, "one")
-    Newest(ledger.directory).tell("book-2.db", 1 << 40)
+    RevisionHint(ledger.directory).record("book-2.db", 1 << 40)
     os.unlink(ledger.path)
     assert names(ledger) == ["one"] and ledger.path.endswith("book-2.db")
 
@@ -458,10 +458,10 @@ def test_a_deleted_lock_file_is_made_anew(here):
 def test_what_two_find_damaged_is_mended_once(here):
     """The second sees, when its turn has come, that there is a new book."""
     ledger, other = here(), here()
-    page = ledger._file.look()
-    damage = Damaged(page.name, page.inode, "said the test")
-    ledger._file.mend(damage, 1)
-    other._file.mend(damage, 1)
+    page = ledger._store.look()
+    damage = DamagedBook(page.name, page.inode, "said the test")
+    ledger._store.mend(damage, 1)
+    other._store.mend(damage, 1)
     other.read()
     assert Path(other.path).name == "book-2.db"
 
@@ -480,7 +480,7 @@ def test_a_half_written_roster_falls_back_to_the_one_before(here):
     ledger = here()
     put(ledger, "qwen")
     put(ledger, "qwen", "llama")
-    owner_file = ledger._file.owner_file
+    owner_file = ledger._store.owner_file
     os.pwrite(owner_file._fd, b"x" * 40, owner_file._turn % 2 * owner_file.SLOT_BYTES + 60)
     os.unlink(ledger.path)
     assert names(ledger) == ["qwen"]

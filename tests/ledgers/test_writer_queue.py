@@ -15,16 +15,16 @@ import pytest
 from gpu_runtime.errors import LedgerUnavailable
 from gpu_runtime.facts import Ticket
 from gpu_runtime.ledgers import open_ledger
-from gpu_runtime.ledgers.sqlite.ledger import MOST_LOST_INSIDE
-from gpu_runtime.ledgers.sqlite.page import Lost
-from gpu_runtime.ledgers.sqlite.writer_queue import STALLED_SECONDS, Turnstile, turnstile_in
+from gpu_runtime.ledgers.common import MOST_LOST_INSIDE
+from gpu_runtime.ledgers.book_store import LostRace
+from gpu_runtime.ledgers.sqlite.writer_queue import STALLED_SECONDS, WriterQueue, writer_queue_in
 
 from .conftest import REPO
 
 INSIDE = """
-import sys; from pathlib import Path; from gpu_runtime.ledgers.sqlite.writer_queue import turnstile_in
-turnstile = turnstile_in(Path(sys.argv[1]))
-say = {"enter": turnstile.try_enter, "leave": turnstile.leave, "hold up": turnstile.hold_up}
+import sys; from pathlib import Path; from gpu_runtime.ledgers.sqlite.writer_queue import writer_queue_in
+queue = writer_queue_in(Path(sys.argv[1]))
+say = {"enter": queue.try_enter, "leave": queue.leave, "require": queue.require_queue}
 for line in sys.stdin:
     print(say[line.strip()](), flush=True)
 """
@@ -63,8 +63,8 @@ def other(tmp_path):
 
 
 @pytest.fixture
-def ours(tmp_path) -> Turnstile:
-    return turnstile_in(tmp_path)
+def ours(tmp_path) -> WriterQueue:
+    return writer_queue_in(tmp_path)
 
 
 def test_one_process_is_inside_at_a_time(ours, other):
@@ -106,13 +106,13 @@ def test_whoever_does_not_come_out_is_walked_past(ours, other, how):
 
 
 def test_who_is_inside_and_not_served_holds_the_others_up_until_it_leaves(ours, other):
-    assert not ours.held_up
+    assert not ours.must_queue
     other.say("enter")
-    assert not ours.held_up
-    other.say("hold up")
-    assert ours.held_up
+    assert not ours.must_queue
+    other.say("require")
+    assert ours.must_queue
     other.say("leave")
-    assert not ours.held_up
+    assert not ours.must_queue
 
 
 @pytest.fixture
@@ -154,13 +154,13 @@ def test_who_comes_while_nobody_is_held_up_does_not_wait_for_the_one_inside(ledg
 def test_who_comes_while_one_is_held_up_lines_up_and_decides_on_what_that_one_wrote(
     ledger, inside, tmp_path
 ):
-    inside.say("hold up")
+    inside.say("require")
     decided, held_up = threading.Semaphore(0), open_ledger(f"sqlite://{tmp_path}/ledger")
     thread = writing(ledger, decided)
     assert decided.acquire(timeout=20)
     thread.join(0.05)
     assert not held_up.read().tickets
-    held_up._turnstile = None  # it is inside, so to speak
+    held_up._queue = None  # it is inside, so to speak
     held_up.transact(
         lambda book: (
             book.with_ticket(Ticket("theirs", held_up.owner.id, "use", "qwen", 0, 0)),
@@ -181,12 +181,12 @@ def test_who_is_inside_and_cannot_write_at_all_does_not_spin(ledger, monkeypatch
     sleep = time.sleep
 
     def lose(page, new):
-        raise Lost
+        raise LostRace
 
     with monkeypatch.context() as patch, pytest.raises(LedgerUnavailable):
-        patch.setattr(ledger._file, "put", lose)
+        patch.setattr(ledger._store, "put", lose)
         patch.setattr(
-            "gpu_runtime.ledgers.sqlite.ledger.time.sleep",
+            "gpu_runtime.ledgers.common.time.sleep",
             lambda seconds: slept.append(seconds) or sleep(seconds),
         )
         ledger.transact(
@@ -212,12 +212,12 @@ def test_death_lets_go(ours, other):
 def test_where_there_can_be_none_all_push(tmp_path):
     """A full or read-only disk keeps nobody from the book."""
     (tmp_path / "turn.pipe").mkdir()
-    assert turnstile_in(tmp_path) is None
-    assert turnstile_in(tmp_path / "missing") is None
+    assert writer_queue_in(tmp_path) is None
+    assert writer_queue_in(tmp_path / "missing") is None
 
 
 def test_what_a_member_puts_in_its_place_is_not_followed(tmp_path):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "turn").symlink_to(tmp_path / "precious")
-    assert turnstile_in(tmp_path) is None
+    assert writer_queue_in(tmp_path) is None
     assert (tmp_path / "precious").read_text() == "mine"

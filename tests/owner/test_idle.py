@@ -145,8 +145,8 @@ def test_a_book_that_nobody_wrote_is_not_read_again(tmp_path, monkeypatch):
         _as_if_long_ago(mine)
         first = mine.read()
         looks = []
-        look = mine._file.look
-        monkeypatch.setattr(mine._file, "look", lambda: looks.append(1) or look())
+        look = mine._store.look
+        monkeypatch.setattr(mine._store, "look", lambda: looks.append(1) or look())
         assert mine.read() is first and mine.read() is first and looks == []
         for count in range(2, 50):
             other.transact(lambda book, count=count: (_noted(book, count), None))

@@ -1,4 +1,4 @@
-"""One connection to a Redis, and what can go wrong with it as sentences.
+"""One connection to a Redis, and its failures as readable errors.
 
 Passwords are never shown. Nothing here knows what a book is.
 """
@@ -25,24 +25,29 @@ from ...errors import BadSetting, LedgerUnavailable
 from ...settings import masked
 
 T = TypeVar("T")
-Ask = Callable[..., Any]  # one command and its answer
+Ask = Callable[..., Any]  # sends one command and returns its answer
 
 CONNECT_SECONDS = 1.0
-ANSWER_SECONDS = 1.0  # four attempts: who does not answer is given up after about 5 s
-RETRIES = (
-    3  # with the waits between them about half a second: as long as a Redis takes to start again
-)
+ANSWER_SECONDS = 1.0  # four attempts: a Redis that does not answer is given up after about 5 s
+# With the waits between them about half a second: as long as a Redis takes to start again.
+RETRIES = 3
 
 
-class Wire:
-    """A connection that comes back by itself. Not for several threads at once: its user has a lock."""
+class RedisConnection:
+    """A connection that is made again when it breaks.
+
+    Not for several threads at once: its user has a lock.
+    """
 
     def __init__(self, url: str) -> None:
-        """Raises BadSetting. Nothing is connected yet."""
+        """Prepares a connection to the server at `url`; nothing is connected yet.
+
+        Raises BadSetting.
+        """
         self.url = masked(url)
         try:
-            # Version 2 of the protocol: the same answers from every Redis. No retries within a command: ours
-            # start the whole conversation again.
+            # Version 2 of the protocol: the same answers from every Redis. No retries within a
+            # command: ours start the whole conversation again.
             pool = ConnectionPool.from_url(
                 url,
                 protocol=2,
@@ -56,82 +61,89 @@ class Wire:
                 "GPU_LEDGER", self.url, f"redis://USER:PASSWORD@HOST:PORT/DB ({error})"
             ) from None
         options = pool.connection_kwargs
-        place = (
-            options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
-        )
-        self.address = f"{place}/{options.get('db', 0)}"
+        host_and_port = f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+        self.address = f"{options.get('path') or host_and_port}/{options.get('db', 0)}"
         self._retry = Retry(
             ExponentialBackoff(cap=0.25, base=0.05), RETRIES, (ConnectionError, TimeoutError)
         )
-        self._clean = True
+        self._in_step = True  # no command is waiting for its answer
 
     def converse(self, talk: Callable[[Ask], T]) -> T:
-        """What `talk` returns. All its commands go over one connection: where that breaks, it is begun anew.
+        """What `talk` returns. It sends commands by calling its argument; all use one connection.
 
-        A command may therefore be done twice. Raises LedgerUnavailable, and whatever `talk` raises.
+        If the connection breaks, `talk` is called again from its start, so a command may be
+        executed twice. Raises LedgerUnavailable, and anything that `talk` raises.
         """
         try:
             return self._retry.call_with_retry(
-                lambda: self._once(talk), lambda error: self._connection.disconnect()
+                lambda: self._converse_once(talk), lambda error: self._connection.disconnect()
             )
         except (ConnectionError, TimeoutError) as error:
             raise self.unavailable(
-                f"does not answer ({_why(error)}); nothing new is granted until it does, and what is held stays held",
+                f"does not answer ({_reason(error)}); nothing new is granted until it does. "
+                f"Leases that exist remain valid",
                 "Start it, or name another:  GPU_LEDGER=redis://HOST:PORT/DB",
             ) from error
         except RedisError as error:
             raise self.unavailable(
-                f"would not do it ({_why(error)})", "See:  redis-cli info"
+                f"refused a command ({_reason(error)})", "See:  redis-cli info"
             ) from error
 
-    def _once(self, talk: Callable[[Ask], T]) -> T:
-        if not self._clean:
-            # An interrupt came between a command and its answer: the next command would read that answer as its own.
+    def _converse_once(self, talk: Callable[[Ask], T]) -> T:
+        if not self._in_step:
+            # An interrupt arrived between a command and its answer. The next command would read
+            # that answer as its own.
             self._connection.disconnect()
         try:
             return talk(self._ask)
         except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
             raise self.unavailable(
-                f"refused this user ({_why(error)})",
-                "Name one who may:  GPU_LEDGER=redis://USER:PASSWORD@HOST:PORT/DB",
+                f"refused this user ({_reason(error)})",
+                "Name a user with the right to:  GPU_LEDGER=redis://USER:PASSWORD@HOST:PORT/DB",
             ) from error
 
     def _ask(self, *words: str | bytes | int) -> Any:
-        self._clean = False
+        self._in_step = False
         try:
             self._connection.send_command(*words)
             answer = self._connection.read_response()
         except ResponseError:  # an answer too
-            self._clean = True
+            self._in_step = True
             raise
-        self._clean = True
+        self._in_step = True
         return answer
 
     def unavailable(self, what: str, hint: str) -> LedgerUnavailable:
+        """The error for this Redis: `what` it does, and on the next line the `hint` what to do."""
         return LedgerUnavailable(f"the Redis {self.url} {what}.\n  {hint}", path=self.url)
 
     def close(self) -> None:
+        """Closes the connection."""
         self._connection.disconnect()
 
     def require_safe(self, ask: Ask) -> None:
-        """Nothing, where this Redis keeps what it was told; else raises LedgerUnavailable with what to set."""
-        said = dict(
-            line.split(":", 1)
-            for section in ("persistence", "memory")
-            for line in ask("INFO", section).decode().splitlines()
-            if ":" in line
-        )
-        if said.get("aof_enabled") != "1":
+        """Raises LedgerUnavailable, with the option to set, if this Redis may forget the book.
+
+        `ask` sends the commands.
+        """
+        info = _info(ask, "persistence") | _info(ask, "memory")
+        if info.get("aof_enabled") != "1":
             raise self.unavailable(
-                "keeps no append-only file, so its end would be the end of every grant",
+                "keeps no append-only file, so all grants would be lost when it ends",
                 "Turn it on:  redis-cli config set appendonly yes      and in redis.conf:  appendonly yes",
             )
-        if said.get("maxmemory_policy", "noeviction") != "noeviction":
+        policy = info.get("maxmemory_policy", "noeviction")
+        if policy != "noeviction":
             raise self.unavailable(
-                f"may drop the book when its memory is full (maxmemory-policy {said['maxmemory_policy']})",
+                f"may drop the book when its memory is full (maxmemory-policy {policy})",
                 "Forbid it:  redis-cli config set maxmemory-policy noeviction      and in redis.conf",
             )
 
 
-def _why(error: Exception) -> str:
+def _info(ask: Ask, section: str) -> dict[str, str]:
+    lines = ask("INFO", section).decode().splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)
+
+
+def _reason(error: Exception) -> str:
     return masked(str(error).strip().rstrip(".") or type(error).__name__)

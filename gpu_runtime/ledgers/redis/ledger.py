@@ -1,110 +1,80 @@
-"""The book in a Redis, for hosts and containers that share no file system: a page for each host, on one server.
+"""The book in a Redis, for hosts and containers that share no file system: a page for each host, on
+one server.
 
-A host is a kernel: its page goes by the boot id, which all its containers share, as they share its cards. What proves
-that an owner lives is still the lock on a file of its own, in a directory of this host, so a host reaps only its
-own. Containers of one host that share no directory share the page, yet cannot prove each other's deaths: then the
-bytes of the dead stay claimed until one of theirs looks. Give them one: `?owners=/a/directory/mounted/in/all`. By
-default it lies in the user's state directory, under the server's name; so name the server alike everywhere.
+A host is a kernel. Its page is named by the boot id, which all its containers share, as they share
+its cards. The proof that an owner lives is still the lock on a file of its own, in a directory of
+this host. So a host reaps only its own owners. Containers of one host that share no directory share
+the page, but cannot prove each other's deaths. Then the bytes of a dead owner stay claimed until an
+owner of the same container checks. Give them one directory: `?owners=/a/directory/mounted/in/all`.
+By default it is in the user's state directory, under the server's name; so use the same name for
+the server everywhere.
 
-Whoever may write to the database may write anything in it: its password is the fence, not the users of a host.
+A client that may write to the database may write anything in it: access is guarded by its password,
+not by the users of a host.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from pathlib import Path
-from urllib.parse import parse_qsl, urlencode
 
 from msgspec.structs import replace
 
 from ...errors import LedgerUnavailable
-from .. import default_url
-from ..access import access_to
-from ..allocator_files import MapFiles
+from ..common import SharedLedger
 from ..liveness import OwnerFile, boot_id, describe_self
-from ..notify import Doorbell
-from ..sqlite import files
-from ..sqlite.backoff import Pace
-from ..sqlite.ledger import SqliteLedger, _doors, _owner_ids
-from ..sqlite.writer_queue import turnstile_in
-from .connection import Wire
+from ..location import split_redis_url
+from .connection import RedisConnection
 from .page import RedisBook
 from .scripts import HostPage
 
 
-class RedisLedger(SqliteLedger):
-    """A door as SqliteLedger's; only the page lies elsewhere. Owners, doorbells and maps are local files here too."""
+class RedisLedger(SharedLedger):
+    """One owner's access to the page of its host in a Redis.
+
+    Lock files, doorbells and maps are local files.
+    """
+
+    _store: RedisBook
 
     def __init__(
         self, url: str, *, notebook: str = "", user: str = "", patience_seconds: float = 10.0
     ) -> None:
-        address, owners = _split(url)
-        wire = Wire(address)
-        self.url = wire.url
-        self.patience_seconds = patience_seconds
-        boot = boot_id()
-        self.directory = (
-            owners
-            / re.sub(r"[^\w.]+", "-", wire.address.replace("localhost:", "127.0.0.1:"))
-            / boot
-        )
-        self._pace = Pace()
-        files.prepare(self.directory)
-        group = access_to(self.directory).group
-        self._shared = group is not None
-        # Containers number their processes each for itself; by their names their sections would be one.
+        """Opens this host's page at `url` as a new owner, which `notebook` and `user` describe.
+
+        A read or write fails after `patience_seconds`. Raises BadSetting, LedgerUnavailable.
+        """
+        address, owners = split_redis_url(url)
+        self._connection = RedisConnection(address)
+        server = self._connection.address.replace("localhost:", "127.0.0.1:")
+        directory = owners / re.sub(r"[^\w.]+", "-", server) / boot_id()
+        # Each container numbers its processes for itself. Without a random serial, owners in two
+        # containers could have the same id, and so one section.
         me = replace(describe_self(notebook=notebook, user=user), serial=secrets.randbelow(2**31))
-        try:
-            file = OwnerFile(self.directory / "owners", me, group)
-        except OSError as error:
-            raise files.cannot_write(self.directory, error) from error
-        try:
-            self._bell = Doorbell(self.directory / "owners", file.owner.id, group)
-        except OSError as error:
-            file.release(remove=True)
-            raise files.cannot_write(self.directory, error) from error
-        self._file = self._book = RedisBook(
-            wire, self.directory, boot, file, moved=self._bell.move_to
-        )
-        self._turnstile = turnstile_in(self.directory)
-        self._maps = MapFiles(self.directory / "owners", group)
-        self._closed = False
-        _doors.add(self)
-        try:
-            self.read()
-        except BaseException:
-            self._shut(remove=True)
-            raise
-        files.sweep_owners(self.directory, lambda: _owner_ids(self.read()))
-        files.sweep_drafts(self.directory)
-        files.sweep_boots(self.directory)
-        files.fill_ballast(self.directory)
+        super().__init__(self._connection.url, directory, me, patience_seconds)
 
     @property
     def path(self) -> str:
+        """The server's URL, without its password."""
         return self.url
 
     def read_all(self) -> tuple[HostPage, ...]:
-        """The pages of all hosts on this Redis, our own among them. Raises LedgerUnavailable."""
+        """The pages of all hosts on this Redis, our own included. Raises LedgerUnavailable."""
         self._require_open()
-        return self._book.read_all()
+        return self._store.read_all()
 
-    def _too_long(self) -> LedgerUnavailable:
-        return LedgerUnavailable(
-            f"the ledger {self.url} could not be had for {self.patience_seconds:.0f} s: too many "
-            f"write at once.\n  Try again, or see:  gpu leases",
-            path=self.url,
+    def _make_store(self, owner_file: OwnerFile) -> RedisBook:
+        return RedisBook(
+            self._connection,
+            self.directory,
+            self.directory.name,
+            owner_file,
+            moved=self._bell.move_to,
         )
 
-
-def _split(url: str) -> tuple[str, Path]:
-    """The server's URL, and the directory for the owners' files: where `owners=` says, else in the state directory."""
-    server, _, query = url.partition("?")
-    options = parse_qsl(query)
-    named = [value for name, value in options if name == "owners"]
-    rest = urlencode([(name, value) for name, value in options if name != "owners"])
-    home = (
-        Path(named[-1]) if named else Path(default_url().removeprefix("sqlite://")).parent / "redis"
-    )
-    return f"{server}?{rest}" if rest else server, home
+    def _timed_out(self) -> LedgerUnavailable:
+        return LedgerUnavailable(
+            f"the ledger {self.url} could not be read or written for {self.patience_seconds:.0f} s: "
+            f"too many processes write at once.\n  Try again, or see:  gpu leases",
+            path=self.url,
+        )

@@ -1,13 +1,15 @@
 """The page of one host in a Redis: one hash, written by a script that compares the revision first.
 
-A Redis can lose what it acknowledged: it is flushed, restored from an older copy, restarted a second back. So every
-owner keeps its roster in a local file, as beside SQLite, and two things are fences:
+A Redis can lose data that it acknowledged: it can be flushed, restored from an older copy, or
+restarted with the last second missing. So every owner keeps its roster in a local file, as beside
+SQLite, and two things protect the page:
 
-- The *generation*, a name that no page had before: a page made anew has another one, and grants in the old are void.
-- The *script*. A Redis forgets its scripts when it ends, and until somebody of this host has compared the page with
-  the rosters of the living and loaded it again, nobody of this host can write.
+- The *generation*, a name that no page had before: a page that is made again has another one, and grants in the old one
+  are void.
+- The *script*. A Redis forgets its scripts when it ends. Until an owner on this host has compared the page with the
+  rosters of the living owners and has loaded the script again, nobody on this host can write.
 
-What is known of BookFile holds here: the roster is written before the page, one connection, one lock.
+BookStore applies here too: the roster is written before the page, one connection, one lock.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from redis.exceptions import NoScriptError, ResponseError
 from ...errors import LedgerNewer, LedgerRefused
 from ...facts import SCHEMA, Book, decode_book, encode
 from ...units import show_bytes
+from ..book_parts import part_of, with_living
+from ..book_store import BookStore, DamagedBook, LostRace, Page
 from ..liveness import Life, OwnerFile, life, read_roster
 from ..sqlite import files
-from ..sqlite.page import BookFile, Lost, Page
-from ..sqlite.recovery import Damaged, part_of, with_living
-from .connection import Ask, Wire
+from .connection import Ask, RedisConnection
 from .scripts import (
     LOOK_OR_WRITE,
     MAKE,
@@ -49,99 +51,114 @@ from .scripts import (
 
 log = logging.getLogger("gpu_runtime")
 
+LivingParts = dict[
+    str, tuple[int, Book]
+]  # owner id -> revision of its roster, its part of the book
 
-class Closed(Exception):
-    """The page was made anew a moment ago; for so many seconds more nothing new is granted in it."""
+
+class GrantsClosed(Exception):
+    """The page was made again a moment ago: nothing new is granted in it for so many `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
         self.seconds = seconds
 
 
-class RedisBook(BookFile):
+class RedisBook(BookStore):
     """One owner's connection to the page of its host, and its own file in a local directory."""
 
     def __init__(
         self,
-        wire: Wire,
+        server: RedisConnection,
         directory: Path,
         boot: str,
         owner_file: OwnerFile,
         moved: Callable[[Path], None],
     ) -> None:
+        """Uses the connection `server`.
+
+        `directory`, `boot`, `owner_file` and `moved` as in BookStore.
+        """
         super().__init__(directory, boot, owner_file, moved)
-        self._wire = wire
+        self._server = server
         self._key = PAGE + boot
-        # Whoever shares our directory has compared the rosters for us; others have rosters that we cannot see.
+        # The script is distinct for each owners' directory. An owner that shares ours has compared
+        # the same rosters; owners in another directory have rosters that we cannot see.
         self._script = f"-- {boot} {os.stat(directory).st_ino}\n{LOOK_OR_WRITE}"
         self._sha = hashlib.sha1(self._script.encode(), usedforsecurity=False).hexdigest()
         self._vetted = False  # since the Redis started, as far as we know
-        self._told_at = float("-inf")
+        self._told_at = float("-inf")  # when the page was last marked as seen
 
     @property
     def path(self) -> Path:
-        """What of this book lies on a disk here."""
         return self.directory
 
-    def written(self) -> None:
-        """Nothing that could be relied on: no file here changes with the page, so it is asked for each time."""
-        return None
-
     def put(self, page: Page, new: Book) -> None:
+        """Writes `new` over `page`, as BookStore.
+
+        While grants are closed it sleeps and raises LostRace.
+        """
         try:
             super().put(page, new)
-        except Closed as closed:
-            time.sleep(
-                min(closed.seconds, 0.1)
-            )  # not under the lock: others of ours have to register
-            raise Lost from None
+        except GrantsClosed as closed:
+            # Without the lock: other threads of this process have to register.
+            time.sleep(min(closed.seconds, 0.1))
+            raise LostRace from None
 
-    def mend(self, damage: Damaged, patience_seconds: float) -> None:
-        """Sees to it that there is a page again. Raises LedgerUnavailable."""
+    def mend(self, damage: DamagedBook, patience_seconds: float) -> None:
+        """Makes the page again, unless another process has done so.
+
+        `damage` and `patience_seconds` are not needed.
+
+        Raises LedgerUnavailable.
+        """
         with self._lock:
             self._vetted = False
             try:
-                files.prepare(self.directory)
-                if not self.owner_file.in_place():
-                    self._come_back()
-                    if self._page:  # the last that is known of us
-                        self._write_roster(self._with_own_inode(self._page.book), self._page.rev)
+                self._ensure_own_files()
             except OSError as error:
                 raise files.cannot_write(self.directory, error) from error
-            self._wire.converse(self._make)
+            self._server.converse(self._make)
 
     def read_all(self) -> tuple[HostPage, ...]:
         """The pages of all hosts that share this database."""
         with self._lock:
-            return self._wire.converse(all_pages)
+            return self._server.converse(all_pages)
 
     def close(self, *, remove: bool) -> None:
+        """Closes the connection and drops the owner's lock; `remove` removes the lock file too."""
         super().close(remove=remove)
-        self._wire.close()
+        self._server.close()
 
-    def leave_to_parent(self) -> None:
-        """In a forked child: the connection is the parent's, and no word is said on it."""
-
-    # What follows is called under the lock.
+    # The methods below are called with the lock held.
 
     def _in_force(self, page: Page) -> bool:
         return self._vetted
 
+    # Comparing the page with the rosters
+
     def _open(self) -> None:
-        """Looks whether this Redis keeps what it is told, and whether it has kept it. Raises Damaged."""
-        self._db = None
-        seen = self._wire.converse(self._vet)
+        """Checks that this Redis keeps what it acknowledges, and that it has kept it.
+
+        Raises DamagedBook.
+        """
+        self._connection = None
+        seen = self._server.converse(self._vet)
         self._vetted = True
         self._page = Page(seen.generation, 0, seen.rev, seen.book or Book())
-        self._least_rev, self._db = seen.rev, self._wire
+        self._least_rev, self._connection = seen.rev, self._server
 
     def _vet(self, ask: Ask) -> Seen:
-        self._wire.require_safe(ask)
+        """The page, if it holds everything that we and the living owners here have seen.
+
+        Raises DamagedBook.
+        """
+        self._server.require_safe(ask)
         seen = self._look_at(ask)
         why = self._fault(seen, self._living())
         if why or seen is None:
-            raise Damaged(self._page.name if self._page else "", 0, why)
-        # On the connection that the page was read over: between the two this Redis has not started again.
+            raise DamagedBook(self._page.name if self._page else "", 0, why)
+        # On the connection that read the page: between the two this Redis has not started again.
         ask("SCRIPT", "LOAD", self._script)
         return seen
 
@@ -153,37 +170,37 @@ class RedisBook(BookFile):
                 raise
             raise self._foreign(f"its key {self._key} is no page of ours") from error
 
-    def _fault(self, seen: Seen | None, living: dict[str, tuple[int, Book]]) -> str:
-        """What is wrong with the page; nothing where it holds what we and the living here have seen written."""
+    def _fault(self, seen: Seen | None, living: LivingParts) -> str:
+        """Why the page is damaged.
+
+        Empty if it holds what we and the living owners here have seen written.
+        """
         known = self._page
         if seen is None:
             return "it is gone" if known else "there is none yet"
         if seen.schema > SCHEMA:
-            raise LedgerNewer(self._wire.url, seen.schema, SCHEMA)
+            raise LedgerNewer(self._server.url, seen.schema, SCHEMA)
         if seen.book is None:
             return "its page cannot be read"
-        # The last roster may be one ahead, for a write that has not come through.
+        # The last roster may be one ahead, for a write that did not succeed.
         least = max((rev - 1 for rev, _ in living.values()), default=0)
         if known and known.name == seen.generation:
             least = max(least, self._least_rev)
         if seen.rev < least:
             return f"it is at revision {seen.rev}, and {least} has been seen"
         if known and known.name != seen.generation:
-            # Made by somebody who may not have seen the rosters here.
-            missing = {
-                id for id, (_, part) in living.items() if part.sections
-            } - seen.book.sections.keys()
+            # The owner who made it may not have seen the rosters in our directory.
+            with_section = {id for id, (_, part) in living.items() if part.sections}
+            missing = with_section - seen.book.sections.keys()
             if missing:
                 return f"{len(missing)} living owners are missing in it"
         return ""
 
-    def _living(self) -> dict[str, tuple[int, Book]]:
-        """What each living owner here last wrote of itself, and for which revision."""
-        found: dict[str, tuple[int, Book]] = {}
-        if not (
-            self.directory / "owners"
-        ).is_dir():  # somebody deleted it; the next write makes it anew
-            return found
+    def _living(self) -> LivingParts:
+        """The last roster of each living owner in our directory. Raises LedgerNewer."""
+        found: LivingParts = {}
+        if not (self.directory / "owners").is_dir():
+            return found  # it was deleted; the next write makes it again
         for path in files.owner_files(self.directory):
             roster = read_roster(path) if life(path) is Life.ALIVE else None
             if roster is None:
@@ -196,25 +213,26 @@ class RedisBook(BookFile):
                 log.warning("the roster %s cannot be read; its owner will register again", path)
         return found
 
+    # Making the page
+
     def _make(self, ask: Ask) -> None:
-        """Makes the page anew from what it still says and what the living here say, unless somebody has done so."""
+        """Makes the page again from its own content and the living owners' rosters, if it is still
+        damaged.
+        """
         seen, living = self._look_at(ask), self._living()
         why = self._fault(seen, living)
         if not why:
             return
-        # In this order: who makes the first page makes the marker with it.
-        keys, ours = ask("DBSIZE"), ask("EXISTS", MARKER)
-        if seen is None and keys and not ours:
+        # In this order: the owner who makes the first page makes the marker with it.
+        keys, is_ours = ask("DBSIZE"), ask("EXISTS", MARKER)
+        if seen is None and keys and not is_ours:
             raise self._foreign(f"it holds {keys} keys of something else, and no book")
-        book = with_living(
-            seen and seen.book or Book(), {id: part for id, (_, part) in living.items()}
-        )
-        rev = max([seen.rev if seen else 0, *(rev for rev, _ in living.values())]) + 1
-        known = (
-            seen is not None
-            or self._page is not None
-            or any(part.sections for _, part in living.values())
-        )
+        found_book = seen.book if seen else None
+        book = with_living(found_book or Book(), {id: part for id, (_, part) in living.items()})
+        roster_revs = (rev for rev, _ in living.values())
+        rev = max([seen.rev if seen else 0, *roster_revs]) + 1
+        any_roster = any(part.sections for _, part in living.values())
+        known = seen is not None or self._page is not None or any_roster
         made = ask(
             "EVAL",
             MAKE,
@@ -227,107 +245,123 @@ class RedisBook(BookFile):
             rev,
             SCHEMA,
             encode(book),
-            str(REGISTER_SECONDS if known or not ours else 0),
+            str(REGISTER_SECONDS if known or not is_ours else 0),
             socket.gethostname(),
         )
         if made and known:
-            log.warning(
-                "this host's page in the Redis %s was damaged (%s). Made anew from %d living owners, "
-                "%d leases; grants go on in %.0f s.",
-                self._wire.url,
-                why,
-                len(book.sections),
-                sum(1 for _ in book.leases()),
-                REGISTER_SECONDS,
-            )
+            self._log_made(why, book)
+
+    def _log_made(self, why: str, book: Book) -> None:
+        log.warning(
+            "this host's page in the Redis %s was damaged (%s). Made again from %d living owners, "
+            "%d leases; grants continue in %.0f s.",
+            self._server.url,
+            why,
+            len(book.sections),
+            sum(1 for _ in book.leases()),
+            REGISTER_SECONDS,
+        )
 
     def _foreign(self, why: str) -> Exception:
-        return self._wire.unavailable(
+        return self._server.unavailable(
             f"has a database that is not ours: {why}",
             "Name one of its own:  GPU_LEDGER=redis://HOST:PORT/DB",
         )
 
-    def _read(self, page: Page, db: object) -> Page:
+    # Reading and writing
+
+    def _read(self, page: Page) -> Page:
         now = time.monotonic()
-        tell = now - self._told_at > SEEN_SECONDS
-        what, *found = self._run("look", page.name, page.rev, "seen" if tell else "")
-        if tell:
+        mark_seen = now - self._told_at > SEEN_SECONDS
+        what, *found = self._run("look", page.name, page.rev, "seen" if mark_seen else "")
+        if mark_seen:
             self._told_at = now
         if what == b"same":
             return page
         if what == b"gone":
-            raise Damaged(page.name, 0, "it is gone")
+            raise DamagedBook(page.name, 0, "it is gone")
         if what == b"large":
-            raise Damaged(page.name, 0, "it is too large")
+            raise DamagedBook(page.name, 0, "it is too large")
         generation, rev, schema, body = found
-        if generation.decode(errors="replace") != page.name:  # made anew: is what we know in it?
-            self._vetted = False
-            raise Lost
+        if generation.decode(errors="replace") != page.name:
+            self._vetted = False  # it was made again: check that it holds what we know
+            raise LostRace
         try:
-            if int(schema) > SCHEMA:
-                raise LedgerNewer(self._wire.url, int(schema), SCHEMA)
-            if int(rev) < self._least_rev:
-                raise Damaged(
-                    page.name,
-                    0,
-                    f"it is at revision {int(rev)}, and {self._least_rev} has been seen",
-                )
-            self._least_rev = int(rev)
-            return page._replace(rev=int(rev), book=decode_book(body))
+            return self._decoded(page, int(rev), int(schema), body)
         except (msgspec.MsgspecError, TypeError, ValueError) as error:
-            raise Damaged(page.name, 0, f"its page cannot be read ({error})") from error
+            raise DamagedBook(page.name, 0, f"its page cannot be read ({error})") from error
+
+    def _decoded(self, page: Page, rev: int, schema: int, body: bytes) -> Page:
+        """`page` with a newer content.
+
+        Raises LedgerNewer, DamagedBook, and the errors of decode_book.
+        """
+        if schema > SCHEMA:
+            raise LedgerNewer(self._server.url, schema, SCHEMA)
+        if rev < self._least_rev:
+            why = f"it is at revision {rev}, and {self._least_rev} has been seen"
+            raise DamagedBook(page.name, 0, why)
+        self._least_rev = rev
+        return page._replace(rev=rev, book=decode_book(body))
 
     def _commit(self, page: Page, new: Book, body: bytes) -> None:
         me = self.owner_file.owner.id
-        if len(body) > MOST_BYTES:
-            raise LedgerRefused(
-                f"the ledger {self._wire.url} takes pages of up to {show_bytes(MOST_BYTES)}, and this "
-                f"one would have {show_bytes(len(body))}.\n  The book is as it was.",
-                path=self._wire.url,
-                why="too large",
-                writer=me,
-            )
+        self._require_small(body)
         before, after = part_of(page.book, me), part_of(new, me)
-        if after != before:
-            self._roster_doubtful, self._unfinished = (
-                True,
-                page,
-            )  # until the write is known to stand
+        part_changed = after != before
+        if part_changed:
+            # Until the write is known to stand.
+            self._roster_doubtful, self._unfinished = True, page
             self._write_roster(new, page.rev + 1)
-        what, *left = self._run(
+        grants = _promises(after) - _promises(before)
+        what, *seconds = self._run(
             "write",
             page.name,
             page.rev,
             page.rev + 1,
             secrets.token_hex(8),
-            "yes" if _promises(after) - _promises(before) else "",
+            "yes" if grants else "",
             SCHEMA,
             body,
         )
         if what == b"closed":
-            raise Closed(float(left[0]))
+            raise GrantsClosed(float(seconds[0]))
         if what == b"gone":
-            raise Damaged(page.name, 0, "it is gone")
+            raise DamagedBook(page.name, 0, "it is gone")
         if what != b"written":
-            raise Lost
+            raise LostRace
         self._page = page._replace(rev=page.rev + 1, book=new)
         self._least_rev = page.rev + 1
-        if after != before:
+        if part_changed:
             self._roster_doubtful, self._unfinished = False, None
 
+    def _require_small(self, body: bytes) -> None:
+        """Raises LedgerRefused if the encoded page is larger than a Redis page may be."""
+        if len(body) > MOST_BYTES:
+            raise LedgerRefused(
+                f"the ledger {self._server.url} takes pages of up to {show_bytes(MOST_BYTES)}, and this "
+                f"one would have {show_bytes(len(body))}.\n  The book is unchanged.",
+                path=self._server.url,
+                why="too large",
+                writer=self.owner_file.owner.id,
+            )
+
     def _run(self, *words: str | bytes | int) -> list[Any]:
-        """What the script answers. Raises Lost where the Redis does not know it: then it has started again."""
+        """The script's answer.
+
+        Raises LostRace if the Redis does not know the script: then it has started again.
+        """
 
         def talk(ask: Ask) -> list[Any]:
             try:
                 return ask("EVALSHA", self._sha, 1, self._key, *words)
             except NoScriptError:
                 self._vetted = False
-                raise Lost from None
+                raise LostRace from None
 
-        return self._wire.converse(talk)
+        return self._server.converse(talk)
 
 
 def _promises(part: Book) -> set[tuple[str, Any]]:
-    """Bytes that an owner has been promised and not yet taken."""
+    """The leases of an owner's part with bytes that were granted and not used yet."""
     return {(lease.name, lease.target) for lease in part.leases() if lease.target}

@@ -1,11 +1,12 @@
-"""What lies in a Redis, and the two scripts that write it: a page for each host, and a marker that says it is ours.
+"""What is kept in a Redis, and the two scripts that write it: a page for each host, and a marker
+that it is ours.
 
     gpu-console:ledger            the marker, with the schema
     gpu-console:page:BOOT-ID      a hash: generation, rev, schema, body; nonce (of the last write), opens (when grants
                                   begin), seen (when an owner last looked), name (of the machine that made it)
-    gpu-console:damaged:…         set aside; it goes after a week
+    gpu-console:damaged:…         set aside; it expires after a week
 
-Nothing here decides, or knows what is right.
+Nothing here decides what is lawful or which page is right.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import msgspec
 from ...facts import SCHEMA, Book, decode_book
 from .connection import Ask
 
-MOST_BYTES = 4 << 20  # of a page: more is no book of ours
-KEPT_SECONDS = (
-    7 * 86400
-)  # a page that no owner has looked at for so long goes; were any left, they would make it anew
-SEEN_SECONDS = 60.0  # how often a door tells that its host is there
-REGISTER_SECONDS = (
-    2.0  # twice the tick of the monitors, in which owners that we cannot see put themselves back
-)
+MOST_BYTES = 4 << 20  # of a page; a larger one was not written by gpu-console
+# A page that no owner has looked at for so long expires. If any owner were left, it would make the
+# page again.
+KEPT_SECONDS = 7 * 86400
+SEEN_SECONDS = 60.0  # how often an owner marks its host's page as seen
+# Twice the tick of the monitors. Within a tick, the owners that we cannot see put themselves back
+# into the page.
+REGISTER_SECONDS = 2.0
 
-MARKER = "gpu-console:ledger"  # says that this database is ours
+MARKER = "gpu-console:ledger"  # its presence means that this database is ours
 PAGE = "gpu-console:page:"
 
 LOOK_OR_WRITE = f"""
@@ -44,7 +45,7 @@ if ARGV[1] == 'look' then
 end
 local generation, rev, after, nonce, grants, schema, body = unpack(ARGV, 2)
 if at[1] ~= generation then return {{'lost'}} end
--- The answer to the first attempt was lost with its connection: it was written.
+-- The connection broke before the answer to the first attempt arrived: it was written.
 if at[2] == after and redis.call('HGET', page, 'nonce') == nonce then return {{'written'}} end
 if at[2] ~= rev then return {{'lost'}} end
 if grants == 'yes' then
@@ -80,57 +81,64 @@ class Seen(NamedTuple):
     rev: int  # -1: it has none
     schema: int
     book: Book | None  # None: it cannot be read
-    words: tuple[bytes, bytes] = (b"", b"")  # generation and revision, as they stand there
+    words: tuple[bytes, bytes] = (b"", b"")  # generation and revision, as stored
 
 
 class HostPage(NamedTuple):
-    """What one host's page says, for those who look at all of them. Its stamps are that host's own clock."""
+    """One host's page, for those who read the pages of all hosts.
+
+    Its time stamps are that host's own clock.
+    """
 
     host: str  # its boot id: containers on one kernel are one host
-    name: str  # as the machine that made the page is called
-    seen_seconds: (
-        float  # since an owner there last showed itself; beyond two minutes nobody may be left
-    )
+    name: str  # of the machine that made the page
+    # Since an owner there last marked the page as seen. Beyond two minutes there may be no owner
+    # left.
+    seen_seconds: float
     book: Book | None  # None: a newer version wrote it, or it cannot be read
 
 
 def look_at(ask: Ask, key: str) -> Seen | None:
-    """The page as it stands there; None where there is none."""
+    """The page stored under `key`; None if there is none. `ask` sends the commands."""
     generation, rev, schema = ask("HMGET", key, "generation", "rev", "schema")
     size = ask("HSTRLEN", key, "body")
     if generation is None and rev is None and not size:
         return None
     words = generation or b"", rev or b""
     try:
-        known = int(schema) <= SCHEMA and size <= MOST_BYTES
-        book = decode_book(ask("HGET", key, "body")) if known else None
+        readable = int(schema) <= SCHEMA and size <= MOST_BYTES
+        book = decode_book(ask("HGET", key, "body")) if readable else None
         return Seen(generation.decode(), int(rev), int(schema), book, words)
     except (msgspec.MsgspecError, TypeError, ValueError, AttributeError):
         return Seen("", -1, 0, None, words)
 
 
 def all_pages(ask: Ask) -> tuple[HostPage, ...]:
-    """The pages of all hosts."""
-    keys, cursor = set(), b"0"
+    """The pages of all hosts, by host. `ask` sends the commands."""
+    keys = _page_keys(ask)
+    now = int(ask("TIME")[0])
+    return tuple(_host_page(ask, key, now) for key in sorted(keys))
+
+
+def _page_keys(ask: Ask) -> set[bytes]:
+    keys: set[bytes] = set()
+    cursor = b"0"
     while True:
         cursor, found = ask("SCAN", cursor, "MATCH", f"{PAGE}*", "COUNT", 500)
         keys.update(found)
         if cursor == b"0":
-            break
-    now = int(ask("TIME")[0])
-    pages = []
-    for key in sorted(keys):
-        name, seen, schema, body = ask("HMGET", key, "name", "seen", "schema", "body")
-        try:
-            book = decode_book(body) if int(schema) <= SCHEMA else None
-        except (msgspec.MsgspecError, TypeError, ValueError):
-            book = None
-        pages.append(
-            HostPage(
-                key.decode().removeprefix(PAGE),
-                (name or b"").decode(errors="replace"),
-                max(0.0, float(now - int(seen or 0))),
-                book,
-            )
-        )
-    return tuple(pages)
+            return keys
+
+
+def _host_page(ask: Ask, key: bytes, now: int) -> HostPage:
+    name, seen, schema, body = ask("HMGET", key, "name", "seen", "schema", "body")
+    try:
+        book = decode_book(body) if int(schema) <= SCHEMA else None
+    except (msgspec.MsgspecError, TypeError, ValueError):
+        book = None
+    return HostPage(
+        host=key.decode().removeprefix(PAGE),
+        name=(name or b"").decode(errors="replace"),
+        seen_seconds=max(0.0, float(now - int(seen or 0))),
+        book=book,
+    )

@@ -1,19 +1,19 @@
-"""What lies in a ledger's directory, and how it is made, replaced and swept.
+"""The files in a ledger's directory: how they are named, made, replaced and cleaned up.
 
     LEDGER/BOOT-ID/           leases die with the boot, and so does their book
         CURRENT               a link that names the book in force
-        book-3.db             the page (sqlite.py); the number never comes back
+        book-3.db             the page (page.py); a number is never used again
         book-2.damaged        set aside
-        owners/ID             each owner's lock and roster (owner.py)
-        owners/ID.bell        its doorbell (doorbell.py)
-        owners/ID.map         how its allocators have cut what they hold (maps.py)
-        rebuild.lock          held by whoever makes a new book
-        newest                the newest revision that anybody has written (newest.py)
-        turn, turn.pipe       where writers line up (turnstile.py)
-        ballast               room to let go of when the disk is full
+        owners/ID             each owner's lock and roster (liveness.py)
+        owners/ID.bell        its doorbell (notify.py)
+        owners/ID.map         its allocator maps (allocator_files.py)
+        rebuild.lock          held by the process that makes a new book
+        newest                the newest revision that any process has written (revision_hint.py)
+        turn, turn.pipe       the queue of writers (writer_queue.py)
+        ballast               disk space that is freed when the disk is full
 
-Who may open what is `access.py`'s to say. Nothing here opens a database: to open and close its file beside SQLite would
-drop SQLite's locks.
+`access.py` says who may open each. Nothing here opens a database: opening and closing its file
+beside SQLite would drop SQLite's locks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _NETWORK = frozenset(
 
 
 def file_system_of(path: Path, mounts: str | None = None) -> str:
-    """The kind of file system that a path lies on (or would lie on), as /proc/self/mountinfo calls it.
+    """The kind of file system of `path`, also if it does not exist yet, as /proc/self/mountinfo
+    (`mounts`) names it.
 
     >>> mounts = "1 0 8:1 / / rw - ext4 /dev/a rw\\n2 1 0:9 / /home rw shared:1 - nfs4 srv:/home rw"
     >>> file_system_of(Path("/home/ann/state"), mounts), file_system_of(Path("/homes"), mounts)
@@ -58,26 +59,38 @@ def file_system_of(path: Path, mounts: str | None = None) -> str:
     if mounts is None:
         path = Path(os.path.realpath(path))
         mounts = Path("/proc/self/mountinfo").read_text()
-    best, kind = -1, "unknown"
+    longest, kind = -1, "unknown"
     for line in mounts.splitlines():
         fields, _, source = line.partition(" - ")
-        point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), fields.split()[4])
-        # Of two mounts on one point the later one is seen.
-        if path.is_relative_to(point) and len(point) >= best:
-            best, kind = len(point), source.split()[0]
+        mount_point = _unescaped(fields.split()[4])
+        # Of two mounts on one mount point the later one is visible.
+        if path.is_relative_to(mount_point) and len(mount_point) >= longest:
+            longest, kind = len(mount_point), source.split()[0]
     return kind
 
 
+def _unescaped(mount_point: str) -> str:
+    """A path of /proc/self/mountinfo, with its octal escapes replaced."""
+    return re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), mount_point)
+
+
 def is_network(kind: str) -> bool:
+    """Whether the `kind` of file system is a network one, where locks do not prove that an owner
+    lives.
+    """
     return kind in _NETWORK
 
 
 def prepare(directory: Path) -> None:
-    """Makes a boot's directory where it is not there yet. Raises LedgerUnavailable with one clear sentence."""
+    """Makes a boot's `directory` if it does not exist.
+
+    Raises LedgerUnavailable with one clear sentence.
+    """
     kind = file_system_of(directory)
     if is_network(kind):
         raise LedgerUnavailable(
-            f"the ledger {directory} would lie on a network file system ({kind}), where locks do not prove who lives.\n"
+            f"the ledger {directory} would be on a network file system ({kind}), where locks do not prove that an "
+            f"owner lives.\n"
             f"  Name a directory on a local disk:  GPU_LEDGER=sqlite:///var/tmp/gpu-ledger",
             path=str(directory),
             kind=kind,
@@ -86,11 +99,7 @@ def prepare(directory: Path) -> None:
     try:
         if access.group is not None:
             return access.make(directory)
-        (directory / "owners").mkdir(mode=0o700, parents=True, exist_ok=True)
-        # `parents` are made with the umask; only what is ours alone is narrowed.
-        for made in (directory, directory / "owners"):
-            if made.stat().st_uid == os.geteuid():
-                made.chmod(0o700)
+        _make_private(directory)
     except OSError as error:
         raise outsider(directory) or cannot_write(directory, error) from error
     if directory.stat().st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
@@ -101,8 +110,18 @@ def prepare(directory: Path) -> None:
         )
 
 
+def _make_private(directory: Path) -> None:
+    (directory / "owners").mkdir(mode=0o700, parents=True, exist_ok=True)
+    # `parents` are made with the umask. Only the directories that are ours alone are narrowed.
+    for made in (directory, directory / "owners"):
+        if made.stat().st_uid == os.geteuid():
+            made.chmod(0o700)
+
+
 def cannot_write(path: Path, error: OSError) -> LedgerUnavailable:
-    """The error for a place that cannot be written, as one sentence and a way out."""
+    """The error for a `path` that could not be written because of `error`: one sentence, and what
+    to do.
+    """
     why = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return LedgerUnavailable(
@@ -119,8 +138,14 @@ def cannot_write(path: Path, error: OSError) -> LedgerUnavailable:
     )
 
 
+# Books
+
+
 def current(directory: Path) -> str:
-    """The name of the book in force, or nothing. One system call: every write asks."""
+    """The name of the book in force in `directory`, or an empty text.
+
+    One system call: every write needs it.
+    """
     try:
         return os.readlink(f"{directory}/CURRENT")
     except OSError:
@@ -128,7 +153,10 @@ def current(directory: Path) -> str:
 
 
 def inode_of(directory: Path, name: str) -> int:
-    """Which file bears the name; 0: none. A link is none: it could lead to a file of ours outside a shared ledger."""
+    """The inode of the file `name` in `directory`; 0: there is none.
+
+    A link counts as none: it could lead to another file of ours, outside a shared ledger.
+    """
     try:
         found = os.lstat(f"{directory}/{name}") if name else None
     except OSError:
@@ -137,28 +165,30 @@ def inode_of(directory: Path, name: str) -> int:
 
 
 def point_current_at(directory: Path, name: str) -> None:
+    """Makes `name` the book in force in `directory`, atomically. Raises OSError."""
     draft = directory / f".current-{secrets.token_hex(4)}"
     os.symlink(name, draft)
     os.replace(draft, directory / "CURRENT")
 
 
 def next_book(directory: Path, last_known: str = "") -> str:
-    """A name that no book here has had."""
+    """A name that no book in `directory` has had; `last_known` is a name that a deleted book had."""
     names = [*os.listdir(directory), current(directory), last_known]
     numbers = [int(match[1]) for match in map(_BOOK.match, names) if match]
     return f"book-{max(numbers, default=0) + 1}.db"
 
 
 def other_books(directory: Path, name: str) -> list[str]:
-    return [
-        other
-        for other in os.listdir(directory)
-        if _BOOK.match(other) and other.endswith(".db") and other != name
-    ]
+    """The names of all books in `directory` but `name`."""
+    books = [other for other in os.listdir(directory) if _BOOK.match(other)]
+    return [other for other in books if other.endswith(".db") and other != name]
 
 
 def set_aside(directory: Path, name: str) -> Path | None:
-    """Moves a book and its journal to a name that says `damaged`; None where there is no file left to keep."""
+    """Renames the book `name` and its journal to `….damaged`.
+
+    None if there is no file left to keep.
+    """
     kept = directory / f"{name.removesuffix('.db')}.damaged"
     while kept.exists():
         kept = kept.with_name(kept.name + "+")
@@ -173,17 +203,23 @@ def set_aside(directory: Path, name: str) -> Path | None:
     return kept
 
 
-def rebuild_lock(directory: Path) -> IO[bytes]:
-    """The file whose lock is the right to make a new book; opened, not yet locked.
+# Locks
 
-    To be used as `with rebuild_lock(directory) as file: take(file, …)`: then nothing but the file's own close, which
-    no KeyboardInterrupt can part from it, stands between a lock taken and a lock let go.
+
+def rebuild_lock(directory: Path) -> IO[bytes]:
+    """The file in `directory` whose lock is the right to make a new book; opened, not yet locked.
+
+    Use it as `with rebuild_lock(directory) as file: take(file, …)`. Then closing the file is what
+    releases the lock, and no KeyboardInterrupt can separate the two.
     """
     return open(directory / "rebuild.lock", "ab", opener=_private)
 
 
 def take(file: IO[bytes], patience_seconds: float) -> None:
-    """Locks the file. Raises LedgerUnavailable where another keeps it too long."""
+    """Locks `file`.
+
+    Raises LedgerUnavailable if another process holds it for longer than `patience_seconds`.
+    """
     deadline = time.monotonic() + patience_seconds
     while True:
         try:
@@ -192,7 +228,7 @@ def take(file: IO[bytes], patience_seconds: float) -> None:
             if time.monotonic() > deadline:
                 raise LedgerUnavailable(
                     f"another process has been rebuilding the ledger for {patience_seconds:.0f} s; perhaps it is "
-                    f"stopped.\n  See who:  fuser -v {file.name}",
+                    f"stopped.\n  See which:  fuser -v {file.name}",
                     path=str(file.name),
                 ) from None
             time.sleep(0.005)
@@ -203,7 +239,9 @@ def _private(path: str, flags: int) -> int:
 
 
 def writers(path: Path) -> list[int]:
-    """Process numbers that hold a write lock on the file right now, as far as /proc/locks shows them."""
+    """Process numbers that hold a write lock on the file `path` now, as far as /proc/locks shows
+    them.
+    """
     try:
         inode = path.stat().st_ino
         rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
@@ -213,17 +251,22 @@ def writers(path: Path) -> list[int]:
     return sorted(held - {-1})
 
 
+# Ballast
+
+
 def fill_ballast(directory: Path) -> bool:
-    """Puts by some room for releases on a full disk. False where there is none to put by."""
+    """Reserves disk space in `directory` for releases on a full disk.
+
+    False if there is none to reserve.
+    """
     path = directory / "ballast"
     if path.exists():
         return True
     draft = directory / f".ballast-{secrets.token_hex(4)}"
     try:
         with open(draft, "xb", opener=_private) as file:
-            file.write(
-                os.urandom(BALLAST_BYTES)
-            )  # zeros would take no room where a file system compresses
+            # Random bytes: zeros would take no space on a file system that compresses.
+            file.write(os.urandom(BALLAST_BYTES))
         os.replace(draft, path)
         return True
     except OSError:
@@ -232,7 +275,7 @@ def fill_ballast(directory: Path) -> bool:
 
 
 def drop_ballast(directory: Path) -> bool:
-    """True where there was some to drop."""
+    """Frees the reserved disk space in `directory`. False if there was none."""
     try:
         os.unlink(directory / "ballast")
         return True
@@ -240,33 +283,47 @@ def drop_ballast(directory: Path) -> bool:
         return False
 
 
+# Cleaning up
+
+
 def owner_files(directory: Path) -> Iterator[Path]:
-    """The lock files of the owners that live or have lived here."""
+    """The lock files in `directory` of all owners, living and dead."""
     for path in (directory / "owners").iterdir():
         if _OWNER.fullmatch(path.name):
             yield path
 
 
 def sweep_owners(directory: Path, in_book: Callable[[], set[str]]) -> None:
-    """Removes what the dead have left behind, except where the book still needs it to prove their death."""
+    """Removes the files of dead owners in `directory`, except where the book needs them to prove
+    the death.
+
+    `in_book` returns the ids of all owners in the book. It is called after the deaths are known, so
+    it also returns an owner that wrote just before it died.
+    """
     dead = [path for path in owner_files(directory) if life(path) is Life.DEAD]
-    needed = (
-        in_book() if dead else set()
-    )  # looked up now: what they wrote just before they died is in it
+    needed = in_book() if dead else set()
     for path in dead:
         if path.name not in needed:
-            try:
-                for beside in ("bell", "map"):  # first: they are found by their owner's name
-                    path.with_name(f"{path.name}.{beside}").unlink(missing_ok=True)
-                path.unlink(missing_ok=True)
-            except PermissionError:
-                continue  # in a shared ledger each user sweeps before their own door
+            _remove_owner(path)
+
+
+def _remove_owner(path: Path) -> None:
+    try:
+        for suffix in ("bell", "map"):  # before the lock file, whose name leads to them
+            path.with_name(f"{path.name}.{suffix}").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+    except PermissionError:
+        pass  # in a shared ledger each user removes the files of their own processes
 
 
 def sweep_drafts(directory: Path) -> None:
-    """Removes what processes were making when they were killed: drafts that nobody has touched for a day."""
+    """Removes unfinished files of killed processes from `directory`: drafts that are unchanged for
+    a day.
+    """
     for place in (directory, directory / "owners"):
-        for draft in filter(lambda path: _DRAFT.fullmatch(path.name), place.iterdir()):
+        for draft in place.iterdir():
+            if not _DRAFT.fullmatch(draft.name):
+                continue
             try:
                 if time.time() - draft.lstat().st_mtime > OLD_SECONDS:
                     draft.unlink(missing_ok=True)
@@ -275,26 +332,28 @@ def sweep_drafts(directory: Path) -> None:
 
 
 def sweep_boots(directory: Path) -> None:
-    """Removes the books of other boots: by name another boot's, untouched for a day, no owner's lock held."""
+    """Removes the books of other boots beside `directory`: unchanged for a day, and no owner's lock
+    is held.
+    """
     try:
-        others = [
-            other
-            for other in directory.parent.iterdir()
-            if other != directory
-            and _BOOT.fullmatch(other.name)
-            and other.is_dir()
-            and not other.is_symlink()
-        ]
+        others = [other for other in directory.parent.iterdir() if _is_other_boot(other, directory)]
     except OSError:
         return
     for other in others:
         try:
-            untouched = time.time() - max(
-                file.lstat().st_mtime for file in (other, *other.iterdir())
-            )
-            if untouched > OLD_SECONDS and not any(
-                life(file) is Life.ALIVE for file in owner_files(other)
-            ):
+            if _is_abandoned(other):
                 shutil.rmtree(other, ignore_errors=True)
         except OSError:
             continue
+
+
+def _is_other_boot(other: Path, directory: Path) -> bool:
+    named_by_boot = other != directory and _BOOT.fullmatch(other.name)
+    return bool(named_by_boot) and other.is_dir() and not other.is_symlink()
+
+
+def _is_abandoned(boot: Path) -> bool:
+    newest = max(file.lstat().st_mtime for file in (boot, *boot.iterdir()))
+    if time.time() - newest <= OLD_SECONDS:
+        return False
+    return not any(life(file) is Life.ALIVE for file in owner_files(boot))

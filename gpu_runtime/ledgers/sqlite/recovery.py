@@ -1,6 +1,7 @@
-"""How a new book is made: at first from nothing, later from what its living owners last wrote of themselves.
+"""How a new book is made: the first one empty, a later one from the rosters of its living owners.
 
-A damaged book is set aside under a name that says so, never emptied; its heir has a name that no book had before.
+A damaged book is set aside under a name with `damaged`, never emptied. The new book has a name that
+no book had before.
 """
 
 from __future__ import annotations
@@ -12,88 +13,31 @@ import zlib
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import replace
 
 from ...errors import LedgerNewer
-from ...facts import SCHEMA, Book, Device, Section, Ticket, decode_book, encode
+from ...facts import SCHEMA, Book, decode_book, encode
 from ..access import access_to
+from ..book_parts import part_of, union
+from ..book_store import DamagedBook
 from ..liveness import Life, Roster, life, read_roster
 from . import files
-from .revision_hint import Newest
+from .revision_hint import RevisionHint
 
 log = logging.getLogger("gpu_runtime")
 
 
-class Damaged(Exception):
-    """A book that cannot be used, and why. An empty name: there is none yet."""
-
-    def __init__(self, name: str, inode: int, why: str) -> None:
-        super().__init__(name, inode, why)
-        self.name, self.inode, self.why = name, inode, why
-
-
-def part_of(book: Book, owner_id: str) -> Book:
-    """What an owner writes into its roster: its section and tickets, and what all must agree on."""
-    section = book.sections.get(owner_id)
-    return Book(
-        devices=book.devices,
-        limits=book.limits,
-        drained=book.drained,
-        sections={owner_id: section} if section else {},
-        tickets=tuple(ticket for ticket in book.tickets if ticket.owner == owner_id),
-    )
-
-
-def union(parts: list[Book]) -> Book:
-    """One book from its owners' parts, the newest last: which cards are drained is its word."""
-    devices: dict[str, Device] = {}
-    limits: dict[str, int] = {}
-    sections: dict[str, Section] = {}
-    tickets: list[Ticket] = []
-    for part in parts:
-        devices = {device.id: device for device in part.devices} | devices
-        limits = part.limits | limits
-        sections |= part.sections
-        tickets += part.tickets
-    drained = next((part.drained for part in reversed(parts) if part.sections), {})
-    return Book(
-        devices=tuple(devices.values()),
-        limits=limits,
-        sections=sections,
-        drained=drained,
-        tickets=tuple(sorted(tickets, key=lambda ticket: ticket.arrived)),
-    )
-
-
-def with_living(book: Book, parts: dict[str, Book]) -> Book:
-    """The book with what these owners say of themselves in place of what it said of them."""
-    others = replace(
-        book,
-        sections={id: section for id, section in book.sections.items() if id not in parts},
-        tickets=tuple(ticket for ticket in book.tickets if ticket.owner not in parts),
-    )
-    whole = union([others, *parts.values()])
-    return replace(
-        others,
-        devices=whole.devices,
-        limits=whole.limits,
-        sections=whole.sections,
-        tickets=whole.tickets,
-        drained=book.drained or whole.drained,
-    )
-
-
 def living_rosters(directory: Path) -> dict[str, Roster]:
-    """What each living owner last wrote of itself, by its id."""
-    rosters = (
-        (path.name, read_roster(path))
-        for path in files.owner_files(directory)
-        if life(path) is Life.ALIVE
-    )
-    return {id: roster for id, roster in rosters if roster}
+    """The last roster of each living owner in `directory`, by owner id."""
+    rosters = {}
+    for path in files.owner_files(directory):
+        roster = read_roster(path) if life(path) is Life.ALIVE else None
+        if roster:
+            rosters[path.name] = roster
+    return rosters
 
 
 def newest_roster_rev(directory: Path) -> int:
+    """The newest revision in the rosters of the living owners in `directory`; 0 if there is none."""
     try:
         return max((roster.rev for roster in living_rosters(directory).values()), default=0)
     except FileNotFoundError:  # the whole directory is gone
@@ -101,67 +45,88 @@ def newest_roster_rev(directory: Path) -> int:
 
 
 def sealed(body: bytes, rev: int) -> bytes:
-    """A page as it stands in the file: one wrong digit in it would still be JSON, and grant memory that is not
-    there."""
-    return _sum(body, rev) + body
+    """The page `body` at the revision `rev` as it is stored, with a checksum.
+
+    Without one, a wrong digit would still be JSON, and the ledger would grant memory that does not
+    exist.
+    """
+    return _checksum(body, rev) + body
 
 
 def unsealed(stored: bytes, rev: int) -> memoryview:
-    """The page's JSON. Raises ValueError where it is not what was written at that revision."""
+    """The page's JSON in `stored`.
+
+    Raises ValueError if it is not what was written at the revision `rev`.
+    """
     body = memoryview(stored)[4:]
-    if _sum(body, rev) != stored[:4]:
-        raise ValueError("its check sum is wrong")
+    if _checksum(body, rev) != stored[:4]:
+        raise ValueError("its checksum is wrong")
     return body
 
 
-def _sum(body: bytes | memoryview, rev: int) -> bytes:
+def _checksum(body: bytes | memoryview, rev: int) -> bytes:
     return zlib.crc32(body, rev & 0xFFFFFFFF).to_bytes(4, "big")
 
 
-def mend(directory: Path, boot: str, damage: Damaged, patience_seconds: float) -> None:
-    """Puts a new book in the damaged one's place, unless another process has done so.
+def rebuild(directory: Path, boot: str, damage: DamagedBook, patience_seconds: float) -> None:
+    """Puts a new book in the place of the damaged one (`damage`), unless another process has done
+    so.
 
-    Raises LedgerUnavailable, OSError, sqlite3.Error; then CURRENT names a book that is not there, which is damage too.
+    `directory` is the ledger's, of the boot with the id `boot`. Waits at most `patience_seconds`
+    for another process. Raises LedgerUnavailable, OSError, sqlite3.Error; then CURRENT names a book
+    that does not exist, which is damage too.
     """
     with files.rebuild_lock(directory) as lock:
         files.take(lock, patience_seconds)
-        if (
-            files.current(directory) != damage.name
-            or files.inode_of(directory, damage.name) != damage.inode
-        ):
+        if files.current(directory) != damage.name:
+            return
+        if files.inode_of(directory, damage.name) != damage.inode:
             return
         name = files.next_book(directory, damage.name)
-        # In this order. A writer writes its roster, commits, reads CURRENT. Whose look at CURRENT came before this
-        # line has its roster written, and we read it below; whose comes after knows that its grant is void.
+        # This order matters. A writer writes its roster, commits, and reads CURRENT. If it reads
+        # CURRENT before the next line, its roster is written, and we read it below. If it reads
+        # CURRENT later, it knows that its grant is void.
         files.point_current_at(directory, name)
-        rosters = living_rosters(directory)
-        if any(roster.schema > SCHEMA for roster in rosters.values()):
-            raise LedgerNewer(
-                str(directory / name), max(roster.schema for roster in rosters.values()), SCHEMA
-            )
-        # Of each only its own part: in a shared ledger nobody speaks for another.
-        by_age = sorted(rosters.items(), key=lambda one: one[1].rev)
-        book = union([part_of(_decoded(roster), id) for id, roster in by_age])
-        rev = max((roster.rev for roster in rosters.values()), default=0) + 1
+        book, rev = _from_rosters(directory, name)
         _make(directory, name, boot, book, rev)
-        Newest(directory).tell(
-            name, rev
-        )  # so that of another book of that name nothing is remembered
-        kept = [
-            path
-            for old in files.other_books(directory, name)
-            if (path := files.set_aside(directory, old))
-        ]
+        RevisionHint(directory).record(name, rev)  # replaces what was recorded of an older book
+        kept = []
+        for old in files.other_books(directory, name):
+            path = files.set_aside(directory, old)
+            if path:
+                kept.append(path)
     if damage.name or kept:
-        log.warning(
-            "the ledger %s was damaged (%s). Set aside: %s. Rebuilt as %s from %d living owners, %d leases.",
-            directory / damage.name,
-            damage.why,
-            ", ".join(map(str, kept)) or "nothing was left to keep",
-            name,
-            len(book.sections),
-            sum(1 for _ in book.leases()),
-        )
+        _log_rebuilt(directory, damage, kept, name, book)
+
+
+def _from_rosters(directory: Path, name: str) -> tuple[Book, int]:
+    """The book `name`, made from the rosters of the living owners, and its revision.
+
+    Raises LedgerNewer.
+    """
+    rosters = living_rosters(directory)
+    newest_schema = max((roster.schema for roster in rosters.values()), default=SCHEMA)
+    if newest_schema > SCHEMA:
+        raise LedgerNewer(str(directory / name), newest_schema, SCHEMA)
+    # Only its own part of each roster: in a shared ledger no owner may write for another.
+    by_age = sorted(rosters.items(), key=lambda item: item[1].rev)
+    book = union([part_of(_decoded(roster), id) for id, roster in by_age])
+    rev = max((roster.rev for roster in rosters.values()), default=0) + 1
+    return book, rev
+
+
+def _log_rebuilt(
+    directory: Path, damage: DamagedBook, kept: list[Path], name: str, book: Book
+) -> None:
+    log.warning(
+        "the ledger %s was damaged (%s). Set aside: %s. Rebuilt as %s from %d living owners, %d leases.",
+        directory / damage.name,
+        damage.why,
+        ", ".join(map(str, kept)) or "nothing, no file was left",
+        name,
+        len(book.sections),
+        sum(1 for _ in book.leases()),
+    )
 
 
 def _decoded(roster: Roster) -> Book:
@@ -169,22 +134,23 @@ def _decoded(roster: Roster) -> Book:
         return decode_book(roster.payload)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         log.warning(
-            "a living owner's roster of %d bytes cannot be read; it will register again",
+            "a living owner's roster of %d bytes cannot be read; the owner will register again",
             len(roster.payload),
         )
         return Book()
 
 
 def _make(directory: Path, name: str, boot: str, book: Book, rev: int) -> None:
-    """Makes a book under a draft's name and gives it its own when it is whole."""
-    draft = directory / ".book-draft"  # one at a time: we hold the rebuild lock
+    """Makes a book under a draft's name, and renames it to `name` once it is complete."""
+    draft = directory / ".book-draft"  # a single one: we hold the rebuild lock
     draft.unlink(missing_ok=True)
     os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     db = sqlite3.connect(draft, isolation_level=None)
     try:
         db.execute("PRAGMA journal_mode=OFF")
         db.execute("PRAGMA synchronous=OFF")
-        # One kernel, one page: the row is named by the boot, since two containers on it have different host names.
+        # One kernel, one page. The row's key is the boot id, because two containers on it have
+        # different host names.
         db.execute(
             "CREATE TABLE book (host TEXT PRIMARY KEY, rev INTEGER NOT NULL, schema INTEGER NOT NULL, "
             "body BLOB NOT NULL)"

@@ -1,9 +1,10 @@
-"""The newest revision of the book that anybody has written, in a file beside it.
+"""The newest revision of the book that any process has written, in a file beside the book.
 
-An old copy that is put over the book is a lawful book. Whoever has seen a newer one knows better; this tells the
-others, who would grant from it what has been granted since. Told after each write, asked before each look and each
-write: 2 µs.
-A hint that can only warn: without it, or where it is wrong, a book is good until somebody remembers a newer one.
+An old copy that is put over the book is itself a valid book. A process that has seen a newer
+revision notices; this file lets all others notice too, which would otherwise grant bytes that were
+granted since. It is written after each write and read before each look and each write: 2 µs. The
+hint can only warn. If it is missing or wrong, a book is accepted until a process remembers a newer
+revision.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from pathlib import Path
 from ..access import access_to
 
 FILE = "newest"
-_SAID = struct.Struct("<IQ")  # which book, by the sum of its name, and its revision
+_ENTRY = struct.Struct("<IQ")  # the checksum of the book's name, and its revision
 _SUM = struct.Struct("<I")
 
 
-class Newest:
-    """One process's view of it. Nothing here ever raises: where it cannot be had, nothing is known."""
+class RevisionHint:
+    """One process's view of the hint.
+
+    No method raises: if the file cannot be used, nothing is known.
+    """
 
     def __init__(self, directory: Path) -> None:
+        """`directory` is the ledger's, of this boot."""
         self._fd = -1
         with contextlib.suppress(OSError):
             access_to(directory).make_file(directory / FILE)
@@ -33,21 +38,21 @@ class Newest:
             weakref.finalize(self, os.close, self._fd).atexit = False
 
     def of(self, book: str) -> int:
-        """The newest revision of the book of that name; 0 where nothing is known of it."""
+        """The newest revision recorded for the book named `book`; 0 if nothing is known."""
         try:
-            said = os.pread(self._fd, _SAID.size + _SUM.size, 0)
+            content = os.pread(self._fd, _ENTRY.size + _SUM.size, 0)
         except OSError:
             return 0
-        body, total = said[: _SAID.size], said[_SAID.size :]
-        if len(total) != _SUM.size or _SUM.unpack(total)[0] != zlib.crc32(
-            body
-        ):  # or read while it was written
+        entry, checksum = content[: _ENTRY.size], content[_ENTRY.size :]
+        if len(checksum) != _SUM.size:
             return 0
-        which, rev = _SAID.unpack(body)
-        return rev if which == zlib.crc32(book.encode()) else 0
+        if _SUM.unpack(checksum)[0] != zlib.crc32(entry):
+            return 0  # or it was read while it was written
+        name_checksum, rev = _ENTRY.unpack(entry)
+        return rev if name_checksum == zlib.crc32(book.encode()) else 0
 
-    def tell(self, book: str, rev: int) -> None:
-        """Says that the book of that name has been written at this revision."""
-        body = _SAID.pack(zlib.crc32(book.encode()), rev)
+    def record(self, book: str, rev: int) -> None:
+        """Records that the book named `book` has been written at the revision `rev`."""
+        entry = _ENTRY.pack(zlib.crc32(book.encode()), rev)
         with contextlib.suppress(OSError):  # a full disk
-            os.pwrite(self._fd, body + _SUM.pack(zlib.crc32(body)), 0)
+            os.pwrite(self._fd, entry + _SUM.pack(zlib.crc32(entry)), 0)

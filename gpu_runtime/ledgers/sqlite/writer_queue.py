@@ -1,15 +1,18 @@
-"""Where those who want to write the book at the same time line up, so that few of them decide in vain.
+"""A queue for processes that want to write the book at the same time, so that few of them decide in
+vain.
 
-A courtesy, not a lock: the book is safe without it, since a write counts only where the revision still stands. So
-nobody depends on whoever is inside: who ends there lets go (the operating system drops the lock); who is stopped there,
-or kept from Python by a thread that holds the GIL, is walked past after 5 ms.
+It is a courtesy, not a lock. The book is safe without it, because a write counts only if the
+revision is unchanged. So nobody depends on the process that has the turn. If it ends, the operating
+system drops its lock. If it is stopped, or another of its threads keeps the GIL, the others pass it
+after 5 ms.
 
-Whoever comes with a decision made need not line up, as long as that does not keep the one inside from writing: else the
-line would stand still while all others pass it (48 processes, 10 writes a second each: p99 of 409 ms, and so 14).
+A process that has already decided need not queue, as long as that does not keep the one with the
+turn from writing. Otherwise the queue would stand still while all others pass it (48 processes, 10
+writes a second each: p99 of 409 ms, and so 14).
 
-Two files: a lock with a count of those who came out and whether others are held up, and a pipe through which one of
-those who wait is woken, the first to have come. In a shared ledger a member may write to both, and so make others wait
-those 5 ms.
+Two files. One is a lock, with a count of the turns that ended and a mark whether others must queue.
+The other is a pipe that wakes one waiting process, the first that came. In a shared ledger a member
+may write to both, and so make others wait those 5 ms.
 """
 
 from __future__ import annotations
@@ -27,35 +30,42 @@ from ..access import Access, access_to
 STALLED_SECONDS = 0.005
 MOST_SECONDS = 1.0
 LOCK, PIPE = "turn", "turn.pipe"
-ALL_MAY, LINE_UP = (
-    b"-",
-    b"!",
-)  # after the count in the lock's file: whether others may try without lining up
+_COUNT_BYTES = 8
+# The mark after the count in the lock's file.
+ALL_MAY, MUST_QUEUE = b"-", b"!"
 
 
-def turnstile_in(directory: Path) -> Turnstile | None:
-    """The turnstile before the book in that directory; None where it can neither be found nor made: then all push."""
+def writer_queue_in(directory: Path) -> WriterQueue | None:
+    """The queue of the book in `directory`; None if it cannot be opened or made.
+
+    Then all write without a queue.
+    """
     try:
-        return Turnstile(directory, access_to(directory))
+        return WriterQueue(directory, access_to(directory))
     except OSError:
         return None
 
 
-class Turnstile:
-    """One process's way through. Threads of one process do not keep each other out."""
+class WriterQueue:
+    """One process's place in the queue. Threads of one process do not exclude each other."""
 
     def __init__(self, directory: Path, access: Access) -> None:
+        """Opens the queue's files in `directory`; `access` says who may open new ones.
+
+        Raises OSError.
+        """
         access.make_file(directory / LOCK)
         access.make_file(directory / PIPE, os.mkfifo)
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._lock = os.open(directory / LOCK, flags)
         self._pipe = os.open(directory / PIPE, flags)
-        # No `close`: a thread may be inside while another shuts the door, and the numbers may be other files' by then.
+        # No `close`: a thread may have the turn while another closes the ledger, and the
+        # descriptors' numbers may belong to other files by then.
         weakref.finalize(self, _close, self._lock, self._pipe).atexit = False
-        self._stalled = b"-"  # the count at which somebody was inside and did not come out
+        self._stalled = b"-"  # the count at which a process had the turn and did not end it
 
     def try_enter(self) -> bool:
-        """Our turn, at once: True, and `leave` must follow."""
+        """Takes the turn if nobody has it. True: it is ours, and `leave` must follow."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -63,47 +73,63 @@ class Turnstile:
             return False
 
     def enter(self) -> bool:
-        """Our turn, when it comes: True, and `leave` must follow; False where it is better not to wait for it."""
-        came_out = self._count()
+        """Waits for the turn.
+
+        True: it is ours, and `leave` must follow. False: waiting longer does not help.
+        """
+        ended = self._turns_ended()
         began = now = time.monotonic()
         patience = STALLED_SECONDS
-        # Registered once: of those who wait the first to have come is woken, and no other.
-        with select.epoll() as ear:
-            ear.register(self._pipe, select.EPOLLIN | select.EPOLLEXCLUSIVE)
-            while came_out != self._stalled and now - began < MOST_SECONDS:
-                ear.poll(patience)
+        # Registered once, so that of all waiting processes the first that came is woken, and no
+        # other.
+        with select.epoll() as poll:
+            poll.register(self._pipe, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+            while ended != self._stalled and now - began < MOST_SECONDS:
+                poll.poll(patience)
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._pipe, 65536)
                 if self.try_enter():
                     return True
-                before, came_out, was, now = came_out, self._count(), now, time.monotonic()
-                if came_out == before and now - was >= STALLED_SECONDS:
-                    self._stalled = came_out
-                patience = (
-                    8 * STALLED_SECONDS
-                )  # they do come out: whoever came first is woken first
+                ended_before, ended = ended, self._turns_ended()
+                looked_before, now = now, time.monotonic()
+                if ended == ended_before and now - looked_before >= STALLED_SECONDS:
+                    self._stalled = ended
+                # Turns do end, so be patient: the process that came first is woken first.
+                patience = 8 * STALLED_SECONDS
         return False
 
-    def hold_up(self) -> None:
-        """From inside: somebody who did not line up was faster. Nobody else should be until we have left."""
-        os.pwrite(self._lock, LINE_UP, 8)
+    def require_queue(self) -> None:
+        """Called by the process with the turn: another one that did not queue was faster.
+
+        Now all must queue.
+        """
+        os.pwrite(self._lock, MUST_QUEUE, _COUNT_BYTES)
 
     @property
-    def held_up(self) -> bool:
-        """Whether who is inside has asked so. (Whoever ends there may leave it said: until the next one leaves.)"""
-        return os.pread(self._lock, 1, 8) == LINE_UP
+    def must_queue(self) -> bool:
+        """Whether the process with the turn has called `require_queue`.
+
+        If that process is killed, the mark remains until the next turn ends.
+        """
+        return os.pread(self._lock, 1, _COUNT_BYTES) == MUST_QUEUE
 
     def leave(self, wake: bool = True) -> None:
-        """Lets the next one in; not `wake`: we are likely to be back before they are awake."""
-        os.pwrite(self._lock, time.monotonic_ns().to_bytes(8, "little") + ALL_MAY, 0)
+        """Ends the turn and wakes the next process.
+
+        Without `wake` nobody is woken, because this process is likely to write again before they
+        are awake.
+        """
+        count = time.monotonic_ns().to_bytes(_COUNT_BYTES, "little")
+        os.pwrite(self._lock, count + ALL_MAY, 0)
         fcntl.flock(self._lock, fcntl.LOCK_UN)
         if not wake:
             return
         with contextlib.suppress(BlockingIOError):  # full: nobody has waited for a long time
             os.write(self._pipe, b"!")
 
-    def _count(self) -> bytes:
-        return os.pread(self._lock, 8, 0)
+    def _turns_ended(self) -> bytes:
+        """A value that changes whenever a turn ends."""
+        return os.pread(self._lock, _COUNT_BYTES, 0)
 
 
 def _close(*descriptors: int) -> None:

@@ -1,0 +1,71 @@
+"""An owner's part of the book, and how a book is put together from such parts.
+
+Pure: values in, values out. Rosters hold such parts; a damaged book is rebuilt from them.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ..facts import Book, Device, Section, Ticket
+
+
+def part_of(book: Book, owner_id: str) -> Book:
+    """What the owner `owner_id` writes into its roster: its part of `book`, and what all owners
+    must agree on.
+    """
+    section = book.sections.get(owner_id)
+    return Book(
+        devices=book.devices,
+        limits=book.limits,
+        drained=book.drained,
+        sections={owner_id: section} if section else {},
+        tickets=tuple(ticket for ticket in book.tickets if ticket.owner == owner_id),
+    )
+
+
+def union(parts: list[Book]) -> Book:
+    """One book from its owners' `parts`, the newest last.
+
+    The newest one with a section decides which cards drain.
+    """
+    devices: dict[str, Device] = {}
+    limits: dict[str, int] = {}
+    sections: dict[str, Section] = {}
+    tickets: list[Ticket] = []
+    for part in parts:
+        devices = {device.id: device for device in part.devices} | devices
+        limits = part.limits | limits
+        sections |= part.sections
+        tickets += part.tickets
+    drained = next((part.drained for part in reversed(parts) if part.sections), {})
+    return Book(
+        devices=tuple(devices.values()),
+        limits=limits,
+        sections=sections,
+        drained=drained,
+        tickets=tuple(sorted(tickets, key=lambda ticket: ticket.arrived)),
+    )
+
+
+def with_living(book: Book, parts: dict[str, Book]) -> Book:
+    """`book` with the sections and tickets of some owners replaced by their own `parts`, by owner
+    id.
+    """
+    sections = {id: section for id, section in book.sections.items() if id not in parts}
+    tickets = tuple(ticket for ticket in book.tickets if ticket.owner not in parts)
+    others = replace(book, sections=sections, tickets=tickets)
+    whole = union([others, *parts.values()])
+    return replace(
+        others,
+        devices=whole.devices,
+        limits=whole.limits,
+        sections=whole.sections,
+        tickets=whole.tickets,
+        drained=book.drained or whole.drained,
+    )
+
+
+def owner_ids(book: Book) -> set[str]:
+    """The ids of the owners of all sections and tickets in `book`."""
+    return book.sections.keys() | {ticket.owner for ticket in book.tickets}

@@ -1,0 +1,285 @@
+"""How one owner reads and writes the page of its book, and keeps its own files beside it.
+
+The SQLite file and the Redis page extend `BookStore`. The order is the same in both: the roster is
+written before the page, and a write counts only if the book is still in force after it. So a
+rebuilt book finds each grant in the rosters, or the grant is void. Nothing here decides.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from ..errors import LedgerUnavailable
+from ..facts import SCHEMA, Book, encode
+from .access import access_to
+from .book_parts import part_of, with_living
+from .liveness import Life, OwnerFile, life
+from .sqlite import files
+
+
+class LostRace(Exception):
+    """Another process was first, is writing, or has made a new book: read it again."""
+
+
+class DamagedBook(Exception):
+    """A book that cannot be used, and why. An empty name: there is none yet."""
+
+    def __init__(self, name: str, inode: int, why: str) -> None:
+        super().__init__(name, inode, why)
+        self.name, self.inode, self.why = name, inode, why
+
+
+class Page(NamedTuple):
+    """The book at a revision, and the file it was read from.
+
+    In a Redis the name is the generation, the inode 0.
+    """
+
+    name: str
+    inode: int
+    rev: int
+    book: Book
+
+
+class BookStore:
+    """One owner's connection to the book, and its own file beside it.
+
+    One connection with one lock, held for single statements and never while deciding; SQLite lets
+    one write at a time anyway. The lock also keeps the roster, the commit and the check of CURRENT
+    of one thread together. So the roster of one thread never hides the grant of another.
+    """
+
+    def __init__(
+        self, directory: Path, boot: str, owner_file: OwnerFile, moved: Callable[[Path], None]
+    ) -> None:
+        """`directory` is the ledger's, of the boot with the id `boot`.
+
+        `owner_file` is the owner's lock file.
+
+        `moved(directory)` is called when the owner's files had to be made again in a new directory.
+        """
+        self.directory = directory
+        self.boot = boot
+        self.owner_file = owner_file
+        self._moved = moved
+        self._lock = threading.Lock()
+        self._connection: Any = None  # an open connection, or None
+        self._page: Page | None = None  # as last read or written
+        self._least_rev = 0  # the newest revision seen: a book below it is an old copy
+        self._roster_doubtful = False  # the roster may differ from the book
+        self._unfinished: Page | None = None  # the page of a write that has not succeeded yet
+        self._ballast_dropped = False
+
+    @property
+    def path(self) -> Path:
+        """The file or directory of the book on this machine."""
+        raise NotImplementedError
+
+    def written(self) -> tuple[str, int, int] | None:
+        """A stamp that changes with each write to the book.
+
+        None if there is none that can be relied on.
+        """
+        return None
+
+    def look(self) -> Page:
+        """The current page. Raises LostRace, DamagedBook, LedgerUnavailable."""
+        with self._lock:
+            if self._page is None or self._connection is None or not self._in_force(self._page):
+                self._open()
+            self._least_rev = max(self._least_rev, self._rev_seen_by_others(self._page))
+            page = self._page = self._read(self._page)
+            if self._unfinished is not None and self._unfinished.name != page.name:
+                page = self._take_back(page, self._unfinished)
+            if self._roster_doubtful:
+                self._repair_roster(page)
+            if self._unfinished is not None:
+                # If a new book is made after this, it is made from the roster just written. If it
+                # was made before, perhaps not.
+                finished = not self._roster_doubtful and self._in_force(page)
+                self._unfinished = None if finished else page
+            return page
+
+    def is_behind(self, page: Page) -> bool:
+        """Whether the book is known to have been written since `page` was read."""
+        return self._page is not page or self._rev_seen_by_others(page) > page.rev
+
+    def put(self, page: Page, new: Book) -> None:
+        """Writes the book `new` over the `page` on which it was decided.
+
+        Raises LostRace, DamagedBook, LedgerUnavailable.
+        """
+        if not self.owner_file.in_place():
+            with self._lock:
+                self._restore_own_files()
+        new = self._with_own_inode(new)
+        body = encode(new)
+        with self._lock:
+            if self._page is not page or self._connection is None:
+                raise LostRace  # another thread of this process was first
+            try:
+                self._commit(page, new, body)
+            except OSError as error:
+                self._commit_without_ballast(page, new, body, error)
+        if self._ballast_dropped:
+            self._ballast_dropped = not files.fill_ballast(self.directory)
+
+    def mend(self, damage: DamagedBook, patience_seconds: float) -> None:
+        """Replaces the damaged book (`damage`) by a new one, unless another process has done so.
+
+        Waits at most `patience_seconds` for another process that is doing so. Raises
+        LedgerUnavailable.
+        """
+        raise NotImplementedError
+
+    def close(self, *, remove: bool) -> None:
+        """Closes the connection and drops the owner's lock; `remove` removes the lock file too."""
+        with self._lock:
+            self._disconnect()
+            self.owner_file.release(remove=remove)
+
+    def leave_to_parent(self) -> None:
+        """Called in a forked child: makes sure that the connection is never used again."""
+
+    # The methods below are called with the lock held.
+
+    def _in_force(self, page: Page) -> bool:
+        """Whether `page` is still the one that everybody uses."""
+        raise NotImplementedError
+
+    def _open(self) -> None:
+        """Opens the book in force: sets the connection, the page and the least revision.
+
+        Raises DamagedBook.
+        """
+        raise NotImplementedError
+
+    def _read(self, page: Page) -> Page:
+        """The current page; `page` itself if it has not changed. Raises LostRace, DamagedBook."""
+        raise NotImplementedError
+
+    def _commit(self, page: Page, new: Book, body: bytes) -> None:
+        """Writes the roster, then the page.
+
+        `body` is `new`, encoded. Raises LostRace, DamagedBook, OSError.
+        """
+        raise NotImplementedError
+
+    def _rev_seen_by_others(self, page: Page) -> int:
+        """The newest revision of this book that other processes are known to have seen.
+
+        0: nothing is known.
+        """
+        return 0
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection:
+            connection.close()
+
+    def _commit_without_ballast(self, page: Page, new: Book, body: bytes, error: OSError) -> None:
+        """Repeats a write that failed with `error` on a full disk: a release may use the room
+        reserved for it.
+        """
+        disk_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not disk_full or _claims_more(page.book, new):
+            raise files.cannot_write(self.path, error) from error
+        self._ballast_dropped |= files.drop_ballast(self.directory)
+        try:
+            self._commit(page, new, body)
+        except OSError as again:
+            raise files.cannot_write(self.path, again) from again
+
+    def _take_back(self, page: Page, before: Page) -> Page:
+        """`page` with this owner's part as it was in `before`, when a write of ours was last known
+        to stand.
+
+        The book was rebuilt while a write of ours had not succeeded. That write was in our roster,
+        so the rebuilt book treats it as granted, perhaps beside a grant of the same bytes to
+        another owner. This is undone before any thread decides on the new book. If it raises
+        LostRace, it is still to be done.
+        """
+        me = self.owner_file.owner.id
+        restored = with_living(page.book, {me: part_of(before.book, me)})
+        book = replace(page.book, sections=restored.sections, tickets=restored.tickets)
+        if part_of(book, me) == part_of(page.book, me):
+            return page
+        try:
+            self._commit(page, book, encode(book))
+        except OSError as error:
+            raise files.cannot_write(self.path, error) from error
+        finally:
+            self._unfinished = before
+        assert self._page is not None
+        return self._page
+
+    def _write_roster(self, book: Book, rev: int) -> None:
+        part = part_of(book, self.owner_file.owner.id)
+        self.owner_file.write_roster(encode(part), rev=rev, schema=SCHEMA)
+
+    def _repair_roster(self, page: Page) -> None:
+        try:
+            self._write_roster(page.book, page.rev)
+            self._roster_doubtful = False
+        except OSError:
+            pass  # a full disk must not prevent reading; the next look tries again
+
+    def _with_own_inode(self, book: Book) -> Book:
+        """The book with the current inode of our lock file: it changes when the file had to be made
+        again.
+        """
+        owner = self.owner_file.owner
+        section = book.sections.get(owner.id)
+        if section is None or section.owner.inode == owner.inode:
+            return book
+        return book.with_section(replace(section, owner=replace(section.owner, inode=owner.inode)))
+
+    def _ensure_own_files(self) -> None:
+        """Makes the directory, our lock, doorbell and roster again where they are gone.
+
+        Raises OSError.
+        """
+        files.prepare(self.directory)
+        if self.owner_file.in_place():
+            return
+        self._restore_own_files()
+        if self._page:  # the last that is known of this owner
+            self._write_roster(self._with_own_inode(self._page.book), self._page.rev)
+
+    def _restore_own_files(self) -> None:
+        """Makes our lock and doorbell again after they were deleted: without them nobody could
+        prove us alive.
+        """
+        if self.owner_file.in_place():
+            return  # another thread of this process did it
+        old = self.owner_file
+        owners = self.directory / "owners"
+        files.prepare(self.directory)
+        try:
+            if life(old.path) is not Life.ALIVE:
+                old.path.unlink(missing_ok=True)
+            group = access_to(owners).group
+            self.owner_file = OwnerFile(owners, replace(old.owner, inode=0), group)
+            self._moved(owners)
+        except OSError as error:
+            raise files.cannot_write(owners, error) from error
+        old.close_here()
+        self._roster_doubtful = True
+        if self.owner_file.owner.id != old.owner.id:
+            raise LedgerUnavailable(
+                f"another process took this process's owner name in {owners}.\n"
+                f"  Restart this kernel.",
+                path=str(owners),
+            )
+
+
+def _claims_more(old: Book, new: Book) -> bool:
+    """Whether `new` claims more bytes on any device than `old`."""
+    before = old.claims()
+    return any(claimed > before.get(device, 0) for device, claimed in new.claims().items())

@@ -1,0 +1,332 @@
+"""What the SQLite and the Redis ledger share: an owner with files of its own, and the loop read,
+decide, write.
+
+Where the page is kept is the `BookStore`'s business (book_store.py). The owner's lock file,
+doorbell and allocator maps are local files in either case.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from ..errors import LedgerRefused, LedgerUnavailable
+from ..facts import AllocatorMap, Book, Owner, Ticket, decode_book
+from .access import access_to
+from .allocator_files import MapFiles
+from .book_parts import owner_ids
+from .book_store import BookStore, DamagedBook, LostRace, Page
+from .invariants import refuse_unlawful
+from .liveness import Life, OwnerFile, life, testimony
+from .notify import Doorbell
+from .sqlite import files
+from .sqlite.backoff import Pace, processor_seconds
+from .sqlite.writer_queue import WriterQueue, writer_queue_in
+
+T = TypeVar("T")
+
+MOST_LOST_INSIDE = (
+    3  # races in a row that a process with the turn loses before it waits like the others
+)
+
+
+class SharedLedger:
+    """One owner's access to a book that several processes share.
+
+    Each ledger object is another owner.
+
+    Its methods follow the protocol in base.py. A subclass says where the page is kept.
+    """
+
+    # The stamp of the book when it was last read, and the book.
+    _seen: tuple[tuple[str, int, int], Book] | None = None
+
+    def __init__(self, url: str, directory: Path, me: Owner, patience_seconds: float) -> None:
+        """Opens the book in `directory` (the ledger's, of this boot) for the new owner `me`.
+
+        `url` is shown to users. A read or write fails after `patience_seconds`. Raises
+        LedgerUnavailable.
+        """
+        self.url = url
+        self.patience_seconds = patience_seconds
+        self.directory = directory
+        self._pace = Pace()
+        files.prepare(directory)
+        group = access_to(directory).group
+        self._is_group_shared = group is not None
+        owners = directory / "owners"
+        try:
+            owner_file = OwnerFile(owners, me, group)
+        except OSError as error:
+            raise files.cannot_write(directory, error) from error
+        try:
+            self._bell = Doorbell(owners, owner_file.owner.id, group)
+        except OSError as error:
+            owner_file.release(remove=True)
+            raise files.cannot_write(directory, error) from error
+        self._store = self._make_store(owner_file)
+        self._queue = writer_queue_in(directory)
+        self._maps = MapFiles(owners, group)
+        self._closed = False
+        _open_ledgers.add(self)
+        try:
+            self.read()
+        except BaseException:
+            self._shut(remove=True)
+            raise
+        files.sweep_owners(directory, lambda: owner_ids(self.read()))
+        files.sweep_drafts(directory)
+        files.sweep_boots(directory)
+        files.fill_ballast(directory)
+
+    def _make_store(self, owner_file: OwnerFile) -> BookStore:
+        """The connection to the page, for the owner who holds `owner_file`."""
+        raise NotImplementedError
+
+    def _timed_out(self) -> LedgerUnavailable:
+        """The error after `patience_seconds` without success."""
+        raise NotImplementedError
+
+    @property
+    def owner(self) -> Owner:
+        """The owner whose section and tickets this ledger writes."""
+        return self._store.owner_file.owner
+
+    # Reading and writing
+
+    def read(self) -> Book:
+        """The current book. An unchanged book is not read again: that takes two system calls.
+
+        This matters because idle kernels read often.
+        """
+        self._require_open()
+        written, seen = self._store.written(), self._seen
+        if written is not None and seen is not None and seen[0] == written:
+            return seen[1]
+        book = self._decide_until_written(lambda book: (book, book))
+        self._seen = (written, book) if written is not None else None
+        return book
+
+    def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
+        """Writes what `decide` returns for the current book, and returns its second value.
+
+        See base.py. Raises LedgerUnavailable, LedgerRefused.
+        """
+        wait = self._pace.before(time.monotonic())
+        if wait:
+            time.sleep(wait)
+        return self._decide_until_written(decide, paced=True)
+
+    def _decide_until_written(
+        self, decide: Callable[[Book], tuple[Book, T]], paced: bool = False
+    ) -> T:
+        """What `decide` returns once its book is written.
+
+        `paced` for a transaction, which may have to queue.
+        """
+        deadline = time.monotonic() + self.patience_seconds
+        races_lost = 0
+        turn: WriterQueue | None = None  # the queue, while this process has the turn
+        try:
+            while True:
+                self._require_open()
+                # The first attempt does not queue. Usually the queue is empty, and after a lost
+                # race the processor's caches hold what the next attempt needs. With the turn we
+                # stay until the book is written: the next attempt costs a third of the first.
+                if paced and turn is None and (races_lost or self._pace.should_queue):
+                    turn = self._wait_for_turn()
+                began = processor_seconds()
+                try:
+                    page = self._store.look()
+                    new, answer = decide(page.book)
+                    if new is not page.book:
+                        self._require_lawful(page, new)
+                        if paced and turn is None and self._others_must_queue():
+                            turn = self._wait_for_turn()
+                            if turn and self._store.is_behind(page):
+                                continue
+                        self._store.put(page, new)
+                    if paced:
+                        self._pace.note_end(processor_seconds() - began, time.monotonic())
+                    return answer
+                except LostRace:
+                    pass
+                except DamagedBook as damage:
+                    self._store.mend(damage, self.patience_seconds)
+                races_lost += 1
+                self._pause_after_loss(races_lost, turn, deadline)
+        finally:
+            if turn:
+                turn.leave(wake=not self._pace.will_write_again)
+
+    def _others_must_queue(self) -> bool:
+        return bool(self._queue and self._queue.must_queue)
+
+    def _wait_for_turn(self) -> WriterQueue | None:
+        """The queue, if this process now has the turn; None if waiting longer did not help."""
+        queue = self._queue
+        if queue is None or queue.try_enter():
+            return queue
+        self._pace.note_contention(time.monotonic())
+        return queue if queue.enter() else None
+
+    def _pause_after_loss(self, races_lost: int, turn: WriterQueue | None, deadline: float) -> None:
+        """Sleeps before the next attempt. Raises LedgerUnavailable after the `deadline`."""
+        now = time.monotonic()
+        if now > deadline:
+            raise self._timed_out()
+        if turn:
+            turn.require_queue()
+        # A process that loses although it has the turn is kept out by something else, such as a
+        # stopped writer.
+        free_losses = MOST_LOST_INSIDE if turn else 1
+        if races_lost > free_losses:
+            time.sleep(self._pace.after_loss(races_lost, now))
+
+    def _require_lawful(self, page: Page, new: Book) -> None:
+        """Raises LedgerRefused if `new` breaks a law, but LostRace if `page` is no longer the
+        current one.
+
+        Another process may have reaped the same dead owner meanwhile, and a third one that opened
+        the ledger may have removed the file that proved the death.
+        """
+        try:
+            refuse_unlawful(page.book, new, self.owner.id, self.dead, self.url)
+        except LedgerRefused:
+            if self._store.look() is not page:
+                raise LostRace from None
+            raise
+
+    # Other owners
+
+    def dead(self, book: Book) -> frozenset[str]:
+        """Ids of the owners in `book` that are proven dead, by the lock on their file."""
+
+        def is_dead(id: str) -> bool:
+            owner = book.owner(id)
+            # The book has no inode of an owner that has a ticket only. Its file's name, which is
+            # never used again, must be enough.
+            inode = owner.inode if owner else 0
+            return life(f"{self.directory}/owners/{id}", inode) is Life.DEAD
+
+        return frozenset(filter(is_dead, owner_ids(book) - {self.owner.id}))
+
+    def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
+        """The user of the owner `owner_id` in `book`.
+
+        Empty if its own file does not confirm it, or the `ticket`.
+
+        In a shared ledger any member may write anything into the page, also in another's name. But
+        only its user can write and hold an owner's file, so a request counts only if that file
+        contains it.
+        """
+        owner = book.owner(owner_id)
+        if not self._is_group_shared:
+            return owner.user if owner else self.owner.user  # nobody else can have written
+        inode = owner.inode if owner else 0
+        proof = testimony(self.directory / "owners" / owner_id, inode)
+        if proof is None or (owner and owner.user != proof.user):
+            return ""
+        try:
+            part = decode_book(proof.payload) if proof.payload else Book()
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return ""
+        if part.sections and owner_id not in part.sections:
+            return ""  # another owner's file under this name
+        if ticket and not _same_request(part.ticket(ticket.key), ticket):
+            return ""
+        return proof.user
+
+    def ring(self, owners: Iterable[str]) -> None:
+        """Wakes the owners with these ids (`owners`). Never fails."""
+        if not self._closed and os.getpid() == self.owner.pid:
+            self._bell.ring_others(owners)
+
+    def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
+        """True on a ring, or when the process of an owner in `ends` ends.
+
+        False after `timeout` seconds.
+        """
+        self._require_open()
+        return self._bell.wait(timeout, ends)
+
+    def publish_maps(self, maps: tuple[AllocatorMap, ...]) -> None:
+        """Replaces this owner's allocator `maps`. Raises OSError."""
+        self._require_open()
+        self._maps.publish(self.owner.id, maps)
+
+    def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
+        """The allocator maps of the living owners, by owner id."""
+        self._require_open()
+        return self._maps.read()
+
+    # Closing
+
+    def close(self) -> None:
+        """Releases the owner's lock and doorbell.
+
+        Its lock file remains while the book still names the owner.
+        """
+        if self._closed or os.getpid() != self.owner.pid:
+            return
+        try:
+            gone = self.owner.id not in owner_ids(self.read())
+        except LedgerUnavailable:
+            gone = False
+        self._shut(remove=gone)
+
+    def _shut(self, *, remove: bool) -> None:
+        self._closed = True
+        self._maps.withdraw(self.owner.id)
+        self._bell.close()
+        self._queue = None
+        self._store.close(remove=remove)
+
+    def _require_open(self) -> None:
+        if os.getpid() != self.owner.pid:
+            raise LedgerUnavailable(
+                f"the ledger {self.url} belongs to the parent (pid {self.owner.pid}) of this forked "
+                f"process. Open another:  gpu_runtime.Runtime()",
+                path=self.url,
+            )
+        if self._closed:
+            raise LedgerUnavailable(
+                f"the ledger {self.url} was closed. Open another:  gpu_runtime.Runtime()",
+                path=self.url,
+            )
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: the files are closed, the lock remains, the connection is never used
+        again.
+        """
+        self._bell.close_here()
+        self._queue = None
+        self._store.leave_to_parent()
+
+
+_open_ledgers: weakref.WeakSet[SharedLedger] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for ledger in list(_open_ledgers):
+        ledger._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def _same_request(confirmed: Ticket | None, ticket: Ticket) -> bool:
+    """Whether `ticket` asks for what its owner's file `confirmed`.
+
+    The time of its last refresh and the reason why it waits are not part of the request.
+    """
+    if confirmed is None:
+        return False
+    fields = ("owner", "verb", "name", "importance", "recalls", "places", "said_by")
+    return all(getattr(confirmed, field) == getattr(ticket, field) for field in fields)

@@ -1,0 +1,72 @@
+"""Where a ledger is: the directories that URLs name, and the default URL.
+
+Nothing here opens a ledger or creates a file.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import parse_qsl, urlencode
+
+from ..errors import BadSetting
+from .sqlite import files
+
+
+def sqlite_directory(url: str, rest: str) -> Path:
+    """The directory that `url` names; `rest` is the part of it after `sqlite:`.
+
+    Four slashes, as other tools write them, mean the same as three. Raises BadSetting for a
+    relative path.
+    """
+    directory = Path("/" + rest.lstrip("/"))
+    if directory.suffix == ".db":
+        directory = directory.with_suffix("")
+    as_relative = Path(*directory.parts[1:])
+    if as_relative.parts and as_relative.parts[0] in ("~", ".", ".."):
+        raise BadSetting(
+            "GPU_LEDGER",
+            url,
+            f"an absolute path, such as sqlite://{os.path.abspath(as_relative.expanduser())}",
+        )
+    if len(as_relative.parts) < 2 and not directory.exists():
+        raise BadSetting(
+            "GPU_LEDGER",
+            url,
+            f"a directory that is not in the root of the file system. Relative to the current "
+            f"directory it is sqlite://{as_relative.absolute()}",
+        )
+    return directory
+
+
+def split_redis_url(url: str) -> tuple[str, Path]:
+    """The server's URL, and the local directory for the owners' files.
+
+    The option `owners=` in `url` names the directory. Without it, it is in the user's state
+    directory.
+    """
+    server, _, query = url.partition("?")
+    options = parse_qsl(query)
+    named = [value for name, value in options if name == "owners"]
+    if named:
+        directory = Path(named[-1])
+    else:
+        directory = Path(default_url().removeprefix("sqlite://")).parent / "redis"
+    other_options = urlencode([(name, value) for name, value in options if name != "owners"])
+    if other_options:
+        server = f"{server}?{other_options}"
+    return server, directory
+
+
+def default_url(devices_slug: str = "") -> str:
+    """The URL of this user's private ledger, used when no setting names one.
+
+    It is under the state directory. If that is on a network file system, where locks do not hold,
+    it is in /var/tmp; home directories often are. `devices_slug` separates books of different
+    machines, such as simulated and real cards.
+    """
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    directory = Path(home) / "gpu-console" / "ledger"
+    if files.is_network(files.file_system_of(directory)):
+        directory = Path(f"/var/tmp/gpu-console-{os.geteuid()}/ledger")
+    return f"sqlite://{directory / devices_slug}"
