@@ -1,101 +1,342 @@
-"""What can be used is documented: every public name, verb and setting stands in the README."""
+"""What can be used is documented in `docs/`, its links lead somewhere, and its examples run.
+
+The reference pages list names; their texts come from the code (`docs/_ext/reference.py`). So a
+setting, verb, error, route or field that no page lists is missing from the site, and fails here.
+"""
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import gpu_runtime
+from gpu_runtime import Runtime
 from gpu_runtime.catalog.schema import Fields
+from gpu_runtime.owner import frames
+from gpu_runtime.serving import requests
+from gpu_runtime.serving.api import memory, openai
 from gpu_runtime.settings import Settings
 from gpu_runtime.verbs import VERBS
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+sys.path.append(str(DOCS / "_ext"))
+import reference  # noqa: E402
+import site_checks  # noqa: E402
+
 README = (ROOT / "README.md").read_text()
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
+    if not {"_build", "_notebooks"} & set(path.parts)
+}
+MOST_README_LINES = 200
+FIRST_SCREEN_LINES = 40
 
 
-def names_in(text: str) -> set[str]:
-    """The names inside backticks and code blocks; prose does not document a name."""
-    code = re.findall(r"```.*?```|`[^`\n]+`", text, flags=re.DOTALL)
-    return set(re.findall(r"[A-Za-z_]\w*", " ".join(code)))
+def page(name: str) -> str:
+    return PAGES[f"docs/{name}.md"]
 
 
-def undocumented(names: set[str], text: str) -> set[str]:
-    return names - names_in(text)
+def listed(name: str, directive: str) -> list[str]:
+    """The names that a page lists in its directives of that kind."""
+    return [line.name for line in reference.lines_in(page(name), directive)]
 
 
-def test_every_public_name_is_in_the_readme():
-    """What is exported is promised."""
-    public = set(gpu_runtime.__all__)
-    assert undocumented(public, README) == set()
+# -- the README -----------------------------------------------------------------------------------
 
 
-def test_every_verb_is_in_the_table_of_magics():
-    """As `%gpu VERB`, in the README's table; as `gpu VERB`, where it works in a terminal only."""
+def test_the_readme_is_short():
+    """All else is in `docs/`."""
+    assert len(README.splitlines()) <= MOST_README_LINES
+
+
+def test_the_first_screen_has_the_commands_and_a_working_cell():
+    """What a newcomer needs, before any scrolling."""
+    screen = "\n".join(README.splitlines()[:FIRST_SCREEN_LINES])
+    assert all(
+        words in screen for words in ("make run", "make test", "%load_ext gpu", "with rt.use(")
+    )
+    assert README.index("<picture>") < README.index("## ")
+
+
+# -- completeness ---------------------------------------------------------------------------------
+
+
+def test_every_setting_is_listed_once_and_has_a_meaning():
+    rows = {row.name: row.doc for row in Settings.load().sources()}
+    assert sorted(listed("reference/settings", "settings")) == sorted(rows)
+    assert [name for name, meaning in rows.items() if not meaning] == []
+
+
+def test_every_verb_is_listed_once_and_says_what_it_does():
+    assert sorted(listed("reference/verbs", "verbs")) == sorted(VERBS)
+    assert [name for name, verb in VERBS.items() if not verb.doc] == []
+
+
+def test_the_python_of_a_verb_exists():
+    """The table's column `In Python` names methods of the runtime."""
+    lines = reference.lines_in(page("reference/verbs"), "verbs")
+    named = {name for line in lines for name in re.findall(r"rt\.(\w+)", line.note)}
+    assert {name for name in named if not hasattr(Runtime, name)} - {"settings"} == set()
+
+
+def test_every_field_of_the_catalogue_is_listed_once_and_has_a_meaning():
+    fields = Fields.model_fields
+    assert sorted(listed("reference/catalogue", "catalogue-fields")) == sorted(fields)
+    assert [name for name, field in fields.items() if not field.description] == []
+
+
+def test_every_error_is_listed_once_with_what_to_do():
+    lines = reference.lines_in(page("reference/errors"), "errors")
+    assert sorted(line.name for line in lines) == sorted(reference.errors())
+    assert [line.name for line in lines if not line.note] == []
+
+
+def test_the_attributes_of_an_error_are_documented():
+    """The base class has none of its own."""
+    undocumented = {
+        name
+        for name, kind in reference.errors().items()
+        if "Attributes:" not in (inspect.getdoc(kind) or "")
+    }
+    assert undocumented == {"GpuError"}
+
+
+def test_every_route_is_listed_once_and_says_what_it_does():
+    assert sorted(listed("reference/http", "routes")) == sorted(reference.routes())
+    described = reference.routes_table(reference.lines_in(page("reference/http"), "routes"))
+    assert "|  |" not in described
+
+
+def test_no_route_is_hidden_from_the_description():
+    """Else the list of routes would not be all of them."""
+    sources = (ROOT / "gpu_runtime" / "serving").rglob("*.py")
+    assert [path.name for path in sources if "include_in_schema" in path.read_text()] == []
+
+
+def test_every_field_of_memory_is_documented(tmp_path):
+    """Of each answer, its own table."""
+    with Runtime(devices="sim:1GiB,host:1GiB", ledger="memory:") as rt:
+        rt.register("one", backend="fake", size="8 MiB")
+        rt.preload("one")
+        snapshot = rt.status()
+        answers = {
+            "stats": memory.stats(snapshot),
+            "models": memory.models(snapshot)[0],
+            "fragmentation": memory.fragmentation((), False),
+            "health": memory.health(rt.health()),
+        }
+        rt.evict("one")
+        answers["offloaded"] = memory.offloaded(rt.status(), rt.evictions())[0]
+        answers["evictions"] = memory.evictions(rt.evictions(), {})[0]
+    text = page("reference/http")
+    for name, answer in answers.items():
+        table = text.partition(f"### GET /memory/{name}\n")[2].partition("\n#")[0]
+        rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+        fields = re.findall(r"`(\w+)`", " ".join(rows))
+        assert sorted(fields) == sorted(answer), name
+
+
+def test_every_field_of_ours_in_a_body_is_documented():
+    """Those that the description has, and those that the code reads."""
+    ours = set(re.findall(r'"(x_\w+)"', inspect.getsource(requests)))
+    ours |= {name for name in openai.schema("chat")["properties"] if name.startswith("x_")}
+    assert ours <= set(listed("reference/http", "body-fields"))
+
+
+def test_every_status_is_documented():
+    assert {str(status) for status in openai.REFUSALS} <= set(listed("reference/http", "statuses"))
+
+
+def test_every_method_of_the_runtime_is_listed_once():
+    """Properties too."""
+    members = inspect.getmembers(Runtime, lambda each: callable(each) or isinstance(each, property))
+    public = [name for name, _ in members if not name.startswith("_")]
+    methods = [name for name in listed("reference/python", "functions") if hasattr(Runtime, name)]
+    assert sorted(methods) == sorted(public)
+
+
+def test_every_export_is_documented():
+    """As an error, or by name on the page about Python."""
+    others = set(gpu_runtime.__all__) - set(reference.errors())
     assert {
-        verb.name
-        for verb in VERBS.values()
-        if not re.search(rf"^\|.*`{verb.places[0]} {verb.name}\b", README, flags=re.MULTILINE)
+        name for name in others if f"gpu_runtime.{name}" not in page("reference/python")
     } == set()
 
 
-def test_every_setting_is_in_the_readme_with_its_default_and_meaning():
-    """The same words as `gpu config` prints, so that neither can go stale."""
-    rows = [f"| `{row.name}` | `{row.default}` | {row.doc} |" for row in Settings.load().sources()]
-    assert [row for row in rows if row not in README.splitlines()] == []
+def test_the_columns_of_frames_are_documented():
+    """In their order."""
+    rows = re.findall(r"^\| `rt\.(\w+)\(\)`.*? \| (.*) \|$", page("reference/python"), re.MULTILINE)
+    assert {name: columns.split(", ") for name, columns in rows} == {
+        "models": frames.MODELS,
+        "leases": frames.LEASES,
+        "events": frames.EVENTS,
+        "catalog": frames.CATALOG,
+        "fragmentation": frames.FRAGMENTATION,
+    }
 
 
-def test_no_setting_is_documented_that_does_not_exist():
-    """A setting that was removed leaves the README too."""
-    documented = set(re.findall(r"^\| `([A-Z][A-Z_]+)` \|", README, flags=re.MULTILINE))
-    assert documented == {row.name for row in Settings.load().sources()}
+# -- links and paths ------------------------------------------------------------------------------
 
 
-def test_every_field_of_the_catalogue_is_in_the_readme_with_its_meaning_and_no_other():
-    """In the order and words of the table that checks them."""
-    rows = re.findall(r"^\| `([a-z_]+)` \| (.*) \|$", README, flags=re.MULTILINE)
-    assert rows == [(name, field.description) for name, field in Fields.model_fields.items()]
+def without_code(text: str) -> str:
+    return re.sub(r"^(`{3,}).*?^\1", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def test_the_examples_work(tmp_path):
-    """Typed as they stand, on a card that holds one of the two models: the first steps aside to RAM and says why."""
-    samples, example, *_ = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    settings = {"GPU_DEVICES": "sim:96MiB,host:8GiB", "GPU_LEDGER": f"sqlite://{tmp_path}/ledger"}
-    shown = subprocess.run(
-        [sys.executable, "-c", samples + example],
-        cwd=tmp_path,
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MyST make them."""
+    titles = re.findall(r"^#+ (.*)$", without_code(text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_link_leads_somewhere(name):
+    """To a file of this repository, and to a section that it has."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(PAGES[name])):
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        target = (ROOT / name).parent / path if path else ROOT / name
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def test_the_pages_that_notebooks_lead_to_exist():
+    """Links of the notebooks that change when they become pages."""
+    for target in site_checks.MOVED.values():
+        path, _, anchor = target.partition("#")
+        assert anchor in anchors((site_checks.COPIES / path).read_text()) or not anchor
+
+
+def test_every_page_is_in_the_contents():
+    """So that it is two clicks from any other; the build checks the clicks themselves."""
+    missing = []
+    for name in PAGES:
+        if not name.startswith("docs/") or name == "docs/index.md":
+            continue
+        path = Path(name).with_suffix("").relative_to("docs")
+        above = path.parent if path.name != "index" else path.parent.parent
+        contents = [page("index"), page("background")]
+        if str(above) != ".":
+            contents = [page(f"{above}/index")]
+        entry = str(path.relative_to(above))
+        missing += [name] if not any(re.search(rf"^{entry}$", c, re.M) for c in contents) else []
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_every_file_that_is_named_exists(name):
+    """A newcomer opens the right file at the first try."""
+    folders = ("gpu_runtime/", "kernel_ext/", "panels/", "tests/", "docs/", "notebooks/")
+    paths = {path for path in re.findall(r"`([\w./]+)`", PAGES[name]) if path.startswith(folders)}
+    assert paths
+    made_up = ("NAME", "NN_", "_build")
+    real = [path for path in sorted(paths) if not any(part in path for part in made_up)]
+    assert [path for path in real if not (ROOT / path).exists()] == []
+
+
+# -- examples -------------------------------------------------------------------------------------
+
+RUN = """
+import json, sys
+import gpu_runtime
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell.instance()
+shell.run_line_magic("colors", "nocolor")
+for name, cells in json.load(sys.stdin).items():
+    print("===", name, flush=True)
+    for cell in cells:
+        shell.run_cell(cell).raise_error()
+    gpu_runtime.runtime().close()
+    if "gpu" in shell.extension_manager.loaded:
+        shell.run_line_magic("unload_ext", "gpu")
+    shell.reset()
+"""
+FIRST_PAGES = ["README.md", "docs/getting_started.md"]
+GUIDES = [name for name in sorted(PAGES) if name.startswith(("docs/guides/", "docs/reference/"))]
+
+
+def cells(text: str) -> list[str]:
+    """The examples of a page, as cells of one notebook. A comment before a fence can exclude it."""
+    text = re.sub(r"<!-- not run: .*? -->\n```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"^```(?:python|ipython)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def run_examples(names: list[str], devices: str, place: Path) -> str:
+    """Runs each page as a notebook of its own, one after the other; returns what was shown."""
+    paths = [str(ROOT / part) for part in ("", "kernel_ext", "panels")]
+    settings = {
+        "GPU_DEVICES": devices,
+        "GPU_LEDGER": f"sqlite://{place}/ledger",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    ran = subprocess.run(
+        [sys.executable, "-c", RUN],
+        input=json.dumps({name: cells(PAGES[name]) for name in names}),
+        cwd=place,
         env=os.environ | settings,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=150,
         check=False,
     )
-    assert shown.returncode == 0, shown.stderr
-    assert re.search(
-        r"^offloaded - ranker needs .*; writer was idle", shown.stdout, flags=re.MULTILINE
-    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
 
 
-def test_every_link_in_the_readme_leads_somewhere():
-    """To a section of this page, or a file of this repository."""
-    sections = {
-        re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-")
-        for title in re.findall(r"^#+ (.*)$", README, flags=re.MULTILINE)
-    }
-    targets = re.findall(r"\]\(([^)\s]+)\)", README)
-    broken = [
-        target
-        for target in targets
-        if not target.startswith("http")
-        and not (target[1:] in sections if target.startswith("#") else (ROOT / target).exists())
-    ]
-    assert targets and broken == []
+def test_the_first_examples_run(tmp_path):
+    """On a card that holds one of the two models: the first is offloaded, and the reason is shown."""
+    shown = run_examples(FIRST_PAGES, "sim:96MiB,host:8GiB", tmp_path)
+    assert shown.count("ranker needs") >= len(FIRST_PAGES), shown
 
 
-def test_a_missing_name_is_noticed():
-    """This file can fail: prose and longer names do not count."""
-    assert undocumented({"use", "lease"}, "Please use `rt.lease_all()`.") == {"use", "lease"}
-    assert undocumented({"use", "lease"}, "```\nrt.use(name)\n```\nand `rt.lease`") == set()
+def test_the_examples_of_guides_and_reference_run(tmp_path):
+    """Pages with examples, each from the first to the last."""
+    names = [name for name in GUIDES if cells(PAGES[name])]
+    assert len(names) > 4
+    run_examples(names, "sim:24GiB,host:64GiB", tmp_path)
+
+
+def typed(text: str) -> list[str]:
+    """Every `gpu VERB …` and `%gpu VERB …` in a page's code blocks."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines()]
+    found = [re.match(r"(?:\$ |%)gpu(?: (.*?))?(?:\s+#.*)?$", line.strip()) for line in lines]
+    return [match[1] or "" for match in found if match]
+
+
+def test_every_command_on_the_pages_can_be_typed():
+    """Verb and options, as the table of verbs takes them."""
+    commands = [command for text in PAGES.values() for command in typed(text)]
+    assert len(commands) > 10
+    for command in filter(None, commands):
+        name, *words = shlex.split(command)
+        options = {flag for each in VERBS[name].arguments for flag in each.flags}
+        unknown = {word for word in words if word.startswith("-")} - options - {"--json", "-o"}
+        assert not unknown, command
+
+
+# -- these tests can fail -------------------------------------------------------------------------
+
+
+def test_a_name_that_is_not_listed_is_noticed():
+    """Only lines of the directive count."""
+    text = "`GPU_LEDGER`\n```{settings}\nGPU_DEVICES\n```\n```{verbs}\nstatus = rt.status()\n```\n"
+    assert [line.name for line in reference.lines_in(text, "settings")] == ["GPU_DEVICES"]
+    assert reference.lines_in(text, "verbs") == [reference.Line("status", "rt.status()")]
+
+
+def test_pages_too_far_apart_are_noticed():
+    """Three clicks are one too many."""
+    links = {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set()}
+    assert site_checks.reached("a", links, 2) == {"a", "b", "c"}
