@@ -311,8 +311,8 @@ FAULTS = [
     Fault(
         "believe what the owner does not know",
         "scheduler/transitions",
-        "if lease.phase is not Phase.SETTLED and lease.key in keys}",
-        "if lease.phase is not Phase.SETTLED}",
+        "if lease.phase is not Phase.SETTLED and lease.key in truth.keys:",
+        "if lease.phase is not Phase.SETTLED:",
     ),
     Fault(
         "forget what is under way",
@@ -335,8 +335,8 @@ FAULTS = [
     Fault(
         "reap leaves tickets behind",
         "scheduler/transitions",
-        "tickets=tuple(t for t in book.tickets if t.owner != owner), counts=counts)",
-        "counts=counts)",
+        "sections=sections, tickets=tickets, counts=counts)",
+        "sections=sections, counts=counts)",
     ),
     Fault(
         "totals fall with their owners",

@@ -39,7 +39,7 @@ from ..facts import (
 from ..kernel_activity import activity
 from ..ledgers.base import Ledger
 from ..ledgers.host_config import Machine, groups_of
-from ..scheduler import device_names, torch_limit
+from ..scheduler import device_names, ghosts, torch_limit, wakeups
 from ..scheduler import transitions as books
 from ..scheduler.eviction_policy import policy
 from ..scheduler.recall import Ask
@@ -312,7 +312,7 @@ class Session:
     ) -> T:
         def deciding(book: Book) -> tuple[Book, tuple[T, Book, Book]]:
             self._require_equal_names(book)
-            base = books.measure(books.publish(book, self.truth(), world), world)
+            base = ghosts.measure(books.publish(book, self.truth(), world), world)
             after, answer = decision(base, world)
             return after, (answer, book, after)
 
@@ -487,7 +487,7 @@ class Session:
         """Rings the owners that this write concerns."""
         concerned: set[str] = set()
         waiting = {ticket.owner for ticket in after.tickets}
-        if waiting and books.stirs(before, after):
+        if waiting and wakeups.affects_waiters(before, after):
             concerned |= waiting
         for ticket in after.tickets:
             if ticket.owner == self.me:

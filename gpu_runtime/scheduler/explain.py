@@ -1,11 +1,11 @@
-"""Refusals and failures, told to whoever has to do something about them: what stands in the way, and what to type.
+"""Errors made from refusals and failures: what happened, who is involved, and what to type.
 
 Pure: facts in, an error with its sentence out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -43,13 +43,17 @@ from .placement import runners_up
 from .pressure import views
 
 MOST_HOLDERS = 8  # lines of a report
-MOST_RUNNERS_UP = 8  # sentences beside a decision
+MOST_RUNNERS_UP = 8  # sentences with a decision
+SMALLEST_STRANGER = 64 * MIB  # less unleased memory than this is not reported
 
 
 def first_line(error: BaseException) -> str:
-    """The error's own words, shortened to one line."""
+    """The first line of the text of `error`, shortened; its class name if it has no text."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:300]
+
+
+# -- the alternatives of a decision ----------------------------------------------------------------
 
 
 def with_runners_up(
@@ -58,42 +62,53 @@ def with_runners_up(
     rules: PlacementRules,
     room_made: Sequence[Candidate] = (),
 ) -> list[Event]:
-    """These events; beside the one that tells this verdict, what else was considered.
+    """The `events`, with the alternatives added to the one that records `verdict`.
 
-    `room_made`: the ways to make room that were compared before this grant, where it needed that.
+    `rules` are the request's. `room_made` are the ways to make room that were compared before this
+    grant, if it needed room to be made.
     """
-    told = _TOLD[type(verdict)]
-    return [
-        replace(event, runners_up=alternatives(verdict, rules, room_made))
-        if event.action == told
-        else event
-        for event in events
-    ]
+    action = _ACTIONS[type(verdict)]
+    found = []
+    for event in events:
+        if event.action == action:
+            event = replace(event, runners_up=alternatives(verdict, rules, room_made))
+        found.append(event)
+    return found
 
 
-_TOLD = {Grant: "granted", Wait: "waiting", Refuse: "refused"}
+_ACTIONS = {Grant: "granted", Wait: "waiting", Refuse: "refused"}
 
 
 def alternatives(
     verdict: Verdict, rules: PlacementRules, room_made: Sequence[Candidate] = ()
 ) -> tuple[str, ...]:
-    """The other places, each in a sentence with why it lost; the nearest first."""
+    """The places that were considered for `verdict` and not chosen, each in a sentence with the reason.
+
+    The nearest first. `rules` and `room_made` are as in `with_runners_up`.
+    """
     considered: Sequence[Candidate] = verdict.considered
     if isinstance(verdict, Grant):
-        considered = runners_up(
-            room_made or considered, verdict.lease.target or verdict.lease.shares, rules
-        )[1:]
-    elif isinstance(verdict, Wait):
-        considered = runners_up(considered, considered[0].shares if considered else (), rules)[1:]
+        chosen = verdict.lease.target or verdict.lease.shares
+        considered = runners_up(room_made or considered, chosen, rules)[1:]
+    elif isinstance(verdict, Wait) and considered:
+        considered = runners_up(considered, considered[0].shares, rules)[1:]
     sentences = []
     for option in considered[:MOST_RUNNERS_UP]:
         place = where(option.shares)
-        sentences.append(f"{place}: {option.because.removeprefix(f'{place} ').rstrip('.')}.")
+        reason = option.because.removeprefix(f"{place} ").rstrip(".")
+        sentences.append(f"{place}: {reason}.")
     return tuple(sentences)
 
 
+# -- refusals --------------------------------------------------------------------------------------
+
+
 def refusal(name: str, verdict: Refuse) -> GpuError:
-    """The error that a refusal is raised as, with what to type."""
+    """The error for a refusal of the model `name`, with what to type.
+
+    Its class depends on the kind of `verdict`: DoesNotFit, MemoryLimitExceeded, NotAllowed, Deadlock
+    or LedgerUnavailable.
+    """
     facts: dict[str, Any] = dict(
         name=name,
         need_bytes=verdict.need_bytes,
@@ -102,98 +117,135 @@ def refusal(name: str, verdict: Refuse) -> GpuError:
         holders=verdict.holders,
         considered=verdict.considered,
     )
+    because = verdict.because
+    plan = f"%gpu plan {_plan_argument(name, verdict)}"
     if verdict.kind == "deadlock":
-        return Deadlock(
-            f"{verdict.because}.\n  End one of the blocks first, or nest them in the same order everywhere.",
-            **facts,
-        )
-    asked = show_bytes(verdict.need_bytes).replace(" ", "") if "#" in name else name
+        hint = "End one of the blocks first, or nest them in the same order everywhere."
+        return Deadlock(f"{because}.\n  {hint}", **facts)
     if verdict.kind == "limit":
-        return MemoryLimitExceeded(
-            f"{verdict.because}\n  Use a smaller model or a shorter context_length (its parts:  %gpu plan {asked}), end "
-            f"what is in use, or raise INFERENCE_MEMORY_LIMIT_GB.",
-            current_bytes=0,
-            **facts,
+        hint = (
+            f"Use a smaller model or a shorter context_length (its parts:  {plan}), "
+            "end what is in use, or raise INFERENCE_MEMORY_LIMIT_GB."
         )
+        return MemoryLimitExceeded(f"{because}\n  {hint}", current_bytes=0, **facts)
     if verdict.kind == "cap":
-        return NotAllowed(
-            f"{verdict.because}.\n  Nothing was evicted. The operator can change it; what you hold:  %gpu leases",
-            because=verdict.because,
-            **facts,
-        )
+        hint = "Nothing was evicted. The operator can change the cap; what you hold:  %gpu leases"
+        return NotAllowed(f"{because}.\n  {hint}", because=because, **facts)
     if verdict.kind == "full":
-        return LedgerUnavailable(f"{verdict.because}.", **facts)
-    first = next(iter(verdict.holders), "").partition("/")[2]
-    hint = {
-        "nested": f"Leave the block of {first} first: what does not fit together cannot be nested.",
-        "kept": f"Let it go:  %gpu unpin {first}",
-        "drained": f"Let it take leases again:  gpu drain {verdict.device} --undo",
-        "precious": f"Raise CPU_MEMORY_MAX_PERCENT so that RAM can take it, or give it up:  rt.forget({first!r})",
-    }.get(
-        verdict.kind,
-        f"Use a smaller or quantised model, or raise the budget:  GPU_MEMORY_MAX_PERCENT\n"
-        f"  Nothing was evicted. See:  %gpu plan {asked}",
+        return LedgerUnavailable(f"{because}.", **facts)
+    return DoesNotFit(f"{because}.\n  {_hint(verdict, plan)}", **facts)
+
+
+def _plan_argument(name: str, verdict: Refuse) -> str:
+    """What to type after `%gpu plan`: the model's name, or the size of a block of code."""
+    is_block = "#" in name
+    return show_bytes(verdict.need_bytes).replace(" ", "") if is_block else name
+
+
+def _hint(verdict: Refuse, plan: str) -> str:
+    """What to type after a refusal for lack of room."""
+    first_holder = next(iter(verdict.holders), "").partition("/")[2]
+    if verdict.kind == "nested":
+        return f"Leave the block of {first_holder} first: the two do not fit at the same time."
+    if verdict.kind == "kept":
+        return f"Unpin it:  %gpu unpin {first_holder}"
+    if verdict.kind == "drained":
+        return f"End the drain:  gpu drain {verdict.device} --undo"
+    if verdict.kind == "precious":
+        return (
+            "Raise CPU_MEMORY_MAX_PERCENT so that it fits in RAM, "
+            f"or give it up:  rt.forget({first_holder!r})"
+        )
+    return (
+        "Use a smaller or quantised model, or raise the budget:  GPU_MEMORY_MAX_PERCENT\n"
+        f"  Nothing was evicted. See:  {plan}"
     )
-    return DoesNotFit(f"{verdict.because}.\n  {hint}", **facts)
 
 
 def busy(book: Book, name: str, wait: Wait, waited_seconds: float) -> Busy:
-    """The error for a wait that ended with its time-out."""
-    silent = [owner for id in wait.silent if (owner := book.owner(id.partition("/")[0]))]
-    hint = "Watch:  %gpu status      or give it longer, with a larger timeout"
-    if silent:
-        pids = " ".join(str(pid) for pid in dict.fromkeys(owner.pid for owner in silent))
+    """The error for a request for `name` that timed out after `waited_seconds`.
+
+    `wait` is its last verdict; `book` names the owners that do not respond.
+    """
+    hint = "Watch:  %gpu status      or set a larger timeout"
+    pids = _pids(book, wait.silent)
+    if pids:
         hint = (
-            f"Let it go on, if it was stopped:  kill -CONT {pids}      or end it:  kill {pids}\n"
-            "  What it holds comes free when it answers, or ends."
+            f"If it was stopped, let it continue:  kill -CONT {pids}      or end it:  kill {pids}\n"
+            "  Its memory is freed when it responds, or ends."
         )
+    waited = show_seconds(waited_seconds)
     return Busy(
-        f"{name} found no room in {show_seconds(waited_seconds)}: {wait.because.rstrip('.')}.\n  {hint}",
+        f"no room for {name} within {waited}: {wait.because.rstrip('.')}.\n  {hint}",
         name=name,
         waited_seconds=waited_seconds,
         because=wait.because,
     )
 
 
+def _pids(book: Book, lease_ids: Iterable[str]) -> str:
+    """The pids of the owners of these leases, separated by spaces."""
+    pids: dict[int, None] = {}
+    for lease_id in lease_ids:
+        owner = book.owner(lease_id.partition("/")[0])
+        if owner is not None:
+            pids[owner.pid] = None
+    return " ".join(str(pid) for pid in pids)
+
+
 def still_here(book: Book, me: str, lease: Lease, why: str, world: World) -> GpuError:
-    """The error for a lease that somebody wants gone, and that may not go now."""
-    owner = book.owner(lease.owner)
-    label = THIS_PROCESS if lease.owner == me else owner.label if owner else lease.owner
+    """The error for a request to move or evict `lease`, which may not leave now.
+
+    `why` is the reason, as from `reason_to_stay`. `me` is the id of the requesting owner; `book` and
+    `world` give the holder's name and the time.
+    """
+    holder = _holder(book, me, lease)
+    facts: dict[str, Any] = dict(name=lease.name, lease=lease.id, owner=holder)
     if why == "in use":
         since = world.now - lease.pinned_since if lease.pinned_since else 0.0
         return StillInUse(
-            f"{lease.name} ({show_bytes(lease.bytes)}, {lease.where}) is in use by {label} for {show_seconds(since)}.\n"
-            f"  It leaves when that cell ends. Watch:  %gpu status",
-            name=lease.name,
-            lease=lease.id,
-            owner=label,
+            f"{lease.name} ({show_bytes(lease.bytes)}, {lease.where}) is in use by {holder} "
+            f"for {show_seconds(since)}.\n"
+            "  It leaves when that cell ends. Watch:  %gpu status",
             since_seconds=since,
+            **facts,
         )
     if why == "kept":
         return StillInUse(
             f"{lease.name} is pinned to its device.\n  Unpin it first:  %gpu unpin {lease.name}",
-            name=lease.name,
-            lease=lease.id,
-            owner=label,
+            **facts,
         )
-    return StillInUse(
-        f"{lease.name} is {why} just now; try again.", name=lease.name, lease=lease.id, owner=label
-    )
+    return StillInUse(f"{lease.name} cannot leave now: it is {why}. Try again.", **facts)
+
+
+def _holder(book: Book, me: str, lease: Lease) -> str:
+    if lease.owner == me:
+        return THIS_PROCESS
+    owner = book.owner(lease.owner)
+    return owner.label if owner else lease.owner
+
+
+# -- failures --------------------------------------------------------------------------------------
 
 
 def elsewhere(name: str, where: str, tensors: Sequence[str]) -> str:
-    """What is said of a model parts of which do not lie where it was loaded to."""
+    """The warning that `tensors` of the model `name` are not on the device `where` it was loaded to."""
     more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
-    return f"{name} was loaded to {where}, but these lie elsewhere: {', '.join(tensors[:3])}{more}."
+    listed = ", ".join(tensors[:3])
+    return f"{name} was loaded to {where}, but these are elsewhere: {listed}{more}."
 
 
 def load_failed(name: str, source: str, error: BaseException, *, driver_failed: bool) -> LoadFailed:
-    """The error for a load that failed, named after its model."""
-    hint = (
-        "\n  The driver failed in this process: restart its kernel. What it holds comes free; others go on."
-        if driver_failed
-        else ""
-    )
+    """The error for a failed load of the model `name` from `source`.
+
+    `error` is the original one. `driver_failed`: the driver no longer serves this process.
+    """
+    hint = ""
+    if driver_failed:
+        hint = (
+            "\n  The driver failed in this process: restart its kernel. "
+            "Its memory is then freed; other processes are not affected."
+        )
     return LoadFailed(
         f"{name} could not be loaded: {type(error).__name__}: {first_line(error)}{hint}",
         name=name,
@@ -212,51 +264,68 @@ def out_of_memory(
     device: str = "",
     declared_bytes: int | None = None,
 ) -> OutOfMemory:
-    """The readable report of an out-of-memory error: what was asked, who holds what, fragmentation, what to type.
+    """The report of an out-of-memory error: what was requested, who holds what, and what to type.
 
-    `declared_bytes` is the size that somebody said a model has which was being loaded.
+    `error` is the original one, `me` the id of this owner, and `maps` are the allocators of its
+    process. For a failed load, `loading` is the model's name, `device` where it was loaded to, and
+    `declared_bytes` its declared size, if one was declared.
     """
-    lines = [
-        f"{device or 'the device'} ran out of memory while loading {loading}."
-        if loading
-        else "the device ran out of memory while a model was in use.",
-        f"  {first_line(error)}",
-    ]
-    holders = sorted(
-        (lease for lease in book.leases() if lease.on_device), key=lambda lease: -lease.bytes
-    )
-    for lease in holders[:MOST_HOLDERS]:
-        owner = book.owner(lease.owner)
-        state = lease_state(lease, world.now).text()
-        use = f"{state}, pinned" if lease.keep else state
-        who = "" if lease.owner == me or not owner else f"  {owner.label}"
-        lines.append(f"  {show_bytes(lease.bytes):>9}  {lease.where:<8} {lease.name}, {use}{who}")
-    for view in views(book, world):
-        strangers = (view.measured_bytes or 0) - view.claimed_bytes
-        if not view.device.is_host and strangers > 64 * MIB:
-            lines.append(f"  {show_bytes(strangers):>9}  {view.device.id:<8} not leased by anybody")
-    for part in maps:
-        cached = part.reserved_bytes - part.allocated_bytes
-        if cached > 0:
-            lines.append(
-                f"  {show_bytes(cached):>9}  {part.device:<8} reserved by torch but unused (%gpu defrag)"
-            )
+    if loading:
+        what = f"{device or 'the device'} ran out of memory while loading {loading}."
+    else:
+        what = "the device ran out of memory while a model was in use."
+    on_devices = [lease for lease in book.leases() if lease.on_device]
+    holders = sorted(on_devices, key=lambda lease: -lease.bytes)
+    lines = [what, f"  {first_line(error)}"]
+    lines += [_holder_line(lease, book, world, me) for lease in holders[:MOST_HOLDERS]]
+    lines += _unleased_lines(book, world)
+    lines += _cache_lines(maps)
     if declared_bytes is not None:
         lines.append(
-            f"  It was declared as {show_bytes(declared_bytes)}. Does it need more? Say so:  "
-            f"rt.register({loading!r}, …, size='…')"
+            f"  It was declared as {show_bytes(declared_bytes)}. Does it need more? "
+            f"Declare that:  rt.register({loading!r}, …, size='…')"
         )
     if loading:
         lines.append(
-            "  Make room, and load it again:  %gpu evict NAME      Time and again? Lower "
-            "GPU_MEMORY_MAX_PERCENT"
+            "  Make room, and load it again:  %gpu evict NAME      "
+            "If it happens again, lower GPU_MEMORY_MAX_PERCENT"
         )
     else:
         lines.append(
-            "  Then:  run the cell again (idle models have stepped aside), use a smaller batch, or  "
+            "  Run the cell again (idle models were evicted), use a smaller batch, or see:  "
             "%gpu status"
         )
     report = "\n".join(lines)
     return OutOfMemory(
-        report, device=device, holders=tuple(lease.id for lease in holders), report=report
+        report,
+        device=device,
+        holders=tuple(lease.id for lease in holders),
+        report=report,
     )
+
+
+def _holder_line(lease: Lease, book: Book, world: World, me: str) -> str:
+    state = lease_state(lease, world.now).text()
+    if lease.keep:
+        state += ", pinned"
+    owner = book.owner(lease.owner)
+    by = f"  {owner.label}" if owner and lease.owner != me else ""
+    return _line(lease.bytes, lease.where, f"{lease.name}, {state}{by}")
+
+
+def _unleased_lines(book: Book, world: World) -> Iterator[str]:
+    for view in views(book, world):
+        unleased = (view.measured_bytes or 0) - view.claimed_bytes
+        if not view.device.is_host and unleased > SMALLEST_STRANGER:
+            yield _line(unleased, view.device.id, "not leased by any process")
+
+
+def _cache_lines(maps: Iterable[AllocatorMap]) -> Iterator[str]:
+    for part in maps:
+        cached = part.reserved_bytes - part.allocated_bytes
+        if cached > 0:
+            yield _line(cached, part.device, "reserved by torch but unused (%gpu defrag)")
+
+
+def _line(size: int, place: str, what: str) -> str:
+    return f"  {show_bytes(size):>9}  {place:<8} {what}"

@@ -1,6 +1,6 @@
-"""What the book records once something has happened: settled, abandoned, released, published, reaped.
+"""What the book records after something has happened: settled, abandoned, published, reaped.
 
-Pure, like the planner, but nothing is decided here: facts are always accepted, also those that show an overdraft.
+Pure. Nothing is decided here: facts are always accepted, even if they show an overdraft.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from ..facts import (
     Device,
     Drop,
     Event,
-    Ghost,
     Lease,
     Load,
     Move,
@@ -26,33 +25,28 @@ from ..facts import (
     Section,
     Shares,
     Step,
-    Ticket,
     Value,
     World,
 )
+from .ghosts import ghosts_of
 
-LEFT = (
-    "offloaded",
-    "unloaded",
-    "lost",
-)  # its device, or the warm pool: by eviction, or with its engine
+# Actions of a lease that left its device or the warm pool: evicted, or lost with its engine.
+LEFT = ("offloaded", "unloaded", "lost")
 DECISIONS = ("granted", "waiting", "refused")
 COUNTED = ("loaded", "offloaded", "restored", "unloaded", "refused")
 
 
 class Truth(Value):
-    """What an owner knows of itself, from which its section of the book is written anew."""
+    """What an owner knows about itself. Its section of the book is rewritten from this."""
 
     owner: Owner
-    leases: tuple[
-        Lease, ...
-    ] = ()  # what lies in its memories, with pins and last use of this moment
-    keys: tuple[str, ...] = ()  # decisions of its own that are under way
+    leases: tuple[Lease, ...] = ()  # in its memories, with the current pins and last use
+    keys: tuple[str, ...] = ()  # its own decisions that are under way
     residue: dict[str, int] = {}
     names: tuple[str, ...] = ()
     busy_since: float = NEVER
     idle_since: float = NEVER
-    engines: tuple[int, ...] = ()  # processes that it runs models in
+    engines: tuple[int, ...] = ()  # processes in which it runs models
 
 
 def note(
@@ -69,20 +63,25 @@ def note(
     answers: str = "",
     seconds: float = 0.0,
 ) -> Book:
-    """The book with one more event, and the owner's counter of that action moved on."""
+    """The book with one more event on `lease`, and its owner's counter of this `action` raised.
+
+    `reason` is one word and `because` the sentence. `size` is in bytes; `device` defaults to the
+    lease's first one; `by` is the requester, `answers` the key of an answered ticket, and `seconds`
+    the duration of a load.
+    """
     event = Event(
-        book.seq + 1,
-        world.wall,
-        lease.name,
-        action,
-        reason,
-        because,
-        size,
-        device or (lease.shares or lease.target or (_NOWHERE,))[0].device,
-        lease.owner,
-        by,
-        lease.shares if len(lease.shares) > 1 else (),
-        answers,
+        seq=book.seq + 1,
+        wall=world.wall,
+        model=lease.name,
+        action=action,
+        reason=reason,
+        because=because,
+        bytes=size,
+        device=device or _first_device(lease),
+        owner=lease.owner,
+        by=by,
+        shares=lease.shares if len(lease.shares) > 1 else (),
+        answers=answers,
         seconds=round(seconds, 3) or NEVER,
     )
     book = replace(book, events=(*book.events[-MOST_EVENTS + 1 :], event), seq=event.seq)
@@ -93,14 +92,12 @@ def note(
     return book.with_section(replace(section, counts=counts))
 
 
-class _Nowhere:
-    device = ""
+def _first_device(lease: Lease) -> str:
+    shares = lease.shares or lease.target
+    return shares[0].device if shares else ""
 
 
-_NOWHERE = _Nowhere()
-
-
-# -- what a step did ----------------------------------------------------------------------------------------------
+# -- the effect of a step --------------------------------------------------------------------------
 
 
 def arrived(
@@ -116,11 +113,15 @@ def arrived(
     droppable: bool = False,
     filled: Shares = (),
 ) -> Book:
-    """The lease, settled on a device with the bytes that were measured there; `filled`, where it claims more."""
+    """The book with the lease `name` of `owner` settled on a device.
+
+    `shares` is what it claims there, and `filled` what was measured if it claims more than that.
+    `because` is the event's sentence. `reload_seconds` or `restore_seconds` is how long it took; 0
+    keeps the old value. `droppable`: its source is proven to have the same bytes.
+    """
     lease = book.lease(owner, name)
     if lease is None:
         return book
-    action = "restored" if lease.on_host else "moved" if lease.on_device else "loaded"
     settled = replace(
         lease,
         shares=shares,
@@ -140,7 +141,7 @@ def arrived(
         book,
         world,
         settled,
-        action,
+        _how_it_arrived(lease),
         "request",
         because or f"{name} is on {settled.where} now.",
         size=settled.bytes,
@@ -148,72 +149,92 @@ def arrived(
     )
 
 
-def left(book: Book, step: Move | Drop, shares: Shares, world: World, by: str = "") -> Book:
-    """The book after a lease has stepped aside: to `shares` in host memory, or, dropped, gone.
+def _how_it_arrived(before: Lease) -> str:
+    """The action word for an arrival, by where the lease was before."""
+    if before.on_host:
+        return "restored"
+    return "moved" if before.on_device else "loaded"
 
-    Told twice (the first answer was lost), it is recorded once.
+
+def left(book: Book, step: Move | Drop, shares: Shares, world: World, by: str = "") -> Book:
+    """The book after `step`: the lease is on `shares`, or is gone if it was dropped.
+
+    `by` is who requested it. A repeated call (the first answer was lost) changes nothing.
     """
     owner, _, name = step.lease.partition("/")
     lease = book.lease(owner, name)
     if lease is None or lease.phase is Phase.ARRIVING:
         return book
-    if isinstance(step, Move) and lease.phase is Phase.SETTLED and lease.shares == shares:
-        return book
-    freed = sum(share.bytes for share in lease.shares)
     if isinstance(step, Drop):
         book = book.without_lease(owner, name)
-        return note(book, world, lease, "unloaded", step.reason, step.because, size=freed, by=by)
-    to_host = all(share.device == HOST for share in shares)
-    settled = replace(
-        lease.holding(shares), settled_at=world.now, away_since=world.now if to_host else 0.0
-    )
-    book = book.with_lease(settled)
+        action = "unloaded"
+    elif lease.phase is Phase.SETTLED and lease.shares == shares:
+        return book
+    else:
+        to_host = all(share.device == HOST for share in shares)
+        settled = replace(
+            lease.holding(shares),
+            settled_at=world.now,
+            away_since=world.now if to_host else 0.0,
+        )
+        book = book.with_lease(settled)
+        action = "offloaded" if to_host else "moved"
     return note(
         book,
         world,
         lease,
-        "offloaded" if to_host else "moved",
+        action,
         step.reason,
         step.because,
-        size=freed,
+        size=sum(share.bytes for share in lease.shares),
         by=by,
     )
 
 
 def perform(book: Book, step: Step, world: World) -> Book:
-    """The book as if the step had succeeded: for plans."""
+    """The book as if `step` had succeeded: for plans."""
     owner, _, name = step.lease.partition("/")
-    if isinstance(step, Load) or (
-        isinstance(step, Move) and any(s.device != HOST for s in step.shares)
-    ):
+    if isinstance(step, Drop):
+        return left(book, step, (), world)
+    to_device = any(share.device != HOST for share in step.shares)
+    if isinstance(step, Load) or to_device:
         return arrived(book, owner, name, step.shares, world)
-    return left(book, step, getattr(step, "shares", ()), world)
+    return left(book, step, step.shares, world)
 
 
 def abandon(
-    book: Book, owner: str, name: str, key: str, world: World, because: str = "", pins: int = 0
+    book: Book,
+    owner: str,
+    name: str,
+    key: str,
+    world: World,
+    because: str = "",
+    pins: int = 0,
 ) -> Book:
-    """The book as it was before the decision `key`: an arrival is gone, or back on the host; a departure stays."""
+    """The book as it was before the decision `key` about the lease `name` of `owner`.
+
+    A loading lease is removed, a restoring one is on the host again, and a leaving one stays. `because`
+    is the sentence of the event; without it there is none. `pins` counts its users.
+    """
     lease = book.lease(owner, name)
     if lease is None or lease.key != key or lease.phase is Phase.SETTLED:
         return book
     if not lease.shares:
         book = book.without_lease(owner, name)
     else:
-        used = world.now if pins else lease.last_used
-        filled = lease.filled if lease.on_device else ()
-        book = book.with_lease(
-            replace(
-                lease,
-                target=(),
-                filled=filled,
-                phase=Phase.SETTLED,
-                key="",
-                pins=pins,
-                last_used=used,
-            )
+        settled = replace(
+            lease,
+            target=(),
+            filled=lease.filled if lease.on_device else (),
+            phase=Phase.SETTLED,
+            key="",
+            pins=pins,
+            last_used=world.now if pins else lease.last_used,
         )
-    return note(book, world, lease, "failed", "abandoned", because) if because else book
+        book = book.with_lease(settled)
+    if not because:
+        return book
+    return note(book, world, lease, "failed", "abandoned", because)
 
 
 def release(
@@ -222,9 +243,8 @@ def release(
     name: str,
     world: World,
     because: str = "",
-    peak_bytes: int | None = None,
 ) -> Book:
-    """The book without this lease: its owner gave it back."""
+    """The book without the lease `name`, which its `owner` gave back. `because` is the sentence."""
     lease = book.lease(owner, name)
     if lease is None:
         return book
@@ -240,48 +260,26 @@ def release(
 
 
 def withdraw(book: Book, key: str) -> Book:
-    """The book without that ticket."""
+    """The book without the ticket with this `key`."""
     return book.without_ticket(key) if book.ticket(key) else book
 
 
-# -- an owner's section -------------------------------------------------------------------------------------------
+# -- an owner's section ----------------------------------------------------------------------------
 
 
 def publish(book: Book, truth: Truth, world: World) -> Book:
-    """The book with this owner's section as its owner knows it; the same book where nothing is new.
+    """The book with this owner's section as in `truth`; the same book where nothing has changed.
 
-    Whatever is under way keeps its place by its key; a key that the owner does not know was left behind by an
-    interrupt and is withdrawn, whatever it had reserved.
+    A lease that is under way stays, by its key. A key that the owner does not know was left behind by
+    an interrupt; it is withdrawn, with all that it had reserved.
     """
     me = truth.owner.id
-    section = book.sections.get(me)
-    if section is None:
-        book = _first_word(book, truth, world)
-        section = book.sections[me]
-    keys = set(truth.keys)
-    under_way = {
-        lease.name: lease
-        for lease in section.leases
-        if lease.phase is not Phase.SETTLED and lease.key in keys
-    }
-    leases = []
-    for known in truth.leases:
-        moving = under_way.pop(known.name, None)
-        if moving is not None:
-            known = replace(
-                moving,
-                pins=max(known.pins, moving.pins if moving.phase is Phase.ARRIVING else 0),
-                pinned_since=known.pinned_since,
-                last_used=known.last_used,
-                uses=known.uses,
-            )
-        leases.append(known)
-    leases += under_way.values()
-    order = {lease.name: place for place, lease in enumerate(section.leases)}
-    leases.sort(key=lambda lease: order.get(lease.name, len(order)))
+    if me not in book.sections:
+        book = _with_new_section(book, truth, world)
+    section = book.sections[me]
     fresh = Section(
         owner=truth.owner,
-        leases=tuple(leases),
+        leases=_published_leases(section, truth),
         residue=truth.residue,
         names=truth.names,
         counts=section.counts,
@@ -291,16 +289,46 @@ def publish(book: Book, truth: Truth, world: World) -> Book:
     )
     if fresh != section:
         book = book.with_section(fresh)
-    stale = [t.key for t in book.tickets if t.owner == me and t.key not in keys]
+    stale = [
+        ticket.key for ticket in book.tickets if ticket.owner == me and ticket.key not in truth.keys
+    ]
     for key in stale:
         book = book.without_ticket(key)
     return book
 
 
-def _first_word(book: Book, truth: Truth, world: World) -> Book:
-    """The book with an empty section for a new owner, and the devices and limits that it brings.
+def _published_leases(section: Section, truth: Truth) -> tuple[Lease, ...]:
+    """The owner's leases, in the order of its section. Those under way keep their shares and phase."""
+    under_way = {}
+    for lease in section.leases:
+        if lease.phase is not Phase.SETTLED and lease.key in truth.keys:
+            under_way[lease.name] = lease
+    leases = []
+    for known in truth.leases:
+        moving = under_way.pop(known.name, None)
+        leases.append(known if moving is None else _under_way(moving, known))
+    leases += under_way.values()
+    places = {lease.name: place for place, lease in enumerate(section.leases)}
+    leases.sort(key=lambda lease: places.get(lease.name, len(places)))
+    return tuple(leases)
 
-    Limits are the first owner's: whoever comes while others are there may take less, never more.
+
+def _under_way(moving: Lease, known: Lease) -> Lease:
+    """The lease as in the book, with the pins and uses that its owner knows."""
+    born_with = moving.pins if moving.phase is Phase.ARRIVING else 0
+    return replace(
+        moving,
+        pins=max(known.pins, born_with),
+        pinned_since=known.pinned_since,
+        last_used=known.last_used,
+        uses=known.uses,
+    )
+
+
+def _with_new_section(book: Book, truth: Truth, world: World) -> Book:
+    """The book with an empty section for a new owner, and with its devices and limits.
+
+    The first owner sets the limits. While others are there, a new owner may use less, never more.
     """
     alone = not book.sections
     known: dict[str, Device] = {} if alone else {device.id: device for device in book.devices}
@@ -311,107 +339,37 @@ def _first_word(book: Book, truth: Truth, world: World) -> Book:
     return book.with_section(Section(owner=truth.owner))
 
 
-def stirs(before: Book, after: Book) -> bool:
-    """Whether whoever waits might be answered otherwise by the second book than by the first.
-
-    A request that was looked at once more, a use that was counted and a sample that was taken are no news: those who
-    wait would wake each other for ever.
-    """
-    if (
-        (before.ghosts, before.drained, before.limits)
-        != (after.ghosts, after.drained, after.limits)
-        or before.sections.keys() != after.sections.keys()
-        or len(before.tickets) != len(after.tickets)
-    ):
-        return True
-    if any(
-        old is not new and replace(old, refreshed=0.0) != replace(new, refreshed=0.0)
-        for old, new in zip(before.tickets, after.tickets, strict=True)
-    ):
-        return True
-    return any(
-        old is not (new := after.sections[id])
-        and old.leases != new.leases
-        and [*map(_standing, old.leases)] != [*map(_standing, new.leases)]
-        for id, old in before.sections.items()
-    )
-
-
-def _standing(lease: Lease) -> Lease:
-    """The lease as far as it stands in anybody's way."""
-    return replace(
-        lease, pins=min(lease.pins, 1), pinned_since=0.0, last_used=0.0, uses=0, measured_bytes=None
-    )
-
-
-def measure(book: Book, world: World) -> Book:
-    """The book with our samples in the place of those that are getting old, and without the ghosts that they end.
-
-    Not on every occasion: what changes the page every second is written by every kernel every second.
-    """
-    fresh = {
-        id: sample
-        for id, sample in world.samples.items()
-        if id not in book.samples
-        or sample.taken_at > book.samples[id].taken_at + world.rules.stale_seconds / 2
-    }
-    if book.ghosts:
-        ended = {
-            ghost.device for ghost in book.ghosts if ghost.gone(world.samples.get(ghost.device))
-        }
-        fresh |= {
-            id: world.samples[id]
-            for id in ended  # the proof, so that nobody believes an older one
-            if id not in book.samples or world.samples[id].taken_at > book.samples[id].taken_at
-        }
-    if fresh:
-        book = replace(book, samples={**book.samples, **fresh})
-    return _without_ended(book) if book.ghosts else book
-
-
-def _without_ended(book: Book) -> Book:
-    """The book without the ghosts that its samples no longer show.
-
-    A number that came back to a living owner is proof too that the process which had it is gone altogether.
-    """
-    alive = {section.owner.pid for section in book.sections.values()}
-    left = tuple(
-        ghost
-        for ghost in book.ghosts
-        if ghost.pid not in alive and not ghost.gone(book.samples.get(ghost.device))
-    )
-    return book if len(left) == len(book.ghosts) else replace(book, ghosts=left)
+# -- the end of an owner ---------------------------------------------------------------------------
 
 
 def resign(book: Book, owner: str) -> Book:
-    """The book without this owner: it is closing, and has given everything back."""
+    """The book without `owner`, which is closing and has given everything back."""
     section = book.sections.get(owner)
     if section is None and not any(ticket.owner == owner for ticket in book.tickets):
         return book
     counts = dict(book.counts)
     for action, times in (section.counts if section else {}).items():
         counts[action] = counts.get(action, 0) + times
-    return replace(
-        book,
-        sections={id: s for id, s in book.sections.items() if id != owner},
-        tickets=tuple(t for t in book.tickets if t.owner != owner),
-        counts=counts,
-    )
+    sections = {id: other for id, other in book.sections.items() if id != owner}
+    tickets = tuple(ticket for ticket in book.tickets if ticket.owner != owner)
+    return replace(book, sections=sections, tickets=tickets, counts=counts)
 
 
 def reap(book: Book, dead: Iterable[str], world: World) -> Book:
-    """The book without the owners that are proven dead, each lease's end told.
+    """The book without the owners `dead`, whose death is proven, with an event for each lease.
 
-    What they held on real cards stays claimed by their ghosts until a sample shows that the driver has freed it.
+    Their memory on real cards stays claimed by ghosts until a sample shows that the driver has freed
+    it.
     """
     for id in dead:
         section = book.sections.get(id)
         book = resign(book, id)
         if section is None:
             continue
-        ghosts = _ghosts(book, section, world)
-        book = replace(book, ghosts=(*book.ghosts, *ghosts)) if ghosts else book
-        then = "is free once its driver says so" if ghosts else "is free again"
+        ghosts = ghosts_of(book, section, world)
+        if ghosts:
+            book = replace(book, ghosts=(*book.ghosts, *ghosts))
+        when = "once its driver reports it" if ghosts else "again"
         for lease in section.leases:
             book = note(
                 book,
@@ -419,19 +377,18 @@ def reap(book: Book, dead: Iterable[str], world: World) -> Book:
                 lease,
                 "reaped",
                 "death",
-                f"{section.owner.label} ended; what it held {then}.",
+                f"{section.owner.label} ended; its memory is free {when}.",
                 size=lease.bytes,
             )
     return book
 
 
 def totals(book: Book) -> dict[str, int]:
-    """Counters of this boot, owners that are gone included; evictions = offloads + unloads, always."""
-    counted = {
-        action: book.counts.get(action, 0)
-        + sum(s.counts.get(action, 0) for s in book.sections.values())
-        for action in COUNTED
-    }
+    """Counters of this boot, ended owners included. Evictions are always offloads plus unloads."""
+    counted = {}
+    for action in COUNTED:
+        living = sum(section.counts.get(action, 0) for section in book.sections.values())
+        counted[action] = book.counts.get(action, 0) + living
     return {
         "evictions": counted["offloaded"] + counted["unloaded"],
         "offloads": counted["offloaded"],
@@ -440,28 +397,3 @@ def totals(book: Book) -> dict[str, int]:
         "loads": counted["loaded"],
         "refusals": counted["refused"],
     }
-
-
-def _ghosts(book: Book, section: Section, world: World) -> list[Ghost]:
-    """One for each real card on which the owner of that section held anything, or was about to."""
-    real = {
-        device.id
-        for device in (*book.devices, *world.devices)
-        if not device.simulated and not device.is_host
-    }
-    held = {device: size for device, size in section.residue.items() if device in real and size}
-    came: dict[str, float] = {}
-    for lease in section.leases:
-        for share in lease.claims():
-            if share.device in real:
-                at = world.now if lease.target else lease.settled_at
-                held[share.device] = held.get(share.device, 0) + share.bytes
-                came[share.device] = max(at, came.get(share.device, 0.0))
-    return [
-        Ghost(section.owner.id, section.owner.pid, device, size, came.get(device, 0.0), world.now)
-        for device, size in held.items()
-    ]
-
-
-def tickets_of(book: Book, owner: str) -> tuple[Ticket, ...]:
-    return tuple(ticket for ticket in book.tickets if ticket.owner == owner)

@@ -245,7 +245,7 @@ def test_what_lies_elsewhere_after_a_load_is_told_by_name(runtime, monkeypatch, 
     rt.preload("m")
     [event] = [event for event in rt.status().events if event.action == "misplaced"]
     assert event.because == (
-        "m was loaded to sim:0, but these lie elsewhere: layer0 on cpu, layer1 on cpu, layer2 on cpu "
+        "m was loaded to sim:0, but these are elsewhere: layer0 on cpu, layer1 on cpu, layer2 on cpu "
         "and 2 more."
     )
     assert event.because in caplog.text

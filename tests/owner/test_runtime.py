@@ -309,7 +309,7 @@ def test_out_of_memory_after_all_have_left_leaves_no_ticket_and_doubts_the_decla
     with pytest.raises(OutOfMemory) as told:
         rt.preload("b")
     assert (
-        "It was declared as 5.0 GiB. Does it need more? Say so:  rt.register('b', …, size='…')"
+        "It was declared as 5.0 GiB. Does it need more? Declare that:  rt.register('b', …, size='…')"
         in str(told.value)
     )
     assert where(rt) == {"a": "host", "b": "disk"} and rt.status().tickets == ()

@@ -40,6 +40,7 @@ from gpu_runtime.facts import (
     World,
 )
 from gpu_runtime.ledgers.invariants import refuse_unlawful
+from gpu_runtime.scheduler import ghosts
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.eviction_policy import cost_aware, lru
@@ -144,7 +145,7 @@ class House(RuleBasedStateMachine):
         world, truth, old = self.world(), process.truth(), self.book
 
         def deciding(book: Book) -> tuple[Book, Any, Book]:
-            base = books.measure(books.publish(book, truth, world), world)
+            base = ghosts.measure(books.publish(book, truth, world), world)
             after, *answer = decision(base, world)
             return after, answer[0] if len(answer) == 1 else tuple(answer), base
 
@@ -678,7 +679,7 @@ class House(RuleBasedStateMachine):
         self.book = books.reap(self.book, [process.id for process in self.dead], self.world())
         self.now += 0.1
         self.take_sample()
-        assert books.measure(self.book, self.world()).claims() == {}
+        assert ghosts.measure(self.book, self.world()).claims() == {}
 
 
 TestHouse = House.TestCase

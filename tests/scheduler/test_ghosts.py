@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Grant, Phase, Sample, Wait
+from gpu_runtime.scheduler import ghosts
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.capacity import room
 from tests.worlds import NOW, block, book, decide, lease, owner, request, size, world
@@ -26,7 +27,7 @@ def there(free, *, taken_at, now=NOW, listing=None, budget=72):
 
 
 def reaped(page, at=NOW, **how):
-    return books.measure(
+    return ghosts.measure(
         books.reap(page, [DEAD.id], there(**{"free": 40, "taken_at": at - 1, **how})),
         there(**{"free": 40, "taken_at": at - 1, **how}),
     )
@@ -61,13 +62,13 @@ def test_what_was_on_its_way_when_its_owner_died_counts_in_full():
 def test_a_sample_from_after_the_death_that_still_lists_the_process_frees_nothing():
     """A driver takes its time to tear a process down: the card would be taken over its budget."""
     later = there(40, taken_at=NOW + 1, now=NOW + 1, listing={2: size(40)})
-    page = books.measure(reaped(HELD), later)
+    page = ghosts.measure(reaped(HELD), later)
     assert room(page, later)["cuda:0"] == size(32)
 
 
 def test_a_sample_from_after_the_death_without_the_process_frees_everything():
     later = there(80, taken_at=NOW + 1, now=NOW + 1, listing={77: size(1)})
-    page = books.measure(reaped(HELD), later)
+    page = ghosts.measure(reaped(HELD), later)
     assert (page.ghosts, page.claims(), room(page, later)["cuda:0"]) == ((), {}, size(72))
     assert page.samples == later.samples, (
         "with the proof in the page nobody goes by an older sample"
@@ -77,13 +78,13 @@ def test_a_sample_from_after_the_death_without_the_process_frees_everything():
 @pytest.mark.parametrize("bytes_", [None, size(40)])
 def test_a_process_whose_bytes_the_driver_will_not_tell_is_listed_all_the_same(bytes_):
     later = there(40, taken_at=NOW + 1, now=NOW + 1, listing={2: bytes_})
-    assert len(books.measure(reaped(HELD), later).ghosts) == 1
+    assert len(ghosts.measure(reaped(HELD), later).ghosts) == 1
 
 
 def test_memory_that_the_driver_will_not_tell_makes_a_request_wait():
     """Unknown is not free, however long ago the process ended."""
     later = there(None, taken_at=NOW + 1, now=NOW + 1)
-    page = books.measure(reaped(HELD), later)
+    page = ghosts.measure(reaped(HELD), later)
     _, verdict = decide(page, request("qwen", 1), later)
     assert isinstance(verdict, Wait) and "does not say how much memory is free" in verdict.because
 
@@ -101,7 +102,7 @@ def test_a_card_is_not_granted_beyond_its_budget_while_the_driver_cleans_up():
     )
     assert verdict.retry_at == NOW + 0.1
     done = there(70, taken_at=NOW + 1, now=NOW + 1)
-    _, verdict = decide(books.measure(page, done), request("qwen", 60), done)
+    _, verdict = decide(ghosts.measure(page, done), request("qwen", 60), done)
     assert isinstance(verdict, Grant)
 
 
@@ -111,7 +112,7 @@ def test_the_number_of_a_living_owner_is_not_a_ghosts():
     again = page.with_section(
         replace(book(owners=(2,)).sections[DEAD.id], owner=replace(DEAD, started=99))
     )
-    assert books.measure(again, there(40, taken_at=NOW - 1)).ghosts == ()
+    assert ghosts.measure(again, there(40, taken_at=NOW - 1)).ghosts == ()
 
 
 def test_simulated_cards_and_the_host_have_no_ghosts():
@@ -143,8 +144,8 @@ def test_the_event_says_what_is_true_of_the_card():
         for page in (HELD, book(lease("a", by=2, host=1), owners=(1, 2)))
     ]
     assert told == [
-        "pid 2 ended; what it held is free once its driver says so.",
-        "pid 2 ended; what it held is free again.",
+        "pid 2 ended; its memory is free once its driver reports it.",
+        "pid 2 ended; its memory is free again.",
     ]
 
 

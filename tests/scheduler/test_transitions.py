@@ -22,6 +22,7 @@ from gpu_runtime.facts import (
     encode,
     overdrafts,
 )
+from gpu_runtime.scheduler import ghosts, wakeups
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.transitions import Truth, publish
 from tests.worlds import NOW, at, block, book, decide, lease, owner, request, size, ticket, world
@@ -252,7 +253,7 @@ WAITED_FOR = book(
 )
 def test_what_helps_nobody_who_waits_wakes_nobody(after):
     """Or two that wait in one process would wake each other for ever, each by looking."""
-    assert after != WAITED_FOR and not books.stirs(WAITED_FOR, after)
+    assert after != WAITED_FOR and not wakeups.affects_waiters(WAITED_FOR, after)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +284,7 @@ def test_what_helps_nobody_who_waits_wakes_nobody(after):
     ],
 )
 def test_what_may_help_somebody_who_waits_wakes_them(after):
-    assert books.stirs(WAITED_FOR, after)
+    assert wakeups.affects_waiters(WAITED_FOR, after)
 
 
 # -- publish ------------------------------------------------------------------------------------------------------
@@ -388,8 +389,8 @@ def test_the_dead_are_reaped_whole_and_each_end_is_told():
     assert list(after.sections) == [ME.id] and [t.name for t in after.tickets] == ["r"]
     assert after.claims() == {"sim:0": size(1)}
     assert [(e.model, e.action, e.bytes, e.because) for e in after.events] == [
-        ("a", "reaped", size(3), "pid 2 ended; what it held is free again."),
-        ("b", "reaped", size(4), "pid 2 ended; what it held is free again."),
+        ("a", "reaped", size(3), "pid 2 ended; its memory is free again."),
+        ("b", "reaped", size(4), "pid 2 ended; its memory is free again."),
     ]
 
 
@@ -412,10 +413,10 @@ def test_who_resigns_takes_everything_along():
 def test_a_newer_sample_replaces_an_old_one_and_an_older_never():
     there = world(cuda0=10, free={"cuda:0": 1}, taken_at=NOW)
     old, future = Sample("cuda:0", NOW - 9, 5), Sample("cuda:0", NOW + 9, 5)
-    assert books.measure(Book(), there).samples == there.samples
-    assert books.measure(Book(samples={"cuda:0": old}), there).samples == there.samples
+    assert ghosts.measure(Book(), there).samples == there.samples
+    assert ghosts.measure(Book(samples={"cuda:0": old}), there).samples == there.samples
     newest = Book(samples={"cuda:0": future})
-    assert books.measure(newest, there) is newest
+    assert ghosts.measure(newest, there) is newest
 
 
 def test_a_page_keeps_the_last_events_and_counts_them_all():

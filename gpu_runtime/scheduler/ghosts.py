@@ -1,0 +1,89 @@
+"""Samples in the book, and ghosts: memory of dead processes that a driver may not have freed yet.
+
+Pure. Facts only; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ..facts import Book, Ghost, Sample, Section, World
+
+
+def measure(book: Book, world: World) -> Book:
+    """The book with the samples of `world` in place of its old ones, and without ended ghosts.
+
+    A sample is replaced only when it is getting old: a field that changed every second would be
+    written by every kernel every second.
+    """
+    fresh = _fresh_samples(book, world)
+    if book.ghosts:
+        fresh |= _proofs(book, world)
+    if fresh:
+        book = replace(book, samples={**book.samples, **fresh})
+    return _without_ended(book) if book.ghosts else book
+
+
+def _fresh_samples(book: Book, world: World) -> dict[str, Sample]:
+    """Samples of the world for which the book has none, or one that is getting old."""
+    getting_old = world.rules.stale_seconds / 2
+    fresh = {}
+    for id, sample in world.samples.items():
+        known = book.samples.get(id)
+        if known is None or sample.taken_at > known.taken_at + getting_old:
+            fresh[id] = sample
+    return fresh
+
+
+def _proofs(book: Book, world: World) -> dict[str, Sample]:
+    """The samples that prove the end of a ghost. They are stored, so that no older one is believed."""
+    proofs = {}
+    for ghost in book.ghosts:
+        sample = world.samples.get(ghost.device)
+        if sample is None or not ghost.gone(sample):
+            continue
+        known = book.samples.get(ghost.device)
+        if known is None or sample.taken_at > known.taken_at:
+            proofs[ghost.device] = sample
+    return proofs
+
+
+def _without_ended(book: Book) -> Book:
+    """The book without the ghosts that its samples no longer show.
+
+    A pid that now belongs to a living owner also proves that the process which had it has ended.
+    """
+    alive = {section.owner.pid for section in book.sections.values()}
+    left = []
+    for ghost in book.ghosts:
+        if ghost.pid not in alive and not ghost.gone(book.samples.get(ghost.device)):
+            left.append(ghost)
+    return book if len(left) == len(book.ghosts) else replace(book, ghosts=tuple(left))
+
+
+def ghosts_of(book: Book, section: Section, world: World) -> list[Ghost]:
+    """A ghost for each real card on which the dead owner of `section` held memory, or was about to."""
+    real = set()
+    for device in (*book.devices, *world.devices):
+        if not device.simulated and not device.is_host:
+            real.add(device.id)
+    held = {device: size for device, size in section.residue.items() if device in real and size}
+    settled: dict[str, float] = {}
+    for lease in section.leases:
+        settled_at = world.now if lease.target else lease.settled_at
+        for share in lease.claims():
+            if share.device in real:
+                held[share.device] = held.get(share.device, 0) + share.bytes
+                settled[share.device] = max(settled_at, settled.get(share.device, 0.0))
+    found = []
+    for device, size in held.items():
+        ghost = Ghost(
+            owner=section.owner.id,
+            pid=section.owner.pid,
+            device=device,
+            bytes=size,
+            settled_at=settled.get(device, 0.0),
+            died_at=world.now,
+        )
+        found.append(ghost)
+    return found
