@@ -1,4 +1,5 @@
 """The operator's console: a Panel page over the runtime's snapshots, served or inside a notebook.
 
-Importing this package imports neither panel nor bokeh; its modules do when the first page is made.
+It uses the runtime only through its public methods; decisions about memory are made elsewhere.
+Importing this package imports neither Panel nor Bokeh: its modules do, when the first page is made.
 """

@@ -1,7 +1,8 @@
-"""What a session may do: ask first, look again, do it through the runtime, and say what came of it.
+"""The actions of one session: confirm, check again, act through the runtime, show the outcome.
 
-A click calls `propose`, which opens the dialog; nothing happens before it is confirmed. What is confirmed runs in a
-thread of its own, so that an owner that does not answer holds up nobody; its outcome is shown by the next `update`.
+A click calls `propose`, which opens the dialog; nothing happens before it is confirmed. A confirmed
+action runs in a thread of its own, so that an owner that does not answer blocks nothing. The next
+`update` shows its outcome.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from typing import Any, NamedTuple
 
 import panel as pn
 import panel_material_ui as pmui
-import param
-from panel.custom import JSComponent
 
 from gpu_runtime import threads
 from gpu_runtime.errors import GpuError
@@ -25,73 +24,62 @@ from gpu_runtime.facts import THIS_PROCESS, Outcome, Snapshot
 from gpu_runtime.rendering.views import clean, clock
 
 from .data.confirmations import VERBS, Proposal, changed, propose, question
-from .poller import Watch
+from .poller import Poller
+from .widgets.confirmation import ConfirmationForm
 
 log = logging.getLogger("gpu_runtime")
 
-MOST_TOLD = 4  # outcomes that stay on the page; what is still under way stays in any case
+MOST_REPORTS = 4  # finished actions that stay on the page; actions in progress stay in any case
 DONE_SECONDS = (
-    20.0  # how long one that went well stays there; one that failed stays until others push it out
+    20.0  # how long a successful one stays; a failed one stays until newer ones replace it
 )
-ANSWER_SECONDS = 30.0  # how long an owner is waited for
+ANSWER_SECONDS = 30.0  # how long to wait for an owner
+
+MARKS = {"waiting": "…", "done": "✓", "failed": "✗"}
+OUTCOMES = """
+div.outcome { border-left: 4px solid #808080; background: rgba(128, 128, 128, .12); padding: 4px 12px; margin: 0 0 4px;
+  font-size: 13px; white-space: pre-line; }
+div.done { border-color: #009e73; } div.failed { border-color: #d55e00; } div.waiting { border-color: #56b4e9; }
+span { opacity: .75; font-variant-numeric: tabular-nums; }
+"""
 
 
-class Told(NamedTuple):
-    """A line on what was asked for: under way, done, or not done."""
+class ActionReport(NamedTuple):
+    """The line about one action: in progress, done, or failed."""
 
     number: int
-    wall: float
-    what: str
+    wall: float  # epoch seconds
+    action: str  # evict qwen
     state: str  # waiting, done, failed
     words: str = ""
-    target: str = ""
-
-
-class Ask(JSComponent):
-    """The dialog's contents. `answered(answer, question's number)` is called with confirm or cancel."""
-
-    lines = param.List([], doc="What is asked, a paragraph each.")
-    confirm = param.String("", doc="The words of the button that does it.")
-    grave = param.Boolean(False, doc="Whether it takes something from somebody.")
-    question = param.Integer(0, doc="The number of the question.")
-
-    _esm = "ask.js"
-    _stylesheets = ["ask.css"]
-
-    def __init__(self, answered: Callable[[str, int], None], **params: Any) -> None:
-        super().__init__(sizing_mode="stretch_width", **params)
-        self._answered = answered
-
-    def _handle_msg(self, data: Any) -> None:
-        """What a browser says is a request like any other: it may say anything."""
-        if isinstance(data, dict) and data.get("answer") in ("confirm", "cancel"):
-            self._answered(data["answer"], data.get("question", 0))
+    target: str = ""  # owner id / model name
 
 
 class Actions:
-    """The dialog of one session, and what came of what was confirmed in it.
-
-    `visitor` says who it is and, each time anew, whether they may act.
-    """
+    """The dialog of one session, and the outcomes of what was confirmed in it."""
 
     def __init__(
         self,
-        watch: Watch,
+        poller: Poller,
         visitor: Any,
         *,
         wall: Callable[[], float] = time.time,
         start: Callable[[Callable[[], None]], Any] = threads.start,
     ) -> None:
-        self.watch, self.visitor = watch, visitor
+        """`visitor` has a name and `may_act`, which is read again before each action.
+
+        `wall` gives epoch seconds, and `start` runs a function in a thread.
+        """
+        self.poller, self.visitor = poller, visitor
         self._wall, self._start = wall, start
         self._numbers = itertools.count(1)
         self._asked: Proposal | None = None
-        self._told: tuple[Told, ...] = ()  # the newest last
-        self._came: SimpleQueue[Told] = SimpleQueue()  # from the threads that act
-        self._ask = Ask(self._answer)
-        # A click beside it, or Escape, closes it: that is a no.
+        self._reports: tuple[ActionReport, ...] = ()  # the newest last
+        self._finished: SimpleQueue[ActionReport] = SimpleQueue()  # from the threads that act
+        self._form = ConfirmationForm(self._answered)
+        # A click beside the dialog, or Escape, closes it: both mean no.
         self.dialog = pmui.Dialog(
-            self._ask, close_on_click=True, title_variant="h5", width_option="sm"
+            self._form, close_on_click=True, title_variant="h5", width_option="sm"
         )
         self.outcomes = pn.pane.HTML(
             "",
@@ -100,144 +88,150 @@ class Actions:
             stylesheets=[OUTCOMES],
             margin=(12, 0, 0, 0),
         )
-        self.panel = pn.Column(
-            self.outcomes, *([self.dialog] if self.may_act else []), sizing_mode="stretch_width"
-        )
+        dialogs = [self.dialog] if self.may_act else []
+        self.panel = pn.Column(self.outcomes, *dialogs, sizing_mode="stretch_width")
 
     @property
     def may_act(self) -> bool:
+        """Whether the visitor may act now."""
         return bool(self.visitor.may_act)
 
-    def button(self, verb: str, target: Callable[[], str], **look: Any) -> pmui.Button | None:
-        """A button that proposes the verb for what `target` names when it is clicked; None for a viewer."""
-        if not self.may_act:
-            return None
-        label = look.pop("label", VERBS[verb])
-        return pmui.Button(label=label, on_click=lambda _: self.propose(verb, target()), **look)
-
     def propose(self, verb: str, target: str) -> None:
-        """Asks whether to do this to the lease of that id (`owner id/name`; for defrag `owner id/`)."""
-        snapshot = self.watch.look.snapshot
+        """Opens the dialog for `verb` on the lease `target`.
+
+        `target` is `owner id/name`, or `owner id/` for defrag.
+        """
+        snapshot = self.poller.result.snapshot
         if not self.may_act or snapshot is None or verb not in VERBS:
             return
-        asked = propose(verb, target, snapshot)
-        if why := changed(asked, snapshot):
-            self._tell(asked, "failed", why)
+        proposal = propose(verb, target, snapshot)
+        difference = changed(proposal, snapshot)
+        if difference:
+            self._report(proposal, "failed", difference)
             return
-        asks = question(asked, snapshot)
-        self._asked = asked
-        self._ask.param.update(
-            lines=[line for line in asks.lines if line],
-            confirm=asks.confirm,
-            grave=asks.grave,
+        text = question(proposal, snapshot)
+        self._asked = proposal
+        self._form.param.update(
+            lines=[line for line in text.lines if line],
+            confirm=text.confirm,
+            grave=text.grave,
             question=next(self._numbers),
         )
-        self.dialog.param.update(title=asks.title, open=True)
+        self.dialog.param.update(title=text.title, open=True)
 
-    def _answer(self, answer: str, question: Any) -> None:
-        if question != self._ask.question:  # of a dialog that is not there any more
+    def _answered(self, answer: str, number: Any) -> None:
+        """Handles a press of one of the dialog's buttons; `number` is that of the question."""
+        if number != self._form.question:  # a late click, for a dialog that is closed already
             return
-        asked, self._asked, opened = self._asked, None, self.dialog.open
+        proposal, was_open = self._asked, self.dialog.open
+        self._asked = None
         self.dialog.open = False
-        if answer == "confirm" and asked is not None and opened and self.may_act:
-            said = self._tell(
-                asked, "waiting", f"{asks_of(asked, self.watch.look.snapshot)} was asked"
-            )
-            self._start(lambda: self._do(asked, said))
+        if answer == "confirm" and proposal is not None and was_open and self.may_act:
+            process = asked_process(proposal, self.poller.result.snapshot)
+            report = self._report(proposal, "waiting", f"waiting for {process}")
+            self._start(lambda: self._act(proposal, report))
 
-    def _do(self, asked: Proposal, said: Told) -> None:
-        """In a thread: looks again, acts, and notes what came of it. Touches nothing of the page."""
-        rt = self.watch.rt
+    def _act(self, proposal: Proposal, report: ActionReport) -> None:
+        """Checks again, acts, and queues the outcome.
+
+        Runs in a thread and touches nothing of the page.
+        """
+        rt = self.poller.rt
         try:
-            why = changed(asked, rt.status())
-            done = (
-                Outcome(asked.verb, asked.name, False, why)
-                if why
-                else perform(rt, asked, self.visitor.name)
-            )
-            came = said._replace(state="done" if done.done else "failed", words=done.because)
+            difference = changed(proposal, rt.status())
+            if difference:
+                outcome = Outcome(proposal.verb, proposal.name, False, difference)
+            else:
+                outcome = perform(rt, proposal, self.visitor.name)
+            state, words = "done" if outcome.done else "failed", outcome.because
         except GpuError as error:
-            came = said._replace(state="failed", words=str(error))
+            state, words = "failed", str(error)
         except Exception as error:
-            log.exception("%s", said.what)
-            came = said._replace(state="failed", words=f"{type(error).__name__}: {error}")
-        self._came.put(came._replace(wall=self._wall()))
-        self.watch.nudge()
+            log.exception("%s", report.action)
+            state, words = "failed", f"{type(error).__name__}: {error}"
+        self._finished.put(report._replace(state=state, words=words, wall=self._wall()))
+        self.poller.nudge()
 
-    def _tell(self, asked: Proposal, state: str, words: str) -> Told:
-        what = f"{asked.verb} {asked.name}".strip()
-        told = Told(next(self._numbers), self._wall(), what, state, words, asked.target)
-        self._told = few((*self._told, told))
+    def _report(self, proposal: Proposal, state: str, words: str) -> ActionReport:
+        action = f"{proposal.verb} {proposal.name}".strip()
+        number = next(self._numbers)
+        report = ActionReport(number, self._wall(), action, state, words, proposal.target)
+        self._reports = kept((*self._reports, report))
         self.update(None)
-        return told
+        return report
 
     def update(self, snapshot: Snapshot | None) -> None:
-        """Shows what came of what was asked."""
+        """Shows the outcomes; `snapshot` is the poller's last one where it is None."""
+        while not self._finished.empty():
+            finished = self._finished.get()
+            self._reports = tuple(
+                finished if report.number == finished.number else report for report in self._reports
+            )
         now = self._wall()
-        while not self._came.empty():
-            came = self._came.get()
-            self._told = tuple(came if one.number == came.number else one for one in self._told)
-        self._told = few(
-            one for one in self._told if one.state != "done" or now - one.wall < DONE_SECONDS
+        self._reports = kept(
+            report
+            for report in self._reports
+            if report.state != "done" or now - report.wall < DONE_SECONDS
         )
-        snapshot = snapshot or self.watch.look.snapshot
-        words = "".join(_line(one, silent(one, snapshot)) for one in reversed(self._told))
-        if words != self.outcomes.object:
-            self.outcomes.param.update(object=words, visible=bool(words))
+        snapshot = snapshot or self.poller.result.snapshot
+        lines = [_line(report, no_answer(report, snapshot)) for report in reversed(self._reports)]
+        text = "".join(lines)
+        if text != self.outcomes.object:
+            self.outcomes.param.update(object=text, visible=bool(text))
 
 
-def few(told: Iterable[Told]) -> tuple[Told, ...]:
-    """The newest of them; one that is still waited for is kept, or its outcome would never be told."""
-    kept = list(told)
-    for one in [one for one in kept if one.state != "waiting"][: max(0, len(kept) - MOST_TOLD)]:
-        kept.remove(one)
-    return tuple(kept)
+def kept(reports: Iterable[ActionReport]) -> tuple[ActionReport, ...]:
+    """The newest of `reports`.
+
+    One in progress is always kept; otherwise its outcome would never be shown.
+    """
+    found = list(reports)
+    finished = [report for report in found if report.state != "waiting"]
+    too_many = max(0, len(found) - MOST_REPORTS)
+    dropped = finished[:too_many]
+    return tuple(report for report in found if report not in dropped)
 
 
-def perform(rt: Any, asked: Proposal, name: str) -> Outcome:
-    """What came of it, done in the name of that person. Raises as the runtime does."""
+def perform(rt: Any, proposal: Proposal, name: str) -> Outcome:
+    """Does it with the runtime `rt` in the name of the person `name`, and returns the outcome.
+
+    Raises what the runtime raises.
+    """
     with rt.on_behalf_of(f"{name}, console"):
-        if asked.verb == "defrag":
-            return rt.defrag(asked.owner, timeout=ANSWER_SECONDS)
-        if asked.verb in ("pin", "unpin"):
-            return getattr(rt, asked.verb)(asked.address)
-        return getattr(rt, asked.verb)(asked.address, timeout=ANSWER_SECONDS)
+        if proposal.verb == "defrag":
+            return rt.defrag(proposal.owner, timeout=ANSWER_SECONDS)
+        act = getattr(rt, proposal.verb)
+        if proposal.verb in ("pin", "unpin"):
+            return act(proposal.address)
+        return act(proposal.address, timeout=ANSWER_SECONDS)
 
 
-def asks_of(asked: Proposal, snapshot: Snapshot | None) -> str:
-    """Whose answer is waited for."""
-    owner = (
-        snapshot.sections[asked.owner].owner
-        if snapshot and asked.owner in snapshot.sections
-        else None
-    )
-    return owner.label if owner else THIS_PROCESS
+def asked_process(proposal: Proposal, snapshot: Snapshot | None) -> str:
+    """The name of the process whose answer is awaited."""
+    section = snapshot.sections.get(proposal.owner) if snapshot else None
+    return section.owner.label if section else THIS_PROCESS
 
 
-MARKS = {"waiting": "…", "done": "✓", "failed": "✗"}
-OUTCOMES = """
-div.told { border-left: 4px solid #808080; background: rgba(128, 128, 128, .12); padding: 4px 12px; margin: 0 0 4px;
-  font-size: 13px; white-space: pre-line; }
-div.done { border-color: #009e73; } div.failed { border-color: #d55e00; } div.waiting { border-color: #56b4e9; }
-span { opacity: .75; font-variant-numeric: tabular-nums; }
-"""
+def no_answer(report: ActionReport, snapshot: Snapshot | None) -> str:
+    """Since when the process has not answered, in a sentence.
 
-
-def silent(one: Told, snapshot: Snapshot | None) -> str:
-    """Since when the process that was asked has not answered, in a sentence; empty where it may still be about to."""
-    if snapshot is None or one.state != "waiting":
+    Empty where it may still answer in time.
+    """
+    if snapshot is None or report.state != "waiting":
         return ""
-    since = next((no.since for no in snapshot.unanswered if no.ticket.name == one.target), None)
-    if since is None:
+    silent_since = [one.since for one in snapshot.unanswered if one.ticket.name == report.target]
+    if not silent_since:
         return ""
+    since = clock(snapshot.wall - (snapshot.now - silent_since[0]))
     return (
-        f" and does not answer, since {clock(snapshot.wall - (snapshot.now - since))}. "
-        "Its process is stopped or stuck, and keeps what it holds until it answers or ends"
+        f"; no answer since {since}. The process is stopped or stuck, and keeps its memory until "
+        "it answers or ends."
     )
 
 
-def _line(one: Told, silence: str = "") -> str:
+def _line(report: ActionReport, silence: str = "") -> str:
     return (
-        f'<div class="told {one.state}" role="status"><span>{clock(one.wall)}</span> {MARKS[one.state]} '
-        f"<b>{html.escape(clean(one.what))}</b>: {html.escape(one.words + silence)}</div>"
+        f'<div class="outcome {report.state}" role="status"><span>{clock(report.wall)}</span> '
+        f"{MARKS[report.state]} <b>{html.escape(clean(report.action))}</b>: "
+        f"{html.escape(report.words + silence)}</div>"
     )

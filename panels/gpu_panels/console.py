@@ -1,6 +1,6 @@
-"""The console's page: a strip that says how things stand, and the tabs. The same when served and in a notebook.
+"""The page of the console: a status bar and the tabs. It is the same when served and in a notebook.
 
-One `Console` is one session. It asks nobody anything: it shows what its Watch was told.
+One `Console` is one session. It reads nothing itself: it shows the last result of its poller.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from gpu_runtime.facts import Snapshot
 from gpu_runtime.rendering.views import clock
 
 from .actions import Actions
-from .poller import Look, Watch
+from .poller import Poller, PollResult
 from .tabs import registry
 from .tabs.base import Tab
 from .widgets import header
 
 log = logging.getLogger("gpu_runtime")
 
-TICK_MILLISECONDS = 250  # how often a session looks whether its Watch knows anything new
+TICK_MILLISECONDS = 250  # how often a session checks whether its poller has a new result
 FIRST_SECONDS = 0.5  # how long a new page waits for the first figures, at most
-MARGIN = (0, 20)  # between the page's edge and what stands on it
+MARGIN = (0, 20)  # between the page's edge and its contents
 
 
 def _theme(primary: str, bar: str) -> dict[str, Any]:
-    look = {
+    app_bar = {
         "backgroundColor": bar,
         "--AppBar-background": bar,
         "backgroundImage": "none",
@@ -42,84 +42,105 @@ def _theme(primary: str, bar: str) -> dict[str, Any]:
     return {
         "palette": {"primary": {"main": primary}},
         "typography": {"button": {"textTransform": "none"}},
-        "components": {"MuiAppBar": {"styleOverrides": {"root": look, "colorPrimary": look}}},
+        "components": {"MuiAppBar": {"styleOverrides": {"root": app_bar, "colorPrimary": app_bar}}},
     }
 
 
-# The light one's can be read in the dark too: JupyterLab's dark theme keeps to it. The bar carries white words.
+# The light theme is legible on a dark page too: JupyterLab's dark theme keeps it. The bar has white
+# text.
 THEME = {"light": _theme("#2a78ab", "#0b5c8a"), "dark": _theme("#7cc0ea", "#0d3a55")}
 
 
 class Console:
-    """One session's page. `tick` brings it up to date; whoever shows it sees to it that it is called."""
+    """One session's page. Its caller calls `tick` regularly, which updates the page."""
 
-    def __init__(self, watch: Watch, visitor: Any, theme_toggle: bool = True, **strip: Any) -> None:
-        self.watch, self.visitor = watch, visitor
-        self.actions = Actions(watch, visitor)
-        self._shown: int | None = None
+    def __init__(
+        self, poller: Poller, visitor: Any, theme_toggle: bool = True, **status_bar: Any
+    ) -> None:
+        """`visitor` has a name and `may_act`; `status_bar` is passed on to the StatusBar.
+
+        With `theme_toggle` the page has a button for the theme, and starts with the browser's.
+        """
+        self.poller, self.visitor = poller, visitor
+        self.actions = Actions(poller, visitor)
+        self._shown: int | None = None  # the revision on the page
         self._titles = registry.titles()
         self._made: dict[str, Tab] = {}
         self._holders = {
             title: pn.Column(sizing_mode="stretch_width", margin=(10, 0)) for title in self._titles
         }
-        self.strip = header.Strip(sizing_mode="stretch_width", chooses=theme_toggle, **strip)
-        self.strip.wanted = self._wanted
+        self.status_bar = header.StatusBar(
+            sizing_mode="stretch_width", chooses=theme_toggle, **status_bar
+        )
+        self.status_bar.wanted = self._theme_wanted
         self._banner = _alarm("", visible=False)
         self._tabs = pmui.Tabs(*self._holders.items(), sizing_mode="stretch_width")
-        self._tabs.param.watch(self._turned, "active")
+        self._tabs.param.watch(self._tab_changed, "active")
+        self.page = self._make_page(theme_toggle)
+        poller.join(self)
+        poller.first(FIRST_SECONDS)
+        self.tick()
+
+    def _make_page(self, theme_toggle: bool) -> pmui.Page:
         body = pn.Column(
             self._banner, self.actions.panel, self._tabs, sizing_mode="stretch_width", margin=MARGIN
         )
-        # The title stands in the strip: the page's own would link to the root of the server, behind a proxy another's.
-        self.page = pmui.Page(
+        # The title is in the status bar: the page's own title links to the root of the server,
+        # which behind a proxy belongs to another application.
+        page = pmui.Page(
             meta_title="GPU console",
-            header=[self.strip],
+            header=[self.status_bar],
             main=[body],
             theme_config=THEME,
             theme_toggle=theme_toggle,
             busy_indicator=None,
         )
-        with edit_readonly(self.page):
-            # It follows Panel's own state otherwise, which would keep every page for ever, and tell every browser
-            # of every callback. Only another reference takes the place of that one; a value does not.
-            self.page.busy = self.strip.param.loading
-        self.page.param.watch(self._toggled, "dark_theme")
-        watch.join(self)
-        watch.first(FIRST_SECONDS)
-        self.tick()
+        with edit_readonly(page):
+            # By default this follows Panel's global state. That would keep every page alive for
+            # ever, and notify every browser of every callback. Only another reference replaces that
+            # reference; a plain value does not.
+            page.busy = self.status_bar.param.loading
+        page.param.watch(self._theme_changed, "dark_theme")
+        return page
 
     def close(self) -> None:
-        """Ends the session: nothing is asked for it any more."""
-        self.watch.leave(self)
+        """Ends the session: the poller no longer counts it."""
+        self.poller.leave(self)
 
     def tick(self) -> None:
-        """Shows what is new since the last time; costs next to nothing where nothing is."""
-        look = self.watch.look
-        if look.revision != self._shown:
-            self._shown = look.revision
-            with (
-                unlocked()
-            ):  # one message for all of it: each costs what the whole document is large
-                self._show(look)
+        """Shows what is new since the last call; costs almost nothing where nothing is new."""
+        result = self.poller.result
+        if result.revision != self._shown:
+            self._shown = result.revision
+            # One message for all changes: the cost of a message grows with the size of the whole
+            # document.
+            with unlocked():
+                self._show(result)
 
-    def _show(self, look: Look) -> None:
-        trouble = (
-            f"Since {clock(look.since)} nothing newer is known: {look.error}" if look.error else ""
-        )
-        if _told(trouble) != self._banner.object:
-            self._banner.param.update(visible=bool(trouble), object=_told(trouble))
-        snapshot = look.snapshot
+    def _show(self, result: PollResult) -> None:
+        trouble = ""
+        if result.error:
+            trouble = f"No new figures since {clock(result.since)}: {result.error}"
+        if _alert(trouble) != self._banner.object:
+            self._banner.param.update(visible=bool(trouble), object=_alert(trouble))
+        snapshot = result.snapshot
         if snapshot is None:
             return
-        said = {"as_of": clock(snapshot.wall), "words": header.words(snapshot, self.visitor)}
-        if not look.error:
-            said["beat"] = look.revision
-        self.strip.param.update(**said)
+        status = {
+            "as_of": clock(snapshot.wall),
+            "words": header.status_html(snapshot, self.visitor),
+        }
+        if not result.error:
+            status["beat"] = result.revision
+        self.status_bar.param.update(**status)
         self.actions.update(snapshot)
         self._update(snapshot)
 
     def _update(self, snapshot: Snapshot) -> None:
-        """The tab in front, made when it is first looked at. What fails there is told there."""
+        """Updates the tab in front, which is made when it is first opened.
+
+        Its failure is shown in its place.
+        """
         if not self._titles:
             return
         title = self._titles[self._tabs.active]
@@ -127,30 +148,33 @@ class Console:
         try:
             tab = self._made.get(title)
             if tab is None:
-                tab = registry.kind(title)(self.watch, self.actions)
+                tab = registry.kind(title)(self.poller, self.actions)
                 tab.dark(self.page.dark_theme)
                 tab.update(snapshot)
                 holder.objects = [tab.panel]
                 self._made[title] = tab
             else:
                 tab.update(snapshot)
-        except Exception as failed:  # one tab that fails takes no other with it
+        except Exception as failure:  # the other tabs must go on working
             log.exception("the tab %s failed", title)
             self._made.pop(title, None)
-            holder.objects = [
-                _alarm(f"{title} could not be drawn: {type(failed).__name__}: {failed}")
-            ]
+            text = f"{title} could not be drawn: {type(failure).__name__}: {failure}"
+            holder.objects = [_alarm(text)]
 
-    def _turned(self, _: Any) -> None:
-        if snapshot := self.watch.look.snapshot:
+    def _tab_changed(self, _: Any) -> None:
+        snapshot = self.poller.result.snapshot
+        if snapshot is not None:
             self._update(snapshot)
 
-    def _wanted(self, dark: bool) -> None:
-        """The browser wants that theme. It hears of no change before Panel has seen the page load."""
+    def _theme_wanted(self, dark: bool) -> None:
+        """Sets the theme that the browser wants, once Panel has loaded the page.
+
+        An earlier change would not be sent to the browser.
+        """
         pn.state.onload(lambda: self.page.param.update(dark_theme=dark))
 
-    def _toggled(self, _: Any) -> None:
-        self.strip.dark = self.page.dark_theme
+    def _theme_changed(self, _: Any) -> None:
+        self.status_bar.dark = self.page.dark_theme
         for tab in self._made.values():
             tab.dark(self.page.dark_theme)
 
@@ -159,33 +183,37 @@ ALARM = """[role=alert] { border-left: 4px solid #d55e00; background: rgba(213, 
   font-size: 14px; white-space: pre-line; overflow-wrap: anywhere; }"""
 
 
-def _alarm(said: str, **look: Any) -> pn.pane.HTML:
+def _alarm(text: str, **look: Any) -> pn.pane.HTML:
     return pn.pane.HTML(
-        _told(said), stylesheets=[ALARM], sizing_mode="stretch_width", margin=(12, 0, 0, 0), **look
+        _alert(text), stylesheets=[ALARM], sizing_mode="stretch_width", margin=(12, 0, 0, 0), **look
     )
 
 
-def _told(said: str) -> str:
-    return f'<div role="alert">{html.escape(said)}</div>' if said else ""
+def _alert(text: str) -> str:
+    return f'<div role="alert">{html.escape(text)}</div>' if text else ""
 
 
-def page(visitor: Any, watch: Watch) -> pmui.Page:
-    """The page for a visitor who was let in, brought up to date as long as this session lives."""
-    # A browser that needs longer than Bokeh keeps a page it has not heard of gets a session without a page, to which
-    # Panel would give the style sheets of its CDN.
+def page(visitor: Any, poller: Poller) -> pmui.Page:
+    """The page for the authenticated `visitor`.
+
+    It shows the results of `poller` while its session lives.
+    """
+    # If a browser takes longer than Bokeh keeps a session, it gets a new session without a page.
+    # For that one Panel would take the style sheets from its CDN.
     pn.state.curdoc.template_variables.setdefault("dist_url", LOCAL_DIST)
-    console = Console(watch, visitor)
+    console = Console(poller, visitor)
     document = pn.state.curdoc
-    # Bokeh's own callback: Panel's tells the browser that it is busy, and that it is done, each time.
+    # Bokeh's own callback: Panel's notifies the browser at each start and end.
     ticking = document.add_periodic_callback(console.tick, TICK_MILLISECONDS)
 
     def ended(_: Any) -> None:
         console.close()
-        # What Panel knows of the browser holds the document by which it is kept, and so all that the session ever had.
+        # Panel keeps this entry by the document itself, which would keep everything of the session
+        # alive.
         pn.state._browsers.pop(document, None)
-        with suppress(
-            AttributeError
-        ):  # a server that has taken the document apart already has nobody to tell of it
+        # A server that has already taken the document apart has no session to remove the callback
+        # from.
+        with suppress(AttributeError):
             document.remove_periodic_callback(ticking)
 
     pn.state.on_session_destroyed(ended)

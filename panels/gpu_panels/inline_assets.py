@@ -1,9 +1,10 @@
-"""What a browser needs to show the console in a notebook, without leaving it in the notebook's file.
+"""Scripts and texts for a console in a notebook, without leaving them in the notebook's file.
 
-Panel puts 6 MB of scripts into the output of a cell and 1.4 MB more for every Material component on the page: 18 MB for
-ours. Here what a page says more than once is said once, beside it; and that, with the scripts, is taken out of the
-output again when the browser has it. What stays is the page, a hundred times smaller, and a picture for whoever opens
-the file. Nor is anything fetched from elsewhere, as Panel does for the style of what changes later.
+Panel puts 6 MB of scripts into the output of a cell and 1.4 MB more for every Material component on
+the page: 18 MB for our page. Here a text that the page contains several times is sent once, beside
+the page. These texts and the scripts are removed from the output again when the browser has them.
+The page stays, a hundred times smaller, and a picture for a reader of the file. Style sheets, which
+Panel would fetch from its CDN for later changes, are sent inline.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from bokeh.models import ImportedStyleSheet
 from IPython.utils.capture import capture_output
 from panel.io.resources import CDN_DIST, LOCAL_DIST, PANEL_DIR
 
-LOAD = "application/vnd.holoviews_load.v0+json"  # what Panel's extension of JupyterLab executes and does not show
-LONG = 1000  # letters; what is longer is said beside the page
+# A script of this type is run, and not shown, by Panel's extension of JupyterLab.
+LOAD = "application/vnd.holoviews_load.v0+json"
+LONG = 1000  # characters; a longer text is sent beside the page
 _DOCUMENT = "docs_json = "
 _BEGIN = "(function(root) {"
 _PLACE = re.compile(r'<div id="([^"]+)" data-root-id=')
-TEXT_TRIES, SIGHT_TRIES = (
-    100,
-    36_000,
-)  # of 0.1 s each: how long the texts are waited for, and a look at the cell
+TEXT_TRIES = 100  # of 0.1 s each, to wait for the texts
+SIGHT_TRIES = 36_000  # of 0.1 s each, to wait until the cell is in view
 
 
 class LocalStyles(dict[str, ImportedStyleSheet]):
-    """Panel's cache of a document's style sheets, in which each of its own stands already, with its text.
+    """Panel's cache of a document's style sheets, with each of Panel's own present as text.
 
-    Without it every change of an HTML pane in a notebook makes the browser fetch them from Panel's CDN.
+    Without it, every change of an HTML pane in a notebook makes the browser fetch them from Panel's
+    CDN.
     """
 
     def __bool__(self) -> bool:
@@ -47,16 +48,18 @@ class LocalStyles(dict[str, ImportedStyleSheet]):
         file = _local(url)
         if file is None:
             raise KeyError(url)
-        named = f"{CDN_DIST}{file.relative_to(PANEL_DIR / 'dist')}"  # Panel has two names for it
-        if url != named:
-            return self[named]
+        canonical = (
+            f"{CDN_DIST}{file.relative_to(PANEL_DIR / 'dist')}"  # Panel uses two names for it
+        )
+        if url != canonical:
+            return self[canonical]
         text = base64.b64encode(file.read_bytes()).decode()
         sheet = self[url] = ImportedStyleSheet(url=f"data:text/css;base64,{text}")
         return sheet
 
 
 def _local(url: str) -> Path | None:
-    """The file of a style sheet of Panel's; None for anybody else's."""
+    """The file of one of Panel's style sheets; None for any other."""
     path = url.partition("?")[0]
     for root in (CDN_DIST, LOCAL_DIST):
         file = PANEL_DIR / "dist" / path[len(root) :]
@@ -66,26 +69,27 @@ def _local(url: str) -> Path | None:
 
 
 class Resources:
-    """Outputs of a cell that can be taken back."""
+    """Outputs of a cell that can be removed again."""
 
     def __init__(self, shell: Any) -> None:
+        """`shell` is the IPython shell that displays them."""
         self._shell = shell
         self._shown: list[str] = []
 
     def publish(self, work: Callable[[], Any]) -> None:
-        """What this work would display, to be taken back later."""
+        """Displays everything that `work()` displays, so that it can be removed later."""
         with capture_output(stdout=False, stderr=False) as captured:
             work()
         for output in captured.outputs:
             self._publish(output.data, output.metadata)
 
     def publish_texts(self, texts: dict[str, str]) -> None:
-        """Texts that a page refers to by their keys."""
+        """Sends the `texts`, which a page refers to by their keys."""
         script = f"window.gpuc = Object.assign(window.gpuc || {{}}, {_script(texts)})"
         self._publish({LOAD: script, "application/javascript": script})
 
     def clear(self) -> None:
-        """Takes them out of the cell's output. What was executed stays executed."""
+        """Removes them from the cell's output. Scripts that ran keep their effect."""
         while self._shown:
             self._publish({"text/plain": ""}, id=self._shown.pop(), update=True)
 
@@ -105,10 +109,10 @@ class Resources:
 
 
 def split(page: str, still: str) -> tuple[str, dict[str, str]]:
-    """Panel's HTML of a page with its long texts replaced by references, and these texts by key.
+    """Panel's HTML `page` with its long texts replaced by references, and these texts by key.
 
-    Until the texts are there, and wherever they never come, `still` is shown in its place. A page that is not made as
-    expected comes back as it was.
+    Until the texts arrive, and where they never do, the HTML `still` is shown in its place. A page
+    in another format than expected is returned unchanged.
     """
     at = page.find(_DOCUMENT)
     begin = page.find(_BEGIN)
@@ -117,44 +121,59 @@ def split(page: str, still: str) -> tuple[str, dict[str, str]]:
     start = at + len(_DOCUMENT)
     document, length = json.JSONDecoder().raw_decode(page[start:])
     name = uuid.uuid4().hex
+    short, texts = _without_long_texts(document, name)
+    script = _script(short)
+    for key in texts:
+        script = script.replace(f'"@{key}@"', f'root.gpuc["{key}"]')
+    texts[name] = "here"
+    gate = _gate(name, _PLACE.search(page))
+    head = page[:begin]
+    body = page[begin + len(_BEGIN) : start]
+    tail = page[start + length :]
+    end = tail.rfind("})(")
+    picture = f'<div data-gpuc="{name}">{still}</div>'
+    live = f"{gate}{body}{script}{tail[:end]}\n  }}\n  live(0)\n{tail[end:]}"
+    return f"{picture}{head}{live}", texts
+
+
+def _without_long_texts(document: Any, name: str) -> tuple[Any, dict[str, str]]:
+    """The JSON value `document` with `@KEY@` for each long text, and these texts by key.
+
+    Keys begin with `name`.
+    """
     texts: dict[str, str] = {}
     keys: dict[str, str] = {}
 
-    def lean(value: Any) -> Any:
+    def shortened(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: lean(inner) for key, inner in value.items()}
+            return {key: shortened(inner) for key, inner in value.items()}
         if isinstance(value, list):
-            return [lean(inner) for inner in value]
+            return [shortened(inner) for inner in value]
         if isinstance(value, str) and len(value) > LONG:
             key = keys.setdefault(value, f"{name}-{len(keys)}")
             texts[key] = value
             return f"@{key}@"
         return value
 
-    said = _script(lean(document))
-    for key in texts:
-        said = said.replace(f'"@{key}@"', f'root.gpuc["{key}"]')
-    # JupyterLab keeps cells that are out of sight out of the page; shown then, Bokeh would put ours over everything.
-    found = _PLACE.search(page)
-    place = f'document.getElementById("{found[1]}")' if found else "true"
-    gate = (
+    return shortened(document), texts
+
+
+def _gate(name: str, place: re.Match[str] | None) -> str:
+    """The beginning of the page's script: it waits for the texts of `name`, and for `place`."""
+    # JupyterLab removes cells that are out of view from the page. If it drew then, Bokeh would put
+    # our page over everything else.
+    is_placed = f'document.getElementById("{place[1]}")' if place else "true"
+    return (
         f'{_BEGIN}\n  function live(tries) {{\n    var texts = root.gpuc && root.gpuc["{name}"];\n'
-        f"    if (!texts || !{place}) {{\n      if (tries < (texts ? {SIGHT_TRIES} : {TEXT_TRIES})) "
+        f"    if (!texts || !{is_placed}) {{\n"
+        f"      if (tries < (texts ? {SIGHT_TRIES} : {TEXT_TRIES})) "
         f"setTimeout(function() {{ live(tries + 1) }}, 100);\n      return\n    }}\n"
-        f"    document.querySelectorAll(\"[data-gpuc='{name}']\").forEach(function(one) {{ one.remove() }});\n"
+        f"    document.querySelectorAll(\"[data-gpuc='{name}']\")"
+        f".forEach(function(one) {{ one.remove() }});\n"
         f"    show()\n  }}\n  function show() {{"
     )
-    texts[name] = "here"
-    head, body, tail = (
-        page[:begin],
-        page[begin + len(_BEGIN) : at + len(_DOCUMENT)],
-        page[start + length :],
-    )
-    end = tail.rfind("})(")
-    picture = f'<div data-gpuc="{name}">{still}</div>'
-    return f"{picture}{head}{gate}{body}{said}{tail[:end]}\n  }}\n  live(0)\n{tail[end:]}", texts
 
 
 def _script(value: Any) -> str:
-    """The value as JavaScript that may stand inside a script element."""
+    """The value as JavaScript that is safe inside a script element."""
     return json.dumps(value, separators=(",", ":")).replace("</", "<\\/").replace("<!--", "<\\!--")

@@ -1,7 +1,9 @@
-"""The tile in JupyterLab's launcher, by jupyter-server-proxy.
+"""The tile in JupyterLab's launcher, through jupyter-server-proxy.
 
-It starts `gpu console` on a Unix socket in a directory that the proxy makes for it alone: whoever comes by the proxy
-has passed Jupyter's own token, and nobody else of the machine reaches the socket. Imports nothing, for Jupyter's sake.
+The tile starts `gpu console` on a Unix socket, in a directory that the proxy makes for this process
+alone. A visitor who comes through the proxy has passed Jupyter's own token, and no other user of
+the machine can reach the socket. This module imports nothing heavy, because Jupyter imports it at
+its start.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ from typing import Any
 
 
 def tile() -> dict[str, Any]:
-    """What jupyter-server-proxy asks an entry point of `jupyter_serverproxy_servers` for."""
+    """The server's description for jupyter-server-proxy.
+
+    The proxy reads it from the entry points of `jupyter_serverproxy_servers`.
+    """
     return {
         "command": [
             sys.executable,
@@ -26,10 +31,11 @@ def tile() -> dict[str, Any]:
         "unix_socket": True,
         "timeout": 60,  # seconds; importing Panel takes most of it on a busy machine
         "new_browser_tab": False,
-        "update_last_activity": False,  # a page that looks is no work that would keep an idle server alive
+        "update_last_activity": False,  # an open page is no reason to keep an idle server alive
         "launcher_entry": {
             "title": "GPU console",
             "icon_path": str(Path(__file__).with_name("icon.svg")),
-            "category": "Notebook",  # JupyterLab shows icons by URL in this section and in Console's only
+            # JupyterLab shows icons by URL in this section and in Console only.
+            "category": "Notebook",
         },
     }

@@ -1,8 +1,8 @@
-"""The colours of the console: which look a lease has, and how a pressure level is told apart.
+"""The colours of the console: the style of each lease, and the style of each pressure level.
 
-The seven colours are those of `%gpu` (Okabe and Ito's), in the dark and in the light: told apart with every kind of
-colour-blindness, each edged with a grey that stands out from both backgrounds. Nothing is said by colour alone: a
-lease has its name, a level its word and a mark.
+The seven colours are those of `%gpu` (Okabe and Ito's). They can be told apart with every kind of
+colour-blindness, on a dark and on a light page, and each has a grey edge that stands out from both.
+Colour is never the only sign: a lease also has its name, and a level has its word and a mark.
 
 Source: Okabe & Ito 2008, Color Universal Design.
 """
@@ -17,121 +17,130 @@ from typing import NamedTuple
 from gpu_runtime.facts import Lease, Level
 from gpu_runtime.rendering.html import COLOURS, look
 
-EDGE = "#808080"  # 3 : 1 and more against a white and against a dark page
-UNOWNED = (
-    "#8c8c8c"  # bytes that belong to no lease; always under a hatch, so that no lease looks like it
-)
+EDGE = "#808080"  # contrast of at least 3 : 1 with a white and with a dark page
+UNOWNED = "#8c8c8c"  # bytes outside all leases; always hatched, so that no lease looks the same
 PLAIN = " "  # Bokeh's hatch that draws nothing
-TEXTURES = (
-    PLAIN,
-    ".",
-    "-",
-)  # of the first, second and third round of colours; `%gpu` has stripes and dots
+# The textures of the first, second and third round of colours; `%gpu` has stripes and dots.
+TEXTURES = (PLAIN, ".", "-")
 SLOTS = len(COLOURS) * len(TEXTURES)
-KEPT = 1024  # labels whose look is remembered
-_WHITE_INK = {"#0072b2"}
+KEPT = 1024  # labels whose style is remembered
+_NEEDS_WHITE_INK = {"#0072b2"}
 
 
-class Look(NamedTuple):
-    """How a lease is drawn wherever it is drawn."""
+class LeaseStyle(NamedTuple):
+    """How one lease is drawn in every chart and table."""
 
     colour: str
-    ink: str  # of words upon it, 4.5 : 1 and more
+    ink: str  # colour of text on it, with a contrast of at least 4.5 : 1
     texture: str = PLAIN  # one of TEXTURES
 
 
 def label(lease: Lease) -> str:
-    """`qwen@4121`: what a lease is called in the history, and what its look is kept under."""
+    """The key of the lease's style, and its name in the history: `qwen@4121`."""
     return label_of(lease.owner, lease.name)
 
 
 def label_of(owner_id: str, name: str) -> str:
-    return f"{name}@{owner_id.partition('.')[0]}"
+    """The label of the lease `name` of the process `owner_id`: `qwen@4121`."""
+    pid = owner_id.partition(".")[0]
+    return f"{name}@{pid}"
 
 
-def look_of(slot: int) -> Look:
+def style_of(slot: int) -> LeaseStyle:
+    """The style with the number `slot`: a colour, its ink and a texture."""
     colour = COLOURS[slot % len(COLOURS)]
-    ink = "#ffffff" if colour in _WHITE_INK else "#000000"
-    return Look(colour, ink, TEXTURES[slot // len(COLOURS) % len(TEXTURES)])
+    ink = "#ffffff" if colour in _NEEDS_WHITE_INK else "#000000"
+    texture = TEXTURES[slot // len(COLOURS) % len(TEXTURES)]
+    return LeaseStyle(colour, ink, texture)
 
 
-def preferred(label: str) -> int:
-    """The slot that this label has when nobody else wants it: the colour that the model has in `%gpu`, plain."""
-    return COLOURS.index(look(label.rpartition("@")[0] or label).colour)
+def preferred_slot(label: str) -> int:
+    """The slot that `label` gets if it is free.
+
+    It has the colour that `%gpu` gives the model, and no texture.
+    """
+    model = label.rpartition("@")[0] or label
+    return COLOURS.index(look(model).colour)
 
 
-def choose(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, int]:
-    """A slot for each label: the one it had; else its preferred one, or where that is taken, a free one.
+def assign_slots(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, int]:
+    """A slot for each of `labels`: its old one, else its preferred one, else a free one.
 
-    `kept` is in order of last sight, the newest last. Those shown together with it, and the last ones seen, are whom a
-    new label must not be taken for; once all looks are given away, the one that fewest of them have is shared.
+    `kept` has the slots assigned so far, the most recently seen label last. A new label avoids the
+    slots of the labels shown together with it and of the last ones seen. When all slots are taken,
+    it shares the least used one.
     """
     wanted = list(dict.fromkeys(labels))
     recent = list(kept)[-SLOTS:]
-    chosen = {one: kept[one] for one in wanted if one in kept}
-    rivals = {*recent, *chosen}
-    slots = Counter(kept[one] for one in rivals)
-    colours = Counter(kept[one] % len(COLOURS) for one in rivals)
-    for one in wanted:
-        if one in chosen:
+    assigned = {label: kept[label] for label in wanted if label in kept}
+    rivals = {*recent, *assigned}
+    slot_uses = Counter(kept[label] for label in rivals)
+    colour_uses = Counter(kept[label] % len(COLOURS) for label in rivals)
+    for label in wanted:
+        if label in assigned:
             continue
-        mine = preferred(one)
-        slot = min(
-            range(SLOTS),
-            key=lambda slot: (
-                slots[slot],
-                colours[slot % len(COLOURS)],
-                slot % len(COLOURS) != mine,
-                slot,
-            ),
-        )  # plain first: it reads best
-        chosen[one] = slot
-        slots[slot] += 1
-        colours[slot % len(COLOURS)] += 1
-    return chosen
+        slot = _best_slot(preferred_slot(label), slot_uses, colour_uses)
+        assigned[label] = slot
+        slot_uses[slot] += 1
+        colour_uses[slot % len(COLOURS)] += 1
+    return assigned
+
+
+def _best_slot(preferred: int, slot_uses: Counter[int], colour_uses: Counter[int]) -> int:
+    """The least used slot; among equals one of a rarely used colour, then of the preferred one."""
+
+    def cost(slot: int) -> tuple[int, int, bool, int]:
+        colour = slot % len(COLOURS)
+        # The slot number comes last: low slots have no texture, and are the most legible.
+        return slot_uses[slot], colour_uses[colour], colour != preferred, slot
+
+    return min(range(SLOTS), key=cost)
 
 
 class Palette:
-    """Remembers which label has which look, so that a lease keeps its colour over time and across tabs. Thread-safe."""
+    """Remembers the style of each label. Thread-safe.
+
+    So a lease keeps its colour over time and across tabs.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def looks(self, labels: Iterable[str]) -> dict[str, Look]:
-        """The look of each label; new ones get theirs now."""
+    def styles(self, labels: Iterable[str]) -> dict[str, LeaseStyle]:
+        """The style of each of `labels`; a new label gets one now."""
         with self._lock:
-            chosen = choose(self._kept, labels)
-            for one, slot in chosen.items():
-                self._kept.pop(one, None)
-                self._kept[one] = slot  # seen last
-            for old in list(self._kept)[:-KEPT]:
-                del self._kept[old]
-        return {one: look_of(slot) for one, slot in chosen.items()}
+            assigned = assign_slots(self._kept, labels)
+            for label, slot in assigned.items():
+                self._kept.pop(label, None)
+                self._kept[label] = slot  # now the most recently seen
+            for oldest in list(self._kept)[:-KEPT]:
+                del self._kept[oldest]
+        return {label: style_of(slot) for label, slot in assigned.items()}
 
 
-SHARED = Palette()  # of this process: every session and tab draws a lease alike
+SHARED = Palette()  # one for the process: every session and tab draws a lease in the same style
 
 
-class LevelLook(NamedTuple):
-    """A pressure level in four ways: its word, a mark that fills up, a colour, and the hatch of its band."""
+class LevelStyle(NamedTuple):
+    """A pressure level without words: a mark that fills up, a colour, and the look of its band."""
 
     mark: str
     colour: str
-    ink: str  # of words on the colour
+    ink: str  # of text on the colour
     alpha: float  # of its band behind a chart
     hatch: str  # over that band
 
 
-LEVELS: dict[Level, LevelLook] = {
-    Level.LOW: LevelLook("○", "#009e73", "#000000", 0.0, PLAIN),
-    Level.MODERATE: LevelLook("◔", "#56b4e9", "#000000", 0.14, PLAIN),
-    Level.HIGH: LevelLook("◕", "#e69f00", "#000000", 0.20, "/"),
-    Level.CRITICAL: LevelLook("●", "#d55e00", "#000000", 0.28, "x"),
-    Level.UNKNOWN: LevelLook("?", "#808080", "#000000", 0.10, "."),
+LEVELS: dict[Level, LevelStyle] = {
+    Level.LOW: LevelStyle("○", "#009e73", "#000000", 0.0, PLAIN),
+    Level.MODERATE: LevelStyle("◔", "#56b4e9", "#000000", 0.14, PLAIN),
+    Level.HIGH: LevelStyle("◕", "#e69f00", "#000000", 0.20, "/"),
+    Level.CRITICAL: LevelStyle("●", "#d55e00", "#000000", 0.28, "x"),
+    Level.UNKNOWN: LevelStyle("?", "#808080", "#000000", 0.10, "."),
 }
 
 
 def level_word(level: Level) -> str:
-    """`◕ HIGH`: told without its colour too."""
+    """The level with its mark, readable without colour: `◕ HIGH`."""
     return f"{LEVELS[level].mark} {level}"

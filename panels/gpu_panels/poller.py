@@ -1,7 +1,7 @@
-"""One poller for all sessions of a process: it asks the runtime, they look at what it was told.
+"""One poller for all sessions: it asks the runtime, and the sessions show its last result.
 
-Twenty sessions cost one question to the ledger, in a thread of its own, so that a ledger that does not answer holds up
-no page. It asks only while somebody looks. Panel is not imported here.
+Twenty sessions cost one read of the ledger, in a thread of its own, so that a ledger that does not
+answer blocks no page. The poller runs only while a session is open. Panel is not imported here.
 """
 
 from __future__ import annotations
@@ -16,51 +16,53 @@ from typing import Any, NamedTuple, TypeVar
 
 from gpu_runtime import threads
 from gpu_runtime.errors import GpuError
-from gpu_runtime.facts import Snapshot
+from gpu_runtime.facts import Lease, Snapshot
 
 log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")
+S = TypeVar("S")
 
-POLL_SECONDS = 0.5  # between two questions; what an action did is asked about at once
+POLL_SECONDS = 0.5  # between two polls; after an action the next poll starts at once
 REFRESH_SECONDS = (
-    1.0  # an unchanged snapshot is passed on that often, for what depends on the time alone
+    1.0  # how often an unchanged snapshot is published, for figures that depend on the time alone
 )
-REAP_SECONDS = 1.0  # between two looks for the dead, whom nobody else may be left to notice
-FORGET_SECONDS = 60.0  # what nobody asked for any more is forgotten after that
+REAP_SECONDS = (
+    1.0  # between two checks for dead processes, which no other process may be left to make
+)
+FORGET_SECONDS = 60.0  # after which data that no session requests is forgotten
 
 
-class Look(NamedTuple):
-    """What the ledger said last, and whether it still answers."""
+class PollResult(NamedTuple):
+    """The last snapshot, and whether the ledger still answers."""
 
-    snapshot: Snapshot | None = None  # None: nothing was heard yet
-    error: str = ""  # why nothing newer is known; empty: all is well
-    since: float = 0.0  # since when it is so, in epoch seconds
-    revision: int = 0  # another number: something is new
+    snapshot: Snapshot | None = None  # None: none has been read yet
+    error: str = ""  # why there is no newer snapshot; empty: there is no problem
+    since: float = 0.0  # when the error began, in epoch seconds
+    revision: int = 0  # a new number whenever something is new
 
 
 @dataclass
-class _Wanted:
-    """Something asked for beside the snapshot."""
+class _Fetched:
+    """Data that sessions request in addition to the snapshot."""
 
     fetch: Callable[[Any], Any]
     every: float
-    asked_at: float
+    requested_at: float
     fetched_at: float | None = None
     value: Any = None
-    trouble: str = ""  # why it could not be fetched last
+    error: str = ""  # why the last fetch failed
 
     def is_due(self, now: float) -> bool:
-        """Whether it is old, and anybody still asks for it."""
+        """Whether the value is old, and a session still requests it."""
         if self.fetched_at is None:
             return True
-        return (
-            now - self.fetched_at >= self.every
-            and now - self.asked_at < 2 * self.every + REFRESH_SECONDS
-        )
+        is_old = now - self.fetched_at >= self.every
+        is_wanted = now - self.requested_at < 2 * self.every + REFRESH_SECONDS
+        return is_old and is_wanted
 
 
-class Watch:
-    """What one runtime tells, for all who look at it. `of` gives the one of a runtime."""
+class Poller:
+    """Polls one runtime for all sessions. `of` returns the poller of a runtime."""
 
     def __init__(
         self,
@@ -70,91 +72,100 @@ class Watch:
         wall: Callable[[], float] = time.time,
         start: Callable[[Callable[[], None]], Any] = threads.start,
     ) -> None:
+        """`rt` is the runtime; `clock` and `wall` give seconds; `start` starts a thread."""
         self.rt = rt
-        self.look = Look()
+        self.result = PollResult()
         self._clock, self._wall, self._start = clock, wall, start
-        self._sessions: weakref.WeakSet[Any] = (
-            weakref.WeakSet()
-        )  # a session that was not closed properly goes too
+        # Weak, so that a session that was not closed properly is dropped too.
+        self._sessions: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._running = False
-        self._due, self._heard = threading.Event(), threading.Event()
-        self._wanted: dict[str, _Wanted] = {}
-        self._once: dict[str, tuple[Snapshot, Any]] = {}
-        self._passed_on = self._reaped_at = 0.0
+        self._due, self._answered = threading.Event(), threading.Event()
+        self._fetched: dict[str, _Fetched] = {}
+        self._once: dict[str, tuple[Any, Any]] = {}
+        self._published_at = self._reaped_at = 0.0
 
-    # -- who looks
+    # -- sessions
 
     def join(self, session: Any) -> None:
-        """From now on this session looks; while any does, the runtime is asked."""
+        """Adds `session`; the runtime is polled while there is any session."""
         with self._lock:
             self._sessions.add(session)
             if self._running:
                 return
             self._running = True
-            self._heard.clear()
+            self._answered.clear()
         self._start(self._run)
 
     def leave(self, session: Any) -> None:
+        """Removes `session`; after the last one the thread ends."""
         self._sessions.discard(session)
-        self.nudge()  # the last one leaves no thread behind
+        self.nudge()
 
-    def first(self, timeout: float) -> Look:
-        """The first answer since somebody looks again; after `timeout` seconds whatever is known."""
-        self._heard.wait(timeout)
-        return self.look
+    def first(self, timeout: float) -> PollResult:
+        """The first result since polling began; after `timeout` seconds the last known result."""
+        self._answered.wait(timeout)
+        return self.result
 
     def nudge(self) -> None:
-        """Something was done: ask now."""
+        """Polls now, such as after an action."""
         self._due.set()
 
-    # -- what they see
+    # -- what sessions read
 
     def latest(self, key: str, fetch: Callable[[Any], T], every: float) -> T | None:
-        """What `fetch(rt)` gave last; None until it is there. Never waits.
+        """The last value of `fetch(rt)`; None until there is one. Never waits.
 
-        The first to ask for a key has it fetched, for all; it is fetched anew every so many seconds as long as anybody
-        goes on asking. When it has come, tabs are updated.
+        The value is shared by all sessions under `key`. While any session requests it, it is
+        fetched again after `every` seconds; a new value counts as news, so that tabs are updated.
         """
         with self._lock:
-            wanted = self._wanted.get(key)
-            if wanted is None:
-                wanted = self._wanted[key] = _Wanted(fetch, every, self._clock())
+            fetched = self._fetched.get(key)
+            if fetched is None:
+                fetched = self._fetched[key] = _Fetched(fetch, every, self._clock())
                 self.nudge()
-            wanted.asked_at = self._clock()
-            return wanted.value
+            fetched.requested_at = self._clock()
+            return fetched.value
 
-    def once(self, key: str, snapshot: Snapshot, make: Callable[[Snapshot], T]) -> T:
-        """`make(snapshot)`, reckoned once for all sessions. Nobody may change what it gives."""
+    def once(self, key: str, source: S, compute: Callable[[S], T]) -> T:
+        """`compute(source)`, computed once for all sessions until `source` is another object.
+
+        The result is kept under `key`, and the caller must not change it. `source` is mostly a
+        snapshot.
+        """
         known = self._once.get(key)
-        if known is None or known[0] is not snapshot:
-            known = self._once[key] = (snapshot, make(snapshot))
+        if known is None or known[0] is not source:
+            known = self._once[key] = (source, compute(source))
         return known[1]
 
-    def age(self) -> float:
-        """Seconds since the figures shown were true; 0 where there are none yet."""
-        snapshot = self.look.snapshot
-        return max(0.0, self._wall() - snapshot.wall) if snapshot else 0.0
-
-    # -- asking
+    # -- polling
 
     def poll(self) -> None:
-        """One round: the snapshot, then whatever else is due."""
+        """Does one round: reads the snapshot and fetches everything else that is due."""
         error = ""
         try:
             self._reap()
             snapshot = self.rt.status()
-        except Exception as failed:  # a page must outlive its ledger's worst day
-            snapshot, error = self.look.snapshot, _told(failed)
-        fetched, trouble = self._fetch_due()
-        error = error or trouble
-        now, old = self._clock(), self.look
-        same = error == old.error and not fetched and _standing(snapshot) == _standing(old.snapshot)
-        if same and now - self._passed_on < REFRESH_SECONDS:
+        except Exception as failure:  # a page must survive every failure of its ledger
+            snapshot, error = self.result.snapshot, _error_text(failure)
+        has_new_value, fetch_error = self._fetch_due()
+        self._publish(snapshot, error or fetch_error, has_new_value)
+
+    def _publish(self, snapshot: Snapshot | None, error: str, has_new_value: bool) -> None:
+        """Makes the result visible to sessions: urgent changes at once, others once a second."""
+        now, old = self._clock(), self.result
+        is_same = (
+            error == old.error
+            and not has_new_value
+            and _urgent_part(snapshot) == _urgent_part(old.snapshot)
+        )
+        if is_same and now - self._published_at < REFRESH_SECONDS:
             return
-        self._passed_on = now
-        since = (old.since if old.error else self._wall()) if error else 0.0
-        self.look = Look(snapshot, error, since, old.revision + 1)
+        self._published_at = now
+        since = 0.0
+        if error:
+            since = old.since if old.error else self._wall()
+        self.result = PollResult(snapshot, error, since, old.revision + 1)
 
     def _reap(self) -> None:
         now = self._clock()
@@ -163,35 +174,33 @@ class Watch:
             self.rt.reap()
 
     def _fetch_due(self) -> tuple[bool, str]:
-        """Whether anything new came beside the snapshot, and what went wrong."""
+        """Fetches what is due; returns whether any value is new, and the first error."""
         now = self._clock()
         with self._lock:
-            kept = {
-                key: wanted
-                for key, wanted in self._wanted.items()
-                if now - wanted.asked_at < FORGET_SECONDS
+            self._fetched = {
+                key: fetched
+                for key, fetched in self._fetched.items()
+                if now - fetched.requested_at < FORGET_SECONDS
             }
-            self._wanted = kept
-            due = [wanted for wanted in kept.values() if wanted.is_due(now)]
-        came = False
-        for wanted in due:
-            wanted.fetched_at, wanted.trouble = now, ""
+            due = [fetched for fetched in self._fetched.values() if fetched.is_due(now)]
+        has_new_value = False
+        for fetched in due:
+            fetched.fetched_at, fetched.error = now, ""
             try:
-                value = wanted.fetch(self.rt)
-            except Exception as failed:
-                wanted.trouble = _told(failed)
+                value = fetched.fetch(self.rt)
+            except Exception as failure:
+                fetched.error = _error_text(failure)
                 continue
-            if value is not wanted.value:
-                wanted.value, came = value, True
-        return came, next(
-            (wanted.trouble for wanted in self._wanted.values() if wanted.trouble), ""
-        )
+            if value is not fetched.value:
+                fetched.value, has_new_value = value, True
+        errors = [fetched.error for fetched in list(self._fetched.values()) if fetched.error]
+        return has_new_value, errors[0] if errors else ""
 
     def _run(self) -> None:
         while True:
             self._due.clear()
             self.poll()
-            self._heard.set()
+            self._answered.set()
             with self._lock:
                 if not len(self._sessions):
                     self._running = False
@@ -199,23 +208,17 @@ class Watch:
             self._due.wait(POLL_SECONDS)
 
 
-def _standing(snapshot: Snapshot | None) -> Any:
-    """Who holds what where, who waits, and what happened: news of that is passed on at once.
+def _urgent_part(snapshot: Snapshot | None) -> Any:
+    """What is published at once when it changes: holders, places, the queue and events.
 
-    The rest, such as which models are being used and what a card measures, changes all the time on a box at work, and
-    waits for the next second: drawing it anew in twenty sessions is most of what they cost.
+    Everything else waits for the next second, such as which models are in use and what a card
+    measures. On a busy box these change all the time, and drawing them again in twenty sessions is
+    most of what the sessions cost.
     """
     if snapshot is None:
         return None
     held = [
-        (
-            id,
-            section.names,
-            [
-                (lease.name, lease.shares, lease.target, lease.phase, lease.keep, lease.importance)
-                for lease in section.leases
-            ],
-        )
+        (id, section.names, [_urgent_part_of_lease(lease) for lease in section.leases])
         for id, section in snapshot.sections.items()
     ]
     waiting = [(ticket.key, ticket.name, ticket.because) for ticket in snapshot.tickets]
@@ -225,20 +228,28 @@ def _standing(snapshot: Snapshot | None) -> Any:
     return held, waiting, devices, snapshot.events, snapshot.degraded, snapshot.governed
 
 
-def _told(failed: Exception) -> str:
-    if not isinstance(failed, (GpuError, OSError)):
-        log.exception("the console could not read what it shows")
-    return f"{failed}".strip() or type(failed).__name__
+def _urgent_part_of_lease(lease: Lease) -> Any:
+    return lease.name, lease.shares, lease.target, lease.phase, lease.keep, lease.importance
 
 
-_watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
+def _error_text(failure: Exception) -> str:
+    """The failure in words.
+
+    One that is not ours or the system's is a defect, and is logged with its traceback.
+    """
+    if not isinstance(failure, (GpuError, OSError)):
+        log.exception("the console could not read its data")
+    return f"{failure}".strip() or type(failure).__name__
+
+
+_pollers: weakref.WeakValueDictionary[int, Poller] = weakref.WeakValueDictionary()
 _making = threading.Lock()
 
 
-def of(rt: Any) -> Watch:
-    """The one Watch of a runtime."""
-    with _making:  # by identity: the watch holds its runtime, so no other can be taken for it
-        found = _watches.get(id(rt))
+def of(rt: Any) -> Poller:
+    """The one poller of the runtime `rt`."""
+    with _making:  # keyed by identity: the poller holds its runtime, so the id is not used again
+        found = _pollers.get(id(rt))
         if found is None or found.rt is not rt:
-            found = _watches[id(rt)] = Watch(rt)
+            found = _pollers[id(rt)] = Poller(rt)
         return found

@@ -126,7 +126,7 @@ def test_it_is_shown_live_and_what_is_clicked_is_done(live):
     live.row("qwen", "GPU: 0").locator("button", has_text="Evict").click()
     live.page.locator("button", has_text="Evict, freeing 8.0 GiB").click()
     live.row("qwen", "warm").wait_for()
-    live.page.locator(".told.done", has_text="evict qwen").wait_for()
+    live.page.locator(".outcome.done", has_text="evict qwen").wait_for()
 
 
 def test_it_asked_no_other_host_for_anything(live):

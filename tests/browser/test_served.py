@@ -157,7 +157,7 @@ def test_a_click_a_dialog_a_confirmation_and_the_model_has_left_in_its_own_kerne
     for page in (seen, second):
         page.row("qwen", pid(kernel), "host").wait_for()
     assert where(kernel) == "host"
-    seen.page.locator(".told.done", has_text="evict qwen").wait_for()
+    seen.page.locator(".outcome.done", has_text="evict qwen").wait_for()
     seen.row("qwen", pid(kernel)).locator("button", has_text="Restore").click()
     seen.page.locator("[role=dialog] button", has_text="Restore").click()
     second.row("qwen", pid(kernel), "GPU: 0").wait_for()
@@ -180,7 +180,7 @@ def test_cancel_has_the_focus_and_changes_nothing(opened, kernel, no):
     assert seen.focused() == "Cancel"
     cancel.click() if no == "click" else seen.page.keyboard.press(no)
     cancel.wait_for(state="detached")
-    assert where(kernel) == "sim:0" and not seen.page.locator(".told").count()
+    assert where(kernel) == "sim:0" and not seen.page.locator(".outcome").count()
 
 
 def test_a_model_that_came_into_use_since_the_click_is_left_alone(opened, kernel):
@@ -192,7 +192,7 @@ def test_a_model_that_came_into_use_since_the_click_is_left_alone(opened, kernel
     assert kernel.tell("used = rt.use('qwen'); used.__enter__()") == "done"
     seen.row("qwen", pid(kernel), "in use").wait_for()
     yes.click()
-    seen.page.locator(".told.failed", has_text="in use").wait_for()
+    seen.page.locator(".outcome.failed", has_text="in use").wait_for()
     assert where(kernel) == "sim:0"
 
 
@@ -221,12 +221,12 @@ def test_an_owner_that_does_not_answer_is_named_with_the_time_since_when(opened,
     kernel.signal(signal.SIGSTOP)
     try:
         seen.page.locator("button", has_text="Evict, freeing").click()
-        seen.page.locator(".told.waiting", has_text="does not answer, since").wait_for()
+        seen.page.locator(".outcome.waiting", has_text="no answer since").wait_for()
         beat = seen.page.locator("text=/as of \\d/").inner_text()
         seen.page.wait_for_function("(was) => !document.body.innerText.includes(was)", arg=beat)
     finally:
         kernel.signal(signal.SIGCONT)
-    seen.page.locator(".told.done", has_text="evict qwen").wait_for()
+    seen.page.locator(".outcome.done", has_text="evict qwen").wait_for()
 
 
 def test_a_table_is_filtered_and_sorted_in_the_browser(opened, kernel):
@@ -268,5 +268,5 @@ def test_a_server_that_is_gone_is_noticed_by_the_page_itself(chromium, tmp_path)
     ]
     with serving(words, tmp_path, {"GPU_CONSOLE_TOKEN": OPERATORS}, port=port):
         seen = Watched(chromium, f"http://127.0.0.1:{port}/?token={OPERATORS}").ready()
-    seen.page.locator("text=/nothing heard from the server for \\d+ s/").wait_for()
+    seen.page.locator("text=/no update from the server for \\d+ s/").wait_for()
     seen.close()

@@ -25,7 +25,7 @@ def shown(snapshot, device=0, dark=False):
 
 def drawn(snapshot, device=0, dark=False):
     bar = bars.bars(snapshot)[device]
-    return bar_columns.drawing(bar, Palette().looks(bar_columns.labels([bar])), dark)
+    return bar_columns.bar_columns(bar, Palette().styles(bar_columns.labels([bar])), dark)
 
 
 def test_the_figure_shows_every_stretch_and_mark():
@@ -51,7 +51,7 @@ def test_nothing_new_sends_nothing_and_five_seconds_send_a_column(monkeypatch):
     patched = []
     monkeypatch.setattr(ColumnDataSource, "patch", lambda source, cells: patched.append(cells))
     assert chart.show(drawn(older))
-    assert sent == [] and list(patched[0]) == ["told"]
+    assert sent == [] and list(patched[0]) == ["tooltip"]
 
 
 def test_words_on_what_the_page_shines_through_take_the_pages_ink():

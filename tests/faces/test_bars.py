@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpu_panels.data import bar_columns, bars
+from gpu_panels.data import bar_columns, bars, device_facts
 from gpu_panels.palette import PLAIN, Palette
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,7 +82,7 @@ def test_a_bar_is_the_books_claims_to_the_byte(drawn, residue, held_by_the_dead,
         assert sum(s.bytes for s in one.stretches if s.kind != "strangers") == claims.get(
             view.device.id, 0
         )
-        columns = bar_columns.columns(one, Palette().looks(bar_columns.labels([one])))
+        columns = bar_columns.stretch_columns(one, Palette().styles(bar_columns.labels([one])))
         assert sum(columns["bytes"]) == one.used_bytes <= one.scale_bytes
         assert columns["left"][1:] == columns["right"][:-1], "no gap and no overlap"
 
@@ -94,12 +94,12 @@ def bars_device(word: str) -> str:
 def test_who_holds_what_is_told_on_pointing_at_it():
     """Model, bytes, owner, use, importance, and that it is pinned."""
     qwen = stretches(samples.busy)["qwen"]
-    assert qwen.who == "train.ipynb"
-    assert qwen.told == (
+    assert qwen.notebook == "train.ipynb"
+    assert qwen.tooltip == (
         "14.0 GiB\nheld by train.ipynb (pid 4000), ann\nin use for 40 s by train.ipynb\n"
         "importance normal, pinned: it is never evicted"
     )
-    assert stretches(samples.busy)["reranker"].told.endswith("idle 10 s\nimportance high")
+    assert stretches(samples.busy)["reranker"].tooltip.endswith("idle 10 s\nimportance high")
 
 
 def test_the_state_of_the_kernel_is_told_where_it_is_known():
@@ -107,12 +107,12 @@ def test_the_state_of_the_kernel_is_told_where_it_is_known():
     busy = replace(
         samples.busy, sections={samples.ME.id: replace(section, busy_since=samples.NOW - 90)}
     )
-    assert "its kernel has been busy for 90 s" in stretches(busy)["qwen"].told
+    assert "its kernel has been busy for 90 s" in stretches(busy)["qwen"].tooltip
 
 
 def test_a_part_of_a_split_model_says_of_how_much_it_is():
     split = Lease(samples.ME.id, "big", shares=(Share("sim:0", 4 * GIB), Share("sim:1", 4 * GIB)))
-    assert stretches(samples.snapshot(split, cards=2))["big"].told.startswith(
+    assert stretches(samples.snapshot(split, cards=2))["big"].tooltip.startswith(
         "4.0 GiB of 8.0 GiB on sim:0,1\n"
     )
 
@@ -120,10 +120,10 @@ def test_a_part_of_a_split_model_says_of_how_much_it_is():
 def test_comers_and_goers_are_hatched_and_say_so():
     """Nobody takes bytes on their way for bytes that lie there."""
     leaving = bar(samples.waiting).stretches
-    columns = bar_columns.columns(bar(samples.waiting), {})
+    columns = bar_columns.stretch_columns(bar(samples.waiting), {})
     assert [one.kind for one in leaving] == ["settled", "leaving"]
     assert columns["hatch"] == [PLAIN, "\\"] and columns["alpha"][1] < 1
-    assert "4.0 GiB, leaving" in leaving[1].told
+    assert "4.0 GiB, leaving" in leaving[1].tooltip
 
 
 def test_small_leases_gather_and_none_is_lost():
@@ -137,7 +137,7 @@ def test_small_leases_gather_and_none_is_lost():
     assert (
         bar(crowd).stretches[-1].title == "25 others" or bar(crowd).stretches[-1].kind == "others"
     )
-    assert "and " in bar(crowd).stretches[-1].told.splitlines()[-1]
+    assert "and " in bar(crowd).stretches[-1].tooltip.splitlines()[-1]
 
 
 def test_one_thin_lease_keeps_its_name():
@@ -151,8 +151,8 @@ def test_memory_that_nobody_leased_names_its_processes():
     """The operator asks: whose is it?"""
     other = stretches(samples.overdraft)["other programs"]
     assert other.bytes == GIB // 2
-    assert "python3, carol, pid 999" in other.told
-    assert bar_columns.columns(bar(samples.overdraft), {})["hatch"][-1] == "x", (
+    assert "python3, carol, pid 999" in other.tooltip
+    assert bar_columns.stretch_columns(bar(samples.overdraft), {})["hatch"][-1] == "x", (
         "no lease looks like it"
     )
 
@@ -161,7 +161,7 @@ def test_a_strangers_size_that_the_driver_will_not_say_is_unknown():
     held = replace(
         samples.overdraft, strangers=(Stranger("cuda:0", 999, None, "carol", "python3"),)
     )
-    assert "size unknown python3, carol, pid 999" in stretches(held)["other programs"].told
+    assert "size unknown python3, carol, pid 999" in stretches(held)["other programs"].tooltip
 
 
 def test_residue_names_whose_it_is():
@@ -180,7 +180,8 @@ def test_residue_names_whose_it_is():
         ),
     )
     assert (
-        "300 MiB analysis.ipynb (pid 4121), bob" in stretches(with_cache)["context and cache"].told
+        "300 MiB analysis.ipynb (pid 4121), bob"
+        in stretches(with_cache)["context and cache"].tooltip
     )
 
 
@@ -212,66 +213,71 @@ def test_the_reserve_lies_at_the_end_of_a_measured_card():
     ("room", "blind", "words"),
     [
         (4 * GIB, "", "4.0 GiB free"),
-        (0, "", "no room free"),
+        (0, "", "no memory free"),
         (-GIB, "", "over its budget by 1.0 GiB"),
         (
             None,
             "cuda:0 has not been measured yet",
-            "free room unknown: cuda:0 has not been measured yet",
+            "free memory unknown: cuda:0 has not been measured yet",
         ),
-        (None, "", "free room unknown"),
+        (None, "", "free memory unknown"),
     ],
 )
 def test_free_room_in_words(room, blind, words):
     """None is unknown, never 0."""
-    assert bars.room_words(replace(samples.busy.devices[0], room_bytes=room, blind=blind)) == words
+    assert (
+        device_facts.room_words(replace(samples.busy.devices[0], room_bytes=room, blind=blind))
+        == words
+    )
 
 
 def test_what_the_driver_does_not_tell_is_left_out_not_shown_as_zero():
     view = samples.unmeasured.devices[0]
-    assert "not measured" in bars.facts(samples.unmeasured, view)
-    assert not any("°C" in fact or " W" in fact for fact in bars.facts(samples.unmeasured, view))
+    assert "not measured" in device_facts.facts(samples.unmeasured, view)
+    assert not any(
+        "°C" in fact or " W" in fact for fact in device_facts.facts(samples.unmeasured, view)
+    )
     hot = replace(view, sample=replace(view.sample, temperature_celsius=61.0, power_watts=240.0))
-    assert {"37 % busy", "61 °C", "240 W"} <= set(bars.facts(samples.unmeasured, hot))
+    assert {"37 % busy", "61 °C", "240 W"} <= set(device_facts.facts(samples.unmeasured, hot))
 
 
 def test_the_host_counts_its_warm_models():
-    assert "1 warm model" in bars.facts(samples.busy, samples.busy.devices[1])
+    assert "1 warm model" in device_facts.facts(samples.busy, samples.busy.devices[1])
 
 
 def test_a_drained_card_says_by_whom_and_since_when():
-    assert bars.notices(samples.drained, samples.drained.devices[1]) == [
+    assert device_facts.notices(samples.drained, samples.drained.devices[1]) == [
         "drained by ann 10 min ago: it takes no new leases"
     ]
     view = replace(samples.busy.devices[0], drained=Drain("<b>", samples.WALL))
-    assert bars.notices(samples.busy, view)[0].startswith("drained by <b>")
+    assert device_facts.notices(samples.busy, view)[0].startswith("drained by <b>")
 
 
 def test_a_simulated_card_says_so_among_real_ones():
     """Where all are simulated the header says it once."""
     view = samples.busy.devices[0]
-    assert "simulated" in bars.notices(replace(samples.busy, simulated=False), view)
-    assert bars.notices(samples.busy, view) == []
+    assert "simulated" in device_facts.notices(replace(samples.busy, simulated=False), view)
+    assert device_facts.notices(samples.busy, view) == []
 
 
 def test_a_small_device_has_an_axis_of_its_own_unit():
     """A card of 96 MiB would be all in the first hundredth of a GiB."""
     small = samples.snapshot(samples.lease("m", 0.0625), gib=0.09375)
     assert bar_columns.unit_of(small.devices[0].device.total_bytes) == (MIB, "MiB")
-    assert bar_columns.columns(bar(small), {})["right"] == [64.0]
+    assert bar_columns.stretch_columns(bar(small), {})["right"] == [64.0]
 
 
 def test_a_bar_can_be_read_aloud():
-    assert bar(samples.busy).told == (
+    assert bar(samples.busy).description == (
         "sim:0: qwen of train.ipynb 14.0 GiB, reranker of analysis.ipynb 4.0 GiB; budget 21.6 GiB"
     )
-    assert bar(samples.empty).told == "sim:0: empty; budget 21.6 GiB"
+    assert bar(samples.empty).description == "sim:0: empty; budget 21.6 GiB"
 
 
 def test_no_name_can_steer_what_shows_it():
     """Control characters are made visible; markup is the showing side's to escape."""
     (one,) = bar(samples.hostile).stretches
-    assert "\x1b" not in one.title + one.told and one.title.startswith("<img")
+    assert "\x1b" not in one.title + one.tooltip and one.title.startswith("<img")
 
 
 def test_what_is_free_begins_where_what_is_used_ends():
@@ -282,6 +288,6 @@ def test_what_is_free_begins_where_what_is_used_ends():
         ("budget", used, limit),
         ("beyond", limit, total),
     ]
-    assert bar(samples.busy).regions[0].told == "3.6 GiB free; 21.6 GiB may be leased in all"
+    assert bar(samples.busy).regions[0].tooltip == "3.6 GiB free; 21.6 GiB may be leased in all"
     over = samples.snapshot(samples.lease("big", 30))
     assert bar(over).regions == ()

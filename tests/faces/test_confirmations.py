@@ -34,9 +34,9 @@ def test_an_eviction_is_asked_with_the_model_the_bytes_who_has_it_and_what_becom
         "Evict qwen?",
         (
             "This frees 14.0 GiB on sim:0.",
-            "Held by train.ipynb (pid 4000), ann, idle for 3 min. Nobody uses it now.",
-            "It steps aside to host memory where there is room, and it comes back by itself when it is used next, in "
-            "about 2.5 s.",
+            "Held by train.ipynb (pid 4000), ann, idle for 3 min. It is not in use.",
+            "It is offloaded to host memory if there is space. Its next use restores it automatically, "
+            "in about 2.5 s.",
         ),
         "Evict, freeing 14.0 GiB",
         True,
@@ -57,25 +57,25 @@ def test_of_what_is_not_loaded_it_is_said_whether_its_size_is_known():
     world = snapshot()
     asks = question(propose("preload", "/catalogued", world), world)
     assert asks.lines[:2] == (
-        "It is not loaded, and its size not known here.",
-        "It is brought to a device by a process that can load it.",
+        "It is not loaded, and its size is not known here.",
+        "It is loaded to a device by a process that can load it.",
     )
 
 
 def test_of_a_model_that_cannot_be_moved_it_is_said_that_it_is_loaded_anew():
     world = idle(movable=False, reload_seconds=20.0)
-    assert "dropped" in question(propose("evict", at(), world), world).lines[-1]
+    assert "unloaded" in question(propose("evict", at(), world), world).lines[-1]
     assert "in about 20 s" in question(propose("evict", at(), world), world).lines[-1]
 
 
 @pytest.mark.parametrize(
     ("verb", "words"),
     [
-        ("preload", "Idle models step aside"),
-        ("restore", "Idle models step aside"),
-        ("pin", "stay taken"),
-        ("unpin", "steps aside when others need its room"),
-        ("defrag", "gives the blocks that it caches"),
+        ("preload", "Idle models are evicted"),
+        ("restore", "Idle models are evicted"),
+        ("pin", "no other model can evict it"),
+        ("unpin", "it is evicted when other models need the memory"),
+        ("defrag", "returns cached blocks"),
     ],
 )
 def test_every_other_verb_says_what_it_will_do(verb, words):
@@ -104,15 +104,15 @@ def test_a_model_that_is_on_disk_may_be_preloaded():
 @pytest.mark.parametrize(
     ("verb", "then", "words"),
     [
-        ("evict", snapshot(), "holds it no more"),
-        ("evict", idle(pins=1), "qwen is in use by now"),
-        ("evict", snapshot(lease("qwen", 14, HOST)), "qwen is on host by now, not on sim:0"),
-        ("evict", idle(phase=Phase.LEAVING), "qwen is leaving already"),
-        ("pin", idle(keep=True), "qwen is pinned already"),
-        ("unpin", idle(), "qwen is not pinned already"),
-        ("defrag", replace(snapshot(), sections={}), "The process that held qwen is gone"),
-        ("evict", replace(snapshot(), sections={}), "The process that held qwen is gone"),
-        ("evict", snapshot(lease("qwen", 14, owner=BOB)), "holds it no more"),
+        ("evict", snapshot(), "no longer holds it"),
+        ("evict", idle(pins=1), "qwen is in use now"),
+        ("evict", snapshot(lease("qwen", 14, HOST)), "qwen is on host now, not on sim:0"),
+        ("evict", idle(phase=Phase.LEAVING), "qwen is already leaving"),
+        ("pin", idle(keep=True), "qwen is already pinned"),
+        ("unpin", idle(), "qwen is already not pinned"),
+        ("defrag", replace(snapshot(), sections={}), "The process that held qwen has ended"),
+        ("evict", replace(snapshot(), sections={}), "The process that held qwen has ended"),
+        ("evict", snapshot(lease("qwen", 14, owner=BOB)), "no longer holds it"),
     ],
 )
 def test_what_has_changed_since_the_click_is_said_and_nothing_is_done(verb, then, words):

@@ -15,10 +15,10 @@ from bokeh.document import Document
 from bokeh.models import ImportedStyleSheet
 from bokeh.server.session import ServerSession
 from gpu_panels import console
-from gpu_panels.actions import DONE_SECONDS, MOST_TOLD
+from gpu_panels.actions import DONE_SECONDS, MOST_REPORTS
 from gpu_panels.console import Console
 from gpu_panels.data.confirmations import propose
-from gpu_panels.poller import Watch
+from gpu_panels.poller import Poller
 from gpu_panels.tabs import registry
 from gpu_panels.tabs.base import Tab
 from gpu_panels.widgets import header
@@ -43,14 +43,14 @@ OPERATOR, VIEWER = Visitor("ann", True), Visitor("eve", False)
 
 
 @pytest.fixture
-def watch(rt):
+def poller(rt):
     """Its thread never starts: the test polls."""
     rt.register("qwen", backend="fake", size="14GiB")
     rt.preload("qwen")
-    watch = Watch(rt, start=lambda work: None)
-    watch.poll()
-    watch._heard.set()
-    return watch
+    poller = Poller(rt, start=lambda work: None)
+    poller.poll()
+    poller._answered.set()
+    return poller
 
 
 @pytest.fixture
@@ -60,9 +60,9 @@ def waiting_threads():
 
 
 @pytest.fixture
-def page(watch, waiting_threads, monkeypatch):
+def page(poller, waiting_threads, monkeypatch):
     only(monkeypatch, "Models")
-    made = Console(watch, OPERATOR)
+    made = Console(poller, OPERATOR)
     made.actions._start = waiting_threads.append
     return made
 
@@ -71,13 +71,13 @@ def only(monkeypatch, *titles):
     monkeypatch.setattr(registry, "titles", lambda: list(titles))
 
 
-def target(watch, name="qwen"):
-    return next(lease.id for lease in watch.look.snapshot.leases() if lease.name == name)
+def target(poller, name="qwen"):
+    return next(lease.id for lease in poller.result.snapshot.leases() if lease.name == name)
 
 
 def click(page, answer):
     """An answer in the dialog, as a browser sends it."""
-    page.actions._ask._handle_msg({"answer": answer, "question": page.actions._ask.question})
+    page.actions._form._handle_msg({"answer": answer, "question": page.actions._form.question})
 
 
 # -- tabs ---------------------------------------------------------------------------------------------------------
@@ -90,8 +90,8 @@ class Counted(Tab):
     made = updates = 0
     themes: list[bool] = []
 
-    def __init__(self, watch, actions):
-        super().__init__(watch, actions)
+    def __init__(self, poller, actions):
+        super().__init__(poller, actions)
         type(self).made += 1
         self.panel = pn.pane.HTML("counted")
 
@@ -110,7 +110,7 @@ class Failing(Counted):
 
 
 @pytest.fixture
-def two(watch, monkeypatch):
+def two(poller, monkeypatch):
     Counted.made = Counted.updates = 0
     Counted.themes = []
     only(monkeypatch, "Models", "Counted")
@@ -122,31 +122,31 @@ def two(watch, monkeypatch):
         "kind",
         lambda title, known=registry.kind: known(title) if title != "Models" else Other,
     )
-    return Console(watch, VIEWER)
+    return Console(poller, VIEWER)
 
 
 class Other(Tab):
     title = "Models"
 
-    def __init__(self, watch, actions):
-        super().__init__(watch, actions)
+    def __init__(self, poller, actions):
+        super().__init__(poller, actions)
         self.panel = pn.pane.HTML("other")
 
 
-def test_a_tab_that_nobody_looks_at_is_not_even_made(two, watch):
-    watch.poll()
+def test_a_tab_that_nobody_looks_at_is_not_even_made(two, poller):
+    poller.poll()
     two.tick()
     assert Counted.made == 0
     two._tabs.active = 1
     assert (Counted.made, Counted.updates) == (1, 1)
     two._tabs.active = 0
     updates = Counted.updates
-    renew(watch)
+    renew(poller)
     two.tick()
     assert (Counted.made, Counted.updates) == (1, updates), "hidden again, it is left alone"
 
 
-def test_nothing_is_done_while_nothing_is_new(two, watch):
+def test_nothing_is_done_while_nothing_is_new(two, poller):
     two._tabs.active = 1
     updates = Counted.updates
     for _ in range(10):
@@ -160,19 +160,22 @@ def test_a_tab_takes_the_theme_when_it_is_made_and_when_it_is_toggled(two):
     assert Counted.themes == [False, True]
 
 
-def test_a_served_page_takes_the_theme_that_its_browser_wants_and_a_notebooks_does_not_ask(watch):
+def test_a_served_page_takes_the_theme_that_its_browser_wants_and_a_notebooks_does_not_ask(poller):
     """A notebook's page follows the notebook. What a browser says may be anything."""
-    served = Console(watch, VIEWER)
+    served = Console(poller, VIEWER)
     for said, dark in (("dark", True), ({"dark": 1}, True), ("light", False)):
-        served.strip._handle_msg(said)
-        assert served.page.dark_theme is served.strip.dark is dark
-    assert served.strip.chooses and not Console(watch, VIEWER, theme_toggle=False).strip.chooses
+        served.status_bar._handle_msg(said)
+        assert served.page.dark_theme is served.status_bar.dark is dark
+    assert (
+        served.status_bar.chooses
+        and not Console(poller, VIEWER, theme_toggle=False).status_bar.chooses
+    )
 
 
-def test_a_tab_that_fails_says_so_and_the_others_go_on(watch, monkeypatch, caplog):
+def test_a_tab_that_fails_says_so_and_the_others_go_on(poller, monkeypatch, caplog):
     only(monkeypatch, "Failing", "Counted")
     monkeypatch.setattr(registry, "kind", {"Counted": Counted, "Failing": Failing}.__getitem__)
-    made = Console(watch, VIEWER)
+    made = Console(poller, VIEWER)
     assert (
         "division by zero" in made._holders["Failing"].objects[0].object
         and "Traceback" in caplog.text
@@ -181,9 +184,9 @@ def test_a_tab_that_fails_says_so_and_the_others_go_on(watch, monkeypatch, caplo
     assert Counted.made
 
 
-def test_every_tab_of_the_table_can_be_made_and_shows_a_busy_an_empty_and_a_strange_box(watch):
+def test_every_tab_of_the_table_can_be_made_and_shows_a_busy_an_empty_and_a_strange_box(poller):
     """Whatever the snapshot says: no tab fails on a world that it did not expect."""
-    made = Console(watch, OPERATOR)
+    made = Console(poller, OPERATOR)
     for n, title in enumerate(made._titles):
         made._tabs.active = n
         for world in (
@@ -200,61 +203,61 @@ def test_every_tab_of_the_table_can_be_made_and_shows_a_busy_an_empty_and_a_stra
             assert title in made._made, f"{title} failed: {made._holders[title].objects}"
 
 
-def renew(watch):
-    watch._passed_on = -1e9
-    watch.poll()
+def renew(poller):
+    poller._published_at = -1e9
+    poller.poll()
 
 
 # -- the strip and the banner -------------------------------------------------------------------------------------
 
 
 def test_the_strip_says_level_box_ledger_and_who_looks():
-    said = header.words(samples.busy, OPERATOR)
+    said = header.status_html(samples.busy, OPERATOR)
     for words in ("HIGH", "1 simulated GPU", "memory:", "ann · operator"):
         assert words in said
-    assert "viewer, read only" in header.words(samples.busy, VIEWER)
-    assert ">viewer, read only<" in header.words(samples.busy, Visitor("viewer", False)), (
+    assert "viewer, read only" in header.status_html(samples.busy, VIEWER)
+    assert ">viewer, read only<" in header.status_html(samples.busy, Visitor("viewer", False)), (
         "not: viewer · viewer"
     )
 
 
 def test_names_in_the_strip_are_escaped():
-    said = header.words(
+    said = header.status_html(
         replace(samples.busy, ledger="sqlite:///<img src=x>"), Visitor("<script>", True)
     )
     assert "<img" not in said and "<script>" not in said
 
 
-def test_a_ledger_that_fails_is_told_above_the_last_figures(page, watch, rt, monkeypatch):
+def test_a_ledger_that_fails_is_told_above_the_last_figures(page, poller, rt, monkeypatch):
     def fails():
         raise LedgerUnavailable("the disk is full", path="/x")
 
     monkeypatch.setattr(rt, "status", fails)
-    beat = page.strip.beat
-    watch.poll()
+    beat = page.status_bar.beat
+    poller.poll()
     page.tick()
     assert (
         page._banner.visible
         and "the disk is full" in page._banner.object
-        and "Since " in page._banner.object
+        and "No new figures since " in page._banner.object
     )
-    assert page.strip.beat == beat, (
+    assert page.status_bar.beat == beat, (
         "the strip's own clock goes on, and says how old the figures are"
     )
     monkeypatch.undo()
-    watch.poll()
+    poller.poll()
     page.tick()
-    assert not page._banner.visible and page.strip.beat != beat
+    assert not page._banner.visible and page.status_bar.beat != beat
 
 
 # -- acting -------------------------------------------------------------------------------------------------------
 
 
-def test_confirming_does_it_in_a_thread_and_says_what_came_of_it(page, watch, rt, waiting_threads):
-    page.actions.propose("evict", target(watch))
+def test_confirming_does_it_in_a_thread_and_says_what_came_of_it(page, poller, rt, waiting_threads):
+    page.actions.propose("evict", target(poller))
     assert page.actions.dialog.open and page.actions.dialog.title == "Evict qwen?"
     click(page, "confirm")
-    assert not page.actions.dialog.open and "was asked" in page.actions.outcomes.object
+    assert not page.actions.dialog.open and "waiting for" in page.actions.outcomes.object
     assert where(rt) == "sim:0", "the page's own thread does nothing"
     waiting_threads.pop()()
     page.actions.update(None)
@@ -264,10 +267,10 @@ def test_confirming_does_it_in_a_thread_and_says_what_came_of_it(page, watch, rt
     )
 
 
-def test_what_went_well_is_told_for_a_while(page, watch, waiting_threads):
+def test_what_went_well_is_told_for_a_while(page, poller, waiting_threads):
     now = [1000.0]
     page.actions._wall = lambda: now[0]
-    page.actions.propose("pin", target(watch))
+    page.actions.propose("pin", target(poller))
     click(page, "confirm")
     waiting_threads.pop()()
     page.actions.update(None)
@@ -278,15 +281,17 @@ def test_what_went_well_is_told_for_a_while(page, watch, waiting_threads):
 
 
 def test_what_is_still_waited_for_is_not_pushed_out_by_what_was_asked_since(
-    page, watch, waiting_threads
+    page, poller, waiting_threads
 ):
     """Its outcome would never be told; a process that does not answer is what an operator must not lose sight of."""
-    page.actions.propose("evict", target(watch))
+    page.actions.propose("evict", target(poller))
     click(page, "confirm")
-    for n in range(MOST_TOLD + 1):
-        page.actions._tell(propose("pin", target(watch), watch.look.snapshot), "failed", f"no {n}")
+    for n in range(MOST_REPORTS + 1):
+        page.actions._report(
+            propose("pin", target(poller), poller.result.snapshot), "failed", f"no {n}"
+        )
     assert (
-        "was asked" in page.actions.outcomes.object and "no 1" not in page.actions.outcomes.object
+        "waiting for" in page.actions.outcomes.object and "no 1" not in page.actions.outcomes.object
     )
     waiting_threads.pop()()
     page.actions.update(None)
@@ -298,8 +303,8 @@ def where(rt, name="qwen"):
 
 
 @pytest.mark.parametrize("answer", ["cancel", "escape"])
-def test_cancel_and_escape_change_nothing(page, watch, rt, waiting_threads, answer):
-    page.actions.propose("evict", target(watch))
+def test_cancel_and_escape_change_nothing(page, poller, rt, waiting_threads, answer):
+    page.actions.propose("evict", target(poller))
     if answer == "cancel":
         click(page, "cancel")
     else:
@@ -308,38 +313,38 @@ def test_cancel_and_escape_change_nothing(page, watch, rt, waiting_threads, answ
     assert waiting_threads == [] and where(rt) == "sim:0"
 
 
-def test_a_question_is_answered_once(page, watch, waiting_threads):
-    page.actions.propose("evict", target(watch))
+def test_a_question_is_answered_once(page, poller, waiting_threads):
+    page.actions.propose("evict", target(poller))
     click(page, "confirm")
     click(page, "confirm")
     assert len(waiting_threads) == 1
 
 
-def test_an_answer_to_another_question_does_nothing(page, watch, waiting_threads):
+def test_an_answer_to_another_question_does_nothing(page, poller, waiting_threads):
     """A click that was on its way while the dialog changed."""
-    page.actions.propose("pin", target(watch))
-    late = page.actions._ask.question
-    page.actions.propose("evict", target(watch))
-    page.actions._ask._handle_msg({"answer": "confirm", "question": late})
+    page.actions.propose("pin", target(poller))
+    late = page.actions._form.question
+    page.actions.propose("evict", target(poller))
+    page.actions._form._handle_msg({"answer": "confirm", "question": late})
     assert waiting_threads == [] and page.actions.dialog.open
 
 
 def test_what_was_confirmed_is_looked_at_once_more_before_it_is_done(
-    page, watch, rt, waiting_threads
+    page, poller, rt, waiting_threads
 ):
     """Between the click and the confirmation somebody has begun to use it."""
-    page.actions.propose("evict", target(watch))
+    page.actions.propose("evict", target(poller))
     with rt.use("qwen"):
         click(page, "confirm")
         waiting_threads.pop()()
     page.actions.update(None)
-    assert where(rt) == "sim:0" and "in use by now" in page.actions.outcomes.object
+    assert where(rt) == "sim:0" and "is in use now" in page.actions.outcomes.object
 
 
 def test_what_the_runtime_refuses_is_told_in_its_words(
-    page, watch, rt, waiting_threads, monkeypatch
+    page, poller, rt, waiting_threads, monkeypatch
 ):
-    page.actions.propose("evict", target(watch))
+    page.actions.propose("evict", target(poller))
     click(page, "confirm")
     monkeypatch.setattr(
         rt,
@@ -351,27 +356,26 @@ def test_what_the_runtime_refuses_is_told_in_its_words(
     assert "&lt;b&gt;full" in page.actions.outcomes.object
 
 
-def test_who_did_it_is_in_the_journal(page, watch, rt, waiting_threads):
-    page.actions.propose("evict", target(watch))
+def test_who_did_it_is_in_the_journal(page, poller, rt, waiting_threads):
+    page.actions.propose("evict", target(poller))
     click(page, "confirm")
     waiting_threads.pop()()
     assert rt.why("qwen")[0].by.startswith("ann, console")
 
 
 def test_a_viewer_has_no_buttons_and_no_dialog_and_a_forged_click_does_nothing(
-    watch, rt, waiting_threads, monkeypatch
+    poller, rt, waiting_threads, monkeypatch
 ):
     only(monkeypatch, "Models")
-    page = Console(watch, VIEWER)
-    assert '"Evict"' not in page._made["Models"].sheet.rows
-    page._made["Models"].sheet._handle_msg({"verb": "evict", "id": target(watch)})
+    page = Console(poller, VIEWER)
+    assert '"Evict"' not in page._made["Models"].table.rows
+    page._made["Models"].table._handle_msg({"verb": "evict", "id": target(poller)})
     click(page, "confirm")
     assert not page.actions.dialog.open and waiting_threads == [] and where(rt) == "sim:0"
-    assert page.actions.button("evict", lambda: target(watch)) is None
     assert page.actions.dialog not in page.actions.panel.objects
 
 
-def test_whether_they_may_act_is_asked_when_it_is_done(watch, rt, waiting_threads, monkeypatch):
+def test_whether_they_may_act_is_asked_when_it_is_done(poller, rt, waiting_threads, monkeypatch):
     """A role that was taken away between the question and the answer is no role."""
 
     class Fickle:
@@ -379,33 +383,33 @@ def test_whether_they_may_act_is_asked_when_it_is_done(watch, rt, waiting_thread
 
     only(monkeypatch, "Models")
     visitor = Fickle()
-    page = Console(watch, visitor)
+    page = Console(poller, visitor)
     page.actions._start = waiting_threads.append
-    page.actions.propose("evict", target(watch))
+    page.actions.propose("evict", target(poller))
     visitor.may_act = False
     click(page, "confirm")
     assert waiting_threads == []
 
 
-def test_an_unknown_verb_is_none(page, watch):
-    page.actions.propose("__class__", target(watch))
+def test_an_unknown_verb_is_none(page, poller):
+    page.actions.propose("__class__", target(poller))
     assert not page.actions.dialog.open
 
 
 # -- the end ------------------------------------------------------------------------------------------------------
 
 
-def test_a_session_that_ends_leaves_nothing_behind(watch, monkeypatch):
+def test_a_session_that_ends_leaves_nothing_behind(poller, monkeypatch):
     """A thousand of them would."""
     only(monkeypatch, "Models", "Leases", "Queue")
-    made = Console(watch, OPERATOR)
+    made = Console(poller, OPERATOR)
     for n in range(3):
         made._tabs.active = n
     gone = weakref.ref(made)
     made.close()
     del made
     gc.collect()
-    assert gone() is None and len(watch._sessions) == 0
+    assert gone() is None and len(poller._sessions) == 0
 
 
 class Context(SimpleNamespace):
@@ -414,9 +418,9 @@ class Context(SimpleNamespace):
 
 @pytest.mark.parametrize("first", ["destroyed", "told"])
 def test_a_served_session_leaves_nothing_behind_when_its_browser_has_gone(
-    watch, monkeypatch, caplog, first
+    poller, monkeypatch, caplog, first
 ):
-    """Its page with all that was drawn, its callbacks and its place in the watch; also what Panel would keep."""
+    """Its page with all that was drawn, its callbacks and its place in the poller; also what Panel would keep."""
     only(monkeypatch, "Now", "Models", "Leases", "Queue")
     made = []
     monkeypatch.setattr(console, "Console", lambda *given: made.append(Console(*given)) or made[-1])
@@ -431,13 +435,13 @@ def test_a_served_session_leaves_nothing_behind_when_its_browser_has_gone(
     )
     doc._session_context = weakref.ref(context)
     with set_curdoc(doc):
-        console.page(OPERATOR, watch).server_doc(doc, location=False)
+        console.page(OPERATOR, poller).server_doc(doc, location=False)
         for n in range(4):
             made[0]._tabs.active = n
     gone = weakref.ref(made.pop())
     loop = IOLoop()  # and the thread's current one: its sleeps are futures of that
     session = ServerSession("1", doc, io_loop=loop)
-    assert len(watch._sessions) == 1
+    assert len(poller._sessions) == 1
     if first == "destroyed":  # as Bokeh's server does; or it shuts down
         session.destroy()
     _on_session_destroyed(context)
@@ -449,7 +453,7 @@ def test_a_served_session_leaves_nothing_behind_when_its_browser_has_gone(
     gc.collect()
     assert (
         gone() is None
-        and len(watch._sessions) == 0
+        and len(poller._sessions) == 0
         and "failed with following error" not in caplog.text
     )
 
@@ -472,7 +476,7 @@ def test_the_page_is_the_material_one(page):
     assert type(page.page).__name__ == "Page" and console.TICK_MILLISECONDS <= 500
 
 
-def test_a_browser_that_took_long_gets_its_styles_from_here_too(watch):
+def test_a_browser_that_took_long_gets_its_styles_from_here_too(poller):
     """Its session is made anew, without a page; Panel would send it to the CDN."""
     from bokeh.document import Document
     from panel.io.resources import LOCAL_DIST
@@ -480,7 +484,7 @@ def test_a_browser_that_took_long_gets_its_styles_from_here_too(watch):
 
     document = Document()
     with set_curdoc(document):
-        made = console.page(VIEWER, watch)
+        made = console.page(VIEWER, poller)
         root = made.get_root(document)
     assert document.template_variables["dist_url"] == LOCAL_DIST
     sheets = {str(sheet.url) for sheet in root.select({"type": ImportedStyleSheet})}

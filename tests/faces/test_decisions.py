@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from gpu_panels.tabs import decisions
-from gpu_panels.tabs.decisions import Decisions, rows
+from gpu_panels.data.cells import Cell
+from gpu_panels.data.decisions import rows
+from gpu_panels.tabs.decisions import DecisionsTab
 from msgspec.json import decode
 from msgspec.structs import replace
 
 from gpu_runtime.facts import Event
 
 from . import samples
-from .watching import looked_at, refresh
+from .polling import looked_at, refresh
 
 REFUSED = Event(
     7,
@@ -58,13 +59,11 @@ def test_a_decision_tells_verdict_model_process_need_because_and_what_lost():
 
 def test_its_time_is_a_number_that_the_browser_tells_by_its_own_clock():
     """The server may stand in another time zone than who looks."""
-    assert rows((REFUSED,), samples.busy)[0].cells[0] == decisions.Cell(
-        "", samples.WALL, kind="time"
-    )
+    assert rows((REFUSED,), samples.busy)[0].cells[0] == Cell("", samples.WALL, kind="time")
 
 
 def test_who_asked_is_named_also_when_their_process_is_gone():
-    assert texts(rows((GRANTED,), samples.busy)[0])[3] == "pid 9, ended, asked by ann, console"
+    assert texts(rows((GRANTED,), samples.busy)[0])[3] == "pid 9, ended, requested by ann, console"
 
 
 def test_what_was_not_needed_is_not_shown_as_zero():
@@ -82,19 +81,19 @@ def test_verdicts_can_be_told_apart_and_chosen():
 
 
 def test_the_tab_shows_what_was_decided_and_follows_the_filter():
-    tab = looked_at(Decisions, samples.busy, decisions=lambda limit: TOLD)
-    assert len(decode(tab.sheet.rows)) == 3
+    tab = looked_at(DecisionsTab, samples.busy, decisions=lambda limit: TOLD)
+    assert len(decode(tab.table.rows)) == 3
     tab._verdict.value = "refused"
-    assert [row[1][2][0] for row in decode(tab.sheet.rows)] == ["gemma"]
+    assert [row[1][2][0] for row in decode(tab.table.rows)] == ["gemma"]
 
 
 def test_a_new_decision_appears():
     told = [(GRANTED,)]
-    tab = looked_at(Decisions, samples.busy, decisions=lambda limit: told[0])
+    tab = looked_at(DecisionsTab, samples.busy, decisions=lambda limit: told[0])
     told[0] = TOLD
-    tab.watch._wanted["decisions"].fetched_at -= 60
+    tab.poller._fetched["decisions"].fetched_at -= 60
     refresh(tab)
-    assert len(decode(tab.sheet.rows)) == 3
+    assert len(decode(tab.table.rows)) == 3
 
 
 def test_names_are_data():

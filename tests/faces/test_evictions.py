@@ -6,9 +6,9 @@ import csv
 import io
 
 import pytest
-from gpu_panels.data import evictions as evicted
-from gpu_panels.data.evictions import ANY, BINS, Filter, csv_of, matching, merged, timeline
-from gpu_panels.tabs.evictions import NO_MATCH, Evictions, counted
+from gpu_panels.data import evictions
+from gpu_panels.data.evictions import ANY, BINS, Filter, binned, csv_of, matching, merged
+from gpu_panels.tabs.evictions import NO_MATCH, EvictionsTab, counters_html
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.json import decode
@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from gpu_runtime.facts import Event, History, Share
 
 from . import pasts, samples
+from .polling import looked_at, refresh
 from .test_now import words
-from .watching import looked_at, refresh
 
 GIB, WALL = samples.GIB, samples.WALL
 
@@ -72,7 +72,7 @@ def test_a_filter_lets_through_what_it_says(wanted, found):
 
 
 def test_reasons_to_choose_from_are_those_that_occurred():
-    assert evicted.reasons((*PAST, event(4, "granted", reason="cap"))) == [
+    assert evictions.reasons((*PAST, event(4, "granted", reason="cap"))) == [
         ANY,
         "memory_pressure",
         "request",
@@ -87,7 +87,7 @@ def test_journal_and_page_together_tell_each_event_once_the_newest_first(past, r
 
 
 def test_a_row_tells_what_left_from_where_why_and_what_coming_back_took():
-    off, _, back = evicted.rows(PAST, samples.busy)
+    off, _, back = evictions.rows(PAST, samples.busy)
     assert texts(off)[1:] == [
         "llama",
         "▼ offloaded",
@@ -103,7 +103,7 @@ def test_a_row_tells_what_left_from_where_why_and_what_coming_back_took():
 
 def test_a_split_model_names_all_its_devices():
     split = event(1, shares=(Share("sim:0", GIB), Share("sim:1", GIB)))
-    assert texts(evicted.rows([split], samples.busy)[0])[4] == "sim:0, sim:1"
+    assert texts(evictions.rows([split], samples.busy)[0])[4] == "sim:0, sim:1"
 
 
 # -- counted
@@ -111,7 +111,7 @@ def test_a_split_model_names_all_its_devices():
 
 def test_evictions_are_offloads_and_unloads():
     """Law 10, as it stands on the page."""
-    assert words(counted(samples.busy)).startswith(
+    assert words(counters_html(samples.busy)).startswith(
         "3 evictions = 2 offloads + 1 unload 2 restored 4 loads 0 refusals"
     )
 
@@ -121,10 +121,10 @@ def test_the_counters_of_a_real_house_add_up(rt):
     rt.register("b", backend="fake", size="14GiB")
     for name in "abab":
         rt.preload(name)
-    (_, evictions, _), (_, offloads, _), (_, unloads, _), (_, restored, _), *_ = evicted.counters(
+    (_, total, _), (_, offloads, _), (_, unloads, _), (_, restored, _), *_ = evictions.counters(
         rt.status()
     )
-    assert evictions == offloads + unloads == 3 and restored == 2
+    assert total == offloads + unloads == 3 and restored == 2
     shown = merged((), rt.status().events)
     assert len(matching(shown, Filter())) == 3
     returns = matching(shown, Filter(action="restored"))
@@ -149,26 +149,26 @@ def test_every_event_of_the_time_is_counted_once(drawn):
         event(n, action, ago=ago, seconds=float(took))
         for n, (action, ago, took) in enumerate(drawn)
     ]
-    told = timeline(events, WALL - 3600, WALL)
+    told = binned(events, WALL - 3600, WALL)
     inside = [one for one in events if one.wall >= WALL - 3600]
     for action in ("offloaded", "unloaded", "restored"):
         assert sum(getattr(told, action)) == sum(one.action == action for one in inside)
     assert sum(told.seconds) == sum(
         one.seconds for one in inside if one.action in ("loaded", "restored")
     )
-    columns = evicted.pieces(told)
+    columns = evictions.eviction_columns(told)
     assert sum(
         top - bottom for top, bottom in zip(columns["top"], columns["bottom"], strict=True)
-    ) == sum(one.action in evicted.LOOKS for one in inside)
-    assert max(columns["top"], default=0) <= evicted.top(told)
+    ) == sum(one.action in evictions.STYLES for one in inside)
+    assert max(columns["top"], default=0) <= evictions.top(told)
 
 
 def test_offloads_and_unloads_of_one_time_stand_upon_each_other_and_returns_beside_them():
-    columns = evicted.pieces(timeline(PAST, WALL - 4800, WALL))
+    columns = evictions.eviction_columns(binned(PAST, WALL - 4800, WALL))
     assert [
         (told, bottom, top)
         for told, bottom, top in zip(
-            columns["told"], columns["bottom"], columns["top"], strict=True
+            columns["tooltip"], columns["bottom"], columns["top"], strict=True
         )
     ] == [("1 offloaded", 0, 1), ("1 unloaded", 1, 2), ("1 restored", 0, 1)]
     assert columns["left"][0] == columns["left"][1] and columns["left"][2] == pytest.approx(
@@ -204,20 +204,20 @@ def test_no_cell_is_a_formula(name):
     """Whatever a model is called; and what was not one is not changed."""
     (row,) = read(csv_of([event(1, model=name)], samples.busy))
     assert not row["model"].lstrip().startswith(("=", "+", "-", "@", "|", "%"))
-    assert row["model"].removeprefix("'") == evicted.clean(name).removeprefix("'")
+    assert row["model"].removeprefix("'") == evictions.clean(name).removeprefix("'")
 
 
 # -- the tab
 
 
 def shown(tab):
-    return [row[1][1][0] for row in decode(tab.sheet.rows)]
+    return [row[1][1][0] for row in decode(tab.table.rows)]
 
 
 def tab_of(*events, snapshot=samples.busy, **answers):
     page = replace(snapshot, events=())
     return looked_at(
-        Evictions, page, history=lambda seconds, points: History((), events, seconds), **answers
+        EvictionsTab, page, history=lambda seconds, points: History((), events, seconds), **answers
     )
 
 
@@ -231,7 +231,7 @@ def test_the_tab_shows_the_evictions_and_follows_its_filters():
     tab.reason.value = "request"
     assert shown(tab) == ["Qwen/big"]
     tab.action.value = "restored"
-    assert shown(tab) == [] and tab.sheet.empty == NO_MATCH
+    assert shown(tab) == [] and tab.table.empty == NO_MATCH
     tab.reason.value = ANY
     assert shown(tab) == ["llama"]
     tab.model.value_input = "nobody"
@@ -246,7 +246,7 @@ def test_the_file_is_of_what_is_shown():
 
 def test_what_just_happened_is_shown_before_the_journal_is_read_again():
     tab = tab_of()
-    tab.watch.rt.snapshot = replace(samples.busy, events=(OFF,))
+    tab.poller.rt.snapshot = replace(samples.busy, events=(OFF,))
     refresh(tab)
     assert shown(tab) == ["llama"]
 
@@ -269,10 +269,10 @@ def test_a_day_of_evictions_stays_in_the_chart():
 
 def test_the_parts_of_the_time_stay_where_they_are_until_the_next_begins():
     """Else every bar would have to be drawn anew each second."""
-    ends = {evicted.window(86_400, WALL + second)[1] for second in range(1800)}
+    ends = {evictions.window(86_400, WALL + second)[1] for second in range(1800)}
     assert len(ends) == 2 and all(0 <= end - WALL < 3600 for end in ends)
 
 
 def test_nothing_evicted_says_so():
     tab = tab_of()
-    assert shown(tab) == [] and tab.sheet.empty.startswith("Nothing was evicted in this time")
+    assert shown(tab) == [] and tab.table.empty.startswith("No evictions in this period")

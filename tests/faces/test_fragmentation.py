@@ -7,19 +7,18 @@ import json
 import pytest
 from bokeh.models import ColumnDataSource
 from gpu_panels.charts.map_chart import MapChart
-from gpu_panels.palette import EDGE
-from gpu_panels.poller import Look
-from gpu_panels.tabs import fragmentation
-from gpu_panels.tabs.fragmentation import (
+from gpu_panels.data import fragmentation
+from gpu_panels.data.fragmentation import (
     COLUMNS,
     EMPTY,
-    Fetch,
-    FragmentationTab,
-    Told,
-    cuts,
+    FetchedMaps,
+    process_memories,
     report,
     rows,
 )
+from gpu_panels.palette import EDGE
+from gpu_panels.poller import PollResult
+from gpu_panels.tabs.fragmentation import FragmentationTab, MapFetcher
 from msgspec.structs import replace
 
 from gpu_runtime.devices.allocator_stats import bounded
@@ -54,7 +53,7 @@ def texts(row) -> list[str]:
 
 
 def table(maps, snapshot=here, acts=True, chosen=""):
-    return rows(cuts(maps, snapshot), snapshot, acts, chosen)
+    return rows(process_memories(maps, snapshot), snapshot, acts, chosen)
 
 
 def test_a_row_a_process_and_card_the_most_inactive_first():
@@ -91,7 +90,7 @@ def test_who_does_not_tell_is_unknown_and_not_empty():
     """It holds memory on the card, and has published no map; the host has no allocator of a card's."""
     (bob,) = [row for row in table((mine,)) if "bob" in row.cells[0].text]
     assert texts(bob)[1:] == ["sim:0", *["unknown"] * 8]
-    assert bob.buttons[0].why_not == "It does not tell how its memory is cut"
+    assert bob.buttons[0].why_not == "This process publishes no map of its memory"
     assert not any(row.cells[1].text == "host" for row in table((mine,)))
 
 
@@ -100,7 +99,7 @@ def test_unknown_figures_stay_unknown():
     sums = AllocatorMap(samples.ME.id, "sim:0", 1.0, 3 * GIB, 4 * GIB)
     row = table((sums,))[0]
     assert texts(row)[2:8] == ["3.0 GiB", "4.0 GiB", "unknown", "unknown", "unknown", "unknown"]
-    assert "is unknown" in report(cuts((sums,), here)[0], here)
+    assert "is unknown" in report(process_memories((sums,), here)[0], here)
 
 
 def test_a_map_of_somebody_who_has_left_is_not_shown():
@@ -118,16 +117,16 @@ def test_buttons_are_for_those_who_may_act_and_say_why_they_cannot_be_pressed():
         if "bob" in row.cells[0].text
     )
     assert [(button.verb, button.why_not) for button in bob.buttons] == [
-        ("show", "It is drawn below"),
+        ("show", "It is shown below"),
         ("defrag", ""),
     ]
     assert [button.verb for button in table((mine,), acts=False)[0].buttons] == ["show"]
     stuck = table((replace(mine, releasable_bytes=0),))[0]
-    assert stuck.buttons[1].why_not.startswith("Nothing would come back")
+    assert stuck.buttons[1].why_not.startswith("Nothing to release")
 
 
 def test_the_report_says_what_the_map_shows():
-    said = report(cuts((mine,), here)[0], here)
+    said = report(process_memories((mine,), here)[0], here)
     assert "14.0 GiB of 15.0 GiB reserved are allocated" in said
     assert "512 MiB in one piece at most: defrag gives them back." in said
     assert "The largest request that would fit now: 3.0 GiB." in said
@@ -137,7 +136,7 @@ def test_a_notebook_named_like_a_script_is_only_a_name():
     owner = replace(samples.BOB, notebook="<script>alert(1)</script>")
     section = replace(here.sections[owner.id], owner=owner)
     hostile = replace(here, sections={**here.sections, owner.id: section})
-    cut = next(cut for cut in cuts((adapters,), hostile) if cut.owner == owner.id)
+    cut = next(cut for cut in process_memories((adapters,), hostile) if cut.owner == owner.id)
     assert "<script>" not in report(cut, hostile)
 
 
@@ -197,11 +196,11 @@ def test_neighbours_are_told_apart_by_everybody_on_both_pages(sight):
 # -- the tab ------------------------------------------------------------------------------------------------------
 
 
-class FakeWatch:
+class FakePoller:
     """Tells these maps."""
 
     def __init__(self, maps, snapshot=here):
-        self.told, self.look = maps if maps is None else Told(maps), Look(snapshot)
+        self.told, self.result = maps if maps is None else FetchedMaps(maps), PollResult(snapshot)
 
     def latest(self, key, fetch, every):
         return self.told
@@ -218,13 +217,13 @@ class FakeActions:
 
 
 def tab(maps, may_act=True):
-    made = FragmentationTab(FakeWatch(maps), FakeActions(may_act))
-    made.update(made.watch.look.snapshot)
+    made = FragmentationTab(FakePoller(maps), FakeActions(may_act))
+    made.update(made.poller.result.snapshot)
     return made
 
 
 def shown(made) -> list[str]:
-    return [row[0] for row in json.loads(made.sheet.rows)]
+    return [row[0] for row in json.loads(made.table.rows)]
 
 
 def test_the_worst_is_drawn_until_another_is_chosen():
@@ -233,9 +232,11 @@ def test_the_worst_is_drawn_until_another_is_chosen():
     assert "train.ipynb" in made._head.object
     made._pressed("show", f"{samples.BOB.id}/sim:0")
     assert "analysis.ipynb" in made._head.object and made._plot in list(made._below)
-    made.watch.told = Told((mine,))  # it no longer tells: that is said, and no old picture stays
+    made.poller.told = FetchedMaps(
+        (mine,)
+    )  # it no longer tells: that is said, and no old picture stays
     made.update(here)
-    assert "has not told" in made._head.object and made._plot not in list(made._below)
+    assert "has published no map" in made._head.object and made._plot not in list(made._below)
 
 
 def test_a_click_on_defragment_names_the_owner_of_its_row():
@@ -254,25 +255,25 @@ def test_a_forged_id_proposes_nothing(id):
 
 
 def test_before_the_maps_have_come_it_says_so_and_where_there_are_none_what_to_do():
-    assert tab(None).sheet.empty == "Looking …"
-    made = FragmentationTab(FakeWatch((), samples.empty), FakeActions())
+    assert tab(None).table.empty == "Reading …"
+    made = FragmentationTab(FakePoller((), samples.empty), FakeActions())
     made.update(samples.empty)
-    assert made.sheet.empty == EMPTY and shown(made) == [] and list(made._below) == []
+    assert made.table.empty == EMPTY and shown(made) == [] and list(made._below) == []
 
 
 def test_what_has_not_changed_is_the_same_object_and_reckoned_once(monkeypatch):
     """Twenty sessions that look at one picture cost one."""
-    fetch, rt = Fetch(), type("Rt", (), {"allocator_maps": lambda self: tuple([mine])})()
+    fetch, rt = MapFetcher(), type("Rt", (), {"allocator_maps": lambda self: tuple([mine])})()
     told = fetch(rt)
     first = told.rows(here, True, ""), told.picture(mine)
     monkeypatch.setattr(fragmentation, "rows", pytest.fail)
-    monkeypatch.setattr(fragmentation.drawing, "picture", pytest.fail)
+    monkeypatch.setattr(fragmentation.allocator_map, "picture", pytest.fail)
     assert fetch(rt) is told and (told.rows(here, True, ""), told.picture(mine)) == first
 
 
 def test_a_newer_snapshot_is_another_table():
     """Its room may have changed, and with it the largest request that fits."""
-    told = Told((mine,))
+    told = FetchedMaps((mine,))
     fuller = replace(here, devices=tuple(replace(view, room_bytes=GIB) for view in here.devices))
     assert told.rows(here, True, "") != told.rows(fuller, True, "")
 
@@ -280,4 +281,4 @@ def test_a_newer_snapshot_is_another_table():
 def test_the_console_finds_the_tab():
     from gpu_panels.tabs import registry
 
-    assert registry.kind("Fragmentation") is fragmentation.FragmentationTab
+    assert registry.kind("Fragmentation") is FragmentationTab

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gpu_panels.charts.history_chart import HistoryChart
 from gpu_panels.data import history
-from gpu_panels.data.history import OTHERS, UNLEASED, Band, Run, chart
+from gpu_panels.data.history import OTHERS, UNLEASED, Band, HeldInterval, device_history
 from gpu_panels.palette import Palette
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,21 +35,23 @@ def evicted(
 
 
 def of(*moments, events=(), start=0.0, end=None):
-    return chart(moments, events, "sim:0", start, moments[-1].wall + 10 if end is None else end)
+    return device_history(
+        moments, events, "sim:0", start, moments[-1].wall + 10 if end is None else end
+    )
 
 
 def test_what_was_held_for_a_while_is_one_rectangle():
     """Whatever the number of moments that show it."""
     drawn = of(*(moment(wall, qwen=8) for wall in range(0, 100, 10)))
-    assert drawn.runs == (Run("qwen@1", 0, 100, 0, 8 * GIB),)
+    assert drawn.intervals == (HeldInterval("qwen@1", 0, 100, 0, 8 * GIB),)
 
 
 def test_a_lease_lies_upon_those_that_held_more_over_the_time():
     drawn = of(moment(0, qwen=8), moment(10, qwen=8, llama=4), moment(20, llama=4))
-    assert drawn.runs == (
-        Run("qwen@1", 0, 20, 0, 8 * GIB),
-        Run("llama@1", 10, 20, 8 * GIB, 12 * GIB),
-        Run("llama@1", 20, 30, 0, 4 * GIB),
+    assert drawn.intervals == (
+        HeldInterval("qwen@1", 0, 20, 0, 8 * GIB),
+        HeldInterval("llama@1", 10, 20, 8 * GIB, 12 * GIB),
+        HeldInterval("llama@1", 20, 30, 0, 4 * GIB),
     )
 
 
@@ -69,7 +71,7 @@ def test_at_each_moment_the_stack_is_what_was_claimed_and_measured(drawn):
         Moment(10.0 * n, "sim:0", 80 * GIB, 72 * GIB, measured, Level.LOW, claims=claims)
         for n, (claims, measured) in enumerate(drawn)
     ]
-    runs = of(*moments).runs
+    runs = of(*moments).intervals
     for one in moments:
         now = sorted(
             (run for run in runs if run.start <= one.wall < run.end), key=lambda run: run.low
@@ -84,18 +86,18 @@ def test_those_that_held_least_gather():
     """A day sees many kernels; a chart tells a dozen leases apart."""
     drawn = of(moment(0, **{f"m{n}": 0.1 + n / 10 for n in range(20)}))
     assert len(drawn.labels) == history.MOST_LEASES - 1 and drawn.labels[0] == "m19@1"
-    assert drawn.runs[-1].label == OTHERS
+    assert drawn.intervals[-1].label == OTHERS
 
 
 def test_what_is_in_use_beyond_all_leases_lies_on_top():
-    assert of(moment(0, measured=9.5, qwen=8)).runs[-1] == Run(
+    assert of(moment(0, measured=9.5, qwen=8)).intervals[-1] == HeldInterval(
         UNLEASED, 0, 10, 8 * GIB, int(9.5 * GIB)
     )
 
 
 def test_an_unknown_measurement_is_no_zero():
     """Only what was claimed is drawn: of the rest nothing is known."""
-    assert [run.label for run in of(moment(0, measured=None, qwen=8)).runs] == ["qwen@1"]
+    assert [run.label for run in of(moment(0, measured=None, qwen=8)).intervals] == ["qwen@1"]
 
 
 def test_a_gap_in_the_record_stays_a_gap():
@@ -107,7 +109,7 @@ def test_a_gap_in_the_record_stays_a_gap():
         moment(3600, qwen=8),
         moment(3610, qwen=8),
     )
-    assert [(run.start, run.end) for run in drawn.runs] == [(0, 30), (3600, 3620)]
+    assert [(run.start, run.end) for run in drawn.intervals] == [(0, 30), (3600, 3620)]
 
 
 def test_pressure_stands_behind_it_as_long_as_it_lasted():
@@ -118,7 +120,7 @@ def test_pressure_stands_behind_it_as_long_as_it_lasted():
         moment(30, level=Level.CRITICAL),
     )
     assert drawn.bands == (Band(Level.HIGH, 10, 30), Band(Level.CRITICAL, 30, 40))
-    assert history.band_columns(drawn)["told"] == ["◕ HIGH pressure", "● CRITICAL pressure"]
+    assert history.band_columns(drawn)["tooltip"] == ["◕ HIGH pressure", "● CRITICAL pressure"]
 
 
 def test_the_budget_is_a_line_in_steps():
@@ -132,7 +134,7 @@ def test_the_budget_is_a_line_in_steps():
 def test_an_eviction_is_a_mark_that_says_why():
     columns = history.mark_columns(of(moment(0), moment(60), events=(evicted(30),)))
     assert columns["x"] == [30_000] and columns["title"] == ["llama offloaded"]
-    assert columns["told"] == ["stepped aside from sim:0, freeing 8.0 GiB: qwen needs room."]
+    assert columns["tooltip"] == ["stepped aside from sim:0, freeing 8.0 GiB: qwen needs room."]
     assert columns["y"][0] > 24, "above the device's top"
 
 
@@ -156,21 +158,28 @@ def test_marks_too_close_to_be_told_apart_are_one_that_counts():
     drawn = of(moment(0), moment(86_390), events=[evicted(float(n)) for n in range(0, 86_400, 10)])
     columns = history.mark_columns(drawn)
     assert len(columns["x"]) <= history.MOST_MARKS + 1
-    assert columns["title"][0] == "36 × offloaded" and columns["told"][0].endswith("\nand 33 more")
+    assert columns["title"][0] == "36 × offloaded" and columns["tooltip"][0].endswith(
+        "\nand 33 more"
+    )
 
 
 def test_a_lease_is_named_by_its_notebook_where_that_is_known():
     """Of a process that is gone only the number is left."""
-    assert history.titles(["qwen@4000", "qwen@9"], samples.busy) == {
+    assert history.lease_titles(["qwen@4000", "qwen@9"], samples.busy) == {
         "qwen@4000": "qwen · train.ipynb",
         "qwen@9": "qwen · pid 9",
     }
 
 
 def test_nothing_to_draw_says_why():
-    assert "Nothing is recorded of sim:0 yet" in history.silence(chart((), (), "sim:0", 0, 900))
-    assert history.silence(of(moment(0), moment(10))) == "Nobody held memory on sim:0 in this time."
-    assert history.silence(of(moment(0, qwen=1))) == ""
+    assert "No history of sim:0 is recorded yet" in history.empty_note(
+        device_history((), (), "sim:0", 0, 900)
+    )
+    assert (
+        history.empty_note(of(moment(0), moment(10)))
+        == "No process held memory on sim:0 in this period."
+    )
+    assert history.empty_note(of(moment(0, qwen=1))) == ""
 
 
 def test_a_day_of_600_moments_is_a_few_hundred_rectangles():
@@ -178,7 +187,11 @@ def test_a_day_of_600_moments_is_a_few_hundred_rectangles():
     day = pasts.day()
     assert (
         100
-        < len(chart(day.moments, day.events, "sim:0", samples.WALL - 86400, samples.WALL).runs)
+        < len(
+            device_history(
+                day.moments, day.events, "sim:0", samples.WALL - 86400, samples.WALL
+            ).intervals
+        )
         < 2000
     )
 
@@ -188,10 +201,10 @@ def test_a_day_of_600_moments_is_a_few_hundred_rectangles():
 
 def drawn_at(end, shown=None, home=False):
     shown = shown or HistoryChart()
-    drawn = chart(
+    drawn = device_history(
         [moment(wall, qwen=8) for wall in range(0, int(end), 10)], (), "sim:0", end - 900, end
     )
-    shown.show(history.drawing(drawn, Palette().looks(drawn.labels), {}), home=home)
+    shown.show(history.history_columns(drawn, Palette().styles(drawn.labels), {}), home=home)
     return shown
 
 
@@ -219,15 +232,17 @@ def test_what_was_zoomed_stays_until_all_is_asked_for():
 
 def test_nothing_new_sends_nothing():
     shown = drawn_at(1000)
-    drawn = chart([moment(wall, qwen=8) for wall in range(0, 1000, 10)], (), "sim:0", 100, 1000)
-    assert not shown.show(history.drawing(drawn, Palette().looks(drawn.labels), {}))
+    drawn = device_history(
+        [moment(wall, qwen=8) for wall in range(0, 1000, 10)], (), "sim:0", 100, 1000
+    )
+    assert not shown.show(history.history_columns(drawn, Palette().styles(drawn.labels), {}))
 
 
 @pytest.mark.parametrize(("gib", "unit"), [(24, "%d GiB"), (0.5, "%d MiB")])
 def test_heights_are_in_a_unit_that_fits_the_device(gib, unit):
     shown = HistoryChart()
-    drawn = chart(
+    drawn = device_history(
         [Moment(0, "sim:0", int(gib * GIB), int(gib * GIB), 0, Level.LOW)], (), "sim:0", 0, 900
     )
-    shown.show(history.drawing(drawn, {}, {}))
+    shown.show(history.history_columns(drawn, {}, {}))
     assert shown.figure.yaxis[0].formatter.format == unit

@@ -1,4 +1,4 @@
-"""The tab Now, without a browser: what it shows, and that what it made stays made."""
+"""The tab NowTab, without a browser: what it shows, and that what it made stays made."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 
 from gpu_panels.data.bars import bars
 from gpu_panels.tabs import now
-from gpu_panels.tabs.now import Now
+from gpu_panels.tabs.now import NowTab
 from msgspec.structs import replace
 
 from gpu_runtime.facts import History, Level
 
 from . import pasts, samples
-from .watching import looked_at, refresh
+from .polling import looked_at, refresh
 
 
 def words(html):
@@ -39,17 +39,19 @@ def test_names_are_text_never_markup():
 
 
 def test_a_machine_where_nothing_is_held_says_what_to_do():
-    assert "%gpu load NAME PATH" in now.notice(samples.empty)
-    assert now.notice(samples.busy) == ""
+    assert "%gpu load NAME PATH" in now.notices_html(samples.empty)
+    assert now.notices_html(samples.busy) == ""
 
 
 def test_what_the_monitor_cannot_see_is_said_first():
-    assert "The monitor cannot see: cuda:0 did not answer 5 times" in now.notice(samples.overdraft)
+    assert "The monitor cannot see: cuda:0 did not answer 5 times" in now.notices_html(
+        samples.overdraft
+    )
 
 
 def test_a_card_for_every_device_and_the_first_ones_history():
     tab = looked_at(
-        Now,
+        NowTab,
         samples.eight,
         history=lambda seconds, points: pasts.day(seconds=seconds, cards=1, gib=80),
     )
@@ -57,14 +59,16 @@ def test_a_card_for_every_device_and_the_first_ones_history():
     assert [card.chart.source.data["title"] for card in tab._cards.values()][1] == [
         "meta-llama/Llama-3.1-8B-Instruct"
     ]
-    assert tab._silence.html.startswith("Nothing is recorded of cuda:0"), "the past is of sim:0"
+    assert tab._note.html.startswith("No history of cuda:0"), "the past is of sim:0"
 
 
 def test_figures_are_made_once():
     """Each second brings new data, never a new figure."""
-    tab = looked_at(Now, samples.busy, history=lambda seconds, points: pasts.day(seconds=seconds))
+    tab = looked_at(
+        NowTab, samples.busy, history=lambda seconds, points: pasts.day(seconds=seconds)
+    )
     made = [card.chart.figure for card in tab._cards.values()] + [tab._chart.figure]
-    tab.watch.rt.snapshot = replace(
+    tab.poller.rt.snapshot = replace(
         samples.waiting,
         devices=tuple(replace(view, level=Level.CRITICAL) for view in samples.waiting.devices),
     )
@@ -77,7 +81,7 @@ def test_figures_are_made_once():
 def test_another_window_is_asked_for_and_shown_whole():
     asked = []
     tab = looked_at(
-        Now,
+        NowTab,
         samples.busy,
         history=lambda seconds, points: asked.append(seconds) or pasts.day(seconds=seconds),
     )
@@ -90,8 +94,8 @@ def test_another_window_is_asked_for_and_shown_whole():
 
 def test_nothing_recorded_says_so_above_a_chart_that_has_its_axes():
     """The last quarter of an hour, up to the device's size: not the first of January 1970."""
-    tab = looked_at(Now, samples.busy, history=lambda seconds, points: History((), (), seconds))
-    assert tab._silence.html.startswith("Nothing is recorded of sim:0 yet")
+    tab = looked_at(NowTab, samples.busy, history=lambda seconds, points: History((), (), seconds))
+    assert tab._note.html.startswith("No history of sim:0 is recorded yet")
     assert (tab._chart.time.end, tab._chart.time.end - tab._chart.time.start) == (
         samples.WALL * 1e3,
         900_000,
@@ -100,7 +104,7 @@ def test_nothing_recorded_says_so_above_a_chart_that_has_its_axes():
 
 
 def test_a_device_that_goes_takes_its_card_with_it():
-    tab = looked_at(Now, samples.drained)
-    tab.watch.rt.snapshot = samples.unmeasured
+    tab = looked_at(NowTab, samples.drained)
+    tab.poller.rt.snapshot = samples.unmeasured
     refresh(tab)
     assert list(tab._cards) == ["cuda:0", "host"] and tab._device.options == ["cuda:0", "host"]

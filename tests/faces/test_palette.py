@@ -13,11 +13,11 @@ from gpu_panels.palette import (
     LEVELS,
     SLOTS,
     Palette,
-    choose,
+    assign_slots,
     label,
     level_word,
-    look_of,
-    preferred,
+    preferred_slot,
+    style_of,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,7 +45,7 @@ def test_the_edge_of_every_stretch_stands_out_from_the_page(page):
 
 def test_words_upon_a_colour_can_be_read():
     """Names in the bars, and the words of the levels."""
-    looks = [look_of(slot) for slot in range(SLOTS)]
+    looks = [style_of(slot) for slot in range(SLOTS)]
     assert min(contrast(look.colour, look.ink) for look in (*looks, *LEVELS.values())) >= 4.5
 
 
@@ -61,7 +61,7 @@ def test_a_model_has_the_colour_that_it_has_in_a_notebook():
     from gpu_runtime.rendering.html import look
 
     for name in ("qwen", "llama", "BAAI/bge-m3", "a"):
-        assert look_of(preferred(f"{name}@4121")).colour == look(name).colour
+        assert style_of(preferred_slot(f"{name}@4121")).colour == look(name).colour
 
 
 def test_a_lease_is_named_by_model_and_process():
@@ -72,9 +72,9 @@ def test_a_lease_is_named_by_model_and_process():
 def test_a_lease_keeps_its_look_whoever_comes_and_goes():
     """Over time, and in every tab that asks the same palette."""
     palette = Palette()
-    before = palette.looks(["qwen@1", "llama@2"])
-    palette.looks([f"model-{n}@3" for n in range(40)])
-    assert palette.looks(["llama@2", "new@9", "qwen@1"]) | before == palette.looks(
+    before = palette.styles(["qwen@1", "llama@2"])
+    palette.styles([f"model-{n}@3" for n in range(40)])
+    assert palette.styles(["llama@2", "new@9", "qwen@1"]) | before == palette.styles(
         ["llama@2", "new@9", "qwen@1"]
     )
 
@@ -82,7 +82,7 @@ def test_a_lease_keeps_its_look_whoever_comes_and_goes():
 @given(LABELS)
 def test_as_many_as_there_are_looks_all_differ(labels):
     """No two leases of one bar look alike, and no two of the first seven are of one colour."""
-    chosen = choose({}, labels)
+    chosen = assign_slots({}, labels)
     few = dict(list(chosen.items())[:SLOTS])
     assert len(set(few.values())) == len(few)
     colours = [slot % len(COLOURS) for slot in list(chosen.values())[: len(COLOURS)]]
@@ -91,8 +91,8 @@ def test_as_many_as_there_are_looks_all_differ(labels):
 
 @given(LABELS, LABELS)
 def test_what_was_chosen_stays_and_new_ones_keep_clear_of_the_last_seen(first, then):
-    kept = choose({}, first)
-    again = choose(kept, then)
+    kept = assign_slots({}, first)
+    again = assign_slots(kept, then)
     assert {one: again[one] for one in again if one in kept} == {
         one: kept[one] for one in again if one in kept
     }
@@ -105,7 +105,7 @@ def test_memory_is_bounded():
     """A month of kernels is many labels."""
     palette = Palette()
     for pid in range(KEPT + 200):
-        palette.looks([f"qwen@{pid}"])
+        palette.styles([f"qwen@{pid}"])
     assert len(palette._kept) == KEPT
 
 

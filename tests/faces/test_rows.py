@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from gpu_panels.data import rows
-from gpu_panels.widgets.table import Button, Cell, Sheet, encoded
+from gpu_panels.data.cells import Button, Cell, encoded
+from gpu_panels.data.lease_rows import kernel_cell, leases
+from gpu_panels.data.model_rows import MODELS, models
+from gpu_panels.data.queue_rows import queue
+from gpu_panels.data.row_parts import place
+from gpu_panels.widgets.table import Table
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Lease, ModelSpec, Share, Ticket
@@ -29,7 +33,7 @@ def column(found, columns, title):
 
 def test_a_model_is_shown_with_where_it_lies_and_who_has_it():
     world = snapshot(lease("qwen", 14, uses=3, last_used=NOW - 200, importance=5, keep=True))
-    (row,) = rows.models(world)
+    (row,) = models(world)
     assert row.id == f"{ME.id}/qwen"
     assert texts(row) == [
         "qwen",
@@ -55,17 +59,17 @@ def test_a_model_is_shown_with_where_it_lies_and_who_has_it():
 )
 def test_a_place_is_told_as_the_seeds_tell_it(backend, shares, words):
     """Equal shares alone are not tensor parallel: the engine has to compute that way."""
-    assert rows.place(Lease("1", "qwen", shares=shares, backend=backend)) == words
+    assert place(Lease("1", "qwen", shares=shares, backend=backend)) == words
 
 
 def test_models_on_devices_come_first_then_the_warm_ones_then_what_lies_on_disk_then_the_catalogue():
     world = snapshot(lease("zeta", 1), lease("alpha", 1, HOST))
     section = world.sections[BOB.id]
     world = replace(world, sections={**world.sections, BOB.id: replace(section, names=("mid",))})
-    found = rows.models(
+    found = models(
         world, (ModelSpec("anew", "fake", size=GIB), ModelSpec("zeta", "fake", size=GIB))
     )
-    assert column(found, rows.MODELS, "Model") == ["zeta", "alpha", "mid", "anew"], (
+    assert column(found, MODELS, "Model") == ["zeta", "alpha", "mid", "anew"], (
         "zeta has no second row"
     )
     assert [[button.verb for button in row.buttons] for row in found] == [
@@ -90,26 +94,24 @@ def test_models_on_devices_come_first_then_the_warm_ones_then_what_lies_on_disk_
     ],
 )
 def test_a_button_that_would_be_refused_says_why(more, buttons):
-    (row,) = rows.models(snapshot(lease("qwen", 14, **more)))
+    (row,) = models(snapshot(lease("qwen", 14, **more)))
     assert row.buttons == buttons
 
 
 def test_a_disabled_model_of_the_catalogue_cannot_be_preloaded():
-    (row,) = rows.models(snapshot(), (ModelSpec("off", "fake", enabled=False),))
+    (row,) = models(snapshot(), (ModelSpec("off", "fake", enabled=False),))
     assert row.buttons[0].why_not and "disabled" in texts(row)
 
 
 def test_what_is_registered_here_is_listed_before_anything_was_published():
-    (row,) = rows.models(
-        replace(snapshot(specs=(ModelSpec("qwen", "fake", size=GIB),)), sections={})
-    )
+    (row,) = models(replace(snapshot(specs=(ModelSpec("qwen", "fake", size=GIB),)), sections={}))
     assert texts(row)[:4] == ["qwen", "disk", "1.0 GiB", "registered"]
 
 
 def test_blocks_of_code_are_no_models():
     code = Lease(ME.id, "cell#1", shares=(Share("sim:0", GIB),), kind="block", pins=1)
-    assert rows.models(snapshot(code)) == ()
-    (row,) = rows.leases(snapshot(code))
+    assert models(snapshot(code)) == ()
+    (row,) = leases(snapshot(code))
     assert row.cells[4] == Cell("cell#1", None, "memory for running code", "strong")
 
 
@@ -121,7 +123,7 @@ def test_a_lease_is_shown_with_its_notebook_and_with_what_it_really_takes():
     whole = lease(
         "qwen", 20, owner=BOB, filled=(Share("sim:0", 14 * GIB),), pins=1, pinned_since=NOW - 70
     )
-    (row,) = rows.leases(snapshot(whole))
+    (row,) = leases(snapshot(whole))
     assert texts(row) == [
         "analysis.ipynb",
         "bob",
@@ -138,7 +140,7 @@ def test_a_lease_is_shown_with_its_notebook_and_with_what_it_really_takes():
 
 def test_a_model_on_two_cards_has_a_row_for_each():
     split = Lease(ME.id, "big", shares=(Share("sim:0", GIB), Share("sim:1", 2 * GIB)))
-    assert [(texts(row)[5], texts(row)[6]) for row in rows.leases(snapshot(split, cards=2))] == [
+    assert [(texts(row)[5], texts(row)[6]) for row in leases(snapshot(split, cards=2))] == [
         ("sim:0", "1.0 GiB"),
         ("sim:1", "2.0 GiB"),
     ]
@@ -147,12 +149,12 @@ def test_a_model_on_two_cards_has_a_row_for_each():
 def test_what_a_process_holds_beside_its_leases_is_listed_and_was_leased_by_nobody():
     world = snapshot(lease("qwen", 14))
     mine = replace(world.sections[ME.id], residue={"sim:0": GIB})
-    found = rows.leases(replace(world, sections={**world.sections, ME.id: mine}))
+    found = leases(replace(world, sections={**world.sections, ME.id: mine}))
     assert texts(found[1])[4:8] == ["context and cache", "sim:0", "–", "1.0 GiB"]
 
 
 def test_programs_that_lease_nothing_are_named():
-    last = rows.leases(
+    last = leases(
         snapshot(lease("qwen", 4, "cuda:0"), simulated=False, strangers=3, processes={777: 3 * GIB})
     )[-1]
     assert texts(last)[:3] == ["python3", "carol", "777"] and texts(last)[4:8] == [
@@ -165,7 +167,7 @@ def test_programs_that_lease_nothing_are_named():
 
 
 def test_memory_whose_holder_the_driver_does_not_name_is_told_as_that():
-    last = rows.leases(snapshot(lease("qwen", 4, "cuda:0"), simulated=False, strangers=3))[-1]
+    last = leases(snapshot(lease("qwen", 4, "cuda:0"), simulated=False, strangers=3))[-1]
     assert (
         texts(last)[0] == "other programs"
         and texts(last)[2] == "unknown"
@@ -179,13 +181,13 @@ def test_memory_whose_holder_the_driver_does_not_name_is_told_as_that():
 )
 def test_a_kernel_is_busy_or_idle_or_does_not_say(busy, idle, words):
     section = replace(snapshot(lease("qwen", 1)).sections[ME.id], busy_since=busy, idle_since=idle)
-    assert rows.kernel(section, NOW).text == words
+    assert kernel_cell(section, NOW).text == words
 
 
 def test_a_table_of_idle_models_says_the_same_for_five_seconds():
     """Two hundred rows that change each second would be sent each second, to each session."""
     world = replace(samples.eight, now=5000.0)
-    told = [encoded(rows.leases(replace(world, now=world.now + passed))) for passed in (0, 2.9)]
+    told = [encoded(leases(replace(world, now=world.now + passed))) for passed in (0, 2.9)]
     assert told[0] == told[1]
 
 
@@ -193,7 +195,7 @@ def test_a_table_of_idle_models_says_the_same_for_five_seconds():
 
 
 def test_the_queue_is_told_in_order_each_with_what_it_waits_for():
-    first, second = rows.queue(samples.waiting)
+    first, second = queue(samples.waiting)
     assert texts(first) == [
         "1",
         "llama",
@@ -210,7 +212,7 @@ def test_the_queue_is_told_in_order_each_with_what_it_waits_for():
         "–",
         "< 5 s",
         "–",
-        "the answer of analysis.ipynb (pid 4121), bob",
+        "an answer from analysis.ipynb (pid 4121), bob",
     ]
     assert all("prose" in row.cells[-1].kind for row in (first, second)), (
         "a reason is wrapped, never cut"
@@ -219,8 +221,8 @@ def test_the_queue_is_told_in_order_each_with_what_it_waits_for():
 
 def test_a_request_of_a_stopped_process_is_said_to_be_passed():
     ticket = Ticket("k", BOB.id, "use", "llama", NOW - 60, NOW - 30, because="room")
-    (row,) = rows.queue(snapshot(tickets=(ticket,)))
-    assert "its process has been stopped for 30 s" in texts(row)[-1]
+    (row,) = queue(snapshot(tickets=(ticket,)))
+    assert "Its process has been stopped for 30 s" in texts(row)[-1]
 
 
 def test_who_does_not_answer_is_named_with_since_when_beside_what_was_asked_and_what_it_holds():
@@ -236,13 +238,15 @@ def test_who_does_not_answer_is_named_with_since_when_beside_what_was_asked_and_
         said_by="ann",
     )
     silent = snapshot(lease("qwen", 4), tickets=(asked,))
-    (row,) = rows.queue(silent)
-    assert "does not answer since" in texts(row)[-1] and texts(row)[-1].endswith(". Asked by ann.")
+    (row,) = queue(silent)
+    assert "has not answered since" in texts(row)[-1] and texts(row)[-1].endswith(
+        ". Requested by ann."
+    )
     assert row.cells[-1].kind == "prose alarm" and "when it runs again" in row.cells[-1].hint
-    (held,) = rows.leases(silent)
-    assert (held.cells[3].text, held.cells[3].kind) == ("silent 40 s", "alarm")
+    (held,) = leases(silent)
+    assert (held.cells[3].text, held.cells[3].kind) == ("no answer, 40 s", "alarm")
     recent = snapshot(lease("qwen", 4), tickets=(replace(asked, arrived=NOW - 1),))
-    (held,) = rows.leases(recent)
+    (held,) = leases(recent)
     assert held.cells[3].text == "–", "too soon to say"
 
 
@@ -258,8 +262,8 @@ def test_a_request_names_who_does_not_make_room_for_it():
         recalled_since=NOW - 30,
         because="qwen is asked to step aside.",
     )
-    (row,) = rows.queue(snapshot(lease("qwen", 4), tickets=(wants,)))
-    assert "does not answer since" in texts(row)[-1] and texts(row)[-1].endswith(
+    (row,) = queue(snapshot(lease("qwen", 4), tickets=(wants,)))
+    assert "has not answered since" in texts(row)[-1] and texts(row)[-1].endswith(
         "qwen is asked to step aside."
     )
 
@@ -268,16 +272,16 @@ def test_a_request_names_who_does_not_make_room_for_it():
 
 
 def test_who_may_not_act_is_sent_no_buttons():
-    found = rows.models(samples.busy)
+    found = models(samples.busy)
     assert any(row[2] for row in json.loads(encoded(found)))
     assert not any(row[2] for row in json.loads(encoded(found, buttons=False)))
 
 
 def test_the_same_rows_are_not_sent_again():
-    sheet, sent = Sheet(rows.MODELS), []
+    sheet, sent = Table(MODELS), []
     sheet.param.watch(sent.append, "rows")
     for _ in range(3):
-        sheet.show(encoded(rows.models(samples.busy)))
+        sheet.show(encoded(models(samples.busy)))
     assert len(sent) == 1
 
 
@@ -287,13 +291,13 @@ def test_the_same_rows_are_not_sent_again():
 def test_a_message_that_is_no_press_of_a_button_does_nothing(said):
     """Whoever has a websocket can send anything over it."""
     pressed = []
-    Sheet(rows.MODELS, lambda *press: pressed.append(press))._handle_msg(said)
+    Table(MODELS, lambda *press: pressed.append(press))._handle_msg(said)
     assert pressed == []
 
 
 def test_a_press_names_the_row_by_its_id():
     pressed = []
-    Sheet(rows.MODELS, lambda *press: pressed.append(press))._handle_msg(
+    Table(MODELS, lambda *press: pressed.append(press))._handle_msg(
         {"verb": "evict", "id": "1/qwen"}
     )
     assert pressed == [("evict", "1/qwen")]
@@ -301,7 +305,7 @@ def test_a_press_names_the_row_by_its_id():
 
 def test_names_are_text_whatever_they_say():
     """The browser is given JSON, and writes text nodes: nothing in a name is ever read as HTML."""
-    (row,) = json.loads(encoded(rows.models(samples.hostile)))
+    (row,) = json.loads(encoded(models(samples.hostile)))
     assert (
         row[1][0][0]
         == "<img src=x onerror=alert(1)>\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}"

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from gpu_panels.data import bars
-from gpu_panels.tabs import whatif
-from gpu_panels.tabs.whatif import (
-    NO_MODEL,
-    Answer,
-    WhatIf,
-    after,
-    answer,
-    ask,
-    details,
-    displaced,
-    known,
-)
+from gpu_panels.data import bars, whatif
+from gpu_panels.data.whatif import PlanAnswer, after, answer, details, evicted, model_choices
+from gpu_panels.tabs.whatif import NO_MODEL, WhatIfTab, request_plan
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Drop, Lease, Load, ModelSpec, Move, Plan, Share
 from gpu_runtime.units import GIB
 
 from . import samples
+from .polling import looked_at, refresh
 from .test_now import words
-from .watching import looked_at, refresh
 
 OUT = Move(f"{samples.ME.id}/qwen", (Share("sim:0", 14 * GIB),), (Share(HOST, 14 * GIB),))
 IN = Load(f"{samples.ME.id}/gemma", (Share("sim:0", 12 * GIB),))
@@ -63,8 +53,8 @@ def test_bytes_are_conserved_in_what_would_be():
 
 
 def test_who_would_be_displaced_is_named_with_owner_and_way():
-    assert displaced(PLAN, samples.busy) == [
-        "qwen (14.0 GiB) of train.ipynb (pid 4000), ann would go from sim:0 to host"
+    assert evicted(PLAN, samples.busy) == [
+        "qwen (14.0 GiB) of train.ipynb (pid 4000), ann would move from sim:0 to host"
     ]
     section = samples.busy.sections[samples.ME.id]
     known_to_return = replace(
@@ -76,22 +66,22 @@ def test_who_would_be_displaced_is_named_with_owner_and_way():
             )
         },
     )
-    assert displaced(PLAN, known_to_return)[0].endswith("; it is back 1.4 s after it is used again")
+    assert evicted(PLAN, known_to_return)[0].endswith("; restoring it again takes 1.4 s")
 
 
 def test_the_answer_tells_verdict_because_and_who_steps_aside():
-    told = words(answer(Answer(PLAN), samples.busy))
+    told = words(answer(PlanAnswer(PLAN), samples.busy))
     assert told.startswith(
         "✓ gemma fits once 1 other has stepped aside qwen was used least recently."
     )
-    assert "Who would step aside qwen (14.0 GiB) of train.ipynb" in told
-    more = words(details(Answer(PLAN), samples.busy))
+    assert "Would be evicted qwen (14.0 GiB) of train.ipynb" in told
+    more = words(details(PlanAnswer(PLAN), samples.busy))
     assert "move qwen (14.0 GiB) from sim:0 to host load gemma (12.0 GiB) on sim:0" in more
     assert "weights 11.0 GiB header" in more and "sim:1 2.0 GiB free of 12.0 GiB needed" in more
 
 
 def test_a_refusal_is_told_and_draws_nothing():
-    assert words(answer(Answer(samples.refused), samples.busy)).startswith(
+    assert words(answer(PlanAnswer(samples.refused), samples.busy)).startswith(
         "✗ gemma would not get its room now"
     )
     assert whatif.touched(samples.refused.steps) == []
@@ -99,8 +89,10 @@ def test_a_refusal_is_told_and_draws_nothing():
 
 def test_no_name_is_markup():
     plan = Plan(False, (), (), "<script>alert(1)</script>", name="<b>x</b>")
-    assert "<script" not in answer(Answer(plan), samples.busy) + details(Answer(plan), samples.busy)
-    assert "<i>" not in answer(Answer(error="<i>"), samples.busy)
+    assert "<script" not in answer(PlanAnswer(plan), samples.busy) + details(
+        PlanAnswer(plan), samples.busy
+    )
+    assert "<i>" not in answer(PlanAnswer(error="<i>"), samples.busy)
 
 
 # -- asking
@@ -114,12 +106,12 @@ def test_models_to_choose_from_are_all_that_can_be_planned_for():
         Lease(samples.ME.id, "cell#1", kind="block"),
         specs=(ModelSpec("gemma", "fake"),),
     )
-    assert known(twice) == ["gemma", "qwen@4000", "qwen@4121"]
+    assert model_choices(twice) == ["gemma", "qwen@4000", "qwen@4121"]
 
 
 @pytest.mark.parametrize("typed", ["14 Gob", "0", "-3 GiB", "<b>", "nobody"])
 def test_bad_input_gets_one_clear_message(rt, typed):
-    told = ask(rt, typed, ["qwen"])
+    told = request_plan(rt, typed, ["qwen"])
     assert told.plan is None
     assert "is not a size" in told.error and told.error.endswith("Or choose one of the models.")
 
@@ -127,7 +119,7 @@ def test_bad_input_gets_one_clear_message(rt, typed):
 def test_no_file_is_looked_at_because_somebody_typed_its_name(rt, monkeypatch, tmp_path):
     """A viewer of the page may not make the server read what they name."""
     monkeypatch.setattr(rt, "plan", lambda *_: pytest.fail("asked"))
-    assert "is not a size" in ask(rt, str(tmp_path), ["qwen"]).error
+    assert "is not a size" in request_plan(rt, str(tmp_path), ["qwen"]).error
 
 
 def test_a_plan_for_a_model_or_a_size_changes_nothing(rt):
@@ -135,7 +127,10 @@ def test_a_plan_for_a_model_or_a_size_changes_nothing(rt):
     rt.register("b", backend="fake", size="14GiB")
     rt.preload("a")
     before = rt.status()
-    told, size = ask(rt, "b", known(before)).plan, ask(rt, "2 GiB", known(before)).plan
+    told, size = (
+        request_plan(rt, "b", model_choices(before)).plan,
+        request_plan(rt, "2 GiB", model_choices(before)).plan,
+    )
     assert told.granted and size.granted
     then = after(before, told.steps)
     assert [title for title, _, _ in drawn(then)["sim:0"]] == ["b"]
@@ -147,17 +142,17 @@ def test_a_plan_for_a_model_or_a_size_changes_nothing(rt):
 
 def test_the_tab_asks_answers_and_draws_the_devices_that_change():
     asked = []
-    tab = looked_at(WhatIf, samples.busy, plan=lambda words: asked.append(words) or PLAN)
-    assert "Choose a model" in tab.told.html and tab.model.options == [
+    tab = looked_at(WhatIfTab, samples.busy, plan=lambda words: asked.append(words) or PLAN)
+    assert "Choose a model" in tab.answer.html and tab.model.options == [
         NO_MODEL,
         "llama",
         "qwen",
         "reranker",
     ]
     tab.model.value = "qwen"
-    assert "Asking" in tab.told.html
+    assert "Computing" in tab.answer.html
     refresh(tab)
-    assert asked == ["qwen"] and "fits once 1 other" in tab.told.html
+    assert asked == ["qwen"] and "fits once 1 other" in tab.answer.html
     assert list(tab._pairs) == ["sim:0", "host"]
     pair = tab._pairs["sim:0"]
     assert (pair.now.source.data["title"], pair.then.source.data["title"]) == (
@@ -168,11 +163,13 @@ def test_the_tab_asks_answers_and_draws_the_devices_that_change():
 
 def test_a_size_takes_the_place_of_the_model_and_the_other_way_round():
     asked = []
-    tab = looked_at(WhatIf, samples.busy, plan=lambda words: asked.append(words) or samples.refused)
+    tab = looked_at(
+        WhatIfTab, samples.busy, plan=lambda words: asked.append(words) or samples.refused
+    )
     tab.model.value = "qwen"
     tab.size.value = "3 GiB"
     refresh(tab)
     assert tab.model.value == NO_MODEL and asked[-1] == 3 * GIB
-    assert tab._pairs == {} and "would not get its room" in tab.told.html
+    assert tab._pairs == {} and "would not get its room" in tab.answer.html
     tab.model.value = "llama"
     assert tab.size.value == ""

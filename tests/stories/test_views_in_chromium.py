@@ -20,20 +20,20 @@ pytestmark = [
 SCRIPT = """
 import sys
 from msgspec.structs import replace
-from gpu_panels import console, server, watch
+from gpu_panels import console, poller, server
 from gpu_runtime.facts import Event
 from gpu_runtime.units import GIB
 from tests.faces import pasts, samples
-from tests.faces.watching import Told
+from tests.faces.polling import FixedRuntime
 
 day = pasts.day(busy=1.5)
 decisions = tuple(Event(n, samples.WALL - 100 * n, f"model-{n}", ("granted", "waiting", "refused")[n % 3], "request",
                         "sim:0 has room", n * GIB, "sim:0", samples.ME.id, runners_up=("sim:1: too full",))
                   for n in range(30))
-rt = Told(samples.busy, history=lambda seconds, points=600: replace(
+rt = FixedRuntime(samples.busy, history=lambda seconds, points=600: replace(
               day, moments=tuple(m for m in day.moments if m.wall >= samples.WALL - seconds), seconds=seconds),
           decisions=lambda limit: decisions, plan=lambda words: samples.fits)
-server.run(port=int(sys.argv[1]), browser=False, page=lambda visitor: console.page(visitor, watch.of(rt)))
+server.run(port=int(sys.argv[1]), browser=False, page=lambda visitor: console.page(visitor, poller.of(rt)))
 """
 
 
@@ -173,7 +173,7 @@ def test_a_plan_is_told_and_drawn(browser, url):
         page.get_by_label("or a size, such as 14 GiB").fill("12 GiB", timeout=30_000)
         page.keyboard.press("Enter")
         page.get_by_text("gemma fits once 1 other has stepped aside").wait_for(timeout=30_000)
-        page.get_by_text("Who would step aside").wait_for()
+        page.get_by_text("Would be evicted").wait_for()
         page.locator("canvas").nth(3).wait_for()  # two devices change: each now, and as it would be
         page.get_by_label("or a size, such as 14 GiB").fill("14 Gob")
         page.keyboard.press("Enter")

@@ -1,7 +1,7 @@
-"""A device's bar, drawn: a Bokeh figure made once, whose sources are brought up to date.
+"""A device's bar: a Bokeh figure that is made once, and whose sources are updated.
 
-What stands in a bar is decided in `bars.py`. Names in it are cut to the room that they have by the browser, which alone
-knows it.
+What is in a bar is decided in `data/bars.py`. Names are cut to the available width in the browser,
+which alone knows that width.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from bokeh.models import (
     Text,
 )
 
-from ..data.bar_columns import COLUMNS, GROUND, LINES, Drawing
+from ..data.bar_columns import MARK_COLUMNS, REGION_COLUMNS, STRETCH_COLUMNS, BarColumns
 from ..palette import EDGE, LEVELS
 from .data_sources import bring
 
 HEIGHT = 76
 
-# Whoever points at a stretch is told what it is. Bokeh escapes what it puts in.
+# Shown when the mouse points at a stretch. Bokeh escapes the values that it inserts.
 TOOLTIP = """<div style="max-width:340px;font-size:12px;line-height:1.45"><b>@title</b>
-<div style="white-space:pre-line">@told</div></div>"""
-LINE_TOOLTIP = """<div style="max-width:340px;font-size:12px;line-height:1.45">@told</div>"""
+<div style="white-space:pre-line">@tooltip</div></div>"""
+LINE_TOOLTIP = """<div style="max-width:340px;font-size:12px;line-height:1.45">@tooltip</div>"""
 
 _FIT = """
 const pen = document.createElement("canvas").getContext("2d");
 pen.font = "12px sans-serif";
-const {left, right, title, who, text} = source.data;
+const {left, right, title, notebook, text} = source.data;
 if (figure.properties.inner_width.is_unset) return;  // not laid out yet
 const scale = figure.inner_width / (figure.x_range.end - figure.x_range.start);
 let changed = false;
@@ -52,22 +52,24 @@ const cut = (words, room) => {
 };
 for (let n = 0; n < left.length; n++) {
   const room = (right[n] - left[n]) * scale - 10;
-  const both = who[n] ? title[n] + " · " + who[n] : title[n];
-  const fits = pen.measureText(title[n]).width <= room;
-  const said = fits ? (pen.measureText(both).width <= room ? both : cut(both, room)) : cut(title[n], room);
-  if (text[n] !== said) { text[n] = said; changed = true; }
+  const both = notebook[n] ? title[n] + " · " + notebook[n] : title[n];
+  const titleFits = pen.measureText(title[n]).width <= room;
+  const shown = cut(titleFits ? both : title[n], room);
+  if (text[n] !== shown) { text[n] = shown; changed = true; }
 }
 if (changed) source.change.emit();
 """
 
+_SIGNS = {level.lower(): style.mark for level, style in LEVELS.items()} | {"budget": "budget"}
+
 
 class BarChart:
-    """One device's bar: `show` brings it up to date, `figure` is what is looked at."""
+    """One device's bar: `show` updates it, `figure` is the Bokeh model."""
 
     def __init__(self) -> None:
-        self.source = ColumnDataSource({name: [] for name in COLUMNS})
-        self.marks = ColumnDataSource({name: [] for name in LINES})
-        self.ground = ColumnDataSource({name: [] for name in GROUND})
+        self.source = ColumnDataSource({name: [] for name in STRETCH_COLUMNS})
+        self.marks = ColumnDataSource({name: [] for name in MARK_COLUMNS})
+        self.regions = ColumnDataSource({name: [] for name in REGION_COLUMNS})
         self.range = Range1d(0, 1)
         self._thresholds = FixedTicker(ticks=[])
         self._above = LinearAxis(ticker=self._thresholds, major_label_standoff=2, major_tick_out=0)
@@ -76,8 +78,8 @@ class BarChart:
         self.figure = self._figure()
 
     def _figure(self) -> Any:
-        # Built by hand: `figure` makes 22 models more, and how many there are tells how long it takes to open the page,
-        # and to send each of its messages.
+        # Built by hand: `bokeh.plotting.figure` makes 22 more models, and their number decides how
+        # long opening the page and sending each of its messages takes.
         plot = Plot(
             height=HEIGHT,
             sizing_mode="stretch_width",
@@ -92,20 +94,24 @@ class BarChart:
             background_fill_alpha=0,
             border_fill_alpha=0,
         )
-        plot.add_layout(
-            LinearAxis(
-                ticker=self._interval,
-                formatter=self._format,
-                major_label_overrides={0: "0"},
-                major_label_standoff=3,
-                major_tick_out=0,
-                minor_tick_out=0,
-            ),
-            "below",
+        below = LinearAxis(
+            ticker=self._interval,
+            formatter=self._format,
+            major_label_overrides={0: "0"},
+            major_label_standoff=3,
+            major_tick_out=0,
+            minor_tick_out=0,
         )
+        plot.add_layout(below, "below")
         plot.add_layout(self._above, "above")
-        lies = plot.add_glyph(
-            self.ground,
+        self._add_glyphs(plot)
+        self._fit_names(plot)
+        return plot
+
+    def _add_glyphs(self, plot: Any) -> None:
+        """Adds regions, stretches, their names and the marks, each with its tooltip."""
+        regions = plot.add_glyph(
+            self.regions,
             Quad(
                 left="left",
                 right="right",
@@ -133,67 +139,68 @@ class BarChart:
             hatch_scale=9,
             line_color=EDGE,
         )
-        drawn = plot.add_glyph(
+        stretches = plot.add_glyph(
             self.source, Quad(**stretch, line_width=1), hover_glyph=Quad(**stretch, line_width=2)
         )
-        plot.add_glyph(
-            self.source,
-            Text(
-                x="left",
-                y=0.5,
-                text="text",
-                text_color="ink",
-                text_baseline="middle",
-                x_offset=5,
-                text_font_size="12px",
-                text_font=value("sans-serif"),
-            ),
+        names = Text(
+            x="left",
+            y=0.5,
+            text="text",
+            text_color="ink",
+            text_baseline="middle",
+            x_offset=5,
+            text_font_size="12px",
+            text_font=value("sans-serif"),
         )
-        ruled = plot.add_glyph(
-            self.marks,
-            Segment(
-                x0="x", x1="x", y0=0, y1=1, line_color=EDGE, line_dash="dash", line_width="width"
-            ),
+        plot.add_glyph(self.source, names)
+        line = Segment(
+            x0="x", x1="x", y0=0, y1=1, line_color=EDGE, line_dash="dash", line_width="width"
         )
+        marks = plot.add_glyph(self.marks, line)
         plot.add_tools(
             HoverTool(
-                renderers=[drawn], tooltips=TOOLTIP, point_policy="follow_mouse", attachment="below"
+                renderers=[stretches],
+                tooltips=TOOLTIP,
+                point_policy="follow_mouse",
+                attachment="below",
             ),
             HoverTool(
-                renderers=[ruled], tooltips=LINE_TOOLTIP, line_policy="interp", attachment="above"
+                renderers=[marks], tooltips=LINE_TOOLTIP, line_policy="interp", attachment="above"
             ),
-            HoverTool(renderers=[lies], tooltips=LINE_TOOLTIP, point_policy="follow_mouse"),
+            HoverTool(renderers=[regions], tooltips=LINE_TOOLTIP, point_policy="follow_mouse"),
         )
+
+    def _fit_names(self, plot: Any) -> None:
+        """Cuts the names to their stretches in the browser, whenever width or data change."""
         fit = CustomJS(args={"source": self.source, "figure": plot}, code=_FIT)
-        for model, event in (
-            (plot, "inner_width"),
-            (self.source, "data"),
-            (self.source, "patching"),
-            (self.range, "end"),
-        ):
-            model.js_on_change(event, fit)
-        return plot
+        plot.js_on_change("inner_width", fit)
+        self.source.js_on_change("data", fit)
+        self.source.js_on_change("patching", fit)
+        self.range.js_on_change("end", fit)
 
-    def show(self, drawn: Drawing) -> bool:
-        """Brings the bar up to date; whether anything differed."""
-        self.range.update(end=drawn.length)
-        self._interval.update(interval=interval(drawn.length))
-        self._format.update(format=f"%d {drawn.unit}")
-        ticks = {
-            x: _SIGNS[kind] for x, kind in zip(drawn.marks["x"], drawn.marks["kind"], strict=True)
-        }
-        if self._thresholds.ticks != list(ticks):
-            self._above.major_label_overrides = ticks
-            self._thresholds.ticks = list(ticks)
-        changed = bring(self.ground, drawn.ground) | bring(self.marks, drawn.marks)
-        return bring(self.source, drawn.stretches, keep=("text",)) or changed
-
-
-_SIGNS = {level.lower(): look.mark for level, look in LEVELS.items()} | {"budget": "budget"}
+    def show(self, columns: BarColumns) -> bool:
+        """Updates the bar with `columns`, and returns whether anything differed."""
+        self.range.update(end=columns.length)
+        self._interval.update(interval=interval(columns.length))
+        self._format.update(format=f"%d {columns.unit}")
+        marks = zip(columns.marks["x"], columns.marks["kind"], strict=True)
+        signs = {x: _SIGNS[kind] for x, kind in marks}
+        if self._thresholds.ticks != list(signs):
+            self._above.major_label_overrides = signs
+            self._thresholds.ticks = list(signs)
+        changed = [
+            bring(self.regions, columns.regions),
+            bring(self.marks, columns.marks),
+            bring(self.source, columns.stretches, keep=("text",)),
+        ]
+        return any(changed)
 
 
 def interval(length: float) -> float:
-    """A step that gives four to eight marks on an axis of that length, in powers of two as memory comes."""
+    """The step that gives four to eight ticks on an axis of that `length`.
+
+    It is a power of two, as memory sizes are.
+    """
     step = 1.0
     while length / step > 8:
         step *= 2

@@ -1,34 +1,30 @@
-"""Bringing a chart's data up to date with as little as was changed."""
+"""Updating the data of a chart with as few values as possible."""
 
 from __future__ import annotations
 
 from typing import Any
 
-Columns = dict[str, list[Any]]
+from ..data.columns import Columns
 
 
 def bring(source: Any, columns: Columns, keep: tuple[str, ...] = ()) -> bool:
-    """Puts these columns in a Bokeh source; whether anything differed.
+    """Puts `columns` in the Bokeh `source`, and returns whether anything differed.
 
-    Of as many rows as before only the cells that differ are sent; else all of them. Columns named in `keep` are the
-    browser's to fill, and are sent only with new rows.
+    If the number of rows is unchanged, only the cells that differ are sent. The columns named in
+    `keep` are filled by the browser and are sent only together with new rows.
     """
     old = source.data
     rows = len(next(iter(columns.values()), ()))
     if old.keys() != columns.keys() or any(len(column) != rows for column in old.values()):
         source.data = _copied(columns)
         return True
-    patches = {
-        name: [
-            (n, new)
-            for n, (was, new) in enumerate(zip(old[name], column, strict=True))
-            if was != new
-        ]
-        for name, column in columns.items()
-        if name not in keep
-    }
-    patches = {name: cells for name, cells in patches.items() if cells}
-    if sum(map(len, patches.values())) > rows * len(columns) / 2:
+    patches = {}
+    for name, column in columns.items():
+        differing = [(n, new) for n, new in enumerate(column) if new != old[name][n]]
+        if differing and name not in keep:
+            patches[name] = differing
+    changed_cells = sum(map(len, patches.values()))
+    if changed_cells > rows * len(columns) / 2:
         source.data = _copied(columns)
     elif patches:
         source.patch(patches)
@@ -36,5 +32,8 @@ def bring(source: Any, columns: Columns, keep: tuple[str, ...] = ()) -> bool:
 
 
 def _copied(columns: Columns) -> Columns:
-    """Lists of this source's own: a patch changes them in place, and other sessions may hold those that were given."""
+    """Copies for this source alone.
+
+    A patch changes lists in place, and other sessions may share the given ones.
+    """
     return {name: list(column) for name, column in columns.items()}

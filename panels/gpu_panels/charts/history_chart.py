@@ -1,6 +1,6 @@
-"""The history of one device, drawn: a Bokeh figure made once, whose sources are brought up to date.
+"""The history of one device: a Bokeh figure that is made once, and whose sources are updated.
 
-What there is to see is decided in `history.py`. Times are shown in the clock of whoever looks, by the browser.
+What is shown is decided in `data/history.py`. The browser shows times in the viewer's time zone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from bokeh.models import (
 from bokeh.plotting import figure
 
 from ..data.bar_columns import unit_of
-from ..data.history import BANDS, MARKS, RUNS, TOP, Drawing
+from ..data.history import (
+    BAND_COLUMNS,
+    INTERVAL_COLUMNS,
+    LIMIT_COLUMNS,
+    MARK_COLUMNS,
+    TOP,
+    HistoryColumns,
+)
 from ..palette import EDGE
 from .bar_chart import interval
 from .data_sources import bring
@@ -45,24 +52,25 @@ TIME = (
     '{hourCycle: "h23", hour: "2-digit", minute: "2-digit", second: "2-digit"});'
 )
 
-RUN_TOOLTIP = """<div style="max-width:340px;font-size:12px;line-height:1.45"><b>@title</b>
+INTERVAL_TOOLTIP = """<div style="max-width:340px;font-size:12px;line-height:1.45"><b>@title</b>
 <div>@size, from @left{custom} to @right{custom}</div></div>"""
-BAND_TOOLTIP = """<div style="font-size:12px">@told from @left{custom} to @right{custom}</div>"""
+BAND_TOOLTIP = """<div style="font-size:12px">@tooltip from @left{custom} to @right{custom}</div>"""
 MARK_TOOLTIP = """<div style="max-width:380px;font-size:12px;line-height:1.45"><b>@title</b> at @x{custom}
-<div style="white-space:pre-line">@told</div></div>"""
+<div style="white-space:pre-line">@tooltip</div></div>"""
 
 
 class HistoryChart:
-    """One device's past: `show` brings it up to date, `figure` is what is looked at.
+    """One device's history: `show` updates it, `figure` is the Bokeh model.
 
-    As long as nobody has zoomed, the window moves on with the time; `follow` says whether it does.
+    As long as the viewer has not zoomed, the window moves on with the time; `follow` is whether it
+    does.
     """
 
     def __init__(self) -> None:
-        self.runs = ColumnDataSource({name: [] for name in RUNS})
-        self.bands = ColumnDataSource({name: [] for name in BANDS})
-        self.marks = ColumnDataSource({name: [] for name in MARKS})
-        self.limits = ColumnDataSource({"x": [], "y": []})
+        self.intervals = ColumnDataSource({name: [] for name in INTERVAL_COLUMNS})
+        self.bands = ColumnDataSource({name: [] for name in BAND_COLUMNS})
+        self.marks = ColumnDataSource({name: [] for name in MARK_COLUMNS})
+        self.limits = ColumnDataSource({name: [] for name in LIMIT_COLUMNS})
         self.time, self.height = Range1d(0, 1), Range1d(0, 1)
         self._interval = SingleIntervalTicker(interval=1, num_minor_ticks=0)
         self._format = PrintfTickFormatter(format="%d GiB")
@@ -71,7 +79,7 @@ class HistoryChart:
 
     @property
     def follow(self) -> bool:
-        """Whether the whole window is shown: nobody has zoomed in."""
+        """Whether the whole window is shown: the viewer has not zoomed in."""
         return (self.time.start, self.time.end) == self._window
 
     def _figure(self) -> Any:
@@ -90,12 +98,19 @@ class HistoryChart:
         plot.toolbar.logo = None
         plot.outline_line_color = None
         plot.background_fill_alpha = plot.border_fill_alpha = 0
-        plot.add_layout(
-            DatetimeAxis(formatter=CustomJSTickFormatter(code=CLOCK), major_tick_out=4), "below"
-        )
+        time_axis = DatetimeAxis(formatter=CustomJSTickFormatter(code=CLOCK), major_tick_out=4)
+        plot.add_layout(time_axis, "below")
         plot.xgrid.visible = False
         plot.yaxis.ticker, plot.yaxis.formatter = self._interval, self._format
-        banded = plot.quad(
+        bands = self._draw_bands(plot)
+        intervals = self._draw_intervals(plot)
+        plot.step(x="x", y="y", source=self.limits, mode="after", line_color=EDGE, line_width=2)
+        marks = self._draw_marks(plot)
+        self._add_tools(plot, bands, intervals, marks)
+        return plot
+
+    def _draw_bands(self, plot: Any) -> Any:
+        return plot.quad(
             left="left",
             right="right",
             bottom=0,
@@ -109,12 +124,14 @@ class HistoryChart:
             hatch_alpha=0.35,
             hatch_scale=14,
         )
-        held = plot.quad(
+
+    def _draw_intervals(self, plot: Any) -> Any:
+        return plot.quad(
             left="left",
             right="right",
             bottom="bottom",
             top="top",
-            source=self.runs,
+            source=self.intervals,
             fill_color="colour",
             fill_alpha="alpha",
             line_color=None,
@@ -123,8 +140,9 @@ class HistoryChart:
             hatch_alpha=0.5,
             hatch_scale=9,
         )
-        plot.step(x="x", y="y", source=self.limits, mode="after", line_color=EDGE, line_width=2)
-        marked = plot.scatter(
+
+    def _draw_marks(self, plot: Any) -> Any:
+        return plot.scatter(
             x="x",
             y="y",
             marker="marker",
@@ -134,7 +152,15 @@ class HistoryChart:
             line_color="#000000",
             line_width=0.8,
         )
+
+    def _add_tools(self, plot: Any, bands: Any, intervals: Any, marks: Any) -> None:
+        """Adds zooming and the tooltips of the three renderers."""
         clock = CustomJSHover(code=TIME)
+        of_period = {
+            "formatters": {"@left": clock, "@right": clock},
+            "point_policy": "follow_mouse",
+            "visible": False,
+        }
         self.zoom = BoxZoomTool(dimensions="width")
         wheel = WheelZoomTool(dimensions="width", modifiers={"ctrl": True})
         plot.add_tools(
@@ -142,45 +168,36 @@ class HistoryChart:
             wheel,
             PanTool(dimensions="width"),
             ResetTool(),
+            HoverTool(renderers=[intervals], tooltips=INTERVAL_TOOLTIP, **of_period),
             HoverTool(
-                renderers=[held],
-                tooltips=RUN_TOOLTIP,
-                formatters={"@left": clock, "@right": clock},
-                point_policy="follow_mouse",
-                visible=False,
+                renderers=[marks], tooltips=MARK_TOOLTIP, formatters={"@x": clock}, visible=False
             ),
-            HoverTool(
-                renderers=[marked], tooltips=MARK_TOOLTIP, formatters={"@x": clock}, visible=False
-            ),
-            HoverTool(
-                renderers=[banded],
-                tooltips=BAND_TOOLTIP,
-                formatters={"@left": clock, "@right": clock},
-                point_policy="follow_mouse",
-                visible=False,
-            ),
+            HoverTool(renderers=[bands], tooltips=BAND_TOOLTIP, **of_period),
         )
         plot.toolbar.active_drag, plot.toolbar.active_scroll = self.zoom, wheel
-        return plot
 
-    def show(self, drawn: Drawing, *, home: bool = False) -> bool:
-        """Brings the chart up to date; whether anything differed. `home`: the whole window, whatever was zoomed."""
-        chart = drawn.chart
-        unit, name = unit_of(chart.total_bytes)
-        window, following = (chart.start * 1e3, chart.end * 1e3), home or self.follow
-        self._window = window
-        self.time.update(reset_start=window[0], reset_end=window[1])
-        if following:
-            self.time.update(start=window[0], end=window[1])
-        top = max(chart.total_bytes, 1) * TOP / unit
+    def show(self, columns: HistoryColumns, *, home: bool = False) -> bool:
+        """Updates the chart with `columns`, and returns whether anything differed.
+
+        With `home` the whole window is shown, even if the viewer had zoomed in.
+        """
+        history = columns.history
+        unit_bytes, unit = unit_of(history.total_bytes)
+        start, end = history.start * 1e3, history.end * 1e3
+        show_all = home or self.follow
+        self._window = (start, end)
+        self.time.update(reset_start=start, reset_end=end)
+        if show_all:
+            self.time.update(start=start, end=end)
+        top = max(history.total_bytes, 1) * TOP / unit_bytes
         if self.height.end != top:
             self.height.update(end=top, reset_start=0, reset_end=top)
         self._interval.update(interval=interval(top))
-        self._format.update(format=f"%d {name}")
-        parts = (
-            (self.bands, drawn.bands),
-            (self.runs, drawn.runs),
-            (self.limits, drawn.limits),
-            (self.marks, drawn.marks),
-        )
-        return any([bring(source, columns) for source, columns in parts])
+        self._format.update(format=f"%d {unit}")
+        changed = [
+            bring(self.bands, columns.bands),
+            bring(self.intervals, columns.intervals),
+            bring(self.limits, columns.limits),
+            bring(self.marks, columns.marks),
+        ]
+        return any(changed)

@@ -1,6 +1,7 @@
-"""An allocator's map, drawn: a Bokeh figure made once, whose sources are brought up to date.
+"""An allocator's map: a Bokeh figure that is made once, and whose sources are updated.
 
-What is drawn where is decided in `gpu_runtime.rendering.allocator_map`, for notebooks and terminals too.
+What is drawn where is decided in `gpu_runtime.rendering.allocator_map`, which notebooks and
+terminals use too.
 """
 
 from __future__ import annotations
@@ -21,59 +22,66 @@ from bokeh.plotting import figure
 from gpu_runtime.rendering.allocator_map import COLOURS, RELEASED, STUCK, WORDS, Picture
 from gpu_runtime.units import show_bytes
 
-from ..palette import EDGE
+from ..data.columns import Columns, as_columns
+from ..palette import EDGE, PLAIN
 from .data_sources import bring
 
-COLUMNS = ("left", "right", "bottom", "top", "colour", "alpha", "hatch", "what", "told")
-EDGES = ("left", "right", "bottom", "top")
-HATCHES, PLAIN = {STUCK: "/", RELEASED: "."}, " "  # of an empty name the browser complains
-ROW_PIXELS, REST_PIXELS = 24, 48  # a row, with the space to the next; and what the axis takes
-_GAP = 0.12  # of a row, between two
+PIECE_COLUMNS = ("left", "right", "bottom", "top", "colour", "alpha", "hatch", "what", "tooltip")
+EDGE_COLUMNS = ("left", "right", "bottom", "top")
+HATCHES = {STUCK: "/", RELEASED: "."}
+ROW_PIXELS, REST_PIXELS = 24, 48  # height of a row with the gap to the next; of the axis
+_GAP = 0.12  # between two rows, in parts of a row
+_ACROSS = [0, 0.25, 0.5, 0.75, 1]  # the ticks of a row
 
-# Whoever points at a piece is told what it is. Bokeh escapes what it puts in.
-TOOLTIP = """<div style="max-width:340px;font-size:12px;line-height:1.45;white-space:pre-line">@told</div>"""
+# Shown when the mouse points at a piece. Bokeh escapes the values that it inserts.
+TOOLTIP = """<div style="max-width:340px;font-size:12px;line-height:1.45;white-space:pre-line">@tooltip</div>"""
 
 
-def columns(drawn: Picture) -> dict[str, list[Any]]:
-    """A source's columns: a row a piece, across in parts of the map's row, down in rows from the top."""
-    rows = [
-        (
-            piece.left / drawn.row_bytes,
-            piece.right / drawn.row_bytes,
+def piece_columns(picture: Picture) -> Columns:
+    """A rectangle for each piece: across in parts of a row, down in rows from the top."""
+    rows = []
+    for piece in picture.pieces:
+        colour = COLOURS[piece.kind]
+        row = (
+            piece.left / picture.row_bytes,
+            piece.right / picture.row_bytes,
             *_height(piece.row, piece.low, piece.high),
-            COLOURS[piece.kind] or EDGE,
-            1.0 if COLOURS[piece.kind] else 0.0,
-            HATCHES.get(piece.kind, PLAIN),
+            colour or EDGE,
+            1.0 if colour else 0.0,
+            HATCHES.get(piece.kind, PLAIN),  # for an empty name the browser logs an error
             WORDS[piece.kind],
             piece.told,
         )
-        for piece in drawn.pieces
-    ]
-    return {name: [row[n] for row in rows] for n, name in enumerate(COLUMNS)}
+        rows.append(row)
+    return as_columns(PIECE_COLUMNS, rows)
 
 
-def edges(drawn: Picture) -> dict[str, list[Any]]:
-    """A source's columns for the outlines of segments."""
+def edge_columns(picture: Picture) -> Columns:
+    """A rectangle for the outline of each segment."""
     rows = [
-        (edge.left / drawn.row_bytes, edge.right / drawn.row_bytes, *_height(edge.row, 0.0, 1.0))
-        for edge in drawn.edges
+        (
+            edge.left / picture.row_bytes,
+            edge.right / picture.row_bytes,
+            *_height(edge.row, 0.0, 1.0),
+        )
+        for edge in picture.edges
     ]
-    return {name: [row[n] for row in rows] for n, name in enumerate(EDGES)}
+    return as_columns(EDGE_COLUMNS, rows)
 
 
 def _height(row: int, low: float, high: float) -> tuple[float, float]:
-    """Where a part of a row lies: the first row's top is 0, and down is less."""
+    """Bottom and top of a part of a row. The first row's top is 0, and lower rows are negative."""
     floor, height = -(row + 1) + _GAP / 2, 1 - _GAP
     return floor + low * height, floor + high * height
 
 
 class MapChart:
-    """One map: `show` brings it up to date, `figure` is what is looked at."""
+    """One map: `show` updates it, `figure` is the Bokeh model."""
 
     def __init__(self) -> None:
-        self.source = ColumnDataSource({name: [] for name in COLUMNS})
-        self.edges = ColumnDataSource({name: [] for name in EDGES})
-        self._across, self._down = FixedTicker(ticks=[]), FixedTicker(ticks=[])
+        self.source = ColumnDataSource({name: [] for name in PIECE_COLUMNS})
+        self.edges = ColumnDataSource({name: [] for name in EDGE_COLUMNS})
+        self._across, self._down = FixedTicker(ticks=_ACROSS), FixedTicker(ticks=[])
         self.figure = self._figure()
 
     def _figure(self) -> Any:
@@ -90,14 +98,13 @@ class MapChart:
         plot.outline_line_color = None
         plot.background_fill_alpha = plot.border_fill_alpha = 0
         plot.grid.visible = False
+        plot.toolbar.logo = None
         plot.xaxis[0].ticker, plot.yaxis[0].ticker = self._across, self._down
         for axis in (plot.xaxis[0], plot.yaxis[0]):
             axis.axis_line_color, axis.major_tick_line_color = None, None
+        box = {"left": "left", "right": "right", "bottom": "bottom", "top": "top"}
         pieces = plot.quad(
-            left="left",
-            right="right",
-            bottom="bottom",
-            top="top",
+            **box,
             source=self.source,
             fill_color="colour",
             fill_alpha="alpha",
@@ -108,41 +115,32 @@ class MapChart:
             hatch_scale=8,
             hatch_weight=1,
         )
-        plot.quad(
-            left="left",
-            right="right",
-            bottom="bottom",
-            top="top",
-            source=self.edges,
-            fill_color=None,
-            line_color=EDGE,
-            line_width=1,
-        )
-        wheel = WheelZoomTool(
-            modifiers={"ctrl": True}
-        )  # a page that is scrolled over it stays a page
+        plot.quad(**box, source=self.edges, fill_color=None, line_color=EDGE, line_width=1)
         plot.add_tools(
             HoverTool(renderers=[pieces], tooltips=TOOLTIP, point_policy="follow_mouse"),
             BoxZoomTool(),
-            wheel,
+            WheelZoomTool(modifiers={"ctrl": True}),  # without Ctrl the wheel scrolls the page
             ResetTool(),
         )
-        plot.toolbar.logo = None
         return plot
 
-    def show(self, drawn: Picture) -> bool:
-        """Brings the map up to date; whether anything differed."""
-        rows = max(1, drawn.rows)
-        if self._down.ticks != (ticks := [-(row + 0.5) for row in range(rows)]):
-            self._down.ticks = ticks
+    def show(self, picture: Picture) -> bool:
+        """Updates the map with `picture`, and returns whether anything differed."""
+        rows = max(1, picture.rows)
+        row_ticks = [-(row + 0.5) for row in range(rows)]
+        if self._down.ticks != row_ticks:
+            self._down.ticks = row_ticks
             self.figure.height = REST_PIXELS + ROW_PIXELS * rows
             self.figure.y_range.update(start=-rows, end=0, reset_start=-rows, reset_end=0)
         self.figure.yaxis[0].major_label_overrides = {
-            -(row + 0.5): show_bytes(row * drawn.row_bytes) for row in range(rows)
+            tick: show_bytes(row * picture.row_bytes) for row, tick in enumerate(row_ticks)
         }
-        self._across.ticks = [0, 0.25, 0.5, 0.75, 1]
         self.figure.xaxis[0].major_label_overrides = {
-            part: ("+" if part else "") + show_bytes(int(part * drawn.row_bytes))
-            for part in self._across.ticks
+            part: ("+" if part else "") + show_bytes(int(part * picture.row_bytes))
+            for part in _ACROSS
         }
-        return bring(self.edges, edges(drawn)) | bring(self.source, columns(drawn))
+        changed = [
+            bring(self.edges, edge_columns(picture)),
+            bring(self.source, piece_columns(picture)),
+        ]
+        return any(changed)

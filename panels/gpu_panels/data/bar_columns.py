@@ -1,6 +1,6 @@
-"""A bar as the columns that a figure is drawn from: places in the unit of its axis, colours and hatches.
+"""A device's bar as the columns of a figure: positions on its axis, colours and hatches.
 
-Pure. What stands in the bar is `bars.py`'s to say.
+Pure. What is in the bar is decided in `bars.py`.
 """
 
 from __future__ import annotations
@@ -10,31 +10,28 @@ from typing import Any, NamedTuple
 
 from gpu_runtime.units import GIB, MIB
 
-from ..palette import PLAIN, UNOWNED, Look
-from .bars import Bar
+from ..palette import PLAIN, UNOWNED, LeaseStyle
+from .bars import DeviceBar, Stretch
+from .columns import Columns, as_columns
 
+STRETCH_COLUMNS = (
+    "left",
+    "right",
+    "colour",
+    "alpha",
+    "hatch",
+    "ink",
+    "title",
+    "notebook",
+    "text",
+    "tooltip",
+    "bytes",
+    "kind",
+)
+MARK_COLUMNS = ("x", "dash", "width", "kind", "tooltip")
+REGION_COLUMNS = ("left", "right", "alpha", "hatch", "tooltip")
 
-class Drawing(NamedTuple):
-    """All that a figure needs to show a bar."""
-
-    stretches: dict[str, list[Any]]
-    marks: dict[str, list[Any]]
-    ground: dict[str, list[Any]]
-    length: float  # of the axis
-    unit: str
-
-
-def drawing(bar: Bar, looks: Mapping[str, Look], dark: bool = False) -> Drawing:
-    """The bar as columns, for a light or a dark page."""
-    unit, name = unit_of(bar.device.total_bytes)
-    return Drawing(columns(bar, looks, dark), lines(bar), ground(bar), bar.scale_bytes / unit, name)
-
-
-def unit_of(total_bytes: int) -> tuple[int, str]:
-    """The unit of an axis of that length: GiB, or MiB where a GiB would be too coarse."""
-    return (GIB, "GiB") if total_bytes >= 2 * GIB else (MIB, "MiB")
-
-
+# How stretches that are no settled lease are drawn.
 _HATCHES = {
     "arriving": "/",
     "leaving": "\\",
@@ -51,80 +48,102 @@ _ALPHAS = {
     "ended": 0.20,
     "others": 0.55,
 }
-COLUMNS = (
-    "left",
-    "right",
-    "colour",
-    "alpha",
-    "hatch",
-    "ink",
-    "title",
-    "who",
-    "text",
-    "told",
-    "bytes",
-    "kind",
-)
+_REGIONS = {"budget": (0.16, PLAIN), "beyond": (0.05, PLAIN), "reserve": (0.0, ".")}
 
 
-def columns(bar: Bar, looks: Mapping[str, Look], dark: bool = False) -> dict[str, list[Any]]:
-    """A source's columns: one row a stretch, from left to right, ends in the unit of the axis."""
-    unit, at, plain = unit_of(bar.device.total_bytes)[0], 0, "#ffffff" if dark else "#000000"
-    rows: list[tuple[Any, ...]] = []
-    for one in bar.stretches:
-        look = looks.get(one.label, Look(UNOWNED, plain))
-        ink = plain if one.kind in _ALPHAS else look.ink  # the page shines through
-        rows.append(
-            (
-                at / unit,
-                (at + one.bytes) / unit,
-                look.colour,
-                _ALPHAS.get(one.kind, 1.0),
-                _HATCHES.get(one.kind, look.texture),
-                ink,
-                one.title,
-                one.who,
-                "",
-                one.told,
-                one.bytes,
-                one.kind,
-            )
-        )
-        at += one.bytes
-    return {name: [row[n] for row in rows] for n, name in enumerate(COLUMNS)}
+class BarColumns(NamedTuple):
+    """All that a figure needs to show a bar."""
+
+    stretches: Columns
+    marks: Columns
+    regions: Columns
+    length: float  # of the axis, in `unit`
+    unit: str  # GiB or MiB
 
 
-def labels(drawn: Iterable[Bar]) -> list[str]:
-    """Of all leases in these bars, for the palette: in an order that does not depend on their sizes."""
-    return sorted({one.label for bar in drawn for one in bar.stretches if one.label})
+def bar_columns(bar: DeviceBar, styles: Mapping[str, LeaseStyle], dark: bool = False) -> BarColumns:
+    """The `bar` as columns.
+
+    `styles` has the style of each lease by its label; `dark` is for a dark page.
+    """
+    unit_bytes, unit = unit_of(bar.device.total_bytes)
+    return BarColumns(
+        stretch_columns(bar, styles, dark),
+        mark_columns(bar),
+        region_columns(bar),
+        bar.scale_bytes / unit_bytes,
+        unit,
+    )
 
 
-LINES = ("x", "dash", "width", "kind", "told")
+def unit_of(total_bytes: int) -> tuple[int, str]:
+    """The unit of an axis for `total_bytes`: GiB, or MiB where a GiB would be too coarse."""
+    return (GIB, "GiB") if total_bytes >= 2 * GIB else (MIB, "MiB")
 
 
-def lines(bar: Bar) -> dict[str, list[Any]]:
-    """A source's columns for the marks of a bar."""
-    unit = unit_of(bar.device.total_bytes)[0]
+def stretch_columns(
+    bar: DeviceBar, styles: Mapping[str, LeaseStyle], dark: bool = False
+) -> Columns:
+    """One row for each stretch, from left to right, with its ends in the unit of the axis."""
+    unit_bytes, _ = unit_of(bar.device.total_bytes)
+    page_ink = "#ffffff" if dark else "#000000"
+    position = 0
+    rows = []
+    for stretch in bar.stretches:
+        end = position + stretch.bytes
+        left, right = position / unit_bytes, end / unit_bytes
+        style = styles.get(stretch.label, LeaseStyle(UNOWNED, page_ink))
+        rows.append((left, right, *_drawn(stretch, style, page_ink)))
+        position = end
+    return as_columns(STRETCH_COLUMNS, rows)
+
+
+def _drawn(stretch: Stretch, style: LeaseStyle, page_ink: str) -> tuple[Any, ...]:
+    """The columns of a stretch after its two ends."""
+    is_translucent = stretch.kind in _ALPHAS
+    return (
+        style.colour,
+        _ALPHAS.get(stretch.kind, 1.0),
+        _HATCHES.get(stretch.kind, style.texture),
+        page_ink if is_translucent else style.ink,
+        stretch.title,
+        stretch.notebook,
+        "",  # the browser fills in the text that fits
+        stretch.tooltip,
+        stretch.bytes,
+        stretch.kind,
+    )
+
+
+def labels(drawn: Iterable[DeviceBar]) -> list[str]:
+    """The labels of all leases in these bars, for the palette.
+
+    Their order does not depend on the sizes of the leases.
+    """
+    found = {stretch.label for bar in drawn for stretch in bar.stretches if stretch.label}
+    return sorted(found)
+
+
+def mark_columns(bar: DeviceBar) -> Columns:
+    """One row for each mark of a bar."""
+    unit_bytes, _ = unit_of(bar.device.total_bytes)
+    rows = []
+    for mark in bar.marks:
+        dash, width = ("solid", 2.5) if mark.kind == "budget" else ("dashed", 1.0)
+        rows.append((mark.bytes / unit_bytes, dash, width, mark.kind, mark.tooltip))
+    return as_columns(MARK_COLUMNS, rows)
+
+
+def region_columns(bar: DeviceBar) -> Columns:
+    """One row for each empty region of a bar."""
+    unit_bytes, _ = unit_of(bar.device.total_bytes)
     rows = [
         (
-            mark.bytes / unit,
-            *(("solid", 2.5) if mark.kind == "budget" else ("dashed", 1.0)),
-            mark.kind,
-            mark.told,
+            region.start / unit_bytes,
+            region.end / unit_bytes,
+            *_REGIONS[region.kind],
+            region.tooltip,
         )
-        for mark in bar.marks
+        for region in bar.regions
     ]
-    return {name: [row[n] for row in rows] for n, name in enumerate(LINES)}
-
-
-GROUND = ("left", "right", "alpha", "hatch", "told")
-_GROUNDS = {"budget": (0.16, PLAIN), "beyond": (0.05, PLAIN), "reserve": (0.0, ".")}
-
-
-def ground(bar: Bar) -> dict[str, list[Any]]:
-    """A source's columns for what a bar lies on."""
-    unit = unit_of(bar.device.total_bytes)[0]
-    rows = [
-        (one.start / unit, one.end / unit, *_GROUNDS[one.kind], one.told) for one in bar.regions
-    ]
-    return {name: [row[n] for row in rows] for n, name in enumerate(GROUND)}
+    return as_columns(REGION_COLUMNS, rows)

@@ -1,16 +1,18 @@
-"""What a person is asked before anything is done, and whether it is still what they saw. Pure.
+"""The question before an action, and the check that nothing has changed since. Pure.
 
-A click becomes a Proposal at once: it names one lease of one owner, for good. When it is confirmed the world is looked
-at anew, and `changed` says what is not as it was; then nothing is done.
+A click becomes a Proposal at once; it names one lease of one owner. After the confirmation
+`changed` compares it with a new snapshot: where something is different, nothing is done.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpu_runtime.facts import HOST, Lease, Phase, Snapshot, holder_label
+from gpu_runtime.facts import HOST, Lease, Phase, Snapshot
 from gpu_runtime.rendering.views import clean, holder
 from gpu_runtime.units import show_bytes, show_seconds
+
+from .names import process_name
 
 VERBS = {
     "preload": "Preload",
@@ -20,170 +22,196 @@ VERBS = {
     "unpin": "Unpin",
     "defrag": "Defragment",
 }
+NOTHING_DONE = "Nothing was done."
 
 
 class Proposal(NamedTuple):
-    """One thing to do to one lease, or, for `defrag`, to one owner."""
+    """One action on one lease or, for `defrag`, on one owner."""
 
     verb: str
-    target: str  # owner id / model name, as the book has it; the name is empty for defrag
-    where: str = ""  # where it lay when it was clicked
+    target: str  # owner id / model name, as in the book; the name is empty for defrag
+    where: str = ""  # where the model was at the click
     bytes: int = 0
     pid: int = 0
 
     @property
     def owner(self) -> str:
+        """The id of the process that is asked."""
         return self.target.partition("/")[0]
 
     @property
     def name(self) -> str:
+        """The name of the model."""
         return self.target.partition("/")[2]
 
     @property
     def address(self) -> str:
-        """As the runtime's verbs take it: `qwen@4121`; the bare name where no process has it."""
+        """The model as the runtime's verbs take it: `qwen@4121`, or `qwen` if no process has it."""
         return f"{self.name}@{self.pid}" if self.pid else self.name
 
 
 class Question(NamedTuple):
-    """What the dialog says."""
+    """The text of the dialog."""
 
     title: str
     lines: tuple[str, ...]
-    confirm: str  # the button's words
-    grave: bool = False  # it takes something from somebody
+    confirm: str  # the label of the button
+    grave: bool = False  # whether the action takes memory from a process
 
 
 def propose(verb: str, target: str, snapshot: Snapshot) -> Proposal:
-    """The proposal that a click stands for, as things are now. What is there no more is told by `changed`."""
-    owner, _, name = target.partition("/")
-    section = snapshot.sections.get(owner)
-    lease = section.lease(name) if section else None
-    return Proposal(
-        verb,
-        target,
-        lease.where if lease else "disk",
-        lease.bytes if lease else 0,
-        section.owner.pid if section else 0,
+    """The proposal for a click on `verb` in the row `target` (owner id / model name).
+
+    `snapshot` gives the place and size that the visitor saw.
+    """
+    proposal = Proposal(verb, target, where="disk")
+    section = snapshot.sections.get(proposal.owner)
+    if section is None:
+        return proposal
+    proposal = proposal._replace(pid=section.owner.pid)
+    lease = section.lease(proposal.name)
+    return proposal._replace(where=lease.where, bytes=lease.bytes) if lease else proposal
+
+
+def question(proposal: Proposal, snapshot: Snapshot) -> Question:
+    """The text to confirm: the model, its bytes, its process, and what will happen to it."""
+    process = _process(proposal, snapshot)
+    if proposal.verb == "evict":
+        return _question_evict(proposal, process, snapshot)
+    if proposal.verb in ("restore", "preload"):
+        return _question_load(proposal, process)
+    name, size = clean(proposal.name), show_bytes(proposal.bytes)
+    label = VERBS[proposal.verb]
+    held_by = f"Held by {process}."
+    if proposal.verb == "pin":
+        effect = (
+            f"It keeps its {size} on {proposal.where}: no other model can evict it until it is "
+            "unpinned."
+        )
+        return Question(f"Pin {name}?", (effect, held_by), label)
+    if proposal.verb == "unpin":
+        effect = (
+            f"After that its {size} on {proposal.where} are available again: it is evicted when "
+            "other models need the memory."
+        )
+        return Question(f"Unpin {name}?", (effect, held_by), label)
+    lines = (
+        "Its allocator returns cached blocks that are not in use to the device.",
+        "Models stay where they are. Code that runs there can be slower for a moment, until the "
+        "cache is filled again.",
     )
+    return Question(f"Defragment {process}?", lines, label)
 
 
-def question(asked: Proposal, snapshot: Snapshot) -> Question:
-    """What to ask: the model, the bytes, who uses it, and what will happen to them."""
-    who = _held_by(asked, snapshot)
-    lease = _lease(asked, snapshot)
-    size, name = show_bytes(asked.bytes), clean(asked.name)
-    verb = VERBS[asked.verb]
-    if asked.verb == "evict":
-        lines = (
-            f"This frees {size} on {asked.where}.",
-            *_users(asked, lease, who, snapshot),
-            _fate(lease, snapshot),
-        )
-        return Question(f"Evict {name}?", lines, f"Evict, freeing {size}", grave=True)
-    if asked.verb in ("restore", "preload"):
-        at = {
-            "disk": "is not loaded, and its size not known here"
-            if not asked.bytes
-            else f"is not loaded ({size})",
-            HOST: f"lies in host memory ({size})",
-        }.get(asked.where, f"is on {asked.where} ({size})")
-        lines = (
-            f"It {at}.",
-            f"It is brought to a device by {who if asked.pid else 'a process that can load it'}.",
-            "Idle models step aside where that needs room; what is in use is waited for.",
-        )
-        return Question(f"{verb} {name}?", lines, verb)
-    if asked.verb == "pin":
-        return Question(
-            f"Pin {name}?",
-            (
-                f"Its {size} on {asked.where} stay taken: no other model can make it step aside until it is unpinned.",
-                f"Held by {who}.",
-            ),
-            verb,
-        )
-    if asked.verb == "unpin":
-        return Question(
-            f"Unpin {name}?",
-            (
-                f"From then on its {size} on {asked.where} may be taken: it steps aside when others need its room.",
-                f"Held by {who}.",
-            ),
-            verb,
-        )
-    return Question(
-        f"Defragment {who}?",
-        (
-            "Its allocator gives the blocks that it caches and does not use back to the device.",
-            "Models stay where they are. What runs there may be slower for a moment, until it has its cache again.",
-        ),
-        verb,
+def _question_evict(proposal: Proposal, process: str, snapshot: Snapshot) -> Question:
+    lease = _lease(proposal, snapshot)
+    size = show_bytes(proposal.bytes)
+    lines = (
+        f"This frees {size} on {proposal.where}.",
+        _use(lease, process, snapshot),
+        _after_eviction(lease),
     )
+    return Question(f"Evict {clean(proposal.name)}?", lines, f"Evict, freeing {size}", grave=True)
 
 
-def _users(asked: Proposal, lease: Lease | None, who: str, snapshot: Snapshot) -> tuple[str, ...]:
+def _question_load(proposal: Proposal, process: str) -> Question:
+    label = VERBS[proposal.verb]
+    loader = process if proposal.pid else "a process that can load it"
+    done = "loaded" if proposal.where == "disk" else "moved"
+    lines = (
+        _whereabouts(proposal),
+        f"It is {done} to a device by {loader}.",
+        "Idle models are evicted if it needs their memory. It waits for models that are in use.",
+    )
+    return Question(f"{label} {clean(proposal.name)}?", lines, label)
+
+
+def _whereabouts(proposal: Proposal) -> str:
+    size = show_bytes(proposal.bytes)
+    if proposal.where == "disk" and not proposal.bytes:
+        return "It is not loaded, and its size is not known here."
+    if proposal.where == "disk":
+        return f"It is not loaded ({size})."
+    if proposal.where == HOST:
+        return f"It is in host memory ({size})."
+    return f"It is on {proposal.where} ({size})."
+
+
+def _use(lease: Lease | None, process: str, snapshot: Snapshot) -> str:
+    """Which process holds the model, and whether it is in use."""
     if lease is not None and lease.pins:
-        since = (
-            f" for {show_seconds(snapshot.now - lease.pinned_since)}" if lease.pinned_since else ""
-        )
-        return (f"In use by {who}{since}: it will be refused as long as that lasts.",)
-    idle = (
-        f", idle for {show_seconds(lease.idle_seconds(snapshot.now))}"
-        if lease and lease.last_used
-        else ""
-    )
-    return (f"Held by {who}{idle}. Nobody uses it now.",)
+        seconds = snapshot.now - lease.pinned_since
+        since = f" for {show_seconds(seconds)}" if lease.pinned_since else ""
+        return f"In use by {process}{since}: the eviction is refused until that use ends."
+    idle = ""
+    if lease is not None and lease.last_used:
+        idle = f", idle for {show_seconds(lease.idle_seconds(snapshot.now))}"
+    return f"Held by {process}{idle}. It is not in use."
 
 
-def _fate(lease: Lease | None, snapshot: Snapshot) -> str:
-    back = "it comes back by itself when it is used next"
+def _after_eviction(lease: Lease | None) -> str:
+    """Where the model goes, and how it returns; empty where the lease is gone."""
     if lease is None:
         return ""
     seconds = lease.restore_seconds or lease.reload_seconds
-    slow = f", in about {show_seconds(seconds)}" if seconds >= 0.1 else ""
+    duration = f", in about {show_seconds(seconds)}" if seconds >= 0.1 else ""
     if lease.movable:
-        return f"It steps aside to host memory where there is room, and {back}{slow}."
-    return f"It is dropped and {back}, from its source{slow}."
-
-
-def changed(asked: Proposal, snapshot: Snapshot) -> str:
-    """What is not as it was when it was clicked, in a sentence that says that nothing was done; empty: all is."""
-    name, nothing = clean(asked.name), "Nothing was done."
-    section = snapshot.sections.get(asked.owner)
-    if section is None:
-        return f"The process that held {name or 'it'} is gone. {nothing}" if asked.pid else ""
-    lease = section.lease(asked.name)
-    if asked.verb == "defrag":
-        return ""
-    if lease is None:
-        known = (
-            asked.name in section.names
-            and asked.where == "disk"
-            and asked.verb in ("preload", "pin", "unpin")
-        )
         return (
-            ""
-            if known
-            else f"{name} is gone: {holder(snapshot, asked.owner)} holds it no more. {nothing}"
+            "It is offloaded to host memory if there is space. Its next use restores it "
+            f"automatically{duration}."
         )
-    if asked.verb == "evict" and lease.pins:
-        return f"{name} is in use by now, by {holder(snapshot, asked.owner)}. {nothing}"
-    if asked.verb in ("evict", "restore", "preload") and lease.where != asked.where:
-        return f"{name} is on {lease.where} by now, not on {asked.where}. {nothing}"
-    if asked.verb in ("evict", "restore") and lease.phase is not Phase.SETTLED:
-        return f"{name} is {lease.phase} already. {nothing}"
-    if asked.verb in ("pin", "unpin") and lease.keep == (asked.verb == "pin"):
-        return f"{name} is {'pinned' if lease.keep else 'not pinned'} already. {nothing}"
+    return f"It is unloaded. Its next use loads it again from its source automatically{duration}."
+
+
+def changed(proposal: Proposal, snapshot: Snapshot) -> str:
+    """What is different in `snapshot` since the click, in a sentence.
+
+    The text is empty where the `proposal` may be carried out.
+    """
+    difference = _difference(proposal, snapshot)
+    return f"{difference} {NOTHING_DONE}" if difference else ""
+
+
+def _difference(proposal: Proposal, snapshot: Snapshot) -> str:
+    name = clean(proposal.name)
+    section = snapshot.sections.get(proposal.owner)
+    if section is None:
+        had_process = bool(proposal.pid)
+        return f"The process that held {name or 'it'} has ended." if had_process else ""
+    if proposal.verb == "defrag":
+        return ""
+    lease = section.lease(proposal.name)
+    if lease is None:
+        is_still_loadable = (
+            proposal.name in section.names
+            and proposal.where == "disk"
+            and proposal.verb in ("preload", "pin", "unpin")
+        )
+        holds = f"{holder(snapshot, proposal.owner)} no longer holds it"
+        return "" if is_still_loadable else f"{name} is gone: {holds}."
+    return _lease_difference(proposal, lease, holder(snapshot, proposal.owner))
+
+
+def _lease_difference(proposal: Proposal, lease: Lease, process: str) -> str:
+    """What is different about the lease itself; empty where nothing is."""
+    name, verb = clean(proposal.name), proposal.verb
+    if verb == "evict" and lease.pins:
+        return f"{name} is in use now, by {process}."
+    if verb in ("evict", "restore", "preload") and lease.where != proposal.where:
+        return f"{name} is on {lease.where} now, not on {proposal.where}."
+    if verb in ("evict", "restore") and lease.phase is not Phase.SETTLED:
+        return f"{name} is already {lease.phase}."
+    if verb in ("pin", "unpin") and lease.keep == (verb == "pin"):
+        return f"{name} is already {'pinned' if lease.keep else 'not pinned'}."
     return ""
 
 
-def _lease(asked: Proposal, snapshot: Snapshot) -> Lease | None:
-    section = snapshot.sections.get(asked.owner)
-    return section.lease(asked.name) if section else None
+def _lease(proposal: Proposal, snapshot: Snapshot) -> Lease | None:
+    section = snapshot.sections.get(proposal.owner)
+    return section.lease(proposal.name) if section else None
 
 
-def _held_by(asked: Proposal, snapshot: Snapshot) -> str:
-    """The holder, the same for every reader: a visitor may be another user than the one who serves the page."""
-    section = snapshot.sections.get(asked.owner)
-    return clean(holder_label(section.owner)) if section else "no process yet"
+def _process(proposal: Proposal, snapshot: Snapshot) -> str:
+    """The holder, the same for every reader: a visitor can be another user than the server's."""
+    section = snapshot.sections.get(proposal.owner)
+    return process_name(section) if section else "no process yet"

@@ -1,6 +1,6 @@
-"""What left a device and why: filtered, counted, over time, and as a file for a spreadsheet.
+"""What left a device and why: filtered, counted, over time, and as a CSV file.
 
-Pure: events in; rows, columns or text out. The tab is in `evictions.py`.
+Pure: events in; rows, columns or text out. `tabs/evictions.py` shows them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import io
 import math
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpu_runtime.facts import Event, Snapshot
 from gpu_runtime.rendering.views import clean
@@ -18,23 +18,26 @@ from gpu_runtime.rendering.words import deed
 from gpu_runtime.units import show_bytes, show_seconds
 
 from ..palette import PLAIN
-from ..tabs.decisions import named, row_id, when, who
-from ..widgets.table import Cell, Column, Row
+from .cells import Cell, Column, Row
+from .columns import Columns, as_columns
+from .decisions import model_cell, process_cell, row_id, time_cell
 
 EVICTIONS = ("offloaded", "unloaded")
-ACTIONS = {  # what may be looked at -> the events' actions
+ACTIONS = {  # choice of the filter -> actions of the events
     "evictions": EVICTIONS,
     "offloaded": ("offloaded",),
     "unloaded": ("unloaded",),
     "restored": ("restored",),
     "loaded": ("loaded",),
 }
+_SHOWN = {action for actions in ACTIONS.values() for action in actions}
 WINDOWS = {"15 min": 900.0, "2 h": 7200.0, "24 h": 86400.0, "7 days": 604800.0}
 ANY = "any reason"
 MOST = 500  # rows that are shown, the newest; the file has them all
 BINS = 48
+MARKS = {"offloaded": "▼ ", "unloaded": "⊠ ", "restored": "▲ ", "loaded": "● "}
 COLUMNS = (
-    Column("When", hint="By your clock"),
+    Column("When", hint="In your local time"),
     Column("Model"),
     Column("What"),
     Column("Bytes", True),
@@ -42,12 +45,12 @@ COLUMNS = (
     Column("Reason"),
     Column("Because"),
     Column("Owner", hint="The process that held it"),
-    Column("Took", True, "How long it took to come back, or to be loaded"),
+    Column("Took", True, "How long the load or restore took"),
 )
 
 
 class Filter(NamedTuple):
-    """Which events are looked at."""
+    """Which events are shown."""
 
     model: str = ""  # a part of its name
     action: str = "evictions"  # one of ACTIONS
@@ -56,14 +59,18 @@ class Filter(NamedTuple):
 
 
 def merged(past: Iterable[Event], recent: Iterable[Event]) -> tuple[Event, ...]:
-    """All of them once, the newest first: the journal's, fetched now and then, and the page's, which are of now."""
+    """All events once, the newest first: `past` from the journal, `recent` from the snapshot.
+
+    They may overlap.
+    """
     known = {(event.wall, event.seq): event for event in (*recent, *past)}
     return tuple(sorted(known.values(), key=lambda event: (event.wall, event.seq), reverse=True))
 
 
 def matching(events: Iterable[Event], wanted: Filter) -> tuple[Event, ...]:
-    """Those of the events that the filter lets through, in their order."""
-    actions, part = ACTIONS[wanted.action], wanted.model.strip().lower()
+    """Those of `events` that the filter `wanted` lets through, in their order."""
+    actions = ACTIONS[wanted.action]
+    part = wanted.model.strip().lower()
     return tuple(
         event
         for event in events
@@ -75,74 +82,82 @@ def matching(events: Iterable[Event], wanted: Filter) -> tuple[Event, ...]:
 
 
 def reasons(events: Iterable[Event]) -> list[str]:
-    """What may be chosen as a reason."""
-    told = {
-        event.reason
-        for event in events
-        if any(event.action in actions for actions in ACTIONS.values())
-    }
-    return [ANY, *sorted(told)]
+    """The choices of the reason filter: ANY, then the reasons that occur in `events`."""
+    found = {event.reason for event in events if event.action in _SHOWN}
+    return [ANY, *sorted(found)]
 
 
 def rows(events: Sequence[Event], snapshot: Snapshot) -> tuple[Row, ...]:
-    """A row an event, in the order given, at most MOST."""
+    """A row for each event, in the order given, at most MOST."""
     return tuple(_row(event, snapshot) for event in events[:MOST])
 
 
 def _row(event: Event, snapshot: Snapshot) -> Row:
     devices = ", ".join(share.device for share in event.shares) or event.device
-    took = (
-        Cell(show_seconds(event.seconds), event.seconds)
-        if event.seconds
-        else Cell("–", kind="soft")
+    took = Cell("–", kind="soft")
+    if event.seconds:
+        took = Cell(show_seconds(event.seconds), event.seconds)
+    cells = (
+        time_cell(event.wall),
+        model_cell(event),
+        Cell(MARKS.get(event.action, "") + event.action, hint=deed(event)),
+        Cell(show_bytes(event.bytes), event.bytes),
+        Cell(clean(devices)),
+        Cell(clean(event.reason.replace("_", " "))),
+        Cell(clean(event.because), kind="prose"),
+        process_cell(event, snapshot),
+        took,
     )
-    return Row(
-        row_id(event),
+    return Row(row_id(event), cells)
+
+
+# -- counted ---------------------------------------------------------------------------------------
+
+
+def counters(snapshot: Snapshot) -> tuple[tuple[str, int, str], ...]:
+    """The totals of this boot, each as name, number and explanation.
+
+    Evictions are offloads plus unloads.
+    """
+    count = snapshot.totals.get
+    return (
+        ("evictions", count("evictions", 0), "offloads and unloads together"),
+        ("offloads", count("offloads", 0), "evicted to host memory"),
+        ("unloads", count("unloads", 0), "evicted from memory; loaded again from the source"),
+        ("restored", count("restorations", 0), "moved back from host memory to a device"),
+        ("loads", count("loads", 0), "loaded from the source"),
         (
-            when(event.wall),
-            named(event),
-            Cell(MARKS.get(event.action, "") + event.action, hint=deed(event)),
-            Cell(show_bytes(event.bytes), event.bytes),
-            Cell(clean(devices)),
-            Cell(clean(event.reason.replace("_", " "))),
-            Cell(clean(event.because), kind="prose"),
-            who(event, snapshot),
-            took,
+            "refusals",
+            count("refusals", 0),
+            "requests that can never fit; nothing was evicted for them",
         ),
     )
 
 
-MARKS = {"offloaded": "▼ ", "unloaded": "⊠ ", "restored": "▲ ", "loaded": "● "}
+# -- over time -------------------------------------------------------------------------------------
 
-
-# -- counted ------------------------------------------------------------------------------------------------------
-
-
-def counters(snapshot: Snapshot) -> tuple[tuple[str, int, str], ...]:
-    """The totals of this boot: what is counted, how often, and what that means. Evictions are offloads and unloads."""
-    n = snapshot.totals.get
-    return (
-        ("evictions", n("evictions", 0), "offloads and unloads, together"),
-        ("offloads", n("offloads", 0), "stepped aside to host memory"),
-        ("unloads", n("unloads", 0), "dropped: the source has them"),
-        ("restored", n("restorations", 0), "came back from host memory"),
-        ("loads", n("loads", 0), "from their source"),
-        ("refusals", n("refusals", 0), "never fitted, and nothing was evicted for them"),
-    )
-
-
-# -- over time ----------------------------------------------------------------------------------------------------
-
-PIECES = ("left", "right", "bottom", "top", "colour", "hatch", "told", "start", "end")
-LOOKS = {
+BAR_COLUMNS = (
+    "left",
+    "right",
+    "bottom",
+    "top",
+    "colour",
+    "hatch",
+    "tooltip",
+    "start",
+    "end",
+)
+STYLES = {  # action -> colour, hatch
     "offloaded": ("#56b4e9", PLAIN),
     "unloaded": ("#d55e00", "x"),
     "restored": ("#009e73", "/"),
 }
+_BAR_WIDTH = 0.42  # in parts of a bin
+_EVICTIONS_AT, _RESTORES_AT = 0.08, 0.5  # the left edges of the two bars of a bin
 
 
-class Timeline(NamedTuple):
-    """Evictions and returns over time, in BINS equal parts of a window."""
+class EvictionBins(NamedTuple):
+    """Evictions and restores over time, in BINS equal parts of a window."""
 
     start: float
     end: float
@@ -150,20 +165,23 @@ class Timeline(NamedTuple):
     unloaded: tuple[int, ...]
     restored: tuple[int, ...]
     seconds: tuple[float, ...]  # spent on loading and restoring
-    timed: bool  # whether any of these were measured
+    timed: bool  # whether any of these seconds were measured
 
 
 def window(seconds: float, now: float) -> tuple[float, float]:
-    """A start and an end that stay where they are until the next part of the time begins; the end is ahead of now."""
+    """Start and end of a window of `seconds` that contains `now`.
+
+    Both stay the same until the next bin begins.
+    """
     step = seconds / BINS
     end = math.ceil(now / step) * step
     return end - seconds, end
 
 
-def timeline(events: Iterable[Event], start: float, end: float) -> Timeline:
-    """How many left and came back in each part of the time, and how many seconds coming back took."""
+def binned(events: Iterable[Event], start: float, end: float) -> EvictionBins:
+    """The `events` counted in each bin between `start` and `end`, in epoch seconds."""
     step = (end - start) / BINS
-    counts = {action: [0] * BINS for action in ("offloaded", "unloaded", "restored")}
+    counts = {action: [0] * BINS for action in STYLES}
     seconds, timed = [0.0] * BINS, False
     for event in events:
         if not start <= event.wall <= end:
@@ -174,57 +192,61 @@ def timeline(events: Iterable[Event], start: float, end: float) -> Timeline:
         if event.action in ("loaded", "restored"):
             seconds[n] += event.seconds
             timed |= event.seconds > 0
-    return Timeline(start, end, *(tuple(counts[name]) for name in counts), tuple(seconds), timed)
+    return EvictionBins(
+        start,
+        end,
+        tuple(counts["offloaded"]),
+        tuple(counts["unloaded"]),
+        tuple(counts["restored"]),
+        tuple(seconds),
+        timed,
+    )
 
 
-def pieces(told: Timeline) -> dict[str, list[Any]]:
-    """A source's columns: for each part of the time evictions as a stack, returns beside it; times in ms."""
-    step, rows = (told.end - told.start) * 1e3 / BINS, []
-    for n, (offloaded, unloaded, restored) in enumerate(
-        zip(told.offloaded, told.unloaded, told.restored, strict=True)
-    ):
-        start = told.start * 1e3 + n * step
-        for count, bottom, left, action in (
-            (offloaded, 0, 0.08, "offloaded"),
-            (unloaded, offloaded, 0.08, "unloaded"),
-            (restored, 0, 0.5, "restored"),
-        ):
+def eviction_columns(bins: EvictionBins) -> Columns:
+    """The bars of the chart: in each bin evictions as a stack, and restores beside it.
+
+    Times are in ms.
+    """
+    step = (bins.end - bins.start) * 1e3 / BINS
+    rows = []
+    counts = zip(bins.offloaded, bins.unloaded, bins.restored, strict=True)
+    for n, (offloaded, unloaded, restored) in enumerate(counts):
+        start = bins.start * 1e3 + n * step
+        bars = (
+            ("offloaded", offloaded, 0, _EVICTIONS_AT),
+            ("unloaded", unloaded, offloaded, _EVICTIONS_AT),
+            ("restored", restored, 0, _RESTORES_AT),
+        )
+        for action, count, bottom, left in bars:
             if count:
+                edges = (start + left * step, start + (left + _BAR_WIDTH) * step)
+                tooltip = f"{count} {action}"
                 rows.append(
-                    (
-                        start + left * step,
-                        start + (left + 0.42) * step,
-                        bottom,
-                        bottom + count,
-                        *LOOKS[action],
-                        f"{count} {action}",
-                        start,
-                        start + step,
-                    )
+                    (*edges, bottom, bottom + count, *STYLES[action], tooltip, start, start + step)
                 )
-    return {name: [row[n] for row in rows] for n, name in enumerate(PIECES)}
+    return as_columns(BAR_COLUMNS, rows)
 
 
-def spent(told: Timeline) -> dict[str, list[Any]]:
-    """A source's columns: the seconds that loading and coming back took, in the middle of each part of the time."""
-    step = (told.end - told.start) * 1e3 / BINS
+def seconds_columns(bins: EvictionBins) -> Columns:
+    """The line of the chart: seconds spent on loading and restoring, at the middle of each bin."""
+    step = (bins.end - bins.start) * 1e3 / BINS
     return {
-        "x": [told.start * 1e3 + (n + 0.5) * step for n in range(BINS)],
-        "y": [round(one, 3) for one in told.seconds],
+        "x": [bins.start * 1e3 + (n + 0.5) * step for n in range(BINS)],
+        "y": [round(seconds, 3) for seconds in bins.seconds],
     }
 
 
-def top(told: Timeline) -> int:
-    """A height that holds every bar, with air above it: a multiple of four, so that the axis counts whole ones."""
-    most = max(
-        *(a + b for a, b in zip(told.offloaded, told.unloaded, strict=True)), *told.restored, 1
-    )
-    return 4 * math.ceil(most * 1.1 / 4)
+def top(bins: EvictionBins) -> int:
+    """A height above every bar: a multiple of four, so that the axis shows whole numbers."""
+    evictions = [a + b for a, b in zip(bins.offloaded, bins.unloaded, strict=True)]
+    highest = max(*evictions, *bins.restored, 1)
+    return 4 * math.ceil(highest * 1.1 / 4)
 
 
-# -- as a file ----------------------------------------------------------------------------------------------------
+# -- as a file -------------------------------------------------------------------------------------
 
-CSV = (
+CSV_HEADER = (
     "time",
     "model",
     "action",
@@ -239,32 +261,40 @@ CSV = (
 
 
 def csv_of(events: Iterable[Event], snapshot: Snapshot) -> str:
-    """The events as CSV, times in UTC. No cell is a formula to a spreadsheet, whatever a model is called."""
+    """The events as CSV, with times in UTC.
+
+    No cell can be a formula, whatever a model is called.
+    """
     out = io.StringIO()
-    write = csv.writer(out).writerow
-    write(CSV)
+    writer = csv.writer(out)
+    writer.writerow(CSV_HEADER)
     for event in events:
         section = snapshot.sections.get(event.owner)
-        told = datetime.fromtimestamp(event.wall, UTC).isoformat(timespec="milliseconds")
-        write(
-            [
-                told,
-                *map(safe, (event.model, event.action, event.reason, event.because)),
-                event.bytes,
-                *map(
-                    safe, (event.device, section.owner.label if section else event.owner, event.by)
-                ),
-                round(event.seconds, 3) or "",
-            ]
-        )
+        time = datetime.fromtimestamp(event.wall, UTC).isoformat(timespec="milliseconds")
+        line = [
+            time,
+            safe(event.model),
+            safe(event.action),
+            safe(event.reason),
+            safe(event.because),
+            event.bytes,
+            safe(event.device),
+            safe(section.owner.label if section else event.owner),
+            safe(event.by),
+            round(event.seconds, 3) or "",
+        ]
+        writer.writerow(line)
     return out.getvalue()
 
 
-def safe(cell: str) -> str:
-    """The text, with an apostrophe before what a spreadsheet would run. Source: OWASP, CSV injection.
+def safe(text: str) -> str:
+    """The text, with an apostrophe before anything that a spreadsheet would run.
+
+    Source: OWASP, CSV injection.
 
     >>> safe("=1+1"), safe("qwen")
     ("'=1+1", 'qwen')
     """
-    said = clean(cell)
-    return f"'{said}" if said.lstrip()[:1] in tuple("=+-@|%") and said.strip() else said
+    cell = clean(text)
+    is_formula = cell.strip() and cell.lstrip()[:1] in tuple("=+-@|%")
+    return f"'{cell}" if is_formula else cell

@@ -1,7 +1,8 @@
-"""How a device was used: its moments and events as the columns of a chart.
+"""How a device was used over time: recorded moments and events as the columns of a chart.
 
-Pure. Memory is held in steps, so what a lease held for a while is one rectangle, however many moments show it; an
-hour in which nothing happened costs no more than a second. Drawing is `historychart.py`'s.
+Pure; `charts/history_chart.py` draws it. Memory is held in steps, so what a lease held for a while
+is one rectangle, however many moments show it. An hour without a change costs no more than a
+second.
 """
 
 from __future__ import annotations
@@ -9,27 +10,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpu_runtime.facts import Event, Level, Moment, Share, Snapshot
 from gpu_runtime.rendering.views import clean
 from gpu_runtime.rendering.words import told
 from gpu_runtime.units import show_bytes
 
-from ..palette import LEVELS, PLAIN, UNOWNED, Look, label_of, level_word
+from ..palette import LEVELS, PLAIN, UNOWNED, LeaseStyle, label_of, level_word
 from .bar_columns import unit_of
-from .bars import notebook
+from .columns import Columns, as_columns
+from .names import notebook_name
 
 WINDOWS = {"15 min": 900.0, "2 h": 7200.0, "24 h": 86400.0}
-POINTS = 600  # moments of a device that are asked for
-MOST_LEASES = 12  # told apart in one chart; what held least, over time, gathers
+POINTS = 600  # moments of each device that are requested
+MOST_LEASES = 12  # drawn apart in one chart; those that held least over time are gathered
 OTHERS, UNLEASED = "others", "not leased"
 MARKED = {"offloaded": "inverted_triangle", "unloaded": "square_x"}  # the evictions
-MOST_MARKS = 240  # over the width of the chart; what happened closer together is told by one mark
+MOST_MARKS = 240  # over the width of the chart; events closer together share one mark
+MARK_HEIGHT, TOP = 1.06, 1.12  # of the marks and of the axis, in parts of the device's total
+MOST_NAMED = 3  # events in one mark's tooltip; the rest is counted
 
 
-class Run(NamedTuple):
-    """What one lease held without a change, from when to when, and between which heights of the stack."""
+class HeldInterval(NamedTuple):
+    """What one lease held without a change: its times, and its two heights in the stack."""
 
     label: str  # of the lease; or OTHERS, UNLEASED
     start: float  # epoch seconds
@@ -39,156 +43,170 @@ class Run(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """The bytes that were held."""
         return self.high - self.low
 
 
 class Band(NamedTuple):
-    """A time of one pressure level."""
+    """A period of one pressure level."""
 
     level: Level
     start: float
     end: float
 
 
-class Chart(NamedTuple):
-    """All that the chart of one device shows."""
+class DeviceHistory(NamedTuple):
+    """Everything that the chart of one device shows."""
 
     device: str
     start: float
     end: float
     total_bytes: int  # 0: nothing is known of this device
-    runs: tuple[Run, ...]
+    intervals: tuple[HeldInterval, ...]
     bands: tuple[Band, ...]
-    limits: tuple[tuple[float, int], ...]  # the budget, from when on
+    limits: tuple[tuple[float, int], ...]  # the budget, each with the time from which it holds
     events: tuple[Event, ...]  # those that are marked
-    labels: tuple[str, ...]  # of the leases told apart, from the bottom up
+    labels: tuple[str, ...]  # of the leases drawn apart, from the bottom up
 
 
-def chart(
+def device_history(
     moments: Sequence[Moment], events: Iterable[Event], device: str, start: float, end: float
-) -> Chart:
-    """What there is to show of a device between two times; `moments` and `events` may be of any device and time."""
-    mine = sorted(
-        (one for one in moments if one.device == device and one.wall <= end),
-        key=lambda one: one.wall,
-    )
-    spans = _spans(mine, end)
+) -> DeviceHistory:
+    """The history of `device` between the epoch seconds `start` and `end`.
+
+    `moments` and `events` may be of any device and time; others are left out.
+    """
+    of_device = [moment for moment in moments if moment.device == device and moment.wall <= end]
+    of_device.sort(key=lambda moment: moment.wall)
+    spans = _spans(of_device, end)
     labels = ranked(spans)
-    shown = tuple(
+    marked = [
         event
         for event in events
         if event.action in MARKED and start <= event.wall <= end and device in _devices(event)
-    )
-    return Chart(
+    ]
+    return DeviceHistory(
         device,
         start,
         end,
-        mine[-1].total_bytes if mine else 0,
-        tuple(_runs(spans, labels)),
+        of_device[-1].total_bytes if of_device else 0,
+        tuple(_intervals(spans, labels)),
         tuple(_bands(spans)),
         tuple(_limits(spans)),
-        shown,
+        tuple(marked),
         labels,
     )
 
 
-Span = tuple[Moment, float]  # a moment, and until when it stands for what was
+Span = tuple[Moment, float]  # a moment, and the time until which it holds
 
 
 def _spans(moments: Sequence[Moment], end: float) -> list[Span]:
-    """Each moment with its end: the next one, or where the record has a gap (nobody sampled), as long as usual."""
-    steps = [later.wall - one.wall for one, later in zip(moments, moments[1:], strict=False)]
+    """Each moment with its end: the next moment, or the usual step where the record has a gap."""
+    steps = [later.wall - moment.wall for moment, later in zip(moments, moments[1:], strict=False)]
     usual = median(steps) if steps else 0.0
-    longest = max(10 * usual, 60.0)
-    spans = [
-        (one, one.wall + (step if step <= longest else usual))
-        for one, step in zip(moments, steps, strict=False)
-    ]
+    longest = max(10 * usual, 60.0)  # a longer step is a gap: nothing was sampled
+    spans = []
+    for moment, step in zip(moments, steps, strict=False):
+        lasted = step if step <= longest else usual
+        spans.append((moment, moment.wall + lasted))
     if moments:
         last = moments[-1]
-        spans.append((last, end if end - last.wall <= longest else last.wall + usual))
+        is_recent = end - last.wall <= longest
+        spans.append((last, end if is_recent else last.wall + usual))
     return spans
 
 
 def ranked(spans: Iterable[Span]) -> tuple[str, ...]:
-    """The leases that are told apart, whoever held most over the time first."""
+    """The labels of the leases that are drawn apart; the one that held most over time first."""
     held: Counter[str] = Counter()
     for moment, end in spans:
+        seconds = max(end - moment.wall, 0.001)
         for label, size in moment.claims.items():
-            held[label] += int(size * max(end - moment.wall, 0.001))
+            held[label] += int(size * seconds)
     order = sorted(held, key=lambda label: (-held[label], label))
     return tuple(order if len(order) <= MOST_LEASES else order[: MOST_LEASES - 1])
 
 
 def stacked(moment: Moment, labels: Sequence[str]) -> list[tuple[str, int]]:
-    """A moment from the bottom up: the leases told apart, the others as one, and what is in use beyond all leases."""
-    told_apart = [(label, moment.claims.get(label, 0)) for label in labels]
-    others = moment.claimed_bytes - sum(size for _, size in told_apart)
-    beyond = (moment.measured_bytes or 0) - moment.claimed_bytes
-    return [
-        (label, size)
-        for label, size in (*told_apart, (OTHERS, others), (UNLEASED, beyond))
-        if size > 0
-    ]
+    """Labels and bytes of a `moment` from the bottom up.
+
+    The order is: the leases in `labels`, the others as one, memory outside all leases.
+    """
+    apart = [(label, moment.claims.get(label, 0)) for label in labels]
+    others = moment.claimed_bytes - sum(size for _, size in apart)
+    unleased = (moment.measured_bytes or 0) - moment.claimed_bytes
+    stack = [*apart, (OTHERS, others), (UNLEASED, unleased)]
+    return [(label, size) for label, size in stack if size > 0]
 
 
-def _runs(spans: Iterable[Span], labels: Sequence[str]) -> list[Run]:
-    done: list[Run] = []
-    going: dict[str, Run] = {}
+def _intervals(spans: Iterable[Span], labels: Sequence[str]) -> list[HeldInterval]:
+    done: list[HeldInterval] = []
+    current: dict[str, HeldInterval] = {}  # those that the last span may extend
     for moment, end in spans:
-        low, now = 0, {}
+        extended: dict[str, HeldInterval] = {}
+        low = 0
         for label, size in stacked(moment, labels):
-            before = going.get(label)
-            if (
-                before
-                and before.end == moment.wall
-                and (before.low, before.high) == (low, low + size)
-            ):
-                now[label] = before._replace(end=end)
-            else:
-                now[label] = Run(label, moment.wall, end, low, low + size)
+            new = HeldInterval(label, moment.wall, end, low, low + size)
+            extended[label] = _extended(current.get(label), new)
             low += size
-        done += [
-            run for label, run in going.items() if label not in now or now[label].start != run.start
-        ]
-        going = now
-    return sorted([*done, *going.values()], key=lambda run: (run.start, run.low))
+        for label, interval in current.items():
+            if label not in extended or extended[label].start != interval.start:
+                done.append(interval)
+        current = extended
+    return sorted([*done, *current.values()], key=lambda interval: (interval.start, interval.low))
+
+
+def _extended(before: HeldInterval | None, new: HeldInterval) -> HeldInterval:
+    """`before`, extended by `new`, if the two touch at the same heights; otherwise `new`."""
+    if before is None or before.end != new.start:
+        return new
+    same_heights = (before.low, before.high) == (new.low, new.high)
+    return before._replace(end=new.end) if same_heights else new
 
 
 def _bands(spans: Iterable[Span]) -> list[Band]:
     bands: list[Band] = []
     for moment, end in spans:
-        if bands and bands[-1].level == moment.level and bands[-1].end == moment.wall:
-            bands[-1] = bands[-1]._replace(end=end)
+        last = bands[-1] if bands else None
+        if last and last.level == moment.level and last.end == moment.wall:
+            bands[-1] = last._replace(end=end)
         else:
             bands.append(Band(moment.level, moment.wall, end))
     return [band for band in bands if band.level is not Level.LOW]
 
 
 def _limits(spans: Sequence[Span]) -> list[tuple[float, int]]:
-    """The points of a line in steps: where the budget changed, and its two ends."""
-    points = [
-        (moment.wall, moment.limit_bytes)
-        for n, (moment, _) in enumerate(spans)
-        if n == 0 or moment.limit_bytes != spans[n - 1][0].limit_bytes
-    ]
-    return [*points, (spans[-1][1], spans[-1][0].limit_bytes)] if spans else []
+    """The points of a stepped line: its start, each change of the budget, and its end."""
+    if not spans:
+        return []
+    points: list[tuple[float, int]] = []
+    for moment, _ in spans:
+        if not points or moment.limit_bytes != points[-1][1]:
+            points.append((moment.wall, moment.limit_bytes))
+    last, end = spans[-1]
+    return [*points, (end, last.limit_bytes)]
 
 
 def _devices(event: Event) -> set[str]:
-    return {share.device for share in event.shares or (Share(event.device, event.bytes),)}
+    shares = event.shares or (Share(event.device, event.bytes),)
+    return {share.device for share in shares}
 
 
-# -- words --------------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------
 
 
-def titles(labels: Iterable[str], snapshot: Snapshot) -> dict[str, str]:
-    """What each lease is called: `qwen · train.ipynb`, and `qwen · pid 4121` of a process that is gone."""
+def lease_titles(labels: Iterable[str], snapshot: Snapshot) -> dict[str, str]:
+    """The title of each of `labels`: `qwen · train.ipynb`.
+
+    If its process is not in the `snapshot`, that is `qwen · pid 4121`.
+    """
     notebooks = {
-        label_of(section.owner.id, ""): notebook(section) for section in snapshot.sections.values()
+        label_of(section.owner.id, ""): notebook_name(section)
+        for section in snapshot.sections.values()
     }
-    named = {OTHERS: "other leases", UNLEASED: "in use, not leased"}
-    return {label: named.get(label) or _title(label, notebooks) for label in labels}
+    fixed = {OTHERS: "other leases", UNLEASED: "in use, not leased"}
+    return {label: fixed.get(label) or _title(label, notebooks) for label in labels}
 
 
 def _title(label: str, notebooks: Mapping[str, str]) -> str:
@@ -196,133 +214,127 @@ def _title(label: str, notebooks: Mapping[str, str]) -> str:
     return f"{clean(name)} · {notebooks.get(f'@{pid}', f'pid {pid}')}"
 
 
-def silence(drawn: Chart) -> str:
-    """What to say where there is nothing to draw; empty where there is."""
-    if drawn.runs:
+def empty_note(history: DeviceHistory) -> str:
+    """The sentence for a chart without anything to draw; empty where there is something."""
+    if history.intervals:
         return ""
-    if drawn.total_bytes:
-        return f"Nobody held memory on {drawn.device} in this time."
+    if history.total_bytes:
+        return f"No process held memory on {history.device} in this period."
     return (
-        f"Nothing is recorded of {drawn.device} yet. What happens from now on is: the record is kept as long as "
-        "any notebook or server uses the ledger."
+        f"No history of {history.device} is recorded yet. Recording runs while any notebook or "
+        "server uses the ledger."
     )
 
 
-# -- columns ------------------------------------------------------------------------------------------------------
+# -- columns ---------------------------------------------------------------------------------------
+
+INTERVAL_COLUMNS = ("left", "right", "bottom", "top", "colour", "alpha", "hatch", "title", "size")
+BAND_COLUMNS = ("left", "right", "colour", "alpha", "hatch", "tooltip")
+LIMIT_COLUMNS = ("x", "y")
+MARK_COLUMNS = ("x", "y", "marker", "title", "tooltip")
+_UNOWNED = {OTHERS: (UNOWNED, 0.75, PLAIN), UNLEASED: (UNOWNED, 0.3, "x")}  # colour, alpha, hatch
 
 
-class Drawing(NamedTuple):
-    """All that a figure needs to show a chart."""
+class HistoryColumns(NamedTuple):
+    """All that a figure needs to show a device's history.
 
-    chart: Chart
-    runs: dict[str, list[Any]]
-    bands: dict[str, list[Any]]
-    limits: dict[str, list[Any]]
-    marks: dict[str, list[Any]]
+    Times are in ms, heights in the unit of the axis.
+    """
+
+    history: DeviceHistory
+    intervals: Columns
+    bands: Columns
+    limits: Columns
+    marks: Columns
 
 
-def drawing(drawn: Chart, looks: Mapping[str, Look], named: Mapping[str, str]) -> Drawing:
-    """The chart as columns."""
-    return Drawing(
-        drawn,
-        run_columns(drawn, looks, named),
-        band_columns(drawn),
-        limit_columns(drawn),
-        mark_columns(drawn),
+def history_columns(
+    history: DeviceHistory, styles: Mapping[str, LeaseStyle], titles: Mapping[str, str]
+) -> HistoryColumns:
+    """The `history` as columns; `styles` and `titles` are by the labels of leases."""
+    return HistoryColumns(
+        history,
+        interval_columns(history, styles, titles),
+        band_columns(history),
+        limit_columns(history),
+        mark_columns(history),
     )
 
 
-RUNS = ("left", "right", "bottom", "top", "colour", "alpha", "hatch", "title", "size")
+def interval_columns(
+    history: DeviceHistory, styles: Mapping[str, LeaseStyle], titles: Mapping[str, str]
+) -> Columns:
+    """One rectangle for each interval of `history`.
 
-
-def run_columns(
-    drawn: Chart, looks: Mapping[str, Look], named: Mapping[str, str]
-) -> dict[str, list[Any]]:
-    """A source's columns: a rectangle a run; times in ms since the epoch, heights in the axis's unit."""
-    other = {OTHERS: (UNOWNED, 0.75, PLAIN), UNLEASED: (UNOWNED, 0.3, "x")}
-    rows, unit = [], unit_of(drawn.total_bytes)[0]
-    for run in drawn.runs:
-        look = looks.get(run.label)
-        drawn_as = (
-            (look.colour, 1.0, look.texture)
-            if look
-            else other.get(run.label, (UNOWNED, 1.0, PLAIN))
+    `styles` and `titles` are by the labels of leases.
+    """
+    unit_bytes, _ = unit_of(history.total_bytes)
+    rows = []
+    for interval in history.intervals:
+        style = styles.get(interval.label)
+        if style:
+            drawn = (style.colour, 1.0, style.texture)
+        else:
+            drawn = _UNOWNED.get(interval.label, (UNOWNED, 1.0, PLAIN))
+        row = (
+            interval.start * 1e3,
+            interval.end * 1e3,
+            interval.low / unit_bytes,
+            interval.high / unit_bytes,
+            *drawn,
+            titles.get(interval.label, interval.label),
+            show_bytes(interval.bytes),
         )
+        rows.append(row)
+    return as_columns(INTERVAL_COLUMNS, rows)
+
+
+def band_columns(history: DeviceHistory) -> Columns:
+    """One band for each period of pressure."""
+    rows = []
+    for band in history.bands:
+        style = LEVELS[band.level]
+        tooltip = f"{level_word(band.level)} pressure"
         rows.append(
-            (
-                run.start * 1e3,
-                run.end * 1e3,
-                run.low / unit,
-                run.high / unit,
-                *drawn_as,
-                named.get(run.label, run.label),
-                show_bytes(run.bytes),
-            )
+            (band.start * 1e3, band.end * 1e3, style.colour, style.alpha, style.hatch, tooltip)
         )
-    return _columns(RUNS, rows)
+    return as_columns(BAND_COLUMNS, rows)
 
 
-BANDS = ("left", "right", "colour", "alpha", "hatch", "told")
-
-
-def band_columns(drawn: Chart) -> dict[str, list[Any]]:
-    """A source's columns: a band a time of pressure."""
-    return _columns(
-        BANDS,
-        [
-            (
-                band.start * 1e3,
-                band.end * 1e3,
-                LEVELS[band.level].colour,
-                LEVELS[band.level].alpha,
-                LEVELS[band.level].hatch,
-                f"{level_word(band.level)} pressure",
-            )
-            for band in drawn.bands
-        ],
+def limit_columns(history: DeviceHistory) -> Columns:
+    """The points of the budget's line."""
+    unit_bytes, _ = unit_of(history.total_bytes)
+    return as_columns(
+        LIMIT_COLUMNS, [(wall * 1e3, size / unit_bytes) for wall, size in history.limits]
     )
 
 
-MARKS = ("x", "y", "marker", "title", "told")
+def mark_columns(history: DeviceHistory) -> Columns:
+    """One mark for each event, in a row above the device's top.
 
-
-def mark_columns(drawn: Chart) -> dict[str, list[Any]]:
-    """A source's columns: a mark an event, in a row above the device's top; those too close together as one."""
-    step = max((drawn.end - drawn.start) / MOST_MARKS, 1e-3)
+    Events that are too close together share one.
+    """
+    step = max((history.end - history.start) / MOST_MARKS, 1e-3)
     near: dict[tuple[int, str], list[Event]] = {}
-    for event in drawn.events:
-        near.setdefault((int((event.wall - drawn.start) / step), event.action), []).append(event)
-    rows, height = [], drawn.total_bytes * MARK_HEIGHT / unit_of(drawn.total_bytes)[0]
-    for (_, action), several in near.items():
-        first = several[0]
-        title = (
-            f"{clean(first.model)} {action}" if len(several) == 1 else f"{len(several)} × {action}"
-        )
-        lines = (
-            [told(first)]
-            if len(several) == 1
-            else [f"{clean(one.model)} {told(one)}" for one in several[:3]]
-        )
-        more = [f"and {len(several) - 3} more"] if len(several) > 3 else []
-        rows.append(
-            (
-                first.wall * 1e3,
-                height,
-                MARKED[action],
-                title,
-                "\n".join(map(clean, [*lines, *more])),
-            )
-        )
-    return _columns(MARKS, rows)
+    for event in history.events:
+        place = int((event.wall - history.start) / step)
+        near.setdefault((place, event.action), []).append(event)
+    unit_bytes, _ = unit_of(history.total_bytes)
+    height = history.total_bytes * MARK_HEIGHT / unit_bytes
+    rows = [
+        (events[0].wall * 1e3, height, MARKED[action], *_mark_words(action, events))
+        for (_, action), events in near.items()
+    ]
+    return as_columns(MARK_COLUMNS, rows)
 
 
-MARK_HEIGHT, TOP = 1.06, 1.12  # parts of a device's total
-
-
-def limit_columns(drawn: Chart) -> dict[str, list[Any]]:
-    unit = unit_of(drawn.total_bytes)[0]
-    return _columns(("x", "y"), [(wall * 1e3, size / unit) for wall, size in drawn.limits])
-
-
-def _columns(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> dict[str, list[Any]]:
-    return {name: [row[n] for row in rows] for n, name in enumerate(names)}
+def _mark_words(action: str, events: Sequence[Event]) -> tuple[str, str]:
+    """Title and tooltip of a mark for one event or several."""
+    first = events[0]
+    if len(events) == 1:
+        return f"{clean(first.model)} {action}", clean(told(first))
+    lines = [clean(f"{event.model} {told(event)}") for event in events[:MOST_NAMED]]
+    more = len(events) - MOST_NAMED
+    if more > 0:
+        lines.append(f"and {more} more")
+    return f"{len(events)} × {action}", "\n".join(lines)

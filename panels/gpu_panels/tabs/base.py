@@ -1,45 +1,58 @@
-"""What a tab of the console is: how it is made, kept up to date, and paid for.
+"""The base class of a tab, and when its methods are called.
 
-    class Queue(Tab):
+    class QueueTab(Tab):
         title = "Queue"
 
-        def __init__(self, watch, actions):
-            super().__init__(watch, actions)
+        def __init__(self, poller, actions):
+            super().__init__(poller, actions)
             self.table = ...                       # Panel objects, made once
             self.panel = pn.Column(self.table)
 
         def update(self, snapshot):
-            rows = self.watch.once("queue", snapshot, queue_rows)  # reckoned once for all sessions that look at it
-            ...                                    # patch what differs from what is shown; never rebuild
+            rows = self.poller.once("queue", snapshot, queue_rows)  # computed once for all sessions
+            ...                                    # patch what differs; never rebuild
 
-A session makes a tab when it is first looked at, so one that nobody opens costs nothing; and only the tab in front is
-updated. All calls come under the document's lock, one at a time. What a tab needs beside the Snapshot it asks of the
-Watch, with `latest`: that never waits. Which tabs there are, and in which order: `tabs.py`.
+A session makes a tab when it is first opened, and updates only the tab in front, so a tab that is
+not open costs nothing. All calls hold the document's lock, one at a time. Data beyond the Snapshot
+comes from `poller.latest`, which never waits. `registry.py` lists the tabs in their order.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from gpu_runtime.facts import Snapshot
 
-if TYPE_CHECKING:
-    from ..actions import Actions
-    from ..poller import Watch
+from ..actions import Actions
+from ..poller import Poller
 
 
 class Tab:
-    """One tab in one session. Its buttons go through `actions`, which asks first; a viewer gets none of them."""
+    """One tab in one session.
+
+    Its buttons use `actions`, which asks before it acts; a viewer gets no buttons.
+    """
 
     title: ClassVar[str]
-    panel: Any  # the Panel object that is shown, set by __init__
+    panel: Any  # the Panel object that is shown; set by __init__
 
-    def __init__(self, watch: Watch, actions: Actions) -> None:
-        self.watch, self.actions = watch, actions
+    def __init__(self, poller: Poller, actions: Actions) -> None:
+        self.poller, self.actions = poller, actions
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows what is new; called when the tab comes to the front, and then as long as it stays there, about once a
-        second and at once when something has happened."""
+        """Shows `snapshot`.
+
+        Called when the tab comes to the front. While it stays there: about once a second, and at
+        once after a change.
+        """
+
+    def update_again(self) -> None:
+        """Updates with the last snapshot, such as after a change of a filter."""
+        if self.poller.result.snapshot is not None:
+            self.update(self.poller.result.snapshot)
 
     def dark(self, on: bool) -> None:
-        """Takes the colours of the dark or the light theme; called before the first update, and when it is toggled."""
+        """Switches to the colours of the dark theme, or of the light one where `on` is False.
+
+        Called before the first update, and on each change of the theme.
+        """

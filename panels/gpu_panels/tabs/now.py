@@ -1,8 +1,9 @@
-"""The tab Now: each device's bar with what there is to know of it, and below how it came to be so."""
+"""The tab Now: each device with its bar, and below it the history of one device."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import panel as pn
 import panel_material_ui as pmui
@@ -11,88 +12,126 @@ from gpu_runtime.facts import DeviceView, History, Snapshot
 from gpu_runtime.rendering.html import esc
 from gpu_runtime.rendering.words import alarms
 
+from ..actions import Actions
 from ..charts.bar_chart import BarChart
 from ..charts.history_chart import HistoryChart
-from ..data import bar_columns, bars, history
-from ..data.bar_columns import Drawing
-from ..data.bars import Bar
-from ..palette import LEVELS, SHARED, level_word
+from ..data import device_facts, history
+from ..data.bar_columns import BarColumns, bar_columns, labels
+from ..data.bars import DeviceBar, bars
+from ..data.history import HistoryColumns
+from ..palette import LEVELS, SHARED, LeaseStyle, level_word
+from ..poller import Poller
 from ..widgets.prose import Prose
 from .base import Tab
+from .controls import BUTTONS
 
 TWO_COLUMNS_FROM = 5  # devices
-_PLAIN = {"textTransform": "none", "whiteSpace": "nowrap"}
-NO_CAPITALS: dict[str, Any] = {"sx": {**_PLAIN, "& button": _PLAIN}}  # sim:0 is not SIM:0
-BUTTONS: dict[str, Any] = {"size": "small", "margin": (5, 10), **NO_CAPITALS}
-SELECT: dict[str, Any] = {
-    "size": "small",
-    "sx": {"& .MuiSelect-select": {"py": "8.5px"}},
-}  # as high as a field of text
+_TEXTURE_CLASSES = {".": " dots", "-": " stripes"}
+_HISTORY_TITLE = (
+    '<div class="head"><span class="name">History</span><span class="soft">Memory by lease. The '
+    "background shows the pressure. ▼ offloaded, ⊠ unloaded. To zoom in, drag or use Ctrl and the "
+    "wheel; ↺ shows all again.</span></div>"
+)
 
 
-def heading(snapshot: Snapshot, view: DeviceView, bar: Bar) -> str:
-    """A line of HTML above a device's bar; with the bar in words for who cannot see it."""
-    look = LEVELS[view.level]
-    pill = f'<span class="pill" style="background:{look.colour};color:{look.ink}">{esc(level_word(view.level))}</span>'
-    free, *rest = bars.facts(snapshot, view)
-    notices = "".join(
-        f'<span class="badge{" drained" if view.drained and n == 0 else ""}">{esc(notice)}</span>'
-        for n, notice in enumerate(bars.notices(snapshot, view))
-    )
+def heading(snapshot: Snapshot, view: DeviceView, bar: DeviceBar) -> str:
+    """The line of HTML above a device's `bar`; with the bar in words for screen readers."""
+    style = LEVELS[view.level]
     name = "" if view.device.simulated else view.device.name
     card = f'<span class="soft">{esc(name)}</span>' if name else ""
+    level = (
+        f'<span class="pill" style="background:{style.colour};color:{style.ink}">'
+        f"{esc(level_word(view.level))}</span>"
+    )
+    free, *rest = device_facts.facts(snapshot, view)
+    notices = ""
+    for n, notice in enumerate(device_facts.notices(snapshot, view)):
+        is_drained = view.drained is not None and n == 0
+        kind = "badge drained" if is_drained else "badge"
+        notices += f'<span class="{kind}">{esc(notice)}</span>'
     return (
-        f'<div class="head"><span class="name">{esc(view.device.id)}</span>{card}{pill}'
-        f'<span class="free">{esc(free)}</span><span class="soft">{esc(" · ".join(rest))}</span>{notices}'
-        f'<span class="unread" role="img">{esc(bar.told)}</span></div>'
+        f'<div class="head"><span class="name">{esc(view.device.id)}</span>{card}{level}'
+        f'<span class="free">{esc(free)}</span><span class="soft">{esc(" · ".join(rest))}</span>'
+        f'{notices}<span class="unread" role="img">{esc(bar.description)}</span></div>'
     )
 
 
-def cards(snapshot: Snapshot, dark: bool) -> dict[str, tuple[str, Drawing]]:
-    """Each device's heading and bar, by its id."""
-    drawn = bars.bars(snapshot)
-    looks = SHARED.looks(bar_columns.labels(drawn))
+def cards(snapshot: Snapshot, dark: bool) -> dict[str, tuple[str, BarColumns]]:
+    """Each device's heading and bar, by its id; `dark` is for a dark page."""
+    drawn = bars(snapshot)
+    styles = SHARED.styles(labels(drawn))
     return {
-        view.device.id: (heading(snapshot, view, bar), bar_columns.drawing(bar, looks, dark))
+        view.device.id: (heading(snapshot, view, bar), bar_columns(bar, styles, dark))
         for view, bar in zip(snapshot.devices, drawn, strict=True)
     }
 
 
-def notice(snapshot: Snapshot) -> str:
-    """What must be said before anything else, as HTML: alarms, and what to do where nothing is held."""
-    said = "".join(f'<div class="alarm">{esc(alarm)}</div>' for alarm in alarms(snapshot))
-    if not any(not view.device.is_host for view in snapshot.devices):
-        said += (
-            '<div class="hint">No GPU was found on this machine. To try things out:  '
-            "<code>GPU_DEVICES=sim:2x24GiB</code></div>"
+def notices_html(snapshot: Snapshot) -> str:
+    """Alarms as HTML, and what to do where there is no GPU or no model."""
+    parts = [f'<div class="alarm">{esc(alarm)}</div>' for alarm in alarms(snapshot)]
+    has_card = any(not view.device.is_host for view in snapshot.devices)
+    if not has_card:
+        parts.append(
+            '<div class="hint">No GPU was found on this machine. To try the console with simulated '
+            "devices: <code>GPU_DEVICES=sim:2x24GiB</code></div>"
         )
-    if not any(True for _ in snapshot.leases()):
-        said += (
-            '<div class="hint">No model holds memory yet. In a notebook: <code>%load_ext gpu</code>, then '
-            '<code>%gpu load NAME PATH</code>, and use it: <code>with rt.use("NAME") as model:</code></div>'
+    has_lease = any(True for _ in snapshot.leases())
+    if not has_lease:
+        parts.append(
+            '<div class="hint">No model holds memory yet. In a notebook: '
+            "<code>%load_ext gpu</code>, then <code>%gpu load NAME PATH</code>, and to use it: "
+            '<code>with rt.use("NAME") as model:</code></div>'
         )
-    return said
+    return "".join(parts)
 
 
-def chips(drawn: history.Chart, looks: Any, named: dict[str, str]) -> str:
-    """Which colour is whose, as HTML, the topmost of the stack last."""
-
-    def chip(label: str) -> str:
-        look = looks[label]
-        texture = {".": " dots", "-": " stripes"}.get(look.texture, "")
-        return (
-            f'<span class="chip" title="{esc(named[label])}"><span class="swatch{texture}" '
-            f'style="background-color:{look.colour}"></span>{esc(named[label])}</span>'
-        )
-
-    return f'<div class="chips">{"".join(map(chip, drawn.labels))}</div>' if drawn.labels else ""
+def legend(
+    labels: tuple[str, ...], styles: Mapping[str, LeaseStyle], titles: Mapping[str, str]
+) -> str:
+    """The colour and title of each of `labels` as HTML, the topmost of the stack last."""
+    if not labels:
+        return ""
+    chips = "".join(_chip(styles[label], esc(titles[label])) for label in labels)
+    return f'<div class="chips">{chips}</div>'
 
 
-_TITLE = """<div class="head"><span class="name">History</span><span class="soft">memory by lease; behind it the
-pressure; ▼ offloaded, ⊠ unloaded. Drag, or Ctrl and wheel, to zoom in; ↺ shows all again.</span></div>"""
+def _chip(style: LeaseStyle, title: str) -> str:
+    texture = _TEXTURE_CLASSES.get(style.texture, "")
+    return (
+        f'<span class="chip" title="{title}"><span class="swatch{texture}" '
+        f'style="background-color:{style.colour}"></span>{title}</span>'
+    )
 
 
-class _Card:
+class PastView(NamedTuple):
+    """The history of one device: its chart, its legend as HTML, and a note if it is empty."""
+
+    columns: HistoryColumns
+    legend: str
+    note: str
+
+
+def past_view(past: History | None, device: str, seconds: float, snapshot: Snapshot) -> PastView:
+    """The last `seconds` of `device`. `past` is None while the record is being read."""
+    moments, events = (past.moments, past.events) if past else ((), ())
+    end = max((moment.wall for moment in moments), default=snapshot.wall)
+    found = history.device_history(moments, events, device, end - seconds, end)
+    note = history.empty_note(found) if past else "Reading the history …"
+    if not found.total_bytes:  # an empty chart has its axes too
+        found = found._replace(total_bytes=_total_bytes(device, snapshot))
+    styles = SHARED.styles(found.labels)
+    drawn = (*found.labels, history.OTHERS, history.UNLEASED)
+    titles = history.lease_titles(drawn, snapshot)
+    columns = history.history_columns(found, styles, titles)
+    return PastView(columns, legend(found.labels, styles, titles), note)
+
+
+def _total_bytes(device: str, snapshot: Snapshot) -> int:
+    totals = {view.device.id: view.device.total_bytes for view in snapshot.devices}
+    return totals.get(device, 0)
+
+
+class DeviceCard:
     """One device: a heading and its bar."""
 
     def __init__(self) -> None:
@@ -105,115 +144,107 @@ class _Card:
             styles={"min-width": "320px"},
         )
 
-    def show(self, head: str, drawn: Drawing) -> None:
+    def show(self, head: str, columns: BarColumns) -> None:
+        """Updates the heading, HTML, and the bar."""
         self.head.show(head)
-        self.chart.show(drawn)
+        self.chart.show(columns)
 
 
-class Now(Tab):
-    """How full every GPU is, who holds what, and what happened lately."""
+class NowTab(Tab):
+    """How full each device is, which process holds what, and what happened recently."""
 
     title = "Now"
 
-    def __init__(self, watch: Any, actions: Any) -> None:
-        super().__init__(watch, actions)
-        self._dark, self._home = False, True
-        self._drawn: history.Drawing | None = None
-        self._cards: dict[str, _Card] = {}
-        self._notice = Prose(margin=(4, 10))
+    def __init__(self, poller: Poller, actions: Actions) -> None:
+        super().__init__(poller, actions)
+        self._dark = False
+        self._home = True  # whether the next chart is shown whole, even after zooming
+        self._drawn: HistoryColumns | None = None
+        self._cards: dict[str, DeviceCard] = {}
+        self._notices = Prose(margin=(4, 10))
         self._grid = pn.layout.FlexBox(sizing_mode="stretch_width", gap="0")
         self._device = pmui.RadioButtonGroup(options=[], **BUTTONS)
-        self._window = pmui.RadioButtonGroup(
-            options=list(history.WINDOWS), value="15 min", **BUTTONS
-        )
+        windows = list(history.WINDOWS)
+        self._window = pmui.RadioButtonGroup(options=windows, value=windows[0], **BUTTONS)
+        self._device.param.watch(self._choice_changed, "value")
+        self._window.param.watch(self._choice_changed, "value")
         self._chart = HistoryChart()
-        self._silence, self._chips = Prose(margin=(4, 10)), Prose(margin=(0, 10, 8, 10))
-        self._device.param.watch(self._turned, "value")
-        self._window.param.watch(self._turned, "value")
-        title = Prose(_TITLE, margin=(10, 10, 0, 10))
+        self._note, self._legend = Prose(margin=(4, 10)), Prose(margin=(0, 10, 8, 10))
         self.panel = pn.Column(
-            self._notice,
+            self._notices,
             self._grid,
-            title,
+            Prose(_HISTORY_TITLE, margin=(10, 10, 0, 10)),
             pn.FlexBox(self._device, self._window, sizing_mode="stretch_width"),
-            self._silence,
+            self._note,
             pn.pane.Bokeh(self._chart.figure, sizing_mode="stretch_width"),
-            self._chips,
+            self._legend,
             sizing_mode="stretch_width",
         )
 
     def dark(self, on: bool) -> None:
+        """Switches to the colours of the dark theme, or of the light one where `on` is False."""
         self._dark = on
 
     def update(self, snapshot: Snapshot) -> None:
-        drawn = self.watch.once(f"now {self._dark}", snapshot, lambda seen: cards(seen, self._dark))
-        self._notice.show(self.watch.once("notice", snapshot, notice))
+        """Shows notices, a card for each device, and the history."""
+        drawn = self.poller.once(
+            f"now {self._dark}", snapshot, lambda seen: cards(seen, self._dark)
+        )
+        self._notices.show(self.poller.once("notices", snapshot, notices_html))
         self._lay_out(list(drawn))
-        for id, (head, drawing) in drawn.items():
-            self._cards[id].show(head, drawing)
-        self._past(snapshot)
+        for id, (head, columns) in drawn.items():
+            self._cards[id].show(head, columns)
+        self._show_past(snapshot)
 
     def _lay_out(self, ids: list[str]) -> None:
-        """A card for each device; made anew only when devices come or go."""
+        """Makes a card for each device; only when the set of devices has changed."""
         if list(self._cards) == ids:
             return
-        self._cards = {id: self._cards.get(id) or _Card() for id in ids}
-        wide = "48%" if len(ids) >= TWO_COLUMNS_FROM else "100%"
+        self._cards = {id: self._cards.get(id) or DeviceCard() for id in ids}
+        width = "48%" if len(ids) >= TWO_COLUMNS_FROM else "100%"
         for card in self._cards.values():
-            card.panel.styles = {"flex": f"1 1 {wide}", "min-width": "320px"}
+            card.panel.styles = {"flex": f"1 1 {width}", "min-width": "320px"}
         self._grid[:] = [card.panel for card in self._cards.values()]
-        chosen = self._device.value if self._device.value in ids else next(iter(ids), None)
+        first = ids[0] if ids else None
+        chosen = self._device.value if self._device.value in ids else first
         self._device.param.update(options=ids, value=chosen)
 
     # -- the past
 
-    def _turned(self, _: object) -> None:
-        """Another device or window: the whole of it, whatever was zoomed before."""
+    def _choice_changed(self, _: object) -> None:
+        """Shows another device or window as a whole, whatever was zoomed before."""
         self._home = True
-        if self.watch.look.snapshot is not None:
-            self._past(self.watch.look.snapshot)
+        if self.poller.result.snapshot is not None:
+            self._show_past(self.poller.result.snapshot)
 
-    def _past(self, snapshot: Snapshot) -> None:
+    def _show_past(self, snapshot: Snapshot) -> None:
+        view = self._past_view(snapshot)
+        if view is None:
+            return
+        is_shown = view.columns is self._drawn
+        if is_shown and not self._home:
+            return
+        self._chart.show(view.columns, home=self._home)
+        self._home, self._drawn = False, view.columns
+        self._note.show(esc(view.note))
+        self._legend.show(view.legend)
+
+    def _past_view(self, snapshot: Snapshot) -> PastView | None:
+        """The chosen history, computed once for all sessions; None where there is no device."""
         window, device = self._window.value, self._device.value
         seconds = history.WINDOWS[window]
-        told = self.watch.latest(
-            f"history {window}",
-            lambda rt: rt.history(seconds, points=history.POINTS),
-            every=min(30.0, max(5.0, seconds / 300)),
-        )
+
+        def fetch(rt: Any) -> History:
+            return rt.history(seconds, points=history.POINTS)
+
+        every = min(30.0, max(5.0, seconds / 300))
+        past = self.poller.latest(f"history {window}", fetch, every)
         if device is None:
-            return
-        drawn, legend, silence = (
-            past_of(None, device, seconds, snapshot)
-            if told is None
-            else self.watch.once(
-                f"chart {window} {device}",
-                told,
-                lambda past: past_of(past, device, seconds, snapshot),
-            )
+            return None
+        if past is None:
+            return past_view(None, device, seconds, snapshot)
+        return self.poller.once(
+            f"chart {window} {device}",
+            past,
+            lambda seen: past_view(seen, device, seconds, snapshot),
         )
-        if not self._home and drawn is self._drawn:
-            return
-        self._chart.show(drawn, home=self._home)
-        self._home, self._drawn = False, drawn
-        self._silence.show(esc(silence))
-        self._chips.show(legend)
-
-
-def past_of(
-    past: History | None, device: str, seconds: float, snapshot: Snapshot
-) -> tuple[history.Drawing, str, str]:
-    """A device's chart, its legend as HTML, and what to say where nothing is drawn. None: the record is being read."""
-    moments, events = (past.moments, past.events) if past else ((), ())
-    end = max((moment.wall for moment in moments), default=snapshot.wall)
-    total = next(
-        (view.device.total_bytes for view in snapshot.devices if view.device.id == device), 0
-    )
-    chart = history.chart(moments, events, device, end - seconds, end)
-    silence = history.silence(chart) if past else "Reading the record …"
-    chart = (
-        chart if chart.total_bytes else chart._replace(total_bytes=total)
-    )  # an empty chart has its axes too
-    looks = SHARED.looks(chart.labels)
-    named = history.titles((*chart.labels, history.OTHERS, history.UNLEASED), snapshot)
-    return history.drawing(chart, looks, named), chips(chart, looks, named), silence

@@ -1,33 +1,29 @@
-"""Which tabs the console has, in their order. A module is imported when its tab is first looked at."""
+"""The tabs of the console, in their order. A module is imported when its tab is first opened."""
 
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 
 from .base import Tab
 
 TABS = {  # title -> module:class
-    "Now": "now:Now",
-    "Models": "tables:Models",
-    "Leases": "tables:Leases",
-    "Queue": "tables:Queue",
-    "Decisions": "decisions:Decisions",
-    "Evictions": "evictions:Evictions",
+    "Now": "now:NowTab",
+    "Models": "tables:ModelsTab",
+    "Leases": "tables:LeasesTab",
+    "Queue": "tables:QueueTab",
+    "Decisions": "decisions:DecisionsTab",
+    "Evictions": "evictions:EvictionsTab",
     "Fragmentation": "fragmentation:FragmentationTab",
-    "What if": "whatif:WhatIf",
+    "What if": "whatif:WhatIfTab",
 }
 
 
 def titles() -> list[str]:
-    return [
-        title
-        for title, path in TABS.items()
-        if find_spec(f"{__package__}.{path.partition(':')[0]}")
-    ]
+    """The titles of all tabs, in their order."""
+    return list(TABS)
 
 
 def kind(title: str) -> type[Tab]:
-    """The class of a tab."""
+    """The class of the tab with that `title`."""
     module, _, name = TABS[title].partition(":")
     return getattr(import_module(f".{module}", __package__), name)

@@ -1,94 +1,113 @@
-"""The tabs Models, Leases and Queue: each a table of `rows.py`, reckoned once for all sessions."""
+"""The tabs Models, Leases and Queue: one table each, encoded once for all sessions."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import panel as pn
 
 from gpu_runtime.facts import ModelSpec, Snapshot
 
 from ..actions import Actions
-from ..data import rows
-from ..poller import Watch
-from ..widgets.table import Column, Row, Sheet, encoded
+from ..data.cells import Column, Row, encoded
+from ..data.lease_rows import LEASES, leases
+from ..data.model_rows import MODELS, models
+from ..data.queue_rows import QUEUE, queue
+from ..data.row_parts import lease_styles
+from ..poller import Poller
+from ..widgets.table import Table
 from .base import Tab
 
-CATALOGUE_SECONDS = 10.0  # how often the catalogue is read
+CATALOGUE_SECONDS = 10.0  # between two reads of the catalogue
 
 
-class _Table(Tab):
-    """A tab with one table."""
+class TableTab(Tab):
+    """A tab with one table; a subclass gives its columns and rows."""
 
-    columns: tuple[Column, ...]
-    empty: str
+    columns: ClassVar[tuple[Column, ...]]
+    empty: ClassVar[str]  # shown where there are no rows
 
-    def __init__(self, watch: Watch, actions: Actions) -> None:
-        super().__init__(watch, actions)
-        self.sheet = Sheet(self.columns, actions.propose, empty=self.empty)
-        self.panel = pn.Column(self.sheet, sizing_mode="stretch_width")
+    def __init__(self, poller: Poller, actions: Actions) -> None:
+        super().__init__(poller, actions)
+        self.table = Table(self.columns, actions.propose, empty=self.empty)
+        self.panel = pn.Column(self.table, sizing_mode="stretch_width")
 
     def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
+        """The rows for `snapshot`."""
         raise NotImplementedError
 
     def update(self, snapshot: Snapshot) -> None:
-        acts = self.actions.may_act
-        self.sheet.show(
-            self.watch.once(
-                f"{self.title} {acts}", snapshot, lambda seen: encoded(self.rows(seen), acts)
-            )
+        """Shows the rows; with buttons only for a visitor who may act."""
+        may_act = self.actions.may_act
+        rows = self.poller.once(
+            f"{self.title} {may_act}", snapshot, lambda seen: encoded(self.rows(seen), may_act)
         )
+        self.table.show(rows)
 
 
-class Models(_Table):
+class ModelsTab(TableTab):
+    """Every model that is held, registered or in the catalogue."""
+
     title = "Models"
-    columns = rows.MODELS
-    empty = "No model is known yet. In a notebook: `%gpu load NAME PATH`; or in a terminal: `gpu apply -f FILE`"
+    columns = MODELS
+    empty = (
+        "No model is known yet. In a notebook: `%gpu load NAME PATH`; in a terminal: "
+        "`gpu apply -f FILE`"
+    )
 
     def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
-        return rows.models(
-            snapshot,
-            self.watch.latest("catalogue", _catalogue, CATALOGUE_SECONDS) or (),
-            rows.looks(snapshot),
-        )
+        """The rows for `snapshot` and the catalogue."""
+        return models(snapshot, self._catalogue(), lease_styles(snapshot))
 
     def update(self, snapshot: Snapshot) -> None:
-        self.watch.latest(
-            "catalogue", _catalogue, CATALOGUE_SECONDS
-        )  # so that it is fetched as long as this is seen
+        """Shows the rows."""
+        self._catalogue()  # requested by each session that shows the tab, so that it stays fresh
         super().update(snapshot)
 
+    def _catalogue(self) -> tuple[ModelSpec, ...]:
+        return self.poller.latest("catalogue", read_catalogue, CATALOGUE_SECONDS) or ()
 
-class Leases(_Table):
+
+class LeasesTab(TableTab):
+    """Which process holds what."""
+
     title = "Leases"
-    columns = rows.LEASES
-    empty = "Nobody holds memory on a device. Load a model in a notebook: `%gpu load NAME PATH`"
+    columns = LEASES
+    empty = (
+        "No process holds memory on a device. To load a model in a notebook: `%gpu load NAME PATH`"
+    )
 
     def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
-        return rows.leases(snapshot, rows.looks(snapshot))
+        """The rows for `snapshot`."""
+        return leases(snapshot, lease_styles(snapshot))
 
 
-class Queue(_Table):
+class QueueTab(TableTab):
+    """Which requests wait, and for what."""
+
     title = "Queue"
-    columns = rows.QUEUE
-    empty = "Nobody waits. Requests that find no room queue here, in order, each with what it waits for."
+    columns = QUEUE
+    empty = (
+        "No request is waiting. A request that does not fit waits here, in order, with the reason."
+    )
 
     def rows(self, snapshot: Snapshot) -> tuple[Row, ...]:
-        return rows.queue(snapshot)
+        """The rows for `snapshot`."""
+        return queue(snapshot)
 
 
-def _catalogue(rt: Any) -> tuple[ModelSpec, ...]:
-    """The catalogue's models, as far as a table shows them."""
-    rows = rt.catalog().astype({"bytes": "object"}).itertuples(index=False)
+def read_catalogue(rt: Any) -> tuple[ModelSpec, ...]:
+    """The models in the catalogue of the runtime `rt`, with the fields that the table shows."""
+    entries = rt.catalog().astype({"bytes": "object"}).itertuples(index=False)
     return tuple(
         ModelSpec(
-            row.name,
-            row.backend,
-            row.source,
-            row.bytes if isinstance(row.bytes, int) else None,
-            importance=row.importance,
-            keep=row.keep,
-            enabled=row.state != "disabled",
+            entry.name,
+            entry.backend,
+            entry.source,
+            entry.bytes if isinstance(entry.bytes, int) else None,
+            importance=entry.importance,
+            keep=entry.keep,
+            enabled=entry.state != "disabled",
         )
-        for row in rows
+        for entry in entries
     )

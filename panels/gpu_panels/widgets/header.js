@@ -1,20 +1,20 @@
-// The strip at the top: what the server says, and since when nothing was heard of it. The browser's own clock tells that,
-// so it is told too when the server is gone, or the kernel is busy with a long cell.
+// The status bar: what the server sent, and for how long it has sent nothing. The browser's own clock measures that, so
+// it also works when the server is gone, or the kernel is busy with a long cell.
 const QUIET_SECONDS = 4
 
-// A notebook's page is told nothing before Bokeh has it in its index: until then Panel drops single parts of messages, and
-// no later one is understood.
+// A notebook's page must get no message before Bokeh has it in its index: until then Panel drops single parts of messages,
+// and every later message fails.
 function settled(view) {
   const roots = view.model.document?.roots() ?? []
   return roots.some(({id}) => id in (window.PyViz?.plot_index ?? {}) || id in (window.Bokeh?.index ?? {}))
 }
 
-// The theme: the one that was chosen in this browser, else the system's. Only a choice that differs from the system's is
-// kept, so whoever goes back to it follows it again.
+// The theme: the one chosen in this browser, else the system's. Only a choice that differs from the system's is stored, so
+// a user who chooses the system's theme follows the system again.
 const CHOSEN = "gpu-console-theme"
 const SYSTEM = window.matchMedia("(prefers-color-scheme: dark)")
 
-function stored(dark) {  // a browser that keeps nothing forgets the choice, and no more
+function stored(dark) {  // without storage the browser only forgets the choice
   try {
     if (dark === undefined) return localStorage.getItem(CHOSEN)
     if (dark === SYSTEM.matches) localStorage.removeItem(CHOSEN)
@@ -23,44 +23,44 @@ function stored(dark) {  // a browser that keeps nothing forgets the choice, and
   return null
 }
 
-function follow(tell, shown) {
+function follow(report, shown) {
   const wanted = () => ({dark: true, light: false}[stored()] ?? SYSTEM.matches)
-  if (wanted() !== shown) tell(wanted())
-  SYSTEM.onchange = () => tell(wanted())
+  if (wanted() !== shown) report(wanted())
+  SYSTEM.onchange = () => report(wanted())
 }
 
 export function render({model, view}) {
   const root = document.createElement("div")
-  root.className = "strip"
+  root.className = "status-bar"
   const words = document.createElement("div")
   words.className = "words"
   const fresh = document.createElement("div")
   fresh.className = "fresh"
   fresh.setAttribute("role", "status")
   root.append(words, fresh)
-  let heard = Date.now()
+  let lastUpdate = Date.now()
 
-  function tell() {
-    const quiet = Math.round((Date.now() - heard) / 1000)
+  function showAge() {
+    const quiet = Math.round((Date.now() - lastUpdate) / 1000)
     const late = quiet >= QUIET_SECONDS
-    const said = late ? `${model.silence} for ${quiet} s; as of ${model.as_of}` : `as of ${model.as_of}`
-    if (fresh.textContent !== said) fresh.textContent = said
+    const text = late ? `${model.silence} for ${quiet} s; figures as of ${model.as_of}` : `as of ${model.as_of}`
+    if (fresh.textContent !== text) fresh.textContent = text
     fresh.classList.toggle("late", late)
   }
 
   function draw() {
-    words.innerHTML = model.words  // escaped where it was made: header.py
+    words.innerHTML = model.words  // escaped in header.py
   }
 
   draw()
-  tell()
+  showAge()
   model.on("words", draw)
-  model.on("beat", () => { heard = Date.now(); tell() })
+  model.on("beat", () => { lastUpdate = Date.now(); showAge() })
   if (model.chooses) {
     follow((dark) => model.send_msg(dark ? "dark" : "light"), model.dark)
     model.on("dark", () => stored(model.dark))
   }
-  const ticking = setInterval(tell, 1000)
+  const ticking = setInterval(showAge, 1000)
   const announcing = model.announces && setInterval(() => {
     if (settled(view)) {
       clearInterval(announcing)

@@ -1,6 +1,6 @@
-"""What the page says above its tabs: how full it is, which box and ledger, who looks, and how fresh it all is.
+"""The status bar above the tabs: pressure, host, ledger, visitor, and the age of the figures.
 
-`words` is pure. The strip itself tells the age of the figures by the browser's clock.
+`status_html` is pure. The browser computes the age by its own clock.
 """
 
 from __future__ import annotations
@@ -18,28 +18,26 @@ from gpu_runtime.rendering.views import clean, device_title, worst_level
 from ..palette import LEVELS, level_word
 
 
-class Strip(JSComponent):
-    """The line at the top."""
+class StatusBar(JSComponent):
+    """The line at the top of the page."""
 
-    words = param.String("", doc="HTML, escaped by whoever made it.")
-    as_of = param.String("", doc="When the figures were true, as a person reads it.")
-    beat = param.Integer(0, doc="Another number each time something was heard.")
-    silence = param.String(
-        "nothing heard from the server", doc="What to say when nothing is heard any more."
-    )
+    words = param.String("", doc="HTML, escaped by the code that made it.")
+    as_of = param.String("", doc="Time of the figures, as a person reads it.")
+    beat = param.Integer(0, doc="A new number with each update from the server.")
+    silence = param.String("no update from the server", doc="Shown when updates stop.")
     announces = param.Boolean(
-        False, doc="Whether it says when its page is there, as `ready` then hears."
+        False, doc="Whether the browser reports that its page is ready, which calls `ready`."
     )
     chooses = param.Boolean(
-        False, doc="Whether it says which theme the browser wants, as `wanted` then hears."
+        False, doc="Whether the browser reports the theme it wants, which calls `wanted`."
     )
-    dark = param.Boolean(False, doc="The page's theme, for the browser to remember.")
+    dark = param.Boolean(False, doc="Whether the page is dark, for the browser to remember.")
 
     _esm = "header.js"
     _stylesheets = ["header.css"]
 
     ready: Callable[[], None] | None = None
-    wanted: Callable[[bool], None] | None = None  # dark
+    wanted: Callable[[bool], None] | None = None  # called with whether the theme is dark
 
     def _handle_msg(self, data: Any) -> None:
         if data == "ready" and self.ready:
@@ -48,38 +46,39 @@ class Strip(JSComponent):
             self.wanted(data == "dark")
 
 
-def words(snapshot: Snapshot, visitor: Any) -> str:
-    """The worst pressure level, what kind of box it is, its ledger, and who looks."""
+def status_html(snapshot: Snapshot, visitor: Any) -> str:
+    """The worst pressure level, the devices, host and ledger, and who the `visitor` is, as HTML."""
     level = worst_level(snapshot)
-    look = LEVELS[level]
-    place = f"{snapshot.host or snapshot.owner.host or 'this host'}"
+    style = LEVELS[level]
+    host = snapshot.host or snapshot.owner.host or "this host"
+    simulated = snapshot.simulated
+    return "".join(
+        (
+            '<span class="title">GPU console</span>',
+            f'<span class="level" style="background:{style.colour};color:{style.ink}" '
+            f'title="The worst pressure of any device">{_esc(level_word(level))}</span>',
+            _span(
+                device_title(snapshot),
+                "badge" if simulated else "",
+                "These devices are simulated: no GPU is used" if simulated else "",
+            ),
+            _span(
+                f"{host} · {_short(snapshot.ledger)}",
+                hint=f"Host {host}, ledger {_without_password(snapshot.ledger)}",
+            ),
+            _span(_visitor_words(visitor), "who"),
+        )
+    )
+
+
+def _visitor_words(visitor: Any) -> str:
     role = "operator" if visitor.may_act else "viewer, read only"
-    who = role if visitor.name == role.partition(",")[0] else f"{visitor.name} · {role}"
-    parts = [
-        '<span class="title">GPU console</span>',
-        f'<span class="level" style="background:{look.colour};color:{look.ink}" title="The worst pressure of any '
-        f'device">{_esc(level_word(level))}</span>',
-    ]
-    parts.append(
-        _span(
-            device_title(snapshot),
-            "badge" if snapshot.simulated else "",
-            "These devices are simulated: no GPU is touched" if snapshot.simulated else "",
-        )
-    )
-    parts.append(
-        _span(
-            f"{place} · {_short(snapshot.ledger)}",
-            "",
-            f"Host {place}, ledger {_open(snapshot.ledger)}",
-        )
-    )
-    parts.append(_span(who, "who"))
-    return "".join(parts)
+    is_named_like_role = visitor.name == role.partition(",")[0]
+    return role if is_named_like_role else f"{visitor.name} · {role}"
 
 
-def _open(url: str) -> str:
-    """The address without the user and password that may stand in it."""
+def _without_password(url: str) -> str:
+    """The address without the user and password that it may contain."""
     kind, slashes, rest = url.partition("://")
     return f"{kind}{slashes}{rest.rpartition('@')[2]}"
 
@@ -90,16 +89,16 @@ def _short(url: str) -> str:
     >>> _short("sqlite:////var/lib/gpu-console/ledger"), _short("redis://user:secret@box:6379/0")
     ('sqlite …/gpu-console/ledger', 'redis box:6379/0')
     """
-    kind, _, rest = _open(url).partition("://")
+    kind, _, rest = _without_password(url).partition("://")
     parts = rest.rstrip("/").split("/")
     if kind == "sqlite" and len(parts) > 3:
         rest = f"…/{'/'.join(parts[-2:])}"
     return f"{kind.rstrip(':')} {rest}".strip()
 
 
-def _span(said: str, kind: str = "", hint: str = "") -> str:
-    return f'<span class="{kind}" title="{_esc(hint or said)}">{_esc(said)}</span>'
+def _span(text: str, kind: str = "", hint: str = "") -> str:
+    return f'<span class="{kind}" title="{_esc(hint or text)}">{_esc(text)}</span>'
 
 
-def _esc(said: object) -> str:
-    return html.escape(clean(said), quote=True)
+def _esc(text: object) -> str:
+    return html.escape(clean(text), quote=True)

@@ -1,8 +1,8 @@
-// Shows the HTML of prose.py, also what came before it was drawn.
+// Shows the HTML of prose.py, including HTML that was set before the component is drawn.
 export function render({model}) {
   const root = document.createElement("div")
   root.className = "prose"
-  const draw = () => { root.innerHTML = model.html }  // escaped where it was made
+  const draw = () => { root.innerHTML = model.html }  // escaped by the Python code that made it
   draw()
   model.on("html", draw)
   return root

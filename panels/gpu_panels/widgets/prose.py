@@ -1,7 +1,8 @@
 """A piece of HTML on the page, in the console's own style.
 
-Panel's HTML pane loses what it is told between being made and being drawn, with an error in the browser; on a busy
-machine that was every other page. This one draws what is there when it is drawn.
+Panel's HTML pane loses what it is given between being made and being drawn, with an error in the
+browser; on a busy machine this was every other page. This component draws the text that it has when
+it is drawn.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from panel.custom import JSComponent
 
 
 class Prose(JSComponent):
-    """Shows `html`, in which whatever a person or a file named is escaped by whoever made it."""
+    """Shows `html`. The caller escapes every name in it that comes from a person or a file."""
 
-    html = param.String("")
+    html = param.String("", doc="What is shown.")
 
     _esm = "prose.js"
     _stylesheets = ["prose.css"]
@@ -24,6 +25,6 @@ class Prose(JSComponent):
         super().__init__(html=html, sizing_mode="stretch_width", **params)
 
     def show(self, html: str) -> None:
-        """Shows this; costs nothing where it is shown already."""
+        """Shows `html`; costs nothing where it is shown already."""
         if html != self.html:
             self.html = html

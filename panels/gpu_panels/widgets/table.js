@@ -1,4 +1,4 @@
-// Draws the rows of sheet.py, and changes the cells that differ. What stands in a cell is text, never HTML.
+// Draws the rows of table.py, and changes the cells that differ. The content of a cell is text, never HTML.
 const HOURS = {hourCycle: "h23", hour: "2-digit", minute: "2-digit", second: "2-digit"}
 const [TEXT, VALUE, HINT, KIND, COLOUR, TEXTURE] = [0, 1, 2, 3, 4, 5]
 
@@ -12,11 +12,11 @@ function made(tag, kind, parent) {
 function compare(one, other, numeric) {
   const [a, b] = [one[VALUE], other[VALUE]]
   if (a !== null && b !== null) return a - b
-  if (a !== null || b !== null) return a === null ? 1 : -1  // what is unknown stands last
+  if (a !== null || b !== null) return a === null ? 1 : -1  // unknown values are last
   return one[TEXT].localeCompare(other[TEXT], undefined, {numeric: true})
 }
 
-function clock(cell, td) {  // by the clock of whoever looks, with the 24 hours of every other time on the page
+function clock(cell, td) {  // in the viewer's time zone, in 24 hours as every other time on the page
   const date = new Date(1000 * cell[VALUE])
   td.title = date.toLocaleString()
   const time = date.toLocaleTimeString(undefined, HOURS)
@@ -36,11 +36,11 @@ function fill(td, cell, numeric) {
 }
 
 export function render({model}) {
-  const root = made("div", "sheet")
+  const root = made("div", "rows")
   const tools = made("div", "tools", root)
   const filter = made("input", "", tools)
   filter.type = "search"
-  filter.placeholder = "Filter: words that a row must contain"
+  filter.placeholder = "Filter: words that a row contains"
   filter.setAttribute("aria-label", "Filter the rows")
   const count = made("span", "count", tools)
   const frame = made("div", "frame", root)
@@ -59,9 +59,9 @@ export function render({model}) {
       button.textContent = title
       button.title = hint || `Sort by ${title.toLowerCase()}`
       button.onclick = () => {
-        if (sorted.column !== n) sorted = {column: n, down: Boolean(numeric)}  // of figures the largest first
+        if (sorted.column !== n) sorted = {column: n, down: Boolean(numeric)}  // numbers: the largest first
         else if (sorted.down === Boolean(numeric)) sorted = {column: n, down: !sorted.down}
-        else sorted = {column: -1, down: false}  // the third click: the order of the house
+        else sorted = {column: -1, down: false}  // the third click: the original order
         draw()
       }
     })
@@ -102,21 +102,21 @@ export function render({model}) {
     return seen.tr
   }
 
-  function tell(said) {  // what stands between backticks is to be typed
-    note.replaceChildren(...said.split("`").map((part, n) => {
+  function showNote(text) {  // text between backticks is code to type
+    note.replaceChildren(...text.split("`").map((part, n) => {
       const piece = document.createElement(n % 2 ? "code" : "span")
       piece.textContent = part
       return piece
     }))
-    note.hidden = !said
+    note.hidden = !text
   }
 
   function draw() {
     const rows = JSON.parse(model.rows)
     const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean)
     const kept = rows.filter(([, cells]) => {
-      const said = cells.map((cell) => `${cell[TEXT]} ${cell[HINT]}`).join(" ").toLowerCase()
-      return words.every((word) => said.includes(word))
+      const text = cells.map((cell) => `${cell[TEXT]} ${cell[HINT]}`).join(" ").toLowerCase()
+      return words.every((word) => text.includes(word))
     })
     if (sorted.column >= 0) {
       const n = sorted.column
@@ -138,7 +138,7 @@ export function render({model}) {
     table.hidden = !kept.length
     tools.hidden = !model.filters || !rows.length
     count.textContent = words.length ? `${kept.length} of ${rows.length}` : `${rows.length}`
-    tell(rows.length ? (kept.length ? "" : "No row contains all these words.") : model.empty)
+    showNote(rows.length ? (kept.length ? "" : "No row contains all these words.") : model.empty)
   }
 
   filter.oninput = draw

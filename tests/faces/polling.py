@@ -1,19 +1,19 @@
-"""A Watch over a runtime that gives fixed answers, polled by hand."""
+"""A Poller over a runtime that gives fixed answers, polled by hand."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from gpu_panels.poller import Watch
+from gpu_panels.poller import Poller
 from msgspec.structs import replace
 
 from gpu_runtime.facts import History
 from gpu_runtime.owner import frames
 
 
-class Told:
-    """A runtime that has one snapshot, and whatever else it is given: `Told(snapshot, history=lambda …)`."""
+class FixedRuntime:
+    """A runtime that has one snapshot, and whatever else it is given: `FixedRuntime(snapshot, history=lambda …)`."""
 
     def __init__(self, snapshot: Any, **answers: Any) -> None:
         self.snapshot = snapshot
@@ -34,7 +34,7 @@ VIEWER = SimpleNamespace(may_act=False, propose=lambda verb, id: None)
 
 def looked_at(kind: Any, snapshot: Any, *, dark: bool = False, **answers: Any) -> Any:
     """The tab, as a session has it that looks at this snapshot; `refresh(tab)` after its runtime's answers changed."""
-    tab = kind(Watch(Told(snapshot, **answers), start=lambda run: None), VIEWER)
+    tab = kind(Poller(FixedRuntime(snapshot, **answers), start=lambda run: None), VIEWER)
     tab.dark(dark)
     tab.update(snapshot)  # asks for what it needs beside the snapshot
     refresh(tab)
@@ -42,5 +42,5 @@ def looked_at(kind: Any, snapshot: Any, *, dark: bool = False, **answers: Any) -
 
 
 def refresh(tab: Any) -> None:
-    tab.watch.poll()
-    tab.update(tab.watch.look.snapshot)
+    tab.poller.poll()
+    tab.update(tab.poller.result.snapshot)

@@ -1,0 +1,175 @@
+"""The rows of the tab Models: every model that is held, registered or in the catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from gpu_runtime.facts import THIS_PROCESS, Lease, ModelSpec, Owner, Phase, Section, Snapshot
+from gpu_runtime.rendering.views import clean
+from gpu_runtime.units import show_bytes
+
+from .. import palette
+from .cells import Button, Cell, Column, Row
+from .row_parts import (
+    NOTHING,
+    UNKNOWN,
+    importance_cell,
+    lasting,
+    lease_name_cell,
+    natural,
+    owner_cell,
+    place,
+    state_cell,
+    stepped,
+)
+
+MODELS = (
+    Column("Model"),
+    Column("Where", hint="On a GPU, in host memory, or only at its source on disk"),
+    Column("Size", True),
+    Column("State"),
+    Column("Idle", True),
+    Column("Uses", True, "How often it was used"),
+    Column("Importance", hint="A more important model can evict a less important one"),
+    Column("Keep", hint="A pinned model is never evicted"),
+    Column("Owner", hint="The process that holds it"),
+)
+
+# The groups of the table, in their order; within each the rows are sorted by name.
+ON_DEVICE, ON_HOST, NOT_LOADED, IN_CATALOGUE = range(4)
+SortKey = tuple[int, list[tuple[int, int, str]]]
+
+
+def models(
+    snapshot: Snapshot,
+    catalogue: Sequence[ModelSpec] = (),
+    styles: Mapping[str, palette.LeaseStyle] | None = None,
+) -> tuple[Row, ...]:
+    """A row for every model in `snapshot` or `catalogue`; models on devices first, then by name.
+
+    `styles` has the swatch of each lease by its label.
+    """
+    found: list[tuple[SortKey, Row]] = []
+    known: set[str] = set()
+    for section in snapshot.sections.values():
+        found += _of_process(section, snapshot, styles or {})
+        known.update(lease.name for lease in section.leases)
+        known.update(section.names)
+    me = snapshot.owner
+    if me.id not in snapshot.sections:  # this process has published nothing yet
+        for spec in snapshot.specs:
+            if spec.name not in known:
+                row = _unloaded_row(spec, f"{me.id}/{spec.name}", THIS_PROCESS, "registered")
+                found.append(((NOT_LOADED, natural(spec.name)), row))
+        known.update(spec.name for spec in snapshot.specs)
+    for spec in catalogue:
+        if spec.name not in known:
+            row = _unloaded_row(spec, f"/{spec.name}", "none yet", "in the catalogue")
+            found.append(((IN_CATALOGUE, natural(spec.name)), row))
+    found.sort(key=lambda pair: pair[0])
+    return tuple(row for _, row in found)
+
+
+def _of_process(
+    section: Section, snapshot: Snapshot, styles: Mapping[str, palette.LeaseStyle]
+) -> Iterator[tuple[SortKey, Row]]:
+    """The models that one process holds, and those it could load."""
+    held = {lease.name for lease in section.leases}
+    for lease in section.leases:
+        if lease.kind == "model":
+            group = ON_HOST if lease.on_host else ON_DEVICE
+            yield (group, natural(lease.name)), _held_row(lease, section.owner, snapshot, styles)
+    for name in section.names:
+        if name not in held:
+            yield (NOT_LOADED, natural(name)), _loadable_row(name, section.owner, snapshot)
+
+
+def _held_row(
+    lease: Lease, owner: Owner, snapshot: Snapshot, styles: Mapping[str, palette.LeaseStyle]
+) -> Row:
+    idle = lease.idle_seconds(snapshot.now)
+    is_idle = lease.last_used and not lease.pins
+    keep = Cell("pinned", 1, "It is never evicted", "strong") if lease.keep else Cell("", 0)
+    cells = (
+        lease_name_cell(lease, model_kind(lease), styles),
+        Cell(place(lease), None, lease.where),
+        Cell(show_bytes(lease.bytes), lease.bytes),
+        state_cell(lease, snapshot.now),
+        Cell(lasting(idle), stepped(idle)) if is_idle else NOTHING,
+        Cell(str(lease.uses), lease.uses),
+        importance_cell(lease.importance),
+        keep,
+        owner_cell(owner, snapshot),
+    )
+    return Row(lease.id, cells, _buttons(lease, owner))
+
+
+def _buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
+    """The buttons of a lease, each with the reason where it cannot be pressed now."""
+    pin = Button("unpin", "Unpin") if lease.keep else Button("pin", "Pin")
+    if lease.on_host:
+        return Button("restore", "Restore", _moving(lease)), pin
+    return Button("evict", "Evict", _why_not_evict(lease, owner)), pin
+
+
+def _moving(lease: Lease) -> str:
+    return "" if lease.phase is Phase.SETTLED else f"It is {lease.phase}"
+
+
+def _why_not_evict(lease: Lease, owner: Owner) -> str:
+    if moving := _moving(lease):
+        return moving
+    if lease.pins:
+        return f"In use by {owner.label}"
+    if lease.keep:
+        return "It is pinned; unpin it first"
+    return ""
+
+
+def _loadable_row(name: str, owner: Owner, snapshot: Snapshot) -> Row:
+    """A model that `owner` has registered and not loaded.
+
+    Its details are known only for this process.
+    """
+    is_mine = owner == snapshot.owner
+    spec = next((spec for spec in snapshot.specs if is_mine and spec.name == name), None)
+    cells = (
+        Cell(clean(name)),
+        Cell("disk"),
+        _size(spec),
+        Cell("not loaded", kind="soft"),
+        NOTHING,
+        NOTHING,
+        importance_cell(spec.importance) if spec else NOTHING,
+        Cell("pinned" if spec and spec.keep else "", 0),
+        owner_cell(owner, snapshot),
+    )
+    return Row(f"{owner.id}/{name}", cells, (Button("preload", "Preload"),))
+
+
+def _unloaded_row(spec: ModelSpec, id: str, owner: str, state: str) -> Row:
+    """A model of the catalogue, or one registered here that is not published yet."""
+    why_not = "" if spec.enabled else "Its catalogue entry has enabled: false"
+    cells = (
+        Cell(clean(spec.name), hint=clean(spec.source)),
+        Cell("disk"),
+        _size(spec),
+        Cell(state if spec.enabled else "disabled", kind="soft"),
+        NOTHING,
+        NOTHING,
+        importance_cell(spec.importance),
+        Cell("pinned" if spec.keep else "", 0),
+        Cell(owner, kind="soft"),
+    )
+    return Row(id, cells, (Button("preload", "Preload", why_not),))
+
+
+def _size(spec: ModelSpec | None) -> Cell:
+    return Cell(show_bytes(spec.size), spec.size) if spec and spec.size else UNKNOWN
+
+
+def model_kind(lease: Lease) -> str:
+    """Backend, type and quantization of a held model, as far as they are known."""
+    model_type = "" if lease.model_type == "other" else lease.model_type
+    parts = (lease.backend, model_type, lease.quantization)
+    return ", ".join(clean(part) for part in parts if part)

@@ -1,0 +1,20 @@
+"""Names of processes, the same for every viewer of the page.
+
+`rendering.views.holder` says "this process" instead; on a served page that would be the server.
+"""
+
+from __future__ import annotations
+
+from gpu_runtime.facts import Section, holder_label
+from gpu_runtime.rendering.views import clean
+
+
+def notebook_name(section: Section) -> str:
+    """`train.ipynb`; `pid 4121` for a process without a notebook."""
+    owner = section.owner
+    return clean(owner.notebook.rsplit("/", 1)[-1]) if owner.notebook else f"pid {owner.pid}"
+
+
+def process_name(section: Section) -> str:
+    """`train.ipynb (pid 4121), ann`."""
+    return clean(holder_label(section.owner))

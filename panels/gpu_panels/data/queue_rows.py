@@ -1,0 +1,109 @@
+"""The rows of the tab Queue: requests that wait for memory, and requests to other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpu_runtime.facts import Snapshot, Ticket, Unanswered
+from gpu_runtime.rendering.views import clean, clock, lease_name
+from gpu_runtime.units import show_bytes
+
+from .cells import Cell, Column, Row
+from .row_parts import (
+    NO_ANSWER,
+    NOTHING,
+    UNKNOWN,
+    holder_cell,
+    importance_cell,
+    lasting,
+    waited_cell,
+)
+
+ASLEEP_SECONDS = 2.0  # a request that was not refreshed for longer is overtaken
+
+QUEUE = (
+    Column("#", True, "Place in the queue"),
+    Column("Request"),
+    Column("For"),
+    Column("Needs", True),
+    Column("Waiting", True),
+    Column("Importance"),
+    Column("Waits for"),
+)
+
+
+def queue(snapshot: Snapshot) -> tuple[Row, ...]:
+    """The requests that wait for memory, in order, each with its reason.
+
+    Requests to other processes follow them.
+    """
+    silent: dict[str, list[Unanswered]] = {}
+    for one in snapshot.unanswered:
+        silent.setdefault(one.ticket.key, []).append(one)
+    waiting = [ticket for ticket in snapshot.tickets if ticket.verb == "use"]
+    asked = [ticket for ticket in snapshot.tickets if ticket.verb != "use"]
+    rows = [
+        _waiting_row(ticket, position, snapshot, silent.get(ticket.key, []))
+        for position, ticket in enumerate(waiting, 1)
+    ]
+    rows += [_asked_row(ticket, snapshot, silent.get(ticket.key, [])) for ticket in asked]
+    return tuple(rows)
+
+
+def _no_answer_since(silent: Sequence[Unanswered], snapshot: Snapshot) -> str:
+    """`train.ipynb (pid 7) has not answered since 12:03:11.`"""
+    names = " and ".join(holder_cell(one.owner.id, snapshot).text for one in silent)
+    longest = snapshot.now - min(one.since for one in silent)
+    have = "has" if len(silent) == 1 else "have"
+    return f"{names} {have} not answered since {clock(snapshot.wall - longest)}."
+
+
+def _waiting_row(
+    ticket: Ticket, position: int, snapshot: Snapshot, silent: Sequence[Unanswered]
+) -> Row:
+    need = " + ".join(f"{show_bytes(share.bytes)} on {share.device}" for share in ticket.need)
+    need_bytes = sum(share.bytes for share in ticket.need)
+    because = clean(ticket.because) or "free memory"
+    unrefreshed = snapshot.now - ticket.refreshed
+    if unrefreshed > ASLEEP_SECONDS:
+        stopped = f"Its process has been stopped for {lasting(unrefreshed)}"
+        because = f"{stopped}; other requests overtake it. {because}"
+    elif silent:
+        because = f"{_no_answer_since(silent, snapshot)} {because}"
+    cells = (
+        Cell(str(position), position),
+        Cell(clean(ticket.name), kind="strong"),
+        holder_cell(ticket.owner, snapshot),
+        Cell(need, need_bytes) if need else UNKNOWN,
+        waited_cell(ticket.arrived, snapshot),
+        importance_cell(ticket.importance),
+        Cell(because, kind="prose alarm" if silent else "prose"),
+    )
+    return Row(ticket.key, cells)
+
+
+def _asked_row(ticket: Ticket, snapshot: Snapshot, silent: Sequence[Unanswered]) -> Row:
+    """A request to another process, such as an eviction; it waits for that process's answer."""
+    owner_id, name = ticket.name.partition("/")[0], lease_name(ticket.name)
+    cells = (
+        NOTHING,
+        Cell(f"{ticket.verb} {clean(name)}", kind="strong"),
+        holder_cell(ticket.owner, snapshot),
+        NOTHING,
+        waited_cell(ticket.arrived, snapshot),
+        NOTHING,
+        _answer_cell(ticket, owner_id, snapshot, silent),
+    )
+    return Row(ticket.key, cells)
+
+
+def _answer_cell(
+    ticket: Ticket, owner_id: str, snapshot: Snapshot, silent: Sequence[Unanswered]
+) -> Cell:
+    person = clean(ticket.said_by)
+    if silent:
+        requested = f" Requested by {person}." if person else ""
+        text = f"{_no_answer_since(silent, snapshot)}{requested}"
+        return Cell(text, hint=f"{NO_ANSWER}.", kind="prose alarm")
+    requested = f", requested by {person}" if person else ""
+    return Cell(f"an answer from {holder_cell(owner_id, snapshot).text}{requested}", kind="prose")

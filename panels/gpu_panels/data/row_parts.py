@@ -1,0 +1,129 @@
+"""Cells that several tables share: a process, a lease's place and state, sizes, durations.
+
+Durations move in steps of five seconds, so a table of idle models changes twelve times a minute and
+not sixty times.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from gpu_runtime.facts import (
+    THIS_PROCESS,
+    Lease,
+    Owner,
+    Snapshot,
+    cards_label,
+    holder_label,
+    importance_name,
+    lease_state,
+)
+from gpu_runtime.rendering.views import clean, clock, holder
+from gpu_runtime.units import show_bytes, show_seconds
+
+from .. import palette
+from .cells import Cell
+
+UNKNOWN = Cell("unknown", None, kind="soft")
+NOTHING = Cell("–", None, kind="soft")
+NO_ANSWER = (
+    "The process is stopped, or its interpreter is blocked. It acts on the request when it runs "
+    "again"
+)
+
+
+def place(lease: Lease) -> str:
+    """Where `lease` is: its cards, such as `GPU: 0`, else `host`."""
+    return cards_label(lease.shares or lease.target, lease.backend) or lease.where
+
+
+def state_cell(lease: Lease, now: float) -> Cell:
+    """The state of `lease`, without how long it has been idle: the column Idle has that.
+
+    `now` is by the snapshot's clock.
+    """
+    state = lease_state(lease, now)
+    if state.activity == "in use":
+        return Cell(state.text(lasting, least_seconds=5.0), state.seconds, kind="strong")
+    return Cell(state.word, kind="soft" if state.activity == "never used" else "")
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A sort key for `name` that compares the numbers in it by their value.
+
+    >>> sorted(["bge-10", "bge-2", "Ada"], key=natural)
+    ['Ada', 'bge-2', 'bge-10']
+    """
+    return [
+        (0, int(part), "") if part.isdecimal() else (1, 0, part.casefold())
+        for part in re.split(r"(\d+)", name)
+    ]
+
+
+def lasting(seconds: float) -> str:
+    """A duration in words, in steps that a person can follow.
+
+    >>> lasting(3), lasting(58), lasting(130), lasting(7300)
+    ('< 5 s', '55 s', '2 min', '2 h')
+    """
+    return "< 5 s" if seconds < 5 else show_seconds(stepped(seconds))
+
+
+def stepped(seconds: float) -> float:
+    """The `seconds` rounded down: to five seconds, or to a minute from two minutes on."""
+    step = 5 if seconds < 120 else 60
+    return max(0.0, seconds - seconds % step)
+
+
+def notebook_cell(owner: Owner, snapshot: Snapshot) -> Cell:
+    """The notebook's file name, with its whole path on hover; or that it is no notebook."""
+    if owner.notebook:
+        return Cell(clean(owner.notebook.rsplit("/", 1)[-1]), None, clean(owner.notebook))
+    is_this_process = owner.id == snapshot.owner.id
+    return Cell(THIS_PROCESS if is_this_process else "no notebook", kind="soft")
+
+
+def owner_cell(owner: Owner, snapshot: Snapshot) -> Cell:
+    """The process by its label; the user too, where it is not the user of this process."""
+    hint = f"{owner.notebook or 'no notebook'}, pid {owner.pid}, {owner.user}"
+    return Cell(clean(holder_label(owner, snapshot.owner)), None, clean(hint))
+
+
+def holder_cell(owner_id: str, snapshot: Snapshot) -> Cell:
+    """The process with the id `owner_id`, even if it is no longer in the book."""
+    section = snapshot.sections.get(owner_id)
+    if section is not None:
+        return owner_cell(section.owner, snapshot)
+    return Cell(clean(holder(snapshot, owner_id)))
+
+
+def lease_name_cell(lease: Lease, hint: str, styles: Mapping[str, palette.LeaseStyle]) -> Cell:
+    """The lease's name, with the swatch that it has in every chart."""
+    style = styles.get(palette.label(lease))
+    colour, texture = (style.colour, style.texture) if style else ("", "")
+    return Cell(clean(lease.name), None, hint, "strong", colour, texture)
+
+
+def importance_cell(importance: int) -> Cell:
+    """The importance by its name, sorted by its number."""
+    return Cell(importance_name(importance), importance)
+
+
+def bytes_cell(size: int | None, otherwise: Cell) -> Cell:
+    """A `size` in bytes; the cell `otherwise` where it is None."""
+    return otherwise if size is None else Cell(show_bytes(size), size)
+
+
+def waited_cell(arrived: float, snapshot: Snapshot) -> Cell:
+    """How long a request has waited, with the time of day on hover.
+
+    `arrived` is by the snapshot's clock.
+    """
+    waited = max(0.0, snapshot.now - arrived)
+    return Cell(lasting(waited), stepped(waited), f"since {clock(snapshot.wall - waited)}")
+
+
+def lease_styles(snapshot: Snapshot) -> Mapping[str, palette.LeaseStyle]:
+    """The style of every lease by its label, the same as in every chart."""
+    return palette.SHARED.styles([palette.label(lease) for lease in snapshot.leases()])

@@ -1,0 +1,212 @@
+"""The tab What if: the snapshot after a plan's steps, and the plan in words as HTML. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from gpu_runtime.facts import (
+    HOST,
+    DeviceView,
+    Drop,
+    Lease,
+    Load,
+    Move,
+    Phase,
+    Plan,
+    Section,
+    Shares,
+    Snapshot,
+    Step,
+)
+from gpu_runtime.rendering import words
+from gpu_runtime.rendering.html import esc
+from gpu_runtime.rendering.views import clean, lease_name
+from gpu_runtime.units import show_bytes, show_seconds
+
+from .names import process_name
+
+
+class PlanAnswer(NamedTuple):
+    """A plan, or the error why there is none."""
+
+    plan: Plan | None = None
+    error: str = ""
+
+
+def model_choices(snapshot: Snapshot) -> list[str]:
+    """The models that can be planned for, by name: registered here, loadable elsewhere, or held.
+
+    A name that several processes have is listed once for each of them: `qwen@4121`.
+    """
+    pids: dict[str, set[int]] = {spec.name: {snapshot.owner.pid} for spec in snapshot.specs}
+    for section in snapshot.sections.values():
+        held = [lease.name for lease in section.leases if lease.kind == "model"]
+        for name in (*section.names, *held):
+            pids.setdefault(name, set()).add(section.owner.pid)
+    choices = []
+    for name, owners in pids.items():
+        choices += [name] if len(owners) == 1 else [f"{name}@{pid}" for pid in owners]
+    return sorted(choices)
+
+
+# -- the world after the plan ----------------------------------------------------------------------
+
+
+def after(snapshot: Snapshot, steps: Iterable[Step]) -> Snapshot:
+    """The `snapshot` as if the `steps` had been done.
+
+    What they load or move to a device is shown as arriving.
+    """
+    sections = dict(snapshot.sections)
+    for step in steps:
+        owner_id, _, name = step.lease.partition("/")
+        section = sections.get(owner_id) or Section(snapshot.owner)
+        lease = section.lease(name) or Lease(owner_id, name)
+        others = tuple(other for other in section.leases if other.name != name)
+        moved = _after_step(lease, step)
+        sections[owner_id] = replace(section, leases=(*others, moved) if moved else others)
+    change = _claims(sections)
+    for device, size in _claims(snapshot.sections).items():
+        change[device] = change.get(device, 0) - size
+    devices = tuple(_after_change(view, change.get(view.device.id, 0)) for view in snapshot.devices)
+    return replace(snapshot, sections=sections, devices=devices)
+
+
+def _after_step(lease: Lease, step: Step) -> Lease | None:
+    """The lease after one step; None where it is unloaded."""
+    if isinstance(step, Drop):
+        return None
+    is_to_host = isinstance(step, Move) and all(share.device == HOST for share in step.shares)
+    if is_to_host:
+        return replace(lease, shares=step.shares, target=(), phase=Phase.SETTLED)
+    return replace(lease, shares=(), target=step.shares, phase=Phase.ARRIVING)
+
+
+def _claims(sections: Mapping[str, Section]) -> dict[str, int]:
+    """The bytes that all leases claim on each device."""
+    claims: dict[str, int] = {}
+    for section in sections.values():
+        for lease in section.leases:
+            for share in lease.claims():
+                claims[share.device] = claims.get(share.device, 0) + share.bytes
+    return claims
+
+
+def _after_change(view: DeviceView, more: int) -> DeviceView:
+    """The device with `more` bytes claimed, or fewer if negative; unknown figures stay unknown."""
+    used = None if view.measured_bytes is None else max(0, view.measured_bytes + more)
+    room = None if view.room_bytes is None else view.room_bytes - more
+    claimed = view.claimed_bytes + more
+    return replace(view, claimed_bytes=claimed, measured_bytes=used, room_bytes=room)
+
+
+def touched(steps: Iterable[Step]) -> list[str]:
+    """The devices that `steps` change, in their order."""
+    devices = []
+    for step in steps:
+        shares = (*getattr(step, "source", ()), *getattr(step, "shares", ()))
+        devices += [share.device for share in shares]
+    return list(dict.fromkeys(devices))
+
+
+# -- in words --------------------------------------------------------------------------------------
+
+
+def evicted(plan: Plan, snapshot: Snapshot) -> list[str]:
+    """A sentence for each model that `plan` evicts."""
+    return [
+        _eviction_words(snapshot, step, step.lease in plan.asked)
+        for step in plan.steps
+        if not isinstance(step, Load) and lease_name(step.lease) != plan.name
+    ]
+
+
+def _eviction_words(snapshot: Snapshot, step: Move | Drop, is_asked: bool) -> str:
+    owner_id, _, name = step.lease.partition("/")
+    section = snapshot.sections.get(owner_id)
+    process = process_name(section) if section else "a process"
+    source = places(step.source)
+    if isinstance(step, Move):
+        moves = f"would move from {source} to {places(step.shares)}"
+    else:
+        moves = f"would be unloaded from {source}"
+    asked = "; its process is asked to do it" if is_asked else ""
+    size = show_bytes(sum(share.bytes for share in step.source))
+    lease = section.lease(name) if section else None
+    return f"{clean(name)} ({size}) of {process} {moves}{asked}{_return_words(lease, step)}"
+
+
+def _return_words(lease: Lease | None, step: Move | Drop) -> str:
+    """How long the model takes to return; empty where that is unknown or takes no time."""
+    if lease is None:
+        return ""
+    is_move = isinstance(step, Move)
+    seconds = lease.restore_seconds if is_move else lease.reload_seconds
+    if seconds < 0.001:
+        return ""
+    return f"; {'restoring' if is_move else 'loading'} it again takes {show_seconds(seconds)}"
+
+
+def places(shares: Shares) -> str:
+    """The devices of `shares`: `sim:0 + sim:1`."""
+    return " + ".join(share.device for share in shares)
+
+
+def answer(found: PlanAnswer, snapshot: Snapshot) -> str:
+    """The verdict of a plan as HTML: whether it fits, why, and which models would be evicted."""
+    plan = found.plan
+    if plan is None:
+        return f'<div class="alarm">{_lines(found.error)}</div>'
+    mark = "✓" if plan.granted else "✗"
+    parts = [
+        f'<div class="verdict">{mark} {esc(words.verdict(plan))}</div>',
+        f"<p>{esc(plan.because)}</p>",
+    ]
+    if plan.obstacle:
+        parts.append(f'<div class="alarm">It would not be loaded: {esc(plan.obstacle)}.</div>')
+    sentences = evicted(plan, snapshot)
+    if sentences:
+        parts.append(f"<h4>Would be evicted</h4>{_list(sentences, 'ul')}")
+    elif plan.granted:
+        parts.append('<p class="soft">No model would be evicted.</p>')
+    return "".join(parts)
+
+
+def details(found: PlanAnswer, snapshot: Snapshot) -> str:
+    """The rest of a plan as HTML: its steps, what it needs, and which places were considered."""
+    plan = found.plan
+    if plan is None:
+        return ""
+    parts = []
+    if plan.steps:
+        steps = [words.step_sentence(snapshot, step) for step in plan.steps]
+        parts.append(f"<h4>Step by step</h4>{_list(steps, 'ol')}")
+    if needs := words.needs(plan):
+        parts.append(f"<h4>It needs {esc(needs)}{esc(words.on_cards(plan))}</h4>")
+    if rows := words.parts(plan):
+        parts.append(_table(("part", "size", "from"), rows))
+    parts += [f'<p class="soft">{esc(note)}</p>' for note in words.notes(plan)]
+    if others := words.others_considered(plan):
+        parts.append("<h4>Also considered</h4>" + _table(("place", "why not"), others))
+    return "".join(parts)
+
+
+def _list(sentences: Sequence[str], tag: str) -> str:
+    items = "".join(f"<li>{esc(sentence)}</li>" for sentence in sentences)
+    return f"<{tag}>{items}</{tag}>"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    titles = "".join(f"<th>{esc(title)}</th>" for title in header)
+    body = ""
+    for row in rows:
+        cells = "".join(f"<td>{esc(cell)}</td>" for cell in row)
+        body += f"<tr>{cells}</tr>"
+    return f"<table><tr>{titles}</tr>{body}</table>"
+
+
+def _lines(text: str) -> str:
+    return "<br>".join(esc(line) for line in text.splitlines())

@@ -1,0 +1,13 @@
+"""The look of buttons and selections, shared by the tabs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_PLAIN = {"textTransform": "none", "whiteSpace": "nowrap"}
+NO_CAPITALS: dict[str, Any] = {"sx": {**_PLAIN, "& button": _PLAIN}}  # sim:0 is not SIM:0
+BUTTONS: dict[str, Any] = {"size": "small", "margin": (5, 10), **NO_CAPITALS}
+SELECT: dict[str, Any] = {  # with the height of a text field
+    "size": "small",
+    "sx": {"& .MuiSelect-select": {"py": "8.5px"}},
+}

@@ -1,0 +1,29 @@
+// The dialog's text and its two buttons. Cancel has the focus, so Enter means no; so do Escape and a click beside the
+// dialog. The answer names its question: a late click cannot answer a different one.
+export function render({model, el}) {
+  const root = document.createElement("div")
+  root.className = "confirmation"
+  for (const line of model.lines) {
+    const paragraph = document.createElement("p")
+    paragraph.textContent = line
+    root.append(paragraph)
+  }
+  const answers = document.createElement("div")
+  answers.className = "answers"
+  const addButton = (label, kind, answer) => {
+    const button = document.createElement("button")
+    button.textContent = label
+    button.className = kind
+    button.onclick = () => model.send_msg({answer, question: model.question})
+    answers.append(button)
+    return button
+  }
+  const cancel = addButton("Cancel", "no", "cancel")
+  addButton(model.confirm, model.grave ? "yes grave" : "yes", "confirm")
+  root.append(answers)
+  // The dialog takes the focus for itself while it opens, so Cancel takes it back a few times.
+  for (const wait of [0, 60, 150, 300, 600]) {
+    setTimeout(() => { if (!root.contains(root.getRootNode().activeElement)) cancel.focus() }, wait)
+  }
+  return root
+}
