@@ -54,6 +54,7 @@ NOT_IN_DECISIONS = {
 HEAVY = {"torch", "transformers", "accelerate", "panel", "bokeh", "llama_cpp", "ray"}
 MAY_BE_HEAVY = {"backends", "serving", "gpu_panels", "web"}
 NOT_IN_SERVING = {"panel", "bokeh"}  # headless serving needs neither
+NOT_IN_DATA = {"panel", "panel_material_ui", "bokeh", "param", "tornado"}
 
 
 def sources() -> list[Path]:
@@ -141,6 +142,17 @@ def test_no_two_modules_import_each_other():
             del left[module]
     in_circles = {module: sorted(found & left.keys()) for module, found in left.items()}
     assert in_circles == {}
+
+
+def test_what_the_console_shows_is_computed_without_panel():
+    """`gpu_panels/data` is pure: of its own package it imports itself and the palette alone."""
+    pure = [path for path in sources() if path.parent.name == "data" and "gpu_panels" in path.parts]
+    assert pure
+    for path in pure:
+        for name in imports(ast.parse(path.read_text()), module_of(path)):
+            assert name.split(".")[0] not in NOT_IN_DATA, f"{path.name} imports {name}"
+            is_ours = name.startswith(("gpu_panels.data", "gpu_panels.palette"))
+            assert is_ours or not name.startswith("gpu_panels."), f"{path.name} imports {name}"
 
 
 @pytest.mark.parametrize(("module", "source", "complaint"), [

@@ -263,7 +263,7 @@ def test_confirming_does_it_in_a_thread_and_says_what_came_of_it(page, poller, r
     page.actions.update(None)
     assert (
         where(rt) == "host"
-        and "qwen stepped aside to host; 14.0 GiB came free" in page.actions.outcomes.object
+        and "qwen was offloaded to host memory; 14.0 GiB came free" in page.actions.outcomes.object
     )
 
 

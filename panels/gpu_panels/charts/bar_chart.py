@@ -109,7 +109,7 @@ class BarChart:
         return plot
 
     def _add_glyphs(self, plot: Any) -> None:
-        """Adds regions, stretches, their names and the marks, each with its tooltip."""
+        """Adds regions, stretches, their names and the marks."""
         regions = plot.add_glyph(
             self.regions,
             Quad(
@@ -157,6 +157,9 @@ class BarChart:
             x0="x", x1="x", y0=0, y1=1, line_color=EDGE, line_dash="dash", line_width="width"
         )
         marks = plot.add_glyph(self.marks, line)
+        self._add_tooltips(plot, stretches, marks, regions)
+
+    def _add_tooltips(self, plot: Any, stretches: Any, marks: Any, regions: Any) -> None:
         plot.add_tools(
             HoverTool(
                 renderers=[stretches],
