@@ -54,20 +54,20 @@ FAULTS = [
     Fault(
         "free leaving bytes early",
         "scheduler/capacity",
-        "            for share in lease.shares:\n                device, size",
-        "            for share in () if lease.target else lease.shares:\n                device, size",
+        "    for lease in section.leases:\n        for share in lease.shares:\n",
+        "    for lease in section.leases:\n        for share in () if lease.target else lease.shares:\n",
     ),
     Fault(
         "count a move on one device only",
         "scheduler/capacity",
-        "            for share in lease.target:\n",
-        "            for share in () if lease.shares else lease.target:\n",
+        "        for share in lease.target:\n",
+        "        for share in () if lease.shares else lease.target:\n",
     ),
     Fault(
         "forget residue",
         "scheduler/capacity",
-        "        for device, size in section.residue.items():\n",
-        "        for device, size in ():\n",
+        "    for device, size in section.residue.items():\n",
+        "    for device, size in ():\n",
     ),
     Fault(
         "forget unseen bytes", "scheduler/capacity", "lease.settled_at >= taken_at[device]", "False"
@@ -75,32 +75,32 @@ FAULTS = [
     Fault(
         "forget what is arriving unseen",
         "scheduler/capacity",
-        "                if device in taken_at:\n",
-        "                if False:\n",
+        "            if device in taken_at:\n",
+        "            if False:\n",
     ),
     Fault(
         "unknown is zero used",
         "scheduler/capacity",
-        '            blind[id] = f"the driver of {id} does not say how much memory is free"',
-        "            pass",
+        "            blind[id] = reason\n",
+        "            blind |= {} if sample and sample.free_bytes is None else {id: reason}\n",
     ),
     Fault(
         "believe a stale sample",
         "scheduler/capacity",
-        "now - sample.taken_at > rules.stale_seconds",
-        "False",
+        "    if age > world.rules.stale_seconds:\n",
+        "    if False:\n",
     ),
     Fault(
         "believe our own larger limit",
         "scheduler/capacity",
-        "    return min(mine, book.limits.get(device, mine))",
-        "    return mine",
+        "    return min(own_limit, book.limits.get(device, own_limit))\n",
+        "    return own_limit\n",
     ),
     Fault(
         "evict for bytes that have just left",
         "scheduler/context",
-        "        for device, size in freed_since(book, world).items():\n",
-        "        for device, size in ():\n",
+        "    for device, size in freed.items():\n        room[",
+        "    for device, size in ():\n        room[",
     ),
     Fault(
         "move a model in use", "scheduler/eligibility", "    if lease.pins:\n", "    if False:\n"
@@ -127,21 +127,21 @@ FAULTS = [
     ),
     Fault(
         "spend host bytes twice",
-        "scheduler/eviction",
-        "        if isinstance(exit, Move):\n            host_room -= lease.own_bytes\n",
+        "scheduler/eviction_verdict",
+        "        if isinstance(step, Move):\n            self.host_room -= lease.own_bytes\n",
         "",
     ),
     Fault(
         "forget that the host takes in only so many",
         "scheduler/feasibility",
-        "        if size > left - sum(_on(lease, card.id) for lease in remain):\n",
+        "        if size > left - remain_bytes:\n",
         "        if False:\n",
     ),
     Fault("held ignored", "scheduler/eligibility", "    if lease.id in held:\n", "    if False:\n"),
     Fault(
         "victims not pruned",
         "scheduler/eviction_policy",
-        "enumerate(chosen) if place not in spared])",
+        "enumerate(chosen) if index not in spared])",
         "enumerate(chosen)])",
     ),
     Fault(
@@ -159,40 +159,39 @@ FAULTS = [
     Fault(
         "importance forgotten across cards",
         "scheduler/eviction",
-        "(-chosen[-1].importance, rank",
-        "(0, rank",
+        "(-last.importance, rank(last, world))",
+        "(0, rank(last, world))",
     ),
     Fault(
         "ageing displaces",
         "scheduler/eviction",
-        "asker=wanted.owner, importance=wanted.importance)\n            and lease.on_device",
-        "asker=wanted.owner, importance=wanted.importance - int(world.now - request.arrived) // 30)"
-        "\n            and lease.on_device",
+        "    asker, importance = request.lease.owner, request.lease.importance\n    recalled",
+        "    asker = request.lease.owner\n    importance = request.lease.importance - int(world.now - request.arrived) // 30\n    recalled",
     ),
     Fault("no ageing", "scheduler/queue", "    if steps <= 0:\n", "    if True:\n"),
     Fault(
         "elders' needs forgotten",
         "scheduler/context",
-        "        for ticket in stands:\n",
-        "        for ticket in ():\n",
+        "    for ticket in blocking:\n",
+        "    for ticket in ():\n",
     ),
     Fault(
         "elders' victims asked twice",
         "scheduler/context",
-        "        promised = frozenset(id for t in stands for id in t.recalls)\n",
-        "        promised = frozenset()\n",
+        "        recalled = frozenset(id for ticket in blocking for id in ticket.recalls)\n",
+        "        recalled = frozenset()\n",
     ),
     Fault(
         "pass a blocked elder for ever",
         "scheduler/queue",
-        "elder.blocked_since and world.now - elder.blocked_since < world.rules.passing_seconds",
-        "elder.blocked_since",
+        "    if blocked_since and world.now - blocked_since < world.rules.passing_seconds:\n",
+        "    if blocked_since:\n",
     ),
     Fault(
         "the holder waits behind its waiter",
         "scheduler/queue",
-        "    return any(share.device in places for lease in held if lease for share in lease.shares)\n",
-        "    return False\n",
+        "        if lease and any(share.device in needed_devices for share in lease.shares):\n            return True\n",
+        "        if False:\n            return True\n",
     ),
     Fault(
         "wait for stopped processes",
@@ -215,8 +214,8 @@ FAULTS = [
     Fault(
         "a lease is born unpinned",
         "scheduler/admission",
-        "request.footprint.working_bytes, pins=1",
-        "request.footprint.working_bytes, pins=0",
+        "        pins=1,\n",
+        "        pins=0,\n",
     ),
     Fault(
         "an unheard grant is forgotten",
@@ -227,25 +226,25 @@ FAULTS = [
     Fault(
         "unheard steps are forgotten",
         "scheduler/admission",
-        "    if steps := unfinished_steps(book, wanted.owner, request.key):\n",
-        "    if steps := ():\n",
+        "    steps = unfinished_steps(book, request.lease.owner, request.key)\n",
+        "    steps = ()\n",
     ),
     Fault(
         "a full page evicts",
         "scheduler/admission",
-        "    if not _full(book, request) and not _twin",
-        "    if not _twin",
+        "    if _full(book, request) or twin(context, request):\n",
+        "    if twin(context, request):\n",
     ),
     Fault(
         "room is made twice for one model",
         "scheduler/admission",
-        " and not _twin(ground, request):\n",
-        ":\n",
+        "    if _full(book, request) or twin(context, request):\n",
+        "    if _full(book, request):\n",
     ),
     Fault(
         "wait on a card that is too small",
         "scheduler/admission",
-        "    possible = tuple([c for c in candidates if len(c.shares) > 1 or c.shares[0].device not in never])\n",
+        "    possible = without_hopeless(candidates, never)\n",
         "    possible = candidates\n",
     ),
     Fault(
@@ -263,7 +262,7 @@ FAULTS = [
     Fault(
         "deadlock: bystanders are refused",
         "scheduler/deadlock",
-        "        if len(guilty) == len(stuck):\n            return tuple(stuck)\n",
+        "        if len(blocking) == len(stuck):\n            return tuple(stuck)\n",
         "        return tuple(stuck)\n",
     ),
     Fault(

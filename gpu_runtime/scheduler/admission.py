@@ -1,16 +1,17 @@
 """Which request gets memory, which waits, which is refused: the numbered decision tree.
 
-Pure. A book, a request and the world go in; a new book and a verdict come out. Nothing here reads a clock, a device,
-a setting or a ledger, so a decision can be made twice, or replayed in a test.
+Pure. A book, a request and the world go in; a new book and a verdict come out. Nothing here reads a
+clock, a device, a setting or a ledger, so a decision can be made twice, or replayed in a test.
 
-The parts of the tree have modules of their own: free bytes (`capacity`), order (`queue`), which leases may be evicted
-(`eligibility`), how room is made (`eviction`), what can never fit (`feasibility`, `deadlock`), why a request waits
-(`obstacles`). Changes of the book after a step was done are in `transitions`.
+The parts of the tree have modules of their own: free bytes (`capacity`), order (`queue`), which
+leases may be evicted (`eligibility`), how room is made (`eviction`), what can never fit
+(`feasibility`, `deadlock`), why a request waits (`obstacles`). Changes of the book after a step was
+done are in `transitions`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
@@ -27,44 +28,42 @@ from ..facts import (
     Policy,
     Refuse,
     Request,
-    Share,
     Shares,
     Step,
     Ticket,
     Verdict,
     Wait,
     World,
-    where,
 )
 from ..units import show_bytes
 from . import quotas
-from .capacity import limit_of
+from .candidates import candidates_for, not_on, waiting_candidates, with_layout, without_hopeless
 from .context import Context
 from .deadlock import deadlocked
 from .drain import drained
 from .drain import refusals as drained_cards
 from .eligibility import unfinished_steps
-from .eviction import cheapest_way, make_room
-from .feasibility import best_division, hopeless, hopeless_cards
-from .obstacles import reserved_for_elders, twin, wait_for_obstacles
-from .placement import place
-from .splitting import may_split, may_use_one_card, split
+from .eviction import cheapest_way
+from .eviction_verdict import make_room
+from .feasibility import hopeless, hopeless_cards
+from .obstacles import twin, wait_for_obstacles
 from .transitions import note
 
 
 def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Book, Verdict]:
-    """Whether the `request` gets its room now, must wait, or can never have it; and the `book` with that verdict in it.
+    """Whether the `request` gets room now, must wait, or can never have it; and the new `book`.
 
     1. settled here already → Grant, no steps
     2. on its way in or out → Wait
     3. hopeless, or beyond the operator's caps → Refuse, evicting nothing
     4. fits in what is free, elders' needs set aside → Grant: Load, or Move back from host
-    5. fits once idle leases have left → Wait, with our own Moves and Drops to do now, others recalled on the ticket
+    5. fits once idle leases have left → Wait, with our own Moves and Drops now, others recalled
     6. deadlocked → Refuse the youngest, naming the cycle
     7. otherwise → Wait behind its elders
 
-    A Grant is a reservation: the lease is in the book, pinned by its loader, and its bytes count from now on.
-    The owner's section must be in the book: `publish` comes first. `rank` is the policy that orders evictions.
+    A Grant is a reservation: the lease is in the book, pinned by its loader, and its bytes count
+    from now on. The owner's section must be in the book: `publish` comes first. `rank` is the
+    policy that orders evictions.
     """
     lease = book.lease(request.lease.owner, request.lease.name)
     unreceived = _unreceived(book, request, lease)
@@ -85,16 +84,16 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     request = _as_measured(request, lease) if lease else request
     out = drained(book, world)
     never = _never_alone(book, request, world, out)
-    request = _with_layout(request, world, never)
+    request = with_layout(request, world, never)
     refusal = quotas.refusal(book, request, world) or hopeless(book, request, world, never)
     if refusal:
         return _refuse(book, request, world, refusal)
 
     # 4. fits in what is free
     context = Context.of(book, request, world)
-    candidates = _candidates(book, request, world, context, out)
-    possible = _without_never(candidates, never)
-    measured = _not_on(context.blind, possible)
+    candidates = candidates_for(book, request, world, context, out)
+    possible = without_hopeless(candidates, never)
+    measured = not_on(context.blind, possible)
     if measured and measured[0].fits:
         return _grant(book, request, world, measured[0], candidates)
 
@@ -113,11 +112,15 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     return queued, verdict
 
 
-# -- the parts of the tree ----------------------------------------------------------------------------------------
+# -- the parts of the tree -------------------------------------------------------------------------
 
 
-def _unreceived(book: Book, request: Request, lease: Lease | None) -> Verdict | None:
-    """The verdict that was written for this key but perhaps never received (an interrupt, a lost reply)."""
+def _unreceived(
+    book: Book,
+    request: Request,
+    lease: Lease | None,
+) -> Verdict | None:
+    """A verdict that was written but perhaps never received (an interrupt, a lost reply)."""
     if lease and lease.key == request.key and lease.phase is Phase.ARRIVING:
         return Grant(lease, (_arrival(lease),), "granted before")
     steps = unfinished_steps(book, request.lease.owner, request.key)
@@ -135,119 +138,16 @@ def _as_measured(request: Request, lease: Lease) -> Request:
 
 
 def _never_alone(
-    book: Book, request: Request, world: World, out: Mapping[str, str]
+    book: Book,
+    request: Request,
+    world: World,
+    out: Mapping[str, str],
 ) -> dict[str, Refuse]:
     """Cards that can never take the request alone, each with the refusal."""
     never = drained_cards(request, world, out)
     never |= quotas.capped_cards(book, request, world)
     never |= hopeless_cards(book, request, world)
     return never
-
-
-def _with_layout(request: Request, world: World, never: Container[str]) -> Request:
-    """The request with the layout `auto` or `whole` decided: one card if one could ever hold it, else several."""
-    rules = request.placement
-    if rules.layout not in ("auto", "whole"):
-        return request
-    alone = may_use_one_card(rules) and _some_card(rules.devices, world, never)
-    if rules.layout == "whole":
-        return replace(request, placement=replace(rules, most_cards=1)) if alone else request
-    layout = "single" if alone else "proportional"
-    return replace(request, placement=replace(rules, layout=layout))
-
-
-def _some_card(allowed: Container[str], world: World, never: Container[str]) -> bool:
-    """Whether any allowed card could ever take the request alone."""
-    for card in world.devices:
-        if card.is_host or card.id in never:
-            continue
-        if not allowed or card.id in allowed:
-            return True
-    return False
-
-
-def _candidates(
-    book: Book, request: Request, world: World, context: Context, out: Mapping[str, str]
-) -> tuple[Candidate, ...]:
-    """The cards, or sets of cards, for the request as things are, the best first; drained cards are the last."""
-    rules, free = request.placement, context.free()
-    if out:
-        free = {device: size for device, size in free.items() if device not in out}
-    if rules.layout == "single" and not rules.factor:  # one card, and no more of it than is needed
-        found = place(request.footprint, free, rules)
-    else:
-        limits = {device: limit_of(book, world, device) for device in free}
-        found = place(request.footprint, free, rules, limits)
-        # The room of several cards together is a sum of what each may give.
-        if context.blind or context.own_left is not None:
-            found = _splits_within(request, context, free, limits, found)
-    return _with_reserved(found, context) + _drained_candidates(request, out)
-
-
-def _splits_within(
-    request: Request,
-    context: Context,
-    free: Mapping[str, int],
-    limits: Mapping[str, int],
-    found: tuple[Candidate, ...],
-) -> tuple[Candidate, ...]:
-    """The candidates with only those divisions that use measured cards and keep this owner's own limit."""
-    rules = request.placement
-    alone = tuple([candidate for candidate in found if len(candidate.shares) == 1])
-    if (alone and alone[0].fits) or not may_split(rules):
-        return alone
-    measured = {device: size for device, size in free.items() if device not in context.blind}
-    several = []
-    for candidate in split(request.footprint, measured, rules, limits):
-        size = sum(share.bytes for share in candidate.shares)
-        if context.own_left is None or size <= context.own_left:
-            several.append(candidate)
-    return tuple(several) + alone
-
-
-def _drained_candidates(request: Request, out: Mapping[str, str]) -> tuple[Candidate, ...]:
-    """The drained cards that the request may use, each with the reason."""
-    allowed, size = request.placement.devices, request.footprint.bytes
-    found = []
-    for device, because in out.items():
-        if not allowed or device in allowed:
-            found.append(Candidate((Share(device, size),), False, because))
-    return tuple(found)
-
-
-def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple[Candidate, ...]:
-    """The candidates; those without room also say what is reserved there, since it looks free everywhere else."""
-    if not context.blocking_elders:
-        return candidates
-    found = []
-    for candidate in candidates:
-        reserved = "" if candidate.fits else reserved_for_elders(context, candidate.shares)
-        if reserved:
-            candidate = replace(candidate, because=f"{candidate.because}; {reserved}")
-        found.append(candidate)
-    return tuple(found)
-
-
-def _without_never(
-    candidates: tuple[Candidate, ...], never: Container[str]
-) -> tuple[Candidate, ...]:
-    """The candidates without cards that can never take the request alone."""
-    found = []
-    for candidate in candidates:
-        if len(candidate.shares) > 1 or candidate.shares[0].device not in never:
-            found.append(candidate)
-    return tuple(found)
-
-
-def _not_on(cards: Container[str], candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-    """The candidates that use none of these cards."""
-    if not cards:
-        return candidates
-    found = []
-    for candidate in candidates:
-        if not any(share.device in cards for share in candidate.shares):
-            found.append(candidate)
-    return tuple(found)
 
 
 def _evict(
@@ -260,12 +160,20 @@ def _evict(
 ) -> tuple[Book, Verdict] | None:
     """The book and the Wait while idle leases leave; None if that cannot make the room.
 
-    Nothing is evicted if the page has no room for the ticket, nor if an elder's ticket makes room for this very model.
+    Nothing is evicted if the page has no room for the ticket, nor if an elder's ticket makes room
+    for this very model.
     """
     if _full(book, request) or twin(context, request):
         return None
     alone = tuple([candidate for candidate in candidates if len(candidate.shares) == 1])
-    way = cheapest_way(book, request, world, rank, context, alone)
+    way = cheapest_way(
+        book,
+        request,
+        world,
+        rank,
+        context,
+        alone,
+    )
     if way is None:
         return None
     emptier, wait = make_room(book, request, world, context, way)
@@ -282,22 +190,17 @@ def _wait(
 ) -> tuple[Book, Verdict]:
     """The book with the ticket, and the Wait that names what is in the way."""
     if not possible:  # only several cards together can hold it
-        possible = candidates = (*_at_best(book, request, world), *candidates)
+        possible = candidates = (*waiting_candidates(book, request, world), *candidates)
     wait = wait_for_obstacles(book, request, world, context, possible)
     need = () if twin(context, request) else possible[0].shares
     return _enqueue(book, request, world, replace(wait, considered=candidates), need)
 
 
-def _at_best(book: Book, request: Request, world: World) -> tuple[Candidate, ...]:
-    """The division that it waits for, if none fits now."""
-    found = best_division(book, request, world)
-    if isinstance(found, Refuse):
-        return ()
-    return (replace(found, fits=False, because=f"{where(found.shares)} have too little free"),)
-
-
 def _cycle_to_break(
-    book: Book, request: Request, world: World, verdict: Verdict
+    book: Book,
+    request: Request,
+    world: World,
+    verdict: Verdict,
 ) -> tuple[Ticket, ...]:
     """The deadlocked tickets, if this request is the youngest of them; else empty."""
     if not request.wait or not isinstance(verdict, Wait):
@@ -309,7 +212,7 @@ def _cycle_to_break(
     return cycle if youngest.key == request.key else ()
 
 
-# -- the verdicts -------------------------------------------------------------------------------------------------
+# -- the verdicts ----------------------------------------------------------------------------------
 
 
 def _arrival(lease: Lease, because: str = "granted before") -> Step:
@@ -322,7 +225,11 @@ def _arrival(lease: Lease, because: str = "granted before") -> Step:
 
 
 def _grant(
-    book: Book, request: Request, world: World, chosen: Candidate, considered: tuple[Candidate, ...]
+    book: Book,
+    request: Request,
+    world: World,
+    chosen: Candidate,
+    considered: tuple[Candidate, ...],
 ) -> tuple[Book, Verdict]:
     wanted, size = request.lease, request.footprint.bytes
     old = book.lease(wanted.owner, wanted.name)
@@ -344,11 +251,25 @@ def _grant(
     because = f"{lease.name} needs {show_bytes(size)}; {chosen.because}."
     device = chosen.shares[0].device
     book = _without_ticket(book, request).with_lease(lease)
-    book = note(book, world, lease, "granted", "request", because, size=size, device=device)
+    book = note(
+        book,
+        world,
+        lease,
+        "granted",
+        "request",
+        because,
+        size=size,
+        device=device,
+    )
     return book, Grant(lease, (_arrival(lease, because),), because, considered)
 
 
-def _refuse(book: Book, request: Request, world: World, refusal: Refuse) -> tuple[Book, Verdict]:
+def _refuse(
+    book: Book,
+    request: Request,
+    world: World,
+    refusal: Refuse,
+) -> tuple[Book, Verdict]:
     book = note(
         _without_ticket(book, request),
         world,
@@ -386,9 +307,13 @@ def _without_ticket(book: Book, request: Request) -> Book:
 
 
 def _enqueue(
-    book: Book, request: Request, world: World, wait: Wait, need: Shares
+    book: Book,
+    request: Request,
+    world: World,
+    wait: Wait,
+    need: Shares,
 ) -> tuple[Book, Verdict]:
-    """The book with the request's ticket in it, and the Wait. `need` is the room that it waits for."""
+    """The book with the request's ticket, and the Wait. `need` is the room that it waits for."""
     if not request.wait:
         return book, wait
     if _full(book, request):
@@ -399,11 +324,25 @@ def _enqueue(
     # One event for each wait, and none while room is only being made.
     if ticket.because and not noted:
         size = request.footprint.bytes
-        book = note(book, world, request.lease, "waiting", "request", wait.because, size=size)
+        book = note(
+            book,
+            world,
+            request.lease,
+            "waiting",
+            "request",
+            wait.because,
+            size=size,
+        )
     return book.with_ticket(ticket), wait
 
 
-def _ticket(request: Request, world: World, wait: Wait, need: Shares, old: Ticket | None) -> Ticket:
+def _ticket(
+    request: Request,
+    world: World,
+    wait: Wait,
+    need: Shares,
+    old: Ticket | None,
+) -> Ticket:
     """The ticket of a waiting request; `old` is the one that it replaces."""
     now = world.now
     blocked = bool(wait.blockers) and not wait.asked and not wait.steps

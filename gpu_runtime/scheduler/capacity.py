@@ -1,7 +1,7 @@
 """Free bytes that a grant may spend on each device.
 
-Pure. The smaller of two numbers counts: the bytes that the book has not promised, and the bytes that the driver
-measured as free. Which request may spend them first is decided in `queue`.
+Pure. The smaller of two numbers counts: the bytes that the book has not promised, and the bytes
+that the driver measured as free. Which request may spend them first is decided in `queue`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ FREEING = ("offloaded", "unloaded", "moved", "released", "lost")  # events that 
 Bytes = dict[str, int]  # by device id
 
 
-def limit_of(book: Book, world: World, device: str) -> int:
-    """The budget of a `device` in bytes: the host's in the `book`, or this process's own if that is less."""
+def limit_of(
+    book: Book,
+    world: World,
+    device: str,
+) -> int:
+    """The budget of a `device` in bytes: that in the `book`, or this process's own if less."""
     own_limit = world.limits.get(device, 0)
     return min(own_limit, book.limits.get(device, own_limit))
 
@@ -26,8 +30,8 @@ def limit_of(book: Book, world: World, device: str) -> int:
 def room(book: Book, world: World) -> dict[str, int]:
     """Bytes that a grant may spend on each device of the `world`; negative in an overdraft.
 
-    min(limit − claims in the `book`, measured free − reserve − what the sample cannot have seen). A simulated device
-    has no sample: there the book is the measurement.
+    min(limit − claims in the `book`, measured free − reserve − what the sample cannot have seen). A
+    simulated device has no sample: there the book is the measurement.
     """
     return room_and_blind(book, world)[0]
 
@@ -60,14 +64,25 @@ def room_and_blind(book: Book, world: World) -> tuple[dict[str, int], dict[str, 
 
     shared = one_memory(world.devices)
     if shared:
-        left = _left_of_one_memory(book, world, shared, samples, claims, unseen)
+        left = _left_of_one_memory(
+            book,
+            world,
+            shared,
+            samples,
+            claims,
+            unseen,
+        )
         for id in shared:
             if id in free:
                 free[id] = min(free[id], left)
     return free, blind
 
 
-def _why_blind(device: Device, sample: Sample | None, world: World) -> str:
+def _why_blind(
+    device: Device,
+    sample: Sample | None,
+    world: World,
+) -> str:
     """Why the sample of this device is no ground for a grant; empty if it is one."""
     id = device.id
     if sample is None:
@@ -80,7 +95,11 @@ def _why_blind(device: Device, sample: Sample | None, world: World) -> str:
     return ""
 
 
-def _measured_room(sample: Sample, world: World, unseen_bytes: int) -> int:
+def _measured_room(
+    sample: Sample,
+    world: World,
+    unseen_bytes: int,
+) -> int:
     return sample.free_bytes - world.rules.reserve_bytes - unseen_bytes
 
 
@@ -112,7 +131,8 @@ def _left_of_one_memory(
 def _claimed_and_unseen(book: Book, taken_at: Mapping[str, float]) -> tuple[Bytes, Bytes]:
     """Bytes claimed on each device, and those of them that a sample taken then cannot have counted.
 
-    Unseen is what settled after the sample, and everything that is arriving: its bytes may appear at any moment.
+    Unseen is what settled after the sample, and everything that is arriving: its bytes may appear
+    at any moment.
     """
     claims: Bytes = {}
     unseen: Bytes = {}
@@ -126,9 +146,12 @@ def _claimed_and_unseen(book: Book, taken_at: Mapping[str, float]) -> tuple[Byte
 
 
 def _add_section(
-    section: Section, taken_at: Mapping[str, float], claims: Bytes, unseen: Bytes
+    section: Section,
+    taken_at: Mapping[str, float],
+    claims: Bytes,
+    unseen: Bytes,
 ) -> None:
-    """Adds one owner's residue and leases to `claims` and `unseen`. Plain loops: every decision runs this."""
+    """Adds one owner's residue and leases to both. Plain loops: every decision runs this."""
     for device, size in section.residue.items():
         claims[device] = claims.get(device, 0) + size
     for lease in section.leases:
@@ -147,8 +170,8 @@ def _add_section(
 def freed_since(book: Book, world: World) -> dict[str, int]:
     """Bytes that left each measured device after its sample was taken, or with a process that died.
 
-    The sample does not show them as free yet, so no grant spends them. But no further lease needs to be evicted for
-    them either. `book` holds the events and ghosts, `world` the samples.
+    The sample does not show them as free yet, so no grant spends them. But no further lease needs
+    to be evicted for them either. `book` holds the events and ghosts, `world` the samples.
     """
     freed: Bytes = {}
     for device in world.devices:
@@ -172,7 +195,12 @@ def _freed_by(event: Event, device: str) -> int:
     return sum(share.bytes for share in shares if share.device == device)
 
 
-def on_cards(book: Book, owner: str, *, leaving: bool = True) -> int:
+def on_cards(
+    book: Book,
+    owner: str,
+    *,
+    leaving: bool = True,
+) -> int:
     """Bytes that the models of one `owner` (its id) claim on all cards together.
 
     With `leaving=False`, models that are leaving their device are not counted.

@@ -17,7 +17,7 @@ Bytes = Mapping[str, int]  # by device id
 
 
 class Context(NamedTuple):
-    """The inputs of one decision: what is free now and later, who is ahead, and which limits apply."""
+    """The inputs of one decision: free bytes now and later, requests ahead, and limits."""
 
     leases: tuple[Lease, ...]
     room_now: Bytes
@@ -35,8 +35,13 @@ class Context(NamedTuple):
     cap_owners: frozenset[str]  # ids of all processes that this cap counts together
 
     @classmethod
-    def of(cls, book: Book, request: Request, world: World) -> Context:
-        """The inputs for a decision about this `request`, from the `book` and the `world` as they are now."""
+    def of(
+        cls,
+        book: Book,
+        request: Request,
+        world: World,
+    ) -> Context:
+        """The inputs for a decision about this `request`, from the `book` and the `world`."""
         leases = tuple(book.leases())
         room_now, blind = room_and_blind(book, world)
         ahead = elders(book, request, world)
@@ -63,7 +68,7 @@ class Context(NamedTuple):
         )
 
     def free(self) -> dict[str, int]:
-        """Bytes that the request may take now on each card without taking what an elder was promised."""
+        """Bytes that the request may take on each card without those promised to an elder."""
         free = {}
         for id, size in self.room_now.items():
             if id == HOST:
@@ -84,7 +89,7 @@ def _later(
     leases: Iterable[Lease],
     freed: Bytes,
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """The room once all that was decided is done, and for each device the name of a lease that is leaving it."""
+    """The room once all decided steps are done; and for each device a lease that is leaving it."""
     room = dict(room_now)
     leaving: dict[str, str] = {}
     for ticket in blocking:
@@ -100,8 +105,12 @@ def _later(
     return room, leaving
 
 
-def _left_of_own_limit(book: Book, request: Request, world: World) -> tuple[int | None, int | None]:
-    """Bytes left under INFERENCE_MEMORY_LIMIT_GB, now and once this owner's leaving models have left."""
+def _left_of_own_limit(
+    book: Book,
+    request: Request,
+    world: World,
+) -> tuple[int | None, int | None]:
+    """Bytes left under INFERENCE_MEMORY_LIMIT_GB, now and once leaving models have left."""
     limit = world.rules.limit_bytes
     if limit is None or request.lease.kind != "model":
         return None, None
@@ -111,8 +120,12 @@ def _left_of_own_limit(book: Book, request: Request, world: World) -> tuple[int 
     return now, later
 
 
-def _silent(ticket: Ticket | None, leases: Iterable[Lease], world: World) -> frozenset[str]:
-    """Ids of the leases that this ticket recalled too long ago, and that are still idle on their device."""
+def _silent(
+    ticket: Ticket | None,
+    leases: Iterable[Lease],
+    world: World,
+) -> frozenset[str]:
+    """Ids of the leases that this ticket recalled too long ago and that are still idle."""
     if ticket is None or not ticket.recalls:
         return frozenset()
     if world.now - ticket.recalled_since < world.rules.answer_seconds:

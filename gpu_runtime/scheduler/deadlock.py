@@ -1,7 +1,7 @@
 """Whether waiting requests can ever be served.
 
-Pure. Threads that each hold a model in use, and wait for room that the other thread's model takes, would wait for
-ever.
+Pure. Threads that each hold a model in use, and wait for room that the other thread's model takes,
+would wait for ever.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from .capacity import limit_of
 
 
 def deadlocked(book: Book, world: World) -> tuple[Ticket, ...]:
-    """The waiting requests that can never be served, because their threads hold what each other needs.
+    """The waiting requests that can never be served: their threads hold what each other needs.
 
-    `book` holds the tickets and leases, `world` the devices and their limits. Empty if every request can be served.
+    `book` holds the tickets and leases, `world` the devices and their limits. Empty if every
+    request can be served.
 
-    By reduction (cycles in a wait-for graph are not enough where a need may be met in several ways):
+    By reduction (cycles in a wait-for graph are not enough where a need may be met in several
+    ways):
 
     1. A thread that waits for nothing will finish and release its leases.
     2. Grant every request that then fits. Its thread will finish too. Repeat.
-    3. What remains is deadlocked, except requests that hold nothing another of them could use: they only wait.
+    3. What remains is deadlocked, except requests that hold nothing another of them could use: they
+       only wait.
 
     Source: Holt 1972, Some Deadlock Properties of Computer Systems, ACM Computing Surveys 4(3).
     """
@@ -54,10 +57,15 @@ def _bytes_that_stay(book: Book, waiting: Iterable[Ticket]) -> dict[str, int]:
     return stays
 
 
-def _fits(ticket: Ticket, limits: dict[str, int], stays: dict[str, int]) -> bool:
+def _fits(
+    ticket: Ticket,
+    limits: dict[str, int],
+    stays: dict[str, int],
+) -> bool:
     """Whether the need fits beside the bytes that stay, on any cards that the ticket allows.
 
-    A ticket carries neither margin nor pieces, so this may be too optimistic for a divided need. Then it waits.
+    A ticket carries neither margin nor pieces, so this may be too optimistic for a divided need.
+    Then it waits.
     """
     size = sum(share.bytes for share in ticket.need)
     cards = _allowed_cards(ticket, limits)
@@ -84,7 +92,11 @@ def _allowed_cards(ticket: Ticket, limits: Iterable[str]) -> list[str]:
     return [card for card in limits if not ticket.places or card in ticket.places]
 
 
-def _blocking_others(book: Book, stuck: list[Ticket], limits: dict[str, int]) -> tuple[Ticket, ...]:
+def _blocking_others(
+    book: Book,
+    stuck: list[Ticket],
+    limits: dict[str, int],
+) -> tuple[Ticket, ...]:
     """Those of the stuck requests that hold bytes on a card that another of them could use."""
     while True:
         blocking = [ticket for ticket in stuck if _blocks_another(book, ticket, stuck, limits)]
@@ -94,7 +106,10 @@ def _blocking_others(book: Book, stuck: list[Ticket], limits: dict[str, int]) ->
 
 
 def _blocks_another(
-    book: Book, ticket: Ticket, stuck: list[Ticket], limits: dict[str, int]
+    book: Book,
+    ticket: Ticket,
+    stuck: list[Ticket],
+    limits: dict[str, int],
 ) -> bool:
     wanted: set[str] = set()
     for other in stuck:

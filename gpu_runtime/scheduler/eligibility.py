@@ -1,7 +1,7 @@
 """Which leases may be evicted, and to where.
 
-Pure. A lease is offloaded to host memory while the host has room, and dropped if its source can reproduce it.
-Weights that exist nowhere else are never dropped.
+Pure. A lease is offloaded to host memory while the host has room, and dropped if its source can
+reproduce it. Weights that exist nowhere else are never dropped.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ from .eviction_policy import victims
 MOST_TRIED = 12  # leases of which every combination is tried; beyond it the largest are taken first
 
 
-def reason_to_stay(lease: Lease, world: World, *, asker: str, importance: int) -> str:
+def reason_to_stay(
+    lease: Lease,
+    world: World,
+    *,
+    asker: str,
+    importance: int,
+) -> str:
     """Why this `lease` may not be evicted now; empty if it may. The in-use rule knows no exception.
 
-    `asker` is the id of the owner that needs the room, `importance` that of its request. Grace and `keep_alive` are
-    measured at `world.now`.
+    `asker` is the id of the owner that needs the room, `importance` that of its request. Grace and
+    `keep_alive` are measured at `world.now`.
     """
     if lease.pins:
         return "in use"
@@ -51,11 +57,11 @@ def eviction_step(
     because: str = "",
     reason: str = "request",
 ) -> Move | Drop | None:
-    """The step that evicts this `lease`: a Move to the host if it has room, else a Drop if its source has the bytes.
+    """The step that evicts this `lease`: a Move to the host, or a Drop if the host is full.
 
-    None if neither is possible: weights that exist nowhere else are never dropped. `host_room` is bytes; `drop`
-    prefers a Drop although the host has room. `because` (a sentence) and `reason` (a word) are put into the step.
-    `world` holds the devices and the offload setting.
+    None if neither is possible: weights that exist nowhere else are never dropped. `host_room` is
+    bytes; `drop` prefers a Drop although the host has room. `because` (a sentence) and `reason` (a
+    word) are put into the step. `world` holds the devices and the offload setting.
     """
     size = lease.own_bytes
     moves = can_move(lease, world) and size <= host_room and not lease.on_host
@@ -82,10 +88,16 @@ def _uses_host_memory(lease: Lease, world: World) -> bool:
     return False
 
 
-def permanent_reason_to_stay(lease: Lease, world: World, *, held: Sequence[str] = ()) -> str:
+def permanent_reason_to_stay(
+    lease: Lease,
+    world: World,
+    *,
+    held: Sequence[str] = (),
+) -> str:
     """Why this `lease` will not leave its device, however long a request waits; empty if it may.
 
-    `held` are ids of the leases that the requesting thread itself pins. `world` holds the host's limit.
+    `held` are ids of the leases that the requesting thread itself pins. `world` holds the host's
+    limit.
     """
     if lease.id in held:
         return "is held by the block that makes the request"
@@ -102,7 +114,11 @@ def permanent_reason_to_stay(lease: Lease, world: World, *, held: Sequence[str] 
     return "exists nowhere else, and the host has no room for it"
 
 
-def mark_leaving(book: Book, step: Move | Drop, key: str) -> Book:
+def mark_leaving(
+    book: Book,
+    step: Move | Drop,
+    key: str,
+) -> Book:
     """The `book` with the step's lease marked as leaving.
 
     Its bytes count on both devices until the `step` is done. `key` is that of the decision.
@@ -113,7 +129,11 @@ def mark_leaving(book: Book, step: Move | Drop, key: str) -> Book:
     return book.with_lease(replace(lease, phase=Phase.LEAVING, target=target, key=key))
 
 
-def unfinished_steps(book: Book, owner: str, key: str) -> tuple[Move | Drop, ...]:
+def unfinished_steps(
+    book: Book,
+    owner: str,
+    key: str,
+) -> tuple[Move | Drop, ...]:
     """Steps of this `owner` in the `book` that were decided under this `key` and not reported done.
 
     The owner may never have received that verdict, so the steps are returned again.
@@ -133,11 +153,18 @@ def unfinished_steps(book: Book, owner: str, key: str) -> tuple[Move | Drop, ...
     return tuple(steps)
 
 
-# -- the warm pool ------------------------------------------------------------------------------------------------
+# -- the warm pool ---------------------------------------------------------------------------------
 
 
-def warm(book: Book, world: World, *, asker: str, importance: int, owner: str = "") -> list[Lease]:
-    """Leases of the `book` in host memory that may be unloaded now; only those of one `owner` if it is given.
+def warm(
+    book: Book,
+    world: World,
+    *,
+    asker: str,
+    importance: int,
+    owner: str = "",
+) -> list[Lease]:
+    """Leases of the `book` in host memory that may be unloaded now; of one `owner` if given.
 
     `asker`, `importance` and `world` as in `reason_to_stay`.
     """
@@ -162,7 +189,7 @@ def warm_pool_victims(
     importance: int,
     owner: str = "",
 ) -> tuple[Lease, ...] | None:
-    """Leases of the warm pool to unload so that the host has `shortage` bytes more; None if that is not enough.
+    """Leases to unload from the warm pool to free `shortage` bytes; None if too few.
 
     The other parameters are those of `warm`; `rank` orders the victims.
     """

@@ -1,7 +1,8 @@
 """How room is made on several cards at once: on which of them, and which leases leave.
 
-Pure. One lease may have bytes on several of the cards, and free bytes on one may replace those on another. So leases
-leave one by one, in order, until the free bytes hold the model; then every lease that can be spared stays after all.
+Pure. One lease may have bytes on several of the cards, and free bytes on one may replace those on
+another. So leases leave one by one, in order, until the free bytes hold the model; then every lease
+that can be spared stays after all.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def multi_card_ways(
 ) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
     """Divisions of the `request` for which room can be made, each with the leases that would leave.
 
-    `idle` are the leases that may leave, in order; `context` holds the room. `host_bytes` is room for those that only
-    the host can take. `limits` are the budgets of the cards that may be used.
+    `idle` are the leases that may leave, in order; `context` holds the room. `host_bytes` is room
+    for those that only the host can take. `limits` are the budgets of the cards that may be used.
     """
     footprint, rules = request.footprint, request.placement
     fewest = rules.policy == "fewest-evictions"
@@ -53,7 +54,11 @@ def multi_card_ways(
             yield candidate, chosen
 
 
-def _enough(room: _Room, holds: Callable[[Bytes], bool], total: int) -> Callable[[], bool]:
+def _enough(
+    room: _Room,
+    holds: Callable[[Bytes], bool],
+    total: int,
+) -> Callable[[], bool]:
     """A function that returns whether the room is enough as it is then."""
 
     def enough() -> bool:
@@ -77,12 +82,15 @@ def _with_those_the_host_can_take(pool: Sequence[Lease], host_bytes: int) -> lis
 
 
 def _sets(
-    request: Request, context: Context, idle: Sequence[Lease], limits: Bytes
+    request: Request,
+    context: Context,
+    idle: Sequence[Lease],
+    limits: Bytes,
 ) -> list[tuple[str, ...]]:
     """Sets of cards on which room may be made.
 
-    All of them if the cards are few. Else, for each number of cards, the first in order that could be emptied enough,
-    and those with the most room by then and by now.
+    All of them if the cards are few. Else, for each number of cards, the first in order that could
+    be emptied enough, and those with the most room by then and by now.
     """
     rules = request.placement
     cards = []
@@ -108,9 +116,14 @@ def _sets(
 
 
 class _Room:
-    """The bytes that a split may use on each of its cards, as leases are counted as gone or as back."""
+    """The bytes that a split may use on each card, as leases are counted as gone or back."""
 
-    def __init__(self, cards: Iterable[str], context: Context, owner: str) -> None:
+    def __init__(
+        self,
+        cards: Iterable[str],
+        context: Context,
+        owner: str,
+    ) -> None:
         self.free = {card: context.room_later[card] for card in cards}
         self.cap_left = {}
         if context.cap_left_later:
@@ -158,9 +171,13 @@ class _Room:
 
 
 def _victims(
-    pool: Sequence[Lease], room: _Room, enough: Callable[[], bool], *, fewest: bool
+    pool: Sequence[Lease],
+    room: _Room,
+    enough: Callable[[], bool],
+    *,
+    fewest: bool,
 ) -> tuple[Lease, ...] | None:
-    """Those of the pool that leave so that the room is enough, none of which can be spared; None if all are too few.
+    """Those of the pool that leave, none of which can be spared; None if all are too few.
 
     The room is left as it was.
     """
@@ -182,8 +199,12 @@ def _victims(
     return tuple([lease for lease in pool if lease in few])
 
 
-def _pruned(gone: Sequence[Lease], room: _Room, enough: Callable[[], bool]) -> tuple[Lease, ...]:
-    """Those of the leases counted as gone that cannot be spared; the others are counted as back, the last first."""
+def _pruned(
+    gone: Sequence[Lease],
+    room: _Room,
+    enough: Callable[[], bool],
+) -> tuple[Lease, ...]:
+    """Those of the gone leases that cannot be spared; the others are counted as back."""
     needed = []
     for lease in reversed(gone):
         room.let_go(lease, -1)
@@ -195,9 +216,12 @@ def _pruned(gone: Sequence[Lease], room: _Room, enough: Callable[[], bool]) -> t
 
 
 def _fewer(
-    pool: Sequence[Lease], room: _Room, enough: Callable[[], bool], than: int
+    pool: Sequence[Lease],
+    room: _Room,
+    enough: Callable[[], bool],
+    than: int,
 ) -> tuple[Lease, ...] | None:
-    """A smaller set that is enough, the smallest first; None if there is none, or too many sets would be tried."""
+    """A smaller set that is enough; None if there is none, or too many would be tried."""
     tried = 0
     for count in range(1, than):
         tried += comb(len(pool), count)

@@ -1,7 +1,7 @@
 """Which leases are evicted first when room is needed.
 
-Pure: values in, values out. A policy gives each idle lease a number, and the lowest leaves first; importance always
-counts before it. Which leases may be evicted at all is decided in `eligibility`.
+Pure: values in, values out. A policy gives each idle lease a number, and the lowest leaves first;
+importance always counts before it. Which leases may be evicted at all is decided in `eligibility`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ def lru(lease: Lease, world: World) -> float:
 
 
 def cost_aware(lease: Lease, world: World) -> float:
-    """The cost of evicting this `lease`: the one that frees most bytes for the fewest seconds of waiting leaves first.
+    """The cost of evicting this `lease`; the cheapest leaves first.
 
-    The score is the seconds that it takes to load again, for each GiB that it frees, discounted by how long it has
-    been idle at `world.now`: a model unused for an hour is unlikely to be wanted in the next minute.
+    The score is the seconds that it takes to load again, for each GiB that it frees, discounted by
+    how long it has been idle at `world.now`: a model unused for an hour is unlikely to be wanted in
+    the next minute.
 
-    Source: GreedyDual-Size-Frequency, Cherkasova 1998 (HPL-98-69R1), with idle time in the place of frequency.
+    Source: GreedyDual-Size-Frequency, Cherkasova 1998 (HPL-98-69R1), with idle time in the place of
+    frequency.
     """
     seconds = lease.restore_seconds or lease.reload_seconds or 1.0
     gib = max(lease.bytes / GIB, 1e-3)
@@ -53,19 +55,26 @@ def policy(name: str) -> Policy:
 
 
 def victims(
-    need: Mapping[str, int], idle: Iterable[Lease], world: World, rank: Policy
+    need: Mapping[str, int],
+    idle: Iterable[Lease],
+    world: World,
+    rank: Policy,
 ) -> tuple[Lease, ...] | None:
-    """The leases to evict so that `need` bytes are freed on each device; None if all of them are not enough.
+    """The leases to evict to free `need` bytes on each device; None if all are not enough.
 
-    The least important of the `idle` leave first, then those with the lowest `rank` in this `world`. The set is then
-    pruned until no member can be spared. A key `owner:ID` in `need` stands for all cards on which this owner has
-    leases.
+    The least important of the `idle` leave first, then those with the lowest `rank` in this
+    `world`. The set is then pruned until no member can be spared. A key `owner:ID` in `need` stands
+    for all cards on which this owner has leases.
     """
     return victims_in_order(need, eviction_order(idle, world, rank))
 
 
-def eviction_order(idle: Iterable[Lease], world: World, rank: Policy) -> list[Lease]:
-    """The `idle` leases, the first to leave first: by importance, then by `rank` in this `world`, then by name."""
+def eviction_order(
+    idle: Iterable[Lease],
+    world: World,
+    rank: Policy,
+) -> list[Lease]:
+    """The `idle` leases in order: by importance, then by `rank` in this `world`, then by name."""
 
     def key(lease: Lease) -> tuple[int, float, str, str]:
         return (-lease.importance, rank(lease, world), lease.owner, lease.name)
@@ -73,14 +82,15 @@ def eviction_order(idle: Iterable[Lease], world: World, rank: Policy) -> list[Le
     return sorted(idle, key=key)
 
 
-# -- the first in order that are enough ---------------------------------------------------------------------------
+# -- the first in order that are enough ------------------------------------------------------------
 
 
 def victims_in_order(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lease, ...] | None:
     """`victims`, for leases that are in order already.
 
-    No lease is evicted while those before it are enough. Of these as much as possible is spared, counted in seconds
-    of loading again, then in bytes. `need` is bytes by device, or by `owner:ID`; `ordered` is from `eviction_order`.
+    No lease is evicted while those before it are enough. Of these as much as possible is spared,
+    counted in seconds of loading again, then in bytes. `need` is bytes by device, or by `owner:ID`;
+    `ordered` is from `eviction_order`.
     """
     missing = _missing(need)
     if not missing:
@@ -140,11 +150,20 @@ def _spared(chosen: Gains, surplus: Gain) -> set[int]:
     return _spare_in_turn(chosen, surplus, able)  # too many to try every set, or no choice
 
 
-def _most_precious_set(chosen: Gains, surplus: Gain, able: Sequence[int]) -> set[int]:
-    """The set that costs most to load again, of all sets of `able` indices that fit into the surplus."""
+def _most_precious_set(
+    chosen: Gains,
+    surplus: Gain,
+    able: Sequence[int],
+) -> set[int]:
+    """The set of `able` indices that fits into the surplus and costs most to load again."""
     best: tuple[tuple[float, int], tuple[int, ...]] = ((0.0, 0), ())
 
-    def try_from(start: int, seconds: float, size: int, kept: tuple[int, ...]) -> None:
+    def try_from(
+        start: int,
+        seconds: float,
+        size: int,
+        kept: tuple[int, ...],
+    ) -> None:
         nonlocal best
         if (seconds, size) > best[0]:
             best = (seconds, size), kept
@@ -164,7 +183,11 @@ def _most_precious_set(chosen: Gains, surplus: Gain, able: Sequence[int]) -> set
     return set(best[1])
 
 
-def _spare_in_turn(chosen: Gains, surplus: Gain, able: Iterable[int]) -> set[int]:
+def _spare_in_turn(
+    chosen: Gains,
+    surplus: Gain,
+    able: Iterable[int],
+) -> set[int]:
     spared = set()
     for index in able:
         gain = chosen[index][1]
@@ -175,14 +198,14 @@ def _spare_in_turn(chosen: Gains, surplus: Gain, able: Iterable[int]) -> set[int
     return spared
 
 
-# -- the fewest that are enough -----------------------------------------------------------------------------------
+# -- the fewest that are enough --------------------------------------------------------------------
 
 
 def fewest_victims(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[Lease, ...] | None:
-    """The smallest set that makes the room, and of such sets the one that frees the fewest bytes; None if none does.
+    """The smallest set that makes the room, with the fewest bytes of such sets; None if none.
 
-    No more important lease is evicted while less important ones are enough. `need` is bytes by device, or by
-    `owner:ID`. The leases are `ordered`; recency decides among equals only.
+    No more important lease is evicted while less important ones are enough. `need` is bytes by
+    device, or by `owner:ID`. The leases are `ordered`; recency decides among equals only.
     """
     missing = _missing(need)
     if not missing:
@@ -197,7 +220,7 @@ def fewest_victims(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple[L
 def _least_important_that_do(
     need: Gain, ordered: Iterable[Lease]
 ) -> list[tuple[Lease, Gain]] | None:
-    """The leases of the least important classes that meet the need together; None if all of them are not enough."""
+    """The least important classes of leases that meet the need together; None if none do."""
     owners = _owners(need)
     able: list[tuple[Lease, Gain]] = []
     missing = dict(need)
@@ -215,10 +238,11 @@ def _least_important_that_do(
 
 
 class _SmallestSet:
-    """A search for the set of fewest members that meets a need, and of those for the one with the fewest bytes.
+    """A search for the smallest set that meets a need, and of those the one of fewest bytes.
 
-    Sets of one are tried first, then of two, and so on. Leases that free most are tried first, and a branch ends
-    where even the largest of the rest would not do. Exact, unless that takes more than MOST_LOOKS steps.
+    Sets of one are tried first, then of two, and so on. Leases that free most are tried first, and
+    a branch ends where even the largest of the rest would not do. Exact, unless that takes more
+    than MOST_LOOKS steps.
     """
 
     def __init__(self, able: Gains, need: Gain) -> None:
@@ -231,7 +255,7 @@ class _SmallestSet:
             self.sums[place] = list(accumulate(freed, initial=0))
 
     def find(self) -> tuple[Lease, ...]:
-        """The smallest set; if the search takes too long, the largest leases that do, without any that can be spared."""
+        """The smallest set; if the search takes too long, the largest leases that do."""
         for count in range(1, len(self.able) + 1):
             self._try_from(0, count, self.need, 0, ())
             if self.best is not None:
@@ -242,9 +266,14 @@ class _SmallestSet:
         return victims_in_order(self.need, largest_first) or ()
 
     def _try_from(
-        self, start: int, count: int, left: Mapping[str, int], size: int, taken: tuple[Lease, ...]
+        self,
+        start: int,
+        count: int,
+        left: Mapping[str, int],
+        size: int,
+        taken: tuple[Lease, ...],
     ) -> None:
-        """Tries all sets of `count` leases from `start` on, beside those `taken`, which have `size` bytes."""
+        """Tries all sets of `count` leases from `start` on; those `taken` have `size` bytes."""
         self.looks += 1
         if self.looks > MOST_LOOKS:
             return
@@ -259,7 +288,11 @@ class _SmallestSet:
             self._try_from(index + 1, count - 1, after, size + lease.bytes, (*taken, lease))
 
     def _try_last(
-        self, start: int, left: Mapping[str, int], size: int, taken: tuple[Lease, ...]
+        self,
+        start: int,
+        left: Mapping[str, int],
+        size: int,
+        taken: tuple[Lease, ...],
     ) -> None:
         """Completes the set with the smallest lease that is enough alone, if there is one."""
         enough = []
@@ -273,7 +306,12 @@ class _SmallestSet:
         if self.best is None or total < self.best[0]:
             self.best = total, (*taken, smallest)
 
-    def _beyond_reach(self, start: int, count: int, left: Mapping[str, int]) -> bool:
+    def _beyond_reach(
+        self,
+        start: int,
+        count: int,
+        left: Mapping[str, int],
+    ) -> bool:
         """Whether no `count` leases from `start` on can free what is left to free."""
         # With one place, leases are in order of their gain there, so the next ones are the largest.
         one_place = len(self.need) == 1
@@ -285,7 +323,11 @@ class _SmallestSet:
         return False
 
 
-def _gain(lease: Lease, missing: Mapping[str, int], owners: frozenset[str]) -> Gain:
+def _gain(
+    lease: Lease,
+    missing: Mapping[str, int],
+    owners: frozenset[str],
+) -> Gain:
     """Bytes that this lease would free of those that are missing, by place."""
     gain: Gain = {}
     for share in lease.shares:

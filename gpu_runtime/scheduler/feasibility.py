@@ -1,14 +1,13 @@
 """Whether a request can be served at all.
 
-Pure. A request that can never fit is refused at once, and nothing is evicted for it. `never` holds the cards that can
-never take it alone, each with the reason. If it may be divided, the room of several cards together counts.
+Pure. A request that can never fit is refused at once, and nothing is evicted for it. `never` holds
+the cards that can never take it alone, each with the reason. If it may be divided, the room of
+several cards together counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -33,32 +32,24 @@ from .drain import drained
 from .eligibility import largest_fitting_set, permanent_reason_to_stay
 from .placement import claim, claims_footprint_only, place
 from .splitting import may_split, may_use_one_card, split
+from .stuck import Stuck, bytes_on, sets_that_stay, stuck_leases
 
 GB = 2**30
-MOST_TRIED = 8  # precious leases of which every combination is tried on several cards
 TOO_MANY = "exists nowhere else, and the host has no room for them all"
 
 Bytes = Mapping[str, int]  # by device id
 
 
-class Stuck(NamedTuple):
-    """Leases that cannot leave their card, and those that may have to stay."""
-
-    leases: dict[str, list[tuple[Lease, str]]]  # card -> leases that cannot leave it, and why
-    precious: dict[str, list[Lease]]  # card -> leases that can only go to the host, if it has room
-    host_bytes: int  # host memory that the precious ones may use
-
-    def bytes_on(self, card: str, remaining: Iterable[Lease]) -> int:
-        """Bytes on this `card` that cannot leave, and those of the `remaining` precious leases."""
-        stuck = sum(_on(lease, card) for lease, _ in self.leases.get(card, ()))
-        return stuck + sum(_on(lease, card) for lease in remaining)
-
-
-def hopeless(book: Book, request: Request, world: World, never: dict[str, Refuse]) -> Refuse | None:
+def hopeless(
+    book: Book,
+    request: Request,
+    world: World,
+    never: dict[str, Refuse],
+) -> Refuse | None:
     """Why the `request` can never fit, even if all that can leave had left; None if it can.
 
-    `book` and `world` hold leases and devices. `never` is from `hopeless_cards`: each card that can never take it
-    alone, with the refusal.
+    `book` and `world` hold leases and devices. `never` is from `hopeless_cards`: each card that can
+    never take it alone, with the refusal.
     """
     rules = request.placement
     cards = _cards(request, world)
@@ -90,21 +81,30 @@ def _no_such_device(request: Request) -> Refuse:
     return Refuse(because, need_bytes=request.footprint.bytes)
 
 
-def _all_drained(book: Book, world: World, cards: Iterable[str]) -> bool:
+def _all_drained(
+    book: Book,
+    world: World,
+    cards: Iterable[str],
+) -> bool:
     out = drained(book, world)
     return all(card in out for card in cards)
 
 
-# -- one card alone -----------------------------------------------------------------------------------------------
+# -- one card alone --------------------------------------------------------------------------------
 
 
-def hopeless_cards(book: Book, request: Request, world: World) -> dict[str, Refuse]:
+def hopeless_cards(
+    book: Book,
+    request: Request,
+    world: World,
+) -> dict[str, Refuse]:
     """Cards of the `world` that can never take the `request` alone, each with the refusal.
 
-    These leases of the `book` cannot leave: what is kept, what the requesting thread itself pins, and what neither
-    its source can reproduce nor the host can take in. Of several such leases, the host may have room for some only.
+    These leases of the `book` cannot leave: what is kept, what the requesting thread itself pins,
+    and what neither its source can reproduce nor the host can take in. Of several such leases, the
+    host may have room for some only.
     """
-    stuck = _stuck(book, request, world)
+    stuck = stuck_leases(book, request, world)
     rules = request.placement
     footprint_bytes = request.footprint.bytes
     plain = claims_footprint_only(rules)
@@ -125,7 +125,11 @@ def hopeless_cards(book: Book, request: Request, world: World) -> dict[str, Refu
     return refusals
 
 
-def _above_card_bytes(request: Request, card: Device, size: int) -> Refuse:
+def _above_card_bytes(
+    request: Request,
+    card: Device,
+    size: int,
+) -> Refuse:
     """The refusal because the rules allow less of this card."""
     most = request.placement.card_bytes.get(card.id, 0)
     name = request.lease.name
@@ -137,7 +141,12 @@ def _above_card_bytes(request: Request, card: Device, size: int) -> Refuse:
     )
 
 
-def _above_limit(request: Request, card: Device, size: int, limit: int) -> Refuse:
+def _above_limit(
+    request: Request,
+    card: Device,
+    size: int,
+    limit: int,
+) -> Refuse:
     """The refusal because the budget of this card is too small."""
     return Refuse(
         f"{request.lease.name} needs {show_bytes(size)} on one device; the largest budget is "
@@ -149,16 +158,20 @@ def _above_limit(request: Request, card: Device, size: int, limit: int) -> Refus
 
 
 def _beside_stuck(
-    request: Request, card: Device, size: int, limit: int, all_stuck: Stuck
+    request: Request,
+    card: Device,
+    size: int,
+    limit: int,
+    all_stuck: Stuck,
 ) -> Refuse | None:
-    """The refusal because leases that cannot leave this card take too much of it; None if they do not."""
+    """The refusal if leases that cannot leave this card take too much of it; None if not."""
     stuck = all_stuck.leases.get(card.id, [])
     precious = all_stuck.precious.get(card.id, [])
-    left = limit - sum(_on(lease, card.id) for lease, _ in stuck)
+    left = limit - sum(bytes_on(lease, card.id) for lease, _ in stuck)
     if size <= left and precious:
         saved = largest_fitting_set(precious, all_stuck.host_bytes)
         remain = [lease for lease in precious if lease not in saved]
-        remain_bytes = sum(_on(lease, card.id) for lease in remain)
+        remain_bytes = sum(bytes_on(lease, card.id) for lease in remain)
         if size > left - remain_bytes:
             stuck = [*stuck, *((lease, TOO_MANY) for lease in precious)]
             left -= remain_bytes
@@ -176,23 +189,27 @@ def _beside_stuck(
     )
 
 
-# -- several cards ------------------------------------------------------------------------------------------------
+# -- several cards ---------------------------------------------------------------------------------
 
 
-def best_division(book: Book, request: Request, world: World) -> Candidate | Refuse:
-    """How the `request` would be divided if all that can leave had left, or why even then it could not.
+def best_division(
+    book: Book,
+    request: Request,
+    world: World,
+) -> Candidate | Refuse:
+    """How the `request` would be divided if all that can leave had left, or why it could not.
 
     `book` and `world` hold leases and devices; drained cards are left out.
     """
     footprint, rules = request.footprint, request.placement
-    stuck = _stuck(book, request, world)
+    stuck = stuck_leases(book, request, world)
     out = drained(book, world)
     limits = {}
     for card in _cards(request, world):
         if card not in out:
             limits[card] = limit_of(book, world, card)
     allowed = quotas.at_most(book, world)
-    for remaining in _what_may_remain(stuck):
+    for remaining in sets_that_stay(stuck):
         room = {}
         for card, limit in limits.items():
             left = limit - stuck.bytes_on(card, remaining)
@@ -213,7 +230,12 @@ def _cards_in_words(limits: Bytes) -> str:
     return where(tuple(Share(card, 0) for card in limits))
 
 
-def _held_up(request: Request, limits: Bytes, room: Bytes, stuck: Stuck) -> Refuse:
+def _held_up(
+    request: Request,
+    limits: Bytes,
+    room: Bytes,
+    stuck: Stuck,
+) -> Refuse:
     """The refusal because leases that cannot leave take too much of the cards together."""
     name, size = request.lease.name, request.footprint.bytes
     holders: dict[str, tuple[Lease, str]] = {}
@@ -234,7 +256,12 @@ def _held_up(request: Request, limits: Bytes, room: Bytes, stuck: Stuck) -> Refu
 
 
 def _too_small(
-    request: Request, world: World, limits: Bytes, room: Bytes, *, capped: bool
+    request: Request,
+    world: World,
+    limits: Bytes,
+    room: Bytes,
+    *,
+    capped: bool,
 ) -> Refuse:
     """The refusal because the cards' budgets together, or the operator's cap, are too small."""
     footprint, rules, cap = request.footprint, request.placement, world.rules.cap
@@ -259,7 +286,12 @@ def _heads_rule(footprint: Footprint, rules: PlacementRules) -> str:
     return f", and the number of cards must divide its {footprint.heads} attention heads"
 
 
-def _margin_rule(footprint: Footprint, rules: PlacementRules, room: Bytes, limits: Bytes) -> str:
+def _margin_rule(
+    footprint: Footprint,
+    rules: PlacementRules,
+    room: Bytes,
+    limits: Bytes,
+) -> str:
     """The rule on the driver's margin, if the model would fit without it."""
     if not split(footprint, room, replace(rules, margin_bytes=0), limits):
         return ""
@@ -267,7 +299,7 @@ def _margin_rule(footprint: Footprint, rules: PlacementRules, room: Bytes, limit
     return f", and {margin} of each stay free for its driver (GPU_SPLIT_MARGIN_MB)"
 
 
-# -- leases that cannot leave -------------------------------------------------------------------------------------
+# -- leases that cannot leave ----------------------------------------------------------------------
 
 
 def _cards(request: Request, world: World) -> list[str]:
@@ -276,48 +308,12 @@ def _cards(request: Request, world: World) -> list[str]:
     return [card for card in cards if card in allowed] if allowed else cards
 
 
-def _stuck(book: Book, request: Request, world: World) -> Stuck:
-    leases: dict[str, list[tuple[Lease, str]]] = {}
-    precious: dict[str, list[Lease]] = {}
-    for lease in book.leases():
-        if lease.droppable and not lease.keep and not request.held:
-            continue
-        why = permanent_reason_to_stay(lease, world, held=request.held)
-        for device in {share.device for share in lease.shares}:
-            if why:
-                leases.setdefault(device, []).append((lease, why))
-            elif not lease.droppable and lease.kind == "model":
-                precious.setdefault(device, []).append(lease)
-    return Stuck(leases, precious, _host_bytes_to_be_had(book, world) if precious else 0)
-
-
-def _what_may_remain(stuck: Stuck) -> list[tuple[Lease, ...]]:
-    """Sets of precious leases that stay, because the host has no room for all of them; the emptiest cards first.
-
-    If there are too many to try every set, no lease is taken to stay: then the request waits, and evicts nothing.
-    """
-    by_id = {}
-    for leases in stuck.precious.values():
-        for lease in leases:
-            by_id[lease.id] = lease
-    precious = list(by_id.values())
-    total = sum(lease.own_bytes for lease in precious)
-    if len(precious) > MOST_TRIED or total <= stuck.host_bytes:
-        return [()]
-    sets = []
-    for count in range(len(precious), -1, -1):
-        for saved in combinations(precious, count):
-            if sum(lease.own_bytes for lease in saved) <= stuck.host_bytes:
-                sets.append(tuple(lease for lease in precious if lease not in saved))
-    return sets
-
-
 def _holders_in_words(stuck: Iterable[tuple[Lease, str]]) -> str:
     return "; ".join(f"{lease.name} ({show_bytes(lease.bytes)}) {why}" for lease, why in stuck)
 
 
 def _kind(stuck: Sequence[Lease], request: Request) -> str:
-    """The kind of the refusal. The advice depends on it: leave a block, unpin, or find more host memory."""
+    """The kind of the refusal, for the advice: leave a block, unpin, find more host memory."""
     if any(lease.id in request.held for lease in stuck):
         return "nested"
     return "kept" if any(lease.keep for lease in stuck) else "precious"
@@ -327,28 +323,20 @@ def _sizes(room: Bytes) -> str:
     return " + ".join(show_bytes(max(0, size)) for size in room.values())
 
 
-def _on(lease: Lease, card: str) -> int:
-    return sum(share.bytes for share in lease.shares if share.device == card)
-
-
 def _card_bytes(lease: Lease) -> int:
     return sum(share.bytes for share in lease.shares if share.device != HOST)
 
 
-def _host_bytes_to_be_had(book: Book, world: World) -> int:
-    """Host memory that weights may move to, once all that may be dropped has left it."""
-    taken = 0
-    for lease in book.leases():
-        if lease.keep or not lease.droppable:
-            taken += _on(lease, HOST)
-    return max(0, limit_of(book, world, HOST) - taken)
+# -- this owner's own limit ------------------------------------------------------------------------
 
 
-# -- this owner's own limit ---------------------------------------------------------------------------------------
-
-
-def _past_own_limit(book: Book, request: Request, world: World, size: int) -> Refuse | None:
-    """The refusal by INFERENCE_MEMORY_LIMIT_GB: what cannot leave now and the new model exceed it together."""
+def _past_own_limit(
+    book: Book,
+    request: Request,
+    world: World,
+    size: int,
+) -> Refuse | None:
+    """The refusal if what cannot leave and the new model exceed INFERENCE_MEMORY_LIMIT_GB."""
     limit = world.rules.limit_bytes
     if limit is None or request.lease.kind != "model":
         return None
@@ -371,11 +359,15 @@ def _past_own_limit(book: Book, request: Request, world: World, size: int) -> Re
 
 
 def _beside_what_remains(
-    book: Book, request: Request, world: World, left: int, mine: list[Lease]
+    book: Book,
+    request: Request,
+    world: World,
+    left: int,
+    mine: list[Lease],
 ) -> bool:
-    """Whether it fits on the cards and into the rest of the own limit, whichever leases the host has no room for."""
-    stuck = _stuck(book, request, world)
-    choices = _what_may_remain(stuck)
+    """Whether it fits on the cards and into the own limit, beside leases that must stay."""
+    stuck = stuck_leases(book, request, world)
+    choices = sets_that_stay(stuck)
     if choices == [()]:
         return True
     limits = {card: limit_of(book, world, card) for card in _cards(request, world)}

@@ -17,7 +17,7 @@ LOOK_SECONDS = 1.0  # how soon to decide again if only a new measurement can cha
 
 
 def twin(context: Context, request: Request) -> Ticket | None:
-    """An elder's ticket for the model of this `request` itself: room is made for it once, not twice.
+    """An elder's ticket for the same model as the `request`: room is made for it only once.
 
     `context` holds the elders.
     """
@@ -37,8 +37,9 @@ def wait_for_obstacles(
 ) -> Wait:
     """A Wait that names what is in the way on the nearest card.
 
-    Its `retry_at` is when time alone may change that, on that card or on another of the `candidates` (the nearest
-    first). `book`, `request`, `world` and `context` are the inputs of this decision.
+    Its `retry_at` is when time alone may change that, on that card or on another of the
+    `candidates` (the nearest first). `book`, `request`, `world` and `context` are the inputs of
+    this decision.
     """
     ahead = len(context.elders)
     name = request.lease.name
@@ -106,7 +107,14 @@ def _leases_in_the_way(
         if why or not lease.droppable:
             leased = True
         place = lease.where if lease.shares else first_card
-        words = _in_words(book, lease, why, wanted, world, context)
+        words = _in_words(
+            book,
+            lease,
+            why,
+            wanted,
+            world,
+            context,
+        )
         sentences.append(f"{lease.name} ({show_bytes(lease.bytes)} on {place}) {words}")
     return _InTheWay(blockers, sentences, retry, leased)
 
@@ -149,7 +157,11 @@ def _shortened(sentences: list[str]) -> str:
     return "; ".join(sentences)
 
 
-def _quiet_seconds(lease: Lease, wanted: Lease, world: World) -> float:
+def _quiet_seconds(
+    lease: Lease,
+    wanted: Lease,
+    world: World,
+) -> float:
     """How long after its last use this lease may be evicted."""
     grace = world.rules.grace_seconds if lease.owner != wanted.owner else 0.0
     keep_alive = lease.keep_alive if wanted.importance >= lease.importance else 0.0
@@ -157,7 +169,12 @@ def _quiet_seconds(lease: Lease, wanted: Lease, world: World) -> float:
 
 
 def _in_words(
-    book: Book, lease: Lease, why: str, wanted: Lease, world: World, context: Context
+    book: Book,
+    lease: Lease,
+    why: str,
+    wanted: Lease,
+    world: World,
+    context: Context,
 ) -> str:
     """Why this lease is in the way, as the rest of a sentence. `why` is from `reason_to_stay`."""
     if lease.phase is Phase.ARRIVING and lease.kind == "model":
@@ -182,7 +199,12 @@ def _in_words(
     return "exists nowhere else, and the host has no room for it now"
 
 
-def _by(book: Book, lease: Lease, asker: str, world: World) -> str:
+def _by(
+    book: Book,
+    lease: Lease,
+    asker: str,
+    world: World,
+) -> str:
     """Which other process uses the lease, and for how long; empty for one of the asker's own."""
     owner = book.owner(lease.owner)
     if owner is None or lease.owner == asker:

@@ -1,7 +1,7 @@
 """On which device a model may be placed, given the room on each: one card first.
 
-Pure. A candidate that does not fit is kept, with the reason: `plan` shows it, and `eviction` tries to make room on it.
-How a model is divided over several cards is decided in `splitting`.
+Pure. A candidate that does not fit is kept, with the reason: `plan` shows it, and `eviction` tries
+to make room on it. How a model is divided over several cards is decided in `splitting`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,17 @@ def check_layout(name: str) -> str:
 
 
 def place(
-    footprint: Footprint, room: Bytes, rules: PlacementRules, limits: Bytes | None = None
+    footprint: Footprint,
+    room: Bytes,
+    rules: PlacementRules,
+    limits: Bytes | None = None,
 ) -> tuple[Candidate, ...]:
-    """The ways to place the `footprint`, the best first: those that fit, by policy; then the others, the nearest first.
+    """The ways to place the `footprint`: those that fit, the best first; then the nearest.
 
-    `room` is bytes free to grant, by device id; its order decides where nothing else does. `limits` are the devices'
-    budgets, that is, the size of a whole card; without them the room is. Several cards are tried only if no card alone
-    has the room. The `rules` name the policy, the layout and the devices that are allowed.
+    `room` is bytes free to grant, by device id; its order decides where nothing else does. `limits`
+    are the devices' budgets, that is, the size of a whole card; without them the room is. Several
+    cards are tried only if no card alone has the room. The `rules` name the policy, the layout and
+    the devices that are allowed.
     """
     limits = room if limits is None else limits
     alone = on_one_card(footprint, room, rules, limits) if may_use_one_card(rules) else ()
@@ -53,9 +57,12 @@ def place(
 
 
 def on_one_card(
-    footprint: Footprint, room: Bytes, rules: PlacementRules, limits: Bytes
+    footprint: Footprint,
+    room: Bytes,
+    rules: PlacementRules,
+    limits: Bytes,
 ) -> tuple[Candidate, ...]:
-    """One candidate for each device. Order and parameters (`footprint`, `room`, `rules`, `limits`) as in `place`."""
+    """One candidate a device. Order, `footprint`, `room`, `rules` and `limits` as in `place`."""
     size = footprint.bytes
     allowed = [device for device in room if not rules.devices or device in rules.devices]
     if rules.card_bytes or not claims_footprint_only(rules):
@@ -80,7 +87,7 @@ def _claiming_more(
     rules: PlacementRules,
     limits: Bytes,
 ) -> tuple[Candidate, ...]:
-    """The same if a claim may be larger than the model, or if the rules bound what a card may give."""
+    """The same if a claim may exceed the model, or if the rules bound what a card gives."""
     found = []
     for device in allowed:
         size = claim(footprint, rules, limits.get(device, 0))
@@ -108,11 +115,16 @@ def claims_footprint_only(rules: PlacementRules) -> bool:
     return rules.layout != "whole" and not rules.factor
 
 
-def claim(footprint: Footprint, rules: PlacementRules, limit: int) -> int:
-    """Bytes that the `footprint` claims of a single card whose budget is `limit`; if more than that, it does not fit.
+def claim(
+    footprint: Footprint,
+    rules: PlacementRules,
+    limit: int,
+) -> int:
+    """Bytes that the `footprint` claims of one card; if above its budget `limit`, it cannot fit.
 
-    With a factor in the `rules`, NDIF's rule: the weights times the factor if that is less than the given fraction of
-    the card, else the whole card. Without one the estimate itself, in which KV cache and the rest are named parts.
+    With a factor in the `rules`, NDIF's rule: the weights times the factor if that is less than the
+    given fraction of the card, else the whole card. Without one the estimate itself, in which KV
+    cache and the rest are named parts.
 
     >>> rules = PlacementRules(factor=3.0, largest_fraction=0.8)
     >>> [claim(Footprint.of(size), rules, 80) for size in (10, 21, 22, 90)]
@@ -130,7 +142,12 @@ def claim(footprint: Footprint, rules: PlacementRules, limit: int) -> int:
     return max(size, limit)
 
 
-def _because(device: str, size: int, free: int, rules: PlacementRules) -> str:
+def _because(
+    device: str,
+    size: int,
+    free: int,
+    rules: PlacementRules,
+) -> str:
     if free < size:
         free = max(free, 0)
         missing = show_bytes(size - free)
@@ -141,11 +158,13 @@ def _because(device: str, size: int, free: int, rules: PlacementRules) -> str:
     return f"{device} has {show_bytes(free)} free and would keep {rest}"
 
 
-# -- why the others lost ------------------------------------------------------------------------------------------
+# -- why the others lost ---------------------------------------------------------------------------
 
 
 def runners_up(
-    considered: Iterable[Candidate], taken: Shares, rules: PlacementRules
+    considered: Iterable[Candidate],
+    taken: Shares,
+    rules: PlacementRules,
 ) -> tuple[Candidate, ...]:
     """The `considered` candidates, the chosen one first, each other with the reason why it lost.
 
@@ -162,7 +181,14 @@ def runners_up(
             continue
         because = _why_not(one, chosen, rules)
         others.append(
-            Candidate(one.shares, one.fits, because, one.victims, one.cost_seconds, one.filled)
+            Candidate(
+                one.shares,
+                one.fits,
+                because,
+                one.victims,
+                one.cost_seconds,
+                one.filled,
+            )
         )
     return chosen, *others
 
@@ -171,7 +197,11 @@ def _cards(shares: Shares) -> tuple[str, ...]:
     return tuple(share.device for share in shares)
 
 
-def _why_not(other: Candidate, chosen: Candidate, rules: PlacementRules) -> str:
+def _why_not(
+    other: Candidate,
+    chosen: Candidate,
+    rules: PlacementRules,
+) -> str:
     if other.victims:
         return _why_not_evict(other, chosen)
     if not other.fits:

@@ -33,10 +33,16 @@ from .pressure import sample_of
 from .transitions import perform
 
 
-def plan(book: Book, request: Request, world: World, rank: Policy) -> Plan:
-    """What would happen to this `request`: the decisions of `admit`, with every step taken to succeed.
+def plan(
+    book: Book,
+    request: Request,
+    world: World,
+    rank: Policy,
+) -> Plan:
+    """What would happen to this `request`: the decisions of `admit`, as if every step succeeds.
 
-    `book`, `world` and `rank` (the eviction policy) as in `admit`; the book of the caller does not change.
+    `book`, `world` and `rank` (the eviction policy) as in `admit`; the book of the caller does not
+    change.
     """
     steps: tuple[Step, ...] = ()
     asked: tuple[str, ...] = ()
@@ -47,7 +53,14 @@ def plan(book: Book, request: Request, world: World, rank: Policy) -> Plan:
         considered = considered or verdict.considered
         reasons.append(verdict.because)
         if isinstance(verdict, Grant):
-            return _granted(request, verdict, steps + verdict.steps, asked, reasons, considered)
+            return _granted(
+                request,
+                verdict,
+                steps + verdict.steps,
+                asked,
+                reasons,
+                considered,
+            )
         if isinstance(verdict, Refuse):
             break
         round_steps = [*verdict.steps, *_steps_of_others(book, verdict.asked, world)]
@@ -94,7 +107,11 @@ def _granted(
     )
 
 
-def _steps_of_others(book: Book, asked: Iterable[str], world: World) -> list[Step]:
+def _steps_of_others(
+    book: Book,
+    asked: Iterable[str],
+    world: World,
+) -> list[Step]:
     """The steps by which other owners would evict the leases that they are asked to evict."""
     host_room = room(book, world).get(HOST, 0)
     leases = [lease for id in asked if (lease := book.find(id))]
@@ -110,7 +127,11 @@ def _steps_of_others(book: Book, asked: Iterable[str], world: World) -> list[Ste
     return steps
 
 
-def _as_if_measured(book: Book, step: Step, world: World) -> World:
+def _as_if_measured(
+    book: Book,
+    step: Step,
+    world: World,
+) -> World:
     """The world with samples that show the bytes that the step freed."""
     source = getattr(step, "source", ())
     samples = dict(world.samples)

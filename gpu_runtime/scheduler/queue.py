@@ -1,7 +1,7 @@
 """The order in which waiting requests are served.
 
-Pure. The queue is ordered by importance, then by arrival. Waiting moves a request forward in the queue; it never
-changes which leases the request may evict.
+Pure. The queue is ordered by importance, then by arrival. Waiting moves a request forward in the
+queue; it never changes which leases the request may evict.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ from ..facts import IMPORTANCE, Book, Request, Ticket, World
 _CLASSES = sorted(IMPORTANCE.values())
 
 
-def aged(importance: int, waited_seconds: float, world: World) -> int:
+def aged(
+    importance: int,
+    waited_seconds: float,
+    world: World,
+) -> int:
     """The importance that a request has in the queue: one class higher for each 30 s waited.
 
-    `importance` is the request's own; lower is more important. `waited_seconds` is the time since it arrived.
+    `importance` is the request's own; lower is more important. `waited_seconds` is the time since
+    it arrived.
 
     >>> from gpu_runtime.facts import Rules
     >>> aged(20, 65.0, World(0, 0, (), {}, rules=Rules()))
@@ -31,13 +36,17 @@ def aged(importance: int, waited_seconds: float, world: World) -> int:
 
 
 def queue(book: Book, world: World) -> tuple[Ticket, ...]:
-    """The waiting requests of the `book`, the first to be served first; ages are computed at `world.now`."""
+    """The waiting requests of the `book`, the next to be served first; aged at `world.now`."""
     waiting = [ticket for ticket in book.tickets if ticket.verb == "use"]
     waiting.sort(key=lambda ticket: _ticket_position(ticket, world))
     return tuple(waiting)
 
 
-def elders(book: Book, request: Request, world: World) -> tuple[Ticket, ...]:
+def elders(
+    book: Book,
+    request: Request,
+    world: World,
+) -> tuple[Ticket, ...]:
     """The tickets ahead of this `request` in the queue.
 
     A ticket that was not refreshed lately (its process is stopped) is skipped.
@@ -58,22 +67,33 @@ def _ticket_position(ticket: Ticket, world: World) -> tuple[int, float, str]:
     return _position(ticket.importance, ticket.arrived, ticket.key, world)
 
 
-def _position(importance: int, arrived: float, key: str, world: World) -> tuple[int, float, str]:
+def _position(
+    importance: int,
+    arrived: float,
+    key: str,
+    world: World,
+) -> tuple[int, float, str]:
     """The sort key of a request: a lower one is served earlier."""
     waited_seconds = world.now - arrived
     return aged(importance, waited_seconds, world), arrived, key
 
 
 def awake(ticket: Ticket, world: World) -> bool:
-    """Whether the process of this `ticket` still refreshes it, so that it would take room that is freed for it."""
+    """Whether the process of this `ticket` still refreshes it, and so would take freed room."""
     return world.now - ticket.refreshed <= world.rules.refresh_seconds
 
 
-def may_pass(book: Book, elder: Ticket, request: Request, world: World) -> bool:
+def may_pass(
+    book: Book,
+    elder: Ticket,
+    request: Request,
+    world: World,
+) -> bool:
     """Whether the `request` may take room before this `elder`.
 
-    It may in two cases, because the elder cannot use the room now. Either a model in use blocks the elder (for the
-    first 30 s only), or the leases that block it are held by the very thread that makes the request.
+    It may in two cases, because the elder cannot use the room now. Either a model in use blocks the
+    elder (for the first 30 s only), or the leases that block it are held by the very thread that
+    makes the request.
     """
     blocked_since = elder.blocked_since
     if blocked_since and world.now - blocked_since < world.rules.passing_seconds:

@@ -1,19 +1,19 @@
 """How a model is divided among several cards.
 
-Pure. `balanced` gives every card the same, as tensor parallelism needs; `proportional` gives each in proportion to its
-room; `whole` takes each card whole. Cards are claimed in the order of their index. Which cards are emptied for a model
-is decided in `eviction_multi`.
+Pure. `balanced` gives every card the same, as tensor parallelism needs; `proportional` gives each
+in proportion to its room; `whole` takes each card whole. Cards are claimed in the order of their
+index. Which cards are emptied for a model is decided in `eviction_multi`.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, combinations, pairwise
+from itertools import combinations, pairwise
 from math import ceil, comb
 
 from ..facts import Candidate, Footprint, PlacementRules, Share, where
 from ..units import show_bytes
+from .parts import equal_parts, packed, parts_in_proportion, pieces_in_proportion, running_sums
 
 MOST_TRIED = 300  # sets of cards of which every one is tried; beyond it the first and the largest
 
@@ -22,19 +22,29 @@ Holds = Callable[[Room], bool]
 
 
 def split(
-    footprint: Footprint, room: Room, rules: PlacementRules, limits: Room
+    footprint: Footprint,
+    room: Room,
+    rules: PlacementRules,
+    limits: Room,
 ) -> tuple[Candidate, ...]:
-    """The ways to divide the `footprint` that fit into this `room`: one for each number of cards, the fewest first.
+    """The ways to divide the `footprint` that fit, one for each number of cards, fewest first.
 
-    `room` is bytes by device id, in the order of the devices; `limits` are their budgets, needed for whole cards. The
-    `rules` name the layout, the devices and how many. A card that cannot take its part is skipped, and the search goes
-    on.
+    `room` is bytes by device id, in the order of the devices; `limits` are their budgets, needed
+    for whole cards. The `rules` name the layout, the devices and how many. A card that cannot take
+    its part is skipped, and the search goes on.
     """
     cards = [card for card in room if not rules.devices or card in rules.devices]
     most = min(rules.most_cards or len(cards), len(cards))
     found = []
     for count in range(max(2, rules.least_cards), most + 1):
-        for chosen in _sets(footprint, cards, count, room, rules, limits):
+        for chosen in _sets(
+            footprint,
+            cards,
+            count,
+            room,
+            rules,
+            limits,
+        ):
             chosen_room = {card: room[card] for card in chosen}
             candidate = divide(footprint, chosen_room, rules, limits)
             if candidate is not None:
@@ -44,7 +54,10 @@ def split(
 
 
 def divide(
-    footprint: Footprint, room: Room, rules: PlacementRules, limits: Room
+    footprint: Footprint,
+    room: Room,
+    rules: PlacementRules,
+    limits: Room,
 ) -> Candidate | None:
     """The `footprint`, divided over all cards of this `room`; None if they cannot hold it so.
 
@@ -75,27 +88,34 @@ def divide(
 
 
 def _parts(
-    footprint: Footprint, room: Room, rules: PlacementRules, limits: Room
+    footprint: Footprint,
+    room: Room,
+    rules: PlacementRules,
+    limits: Room,
 ) -> tuple[int, ...] | None:
     """The model's own bytes on each card, by layout."""
     if rules.layout == "balanced":
-        return _equal(footprint, len(room))
+        return equal_parts(footprint, len(room))
     if rules.layout == "whole":
-        return _in_proportion(footprint, [limits[card] for card in room])
+        return parts_in_proportion(footprint, [limits[card] for card in room])
     free = [_to_spend(size, card, rules) for card, size in room.items()]
-    return _in_proportion(footprint, free)
+    return parts_in_proportion(footprint, free)
 
 
-# -- whether it fits ----------------------------------------------------------------------------------------------
+# -- whether it fits -------------------------------------------------------------------------------
 
 
 def fitting(
-    footprint: Footprint, cards: Sequence[str], rules: PlacementRules, limits: Room
+    footprint: Footprint,
+    cards: Sequence[str],
+    rules: PlacementRules,
+    limits: Room,
 ) -> Holds:
-    """A function of the room on these `cards` that returns whether `divide` can divide the `footprint` over them.
+    """A function of the room: whether `divide` can divide the `footprint` over these `cards`.
 
-    A part must go to each of the cards. (If it said yes for cards that do not all get a part, no lease would be asked
-    to leave them, and the model could be placed nowhere.) `rules` and `limits` as in `split`.
+    A part must go to each of the cards. (If it said yes for cards that do not all get a part, no
+    lease would be asked to leave them, and the model could be placed nowhere.) `rules` and `limits`
+    as in `split`.
     """
     if footprint.bytes < len(cards):
         return _never_holds
@@ -110,8 +130,12 @@ def _never_holds(room: Room) -> bool:
     return False
 
 
-def _fitting_whole(footprint: Footprint, cards: Sequence[str], limits: Room) -> Holds:
-    if _in_proportion(footprint, [limits[card] for card in cards]) is None:
+def _fitting_whole(
+    footprint: Footprint,
+    cards: Sequence[str],
+    limits: Room,
+) -> Holds:
+    if parts_in_proportion(footprint, [limits[card] for card in cards]) is None:
         return _never_holds
 
     def holds(room: Room) -> bool:
@@ -120,10 +144,14 @@ def _fitting_whole(footprint: Footprint, cards: Sequence[str], limits: Room) -> 
     return holds
 
 
-def _fitting_balanced(footprint: Footprint, cards: Sequence[str], rules: PlacementRules) -> Holds:
+def _fitting_balanced(
+    footprint: Footprint,
+    cards: Sequence[str],
+    rules: PlacementRules,
+) -> Holds:
     if footprint.heads and footprint.heads % len(cards):
         return _never_holds
-    equal = _equal(footprint, len(cards))
+    equal = equal_parts(footprint, len(cards))
     if equal is None:
         return _never_holds
     # Each card must be able to take the largest part, whichever it gets.
@@ -136,10 +164,12 @@ def _fitting_balanced(footprint: Footprint, cards: Sequence[str], rules: Placeme
 
 
 def _fitting_proportional(
-    footprint: Footprint, cards: Sequence[str], rules: PlacementRules
+    footprint: Footprint,
+    cards: Sequence[str],
+    rules: PlacementRules,
 ) -> Holds:
     size = footprint.bytes
-    sums = _sums(footprint) if footprint.pieces else []
+    sums = running_sums(footprint) if footprint.pieces else []
     plain = not (rules.card_bytes or rules.overhead)
     margin = rules.margin_bytes
 
@@ -152,18 +182,23 @@ def _fitting_proportional(
             return False
         if not sums:
             return True
-        ends = _packed(sums, spend)
+        ends = packed(sums, spend)
         if ends is None:
             return False
         # Mostly every card has some piece. Then no cut needs to be looked for.
         if all([before < end for before, end in pairwise([0, *ends])]):
             return True
-        return _proportionally(sums, spend) is not None
+        return pieces_in_proportion(sums, spend) is not None
 
     return holds
 
 
-def claimed(footprint: Footprint, cards: Sequence[str], rules: PlacementRules, limits: Room) -> int:
+def claimed(
+    footprint: Footprint,
+    cards: Sequence[str],
+    rules: PlacementRules,
+    limits: Room,
+) -> int:
     """Bytes that the `footprint` claims of these `cards` together, at most.
 
     Each card's part of an overhead is rounded up. `rules` and `limits` as in `split`.
@@ -184,7 +219,7 @@ def may_use_one_card(rules: PlacementRules) -> bool:
     return rules.least_cards <= 1 or not may_split(rules)
 
 
-# -- which cards --------------------------------------------------------------------------------------------------
+# -- which cards -----------------------------------------------------------------------------------
 
 
 def _sets(
@@ -196,7 +231,14 @@ def _sets(
     limits: Room,
 ) -> Iterator[tuple[str, ...]]:
     """Sets of `count` cards, in the order in which they are tried."""
-    free = _to_give(footprint, cards, count, room, rules, limits)
+    free = _to_give(
+        footprint,
+        cards,
+        count,
+        room,
+        rules,
+        limits,
+    )
     able = [card for card in cards if free[card] > 0]
     if len(able) < count:
         return
@@ -232,7 +274,7 @@ def _to_give(
         return {card: _to_spend(room[card], card, rules) for card in cards}
     if footprint.heads and footprint.heads % count:
         return dict.fromkeys(cards, 0)
-    largest = max(_equal(footprint, count) or (footprint.bytes,))
+    largest = max(equal_parts(footprint, count) or (footprint.bytes,))
     part = _with_overhead(largest, rules)
     give = {}
     for card in cards:
@@ -240,8 +282,13 @@ def _to_give(
     return give
 
 
-def _first_in_order(cards: Sequence[str], free: Room, count: int, size: int) -> tuple[str, ...]:
-    """The first `count` cards, in order, that have `size` together. The largest of them must have it."""
+def _first_in_order(
+    cards: Sequence[str],
+    free: Room,
+    count: int,
+    size: int,
+) -> tuple[str, ...]:
+    """The first `count` cards that have `size` together. The largest must have it."""
     chosen: list[str] = []
     left = size
     for index, card in enumerate(cards):
@@ -256,13 +303,21 @@ def _first_in_order(cards: Sequence[str], free: Room, count: int, size: int) -> 
     return tuple(chosen)
 
 
-def _held_to(free: int, card: str, rules: PlacementRules) -> int:
+def _held_to(
+    free: int,
+    card: str,
+    rules: PlacementRules,
+) -> int:
     """The room on a card, or less if the rules bound what the model may take there."""
     return min(free, rules.card_bytes.get(card, 0)) if rules.card_bytes else free
 
 
-def _to_spend(free: int, card: str, rules: PlacementRules) -> int:
-    """The model's own bytes that a card can take in proportion: without the margin and the overhead."""
+def _to_spend(
+    free: int,
+    card: str,
+    rules: PlacementRules,
+) -> int:
+    """The model's own bytes that a card can take, without the margin and the overhead."""
     spend = free - rules.margin_bytes
     if rules.card_bytes:
         spend = _held_to(spend, card, rules)
@@ -271,124 +326,3 @@ def _to_spend(free: int, card: str, rules: PlacementRules) -> int:
 
 def _with_overhead(part: int, rules: PlacementRules) -> int:
     return ceil(part * (1 + rules.overhead)) if rules.overhead else part
-
-
-# -- how much to each ---------------------------------------------------------------------------------------------
-
-
-def _equal(footprint: Footprint, count: int) -> tuple[int, ...] | None:
-    """Equal parts, to a byte; or to the nearest piece, if it may be cut only between pieces."""
-    size = footprint.bytes
-    if not footprint.pieces:
-        part, rest = divmod(size, count)
-        return tuple(part + (index < rest) for index in range(count))
-    ideal = [size * (index + 1) / count for index in range(count)]
-    return _cut(_sums(footprint), ideal, [size] * count)
-
-
-def _in_proportion(footprint: Footprint, free: Sequence[int]) -> tuple[int, ...] | None:
-    """Parts in proportion to the free bytes, none larger than those; None if they do not fit."""
-    size, total = footprint.bytes, sum(free)
-    if min(free) <= 0 or total < size:
-        return None
-    if footprint.pieces:
-        return _proportionally(_sums(footprint), free)
-    ends = [size * until // total for until in accumulate(free)]
-    parts = [end - start for start, end in pairwise([0, *ends])]
-    _move_excess(parts, free)
-    # No card is left without a byte, however small the model is.
-    while 0 in parts and max(parts) > 1:
-        parts[parts.index(max(parts))] -= 1
-        parts[parts.index(0)] += 1
-    return tuple(parts)
-
-
-def _move_excess(parts: list[int], free: Sequence[int]) -> None:
-    """Moves bytes from parts that are too large for their card to cards that have room.
-
-    A difference of two roundings may be a byte too large; the next card then has a byte to spare.
-    """
-    over = 0
-    for index, most in enumerate(free):
-        over += max(0, parts[index] - most)
-        parts[index] = min(parts[index], most)
-    for index, most in enumerate(free):
-        more = min(over, most - parts[index])
-        parts[index] += more
-        over -= more
-
-
-def _proportionally(sums: Sequence[int], free: Sequence[int]) -> tuple[int, ...] | None:
-    """Whole pieces, in proportion to the free bytes; if they cannot be cut so, each card in turn is filled."""
-    until, total = list(accumulate(free)), sum(free)
-    ideal = [sums[-1] * end / total for end in until]
-    return _cut(sums, ideal, free) or _cut(sums, until, free)
-
-
-def _sums(footprint: Footprint) -> list[int]:
-    """The bytes up to each boundary between pieces, scaled so that all pieces are `footprint.bytes`."""
-    sums = list(accumulate(footprint.pieces))
-    total = sums[-1]
-    if total == footprint.bytes:
-        return sums
-    # The model was measured, and has another size than its pieces.
-    return [until * footprint.bytes // total for until in sums]
-
-
-def _packed(sums: Sequence[int], most: Sequence[int]) -> list[int] | None:
-    """The boundary that each card in turn reaches if it takes all that it can; None if pieces are left over."""
-    reached = taken = 0
-    ends = []
-    for size in most:
-        if size > 0:
-            reached = bisect_right(sums, taken + size, lo=reached)
-            taken = sums[reached - 1] if reached else 0
-        ends.append(reached)
-    return ends if reached == len(sums) else None
-
-
-def _cut(
-    sums: Sequence[int], ideal: Sequence[float], most: Sequence[int]
-) -> tuple[int, ...] | None:
-    """Bytes for each card, in consecutive whole pieces; None if it cannot be cut so.
-
-    The cuts are as near to the `ideal` running sums as possible, and no part is above `most`.
-    """
-    count, pieces = len(most), len(sums)
-    if pieces < count or _packed(sums, most) is None:
-        return None
-    least = _least_ends(sums, most)
-    parts = []
-    start = 0
-    for index in range(count):
-        taken = sums[start - 1] if start else 0
-        cards_after = count - 1 - index
-        low = max(start + 1, least[index])
-        high = min(bisect_right(sums, taken + most[index]), pieces - cards_after)
-        if low > high:
-            return None
-        end = _nearest(sums, ideal[index], low, high)
-        parts.append(sums[end - 1] - taken)
-        start = end
-    return tuple(parts) if start == pieces else None
-
-
-def _least_ends(sums: Sequence[int], most: Sequence[int]) -> list[int]:
-    """The boundary that each card must reach at least, so that those after it can hold the rest."""
-    left = len(sums)
-    ends = [left] * len(most)
-    for index in range(len(most) - 1, 0, -1):
-        total = sums[left - 1] if left else 0
-        rest = total - most[index]
-        left = min(left, bisect_left(sums, rest) + 1) if rest > 0 else 0
-        ends[index - 1] = left
-    return ends
-
-
-def _nearest(sums: Sequence[int], ideal: float, low: int, high: int) -> int:
-    """Of the boundaries from `low` to `high` the one that is nearest to the ideal, the lower of two."""
-    first_above = bisect_left(sums, ideal) + 1
-    end = min(max(first_above, low), high)
-    if end > low and ideal - sums[end - 2] <= sums[end - 1] - ideal:
-        return end - 1
-    return end

@@ -1,0 +1,149 @@
+"""The cards, or sets of cards, that a request may use as things are.
+
+Pure. The first candidate is the best; the order is that of `placement` and `splitting`. Which of
+them gets the request, and whether room is made on it, is decided in `admission` and `eviction`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+from msgspec.structs import replace
+
+from ..facts import Book, Candidate, Refuse, Request, Share, World, where
+from .capacity import limit_of
+from .context import Context
+from .feasibility import best_division
+from .obstacles import reserved_for_elders
+from .placement import place
+from .splitting import may_split, may_use_one_card, split
+
+
+def with_layout(
+    request: Request,
+    world: World,
+    never: Container[str],
+) -> Request:
+    """The request with its layout decided: one card if one could ever hold it, else several."""
+    rules = request.placement
+    if rules.layout not in ("auto", "whole"):
+        return request
+    alone = may_use_one_card(rules) and _some_card(rules.devices, world, never)
+    if rules.layout == "whole":
+        return replace(request, placement=replace(rules, most_cards=1)) if alone else request
+    layout = "single" if alone else "proportional"
+    return replace(request, placement=replace(rules, layout=layout))
+
+
+def _some_card(
+    allowed: Container[str],
+    world: World,
+    never: Container[str],
+) -> bool:
+    """Whether any allowed card could ever take the request alone."""
+    for card in world.devices:
+        if card.is_host or card.id in never:
+            continue
+        if not allowed or card.id in allowed:
+            return True
+    return False
+
+
+def candidates_for(
+    book: Book,
+    request: Request,
+    world: World,
+    context: Context,
+    out: Mapping[str, str],
+) -> tuple[Candidate, ...]:
+    """The cards, or sets of cards, for the request now, the best first; drained cards last."""
+    rules, free = request.placement, context.free()
+    if out:
+        free = {device: size for device, size in free.items() if device not in out}
+    if rules.layout == "single" and not rules.factor:  # one card, and no more of it than is needed
+        found = place(request.footprint, free, rules)
+    else:
+        limits = {device: limit_of(book, world, device) for device in free}
+        found = place(request.footprint, free, rules, limits)
+        # The room of several cards together is a sum of what each may give.
+        if context.blind or context.own_left is not None:
+            found = _splits_within(request, context, free, limits, found)
+    return _with_reserved(found, context) + _drained_candidates(request, out)
+
+
+def _splits_within(
+    request: Request,
+    context: Context,
+    free: Mapping[str, int],
+    limits: Mapping[str, int],
+    found: tuple[Candidate, ...],
+) -> tuple[Candidate, ...]:
+    """The candidates without divisions that use unmeasured cards or exceed the own limit."""
+    rules = request.placement
+    alone = tuple([candidate for candidate in found if len(candidate.shares) == 1])
+    if (alone and alone[0].fits) or not may_split(rules):
+        return alone
+    measured = {device: size for device, size in free.items() if device not in context.blind}
+    several = []
+    for candidate in split(request.footprint, measured, rules, limits):
+        size = sum(share.bytes for share in candidate.shares)
+        if context.own_left is None or size <= context.own_left:
+            several.append(candidate)
+    return tuple(several) + alone
+
+
+def _drained_candidates(request: Request, out: Mapping[str, str]) -> tuple[Candidate, ...]:
+    """The drained cards that the request may use, each with the reason."""
+    allowed, size = request.placement.devices, request.footprint.bytes
+    found = []
+    for device, because in out.items():
+        if not allowed or device in allowed:
+            found.append(Candidate((Share(device, size),), False, because))
+    return tuple(found)
+
+
+def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple[Candidate, ...]:
+    """The candidates; those without room also say what is reserved there, though it looks free."""
+    if not context.blocking_elders:
+        return candidates
+    found = []
+    for candidate in candidates:
+        reserved = "" if candidate.fits else reserved_for_elders(context, candidate.shares)
+        if reserved:
+            candidate = replace(candidate, because=f"{candidate.because}; {reserved}")
+        found.append(candidate)
+    return tuple(found)
+
+
+def without_hopeless(
+    candidates: tuple[Candidate, ...], never: Container[str]
+) -> tuple[Candidate, ...]:
+    """The candidates without cards that can never take the request alone."""
+    found = []
+    for candidate in candidates:
+        if len(candidate.shares) > 1 or candidate.shares[0].device not in never:
+            found.append(candidate)
+    return tuple(found)
+
+
+def not_on(cards: Container[str], candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """The candidates that use none of these cards."""
+    if not cards:
+        return candidates
+    found = []
+    for candidate in candidates:
+        if not any(share.device in cards for share in candidate.shares):
+            found.append(candidate)
+    return tuple(found)
+
+
+def waiting_candidates(
+    book: Book,
+    request: Request,
+    world: World,
+) -> tuple[Candidate, ...]:
+    """The division that it waits for, if none fits now."""
+    found = best_division(book, request, world)
+    if isinstance(found, Refuse):
+        return ()
+    return (replace(found, fits=False, because=f"{where(found.shares)} have too little free"),)

@@ -1,0 +1,152 @@
+"""The verdict on a request for which leases are evicted: own steps, recalls, sentences.
+
+Pure. Nothing is free before it has left: a request that makes room waits, and its ticket holds the
+place.
+"""
+
+from __future__ import annotations
+
+from ..facts import HOST, Book, Candidate, Drop, Lease, Move, Request, Step, Wait, World, where
+from ..units import show_bytes, show_seconds
+from .context import Context
+from .eligibility import eviction_step, mark_leaving
+from .eviction import Way
+
+LOOK_AGAIN_SECONDS = 0.1  # how soon, if a driver is about to free what a dead process held
+MEASURE_AGAIN_SECONDS = 1.0  # how soon, if only the next measurement shows what has left
+
+
+def make_room(
+    book: Book,
+    request: Request,
+    world: World,
+    context: Context,
+    way: Way,
+) -> tuple[Book, Wait]:
+    """The `book` with our own victims marked as leaving, and a Wait with steps and recalls.
+
+    `way` is from `cheapest_way`, `request`, `world` and `context` are those of this decision. Other
+    owners see the recall on the ticket of the request.
+    """
+    shares = way.candidate.shares
+    cards = [share.device for share in shares]
+    free = sum(max(0, context.room_now[card]) for card in cards)
+    has = "has" if len(cards) == 1 else "have"
+    size = show_bytes(request.footprint.bytes)
+    head = f"{request.lease.name} needs {size}; {where(shares)} {has} {show_bytes(free)} free."
+    if not way.leaving:
+        return book, _wait_for_what_left(book, world, context, cards, head)
+    eviction = _Eviction(book, request, world, context, where(shares))
+    for lease in way.warm:
+        eviction.unload_from_warm_pool(lease)
+    # First those that need host memory.
+    for lease in sorted(way.leaving, key=lambda lease: lease.droppable):
+        eviction.evict(lease)
+    return eviction.book, Wait(
+        " ".join([head, *eviction.sentences]),
+        tuple(eviction.steps),
+        tuple(eviction.recalled),
+        considered=tuple([_with_cost(one) for one in (way, *way.others)]),
+        silent=tuple(id for id in eviction.recalled if id in context.silent),
+    )
+
+
+def _wait_for_what_left(
+    book: Book,
+    world: World,
+    context: Context,
+    cards: list[str],
+    head: str,
+) -> Wait:
+    """The Wait if no further lease needs to leave: the missing bytes are leaving or unmeasured."""
+    for card in cards:
+        if card in context.leaving:
+            return Wait(f"{head} {context.leaving[card]} is being evicted.")
+    for ghost in book.ghosts:
+        if ghost.device in cards:
+            return Wait(
+                f"{head} The driver has not yet freed the memory of pid {ghost.pid}, which has ended.",
+                retry_at=world.now + LOOK_AGAIN_SECONDS,
+            )
+    return Wait(
+        f"{head} The next measurement will show what was just freed.",
+        retry_at=world.now + MEASURE_AGAIN_SECONDS,
+    )
+
+
+class _Eviction:
+    """The evictions of one decision: book, steps, recalled leases and sentences."""
+
+    def __init__(
+        self,
+        book: Book,
+        request: Request,
+        world: World,
+        context: Context,
+        at: str,
+    ) -> None:
+        self.book, self.request = book, request
+        self.world, self.context = world, context
+        self.at = at  # the cards on which room is made, in words
+        self.host_room = context.room_now.get(HOST, 0)
+        self.steps: list[Step] = []
+        self.recalled: list[str] = []  # lease ids of other owners
+        self.sentences: list[str] = []
+
+    def unload_from_warm_pool(self, lease: Lease) -> None:
+        """Drops a `lease` in host memory, or recalls it from its owner."""
+        if lease.owner != self.request.lease.owner:
+            self.recalled.append(lease.id)
+            self.sentences.append(
+                f"{self._owner(lease)} is asked to unload {lease.name} from the warm pool."
+            )
+            return
+        because = f"The warm pool is full; {self.request.lease.name} needs room on {self.at}."
+        self._leave(Drop(lease.id, lease.shares, because))
+        self.sentences.append(f"{lease.name} is unloaded from the warm pool.")
+
+    def evict(self, lease: Lease) -> None:
+        """Moves or drops a `lease` on a device, or recalls it from its owner."""
+        name, size = self.request.lease.name, show_bytes(self.request.footprint.bytes)
+        idle = show_seconds(lease.idle_seconds(self.world.now))
+        because = f"{name} needs {size} on {self.at}; {lease.name} was idle for {idle}."
+        step = eviction_step(lease, self.host_room, self.world, because=because)
+        if isinstance(step, Move):
+            self.host_room -= lease.own_bytes
+        described = f"{lease.name} ({show_bytes(lease.bytes)}, idle {idle})"
+        if lease.owner != self.request.lease.owner:
+            self._recall(lease, described)
+        elif step is None:
+            self.sentences.append(f"{lease.name} is evicted once the host has room.")
+        else:
+            self._leave(step)
+            done = "offloaded to host" if isinstance(step, Move) else "unloaded"
+            self.sentences.append(f"{described} is {done}.")
+
+    def _recall(self, lease: Lease, described: str) -> None:
+        self.recalled.append(lease.id)
+        owner = self._owner(lease)
+        if lease.id in self.context.silent:
+            self.sentences.append(f"{owner} was asked to evict {described}, and does not answer.")
+        else:
+            self.sentences.append(f"{owner} is asked to evict {described}.")
+
+    def _leave(self, step: Move | Drop) -> None:
+        self.book = mark_leaving(self.book, step, self.request.key)
+        self.steps.append(step)
+
+    def _owner(self, lease: Lease) -> str:
+        owner = self.book.owner(lease.owner)
+        return owner.label if owner else lease.owner
+
+
+def _with_cost(way: Way) -> Candidate:
+    candidate = way.candidate
+    return Candidate(
+        candidate.shares,
+        candidate.fits,
+        candidate.because,
+        tuple([lease.id for lease in way.leaving]),
+        way.seconds,
+        candidate.filled,
+    )

@@ -1,0 +1,137 @@
+"""How many bytes of a divided model each card takes.
+
+Pure: numbers in, numbers out. Which cards are used is decided in `splitting`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from ..facts import Footprint
+
+
+def equal_parts(footprint: Footprint, count: int) -> tuple[int, ...] | None:
+    """Equal parts, to a byte; or to the nearest piece, if it may be cut only between pieces."""
+    size = footprint.bytes
+    if not footprint.pieces:
+        part, rest = divmod(size, count)
+        return tuple(part + (index < rest) for index in range(count))
+    ideal = [size * (index + 1) / count for index in range(count)]
+    return _cut(running_sums(footprint), ideal, [size] * count)
+
+
+def parts_in_proportion(footprint: Footprint, free: Sequence[int]) -> tuple[int, ...] | None:
+    """Parts in proportion to the free bytes, none larger than those; None if they do not fit."""
+    size, total = footprint.bytes, sum(free)
+    if min(free) <= 0 or total < size:
+        return None
+    if footprint.pieces:
+        return pieces_in_proportion(running_sums(footprint), free)
+    ends = [size * until // total for until in accumulate(free)]
+    parts = [end - start for start, end in pairwise([0, *ends])]
+    _move_excess(parts, free)
+    # No card is left without a byte, however small the model is.
+    while 0 in parts and max(parts) > 1:
+        parts[parts.index(max(parts))] -= 1
+        parts[parts.index(0)] += 1
+    return tuple(parts)
+
+
+def _move_excess(parts: list[int], free: Sequence[int]) -> None:
+    """Moves bytes from parts that are too large for their card to cards that have room.
+
+    A difference of two roundings may be a byte too large; the next card then has a byte to spare.
+    """
+    over = 0
+    for index, most in enumerate(free):
+        over += max(0, parts[index] - most)
+        parts[index] = min(parts[index], most)
+    for index, most in enumerate(free):
+        more = min(over, most - parts[index])
+        parts[index] += more
+        over -= more
+
+
+def pieces_in_proportion(sums: Sequence[int], free: Sequence[int]) -> tuple[int, ...] | None:
+    """Whole pieces in proportion to the free bytes, or else filling each card in turn."""
+    until, total = list(accumulate(free)), sum(free)
+    ideal = [sums[-1] * end / total for end in until]
+    return _cut(sums, ideal, free) or _cut(sums, until, free)
+
+
+def running_sums(footprint: Footprint) -> list[int]:
+    """The bytes up to each boundary between pieces, scaled to `footprint.bytes`."""
+    sums = list(accumulate(footprint.pieces))
+    total = sums[-1]
+    if total == footprint.bytes:
+        return sums
+    # The model was measured, and has another size than its pieces.
+    return [until * footprint.bytes // total for until in sums]
+
+
+def packed(sums: Sequence[int], most: Sequence[int]) -> list[int] | None:
+    """The boundary that each card reaches if it takes all it can; None if pieces are left."""
+    reached = taken = 0
+    ends = []
+    for size in most:
+        if size > 0:
+            reached = bisect_right(sums, taken + size, lo=reached)
+            taken = sums[reached - 1] if reached else 0
+        ends.append(reached)
+    return ends if reached == len(sums) else None
+
+
+def _cut(
+    sums: Sequence[int],
+    ideal: Sequence[float],
+    most: Sequence[int],
+) -> tuple[int, ...] | None:
+    """Bytes for each card, in consecutive whole pieces; None if it cannot be cut so.
+
+    The cuts are as near to the `ideal` running sums as possible, and no part is above `most`.
+    """
+    count, pieces = len(most), len(sums)
+    if pieces < count or packed(sums, most) is None:
+        return None
+    least = _least_ends(sums, most)
+    parts = []
+    start = 0
+    for index in range(count):
+        taken = sums[start - 1] if start else 0
+        cards_after = count - 1 - index
+        low = max(start + 1, least[index])
+        high = min(bisect_right(sums, taken + most[index]), pieces - cards_after)
+        if low > high:
+            return None
+        end = _nearest(sums, ideal[index], low, high)
+        parts.append(sums[end - 1] - taken)
+        start = end
+    return tuple(parts) if start == pieces else None
+
+
+def _least_ends(sums: Sequence[int], most: Sequence[int]) -> list[int]:
+    """The boundary that each card must reach at least, so that those after it can hold the rest."""
+    left = len(sums)
+    ends = [left] * len(most)
+    for index in range(len(most) - 1, 0, -1):
+        total = sums[left - 1] if left else 0
+        rest = total - most[index]
+        left = min(left, bisect_left(sums, rest) + 1) if rest > 0 else 0
+        ends[index - 1] = left
+    return ends
+
+
+def _nearest(
+    sums: Sequence[int],
+    ideal: float,
+    low: int,
+    high: int,
+) -> int:
+    """The boundary from `low` to `high` that is nearest to the ideal, the lower of two."""
+    first_above = bisect_left(sums, ideal) + 1
+    end = min(max(first_above, low), high)
+    if end > low and ideal - sums[end - 2] <= sums[end - 1] - ideal:
+        return end - 1
+    return end

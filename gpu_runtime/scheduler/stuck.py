@@ -1,0 +1,86 @@
+"""Leases that cannot leave their card, however long a request waits.
+
+Pure. *Precious* are weights that exist nowhere else: they can leave for the host only, while it has
+room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations
+from typing import NamedTuple
+
+from ..facts import HOST, Book, Lease, Request, World
+from .capacity import limit_of
+from .eligibility import permanent_reason_to_stay
+
+MOST_TRIED = 8  # precious leases of which every combination is tried on several cards
+
+
+class Stuck(NamedTuple):
+    """Leases that cannot leave their card, and those that may have to stay."""
+
+    leases: dict[str, list[tuple[Lease, str]]]  # card -> leases that cannot leave it, and why
+    precious: dict[str, list[Lease]]  # card -> leases that can only go to the host, if it has room
+    host_bytes: int  # host memory that the precious ones may use
+
+    def bytes_on(self, card: str, remaining: Iterable[Lease]) -> int:
+        """Bytes on this `card` that cannot leave, and those of the `remaining` precious leases."""
+        stuck = sum(bytes_on(lease, card) for lease, _ in self.leases.get(card, ()))
+        return stuck + sum(bytes_on(lease, card) for lease in remaining)
+
+
+def stuck_leases(
+    book: Book,
+    request: Request,
+    world: World,
+) -> Stuck:
+    leases: dict[str, list[tuple[Lease, str]]] = {}
+    precious: dict[str, list[Lease]] = {}
+    for lease in book.leases():
+        if lease.droppable and not lease.keep and not request.held:
+            continue
+        why = permanent_reason_to_stay(lease, world, held=request.held)
+        for device in {share.device for share in lease.shares}:
+            if why:
+                leases.setdefault(device, []).append((lease, why))
+            elif not lease.droppable and lease.kind == "model":
+                precious.setdefault(device, []).append(lease)
+    return Stuck(leases, precious, _host_bytes_to_be_had(book, world) if precious else 0)
+
+
+def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
+    """Sets of precious leases that must stay on their cards; the emptiest cards first.
+
+    The host has no room for all of them.
+
+    If there are too many to try every set, no lease is taken to stay: then the request waits, and
+    evicts nothing.
+    """
+    by_id = {}
+    for leases in stuck.precious.values():
+        for lease in leases:
+            by_id[lease.id] = lease
+    precious = list(by_id.values())
+    total = sum(lease.own_bytes for lease in precious)
+    if len(precious) > MOST_TRIED or total <= stuck.host_bytes:
+        return [()]
+    sets = []
+    for count in range(len(precious), -1, -1):
+        for saved in combinations(precious, count):
+            if sum(lease.own_bytes for lease in saved) <= stuck.host_bytes:
+                sets.append(tuple(lease for lease in precious if lease not in saved))
+    return sets
+
+
+def bytes_on(lease: Lease, card: str) -> int:
+    return sum(share.bytes for share in lease.shares if share.device == card)
+
+
+def _host_bytes_to_be_had(book: Book, world: World) -> int:
+    """Host memory that weights may move to, once all that may be dropped has left it."""
+    taken = 0
+    for lease in book.leases():
+        if lease.keep or not lease.droppable:
+            taken += bytes_on(lease, HOST)
+    return max(0, limit_of(book, world, HOST) - taken)
