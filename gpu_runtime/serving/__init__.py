@@ -1,16 +1,15 @@
-"""Models over HTTP: what is asked, who goes first, which engine answers, and what happens when it cannot.
+"""Models over HTTP: reads calls, orders them, chooses the model that answers, and calls its engine.
 
-    calls       a request's body -> a Call; what is wrong with it
-    order       who starts next; pure
-    queue       the calls that wait, in one event loop
-    tasks       `task:NAME` -> its candidates, the best first; pure
-    profiles    clients and thinking: what changes the prompt; pure
-    clients     who asks how often, and who is in cooldown
-    breaker     models that keep failing are left alone for a while
-    fallback    who answers in a model's place, and whether that may be a cloud
-    speak       one way to talk to every kind of engine
-    hold        a model pinned for exactly as long as its calls last
-    gateway     all of these over one Runtime
+    requests    a request's body -> a Call, or the reason why it is refused
+    gateway     answers calls, over one Runtime
+    choices     which models may answer a call
+    replies     answers on their way to the caller
+    server      `gpu serve`: one port, behind the gate
+    api/        the HTTP routes
+    routing/    tasks, fallbacks, profiles (pure)
+    queue/      the order of calls, their turns and pins
+    health/     breakers, costs, clients, blame
+    engines/    adapters: one way to call every kind of engine
 
-Nothing here knows of routes, ports or tokens.
+How a model gets its memory is in `gpu_runtime.owner` and below; the gate and the tokens are in `gpu_runtime.web`.
 """

@@ -1,4 +1,4 @@
-"""Answers on their way out: which model gave them and why, and streams that let go of everything at their end."""
+"""Answers on their way to the caller: which model gave them and why, and streams that free everything at their end."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from .health.blame import first_line
 from .requests import Refused, Reply
 from .routing.fallback import Choice
 
-LONGEST_HEADER = 400
+MAX_HEADER_LENGTH = 400
 
 
 class Streamed:
-    """A streamed answer. An error in its middle is its last event, as OpenAI's clients know it.
-
-    `held` is all that the answer holds: its turn, the pin, the engine's own stream. It is given back at the end, and by
-    `aclose`, which whoever sends the answer calls also where nothing was sent. `ended(error)` is told how it went.
-    """
+    """A streamed answer. An error in its middle becomes its last event, in the shape that OpenAI's clients know."""
 
     def __init__(
         self,
@@ -30,21 +26,30 @@ class Streamed:
         deadline: float | None,
         ended: Callable[[BaseException | None], None],
     ) -> None:
-        self._first: dict[str, Any] | None = first
-        self._events, self._held, self._deadline, self._ended = events, held, deadline, ended
-        self._over = False
-        self._reader: asyncio.Task[Any] | None = None  # who waits for the next event
-        self._why: Refused | None = None  # it was broken off
+        """The `first` event was read already; `events` are the others.
 
-    def break_off(self, why: Refused) -> None:
-        """Ends it with that error as its last event, also while somebody waits for the next."""
-        self._why = why
+        `held` is everything that the answer holds: its turn, the pin, the engine's stream. It is released at the end
+        and by `aclose`. The sender must call `aclose` even if it sent nothing. `deadline` is a time of the event
+        loop. `ended(error)` is called once at the end; None means success.
+        """
+        self._first: dict[str, Any] | None = first
+        self._events = events
+        self._held = held
+        self._deadline = deadline
+        self._ended = ended
+        self._over = False
+        self._reader: asyncio.Task[Any] | None = None  # the task that waits for the next event
+        self._aborted_because: Refused | None = None
+
+    def abort(self, reason: Refused) -> None:
+        """Ends the stream with `reason` as its last event, even while a task waits for the next one."""
+        self._aborted_because = reason
         if self._reader is not None:
             self._reader.cancel()
 
     @property
     def first(self) -> dict[str, Any]:
-        """Its first event, which may still be added to."""
+        """The first event; fields may still be added to it."""
         assert self._first is not None
         return self._first
 
@@ -59,12 +64,7 @@ class Streamed:
             raise StopAsyncIteration
         self._reader = asyncio.current_task()
         try:
-            if self._why is not None:
-                raise self._why
-            if self._deadline is None:
-                return await anext(self._events)
-            async with asyncio.timeout_at(self._deadline):
-                return await anext(self._events)
+            return await self._next()
         except StopAsyncIteration:
             self._ended(None)
             await self.aclose()
@@ -72,63 +72,59 @@ class Streamed:
         except Exception as error:
             self._ended(error)
             await self.aclose()
-            return _broken_off(error)
+            return _error_event(error)
         except asyncio.CancelledError:
             await self.aclose()
-            if self._why is None or self._reader is None:
+            if self._aborted_because is None or self._reader is None:
                 raise
             self._reader.uncancel()
-            return _broken_off(self._why)
+            return _error_event(self._aborted_because)
         except BaseException:
             await self.aclose()
             raise
         finally:
             self._reader = None
 
+    async def _next(self) -> dict[str, Any]:
+        if self._aborted_because is not None:
+            raise self._aborted_because
+        if self._deadline is None:
+            return await anext(self._events)
+        async with asyncio.timeout_at(self._deadline):
+            return await anext(self._events)
+
     async def aclose(self) -> None:
-        self._over, self._first = True, None
+        """Ends the stream and releases everything that it holds."""
+        self._over = True
+        self._first = None
         await self._held.aclose()
 
 
-def ending() -> Refused:
-    """That the server ends, and takes nobody along."""
-    return Refused(503, "ending", "the server is ending; another start of it may answer", 5.0)
+def server_ending() -> Refused:
+    """The refusal (503) of a call while the server ends."""
+    return Refused(503, "ending", "the server is ending; retry when it has started again", 5.0)
 
 
-def _broken_off(error: BaseException) -> dict[str, Any]:
-    if isinstance(error, TimeoutError):
-        error = Refused(504, "budget_spent", "the answer broke off: its budget is spent")
-    if isinstance(error, Refused):
-        return error.body()
-    return Refused(500, "broken_off", f"the answer broke off: {first_line(error)}").body()
-
-
-def because(choice: Choice, failed: Sequence[tuple[str, BaseException]]) -> str:
-    """Why this model answers in the place of another."""
+def why_this_model(choice: Choice, failed: Sequence[tuple[str, BaseException]]) -> str:
+    """Why the model of `choice` answers instead of another: the errors of the models that `failed` before it."""
     if not failed:
         return choice.because
     return "; ".join(f"{model} could not answer: {first_line(error)}" for model, error in failed)
 
 
-def signed(reply: Reply) -> None:
-    """Writes into the answer, and its headers, which model gave it and why."""
-    said = {"asked": reply.asked, "model": reply.model} | (
-        {"because": reply.because} if reply.because else {}
-    )
+def add_origin(reply: Reply) -> None:
+    """Writes into the body and the headers of `reply` which model gave it and why."""
+    origin = {"asked": reply.asked, "model": reply.model}
+    if reply.because:
+        origin["because"] = reply.because
     body = reply.json if reply.json is not None else reply.events.first  # type: ignore[union-attr]
-    body["x_gpu"] = said
-    reply.headers = {f"X-GPU-{name.title()}": _header(text) for name, text in said.items()}
-
-
-def _header(text: str) -> str:
-    """As a header may be: printable ASCII on one line."""
-    plain = text.encode("ascii", "replace").decode()
-    return "".join(letter if letter.isprintable() else " " for letter in plain)[:LONGEST_HEADER]
+    body["x_gpu"] = origin
+    reply.headers = {f"X-GPU-{name.title()}": _header_text(text) for name, text in origin.items()}
 
 
 @contextlib.contextmanager
-def counted(counts: Any) -> Any:
-    """Counts refusals by their status, and callers who went away."""
+def count_refusals(counts: Any) -> Any:
+    """Adds the refusals in its block to the counter `counts`, by status, and the callers that disconnected."""
     try:
         yield
     except Refused as refused:
@@ -137,3 +133,17 @@ def counted(counts: Any) -> Any:
     except asyncio.CancelledError:
         counts["cancelled"] += 1
         raise
+
+
+def _error_event(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, TimeoutError):
+        error = Refused(504, "budget_spent", "the answer broke off: its budget is spent")
+    if isinstance(error, Refused):
+        return error.body()
+    return Refused(500, "broken_off", f"the answer broke off: {first_line(error)}").body()
+
+
+def _header_text(text: str) -> str:
+    """The text as a header may contain it: printable ASCII on one line."""
+    plain = text.encode("ascii", "replace").decode()
+    return "".join(letter if letter.isprintable() else " " for letter in plain)[:MAX_HEADER_LENGTH]

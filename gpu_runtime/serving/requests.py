@@ -1,7 +1,7 @@
-"""A request's body, read into a `Call`: what it asks of a model, and what it asks of us in its `x_*` fields.
+"""Reads a request's body into a `Call`: the fields for the engine, and our own `x_*` fields.
 
-Pure. Every `x_*` field at the top of the body is taken out before an engine sees it, known or not, whatever it holds.
-Headers are never looked at: a proxy in between may add some, and a body is its writer's own.
+Pure. Every `x_*` field at the top of the body is removed before an engine sees it, known or not, valid or not.
+Headers are not read: a proxy may add some, while the body is the caller's own.
 """
 
 from __future__ import annotations
@@ -17,72 +17,67 @@ from ..errors import BadSetting
 from ..facts import IMPORTANCE, Value, parse_importance
 
 KINDS = ("chat", "completions", "embeddings", "images")
-MOST_TOKENS = 1_000_000  # of one answer; beyond that a number is a slip, whatever the model
-MOST_MESSAGES = 10_000
-MOST_SECONDS = 86_400.0  # of what a client may ask for: a day
-LONGEST_NAME = 256
-LONGEST_CLIENT = 128
-_EXAMPLE = '{"role": "user", "content": "hi"}'
+MAX_TOKENS = 1_000_000  # of one answer; a larger number is a mistake, whatever the model
+MAX_MESSAGES = 10_000
+MAX_SECONDS = 86_400.0  # largest duration that a client may set: a day
+MAX_NAME_LENGTH = 256
+MAX_CLIENT_LENGTH = 128
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_EXAMPLE_MESSAGE = '{"role": "user", "content": "hi"}'
 
 
 class Refused(Exception):
-    """A call that gets no answer, and why.
+    """A call gets no answer.
 
-    `status` is the HTTP status, `code` a word for programs, `retry_after` seconds until it may be worth trying again
-    (None: it would be refused again). `facts` holds the figures that the message was made from.
+    `status` is the HTTP status, `code` a word for programs. `retry_after` is the number of seconds after which a
+    retry may succeed; None means that it would be refused again. `facts` holds the figures of the message.
     """
 
     def __init__(
         self, status: int, code: str, message: str, retry_after: float | None = None, **facts: Any
     ) -> None:
+        """`message` is for people; see the class for the other parameters."""
         super().__init__(message)
-        self.status, self.code, self.message = status, code, message
-        self.retry_after, self.facts = retry_after, facts
+        self.status = status
+        self.code = code
+        self.message = message
+        self.retry_after = retry_after
+        self.facts = facts
 
     @property
     def headers(self) -> dict[str, str]:
-        """`Retry-After` in whole seconds, never less than one."""
-        return (
-            {}
-            if self.retry_after is None
-            else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
-        )
+        """`Retry-After` in whole seconds, at least one; empty if no retry would help."""
+        if self.retry_after is None:
+            return {}
+        return {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
 
     def body(self) -> dict[str, Any]:
-        """The error as OpenAI's clients read it."""
+        """The error in the shape in which OpenAI's clients read it."""
         kind = "invalid_request_error" if self.status < 429 else "server_error"
-        kind = "rate_limit_error" if self.status == 429 else kind
-        return {
-            "error": {
-                "message": self.message,
-                "type": kind,
-                "code": self.code,
-                "param": self.facts.get("param"),
-            }
-        }
+        if self.status == 429:
+            kind = "rate_limit_error"
+        param = self.facts.get("param")
+        return {"error": {"message": self.message, "type": kind, "code": self.code, "param": param}}
 
 
 class Call(Value):
-    """One request: the body for the engine, without any `x_*` field, and what was said in those."""
+    """One request: the body for the engine, without `x_*` fields, and the values of those fields."""
 
     kind: str
-    model: str  # as asked for: a name, `task:NAME` or `provider:model`
+    model: str  # as requested: a name, `task:NAME` or `provider:model`
     body: dict[str, Any]
     stream: bool = False
-    client: str = ""  # who is asking: the person that the token named, and the name that their program gave itself
-    profile: str = ""  # the name that the program gave itself, alone
-    importance: int | None = None  # None: its profile's, else the model's own
-    stay_warm: float | None = (
-        None  # seconds to keep the model on its device after this; None: by its type
-    )
-    cooldown: float = 0.0  # seconds in which this client wants to be held to no further call
+    client: str = ""  # the visitor of the token, then "/" and the program's own name
+    profile: str = ""  # the program's own name alone (x_client_id)
+    importance: int | None = None  # None: the profile's, else the model's
+    stay_warm: float | None = None  # seconds that the model stays on its device; None: by its type
+    cooldown: float = 0.0  # seconds after this call in which this client's calls are refused
     thinking: bool | None = None
-    budget: float | None = None  # seconds in which the whole answer is wanted
+    budget: float | None = None  # seconds for the whole answer
 
 
 class Events(Protocol):
-    """A streamed answer, event by event. `aclose` ends it early and lets go of everything; twice is once."""
+    """A streamed answer, event by event. `aclose` ends it early and frees everything; it may be called twice."""
 
     def __aiter__(self) -> AsyncIterator[dict[str, Any]]: ...
 
@@ -91,41 +86,38 @@ class Events(Protocol):
 
 @dataclass
 class Reply:
-    """An answer: `json`, or `events` where it was asked for as a stream. Close it when it was sent, or cannot be."""
+    """An answer: `json`, or `events` for a stream. Close it after it was sent, and also if it cannot be sent."""
 
-    model: str  # that answered
-    asked: str  # that was asked for
-    because: str  # why it was this one; empty where it is the one asked for
+    model: str  # the model that answered
+    asked: str  # the model that was requested
+    because: str  # why another model answered; empty if it is the requested one
     json: dict[str, Any] | None = None
     events: Events | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
     async def aclose(self) -> None:
+        """Frees what a stream holds."""
         if self.events is not None:
             await self.events.aclose()
 
 
 def read_call(kind: str, body: Any, client: str = "") -> Call:
-    """The call that a request's body makes. Raises Refused, status 400: the field that is wrong, and what to write."""
+    """The call in a request's `body`, for an endpoint of this `kind`; `client` is the visitor's name.
+
+    Raises Refused, status 400, which names the invalid field and what it must be.
+    """
     if kind not in KINDS:
         raise bad("kind", kind, f"one of {', '.join(KINDS)}")
     if not isinstance(body, Mapping):
-        raise Refused(
-            400, "bad_body", f"the body is {_kind_of(body)}; it must be a JSON object", param=None
-        )
-    ours = {name: value for name, value in body.items() if isinstance(name, str) and _is_ours(name)}
-    plain = {name: value for name, value in body.items() if name not in ours}
+        text = f"the body is {_kind_of(body)}; it must be a JSON object"
+        raise Refused(400, "bad_body", text, param=None)
+    own, plain = _split(body)
     _require_utf8(plain)
-    model = _text(plain, "model", LONGEST_NAME)
+    model = _model_name(plain)
     _CHECKS[kind](plain)
     check_numbers(plain)
-    stream = plain.get("stream") or False
-    if not isinstance(stream, bool):
-        raise bad("stream", stream, "true or false")
-    if stream and kind not in ("chat", "completions"):
-        raise bad("stream", stream, f"left out: {kind} are not streamed")
-    said = {name.lower().replace("-", "_"): value for name, value in ours.items()}
-    profile = _client_id(said.get("x_client_id"))
+    stream = _stream(kind, plain)
+    profile = _client_id(own.get("x_client_id"))
     return Call(
         kind,
         model,
@@ -133,34 +125,46 @@ def read_call(kind: str, body: Any, client: str = "") -> Call:
         stream,
         client="/".join(filter(None, (client, profile))),
         profile=profile,
-        importance=_importance(said.get("x_priority")),
-        stay_warm=_seconds("x_stay_warm", said.get("x_stay_warm")),
-        cooldown=_seconds("x_cooldown", said.get("x_cooldown")) or 0.0,
-        thinking=_flag("x_thinking", said.get("x_thinking")),
-        budget=_seconds("x_budget", said.get("x_budget"), least=0.001),
+        importance=_importance(own.get("x_priority")),
+        stay_warm=_seconds("x_stay_warm", own.get("x_stay_warm")),
+        cooldown=_seconds("x_cooldown", own.get("x_cooldown")) or 0.0,
+        thinking=_flag("x_thinking", own.get("x_thinking")),
+        budget=_seconds("x_budget", own.get("x_budget"), least=0.001),
     )
 
 
 def bad(param: str, value: Any, expected: str) -> Refused:
-    """That a field cannot be used, and what it must be."""
+    """The refusal (400) for the field `param`: its `value`, shortened, and what is `expected`."""
     shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}…"
-    return Refused(
-        400, "bad_field", f"{param}={shown} cannot be used: it must be {expected}", param=param
-    )
+    if len(shown) > 60:
+        shown = f"{shown[:57]}…"
+    text = f"{param}={shown} cannot be used: it must be {expected}"
+    return Refused(400, "bad_field", text, param=param)
 
 
-def _is_ours(name: str) -> bool:
-    """Whether a field is for us: `x_…`, in any case, and `x-…` as headers are written.
+def _split(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Our own fields, under their normal names, and all other fields."""
+    own = {}
+    plain = {}
+    for name, value in body.items():
+        if isinstance(name, str) and _is_own(name):
+            own[name.lower().replace("-", "_")] = value
+        else:
+            plain[name] = value
+    return own, plain
 
-    >>> [_is_ours(name) for name in ("x_priority", "X_Priority", "x-priority", "xtc_probability", "max_tokens")]
+
+def _is_own(name: str) -> bool:
+    """Whether a field is ours: `x_…` in any case, and `x-…` as in a header.
+
+    >>> [_is_own(name) for name in ("x_priority", "X_Priority", "x-priority", "xtc_probability", "max_tokens")]
     [True, True, True, False, False]
     """
     return name[:2].lower() in ("x_", "x-")
 
 
 def _require_utf8(body: Mapping[str, Any]) -> None:
-    """Half of a surrogate pair is valid JSON and no text: tokenizers fail on it, and no engine is to blame for that."""
+    """Refuses half of a surrogate pair: it is valid JSON but no text, and a tokenizer would fail on it."""
     try:
         msgspec.json.encode(body)
     except (UnicodeEncodeError, TypeError, RecursionError) as error:
@@ -169,39 +173,44 @@ def _require_utf8(body: Mapping[str, Any]) -> None:
         ) from None
 
 
-def _text(body: Mapping[str, Any], name: str, longest: int) -> str:
-    value = body.get(name)
-    if (
-        not isinstance(value, str)
-        or not value.strip()
-        or len(value) > longest
-        or not value.isprintable()
-    ):
-        raise bad(
-            name, value, f"the name of a model, at most {longest} letters; see GET /v1/models"
-        )
-    return value
+def _stream(kind: str, body: Mapping[str, Any]) -> bool:
+    stream = body.get("stream") or False
+    if not isinstance(stream, bool):
+        raise bad("stream", stream, "true or false")
+    if stream and kind not in ("chat", "completions"):
+        raise bad("stream", stream, f"left out: {kind} are not streamed")
+    return stream
+
+
+def _model_name(body: Mapping[str, Any]) -> str:
+    name = body.get("model")
+    is_name = isinstance(name, str) and name.strip() and name.isprintable()
+    if not is_name or len(name) > MAX_NAME_LENGTH:
+        expected = f"the name of a model, at most {MAX_NAME_LENGTH} letters; see GET /v1/models"
+        raise bad("model", name, expected)
+    return name
 
 
 def _check_chat(body: Mapping[str, Any]) -> None:
     messages = body.get("messages")
-    if not isinstance(messages, list) or not messages or len(messages) > MOST_MESSAGES:
-        raise bad(
-            "messages", messages, f"a list of 1 to {MOST_MESSAGES} messages, such as [{_EXAMPLE}]"
-        )
+    if not isinstance(messages, list) or not messages or len(messages) > MAX_MESSAGES:
+        expected = f"a list of 1 to {MAX_MESSAGES} messages, such as [{_EXAMPLE_MESSAGE}]"
+        raise bad("messages", messages, expected)
     for at, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise bad(f"messages[{at}]", message, f"an object such as {_EXAMPLE}")
-        if message.get("role") not in ROLES:
-            raise bad(f"messages[{at}].role", message.get("role"), f"one of {', '.join(ROLES)}")
-        content = message.get("content")
-        parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
-        if not (
-            isinstance(content, str)
-            or parts
-            or (content is None and message["role"] == "assistant")
-        ):
-            raise bad(f"messages[{at}].content", content, "text, or a list of parts")
+        _check_message(f"messages[{at}]", message)
+
+
+def _check_message(place: str, message: Any) -> None:
+    if not isinstance(message, Mapping):
+        raise bad(place, message, f"an object such as {_EXAMPLE_MESSAGE}")
+    role = message.get("role")
+    if role not in ROLES:
+        raise bad(f"{place}.role", role, f"one of {', '.join(ROLES)}")
+    content = message.get("content")
+    is_parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
+    may_be_empty = content is None and role == "assistant"
+    if not (isinstance(content, str) or is_parts or may_be_empty):
+        raise bad(f"{place}.content", content, "text, or a list of parts")
 
 
 def _check_completions(body: Mapping[str, Any]) -> None:
@@ -210,14 +219,11 @@ def _check_completions(body: Mapping[str, Any]) -> None:
 
 
 def _check_embeddings(body: Mapping[str, Any]) -> None:
-    wanted = body.get("input")
-    texts = (
-        isinstance(wanted, list)
-        and 0 < len(wanted) <= 2048
-        and all(isinstance(text, str) for text in wanted)
-    )
-    if not texts and not (isinstance(wanted, str) and wanted):
-        raise bad("input", wanted, "text, or a list of 1 to 2048 texts")
+    texts = body.get("input")
+    is_list = isinstance(texts, list) and 0 < len(texts) <= 2048
+    is_list = is_list and all(isinstance(text, str) for text in texts)
+    if not is_list and not (isinstance(texts, str) and texts):
+        raise bad("input", texts, "text, or a list of 1 to 2048 texts")
     if body.get("encoding_format") not in (None, "float", "base64"):
         raise bad("encoding_format", body["encoding_format"], "float or base64")
 
@@ -232,14 +238,12 @@ def _check_images(body: Mapping[str, Any]) -> None:
 
 def _is_size(text: str) -> bool:
     width, x, height = text.partition("x")
-    return (
-        text == "auto"
-        or bool(x)
-        and all(
-            side.isascii() and side.isdigit() and len(side) <= 4 and 0 < int(side) <= 4096
-            for side in (width, height)
-        )
-    )
+    return text == "auto" or bool(x) and _is_pixels(width) and _is_pixels(height)
+
+
+def _is_pixels(text: str) -> bool:
+    is_number = text.isascii() and text.isdigit() and len(text) <= 4
+    return is_number and 0 < int(text) <= 4096
 
 
 _CHECKS = {
@@ -248,13 +252,13 @@ _CHECKS = {
     "embeddings": _check_embeddings,
     "images": _check_images,
 }
-_WHOLE = {
-    "max_tokens": MOST_TOKENS,
-    "max_completion_tokens": MOST_TOKENS,
-    "n": 128,
-    "seed": 2**63 - 1,
+_WHOLE_NUMBERS = {
+    "max_tokens": (1, MAX_TOKENS),
+    "max_completion_tokens": (1, MAX_TOKENS),
+    "n": (1, 128),
+    "seed": (-(2**63), 2**63 - 1),
 }
-_REAL = {
+_NUMBERS = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0),
@@ -263,40 +267,37 @@ _REAL = {
 
 
 def check_numbers(body: Mapping[str, Any]) -> None:
-    """The numbers that every engine takes, so that no engine has to fail on them."""
-    for name, most in _WHOLE.items():
-        value, least = body.get(name), 1 if name != "seed" else -(2**63)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most
-        ):
-            raise bad(name, value, f"a whole number from {least} to {most}")
-    for name, (low, high) in _REAL.items():
+    """Checks the numbers in `body` that every engine takes, so that no engine fails on them. Raises Refused (400)."""
+    for name, (least, most) in _WHOLE_NUMBERS.items():
         value = body.get(name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and low <= value <= high):
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (is_whole and least <= value <= most):
+            raise bad(name, value, f"a whole number from {least} to {most}")
+    for name, (low, high) in _NUMBERS.items():
+        value = body.get(name)
+        if value is not None and not (_is_number(value) and low <= value <= high):
             raise bad(name, value, f"a number from {low:g} to {high:g}")
-    stop = body.get("stop")
-    many = (
-        isinstance(stop, list)
-        and len(stop) <= 16
-        and all(isinstance(text, str) and text for text in stop)
-    )
-    if stop is not None and not many and not (isinstance(stop, str) and stop):
+    _check_stop(body.get("stop"))
+
+
+def _check_stop(stop: Any) -> None:
+    is_list = isinstance(stop, list) and len(stop) <= 16
+    is_list = is_list and all(isinstance(text, str) and text for text in stop)
+    if stop is not None and not is_list and not (isinstance(stop, str) and stop):
         raise bad("stop", stop, "text, or a list of at most 16 texts")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _client_id(value: Any) -> str:
     if value is None:
         return ""
-    if (
-        not isinstance(value, str)
-        or not 0 < len(value) <= LONGEST_CLIENT
-        or not value.isprintable()
-        or "/" in value
-    ):
-        raise bad(
-            "x_client_id", value, f"a name of at most {LONGEST_CLIENT} letters, without a slash"
-        )
+    is_name = isinstance(value, str) and value.isprintable() and "/" not in value
+    if not is_name or not 0 < len(value) <= MAX_CLIENT_LENGTH:
+        expected = f"a name of at most {MAX_CLIENT_LENGTH} letters, without a slash"
+        raise bad("x_client_id", value, expected)
     return value
 
 
@@ -307,22 +308,15 @@ def _importance(value: Any) -> int | None:
     try:
         return parse_importance(value, least=1, most=100)
     except BadSetting:
-        raise bad(
-            "x_priority",
-            value,
-            f"{', '.join(IMPORTANCE)} or a number from 1 to 100; lower is more important",
-        ) from None
+        expected = f"{', '.join(IMPORTANCE)} or a number from 1 to 100; lower is more important"
+        raise bad("x_priority", value, expected) from None
 
 
 def _seconds(name: str, value: Any, least: float = 0.0) -> float | None:
     if value is None:
         return None
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not least <= value <= MOST_SECONDS
-    ):
-        raise bad(name, value, f"seconds from {least:g} to {MOST_SECONDS:g}")
+    if not _is_number(value) or not least <= value <= MAX_SECONDS:
+        raise bad(name, value, f"seconds from {least:g} to {MAX_SECONDS:g}")
     return float(value)
 
 

@@ -22,7 +22,7 @@ from gpu_runtime.samples import gguf_lm
 from gpu_runtime.serving.gateway import Gateway
 from gpu_runtime.serving.queue import order as ordering
 from gpu_runtime.serving.queue.order import Engine, Place, Waiting, next_out, overtaken_for_seconds
-from gpu_runtime.serving.routing.tasks import Serving
+from gpu_runtime.serving.routing.tasks import ServingConfig
 
 MODELS, ROOM = "abcdef", 2
 LOAD_SECONDS, ANSWER_SECONDS, EVERY_SECONDS, CONCURRENCY = 5.0, 1.0, 0.5, 2
@@ -218,7 +218,7 @@ def _with_gateway(work: Callable[[Gateway], Any], **options: Any) -> Any:
     async def run() -> Any:
         with tempfile.TemporaryDirectory() as directory:
             rt = _runtime(directory, **options)
-            gateway = Gateway(rt, serving=Serving())
+            gateway = Gateway(rt, serving=ServingConfig())
             try:
                 return await work(gateway)
             finally:
@@ -284,7 +284,7 @@ def tokens(rounds: int = 9, most: int = 400) -> dict[str, float]:
                 model_type="llm",
                 context_length=512,
             )
-            gateway = Gateway(rt, serving=Serving())
+            gateway = Gateway(rt, serving=ServingConfig())
             try:
                 return await _compared(rt, gateway, rounds, most)
             finally:

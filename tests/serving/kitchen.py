@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from gpu_runtime import Runtime
-from gpu_runtime.serving.engines.base import Speaker
-from gpu_runtime.serving.engines.registry import EchoSpeaker, speaker_for
+from gpu_runtime.serving.engines.base import EngineAdapter
+from gpu_runtime.serving.engines.registry import EchoAdapter, adapter_for
 from gpu_runtime.serving.gateway import Gateway
 from gpu_runtime.serving.routing.fallback import CloudGuard
-from gpu_runtime.serving.routing.tasks import Serving
+from gpu_runtime.serving.routing.tasks import ServingConfig
 from tests.serving.loops import settle, until
 
 
@@ -44,7 +44,7 @@ async def heard(reply: Any) -> str:
     )
 
 
-class Scripted(EchoSpeaker):
+class Scripted(EchoAdapter):
     """Answers as its script says: a text is said, an exception raised, and at `gate` it waits to be let on."""
 
     def __init__(self, value: Any, spec: Any, script: list[Any], log: list[str]) -> None:
@@ -74,13 +74,13 @@ class Kitchen:
 
     def __init__(
         self,
-        serving: Serving | None = None,
+        serving: ServingConfig | None = None,
         *,
         ledger: str = "memory:",
         scripts: dict[str, list[Any]] | None = None,
         environment: dict[str, str] | None = None,
         options: dict[str, dict[str, Any]] | None = None,
-        speak: Callable[..., Speaker] | None = None,
+        make_adapter: Callable[..., EngineAdapter] | None = None,
         guard: CloudGuard | None = None,
         settings: dict[str, Any] | None = None,
         **models: float,
@@ -92,17 +92,17 @@ class Kitchen:
             self.rt.register(name, backend="fake", size=f"{gib} GiB", **given)
         self.gateway = Gateway(
             self.rt,
-            serving=serving or Serving(),
+            serving=serving or ServingConfig(),
             clock=self.clock,
             environment=environment or {},
             guard=guard or CloudGuard(None, True),
-            speak=speak or self._speaker,
+            make_adapter=make_adapter or self._adapter,
         )
 
-    def _speaker(self, value: Any, spec: Any, http: Any) -> Speaker:
+    def _adapter(self, value: Any, spec: Any, http: Any) -> EngineAdapter:
         if spec.name in self.scripts:
             return Scripted(value, spec, self.scripts[spec.name], self.log)
-        return speaker_for(value, spec, http)
+        return adapter_for(value, spec, http)
 
     async def chat(self, model: str, text: str = "one two three", **more: Any) -> Any:
         return await self.gateway.answer("chat", chat(model, text, **more))

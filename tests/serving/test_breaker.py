@@ -8,12 +8,12 @@ from hypothesis.strategies import data, integers, sampled_from
 
 from gpu_runtime.serving.health.breaker import (
     FAILURES,
-    MOST_BREAKERS,
+    MAX_BREAKERS,
     OPEN_SECONDS,
+    BreakerOpen,
     Breakers,
     BreakerState,
-    Open,
-    Pass,
+    Permit,
 )
 
 
@@ -42,7 +42,7 @@ def fail(breakers: Breakers, times: int = FAILURES) -> None:
 def is_open(breakers: Breakers) -> bool:
     try:
         breakers.enter("qwen").withdrawn()
-    except Open:
+    except BreakerOpen:
         return True
     return False
 
@@ -53,7 +53,7 @@ def test_five_failures_in_a_row_open_it(breakers):
     assert not is_open(breakers)
     fail(breakers, 1)
     with pytest.raises(
-        Open,
+        BreakerOpen,
         match="qwen has failed 5 times in a row and is left alone for another 30 s; "
         "the last time: CUDA error: device-side assert triggered",
     ):
@@ -144,9 +144,9 @@ def test_every_model_has_its_own(breakers):
 def test_made_up_names_fill_no_memory_and_push_no_open_breaker_out(breakers):
     """`provider:anything` is a name that anybody can make up."""
     fail(breakers)
-    for n in range(2 * MOST_BREAKERS):
+    for n in range(2 * MAX_BREAKERS):
         breakers.enter(f"openai:{n}").succeeded()
-    assert len(breakers.states()) == MOST_BREAKERS and is_open(breakers)
+    assert len(breakers.states()) == MAX_BREAKERS and is_open(breakers)
 
 
 class Model:
@@ -162,7 +162,7 @@ class BreakerMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock, self.model = Clock(), Model()
         self.breakers = Breakers(self.clock)
-        self.running: list[tuple[Pass, bool]] = []
+        self.running: list[tuple[Permit, bool]] = []
 
     @rule()
     def begin(self) -> None:
@@ -172,7 +172,7 @@ class BreakerMachine(RuleBasedStateMachine):
         )
         try:
             call = self.breakers.enter("m")
-        except Open:
+        except BreakerOpen:
             assert not may
         else:
             assert may and call.probe == (model.opened_at is not None)

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from gpu_runtime.serving.engines import chat_template
 from gpu_runtime.serving.engines.openai_format import StopText
-from gpu_runtime.serving.health.clients import MOST_CLIENTS, MOST_MODELS, Clients, Pattern
+from gpu_runtime.serving.health.clients import MAX_CLIENTS, MAX_MODELS, Clients, Pattern
 from gpu_runtime.serving.health.costs import Costs
 from gpu_runtime.serving.requests import Refused, read_call
-from gpu_runtime.serving.routing.profiles import profiled
+from gpu_runtime.serving.routing.profiles import apply_profile
 from gpu_runtime.serving.routing.tasks import Cost, Profile
 
 CHAT = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}]}
@@ -22,7 +22,7 @@ def test_a_clients_pattern_is_how_often_it_asks_and_of_what():
     clients = Clients()
     for now, model in ((0.0, "a"), (10.0, "a"), (15.0, "b")):
         clients.enter("bot", model, now)
-    clients.left("bot", 0.0, 16.0)
+    clients.leave("bot", 0.0, 16.0)
     assert clients.patterns() == {
         "bot": Pattern(calls=3, running=2, last_at=15.0, every_seconds=9.0, models={"a": 2, "b": 1})
     }
@@ -33,7 +33,7 @@ def test_a_cooldown_counts_from_the_end_of_the_call_for_its_client_alone():
     clients = Clients()
     clients.enter("bot", "a", 0.0)
     clients.enter("bot", "a", 1.0)
-    clients.left("bot", 10.0, 5.0)
+    clients.leave("bot", 10.0, 5.0)
     with pytest.raises(Refused) as refused:
         clients.enter("bot", "a", 12.5)
     assert (refused.value.status, refused.value.code, refused.value.retry_after) == (
@@ -43,7 +43,7 @@ def test_a_cooldown_counts_from_the_end_of_the_call_for_its_client_alone():
     )
     assert clients.patterns()["bot"].refused == 1
     clients.enter("other", "a", 12.5)
-    clients.left("bot", 0.0, 13.0)  # another call's end does not shorten it
+    clients.leave("bot", 0.0, 13.0)  # another call's end does not shorten it
     clients.enter("bot", "a", 15.0)
 
 
@@ -51,15 +51,15 @@ def test_made_up_names_fill_no_memory():
     """Of clients, and of models; whoever has a call running is not forgotten."""
     clients = Clients()
     clients.enter("busy", "a", 0.0)
-    for n in range(MOST_CLIENTS + 10):
+    for n in range(MAX_CLIENTS + 10):
         clients.enter(f"client{n}", "a", 1.0)
-        clients.left(f"client{n}", 0.0, 1.0)
-    for n in range(MOST_MODELS + 10):
+        clients.leave(f"client{n}", 0.0, 1.0)
+    for n in range(MAX_MODELS + 10):
         clients.enter("busy", f"model{n}", 2.0)
     known = clients.patterns()
     assert (
-        len(known) <= MOST_CLIENTS
-        and len(known["busy"].models) <= MOST_MODELS
+        len(known) <= MAX_CLIENTS
+        and len(known["busy"].models) <= MAX_MODELS
         and "client0" not in known
     )
 
@@ -74,7 +74,7 @@ def test_what_the_body_says_wins_over_the_profile():
         cooldown_s=5.0,
         defaults={"temperature": 0.2, "top_p": 0.5},
     )
-    call = profiled(read_call("chat", {**CHAT, "temperature": 1.0}), profile)
+    call = apply_profile(read_call("chat", {**CHAT, "temperature": 1.0}), profile)
     assert call.body == {
         **CHAT,
         "temperature": 1.0,
@@ -82,7 +82,7 @@ def test_what_the_body_says_wins_over_the_profile():
         "messages": [{"role": "system", "content": "Be brief."}, *CHAT["messages"]],
     }
     assert (call.importance, call.thinking, call.stay_warm, call.cooldown) == (30, True, 60.0, 5.0)
-    asked = profiled(
+    asked = apply_profile(
         read_call(
             "chat",
             {**CHAT, "x_priority": 1, "x_thinking": False, "x_stay_warm": 0, "x_cooldown": 9},
@@ -100,10 +100,10 @@ def test_what_the_body_says_wins_over_the_profile():
 def test_a_profile_names_the_model_of_those_who_ask_for_the_default():
     """Programs that must send some name send `default`."""
     assert (
-        profiled(read_call("chat", {**CHAT, "model": "default"}), Profile(model="phi")).model
+        apply_profile(read_call("chat", {**CHAT, "model": "default"}), Profile(model="phi")).model
         == "phi"
     )
-    assert profiled(read_call("chat", CHAT), Profile(model="phi")).model == "qwen"
+    assert apply_profile(read_call("chat", CHAT), Profile(model="phi")).model == "qwen"
 
 
 def test_a_template_is_a_strangers_file_and_cannot_reach_out():
@@ -145,7 +145,7 @@ def test_what_a_model_took_is_the_slowest_load_and_nearly_the_slowest_answer():
     costs = Costs()
     assert costs.of("a") == Cost()
     for seconds in (9.0, 1.0, 2.0, 3.0, 4.0, 5.0):
-        costs.loaded("a", seconds)
+        costs.add_load("a", seconds)
     for n in range(200):
-        costs.answered("a", float(n % 100))
+        costs.add_answer("a", float(n % 100))
     assert costs.of("a") == Cost(load=5.0, answer=99.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpu_runtime.serving.engines.registry import speaker_for
+from gpu_runtime.serving.engines.registry import adapter_for
 from gpu_runtime.serving.requests import Refused
 from tests import tiny_models
 from tests.serving.kitchen import Kitchen, heard, kitchen, said
@@ -172,7 +172,9 @@ async def test_a_stream_that_is_not_read_to_its_end_is_closed():
             return self.streams[-1]
 
     proxy = Proxy()
-    async with kitchen(qwen=4, speak=lambda value, spec, http: speaker_for(proxy, spec, http)) as k:
+    async with kitchen(
+        qwen=4, make_adapter=lambda value, spec, http: adapter_for(proxy, spec, http)
+    ) as k:
         reply = await k.chat("qwen", stream=True)
         await anext(reply.events)
         await reply.aclose()

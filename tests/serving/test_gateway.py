@@ -12,7 +12,7 @@ from gpu_runtime.errors import EngineDied
 from gpu_runtime.facts import IMPORTANCE
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing.fallback import CloudGuard
-from gpu_runtime.serving.routing.tasks import Profile, Serving, Task
+from gpu_runtime.serving.routing.tasks import Profile, ServingConfig, Task
 from tests.serving.kitchen import chat, heard, kitchen, said
 from tests.serving.loops import in_loop, settle, until
 
@@ -156,7 +156,7 @@ async def test_an_unknown_model_is_a_404_with_the_nearest_name():
 @in_loop
 async def test_a_model_that_fails_is_answered_for_only_where_that_was_configured():
     """And the answer says who gave it, and why."""
-    stand_ins = Serving(fallback={"qwen": ("phi",)})
+    stand_ins = ServingConfig(fallback={"qwen": ("phi",)})
     async with kitchen(stand_ins, qwen=4, phi=4, scripts={"qwen": [DIED]}) as k:
         reply = await k.chat("qwen", "hello")
         because = "qwen could not answer: the engine of qwen (pid 7) is gone: killed."
@@ -183,7 +183,7 @@ async def test_a_model_that_fails_is_answered_for_only_where_that_was_configured
 @in_loop
 async def test_a_model_that_cannot_be_loaded_is_told_with_its_figures_and_stood_in_for():
     """It would need more than the card has; the smaller context is tried first."""
-    serving = Serving(fallback={"huge": ("long", "short")})
+    serving = ServingConfig(fallback={"huge": ("long", "short")})
     async with kitchen(
         serving,
         huge=30,
@@ -219,7 +219,7 @@ async def test_what_a_model_s_type_cannot_do_it_is_not_loaded_for(model_type, ba
 @in_loop
 async def test_what_the_caller_does_wrong_nobody_else_is_asked():
     """And the model is not blamed: five such calls open no breaker."""
-    serving = Serving(fallback={"qwen": ("phi",)})
+    serving = ServingConfig(fallback={"qwen": ("phi",)})
     async with kitchen(serving, qwen=4, phi=4) as k:
         for _ in range(6):
             with pytest.raises(Refused) as refused:
@@ -328,7 +328,7 @@ async def test_a_failed_load_counts_once_however_many_wait_for_it():
 @in_loop
 async def test_a_stream_that_breaks_off_ends_with_the_error_and_counts():
     """What was said is said: no other model goes on in the middle of a sentence."""
-    serving = Serving(fallback={"qwen": ("phi",)})
+    serving = ServingConfig(fallback={"qwen": ("phi",)})
     async with kitchen(serving, qwen=4, phi=4, scripts={"qwen": [(DIED,)]}) as k:
         reply = await k.chat("qwen", stream=True)
         events = [event async for event in reply.events]
@@ -368,7 +368,7 @@ async def test_a_client_profile_changes_the_prompt_that_the_engine_receives():
     written = {
         "chat_template": "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}|{% endfor %}"
     }
-    serving = Serving(
+    serving = ServingConfig(
         clients={
             "bot": Profile(
                 system="Be brief.", thinking=False, importance="low", defaults={"max_tokens": 100}
@@ -413,7 +413,7 @@ async def test_a_client_in_cooldown_is_told_when_to_come_back():
 async def test_a_task_is_served_by_its_first_candidate_unless_another_is_warm():
     """`pin_primary` keeps to the first."""
     tasks = {"free": Task(("a", "b")), "pinned": Task(("a", "b"), pin_primary=True)}
-    async with kitchen(Serving(tasks=tasks), a=12, b=12) as k:
+    async with kitchen(ServingConfig(tasks=tasks), a=12, b=12) as k:
         await k.chat("b")
         reply = await k.chat("task:free")
         assert (reply.model, reply.because) == ("b", "task:free: it is warm and a is not")
@@ -425,9 +425,9 @@ async def test_a_task_is_served_by_its_first_candidate_unless_another_is_warm():
 async def test_a_budget_that_is_too_short_is_told_at_once_with_both_numbers():
     """Not after the time is lost."""
     tasks = {"quick": Task(("a",), budget_s=10.0)}
-    async with kitchen(Serving(tasks=tasks), a=12, b=12) as k:
-        k.gateway.costs.loaded("a", 47.0)
-        k.gateway.costs.answered("a", 2.0)
+    async with kitchen(ServingConfig(tasks=tasks), a=12, b=12) as k:
+        k.gateway.costs.add_load("a", 47.0)
+        k.gateway.costs.add_answer("a", 2.0)
         with pytest.raises(Refused) as refused:
             await k.chat("task:quick")
         assert (refused.value.status, refused.value.code) == (504, "budget_too_short")
@@ -468,7 +468,7 @@ async def test_a_model_steps_aside_when_it_has_been_idle_for_its_types_time():
             (240, {"llm": "host", "eyes": "host"}),
         ):
             k.clock.now += after
-            k.gateway.warmth.look()
+            k.gateway.keep_warm.evict_due()
             await until(lambda where=where: k.where() == where)
         await k.chat("llm", x_stay_warm=0)
         await until(lambda: k.where()["llm"] == "host")
@@ -501,7 +501,7 @@ async def test_a_full_queue_is_a_503_with_retry_after():
 @in_loop
 async def test_what_can_be_asked_for_is_listed():
     """Models, and tasks under the name that they are addressed by."""
-    async with kitchen(Serving(tasks={"sum": Task(("qwen",))}), qwen=4) as k:
+    async with kitchen(ServingConfig(tasks={"sum": Task(("qwen",))}), qwen=4) as k:
         rows = {row["id"]: row["x_gpu"] for row in k.gateway.models()}
         assert rows == {
             "qwen": {"model_type": "llm", "backend": "fake", "warm": False},

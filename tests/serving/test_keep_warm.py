@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu_runtime.serving.queue.keep_warm import AGAIN_SECONDS, Warmth
+from gpu_runtime.serving.queue.keep_warm import RETRY_SECONDS, KeepWarm
 from tests.serving.kitchen import Clock
 from tests.serving.loops import in_loop, settle
 
@@ -10,9 +10,9 @@ from tests.serving.loops import in_loop, settle
 class Card:
     def __init__(self) -> None:
         self.clock, self.held, self.gone = Clock(), set(), []
-        self.warmth = Warmth(self.clock, self.put_away)
+        self.keep_warm = KeepWarm(self.clock, self.evict)
 
-    async def put_away(self, model: str) -> bool:
+    async def evict(self, model: str) -> bool:
         if model in self.held:
             return False
         self.gone.append(model)
@@ -20,7 +20,7 @@ class Card:
 
     async def later(self, seconds: float) -> list[str]:
         self.clock.now += seconds
-        self.warmth.look()
+        self.keep_warm.evict_due()
         await settle()
         return self.gone
 
@@ -29,11 +29,11 @@ class Card:
 async def test_of_several_wishes_the_longest_counts():
     """A later call does not shorten what an earlier one was promised."""
     card = Card()
-    card.warmth.keep("a", 100.0)
-    card.warmth.keep("a", 10.0)
+    card.keep_warm.keep("a", 100.0)
+    card.keep_warm.keep("a", 10.0)
     assert await card.later(99.0) == []
     assert await card.later(1.0) == ["a"]
-    await card.warmth.close()
+    await card.keep_warm.close()
 
 
 @in_loop
@@ -41,12 +41,12 @@ async def test_what_is_held_when_its_time_is_over_is_tried_again():
     """A notebook in the same process may use it; its time is over all the same."""
     card = Card()
     card.held.add("a")
-    card.warmth.keep("a", 10.0)
+    card.keep_warm.keep("a", 10.0)
     assert await card.later(10.0) == []
     card.held.clear()
-    assert await card.later(AGAIN_SECONDS - 1) == []
+    assert await card.later(RETRY_SECONDS - 1) == []
     assert await card.later(1.0) == ["a"]
-    await card.warmth.close()
+    await card.keep_warm.close()
 
 
 @in_loop
@@ -54,12 +54,12 @@ async def test_a_model_that_must_go_goes_at_the_end_of_its_calls_whatever_they_w
     """It is to be loaded anew."""
     card = Card()
     card.held.add("a")
-    card.warmth.keep("a", 1000.0)
-    card.warmth.leave("a")
+    card.keep_warm.keep("a", 1000.0)
+    card.keep_warm.evict_soon("a")
     assert await card.later(0.0) == []
     card.held.clear()
-    card.warmth.keep("a", 1000.0)  # the end of a call that ran meanwhile
+    card.keep_warm.keep("a", 1000.0)  # the end of a call that ran meanwhile
     assert await card.later(0.0) == ["a"]
-    card.warmth.keep("a", 1000.0)
+    card.keep_warm.keep("a", 1000.0)
     assert await card.later(999.0) == ["a"], "anew, it stays as long as any"
-    await card.warmth.close()
+    await card.keep_warm.close()

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from gpu_runtime.serving.engines.openai_http import RemoteSpeaker
+from gpu_runtime.serving.engines.openai_http import HttpAdapter
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing.fallback import Cloud, CloudGuard
-from gpu_runtime.serving.routing.tasks import Serving, Task
+from gpu_runtime.serving.routing.tasks import ServingConfig, Task
 from tests.serving.kitchen import heard, kitchen, said
 from tests.serving.loopback import Loopback, chunk, completion, loopback
 from tests.serving.loops import in_loop, until
@@ -21,22 +21,22 @@ from tests.serving.loops import in_loop, until
 def engine(there: Loopback, chat_template: str | None = None) -> Any:
     """Has every model of a kitchen answered by that server, as `rt.use` yields one."""
 
-    def speak(value: Any, spec: Any, http: Any) -> RemoteSpeaker:
+    def make_adapter(value: Any, spec: Any, http: Any) -> HttpAdapter:
         served = SimpleNamespace(
             base_url=there.url,
             model="theirs",
             headers={"Authorization": "Bearer inside"},
             chat_template=chat_template,
         )
-        return RemoteSpeaker(spec.name, served, http, spec)
+        return HttpAdapter(spec.name, served, http, spec)
 
-    return speak
+    return make_adapter
 
 
 @in_loop
 async def test_a_body_goes_out_under_the_engines_name_and_comes_back_under_ours():
     """With what the engine must be shown, and without any field of ours."""
-    async with loopback() as there, kitchen(qwen=4, speak=engine(there)) as k:
+    async with loopback() as there, kitchen(qwen=4, make_adapter=engine(there)) as k:
         there.answers = [completion("hello")]
         reply = await k.chat("qwen", "hi", top_k=40, x_priority="high", x_unknown=[1])
         assert (said(reply), reply.json["model"]) == ("hello", "qwen")
@@ -52,7 +52,7 @@ async def test_a_body_goes_out_under_the_engines_name_and_comes_back_under_ours(
 @in_loop
 async def test_a_stream_is_passed_on_event_by_event():
     """The first is there before the last is made."""
-    async with loopback() as there, kitchen(qwen=4, speak=engine(there)) as k:
+    async with loopback() as there, kitchen(qwen=4, make_adapter=engine(there)) as k:
         gate = asyncio.Event()
         there.answers = [[chunk("one "), gate, chunk("two"), "[DONE]"]]
         reply = await k.chat("qwen", stream=True)
@@ -64,7 +64,7 @@ async def test_a_stream_is_passed_on_event_by_event():
 @in_loop
 async def test_whoever_goes_away_hangs_up_on_the_engine():
     """It notices, and computes no further."""
-    async with loopback() as there, kitchen(qwen=4, speak=engine(there)) as k:
+    async with loopback() as there, kitchen(qwen=4, make_adapter=engine(there)) as k:
         gate = asyncio.Event()
         there.answers = [[chunk("one "), gate, *[chunk("x" * 4096)] * 10_000], [gate]]
         reply = await k.chat("qwen", stream=True)
@@ -80,7 +80,9 @@ async def test_a_call_waits_while_its_engine_is_started_again():
         served = SimpleNamespace(
             base_url="http://127.0.0.1:9/v1", model="theirs", headers={}, starting=True
         )
-        k.gateway._speak = lambda value, spec, http: RemoteSpeaker(spec.name, served, http, spec)
+        k.gateway._make_adapter = lambda value, spec, http: HttpAdapter(
+            spec.name, served, http, spec
+        )
         there.answers = [completion("hello")]
         asked = asyncio.ensure_future(k.chat("qwen"))
         await until(lambda: k.gateway.queue.active() == {"qwen": 1})
@@ -104,7 +106,7 @@ async def test_a_call_waits_while_its_engine_is_started_again():
 @in_loop
 async def test_an_engine_that_fails_is_said_to_have_failed(answer, why):
     """Its status, its words; and its breaker hears of it."""
-    async with loopback() as there, kitchen(qwen=4, speak=engine(there)) as k:
+    async with loopback() as there, kitchen(qwen=4, make_adapter=engine(there)) as k:
         there.answers = [answer]
         with pytest.raises(Refused, match=why) as refused:
             await k.chat("qwen")
@@ -114,7 +116,7 @@ async def test_an_engine_that_fails_is_said_to_have_failed(answer, why):
 @in_loop
 async def test_a_stream_that_ends_without_its_end_broke_off():
     """An engine that dies in the middle of a sentence says no [DONE]."""
-    async with loopback() as there, kitchen(qwen=4, speak=engine(there)) as k:
+    async with loopback() as there, kitchen(qwen=4, make_adapter=engine(there)) as k:
         there.answers = [
             [chunk("one "), None],
             [chunk("a"), {"error": {"message": "llama_decode returned -3"}}],
@@ -128,7 +130,7 @@ async def test_a_stream_that_ends_without_its_end_broke_off():
 @in_loop
 async def test_what_the_engine_refuses_is_the_callers_to_change():
     """In the engine's own words."""
-    async with loopback() as there, kitchen(qwen=4, speak=engine(there)) as k:
+    async with loopback() as there, kitchen(qwen=4, make_adapter=engine(there)) as k:
         there.answers = [400]
         with pytest.raises(Refused, match="qwen refused: status 400, as told") as refused:
             await k.chat("qwen")
@@ -150,7 +152,7 @@ async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
     ):
         async with (
             loopback() as there,
-            kitchen(qwen=4, speak=engine(there, own), options={"qwen": options}) as k,
+            kitchen(qwen=4, make_adapter=engine(there, own), options={"qwen": options}) as k,
         ):
             there.answers = [completion("a")]
             await k.chat("qwen", "hi", x_thinking=False)
@@ -168,7 +170,10 @@ async def test_other_kinds_go_to_their_own_paths():
     async with (
         loopback() as there,
         kitchen(
-            qwen=4, sdxl=4, speak=engine(there), options={"sdxl": {"model_type": "diffusion"}}
+            qwen=4,
+            sdxl=4,
+            make_adapter=engine(there),
+            options={"sdxl": {"model_type": "diffusion"}},
         ) as k,
     ):
         there.answers = [{"data": []}] * 3
@@ -192,7 +197,7 @@ def cloudy(there: Loopback) -> dict[str, str]:
 @in_loop
 async def test_a_cloud_answers_last_and_only_where_it_may():
     """Local models, then the cloud, then 503; with the guard down 503 at once. No memory is taken for a cloud."""
-    serving = Serving(fallback={"huge": ("claude:haiku", "vast")})
+    serving = ServingConfig(fallback={"huge": ("claude:haiku", "vast")})
     async with (
         loopback() as there,
         kitchen(serving, huge=30, vast=40, environment=cloudy(there)) as k,
@@ -225,7 +230,10 @@ async def test_a_cloud_that_was_asked_for_is_never_blocked():
     async with (
         loopback() as there,
         kitchen(
-            Serving(tasks=tasks), qwen=4, environment=cloudy(there), guard=CloudGuard(None, False)
+            ServingConfig(tasks=tasks),
+            qwen=4,
+            environment=cloudy(there),
+            guard=CloudGuard(None, False),
         ) as k,
     ):
         there.answers = [completion("a"), completion("b")]

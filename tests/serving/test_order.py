@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from gpu_runtime.facts import IMPORTANCE
 from gpu_runtime.serving.queue.order import (
     AGEING_SECONDS,
-    MOST_LOADS,
+    MAX_LOADS,
     Engine,
-    Next,
-    Place,
+    ModelState,
+    NextSteps,
     Waiting,
-    next_out,
+    next_steps,
     order,
     overtaken_for_seconds,
 )
 
-WARM, COLD, LOADING = Engine(Place.WARM), Engine(), Engine(Place.LOADING)
+WARM, COLD, LOADING = Engine(ModelState.WARM), Engine(), Engine(ModelState.LOADING)
 
 
 def call(key: int, model: str = "a", importance: str = "normal", arrived: float = 0.0) -> Waiting:
@@ -51,47 +51,49 @@ def test_a_cold_model_that_has_waited_comes_before_warm_newcomers():
 
 def test_a_warm_model_starts_as_many_calls_as_it_can_run():
     """The rest wait, without holding others up."""
-    engines = {"a": Engine(Place.WARM, active=1, concurrency=3), "b": WARM}
+    engines = {"a": Engine(ModelState.WARM, active=1, concurrency=3), "b": WARM}
     waiting = [call(1), call(2), call(3), call(4, "b")]
-    assert next_out(waiting, engines, 0.0) == Next(start=(1, 2, 4))
+    assert next_steps(waiting, engines, 0.0) == NextSteps(start=(1, 2, 4))
 
 
 def test_a_cold_model_is_loaded_once_for_all_its_calls():
     """And each cold model begins at once: the ledger says which of them have room."""
-    assert next_out([call(1, "a"), call(2, "a"), call(3, "b")], {}, 0.0) == Next(load=("a", "b"))
+    assert next_steps([call(1, "a"), call(2, "a"), call(3, "b")], {}, 0.0) == NextSteps(
+        load=("a", "b")
+    )
 
 
 def test_no_more_loads_begin_than_there_are_threads_for():
     """Fifty cold models are not fifty tickets in the ledger."""
-    busy = {f"busy{n}": LOADING for n in range(MOST_LOADS - 1)}
-    assert next_out([call(1, "a"), call(2, "b")], busy, 0.0) == Next(load=("a",))
+    busy = {f"busy{n}": LOADING for n in range(MAX_LOADS - 1)}
+    assert next_steps([call(1, "a"), call(2, "b")], busy, 0.0) == NextSteps(load=("a",))
 
 
 def test_a_model_that_cannot_be_loaded_now_holds_nobody_up():
     """Another process has the card; what fits beside it goes on."""
     waiting = [call(1, "big", "urgent"), call(2, "a", "batch")]
-    assert next_out(waiting, {"big": LOADING, "a": WARM}, 0.0) == Next(start=(2,))
+    assert next_steps(waiting, {"big": LOADING, "a": WARM}, 0.0) == NextSteps(start=(2,))
 
 
 def test_calls_of_a_warm_model_go_on_before_a_cold_one_of_their_class():
     """Models are changed when their calls are done, not after each."""
     waiting = [call(1, "b"), call(2, "a")]
     engines = {
-        "a": Engine(Place.WARM, active=1, concurrency=4),
-        "b": Engine(Place.LOADING, in_use=frozenset("a")),
+        "a": Engine(ModelState.WARM, active=1, concurrency=4),
+        "b": Engine(ModelState.LOADING, waits_for=frozenset("a")),
     }
-    assert next_out(waiting, engines, 0.0) == Next(start=(2,))
+    assert next_steps(waiting, engines, 0.0) == NextSteps(start=(2,))
 
 
 def test_what_stands_in_the_way_of_a_better_call_starts_no_more():
     """Else a steady stream of normal calls would keep an urgent one out for ever; what is not in its way goes on."""
     waiting = [call(1, "b", "urgent"), call(2, "a"), call(3, "c")]
     engines = {
-        "a": Engine(Place.WARM, active=1, concurrency=4),
-        "b": Engine(Place.LOADING, in_use=frozenset("a")),
+        "a": Engine(ModelState.WARM, active=1, concurrency=4),
+        "b": Engine(ModelState.LOADING, waits_for=frozenset("a")),
         "c": WARM,
     }
-    assert next_out(waiting, engines, 0.0) == Next(start=(3,))
+    assert next_steps(waiting, engines, 0.0) == NextSteps(start=(3,))
 
 
 MODELS = "abc"
@@ -116,7 +118,7 @@ engines = st.fixed_dictionaries(
         MODELS,
         st.builds(
             Engine,
-            st.sampled_from(Place),
+            st.sampled_from(ModelState),
             st.integers(0, 3),
             st.integers(1, 3),
             st.frozensets(st.sampled_from(MODELS), max_size=2),
@@ -128,32 +130,32 @@ engines = st.fixed_dictionaries(
 @given(calls, engines, st.floats(500, 1000))
 def test_no_engine_runs_more_than_it_can_and_only_warm_ones_run(waiting, engines, now):
     """Whatever waits."""
-    out = next_out(waiting, engines, now)
+    out = next_steps(waiting, engines, now)
     model = {call.key: call.model for call in waiting}
     for name in MODELS:
         started = sum(model[key] == name for key in out.start)
         engine = engines.get(name, COLD)
-        assert not started or engine.place is Place.WARM
+        assert not started or engine.state is ModelState.WARM
         assert not started or engine.active + started <= engine.concurrency
-    assert all(engines.get(name, COLD).place is Place.COLD for name in out.load)
+    assert all(engines.get(name, COLD).state is ModelState.COLD for name in out.load)
     assert len(set(out.start)) == len(out.start) and len(set(out.load)) == len(out.load)
 
 
 @given(calls, engines, st.floats(500, 1000))
 def test_a_free_place_of_a_model_in_nobodys_way_is_taken(waiting, engines, now):
     """Nothing idles that could run: a call that cannot start holds up only what its own load waits for."""
-    out = next_out(waiting, engines, now)
+    out = next_steps(waiting, engines, now)
     in_the_way = {
         name
         for engine in engines.values()
-        if engine.place is Place.LOADING
-        for name in engine.in_use
+        if engine.state is ModelState.LOADING
+        for name in engine.waits_for
     }
     for call in waiting:
         engine = engines.get(call.model, COLD)
         started = sum(other.model == call.model for other in waiting if other.key in out.start)
         if (
-            engine.place is Place.WARM
+            engine.state is ModelState.WARM
             and call.model not in in_the_way
             and call.key not in out.start
         ):
@@ -168,8 +170,8 @@ eighths = st.integers(0, 8000).map(lambda n: n / 8)  # of a second: exact, as th
     st.sampled_from(sorted(IMPORTANCE.values())),
     eighths,
     eighths,
-    st.sampled_from(Place),
-    st.sampled_from(Place),
+    st.sampled_from(ModelState),
+    st.sampled_from(ModelState),
 )
 def test_nobody_who_comes_after_the_ageing_bound_is_served_first(
     mine, theirs, after, later, place, other

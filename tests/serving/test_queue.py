@@ -53,13 +53,13 @@ class Shelf:
         return [
             hold.model
             for hold in self.holds
-            if hold.ready.done() and not hold.ready.exception() and not hold.let_go_of
+            if hold.ready.done() and not hold.ready.exception() and not hold.released
         ]
 
     def arrive(self) -> None:
         """Carries out what the ledger would: loads for which idle models can step aside are done, others wait."""
         for hold in self.holds:
-            if hold.ready.done() or hold.let_go_of:
+            if hold.ready.done() or hold.released:
                 continue
             idle = [model for model in self.warm if model not in self.pinned()]
             while len(self.warm) >= self.room and idle:
@@ -68,8 +68,8 @@ class Shelf:
                 self.warm.append(hold.model)
                 hold.ready.set_result(f"<{hold.model}>")
             else:
-                hold.waits, hold.in_use = True, frozenset(self.pinned())
-        self.queue.look()
+                hold.waits, hold.waits_for = True, frozenset(self.pinned())
+        self.queue.advance()
 
     def call(self, model: str, importance: str = "normal", name: str = "") -> Answer:
         return Answer(self, model, IMPORTANCE[importance], name or model)
@@ -101,7 +101,7 @@ async def done(shelf: Shelf) -> AsyncIterator[None]:
     yield
     await settle()
     assert (shelf.queue.depth(), shelf.queue.active(), shelf.pinned()) == ({}, {}, [])
-    assert all(hold.let_go_of or hold.ready.exception() for hold in shelf.holds)
+    assert all(hold.released or hold.ready.exception() for hold in shelf.holds)
 
 
 @in_loop
@@ -236,7 +236,7 @@ async def test_a_model_whose_engine_failed_is_taken_in_hand_anew():
         await settle()
         assert (len(shelf.holds), shelf.queue.depth()) == (1, {"a": 1})
         await two.end()
-        assert [hold.let_go_of for hold in shelf.holds] == [True, False]
+        assert [hold.released for hold in shelf.holds] == [True, False]
         await three.end()
 
 
@@ -251,7 +251,7 @@ async def test_a_more_important_call_asks_the_ledger_anew():
         shelf.arrive()
         better = shelf.call("b", "high")
         await settle()
-        assert [(hold.model, hold.importance, hold.let_go_of) for hold in shelf.holds[1:]] == [
+        assert [(hold.model, hold.importance, hold.released) for hold in shelf.holds[1:]] == [
             ("b", 30, True),
             ("b", 5, False),
         ]

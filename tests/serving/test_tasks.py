@@ -12,11 +12,11 @@ from gpu_runtime.serving.routing.fallback import Choice, CloudGuard, chain, clou
 from gpu_runtime.serving.routing.tasks import (
     Cost,
     Profile,
-    Serving,
+    ServingConfig,
     Task,
     candidates,
     expected_seconds,
-    read_serving,
+    read_serving_config,
 )
 
 LOCAL = ("a", "b", "c", "d:local")
@@ -186,8 +186,8 @@ fallback:
   qwen-32b: [qwen-4b, claude:sonnet]
   "*": [qwen-4b]
 """)
-    said = read_serving(file)
-    assert said == Serving(
+    said = read_serving_config(file)
+    assert said == ServingConfig(
         {"classify": Task(("qwen-4b", "claude:haiku"), 120.0, True, 10.0)},
         {
             "bot": Profile(
@@ -203,7 +203,9 @@ fallback:
     assert said.stand_ins("qwen-32b") == ("qwen-4b", "claude:sonnet") and said.stand_ins("x") == (
         "qwen-4b",
     )
-    assert read_serving(tmp_path / "none.yaml") == read_serving(None) == Serving()
+    assert (
+        read_serving_config(tmp_path / "none.yaml") == read_serving_config(None) == ServingConfig()
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,7 @@ fallback:
         (
             "clients: {bot: {defaults: {messages: []}}}",
             "clients.bot.defaults.messages",
-            "the caller's to say",
+            "only a call can set it",
         ),
         ("tasks: [", "", "no YAML"),
         ("!!python/object/apply:os.system [true]", "", "no YAML"),
@@ -234,5 +236,5 @@ def test_what_is_wrong_with_the_file_is_named(tmp_path, text, field, problem):
     file = tmp_path / "tasks.yaml"
     file.write_text(text)
     with pytest.raises(BadDocument) as bad:
-        read_serving(file)
+        read_serving_config(file)
     assert bad.value.field == field and problem in bad.value.problem and str(file) in str(bad.value)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from gpu_runtime.serving.queue.thread_stream import in_thread, pumped
+from gpu_runtime.serving.queue.thread_stream import in_thread, stream_from_thread
 from tests.serving.loops import in_loop, until
 
 
@@ -15,14 +15,14 @@ from tests.serving.loops import in_loop, until
 async def test_pieces_come_in_their_order_and_the_error_last():
     """What was said before it failed is heard."""
 
-    def work(emit, gone):
+    def work(emit, cancelled):
         for n in range(100):
             emit(n)
         raise RuntimeError("broke")
 
     heard = []
     with pytest.raises(RuntimeError, match="broke"):
-        async for piece in pumped(work):
+        async for piece in stream_from_thread(work):
             heard.append(piece)
     assert heard == list(range(100))
 
@@ -32,12 +32,12 @@ async def test_whoever_stops_listening_waits_for_the_end_of_the_work():
     """An engine that still computes is not free for the next call."""
     ended = threading.Event()
 
-    def work(emit, gone):
+    def work(emit, cancelled):
         emit(1)
-        gone.wait()
+        cancelled.wait()
         ended.set()
 
-    pieces = pumped(work)
+    pieces = stream_from_thread(work)
     assert await anext(pieces) == 1
     await pieces.aclose()
     assert ended.is_set()
@@ -48,13 +48,13 @@ async def test_a_cancelled_listener_ends_the_work_too():
     """As a client that goes away."""
     began, ended = threading.Event(), threading.Event()
 
-    def work(emit, gone):
+    def work(emit, cancelled):
         began.set()
-        gone.wait()
+        cancelled.wait()
         ended.set()
 
     async def listen():
-        async for _ in pumped(work):
+        async for _ in stream_from_thread(work):
             pass
 
     task = asyncio.ensure_future(listen())

@@ -1,7 +1,7 @@
-"""One way to talk to every kind of engine: an OpenAI-shaped body goes in, OpenAI-shaped dicts come out.
+"""What all adapters have in common: an OpenAI-shaped body in, OpenAI-shaped dicts out.
 
-What `rt.use` yields decides which: a handle with a `base_url` is spoken to over HTTP, a proxy with llama.cpp's methods
-in a thread, a transformers module by `generate`, and a fake model answers with what it was asked.
+The object that `rt.use` yields decides the adapter. One with a `base_url` is called over HTTP, a proxy with
+llama.cpp's methods in a thread, a transformers module by `generate`; a fake model answers with its prompt.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import Any, Protocol
 from ...errors import GpuError
 from ...facts import ModelSpec
 from ..requests import Refused
-from ..routing.profiles import thought
+from ..routing.profiles import with_thinking
 from . import chat_template
-from .openai_format import Header, Piece, embeddings, gathered, streamed
+from .openai_format import Header, TextPiece, embeddings, stream_chunks, whole_answer
 
-TEXT_TYPES = ("llm", "embedding", "reranker")
-SILENT_TYPES = ("embedding", "reranker", "diffusion")
+TEXT_TYPES = ("llm", "embedding", "reranker")  # model types that make no images
+TYPES_WITHOUT_TEXT = ("embedding", "reranker", "diffusion")
 
 
-class Speaker(Protocol):
-    """Talks to one model for the length of one call.
+class EngineAdapter(Protocol):
+    """Calls one model, for the length of one call.
 
-    Raises Refused (400) for what the model cannot be asked, EngineFailed or an error of the engine where it fails.
+    Raises Refused (400) for a call that the model cannot serve, EngineFailed or the engine's own error if it fails.
     """
 
-    async def answer(
-        self, kind: str, body: dict[str, Any], think: bool | None
-    ) -> dict[str, Any]: ...
+    async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
+        """The whole answer to a call of this `kind` with this `body`; `think` turns thinking on or off."""
 
     def stream(
         self, kind: str, body: dict[str, Any], think: bool | None
-    ) -> AsyncIterator[dict[str, Any]]: ...
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of the answer; the parameters are those of `answer`."""
 
 
 class EngineFailed(GpuError):
@@ -43,107 +43,111 @@ class EngineFailed(GpuError):
 
 
 def cannot(model: str, why: str, param: str | None = None) -> Refused:
-    """That the model cannot be asked this, whoever asks."""
+    """The refusal (400) of a call that `model` cannot serve for any caller. `param` is the field that asks for it."""
     return Refused(400, "not_supported", f"{model} cannot be asked this: {why}", param=param)
 
 
 def require(kind: str, spec: ModelSpec) -> None:
-    """That a model of that type can be asked this, before it is loaded for nothing and others leave for it. Raises
-    Refused, 400."""
+    """Checks that the model of `spec` can serve calls of this `kind`, before it is loaded and others are evicted.
+
+    Raises Refused, 400.
+    """
     if kind == "images" and spec.model_type in TEXT_TYPES:
-        raise cannot(
-            spec.name,
-            f"it is of type {spec.model_type} and makes no images; those are for type diffusion",
-            "model",
-        )
-    if kind in ("chat", "completions") and spec.model_type in SILENT_TYPES:
+        why = f"it is of type {spec.model_type} and makes no images; those are for type diffusion"
+        raise cannot(spec.name, why, "model")
+    if kind in ("chat", "completions") and spec.model_type in TYPES_WITHOUT_TEXT:
         raise cannot(spec.name, f"it is of type {spec.model_type} and writes no text", "model")
-    if kind == "embeddings" and (
-        spec.model_type == "diffusion"
-        or spec.backend == "llama_cpp"
-        and spec.model_type != "embedding"
-    ):
-        raise cannot(
-            spec.name, f"it is of type {spec.model_type}; embeddings want type embedding", "model"
-        )
+    is_llama_text = spec.backend == "llama_cpp" and spec.model_type != "embedding"
+    if kind == "embeddings" and (spec.model_type == "diffusion" or is_llama_text):
+        raise no_embeddings(spec)
 
 
-class TextSpeaker:
-    """What all engines have in common that give text piece by piece, and vectors."""
+def no_embeddings(spec: ModelSpec) -> Refused:
+    """The refusal of a call for embeddings by a model, described by `spec`, of another type."""
+    why = f"it is of type {spec.model_type}; embeddings want type embedding"
+    return cannot(spec.name, why, "model")
 
-    kind = "a model"
+
+class TextAdapter:
+    """Base of the adapters whose engine writes text piece by piece, and vectors."""
+
+    kind = "a model"  # for messages
 
     def __init__(self, value: Any, spec: ModelSpec) -> None:
-        self.value, self.spec = value, spec
+        """The adapter of `value`, which `rt.use` yielded, a model described by `spec`."""
+        self.value = value
+        self.spec = spec
 
-    def pieces(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncGenerator[Piece]:
-        """The answer to what `prompt` makes of the body; that may take a while, and is done where the engine works."""
+    def pieces(
+        self, kind: str, body: dict[str, Any], think: bool | None
+    ) -> AsyncGenerator[TextPiece]:
+        """The pieces of the answer to `prompt(kind, body, think)`.
+
+        Making the prompt may take a while, so it is done in the engine's thread.
+        """
         raise cannot(self.spec.name, f"{self.kind} writes no text")
 
     def prompt(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
-        """What the engine is given: the conversation by its chat template, or the text as it came."""
+        """The engine's input: the conversation in `body` by its chat template, or for other kinds the text itself.
+
+        `think` turns thinking on or off in a conversation. Raises Refused if the template rejects it.
+        """
         if kind == "completions":
             return body["prompt"]
         template = chat_template.override(self.spec.options) or self.template()
-        messages, switches = thought(body["messages"], think, template)
+        messages, switches = with_thinking(body["messages"], think, template)
+        if template is None:
+            raise cannot(
+                self.spec.name,
+                "it has no chat template; give it one (chat_template in the catalogue), "
+                "or use /v1/completions",
+            )
+        tools = {"tools": body["tools"]} if body.get("tools") else {}
         try:
-            if template is None:
-                raise cannot(
-                    self.spec.name,
-                    "it has no chat template; give it one (chat_template in the catalogue), "
-                    "or use /v1/completions",
-                )
-            tools = {"tools": body["tools"]} if body.get("tools") else {}
             return chat_template.render(template, messages, **self.tokens(), **tools, **switches)
         except chat_template.BadConversation as error:
             raise Refused(400, "bad_conversation", str(error), param="messages") from None
 
     def template(self) -> str | None:
-        """The chat template that came with the model."""
+        """The model's own chat template."""
         return None
 
     def tokens(self) -> dict[str, str]:
-        """How it writes the beginning and the end of a sequence."""
+        """The texts of the tokens that begin and end a sequence: `bos_token`, `eos_token`."""
         return {}
 
     async def vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
-        """An embedding of each text, and the tokens read."""
-        raise cannot(
-            self.spec.name,
-            f"it is of type {self.spec.model_type}; embeddings want type embedding",
-            "model",
-        )
+        """An embedding of each of the `texts`, and the number of tokens read."""
+        raise no_embeddings(self.spec)
 
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
+        """See `EngineAdapter.answer`: `kind`, `body` and `think` as there."""
         if kind == "embeddings":
-            wanted = body["input"]
-            vectors, tokens = await self.vectors(
-                [wanted] if isinstance(wanted, str) else list(wanted)
-            )
+            texts = body["input"]
+            texts = [texts] if isinstance(texts, str) else list(texts)
+            vectors, tokens = await self.vectors(texts)
             return embeddings(vectors, self.spec.name, tokens, body.get("encoding_format"))
         self._require_text(kind, body)
-        return await gathered(self.pieces(kind, body, think), self._header(kind))
+        return await whole_answer(self.pieces(kind, body, think), self._header(kind))
 
     async def stream(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncIterator[dict[str, Any]]:
+        """See `EngineAdapter.stream`: `kind`, `body` and `think` as in `answer`."""
         self._require_text(kind, body)
-        async with aclosing(
-            streamed(self.pieces(kind, body, think), self._header(kind), body)
-        ) as chunks:
+        pieces = self.pieces(kind, body, think)
+        async with aclosing(stream_chunks(pieces, self._header(kind), body)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     def _header(self, kind: str) -> Header:
-        prefix = "chatcmpl" if kind == "chat" else "cmpl"
-        return Header(
-            f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self.spec.name, kind == "chat"
-        )
+        is_chat = kind == "chat"
+        prefix = "chatcmpl" if is_chat else "cmpl"
+        return Header(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self.spec.name, is_chat)
 
     def _require_text(self, kind: str, body: dict[str, Any]) -> None:
         if kind == "images":
-            raise cannot(
-                self.spec.name, "it makes no images; those are for type diffusion", "model"
-            )
+            why = "it makes no images; those are for type diffusion"
+            raise cannot(self.spec.name, why, "model")
         if (body.get("n") or 1) != 1:
             raise cannot(self.spec.name, "it gives one answer at a time", "n")

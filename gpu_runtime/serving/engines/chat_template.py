@@ -1,6 +1,6 @@
-"""Chat templates: a conversation into the one text that a model was trained to go on from.
+"""Chat templates: they turn a conversation into the one text that a model was trained to continue.
 
-They are Jinja, and come with models, which are strangers' files: they run in a sandbox.
+Templates are Jinja code that comes with a model, from an unknown author. So they run in a sandbox.
 """
 
 from __future__ import annotations
@@ -19,57 +19,52 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...errors import BadSetting
 
-MOST_LETTERS = 1 << 20
+MAX_LETTERS = 1 << 20
+_EXPECTED = "a Jinja template, or the path of a file that holds one"
 
 
 class BadConversation(ValueError):
-    """A template refused the conversation, such as two user messages in a row."""
+    """A template rejected the conversation, such as two user messages in a row."""
 
 
 def override(options: Mapping[str, Any]) -> str | None:
-    """The template that the catalogue gives the model: its text, or a file that holds it. Raises BadSetting."""
-    said = options.get("chat_template")
-    if not said:
+    """The template in a model's catalogue `options`: the text itself, or the content of the file it names.
+
+    None if there is none. Raises BadSetting.
+    """
+    value = options.get("chat_template")
+    if not value:
         return None
-    if not isinstance(said, str):
-        raise BadSetting(
-            "chat_template", said, "a Jinja template, or the path of a file that holds one"
-        )
-    if "{" in said:
-        return said
+    if not isinstance(value, str):
+        raise BadSetting("chat_template", value, _EXPECTED)
+    if "{" in value:
+        return value
     try:
-        return Path(os.path.expanduser(said)).read_text()[:MOST_LETTERS]
+        return Path(os.path.expanduser(value)).read_text()[:MAX_LETTERS]
     except OSError as error:
-        raise BadSetting(
-            "chat_template",
-            said,
-            f"a Jinja template, or the path of a file that holds one ({error.strerror or error})",
-        ) from None
+        expected = f"{_EXPECTED} ({error.strerror or error})"
+        raise BadSetting("chat_template", value, expected) from None
 
 
-def render(template: str, messages: list[dict[str, Any]], **given: Any) -> str:
-    """The prompt, up to where the model's answer begins. Raises BadConversation where the template refuses."""
+def render(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
+    """The prompt for `messages` by `template`, up to where the model's answer begins.
+
+    `variables` are further variables of the template. Raises BadConversation if the template rejects the messages.
+    """
     try:
         return _compiled(template).render(
-            messages=_plain(messages),
+            messages=_with_plain_text(messages),
             add_generation_prompt=True,
-            **{"bos_token": "", "eos_token": "", **given},
+            **{"bos_token": "", "eos_token": "", **variables},
         )
-    except (
-        Exception
-    ) as error:  # a stranger's code: whatever it raises, it does not take this conversation
+    except Exception as error:  # an unknown author's code may raise anything
         raise BadConversation(
             f"the model's chat template does not take this conversation: {error}"
         ) from None
 
 
-def _plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parts of text joined, as most templates know only text."""
-    return [{**message, "content": text_of(message.get("content"))} for message in messages]
-
-
 def text_of(content: Any) -> str:
-    """The text of a message's content. Raises BadConversation for pictures and the like.
+    """The text of a message's `content`. Raises BadConversation for images and other parts.
 
     >>> text_of([{"type": "text", "text": "one "}, {"type": "text", "text": "two"}])
     'one two'
@@ -80,11 +75,16 @@ def text_of(content: Any) -> str:
         return content
     kinds = {part.get("type") for part in content} - {"text"}
     if kinds or not all(isinstance(part.get("text"), str) for part in content):
+        named = ", ".join(sorted(map(str, kinds))) or "text without any"
         raise BadConversation(
-            f"this model reads text only, and the message has parts of type "
-            f"{', '.join(sorted(map(str, kinds))) or 'text without any'}"
+            f"this model reads text only, and the message has parts of type {named}"
         )
     return "".join(part["text"] for part in content)
+
+
+def _with_plain_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with their parts of text joined: most templates know only text."""
+    return [{**message, "content": text_of(message.get("content"))} for message in messages]
 
 
 @functools.lru_cache(maxsize=64)
@@ -92,12 +92,14 @@ def _compiled(template: str) -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-        value, ensure_ascii=False, indent=indent
-    )
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _raise(message: str) -> None:

@@ -1,8 +1,8 @@
-"""Talking to a llama.cpp model through the methods of `llama_cpp.Llama`, in a thread.
+"""The adapter of llama.cpp models: it calls the methods of `llama_cpp.Llama` in a thread.
 
-The prompt is made here, from the model's own chat template, so that thinking mode and an overriding template reach it,
-its tokens can be counted, and every answer can be ended early. With tools, or where the model has no template, the
-library's own chat handler makes it.
+The prompt is made here, from the model's own chat template. So thinking mode and an overriding template work, the
+prompt's tokens can be counted, and every answer can be ended early. With tools, or if the model has no template, the
+library's own chat handler makes the prompt.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from contextlib import aclosing
 from typing import Any
 
 from ...facts import ModelSpec, Value
-from ..queue.thread_stream import Emit, in_thread, pumped
+from ..queue.thread_stream import Emit, in_thread, stream_from_thread
 from ..requests import Refused
-from .base import TextSpeaker, cannot
-from .openai_format import Piece, stops_of, tokens_wanted
+from .base import TextAdapter, cannot
+from .openai_format import TextPiece, max_tokens_of, stops_of
 
-_PASSED_ON = (
+_SAMPLING_FIELDS = (
     "temperature",
     "top_p",
     "top_k",
@@ -34,144 +34,156 @@ _PASSED_ON = (
     "mirostat_eta",
     "logit_bias",
 )
-_BY_THE_LIBRARY = (
-    "tools",
-    "functions",
-    "response_format",
-    "logprobs",
-    "top_logprobs",
-)  # its chat handlers know these
+# The library's chat handlers implement these fields.
+_LIBRARY_FIELDS = ("tools", "functions", "response_format", "logprobs", "top_logprobs")
+_LIBRARY_CALL_FIELDS = (
+    *_SAMPLING_FIELDS,
+    *_LIBRARY_FIELDS,
+    "messages",
+    "stop",
+    "tool_choice",
+    "function_call",
+)
 
 
-class Facts(Value):
-    """What a model says of itself, asked once: each question is a way to another process and back."""
+class ModelFacts(Value):
+    """Facts about a model, read once: reading one is a call to another process."""
 
     template: str | None
     tokens: dict[str, str]
     context: int
 
 
-_facts: weakref.WeakKeyDictionary[Any, tuple[ModelSpec, Facts]] = weakref.WeakKeyDictionary()
+_Known = tuple[ModelSpec, ModelFacts]
+_known_facts: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
 
 
-class LlamaSpeaker(TextSpeaker):
-    """`value` has llama.cpp's methods; it may live in another process."""
+class LlamaCppAdapter(TextAdapter):
+    """`value` has llama.cpp's methods; the model may be in another process."""
 
     kind = "a llama.cpp model"
 
     @property
-    def facts(self) -> Facts:
-        spec, known = _facts.get(self.value, (None, None))
-        if (
-            known is None or spec != self.spec
-        ):  # a catalogue may have given it another context since
-            known = self._asked()
-            _facts[self.value] = self.spec, known
-        return known
+    def facts(self) -> ModelFacts:
+        """The model's template, tokens and context length."""
+        spec, facts = _known_facts.get(self.value, (None, None))
+        if facts is None or spec != self.spec:  # the catalogue may have changed its context
+            facts = self._read_facts()
+            _known_facts[self.value] = self.spec, facts
+        return facts
 
-    def _asked(self) -> Facts:
+    def _read_facts(self) -> ModelFacts:
         metadata = dict(self.value.metadata or {})
-        ids = {
-            f"{name}_token": metadata.get(f"tokenizer.ggml.{name}_token_id")
-            for name in ("bos", "eos")
-        }
-        tokens = {
-            name: _text(self.value.detokenize([int(id)], special=True))
-            for name, id in ids.items()
-            if id is not None
-        }
-        return Facts(metadata.get("tokenizer.chat_template"), tokens, int(self.value.n_ctx()))
+        tokens = {}
+        for name in ("bos", "eos"):
+            id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+            if id is not None:
+                tokens[f"{name}_token"] = _text(self.value.detokenize([int(id)], special=True))
+        return ModelFacts(metadata.get("tokenizer.chat_template"), tokens, int(self.value.n_ctx()))
 
     def template(self) -> str | None:
+        """The chat template in the model's file."""
         return self.facts.template
 
     def tokens(self) -> dict[str, str]:
+        """The texts of `bos_token` and `eos_token`, as far as the model's file has them."""
         return self.facts.tokens
 
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
-        if kind == "chat" and self._by_the_library(body):
-            said = await in_thread(lambda: self.value.create_chat_completion(**self._plain(body)))
-            return {**said, "model": self.spec.name}
+        """See `EngineAdapter.answer`: `kind`, `body` and `think` as there."""
+        if kind == "chat" and _needs_library(body):
+            fields = _library_fields(body)
+            answer = await in_thread(lambda: self.value.create_chat_completion(**fields))
+            return {**answer, "model": self.spec.name}
         return await super().answer(kind, body, think)
 
     async def stream(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncIterator[dict[str, Any]]:
-        by_library = kind == "chat" and self._by_the_library(body)
-        async with aclosing(
-            self._streamed(body) if by_library else super().stream(kind, body, think)
-        ) as chunks:
+        """See `EngineAdapter.stream`: `kind`, `body` and `think` as in `answer`."""
+        if kind == "chat" and _needs_library(body):
+            source = self._stream_from_library(body)
+        else:
+            source = super().stream(kind, body, think)
+        async with aclosing(source) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    def _by_the_library(self, body: dict[str, Any]) -> bool:
-        return any(body.get(name) for name in _BY_THE_LIBRARY)
+    async def _stream_from_library(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        def work(emit: Emit, cancelled: threading.Event) -> None:
+            chunks = self.value.create_chat_completion(**_library_fields(body), stream=True)
+            _read(chunks, emit, cancelled)
 
-    def _plain(self, body: dict[str, Any]) -> dict[str, Any]:
-        known = (*_PASSED_ON, *_BY_THE_LIBRARY, "messages", "stop", "tool_choice", "function_call")
-        most = {"max_tokens": tokens_wanted(body)} if tokens_wanted(body) else {}
-        return {name: body[name] for name in known if body.get(name) is not None} | most
-
-    async def _streamed(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        def work(emit: Emit, gone: threading.Event) -> None:
-            _read(self.value.create_chat_completion(**self._plain(body), stream=True), emit, gone)
-
-        async with aclosing(pumped(work)) as chunks:
+        async with aclosing(stream_from_thread(work)) as chunks:
             async for chunk in chunks:
                 yield {**chunk, "model": self.spec.name}
 
-    def pieces(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncGenerator[Piece]:
-        def work(emit: Emit, gone: threading.Event) -> None:
-            most = tokens_wanted(body)
-            given = {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
-            told = self.value.write(
+    def pieces(
+        self, kind: str, body: dict[str, Any], think: bool | None
+    ) -> AsyncGenerator[TextPiece]:
+        """The pieces of the answer to `prompt(kind, body, think)`. Raises Refused if it does not fit the context."""
+
+        def work(emit: Emit, cancelled: threading.Event) -> None:
+            limit = max_tokens_of(body)
+            sampling = {name: body[name] for name in _SAMPLING_FIELDS if body.get(name) is not None}
+            parts = self.value.write(
                 self.prompt(kind, body, think),
                 kind != "chat",
-                most,
+                limit,
                 bool(body.get("stream")),
                 stop=stops_of(body),
                 stream=True,
-                **given,
+                **sampling,
             )
 
-            def tell(part: dict[str, Any]) -> None:
+            def emit_part(part: dict[str, Any]) -> None:
                 if "too_long" in part:
-                    raise too_long(self.spec.name, part["too_long"], most, self.facts.context)
-                emit(Piece(**part))
+                    raise too_long(self.spec.name, part["too_long"], limit, self.facts.context)
+                emit(TextPiece(**part))
 
-            _read(told, tell, gone)
+            _read(parts, emit_part, cancelled)
 
-        return pumped(work)
+        return stream_from_thread(work)
 
     async def vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
+        """The library's embeddings of the `texts`, and the number of tokens read."""
         if self.spec.model_type != "embedding":
             return await super().vectors(texts)
-        said = await in_thread(lambda: self.value.create_embedding(texts))
-        return [row["embedding"] for row in said["data"]], said["usage"]["prompt_tokens"]
+        answer = await in_thread(lambda: self.value.create_embedding(texts))
+        return [row["embedding"] for row in answer["data"]], answer["usage"]["prompt_tokens"]
 
 
-def too_long(model: str, prompt: int, most: int | None, context: int) -> Refused:
-    """That prompt and answer do not fit in the context, with the figures."""
-    asked = (
-        f" and {most} are asked for in answer" if most else ", which leaves no room for an answer"
-    )
-    return cannot(
-        model,
-        f"its context is {context} tokens; the prompt has {prompt}{asked}",
-        "max_tokens" if most and prompt < context else "messages",
-    )
+def too_long(model: str, prompt: int, limit: int | None, context: int) -> Refused:
+    """The refusal of a call whose `prompt` and answer `limit` do not fit `model`'s `context`; all in tokens."""
+    wanted = ", which leaves no room for an answer"
+    if limit:
+        wanted = f" and {limit} are asked for in answer"
+    why = f"its context is {context} tokens; the prompt has {prompt}{wanted}"
+    return cannot(model, why, "max_tokens" if limit and prompt < context else "messages")
 
 
-def _read(chunks: Any, tell: Emit, gone: threading.Event) -> None:
-    """Reads an iterator until its end, or until nobody listens; then it is closed, which ends the generation."""
+def _needs_library(body: dict[str, Any]) -> bool:
+    return any(body.get(name) for name in _LIBRARY_FIELDS)
+
+
+def _library_fields(body: dict[str, Any]) -> dict[str, Any]:
+    fields = {name: body[name] for name in _LIBRARY_CALL_FIELDS if body.get(name) is not None}
+    limit = max_tokens_of(body)
+    if limit:
+        fields["max_tokens"] = limit
+    return fields
+
+
+def _read(chunks: Any, emit: Emit, cancelled: threading.Event) -> None:
+    """Emits each chunk until the last one, or until the reader has left. Closing `chunks` ends the generation."""
     try:
         for chunk in chunks:
-            if gone.is_set():
+            if cancelled.is_set():
                 return
-            tell(chunk)
+            emit(chunk)
     finally:
         chunks.close()
 
 
-def _text(said: Any) -> str:
-    return said.decode("utf-8", "replace") if isinstance(said, bytes) else str(said)
+def _text(token: Any) -> str:
+    return token.decode("utf-8", "replace") if isinstance(token, bytes) else str(token)

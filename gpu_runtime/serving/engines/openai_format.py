@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes, from what engines say piece by piece.
+"""OpenAI's response format, made from the pieces that an engine writes.
 
 Pure. The names of fields and objects are OpenAI's: API reference, Chat, Completions, Embeddings.
 """
@@ -14,8 +14,8 @@ from typing import Any
 from ...facts import Value
 
 
-class Piece(Value):
-    """A part of an answer's text; the last one says how it ended and what it took."""
+class TextPiece(Value):
+    """A piece of an answer's text. The last one has `finish` and the token counts."""
 
     text: str = ""
     finish: str = ""  # stop or length
@@ -24,7 +24,7 @@ class Piece(Value):
 
 
 class Header(Value):
-    """What all parts of one answer have in common."""
+    """The fields that all chunks of one answer share."""
 
     id: str
     created: int
@@ -32,19 +32,14 @@ class Header(Value):
     chat: bool
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """One chunk of a stream with these `choices` and `more` fields."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            **more,
-        }
+        return {**self._fields(kind, choices), **more}
 
     def part(
         self, text: str | None, finish: str | None = None, first: bool = False
     ) -> dict[str, Any]:
+        """One chunk with this `text`; the last chunk has `finish`, the `first` one of a chat has the role."""
         if not self.chat:
             return self.chunk(
                 [{"index": 0, "text": text or "", "finish_reason": finish, "logprobs": None}]
@@ -54,22 +49,27 @@ class Header(Value):
             delta["content"] = text
         return self.chunk([{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}])
 
-    def whole(self, text: str, last: Piece) -> dict[str, Any]:
-        inner: dict[str, Any] = (
-            {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        )
-        choice = {"index": 0, **inner, "finish_reason": last.finish, "logprobs": None}
+    def whole(self, text: str, last: TextPiece) -> dict[str, Any]:
+        """The whole answer with this `text`; `last` has the reason of its end and the token counts."""
+        content: dict[str, Any] = {"text": text}
+        if self.chat:
+            content = {"message": {"role": "assistant", "content": text}}
+        choice = {"index": 0, **content, "finish_reason": last.finish, "logprobs": None}
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self._fields(kind, [choice]), "usage": usage(last)}
+
+    def _fields(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.id,
-            "object": "chat.completion" if self.chat else "text_completion",
+            "object": kind,
             "created": self.created,
             "model": self.model,
-            "choices": [choice],
-            "usage": usage(last),
+            "choices": choices,
         }
 
 
-def usage(last: Piece) -> dict[str, int]:
+def usage(last: TextPiece) -> dict[str, int]:
+    """OpenAI's `usage` from the `last` piece of an answer."""
     return {
         "prompt_tokens": last.prompt_tokens,
         "completion_tokens": last.completion_tokens,
@@ -77,18 +77,20 @@ def usage(last: Piece) -> dict[str, int]:
     }
 
 
-async def streamed(
-    pieces: AsyncGenerator[Piece], header: Header, body: dict[str, Any]
+async def stream_chunks(
+    pieces: AsyncGenerator[TextPiece], header: Header, body: dict[str, Any]
 ) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of a streamed answer; with `stream_options.include_usage` the last one has the usage and no choice.
+    """The chunks of a streamed answer, made from `pieces` and the fields of `header`.
 
-    None comes before the engine has said something: what fails until then is told by a status, or answered by another.
+    With `stream_options.include_usage` in `body` the last chunk has the usage and no choice. There is no chunk before
+    the first piece: an error until then becomes an HTTP status, or another model answers.
     """
-    last, begun = Piece(finish="stop"), not header.chat
+    last = TextPiece(finish="stop")
+    role_sent = not header.chat
     async with aclosing(pieces):
         async for piece in pieces:
-            if not begun:
-                begun = True
+            if not role_sent:
+                role_sent = True
                 yield header.part("", first=True)
             if piece.text:
                 yield header.part(piece.text)
@@ -100,9 +102,10 @@ async def streamed(
         yield header.chunk([], usage=usage(last))
 
 
-async def gathered(pieces: AsyncGenerator[Piece], header: Header) -> dict[str, Any]:
-    """The whole answer at once."""
-    texts, last = [], Piece(finish="stop")
+async def whole_answer(pieces: AsyncGenerator[TextPiece], header: Header) -> dict[str, Any]:
+    """The whole answer at once, made from `pieces` and the fields of `header`."""
+    texts = []
+    last = TextPiece(finish="stop")
     async with aclosing(pieces):
         async for piece in pieces:
             texts.append(piece.text)
@@ -114,15 +117,13 @@ async def gathered(pieces: AsyncGenerator[Piece], header: Header) -> dict[str, A
 def embeddings(
     vectors: Sequence[Sequence[float]], model: str, tokens: int, encoding: str | None
 ) -> dict[str, Any]:
-    """Vectors as numbers, or as the base64 of little-endian float32s, which OpenAI's own client asks for."""
+    """The answer with these `vectors` of `model`, which read so many `tokens`.
 
-    def written(vector: Sequence[float]) -> Any:
-        if encoding != "base64":
-            return list(vector)
-        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
-
+    With the `encoding` "base64" a vector is the base64 of little-endian float32s, which OpenAI's own client requests;
+    else a list of numbers.
+    """
     data = [
-        {"object": "embedding", "index": at, "embedding": written(vector)}
+        {"object": "embedding", "index": at, "embedding": _encoded(vector, encoding)}
         for at, vector in enumerate(vectors)
     ]
     return {
@@ -133,8 +134,14 @@ def embeddings(
     }
 
 
+def _encoded(vector: Sequence[float], encoding: str | None) -> Any:
+    if encoding != "base64":
+        return list(vector)
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
 class StopText:
-    """Cuts a text at the first of some stop strings, however it comes in pieces.
+    """Cuts a text at the first of some stop strings, also if the text arrives in pieces.
 
     >>> stop = StopText(["END"])
     >>> [stop.feed(text) for text in ("one E", "N", "D two")], stop.hit
@@ -142,42 +149,46 @@ class StopText:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
+        """`stops` are the stop strings."""
         self._stops = stops
-        self._held = ""
+        self._held = ""  # an end of the text that may begin a stop string
         self.hit = False
 
     def feed(self, text: str) -> str:
-        """What may be told by now: all but an end that may be the beginning of a stop string."""
+        """The part of the text so far, with `text`, that may be sent: all but a possible beginning of a stop string."""
         if self.hit:
             return ""
         text = self._held + text
-        at = min((found for stop in self._stops if (found := text.find(stop)) >= 0), default=-1)
-        if at >= 0:
-            self.hit, self._held = True, ""
-            return text[:at]
-        keep = max(
-            (
-                size
-                for stop in self._stops
-                for size in range(1, len(stop))
-                if text.endswith(stop[:size])
-            ),
-            default=0,
-        )
-        self._held = text[len(text) - keep :] if keep else ""
-        return text[: len(text) - keep] if keep else text
+        found = [at for at in map(text.find, self._stops) if at >= 0]
+        if found:
+            self.hit = True
+            self._held = ""
+            return text[: min(found)]
+        safe = len(text) - self._possible_beginning(text)
+        self._held = text[safe:]
+        return text[:safe]
 
     def rest(self) -> str:
-        """What was held back for nothing."""
+        """The held text, when no more text follows."""
         held, self._held = self._held, ""
         return held
 
+    def _possible_beginning(self, text: str) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = 0
+        for stop in self._stops:
+            for size in range(longest + 1, len(stop)):
+                if text.endswith(stop[:size]):
+                    longest = size
+        return longest
+
 
 def stops_of(body: dict[str, Any]) -> list[str]:
+    """The stop strings of `body`."""
     stop = body.get("stop")
     return [stop] if isinstance(stop, str) else list(stop or ())
 
 
-def tokens_wanted(body: dict[str, Any]) -> int | None:
-    """How many tokens the answer may have; None: nobody said."""
+def max_tokens_of(body: dict[str, Any]) -> int | None:
+    """The largest number of tokens that the answer to `body` may have; None: not set."""
     return body.get("max_completion_tokens") or body.get("max_tokens")

@@ -1,4 +1,4 @@
-"""Talking to whatever speaks OpenAI's HTTP: an engine in a process of its own, or a cloud."""
+"""The adapter of engines with OpenAI's HTTP API: an engine in its own process, or a cloud."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 
 from ...facts import ModelSpec
 from ..requests import Refused
-from ..routing.profiles import thought
+from ..routing.profiles import with_thinking
 from . import chat_template
 from .base import EngineFailed
 
@@ -22,118 +22,109 @@ PATHS = {
     "embeddings": "/embeddings",
     "images": "/images/generations",
 }
-TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # an engine may think for long before its first token
+# An engine may compute for long before its first token.
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 POLL_SECONDS = 0.05
-_CALLERS = (400, 404, 413, 422)  # statuses that blame the request
+_CALLER_STATUSES = (400, 404, 413, 422)  # statuses that mean a mistake in the request
 
 
 def open_client() -> httpx.AsyncClient:
-    """The client for engines and clouds. It follows no redirects: a key goes only where it was meant to."""
+    """The HTTP client for engines and clouds. It follows no redirect, so a key is sent to its own address only."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
     return httpx.AsyncClient(timeout=TIMEOUT, limits=limits, follow_redirects=False, trust_env=True)
 
 
-class RemoteSpeaker:
-    """Passes a body on, under the other side's name for the model, and its answer back, under ours.
-
-    `there` has `base_url`, `model` and `headers`. Where it has `starting`, that tells whether to wait with asking, and
-    `chat_template` what its switches reach.
-    """
+class HttpAdapter:
+    """Sends a body on under the engine's name for the model, and returns its answer under ours."""
 
     def __init__(
-        self, name: str, there: Any, http: httpx.AsyncClient, spec: ModelSpec | None = None
+        self, name: str, handle: Any, http: httpx.AsyncClient, spec: ModelSpec | None = None
     ) -> None:
-        self.name, self._there, self._http = name, there, http
-        self._spec = spec  # None: a cloud's, which is told nothing but the body
+        """The adapter of the model that we call `name`; `http` is the client, `spec` None for a cloud's model.
+
+        `handle` has `base_url`, `model` and `headers`. It may have `starting`, whether a call must wait, and
+        `chat_template`, the template of the engine.
+        """
+        self.name = name
+        self._handle = handle
+        self._http = http
+        self._spec = spec
 
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
-        response = await self._sent(await self._request(kind, {**body, "stream": None}, think))
+        """See `EngineAdapter.answer`: `kind`, `body` and `think` as there."""
+        response = await self._send(await self._request(kind, {**body, "stream": None}, think))
         async with aclosing(response):
             data = await self._read(response)
         try:
-            said = json.loads(data)
-            assert isinstance(said, dict)
-        except (ValueError, AssertionError):
-            raise self._failed(f"it answered with what is no JSON object: {_short(data)}") from None
-        return {**said, "model": self.name} if kind != "images" else said
+            answer = json.loads(data)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise self._failed(f"its answer is no JSON object: {_shorten(data)}")
+        return {**answer, "model": self.name} if kind != "images" else answer
 
     async def stream(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncIterator[dict[str, Any]]:
-        response = await self._sent(await self._request(kind, {**body, "stream": True}, think))
+        """See `EngineAdapter.stream`: `kind`, `body` and `think` as in `answer`."""
+        response = await self._send(await self._request(kind, {**body, "stream": True}, think))
         async with aclosing(response):
             async for event in self._events(response):
                 if "error" in event and "choices" not in event:
-                    raise self._failed(_message(event["error"]))
+                    raise self._failed(_error_text(event["error"]))
                 yield {**event, "model": self.name}
 
     async def _request(self, kind: str, body: dict[str, Any], think: bool | None) -> httpx.Request:
-        while getattr(
-            self._there, "starting", False
-        ):  # a restart is soon over; to fail meanwhile would open breakers
+        # A restart is short; failing in the meantime would open breakers.
+        while getattr(self._handle, "starting", False):
             await asyncio.sleep(POLL_SECONDS)
-        there = self._there
-        body = {name: value for name, value in body.items() if value is not None} | {
-            "model": there.model
-        }
+        handle = self._handle
+        fields = {name: value for name, value in body.items() if value is not None}
+        fields["model"] = handle.model
         if kind == "chat" and self._spec is not None:
-            body |= self._prompted(body, think, self._spec)
-        return self._http.build_request(
-            "POST", there.base_url.rstrip("/") + PATHS[kind], json=body, headers=there.headers
-        )
+            fields |= self._prompt_fields(fields, think, self._spec)
+        url = handle.base_url.rstrip("/") + PATHS[kind]
+        return self._http.build_request("POST", url, json=fields, headers=handle.headers)
 
-    def _prompted(
+    def _prompt_fields(
         self, body: dict[str, Any], think: bool | None, spec: ModelSpec
     ) -> dict[str, Any]:
-        """Fields by which the engine makes another prompt: by a switch of its template, where it lets us have it."""
-        template = getattr(self._there, "chat_template", None)
+        """The fields that change the engine's prompt: messages, and variables of its template if we may set them."""
+        template = getattr(self._handle, "chat_template", None)
         if template != "":
-            template = (
-                chat_template.override(spec.options) or template or "enable_thinking"
-            )  # not known: newer ones do
-        messages, switches = thought(body["messages"], think, template)
+            # An unknown template is assumed to have the switch, as newer ones do.
+            template = chat_template.override(spec.options) or template or "enable_thinking"
+        messages, switches = with_thinking(body["messages"], think, template)
         fields: dict[str, Any] = {"messages": messages}
         if switches:
-            fields["chat_template_kwargs"] = {
-                **(body.get("chat_template_kwargs") or {}),
-                **switches,
-            }
+            variables = body.get("chat_template_kwargs") or {}
+            fields["chat_template_kwargs"] = {**variables, **switches}
         return fields
 
-    async def _sent(self, request: httpx.Request) -> httpx.Response:
+    async def _send(self, request: httpx.Request) -> httpx.Response:
         try:
             response = await self._http.send(request, stream=True)
         except httpx.HTTPError as error:
-            raise self._failed(
-                f"{request.url} did not answer: {type(error).__name__} {error}".rstrip()
-            ) from error
+            why = f"{request.url} did not answer: {type(error).__name__} {error}".rstrip()
+            raise self._failed(why) from error
         if response.is_success:
             return response
         async with aclosing(response):
-            text = _short(await self._read(response))
-        try:
-            said = json.loads(text)
-            text = _message(said.get("error") or said["detail"])  # the second where FastAPI refuses
-        except (ValueError, KeyError, TypeError, AttributeError):
-            pass
-        if response.status_code in _CALLERS:
-            raise Refused(
-                response.status_code if response.status_code != 404 else 400,
-                "engine_refused",
-                f"{self.name} refused: {text}",
-            )
-        raise self._failed(f"HTTP {response.status_code}: {text}")
+            text = _error_of_body(_shorten(await self._read(response)))
+        status = response.status_code
+        if status in _CALLER_STATUSES:
+            status = 400 if status == 404 else status
+            raise Refused(status, "engine_refused", f"{self.name} refused: {text}")
+        raise self._failed(f"HTTP {status}: {text}")
 
     async def _read(self, response: httpx.Response) -> bytes:
         try:
             return await response.aread()
         except httpx.HTTPError as error:
-            raise self._failed(
-                f"its answer broke off: {type(error).__name__} {error}".rstrip()
-            ) from error
+            raise self._broken_off(error) from error
 
     async def _events(self, response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-        """The data of its server-sent events. Raises EngineFailed where they end before their end is said."""
+        """The data of its server-sent events. Raises EngineFailed if the stream ends before `[DONE]`."""
         try:
             async for line in response.aiter_lines():
                 if not line.startswith("data:"):
@@ -145,21 +136,31 @@ class RemoteSpeaker:
                 if isinstance(event, dict):
                     yield event
         except httpx.HTTPError as error:
-            raise self._failed(
-                f"its answer broke off: {type(error).__name__} {error}".rstrip()
-            ) from error
+            raise self._broken_off(error) from error
         except ValueError:
             raise self._failed("it sent an event that is no JSON") from None
         raise self._failed("its answer broke off")
+
+    def _broken_off(self, error: httpx.HTTPError) -> EngineFailed:
+        return self._failed(f"its answer broke off: {type(error).__name__} {error}".rstrip())
 
     def _failed(self, why: str) -> EngineFailed:
         return EngineFailed(f"{self.name} failed: {why}", name=self.name, why=why)
 
 
-def _message(error: Any) -> str:
-    """An error's words, as any of the engines shapes it."""
+def _error_of_body(text: str) -> str:
+    """The message in the body of an error, or the whole text if it has another shape."""
+    try:
+        body = json.loads(text)
+        return _error_text(body.get("error") or body["detail"])  # FastAPI writes "detail"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return text
+
+
+def _error_text(error: Any) -> str:
+    """The message of an error, in the shape of any engine."""
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
 
 
-def _short(data: bytes) -> str:
+def _shorten(data: bytes) -> str:
     return data[:500].decode("utf-8", "replace").strip()

@@ -1,4 +1,4 @@
-"""Which engine adapter answers for a model."""
+"""Which adapter answers for a model, and the adapter of fake models."""
 
 from __future__ import annotations
 
@@ -7,56 +7,60 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ...facts import ModelSpec
-from .base import Speaker, TextSpeaker, cannot
-from .openai_format import Piece
+from .base import EngineAdapter, TextAdapter, cannot
+from .openai_format import TextPiece
 
 
-class EchoSpeaker(TextSpeaker):
-    """A fake model's: it answers with the prompt that it was given, word by word."""
+class EchoAdapter(TextAdapter):
+    """The adapter of a fake model, which answers with its prompt, word by word."""
 
     kind = "a fake model"
-    WORD = "{% for m in messages %}{{ m['content'] if loop.last else '' }}{% endfor %}"
+    LAST_MESSAGE = "{% for m in messages %}{{ m['content'] if loop.last else '' }}{% endfor %}"
 
     def template(self) -> str:
-        return self.WORD
+        """A template that keeps the last message only."""
+        return self.LAST_MESSAGE
 
     async def pieces(
         self, kind: str, body: dict[str, Any], think: bool | None
-    ) -> AsyncGenerator[Piece]:
+    ) -> AsyncGenerator[TextPiece]:
+        """The words of `prompt(kind, body, think)`, up to the limit of tokens in `body`."""
         words = str(self.value(self.prompt(kind, body, think))).split(" ")
-        most = body.get("max_completion_tokens") or body.get("max_tokens") or len(words)
-        said = words[:most]
-        for at, word in enumerate(said):
-            yield Piece(word if at == 0 else f" {word}")
-            await asyncio.sleep(0)  # so that others are heard, and whoever goes away is noticed
-        yield Piece(
-            finish="length" if most < len(words) else "stop",
+        limit = body.get("max_completion_tokens") or body.get("max_tokens") or len(words)
+        written = words[:limit]
+        for at, word in enumerate(written):
+            yield TextPiece(word if at == 0 else f" {word}")
+            await asyncio.sleep(0)  # lets other tasks run, so that a disconnect is noticed
+        yield TextPiece(
+            finish="length" if limit < len(words) else "stop",
             prompt_tokens=len(words),
-            completion_tokens=len(said),
+            completion_tokens=len(written),
         )
 
     async def vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
-        return [[float(len(text)), 1.0] for text in texts], sum(len(text.split()) for text in texts)
+        """For each of the `texts` its length and 1; and the number of words."""
+        words = sum(len(text.split()) for text in texts)
+        return [[float(len(text)), 1.0] for text in texts], words
 
 
-def speaker_for(value: Any, spec: ModelSpec, http: Any) -> Speaker:
-    """Who talks to what `rt.use` yielded. `http` is the client for engines that are servers. Raises Refused."""
+def adapter_for(value: Any, spec: ModelSpec, http: Any) -> EngineAdapter:
+    """The adapter of `value`, which `rt.use` yielded, a model described by `spec`.
+
+    `http` is the client for engines that are servers. Raises Refused if no adapter fits.
+    """
     if hasattr(value, "base_url"):
-        from .openai_http import RemoteSpeaker
+        from .openai_http import HttpAdapter
 
-        return RemoteSpeaker(spec.name, value, http, spec)
+        return HttpAdapter(spec.name, value, http, spec)
     if hasattr(value, "create_chat_completion"):
-        from .llama_cpp import LlamaSpeaker
+        from .llama_cpp import LlamaCppAdapter
 
-        return LlamaSpeaker(value, spec)
+        return LlamaCppAdapter(value, spec)
     if spec.backend == "fake":
-        return EchoSpeaker(value, spec)
+        return EchoAdapter(value, spec)
     if hasattr(value, "config") and hasattr(value, "forward"):
-        from .transformers import ModuleSpeaker
+        from .transformers import TransformersAdapter
 
-        return ModuleSpeaker(value, spec)
-    raise cannot(
-        spec.name,
-        f"it is a {type(value).__name__}, and nothing here knows how to talk to one",
-        "model",
-    )
+        return TransformersAdapter(value, spec)
+    why = f"it is a {type(value).__name__}, and no adapter here can call one"
+    raise cannot(spec.name, why, "model")

@@ -1,178 +1,199 @@
-"""Talking to a transformers module: `generate` in a thread, its text told as it is written.
+"""The adapter of transformers modules: `generate` in a thread, with its text streamed as it is written.
 
-A module that was made in code, without a tokenizer, has no words to be talked to in.
+A module that was made in code, without a tokenizer, cannot be called with text.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import AsyncGenerator
 from typing import Any
 
 from ...facts import ModelSpec
-from ..queue.thread_stream import Emit, in_thread, pumped
-from .base import TextSpeaker, cannot
+from ..queue.thread_stream import Emit, in_thread, stream_from_thread
+from .base import TextAdapter, cannot
 from .llama_cpp import too_long
-from .openai_format import Piece, StopText, stops_of, tokens_wanted
+from .openai_format import StopText, TextPiece, max_tokens_of, stops_of
 
-TOKENS = 512  # of an answer, where neither the caller nor the model says
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+DEFAULT_TOKENS = 512  # of an answer, if neither the caller nor the model sets a limit
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 
 
-class ModuleSpeaker(TextSpeaker):
+class TransformersAdapter(TextAdapter):
     """`value` is the module, with its `.tokenizer`."""
 
     kind = "a module that does not generate"
 
     def __init__(self, value: Any, spec: ModelSpec) -> None:
+        """The adapter of the module `value`, described by `spec`. Raises Refused if it has no tokenizer."""
         super().__init__(value, spec)
         self.tokenizer = getattr(value, "tokenizer", None)
         if self.tokenizer is None:
             raise cannot(spec.name, "it has no tokenizer", "model")
 
     def template(self) -> str | None:
+        """The tokenizer's chat template."""
         template = self.tokenizer.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
     def tokens(self) -> dict[str, str]:
-        return {
-            name: str(getattr(self.tokenizer, name))
-            for name in ("bos_token", "eos_token")
-            if getattr(self.tokenizer, name, None)
-        }
+        """The texts of `bos_token` and `eos_token`, as far as the tokenizer has them."""
+        tokens = {}
+        for name in ("bos_token", "eos_token"):
+            token = getattr(self.tokenizer, name, None)
+            if token:
+                tokens[name] = str(token)
+        return tokens
 
     def prompt(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
+        """The tokens of the text that `TextAdapter.prompt` makes of `kind`, `body` and `think`."""
         if not getattr(self.value, "can_generate", lambda: False)():
-            raise cannot(
-                self.spec.name, f"it is of type {self.spec.model_type} and writes no text", "model"
-            )
+            why = f"it is of type {self.spec.model_type} and writes no text"
+            raise cannot(self.spec.name, why, "model")
         text = super().prompt(kind, body, think)
         # A template writes the beginning of the sequence itself.
         return self.tokenizer(text, return_tensors="pt", add_special_tokens=kind == "completions")
 
-    def pieces(self, kind: str, body: dict[str, Any], think: bool | None) -> AsyncGenerator[Piece]:
-        def work(emit: Emit, gone: threading.Event) -> None:
-            prompt = self.prompt(kind, body, think)
-            size, most = int(prompt["input_ids"].shape[1]), tokens_wanted(body)
-            context = int(getattr(self.value.config, "max_position_embeddings", 0) or 1 << 30)
-            if not size or size + (most or 1) > context:
-                raise too_long(self.spec.name, size, most, context)
-            self._write(prompt, size, most or min(TOKENS, context - size), body, emit, gone)
+    def pieces(
+        self, kind: str, body: dict[str, Any], think: bool | None
+    ) -> AsyncGenerator[TextPiece]:
+        """The pieces of the answer to `prompt(kind, body, think)`. Raises Refused if it does not fit the context."""
 
-        return pumped(work)
+        def work(emit: Emit, cancelled: threading.Event) -> None:
+            prompt = self.prompt(kind, body, think)
+            prompt_tokens = int(prompt["input_ids"].shape[1])
+            limit = max_tokens_of(body)
+            context = int(getattr(self.value.config, "max_position_embeddings", 0) or 1 << 30)
+            if not prompt_tokens or prompt_tokens + (limit or 1) > context:
+                raise too_long(self.spec.name, prompt_tokens, limit, context)
+            limit = limit or min(DEFAULT_TOKENS, context - prompt_tokens)
+            self._write(prompt, limit, body, emit, cancelled)
+
+        return stream_from_thread(work)
 
     def _write(
         self,
         prompt: Any,
-        size: int,
-        most: int,
+        limit: int,
         body: dict[str, Any],
         emit: Emit,
-        gone: threading.Event,
+        cancelled: threading.Event,
     ) -> None:
-        import torch
-        from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
+        """Emits the pieces of an answer of at most `limit` tokens. Runs in a thread."""
+        from transformers import StoppingCriteriaList
 
         stop = StopText(stops_of(body))
-        written = [-size]  # the streamer is given the prompt first
-
-        class Telling(TextStreamer):
-            def put(self, value: Any) -> None:
-                written[0] += value.numel()
-                super().put(value)
-
-            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-                told = stop.feed(text) + (stop.rest() if stream_end and not stop.hit else "")
-                if told:
-                    emit(Piece(told))
-
-        class Gone(StoppingCriteria):
-            def __call__(self, ids: Any, scores: Any, **_: Any) -> Any:
-                return torch.full(
-                    (ids.shape[0],), gone.is_set() or stop.hit, dtype=torch.bool, device=ids.device
-                )
-
-        inputs = {
-            name: tensor.to(self.value.device)
-            for name, tensor in prompt.items()
-            if name != "token_type_ids"
-        }
+        prompt_tokens = int(prompt["input_ids"].shape[1])
+        streamer = _streamer(self.tokenizer, prompt_tokens, stop, emit)
         with _seeded(body.get("seed")):
-            made = self.value.generate(
-                **inputs,
+            output = self.value.generate(
+                **self._on_device(prompt, without=("token_type_ids",)),
                 **_sampling(body),
-                max_new_tokens=most,
-                stopping_criteria=StoppingCriteriaList([Gone()]),
-                streamer=Telling(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
+                max_new_tokens=limit,
+                stopping_criteria=StoppingCriteriaList([_stopping(stop, cancelled)]),
+                streamer=streamer,
             )
         ends = self.value.generation_config.eos_token_id
-        last = int(made[0, -1])
-        ended = (
-            stop.hit or written[0] < most or last in (ends if isinstance(ends, list) else [ends])
-        )
+        ends = ends if isinstance(ends, list) else [ends]
+        ended = stop.hit or streamer.written < limit or int(output[0, -1]) in ends
         emit(
-            Piece(
+            TextPiece(
                 finish="stop" if ended else "length",
-                prompt_tokens=size,
-                completion_tokens=written[0],
+                prompt_tokens=prompt_tokens,
+                completion_tokens=streamer.written,
             )
         )
 
     async def vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
+        """The embeddings of the `texts`, and the number of tokens read."""
         if self.spec.model_type != "embedding":
             return await super().vectors(texts)
         return await in_thread(lambda: self._embed(texts))
 
     def _embed(self, texts: list[str]) -> tuple[list[list[float]], int]:
-        """The mean of the last layer over each text's tokens, at length one, as OpenAI's are."""
+        """The mean of the last layer over each text's tokens, with length one, as OpenAI's vectors have."""
         import torch
 
-        rows, count = [], 0
+        rows = []
+        count = 0
+        limit = getattr(self.value.config, "max_position_embeddings", None)
         with torch.inference_mode():
-            for text in (
-                texts
-            ):  # one by one: padding is not every tokenizer's, and changes some models' answers
-                limit = getattr(self.value.config, "max_position_embeddings", None)
+            # One by one: not every tokenizer can pad, and padding changes some models' output.
+            for text in texts:
                 inputs = self.tokenizer(
                     text, return_tensors="pt", truncation=limit is not None, max_length=limit
                 )
-                if not inputs["input_ids"].numel():
+                tokens = int(inputs["input_ids"].numel())
+                if not tokens:
                     raise cannot(self.spec.name, "one of the texts has no tokens", "input")
-                inputs = {
-                    name: tensor.to(self.value.device)
-                    for name, tensor in inputs.items()
-                    if name in ("input_ids", "attention_mask")
+                kept = {
+                    name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs
                 }
-                mean = self.value(**inputs).last_hidden_state[0].float().mean(dim=0)
+                output = self.value(**self._on_device(kept))
+                mean = output.last_hidden_state[0].float().mean(dim=0)
                 rows.append(torch.nn.functional.normalize(mean, dim=0).tolist())
-                count += int(inputs["input_ids"].numel())
+                count += tokens
         return rows, count
+
+    def _on_device(self, inputs: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:
+        device = self.value.device
+        return {name: tensor.to(device) for name, tensor in inputs.items() if name not in without}
+
+
+def _streamer(tokenizer: Any, prompt_tokens: int, stop: StopText, emit: Emit) -> Any:
+    """A streamer that emits text up to a stop string, and counts the tokens written in `written`."""
+    from transformers import TextStreamer
+
+    class CountingStreamer(TextStreamer):
+        written = -prompt_tokens  # `generate` puts the prompt first
+
+        def put(self, value: Any) -> None:
+            self.written += value.numel()
+            super().put(value)
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            safe = stop.feed(text)
+            if stream_end and not stop.hit:
+                safe += stop.rest()
+            if safe:
+                emit(TextPiece(safe))
+
+    return CountingStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def _stopping(stop: StopText, cancelled: threading.Event) -> Any:
+    """The criterion that ends `generate` at a stop string, or when the caller has left."""
+    import torch
+    from transformers import StoppingCriteria
+
+    class StopWhenCancelled(StoppingCriteria):
+        def __call__(self, ids: Any, scores: Any, **_: Any) -> Any:
+            ends = cancelled.is_set() or stop.hit
+            return torch.full((ids.shape[0],), ends, dtype=torch.bool, device=ids.device)
+
+    return StopWhenCancelled()
 
 
 def _sampling(body: dict[str, Any]) -> dict[str, Any]:
-    """How the next token is chosen; where nobody says, as the model's own configuration has it."""
-    given = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
-    if not given and body.get("seed") is None:
+    """The arguments that choose the next token; empty, and so the model's own, if the body sets none."""
+    fields = {name: body[name] for name in _SAMPLING_FIELDS if body.get(name) is not None}
+    if not fields and body.get("seed") is None:
         return {}
-    if given.get("temperature") == 0:
+    if fields.get("temperature") == 0:
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    return {"do_sample": True, **given}
+    return {"do_sample": True, **fields}
 
 
+@contextlib.contextmanager
 def _seeded(seed: int | None) -> Any:
-    """Chance that begins at the seed, and goes on afterwards as if nothing had been. Other threads share it."""
-    import contextlib
-
+    """Random numbers from `seed` in its block; the earlier state returns afterwards. Other threads share the state."""
     import torch
 
     if seed is None:
-        return contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def seeded() -> Any:
-        cards = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        with torch.random.fork_rng(cards, device_type="cuda"):
-            torch.manual_seed(seed)
-            yield
-
-    return seeded()
+        yield
+        return
+    cards = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(cards, device_type="cuda"):
+        torch.manual_seed(seed)
+        yield

@@ -1,7 +1,7 @@
-"""Whose fault an error is: the caller's, the model's, or nobody's; and what the caller is told.
+"""Whether the caller, the model or neither caused an error, and the refusal that the caller gets.
 
-Pure. Only a model's own failures open its breaker. A model that could not answer may be stood in for by another,
-whoever is to blame, unless it is the caller.
+Pure. Only a model's own failures open its breaker. Another model may answer instead, unless the caller caused the
+error.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from ... import errors
 from ..queue.queue import LoadShared
 from ..requests import Refused
-from .breaker import Open
+from .breaker import BreakerOpen
 
-DECODE_FAILURES = 3  # in a row; then the model is loaded anew
-_DECODE = re.compile(
+DECODE_FAILURES = 3  # in a row; then the model is loaded again
+_DECODE_FAILURE = re.compile(
     r"llama_(?:decode|encode)\W* *(?:returned|failed)|failed to decode", re.IGNORECASE
 )
-_NOBODYS = (
+_NOT_OF_THE_MODEL = (
     errors.Busy,
     errors.Deadlock,
     errors.LedgerUnavailable,
@@ -27,57 +27,53 @@ _NOBODYS = (
     errors.CatalogUnavailable,
     errors.BadDocument,
     LoadShared,
-    Open,
+    BreakerOpen,
 )
 
 
 class Blame(enum.Enum):
+    """The cause of an error."""
+
     CALLER = "caller"
     MODEL = "model"
     NOBODY = "nobody"
 
 
 def blame(error: BaseException, model: str) -> tuple[Blame, Refused | None]:
-    """Whose fault it is, and the refusal to answer with, where that is settled by the error alone."""
+    """The cause of an `error` of `model`, and the refusal to answer with if the error alone decides it."""
     if isinstance(error, Refused):
         return (Blame.CALLER if error.status < 500 else Blame.NOBODY), error
     if isinstance(error, errors.BadCall):
-        return Blame.CALLER, Refused(
-            400, "engine_refused", f"{model} refused: {getattr(error, 'why', error)}"
-        )
+        text = f"{model} refused: {getattr(error, 'why', error)}"
+        return Blame.CALLER, Refused(400, "engine_refused", text)
     if isinstance(error, errors.UnknownModel):
         return Blame.NOBODY, Refused(404, "model_not_found", str(error), param="model")
     if isinstance(error, errors.ModelDisabled):
         return Blame.NOBODY, Refused(403, "model_disabled", str(error), param="model")
     if isinstance(error, errors.NotAllowed):
         return Blame.NOBODY, Refused(403, "not_allowed", str(error))
-    return (Blame.NOBODY if isinstance(error, _NOBODYS) else Blame.MODEL), None
+    return (Blame.NOBODY if isinstance(error, _NOT_OF_THE_MODEL) else Blame.MODEL), None
 
 
 def is_decode_failure(error: BaseException) -> bool:
-    """Whether llama.cpp could not compute a batch: it may pass, or be for good.
+    """Whether `error` is llama.cpp's failure to compute a batch. It may be temporary or permanent.
 
     >>> is_decode_failure(RuntimeError("llama_decode returned -3")), is_decode_failure(RuntimeError("no such file"))
     (True, False)
     """
-    return _DECODE.search(str(error)) is not None
+    return _DECODE_FAILURE.search(str(error)) is not None
 
 
-def could_not(asked: str, failed: Sequence[tuple[str, BaseException]]) -> Refused:
-    """That nobody could answer, and why each could not."""
-    told = [f"{model}: {first_line(error)}" for model, error in failed]
-    waits = [error.retry_after for _, error in failed if isinstance(error, Open)]
+def no_answer(asked: str, failed: Sequence[tuple[str, BaseException]]) -> Refused:
+    """The refusal (503) of a call of `asked`, with the error of each model that `failed`."""
+    reasons = [f"{model}: {first_line(error)}" for model, error in failed]
+    waits = [error.retry_after for _, error in failed if isinstance(error, BreakerOpen)]
     code = "breaker_open" if len(waits) == len(failed) else "no_answer"
-    return Refused(
-        503,
-        code,
-        f"{asked} could not be answered. " + " · ".join(told),
-        min(waits, default=None),
-        failures=told,
-    )
+    text = f"{asked} could not be answered. " + " · ".join(reasons)
+    return Refused(503, code, text, min(waits, default=None), failures=reasons)
 
 
 def first_line(error: BaseException) -> str:
-    """An error's sentence, without the advice that follows it."""
+    """The first line of `error`, without the advice that follows it."""
     text = str(error).strip().splitlines()
     return text[0][:500] if text else type(error).__name__

@@ -1,12 +1,13 @@
-"""Models that keep failing are left alone for a while: a circuit breaker for each.
+"""Circuit breakers: a model that keeps failing gets no calls for a while.
 
-Five consecutive failures open it. While it is open calls fail at once; 30 s later exactly one passes as a probe, while
-all others go on failing fast: its success closes the breaker, its failure opens it for another 30 s.
+Five failures in a row open a model's breaker. While it is open, calls fail at once. After 30 s exactly one call
+passes as a probe, and all others still fail at once. If the probe succeeds the breaker closes; if it fails, the
+breaker stays open for another 30 s.
 
-The states and their changes are pybreaker's (BSD-3, since 2010, typed, 1.4.1 of September 2025). It would hold its lock
-for the length of a call, so here it is told how calls ended instead of making them; when a probe is due, and that it is
-one, is decided here, by a clock that is given. Of the other libraries, circuitbreaker and purgatory let every call pass
-while half open.
+The states and their changes are pybreaker's (BSD-3, since 2010, typed, 1.4.1 of September 2025). It would hold its
+lock during a call. So here it does not make the calls; it only gets their outcome. When a probe is due, and which
+call is one, is decided here, by the given clock. Of the other libraries, circuitbreaker and purgatory let every call
+pass while half open.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ...facts import Value
 
 FAILURES = 5
 OPEN_SECONDS = 30.0
-MOST_BREAKERS = 1000
+MAX_BREAKERS = 1000
 _STATES = {
     pybreaker.STATE_CLOSED: "closed",
     pybreaker.STATE_OPEN: "open",
@@ -28,7 +29,7 @@ _STATES = {
 
 
 class BreakerState(Value):
-    """A model's breaker as others see it."""
+    """The state of a model's breaker."""
 
     state: str  # closed, open or half-open
     failures: int  # in a row
@@ -36,44 +37,49 @@ class BreakerState(Value):
     last: str = ""  # the last failure, in words
 
 
-class Open(Exception):
-    """The model failed too often and is left alone; `retry_after` seconds from now one call may try it."""
+class BreakerOpen(Exception):
+    """The model failed too often and gets no calls. After `retry_after` seconds one call may try it."""
 
     def __init__(self, model: str, state: BreakerState) -> None:
+        """The breaker of `model` is in this `state`."""
         super().__init__(
             f"{model} has failed {state.failures} times in a row and is left alone for another "
             f"{state.retry_after:.0f} s; the last time: {state.last}"
         )
-        self.model, self.state, self.retry_after = model, state, max(state.retry_after, 1.0)
+        self.model = model
+        self.state = state
+        self.retry_after = max(state.retry_after, 1.0)
 
 
-class Pass:
-    """Leave to make one call. Say how it ended, once; what is never said is neither success nor failure."""
+class Permit:
+    """Permission to make one call. Report its outcome once; a call without an outcome counts as neither."""
 
     def __init__(self, breaker: _Breaker, probe: bool) -> None:
-        self._breaker, self.probe = breaker, probe
-        self._said = False
+        """A permit of this `breaker`; `probe` is whether the call is its probe."""
+        self._breaker = breaker
+        self.probe = probe
+        self._reported = False
 
     def succeeded(self) -> None:
-        self._say(None)
+        """The call succeeded."""
+        self._report(None, counts=True)
 
     def failed(self, error: BaseException) -> None:
-        self._say(error)
+        """The model failed with this `error`."""
+        self._report(error, counts=True)
 
     def withdrawn(self) -> None:
-        """It says nothing of the model: the caller went away, or the mistake was theirs. The next call may probe."""
-        if not self._said:
-            self._said = True
-            self._breaker.ended(self, None, told=False)
+        """The call says nothing about the model: the caller left, or made a mistake. The next call may be the probe."""
+        self._report(None, counts=False)
 
-    def _say(self, error: BaseException | None) -> None:
-        if not self._said:
-            self._said = True
-            self._breaker.ended(self, error, told=True)
+    def _report(self, error: BaseException | None, counts: bool) -> None:
+        if not self._reported:
+            self._reported = True
+            self._breaker.ended(self, error, counts)
 
 
 class Breakers:
-    """One breaker for each model, as seen by this process."""
+    """One breaker for each model, for the calls of this process."""
 
     def __init__(
         self,
@@ -82,75 +88,87 @@ class Breakers:
         failures: int = FAILURES,
         open_seconds: float = OPEN_SECONDS,
     ) -> None:
-        self._clock, self._failures, self._open_seconds = clock, failures, open_seconds
+        """`failures` in a row open a breaker for `open_seconds`, by this `clock`."""
+        self._clock = clock
+        self._failures = failures
+        self._open_seconds = open_seconds
         self._breakers: dict[str, _Breaker] = {}
 
-    def enter(self, model: str) -> Pass:
-        """Leave to call the model now. Raises Open."""
+    def enter(self, model: str) -> Permit:
+        """Permission to call `model` now. Raises BreakerOpen."""
         breaker = self._breakers.get(model)
         if breaker is None:
             self._make_room()
-            breaker = self._breakers[model] = _Breaker(
-                model, self._clock, self._failures, self._open_seconds
-            )
+            breaker = _Breaker(model, self._clock, self._failures, self._open_seconds)
+            self._breakers[model] = breaker
         return breaker.enter()
 
-    def _make_room(self) -> None:
-        """Anybody may make up names of clouds: of too many breakers the oldest one at rest goes, else the oldest."""
-        if len(self._breakers) >= MOST_BREAKERS:
-            at_rest = (
-                model
-                for model, breaker in self._breakers.items()
-                if breaker.state().state == "closed"
-            )
-            del self._breakers[next(at_rest, next(iter(self._breakers)))]
-
     def state(self, model: str) -> BreakerState:
+        """The state of the breaker of `model`; closed if it was never called."""
         breaker = self._breakers.get(model)
         return breaker.state() if breaker else BreakerState("closed", 0)
 
     def states(self) -> dict[str, BreakerState]:
-        """Of the models that were called."""
+        """The states of all models that were called, by name."""
         return {model: breaker.state() for model, breaker in self._breakers.items()}
+
+    def _make_room(self) -> None:
+        """Forgets the oldest closed breaker, else the oldest, if there are too many.
+
+        A caller can invent any number of cloud models' names.
+        """
+        if len(self._breakers) < MAX_BREAKERS:
+            return
+        for model, breaker in self._breakers.items():
+            if breaker.state().state == "closed":
+                del self._breakers[model]
+                return
+        del self._breakers[next(iter(self._breakers))]
 
 
 class _Breaker:
     def __init__(
         self, model: str, clock: Callable[[], float], failures: int, seconds: float
     ) -> None:
-        self._model, self._clock, self._seconds = model, clock, seconds
+        self._model = model
+        self._clock = clock
+        self._seconds = seconds
         self._circuit = pybreaker.CircuitBreaker(
             failures, seconds, name=model, throw_new_error_on_trip=False
         )
         self._opened = 0.0
-        self._probe: Pass | None = None
+        self._probe: Permit | None = None
         self._last = ""
         self._in_a_row = 0
 
-    def enter(self) -> Pass:
+    def enter(self) -> Permit:
         state = self._circuit.current_state
-        if state == pybreaker.STATE_OPEN and self._left() <= 0:
+        if state == pybreaker.STATE_OPEN and self._seconds_left() <= 0:
             self._circuit.half_open()
             state = pybreaker.STATE_HALF_OPEN
         if state == pybreaker.STATE_CLOSED:
-            return Pass(self, probe=False)
+            return Permit(self, probe=False)
         if state == pybreaker.STATE_HALF_OPEN and self._probe is None:
-            self._probe = Pass(self, probe=True)
+            self._probe = Permit(self, probe=True)
             return self._probe
-        raise Open(self._model, self.state())
+        raise BreakerOpen(self._model, self.state())
 
-    def ended(self, call: Pass, error: BaseException | None, told: bool) -> None:
+    def ended(self, call: Permit, error: BaseException | None, counts: bool) -> None:
         if call is self._probe:
             self._probe = None
         elif self._circuit.current_state != pybreaker.STATE_CLOSED:
-            return  # it began before the breaker opened; only the probe says how things stand since
-        if not told:
+            return  # it began before the breaker opened; only the probe shows the present state
+        if not counts:
             return
-        if error is not None:
+        if error is None:
+            self._in_a_row = 0
+        else:
             self._in_a_row += 1
             self._last = _first_line(error)
-        else:
-            self._in_a_row = 0
+        self._report(error)
+
+    def _report(self, error: BaseException | None) -> None:
+        """Gives the outcome to pybreaker."""
 
         def outcome() -> None:
             if error is not None:
@@ -164,17 +182,17 @@ class _Breaker:
 
     def state(self) -> BreakerState:
         state = _STATES[self._circuit.current_state]
-        return BreakerState(
-            state, self._in_a_row, self._left() if state == "open" else 0.0, self._last
-        )
+        seconds = self._seconds_left() if state == "open" else 0.0
+        return BreakerState(state, self._in_a_row, seconds, self._last)
 
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         return max(0.0, self._opened + self._seconds - self._clock())
 
 
 class _Failed(Exception):
-    """A call's failure, as it is told to pybreaker."""
+    """A call's failure, for pybreaker."""
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200]

@@ -1,7 +1,7 @@
-"""Who asks how often, of which models, and who is to wait before asking again.
+"""How often each client calls, which models, and which clients are in cooldown.
 
-A client is the person that the token named, and the name that their program gave itself (`x_client_id`). A cooldown is
-asked for by the client itself or by its profile, and counts for nobody else.
+A client is the visitor of the token plus the name that the program gives itself (`x_client_id`). A cooldown is set by
+the client itself or by its profile, and applies to that client only.
 """
 
 from __future__ import annotations
@@ -12,83 +12,94 @@ from typing import Any
 from ...facts import Value
 from ..requests import Refused
 
-MOST_CLIENTS = 1000  # remembered; the one that was quiet for longest goes first
-MOST_MODELS = 20  # remembered of each
-_WEIGHT = 0.2  # of the newest interval in the mean
+MAX_CLIENTS = 1000  # remembered; the one whose last call is oldest is forgotten first
+MAX_MODELS = 20  # remembered of each client
+_NEWEST_WEIGHT = 0.2  # of the newest interval in the moving average
 
 
 class Pattern(Value):
-    """How a client asks."""
+    """How one client calls."""
 
     calls: int = 0
-    refused: int = 0  # while in cooldown
+    refused: int = 0  # calls during a cooldown
     running: int = 0
     last_at: float = 0.0
-    every_seconds: float | None = (
-        None  # between its calls, the newest weighing most; None: it called once
-    )
-    models: dict[str, int] = {}  # calls of each
+    # Average seconds between calls, the newest with the most weight. None: fewer than two calls.
+    every_seconds: float | None = None
+    models: dict[str, int] = {}  # calls of each model
     cooldown_until: float = 0.0
 
 
 class Clients:
-    """What is remembered of the clients, the latest last. `now` is of the caller's clock."""
+    """The known clients, the latest last. All times are of the caller's clock."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, Pattern] = OrderedDict()
 
     def enter(self, client: str, model: str, now: float) -> None:
-        """Notes a call. Raises Refused (429) while the client is in cooldown."""
+        """Records a call of `model` by `client` at the time `now`. Raises Refused (429) during its cooldown."""
         known = self._known.pop(client, Pattern())
         if now < known.cooldown_until:
-            left = known.cooldown_until - now
             self._keep(client, known, refused=known.refused + 1)
-            raise Refused(
-                429,
-                "cooldown",
-                f"{client or 'this client'} is in cooldown for another {left:.1f} s, as it "
-                f"asked to be held to.",
-                left,
-                client=client,
-            )
-        gap = now - known.last_at
-        every = known.every_seconds
-        if known.calls:
-            every = gap if every is None else every + _WEIGHT * (gap - every)
-        models = {**known.models, model: known.models.get(model, 0) + 1}
-        if len(models) > MOST_MODELS:
-            models.pop(
-                min((name for name in models if name != model), key=lambda name: models[name])
-            )
+            raise _in_cooldown(client, known.cooldown_until - now)
         self._keep(
             client,
             known,
             calls=known.calls + 1,
             running=known.running + 1,
             last_at=now,
-            every_seconds=every,
-            models=models,
+            every_seconds=_average_interval(known, now),
+            models=_count_model(known.models, model),
         )
 
-    def left(self, client: str, cooldown: float, now: float) -> None:
-        """Notes a call's end; from now on the client is in cooldown for so many seconds."""
+    def leave(self, client: str, cooldown: float, now: float) -> None:
+        """Records the end of a call of `client` at the time `now`. Its cooldown, in seconds, begins now."""
         known = self._known.get(client)
-        if known is not None:
-            until = (
-                max(known.cooldown_until, now + cooldown) if cooldown > 0 else known.cooldown_until
-            )
-            self._keep(client, known, running=max(0, known.running - 1), cooldown_until=until)
+        if known is None:
+            return
+        until = known.cooldown_until
+        if cooldown > 0:
+            until = max(until, now + cooldown)
+        self._keep(client, known, running=max(0, known.running - 1), cooldown_until=until)
 
     def patterns(self) -> dict[str, Pattern]:
+        """The pattern of each client, by its name."""
         return dict(self._known)
 
     def _keep(self, client: str, known: Pattern, **changes: Any) -> None:
         fields = {name: getattr(known, name) for name in Pattern.__struct_fields__}
         self._known[client] = Pattern(**{**fields, **changes})
-        while len(self._known) > MOST_CLIENTS:
-            quiet = next(
-                (name for name, pattern in self._known.items() if not pattern.running), None
-            )
-            if quiet is None:
+        while len(self._known) > MAX_CLIENTS:
+            idle = (name for name, pattern in self._known.items() if not pattern.running)
+            oldest = next(idle, None)
+            if oldest is None:
                 return
-            del self._known[quiet]
+            del self._known[oldest]
+
+
+def _in_cooldown(client: str, seconds: float) -> Refused:
+    return Refused(
+        429,
+        "cooldown",
+        f"{client or 'this client'} is in cooldown for another {seconds:.1f} s, as it requested.",
+        seconds,
+        client=client,
+    )
+
+
+def _average_interval(known: Pattern, now: float) -> float | None:
+    if not known.calls:
+        return known.every_seconds
+    interval = now - known.last_at
+    if known.every_seconds is None:
+        return interval
+    return known.every_seconds + _NEWEST_WEIGHT * (interval - known.every_seconds)
+
+
+def _count_model(counts: dict[str, int], model: str) -> dict[str, int]:
+    """The counts with one more call of the model. Of too many models the least called one is dropped."""
+    counts = {**counts, model: counts.get(model, 0) + 1}
+    if len(counts) > MAX_MODELS:
+        others = [name for name in counts if name != model]
+        del counts[min(others, key=lambda name: counts[name])]
+    return counts

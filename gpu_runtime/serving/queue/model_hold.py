@@ -1,7 +1,7 @@
-"""A model pinned for exactly as long as its calls last.
+"""A model that stays pinned exactly as long as its calls last.
 
-Getting a model may take minutes, and a pin belongs to the thread that took it; so each hold has a thread of its own,
-which sits in `with rt.use(model)` until it is told to let go. The event loop never waits for the ledger.
+Getting a model may take minutes, and a pin belongs to the thread that took it. So each hold has its own thread, which
+stays inside `with rt.use(model)` until the hold is released. The event loop never waits for the ledger.
 """
 
 from __future__ import annotations
@@ -23,30 +23,44 @@ CLOSING_SECONDS = 10.0
 
 
 class Hold:
-    """`ready` becomes what `use` yields, or the error that it raised. `ended` is done once the pin is gone."""
+    """One pin of a model, or the wait for it."""
 
     def __init__(self, model: str, importance: int, loop: asyncio.AbstractEventLoop) -> None:
-        self.model, self.importance = model, importance
-        self.told = False  # whether somebody has heard the error
+        """A hold of `model` for a call of this `importance`; its futures belong to `loop`."""
+        self.model = model
+        self.importance = importance
+        self.error_reported = False  # whether a call has already received the error of `ready`
+        # Becomes the object that `rt.use` yields, or the error that it raises.
         self.ready: asyncio.Future[Any] = loop.create_future()
-        self.ended: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()  # done when the pin is gone
         self.began = 0.0
-        self.waits = False  # the ledger has it in line
-        self.in_use: frozenset[str] = frozenset()  # models of this process that it waits for
+        self.waits = False  # whether its request waits in the ledger
+        self.waits_for: frozenset[str] = frozenset()  # models of this process that block it
         self._loop = loop
-        self._gone = threading.Event()
+        self._release = threading.Event()
 
-    def let_go(self) -> None:
-        """Ends the pin, or the wait for it. A load that has begun is finished; its model stays, in use by nobody."""
-        self._gone.set()
+    def release(self) -> None:
+        """Ends the pin, or the wait for it. A load that has begun is completed; the model then stays unpinned."""
+        self._release.set()
 
     @property
-    def let_go_of(self) -> bool:
-        return self._gone.is_set()
+    def released(self) -> bool:
+        """Whether `release` was called."""
+        return self._release.is_set()
 
-    def _tell(
+    def wait_until_released(self) -> None:
+        """Blocks until `release` is called."""
+        self._release.wait()
+
+    def call_in_loop(self, function: Callable[[], None]) -> None:
+        """Runs `function` in the event loop of this hold."""
+        self._loop.call_soon_threadsafe(function)
+
+    def settle(
         self, future: asyncio.Future[Any], result: Any, error: BaseException | None = None
     ) -> None:
+        """Gives `future` its `result` or `error`, from any thread."""
+
         def settle() -> None:
             if future.done():
                 return
@@ -54,28 +68,24 @@ class Hold:
                 future.set_result(result)
             else:
                 future.set_exception(error)
-                future.exception()  # looked at: whoever asked may have left meanwhile
+                future.exception()  # marks it as read: the caller may have left in the meantime
 
         try:
-            self._loop.call_soon_threadsafe(settle)
-        except RuntimeError:  # the loop has been closed: nobody waits any more
+            self.call_in_loop(settle)
+        except RuntimeError:  # the loop was closed: nothing waits any more
             pass
 
 
 class Abandoned(Exception):
-    """Nobody wanted the model any more."""
+    """The hold was released before the model was pinned."""
 
 
-class _LetGo(BaseException):
-    """Ends a wait in the ledger that nobody wants any more. Not an Exception: it is nobody's to handle."""
+class _Released(BaseException):
+    """Ends a wait in the ledger whose hold was released. Not an Exception, so that no handler catches it."""
 
 
 class Holds:
-    """Takes models in hand, each in a thread of its own.
-
-    `waiting()` is called in the loop when a hold begins to wait for others; `loaded(model, seconds)` in the hold's
-    thread when a model has come that was not on its device, with the time since it had its room.
-    """
+    """Pins models, each in its own thread."""
 
     def __init__(
         self,
@@ -84,73 +94,82 @@ class Holds:
         loaded: Callable[[str, float], None],
         clock: Callable[[], float],
     ) -> None:
-        self._rt, self._waiting, self._loaded, self._clock = rt, waiting, loaded, clock
-        self._mine = f"{rt.status().owner.id}/"  # how the ledger's names of our models begin
+        """`rt` is the runtime whose models are pinned; `clock` returns seconds.
+
+        `waiting()` is called in the loop when a hold begins to wait for others. `loaded(model, seconds)` is called
+        in the hold's thread after a load, with the time since the model's memory was granted.
+        """
+        self._rt = rt
+        self._waiting = waiting
+        self._loaded = loaded
+        self._clock = clock
+        self._own_prefix = f"{rt.status().owner.id}/"  # of our models' names in the ledger
         self._by_thread: dict[int, Hold] = {}
-        rt.tell_waits(self._told)
+        rt.tell_waits(self._on_wait)
 
     def take(self, model: str, importance: int) -> Hold:
-        """Begins to pin the model, for a call of that importance."""
+        """Begins to pin `model` for a call of this `importance`, and returns the hold at once."""
         hold = Hold(model, importance, asyncio.get_running_loop())
         start(lambda: self._run(hold))
         return hold
 
     async def ended(self, model: str) -> None:
-        """Comes back once the pins of that model that were let go of are gone: their threads take a moment."""
-        ending = [
-            hold.ended
-            for hold in list(self._by_thread.values())
-            if hold.model == model and hold.let_go_of
-        ]
+        """Waits until the released pins of `model` are gone: their threads need a moment."""
+        holds = list(self._by_thread.values())
+        ending = [hold.ended for hold in holds if hold.model == model and hold.released]
         if ending:
             await asyncio.wait(ending, timeout=CLOSING_SECONDS)
 
     async def close(self) -> None:
-        """Lets go of what is still held, and waits a while for the ends."""
+        """Releases all holds, and waits up to 10 s for their ends."""
         holds = list(self._by_thread.values())
         for hold in holds:
-            hold.let_go()
+            hold.release()
         if holds:
             await asyncio.wait([hold.ended for hold in holds], timeout=CLOSING_SECONDS)
         self._rt.tell_waits(None)
 
     def _run(self, hold: Hold) -> None:
-        me = _thread.get_ident()
-        self._by_thread[me] = hold
+        thread = _thread.get_ident()
+        self._by_thread[thread] = hold
         try:
-            was_here, hold.began = self._rt.here(hold.model), self._clock()
-            with self._rt.use(hold.model, importance=self._rank(hold)) as value:
+            was_here = self._rt.here(hold.model)
+            hold.began = self._clock()
+            with self._rt.use(hold.model, importance=self._importance(hold)) as value:
                 if not was_here:
                     self._loaded(hold.model, self._clock() - hold.began)
-                hold._tell(hold.ready, value)
-                del value  # the frame must not keep a model that has left
-                hold._gone.wait()
-        except _LetGo:
-            hold._tell(hold.ready, None, Abandoned(hold.model))
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-            hold._tell(hold.ready, None, error)
+                hold.settle(hold.ready, value)
+                del value  # this frame must not keep a model that was evicted
+                hold.wait_until_released()
+        except _Released:
+            hold.settle(hold.ready, None, Abandoned(hold.model))
+        except BaseException as error:  # noqa: BLE001 - raised where the call waits
+            hold.settle(hold.ready, None, error)
         finally:
-            self._by_thread.pop(me, None)
-            hold._tell(hold.ended, None)
+            self._by_thread.pop(thread, None)
+            hold.settle(hold.ended, None)
 
-    def _rank(self, hold: Hold) -> int:
-        """The call's importance, among all notebooks' too, as far as the operator's caps let this server ask."""
+    def _importance(self, hold: Hold) -> int:
+        """The call's importance. It counts among all processes, within the operator's cap for this server."""
         if hold.importance >= self._rt.spec(hold.model).importance:
             return hold.importance
         cap = self._rt.status().rules.cap
-        return max(hold.importance, (cap.importance if cap else None) or 0)
+        highest_allowed = (cap.importance if cap else None) or 0
+        return max(hold.importance, highest_allowed)
 
-    def _told(self, model: str, wait: Wait | None) -> None:
-        """The ledger's word, in the hold's own thread, each time its wait is looked at."""
+    def _on_wait(self, model: str, wait: Wait | None) -> None:
+        """Runs in the hold's thread each time the ledger decides that its request must wait."""
         hold = self._by_thread.get(_thread.get_ident())
         if hold is None or wait is None:
             return
-        if hold.let_go_of:
-            raise _LetGo
-        hold.began = self._clock()  # it has no room yet
-        in_use = frozenset(
-            id[len(self._mine) :] for id in wait.blockers if id.startswith(self._mine)
+        if hold.released:
+            raise _Released
+        hold.began = self._clock()  # its memory is not granted yet
+        prefix = self._own_prefix
+        blockers = frozenset(
+            id.removeprefix(prefix) for id in wait.blockers if id.startswith(prefix)
         )
-        if not hold.waits or in_use != hold.in_use:
-            hold.waits, hold.in_use = True, in_use
-            hold._loop.call_soon_threadsafe(self._waiting)
+        if not hold.waits or blockers != hold.waits_for:
+            hold.waits = True
+            hold.waits_for = blockers
+            hold.call_in_loop(self._waiting)

@@ -1,7 +1,7 @@
-"""Who starts next among the calls that wait.
+"""Which of the waiting calls starts next.
 
-Pure: the waiting calls, what each engine is doing and the time go in; what to start and what to load come out. The
-order is (importance, warm first, arrival), and every 30 s of waiting are worth one class of importance.
+Pure: takes the waiting calls, the state of each engine and the time; returns the calls to start and the models to
+load. The order is (importance, warm first, arrival). Every 30 s of waiting count as one class of importance.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from ...facts import IMPORTANCE, NORMAL, Value
 
 AGEING_SECONDS = 30.0
-MOST_LOADS = 16  # begun at once; each waits for its room in a thread of its own
+MAX_LOADS = 16  # at once; each waits for its memory in its own thread
 _CLASSES = sorted(IMPORTANCE.values())
 
 
@@ -26,8 +26,8 @@ class Waiting(Value):
     arrived: float = 0.0
 
 
-class Place(enum.Enum):
-    """Where a model is, as far as starting a call of it is concerned."""
+class ModelState(enum.Enum):
+    """Whether a call of the model can start."""
 
     COLD = "cold"
     LOADING = "loading"
@@ -37,86 +37,91 @@ class Place(enum.Enum):
 class Engine(Value):
     """What one model is doing."""
 
-    place: Place = Place.COLD
-    active: int = 0  # calls of it that run
-    concurrency: int = 1  # how many it can run at once
-    in_use: frozenset[str] = (
-        frozenset()
-    )  # models that its load waits for: their calls must end first
+    state: ModelState = ModelState.COLD
+    active: int = 0  # calls that it runs
+    concurrency: int = 1  # calls that it can run at once
+    # Models that its load waits for: their calls must end first.
+    waits_for: frozenset[str] = frozenset()
 
 
-class Next(Value):
-    """What to do now: calls to start, and models to begin loading."""
+class NextSteps(Value):
+    """What to do now: keys of calls to start, and models to load."""
 
     start: tuple[int, ...] = ()
     load: tuple[str, ...] = ()
 
 
-def standing(importance: int, waited_seconds: float) -> int:
-    """The class that a call stands in by now: 0 for urgent … 4 for batch, one less for each 30 s waited.
+def aged_class(importance: int, waited_seconds: float) -> int:
+    """The class of a call of this `importance`: 0 for urgent … 4 for batch, one less for each 30 `waited_seconds`.
 
-    It goes below 0: so whoever has waited long enough comes before any newcomer, however important.
+    It can be negative. So a call that has waited long enough starts before any new one, however important.
 
-    >>> standing(10, 0.0), standing(10, 65.0), standing(1, 95.0)
+    >>> aged_class(10, 0.0), aged_class(10, 65.0), aged_class(1, 95.0)
     (2, 0, -3)
     """
     return bisect_left(_CLASSES, importance) - int(max(0.0, waited_seconds) // AGEING_SECONDS)
 
 
 def overtaken_for_seconds(importance: int, by: int) -> float:
-    """How long after a call's arrival one of importance `by` may still arrive and come before it; then never again.
+    """Seconds after the arrival of a call of this `importance` in which one of importance `by` can overtake it.
 
     >>> overtaken_for_seconds(10, 10), overtaken_for_seconds(30, 1)
     (30.0, 150.0)
     """
-    return AGEING_SECONDS * max(0, standing(importance, 0.0) - standing(by, 0.0) + 1)
+    classes = aged_class(importance, 0.0) - aged_class(by, 0.0) + 1
+    return AGEING_SECONDS * max(0, classes)
 
 
 def order(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float) -> list[Waiting]:
-    """The waiting calls, the first to be served first: by class as aged, then warm models, then arrival."""
-    warm = {name for name, engine in engines.items() if engine.place is Place.WARM}
-    return sorted(
-        waiting,
-        key=lambda call: (
-            standing(call.importance, now - call.arrived),
-            call.model not in warm,
-            call.key,
-        ),
-    )
+    """The `waiting` calls, the next one first: by aged class at the time `now`, then warm models, then arrival.
+
+    `engines` has the state of each model, by name.
+    """
+    warm = {name for name, engine in engines.items() if engine.state is ModelState.WARM}
+
+    def rank(call: Waiting) -> tuple[int, bool, int]:
+        aged = aged_class(call.importance, now - call.arrived)
+        return aged, call.model not in warm, call.key
+
+    return sorted(waiting, key=rank)
 
 
-def next_out(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float) -> Next:
-    """What can begin now, the best first.
+def next_steps(waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float) -> NextSteps:
+    """The `waiting` calls that start now, and the models to load now, the first in `order` first.
 
-    1. its model is warm and has a free place → start
-    2. its model is cold → begin to load it; it starts once that is done
-    3. it is being loaded, or busy → wait, and nobody else is held up …
-    4. … but those behind it do not start what its load waits for
+    1. The model is warm and can run another call: start the call.
+    2. The model is cold: load it. The call starts when that is done.
+    3. The model is being loaded, or is busy: wait. Calls of other models may start …
+    4. … but calls behind this one do not start on a model that its load waits for.
 
-    Without 4 a steady stream of calls of a warm model would keep a cold one out for ever. Those of the same class are
-    before it, since warm goes first, until it has waited 30 s longer than they: so models are changed seldom.
+    Without 4, a steady stream of calls of a warm model would keep a cold model out for ever. Calls of the warm model
+    with the same class start first, until the cold model's call has waited 30 s longer. So models change seldom.
     """
     start: list[int] = []
     load: list[str] = []
-    held = {
-        name
-        for engine in engines.values()
-        if engine.place is Place.LOADING and engine.active
-        for name in engine.in_use
-    }  # calls that had started, when their model left under them
+    blocked = _blocked_by_started_calls(engines.values())
     running = {name: engine.active for name, engine in engines.items()}
-    loading = sum(engine.place is Place.LOADING for engine in engines.values())
+    loading = sum(engine.state is ModelState.LOADING for engine in engines.values())
     for call in order(waiting, engines, now):
         engine = engines.get(call.model, _UNKNOWN)
-        if engine.place is Place.WARM:
-            if call.model not in held and running[call.model] < engine.concurrency:  # 1
+        if engine.state is ModelState.WARM:
+            if call.model not in blocked and running[call.model] < engine.concurrency:  # 1
                 running[call.model] += 1
                 start.append(call.key)
-        elif engine.place is Place.LOADING:  # 3, 4
-            held |= engine.in_use
-        elif call.model not in load and loading + len(load) < MOST_LOADS:  # 2
+        elif engine.state is ModelState.LOADING:  # 3, 4
+            blocked |= engine.waits_for
+        elif call.model not in load and loading + len(load) < MAX_LOADS:  # 2
             load.append(call.model)
-    return Next(tuple(start), tuple(load))
+    return NextSteps(tuple(start), tuple(load))
+
+
+def _blocked_by_started_calls(engines: Iterable[Engine]) -> set[str]:
+    """Models that a load waits for whose calls had started when their model was evicted."""
+    blocked: set[str] = set()
+    for engine in engines:
+        if engine.state is ModelState.LOADING and engine.active:
+            blocked |= engine.waits_for
+    return blocked
 
 
 _UNKNOWN = Engine()

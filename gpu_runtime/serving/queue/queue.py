@@ -1,7 +1,7 @@
-"""The calls that wait, in one event loop: who may start is decided in `order`, and done here.
+"""The calls that wait, in one event loop. `order` decides which may start; this does it.
 
-A call takes a turn: `async with queue.turn("qwen", importance=10) as turn:` waits for its place, then gives the model,
-pinned until the last turn of that model ends. Whoever goes away while waiting leaves nothing behind.
+A call takes a turn: `async with queue.turn("qwen", importance=10) as turn:` waits until the call may start, then has
+the model, which stays pinned until its last turn ends. A caller that leaves while waiting leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ from typing import Any
 from ...facts import NORMAL
 from ..requests import Refused
 from .model_hold import Hold
-from .order import Engine, Next, Place, Waiting, next_out
+from .order import Engine, ModelState, NextSteps, Waiting, next_steps
 
-RATES = 64  # ends that the rate of the queue is told from
-LONGEST_RETRY = 60.0
+ENDS_KEPT = 64  # ends of calls from which the speed of the queue is computed
+MAX_RETRY_SECONDS = 60.0
 
 
 class Turn:
-    """One call's turn at a model. `value` is what `rt.use` yields."""
+    """One call's turn at a model. `value` is the object that `rt.use` yields."""
 
     def __init__(self, waiting: Waiting, started: asyncio.Future[Any]) -> None:
-        self.waiting, self.started = waiting, started
+        """The turn of the call `waiting`; `started` receives the hold when the call may start."""
+        self.waiting = waiting
+        self.started = started
         self.value: Any = None
         self.waited_seconds = 0.0
 
 
 class _Running:
-    """What one model is doing: the hold that pins it, and how many calls of it run."""
+    """One model: the hold that pins it, and the number of calls that it runs."""
 
     def __init__(self) -> None:
         self.hold: Hold | None = None
         self.active = 0
-        self.spent = False  # its engine failed: what the hold has in hand may be dead
+        self.engine_failed = False  # the pinned object may be dead
 
     @property
     def ready(self) -> bool:
@@ -45,19 +47,16 @@ class _Running:
 
 
 class LoadShared(Exception):
-    """A model could not be had; another call that wanted it was told why, and is the one to count. `error` is why."""
+    """A model could not be pinned, and another call has already received its `error`. It counts once only."""
 
     def __init__(self, error: BaseException) -> None:
+        """`error` is the reason."""
         super().__init__(str(error))
         self.error = error
 
 
 class Queue:
-    """Puts calls in order and gives them their models.
-
-    `take(model, importance)` begins to pin a model, `here(model)` says whether it is on its device, and
-    `concurrency(model)` how many calls it can run at once. `limit`: so many may wait; further ones are refused.
-    """
+    """Puts calls in order and gives them their models."""
 
     def __init__(
         self,
@@ -68,181 +67,189 @@ class Queue:
         clock: Callable[[], float],
         limit: int = 256,
     ) -> None:
-        self._take, self._here, self._concurrency = take, here, concurrency
-        self._clock, self.limit = clock, limit
+        """At most `limit` calls wait; further ones are refused. `clock` returns seconds.
+
+        `take(model, importance)` begins to pin a model, `here(model)` is whether it is on its device, and
+        `concurrency(model)` is the number of calls that it can run at once.
+        """
+        self._take = take
+        self._here = here
+        self._concurrency = concurrency
+        self._clock = clock
+        self.limit = limit
         self._keys = itertools.count(1)
         self._waiting: dict[int, Turn] = {}
         self._models: dict[str, _Running] = {}
-        self._ends: deque[float] = deque(maxlen=RATES)
-        self.closed = False  # nothing begins any more
-        self.loads = 0  # begun, for models that were not on their device
+        self._ends: deque[float] = deque(maxlen=ENDS_KEPT)
+        self.closed = False  # no call starts and no load begins any more
+        self.loads = 0  # loads begun, of models that were not on their device
 
     @asynccontextmanager
     async def turn(self, model: str, importance: int = NORMAL) -> AsyncIterator[Turn]:
-        """The call's turn. Raises Refused (503) where too many wait; what loading the model raises, or LoadShared."""
-        if len(self._waiting) >= self.limit:
-            seconds = self.retry_after()
-            raise Refused(
-                503,
-                "queue_full",
-                f"{len(self._waiting)} calls wait already, and no more can. "
-                f"Try again in {seconds:.0f} s.",
-                seconds,
-                depth=len(self._waiting),
-            )
+        """The turn of a call of `model` with this `importance`.
+
+        Raises Refused (503) if too many calls wait, an error of the load, or LoadShared.
+        """
+        self._require_room()
         began = self._clock()
-        turn = Turn(
-            Waiting(next(self._keys), model, importance, began),
-            asyncio.get_running_loop().create_future(),
-        )
-        self._waiting[turn.waiting.key] = turn
+        waiting = Waiting(next(self._keys), model, importance, began)
+        turn = Turn(waiting, asyncio.get_running_loop().create_future())
+        self._waiting[waiting.key] = turn
         try:
-            self.look()
-            hold = await turn.started
-            try:
-                turn.value = (
-                    hold.ready.result() if hold.ready.done() else await asyncio.shield(hold.ready)
-                )
-            except asyncio.CancelledError:
-                raise
-            except BaseException as error:
-                if hold.told:
-                    raise LoadShared(error) from error
-                hold.told = True
-                raise
+            self.advance()
+            turn.value = await self._value_of(await turn.started)
             turn.waited_seconds = self._clock() - began
             yield turn
         finally:
             turn.value = None
             self._leave(turn)
 
-    def look(self) -> None:
-        """Does what can be done now: at every arrival and end, and when a load has ended or begins to wait."""
-        settled = True
-        while settled:  # what was let go of may be taken anew by those who wait for it
+    def advance(self) -> None:
+        """Starts what can start: at every arrival and end of a call, and when a load ends or begins to wait."""
+        again = True
+        while again:  # waiting calls may take a model that was just released
             if self._waiting and not self.closed:
                 waiting = [turn.waiting for turn in self._waiting.values()]
-                self._carry_out(next_out(waiting, self._engines(), self._clock()))
+                self._carry_out(next_steps(waiting, self._engines(), self._clock()))
             idle = [model for model, running in self._models.items() if not running.active]
-            settled = (
-                any([self._settle(model) for model in idle])
-                and bool(self._waiting)
-                and not self.closed
-            )
+            released = [self._release_idle(model) for model in idle]
+            again = any(released) and bool(self._waiting) and not self.closed
+
+    def renew(self, model: str) -> None:
+        """Pins `model` again for the next call, once its running calls have ended: its engine has failed."""
+        running = self._models.get(model)
+        if running is not None:
+            running.engine_failed = True
+
+    def retry_after(self) -> float:
+        """Seconds in which as many calls ended lately as wait now: 1 to 60. One if fewer than two calls have ended."""
+        if len(self._ends) < 2:
+            return 1.0
+        seconds_per_call = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return min(MAX_RETRY_SECONDS, max(1.0, seconds_per_call * len(self._waiting)))
+
+    def depth(self) -> dict[str, int]:
+        """Number of calls that wait, by model."""
+        return dict(Counter(turn.waiting.model for turn in self._waiting.values()))
+
+    def active(self) -> dict[str, int]:
+        """Number of calls that run, by model."""
+        return {model: running.active for model, running in self._models.items() if running.active}
+
+    # -- one turn
+
+    def _require_room(self) -> None:
+        waiting = len(self._waiting)
+        if waiting >= self.limit:
+            seconds = self.retry_after()
+            text = f"{waiting} calls wait already, and no more can. Try again in {seconds:.0f} s."
+            raise Refused(503, "queue_full", text, seconds, depth=waiting)
+
+    async def _value_of(self, hold: Hold) -> Any:
+        """The pinned object. Only the first call raises the error of a load itself; the others raise LoadShared."""
+        try:
+            if hold.ready.done():
+                return hold.ready.result()
+            return await asyncio.shield(hold.ready)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            if hold.error_reported:
+                raise LoadShared(error) from error
+            hold.error_reported = True
+            raise
+
+    def _leave(self, turn: Turn) -> None:
+        still_waiting = self._waiting.pop(turn.waiting.key, None) is not None
+        if not still_waiting:  # it was started, even if its task was cancelled before it noticed
+            self._ends.append(self._clock())
+            running = self._models.get(turn.waiting.model)
+            if running is not None and running.active:
+                running.active -= 1
+        self.advance()
+
+    # -- deciding
 
     def _engines(self) -> dict[str, Engine]:
         names = {*self._models, *(turn.waiting.model for turn in self._waiting.values())}
         return {model: self._engine(model) for model in names}
 
     def _engine(self, model: str) -> Engine:
-        running, many = self._models.get(model) or _Running(), self._concurrency(model)
+        running = self._models.get(model) or _Running()
+        concurrency = self._concurrency(model)
         hold = running.hold
         if hold is None:
-            return Engine(Place.WARM if self._here(model) else Place.COLD, running.active, many)
-        if (
-            running.spent
-        ):  # no more of its calls start, until those that run have ended and it is taken anew
-            return Engine(Place.WARM, running.active, running.active)
-        if running.ready or (
-            running.active and not hold.waits
-        ):  # a start of a model that was here, not yet confirmed
-            return Engine(Place.WARM, running.active, many)
-        return Engine(Place.LOADING, running.active, many, hold.in_use)
+            state = ModelState.WARM if self._here(model) else ModelState.COLD
+            return Engine(state, running.active, concurrency)
+        if running.engine_failed:
+            # No further call starts until the running ones have ended and the model was pinned again.
+            return Engine(ModelState.WARM, running.active, running.active)
+        # With active calls and no wait, the model was on its device and its pin is only not confirmed yet.
+        if running.ready or (running.active and not hold.waits):
+            return Engine(ModelState.WARM, running.active, concurrency)
+        return Engine(ModelState.LOADING, running.active, concurrency, hold.waits_for)
 
-    def _carry_out(self, out: Next) -> None:
-        for key in out.start:
+    def _carry_out(self, steps: NextSteps) -> None:
+        for key in steps.start:
             turn = self._waiting[key]
-            running = self._begin(turn.waiting.model, turn.waiting.importance)
-            self._give(turn, running, running.hold)
-        for model in out.load:
+            running = self._pin(turn.waiting.model, turn.waiting.importance)
+            self._start(turn, running, running.hold)
+        for model in steps.load:
             self.loads += 1
-            self._begin(model, self._best(model))
+            self._pin(model, self._most_important(model))
 
-    def _give(self, turn: Turn, running: _Running, hold: Hold | None) -> None:
-        """Its place is the call's from here on, until `_leave`; also where its task was cancelled this very moment."""
+    def _start(self, turn: Turn, running: _Running, hold: Hold | None) -> None:
+        """Counts the call as running until `_leave`, even if its task was cancelled at this very moment."""
         del self._waiting[turn.waiting.key]
         running.active += 1
         if not turn.started.done():
             turn.started.set_result(hold)
 
-    def _best(self, model: str) -> int:
-        return min(
-            turn.waiting.importance
-            for turn in self._waiting.values()
-            if turn.waiting.model == model
-        )
+    def _waiting_for(self, model: str) -> list[Turn]:
+        return [turn for turn in self._waiting.values() if turn.waiting.model == model]
 
-    def _begin(self, model: str, importance: int) -> _Running:
+    def _most_important(self, model: str) -> int:
+        """The importance of the most important call that waits for the model; lower is more important."""
+        return min(turn.waiting.importance for turn in self._waiting_for(model))
+
+    # -- pins
+
+    def _pin(self, model: str, importance: int) -> _Running:
         running = self._models.setdefault(model, _Running())
         if running.hold is None:
-            running.spent = False
+            running.engine_failed = False
             hold = running.hold = self._take(model, importance)
-            hold.ready.add_done_callback(lambda ready: self._taken(model, hold))
+            hold.ready.add_done_callback(lambda ready: self._on_ready(model, hold))
         return running
 
-    def _taken(self, model: str, hold: Hold) -> None:
-        """The model is pinned, or could not be had: then all who wait for it go and hear why from the hold."""
+    def _on_ready(self, model: str, hold: Hold) -> None:
+        """The model is pinned, or could not be: then all calls that wait for it start, and receive the error."""
         running = self._models.get(model)
         if running is None or running.hold is not hold:
             return
         if hold.ready.exception() is not None:
             running.hold = None
-            for turn in [turn for turn in self._waiting.values() if turn.waiting.model == model]:
-                self._give(turn, running, hold)
-        self.look()
+            for turn in self._waiting_for(model):
+                self._start(turn, running, hold)
+        self.advance()
 
-    def _settle(self, model: str) -> bool:
-        """No call of the model runs: its pin ends, unless it is being loaded for somebody who waits. True: it ended."""
+    def _release_idle(self, model: str) -> bool:
+        """Releases a model that runs no call, unless it is being loaded for a waiting one. Whether a pin ended."""
         running = self._models[model]
-        if (
-            running.hold is not None
-            and not running.ready
-            and not self.closed
-            and any(turn.waiting.model == model for turn in self._waiting.values())
-        ):
-            self._in_earnest(model, running, running.hold)
+        is_loading = running.hold is not None and not running.ready
+        if is_loading and not self.closed and self._waiting_for(model):
+            self._raise_importance(model, running, running.hold)
             return False
         del self._models[model]
         if running.hold is None:
             return False
-        running.hold.let_go()
+        running.hold.release()
         return True
 
-    def _in_earnest(self, model: str, running: _Running, hold: Hold) -> None:
-        """A load that stands in the ledger's line for a lesser call is asked for anew for a more important one."""
-        best = self._best(model)
-        if hold.waits and best < hold.importance:
-            hold.let_go()
+    def _raise_importance(self, model: str, running: _Running, hold: Hold) -> None:
+        """Requests the model again if its load waits in the ledger and a more important call now waits for it."""
+        importance = self._most_important(model)
+        if hold.waits and importance < hold.importance:
+            hold.release()
             running.hold = None
-            self._begin(model, best)
-
-    def _leave(self, turn: Turn) -> None:
-        if (
-            self._waiting.pop(turn.waiting.key, None) is None
-        ):  # it was given its place, though it may not know
-            self._ends.append(self._clock())
-            running = self._models.get(turn.waiting.model)
-            if running is not None and running.active:
-                running.active -= 1
-        self.look()
-
-    def renew(self, model: str) -> None:
-        """A call of the model failed by its engine: the next take it in hand anew, once those that run have ended."""
-        running = self._models.get(model)
-        if running is not None:
-            running.spent = True
-
-    def retry_after(self) -> float:
-        """Seconds in which as many calls ended, lately, as wait now: from 1 to 60; 1 where too few have."""
-        if len(self._ends) < 2:
-            return 1.0
-        each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return min(LONGEST_RETRY, max(1.0, each * len(self._waiting)))
-
-    def depth(self) -> dict[str, int]:
-        """How many calls wait, by model."""
-        return dict(Counter(turn.waiting.model for turn in self._waiting.values()))
-
-    def active(self) -> dict[str, int]:
-        """How many calls run, by model."""
-        return {model: running.active for model, running in self._models.items() if running.active}
+            self._pin(model, importance)

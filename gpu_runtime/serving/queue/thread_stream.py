@@ -1,4 +1,4 @@
-"""Work that blocks, in a thread of its own, heard piece by piece in the event loop."""
+"""Blocking work in its own thread, whose results reach the event loop one by one."""
 
 from __future__ import annotations
 
@@ -13,63 +13,67 @@ from ...threads import start
 Emit = Callable[[Any], None]
 
 
-async def pumped(work: Callable[[Emit, threading.Event], None]) -> AsyncGenerator[Any]:
-    """What `work(emit, gone)` emits, as it comes. Raises what it raises.
+async def stream_from_thread(
+    work: Callable[[Emit, threading.Event], None],
+) -> AsyncGenerator[Any]:
+    """The values that `work(emit, cancelled)` emits, as they arrive. Raises what it raises.
 
-    `gone` is set when nobody listens any more; the work should then end soon, and is waited for: an engine that still
-    computes is not free for the next call.
+    `cancelled` is set when the reader has left. The work should then end soon, and this waits for its end: an engine
+    that still computes cannot take the next call.
     """
     loop = asyncio.get_running_loop()
-    pieces: deque[tuple[Any, BaseException | None, bool]] = deque()
-    gone, ended, news = threading.Event(), asyncio.Event(), asyncio.Event()
-    called = False  # the loop has been woken, and has not looked yet: what comes meanwhile needs no call of its own
+    results: deque[tuple[Any, BaseException | None, bool]] = deque()  # value, error, whether last
+    cancelled = threading.Event()
+    ended = asyncio.Event()
+    arrived = asyncio.Event()
+    wake_pending = False  # the loop will look at `results` anyway: no further wake is needed
 
-    def tell(piece: Any = None, error: BaseException | None = None, last: bool = False) -> None:
-        nonlocal called
-        pieces.append((piece, error, last))
-        if called and not last:
+    def emit(value: Any = None, error: BaseException | None = None, last: bool = False) -> None:
+        nonlocal wake_pending
+        results.append((value, error, last))
+        if wake_pending and not last:
             return
-        called = True
+        wake_pending = True
         try:
-            loop.call_soon_threadsafe(hear, last)
+            loop.call_soon_threadsafe(wake, last)
         except RuntimeError:  # the loop was closed
-            gone.set()
+            cancelled.set()
 
-    def hear(last: bool) -> None:
-        nonlocal called
-        called = False  # before the pieces are looked at: one that comes later calls again
-        news.set()
+    def wake(last: bool) -> None:
+        nonlocal wake_pending
+        wake_pending = False  # before `results` is read: a later value wakes the loop again
+        arrived.set()
         if last:
             ended.set()
 
     def run() -> None:
         try:
-            work(tell, gone)
-        except BaseException as error:  # noqa: BLE001 - handed to whoever listens
-            tell(None, error, True)
+            work(emit, cancelled)
+        except BaseException as error:  # noqa: BLE001 - raised where the reader waits
+            emit(None, error, True)
         else:
-            tell(None, None, True)
+            emit(None, None, True)
 
     start(run)
     try:
         while True:
-            await news.wait()
-            news.clear()
-            while pieces:
-                piece, error, last = pieces.popleft()
+            await arrived.wait()
+            arrived.clear()
+            while results:
+                value, error, last = results.popleft()
                 if error is not None:
                     raise error
                 if last:
                     return
-                yield piece
+                yield value
     finally:
-        gone.set()
+        cancelled.set()
         await ended.wait()
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:
-    """What the work returns; waited for also by whoever does not want it any more."""
-    answer: list[Any] = []
-    async for piece in pumped(lambda emit, gone: emit(work())):
-        answer.append(piece)
-    return answer[0]
+    """The value that `work()` returns. If this is cancelled, it still waits for the end of the work."""
+    results: list[Any] = []
+    async for value in stream_from_thread(lambda emit, cancelled: emit(work())):
+        results.append(value)
+    return results[0]

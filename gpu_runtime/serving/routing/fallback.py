@@ -1,8 +1,8 @@
-"""Who answers in a model's place when it cannot, and whether that may be a cloud.
+"""Which models may answer instead of one that cannot, and whether a cloud may.
 
-Pure, but for the guard, which is a file. The chain is: the model that was asked for, then the other local ones that
-`tasks.yaml` names for it, those of smaller context first, since they need less memory; then clouds; then 503. Without a
-line in that file nobody answers for a model.
+Pure, except for the guard, which is a file. The order is: the requested model; then the other local models that
+`tasks.yaml` names for it, smaller contexts first, since they need less memory; then clouds; then 503. Without a line
+in that file no other model answers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 from ...errors import BadSetting
 from ...facts import Value
 
-KNOWN_CLOUDS = {  # each provider's OpenAI-compatible address, where the environment gives no other
+# Each provider's OpenAI-compatible address, if the environment has no other.
+KNOWN_CLOUDS = {
     "openai": "https://api.openai.com/v1",
     "claude": "https://api.anthropic.com/v1",
     "google": "https://generativelanguage.googleapis.com/v1beta/openai",
@@ -27,7 +28,7 @@ _PROVIDER = re.compile(r"([a-z][a-z0-9_-]{0,31}):(?=.)")
 
 
 class Choice(Value):
-    """A model that may answer. `because` says why it stands where it stands."""
+    """A model that may answer. `because` is the reason that the caller gets, if it is not the requested model."""
 
     model: str
     cloud: bool = False
@@ -35,7 +36,7 @@ class Choice(Value):
 
 
 class Cloud(Value):
-    """Where a cloud's models are called."""
+    """The address of a cloud's model."""
 
     provider: str
     base_url: str
@@ -44,6 +45,7 @@ class Cloud(Value):
 
     @property
     def headers(self) -> dict[str, str]:
+        """The headers of a request, with the key."""
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
     def __repr__(self) -> str:
@@ -51,7 +53,7 @@ class Cloud(Value):
 
 
 def is_cloud(name: str, known: Callable[[str], bool]) -> bool:
-    """Whether a name marks a cloud's model: `provider:model`, where no local model is called that.
+    """Whether `name` is a cloud's model: `provider:model`, and not `known` as a local model.
 
     >>> is_cloud("claude:sonnet", lambda name: False), is_cloud("llama3:8b", lambda name: True), is_cloud("qwen", bool)
     (True, False, False)
@@ -60,7 +62,10 @@ def is_cloud(name: str, known: Callable[[str], bool]) -> bool:
 
 
 def cloud_of(name: str, environment: Mapping[str, str]) -> Cloud | str:
-    """Where to call `provider:model`, by `PROVIDER_API_KEY` and `PROVIDER_BASE_URL`; or what is missing, in words."""
+    """The cloud that `name`, a `provider:model`, is called at; or in words what is missing.
+
+    `environment` has `PROVIDER_API_KEY` and `PROVIDER_BASE_URL`.
+    """
     provider, _, model = name.partition(":")
     prefix = provider.upper().replace("-", "_")
     url = environment.get(f"{prefix}_BASE_URL") or KNOWN_CLOUDS.get(provider, "")
@@ -75,10 +80,10 @@ def cloud_of(name: str, environment: Mapping[str, str]) -> Cloud | str:
 
 
 def guarded(choices: Iterable[Choice], allow_cloud: bool) -> tuple[Choice, ...]:
-    """The choices without a cloud in any but the first place, where clouds may not stand in.
+    """The `choices`; without `allow_cloud`, no cloud in any place but the first.
 
-    The first is what was asked for: a cloud there is a deliberate choice, and is never blocked; so the list is never
-    emptied. Source: Model Boss, Cloud-fallback guard.
+    The first is the requested model. A cloud there is a deliberate choice and is never blocked, so the result is
+    never empty. Source: Model Boss, Cloud-fallback guard.
     """
     first, *others = choices
     return (first, *(choice for choice in others if allow_cloud or not choice.cloud))
@@ -91,54 +96,57 @@ def chain(
     known: Callable[[str], bool],
     allow_cloud: bool,
 ) -> tuple[Choice, ...]:
-    """Who may answer for a model, in the order in which they are tried.
+    """The models that may answer a call of `asked`, in the order in which they are tried.
+
+    `others` are the stand-ins of `tasks.yaml`, and `context(name)` is a model's context length in tokens. `known` is
+    whether a name is a local model. Without `allow_cloud` no cloud stands in.
 
     >>> contexts = {"big": 32768, "small": 4096}
     >>> [c.model for c in chain("qwen", ["claude:haiku", "big", "small"], contexts.get, contexts.__contains__, True)]
     ['qwen', 'small', 'big', 'claude:haiku']
     """
-    rest = [name for name in dict.fromkeys(others) if name != asked]
-    local = [name for name in rest if not is_cloud(name, known)]
-    clouds = [name for name in rest if is_cloud(name, known)]
+    names = [name for name in dict.fromkeys(others) if name != asked]
+    local = [name for name in names if not is_cloud(name, known)]
     local.sort(key=lambda name: context(name) or float("inf"))
-    return guarded(
-        (
-            Choice(asked, is_cloud(asked, known)),
-            *(Choice(name, because=f"{asked} could not answer") for name in local),
-            *(Choice(name, True, f"{asked} could not answer") for name in clouds),
-        ),
-        allow_cloud,
-    )
+    clouds = [name for name in names if is_cloud(name, known)]
+    reason = f"{asked} could not answer"
+    choices = [Choice(asked, is_cloud(asked, known))]
+    choices += [Choice(name, because=reason) for name in local]
+    choices += [Choice(name, True, reason) for name in clouds]
+    return guarded(choices, allow_cloud)
 
 
 class CloudGuard:
-    """Whether a cloud may stand in for a local model: one file, which survives restarts. `path=None`: only in memory.
-
-    `seed` (MODEL_BOSS_ALLOW_CLOUD_FALLBACK) holds until somebody says otherwise.
-    """
+    """Whether a cloud may stand in for a local model. The value is in one file, which survives restarts."""
 
     def __init__(self, path: Path | None, seed: bool) -> None:
-        self._path, self._seed = path, seed
-        self._said: bool | None = None
+        """The guard in the file `path`; None: in memory only.
+
+        `seed` (MODEL_BOSS_ALLOW_CLOUD_FALLBACK) is the value until `allow` is first called.
+        """
+        self._path = path
+        self._seed = seed
+        self._in_memory: bool | None = None
 
     @property
     def allowed(self) -> bool:
+        """The present value. False if the file exists and cannot be read: then no data leaves this machine."""
         if self._path is None:
-            return self._seed if self._said is None else self._said
+            return self._seed if self._in_memory is None else self._in_memory
         try:
-            said = json.loads(self._path.read_text())["allowCloudFallback"]
+            value = json.loads(self._path.read_text())["allowCloudFallback"]
         except FileNotFoundError:
             return self._seed
         except (OSError, ValueError, KeyError, TypeError):
-            return False  # somebody had said something, and nobody knows what: nothing leaves the house
-        return said is True
+            return False
+        return value is True
 
     def allow(self, allowed: bool) -> None:
-        """Raises BadSetting where that is not true or false, or cannot be kept."""
+        """Sets the value. Raises BadSetting if `allowed` is not a bool, or the file cannot be written."""
         if not isinstance(allowed, bool):
             raise BadSetting("allowCloudFallback", allowed, "true or false")
         if self._path is None:
-            self._said = allowed
+            self._in_memory = allowed
             return
         draft = self._path.with_name(f".{self._path.name}-{secrets.token_hex(4)}")
         try:

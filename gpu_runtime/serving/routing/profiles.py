@@ -1,6 +1,6 @@
-"""What changes the prompt before an engine sees it: the client's profile, thinking mode, and the chat template.
+"""Changes of the prompt before an engine sees it: the client's profile and the thinking mode.
 
-Pure. A field of the body wins over the profile, which wins over the model's entry in the catalogue.
+Pure. A field of the body overrides the profile, which overrides the model's entry in the catalogue.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from ...facts import parse_importance
 from ..requests import Call
 from .tasks import Profile
 
-SWITCHES = {
-    True: "/think",
-    False: "/no_think",
-}  # what models without a template switch read in the last user message
+# Models without a switch in their template read these words in the last user message.
+SWITCHES = {True: "/think", False: "/no_think"}
 
 
-def profiled(call: Call, profile: Profile | None) -> Call:
-    """The call as its client's profile completes it."""
+def apply_profile(call: Call, profile: Profile | None) -> Call:
+    """The `call` with the values of its client's `profile` where the call has none."""
     if profile is None:
         return call
     body = {**profile.defaults, **call.body}
@@ -31,13 +29,14 @@ def profiled(call: Call, profile: Profile | None) -> Call:
         body["messages"] = with_system(body["messages"], profile.system)
     elif profile.system and call.kind == "completions":
         body["prompt"] = f"{profile.system}\n\n{body['prompt']}"
-    word = profile.importance
-    importance = None if word is None else parse_importance(word)
+    importance = call.importance
+    if importance is None and profile.importance is not None:
+        importance = parse_importance(profile.importance)
     return replace(
         call,
         body=body,
         model=body["model"],
-        importance=importance if call.importance is None else call.importance,
+        importance=importance,
         thinking=profile.thinking if call.thinking is None else call.thinking,
         stay_warm=profile.stay_warm_s if call.stay_warm is None else call.stay_warm,
         cooldown=max(call.cooldown, profile.cooldown_s),
@@ -45,8 +44,10 @@ def profiled(call: Call, profile: Profile | None) -> Call:
 
 
 def with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """The conversation with that text at its head: in its own system message where it has one, since many templates
-    allow only one and only there.
+    """The conversation `messages` with `text` at its head.
+
+    The text is put into the conversation's own system message if it has one: many templates allow only one, and only
+    in the first place.
 
     >>> with_system([{"role": "user", "content": "hi"}], "Be brief.")[0]
     {'role': 'system', 'content': 'Be brief.'}
@@ -59,35 +60,33 @@ def with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any
     return [{"role": "system", "content": text}, *messages]
 
 
-def thinking(call: Call, options: Mapping[str, Any]) -> bool | None:
-    """Whether the model is to think aloud first; None: as its template has it."""
-    said = options.get("thinking") if call.thinking is None else call.thinking
-    return said if isinstance(said, bool) else None
+def wants_thinking(call: Call, options: Mapping[str, Any]) -> bool | None:
+    """Whether the model thinks aloud first: by the `call`, else by the model's `options`. None: by its template."""
+    thinking = options.get("thinking") if call.thinking is None else call.thinking
+    return thinking if isinstance(thinking, bool) else None
 
 
-def thought(
+def with_thinking(
     messages: list[dict[str, Any]], think: bool | None, template: str | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The conversation, and what to give the chat template, so that the model thinks or does not.
+    """The conversation `messages`, and variables for the chat `template`, with thinking on or off as in `think`.
 
-    A template that knows `enable_thinking` is told so. To others, and where the template is not known, it is said at
-    the end of the last user message, as Qwen 3 introduced it.
+    A template that reads `enable_thinking` gets that variable. For all others, and for an unknown template, a word is
+    added to the last user message, as Qwen 3 introduced it.
 
-    >>> thought([{"role": "user", "content": "hi"}], False, "{% if enable_thinking %}…")
+    >>> with_thinking([{"role": "user", "content": "hi"}], False, "{% if enable_thinking %}…")
     ([{'role': 'user', 'content': 'hi'}], {'enable_thinking': False})
-    >>> thought([{"role": "user", "content": "hi"}], False, "{{ messages }}")
+    >>> with_thinking([{"role": "user", "content": "hi"}], False, "{{ messages }}")
     ([{'role': 'user', 'content': 'hi /no_think'}], {})
     """
     if think is None:
         return messages, {}
     if template is not None and "enable_thinking" in template:
         return messages, {"enable_thinking": think}
-    for at in range(len(messages) - 1, -1, -1):
-        content = messages[at].get("content")
-        if messages[at].get("role") == "user" and isinstance(content, str):
-            return [
-                *messages[:at],
-                {**messages[at], "content": f"{content} {SWITCHES[think]}"},
-                *messages[at + 1 :],
-            ], {}
+    for at in reversed(range(len(messages))):
+        message = messages[at]
+        content = message.get("content")
+        if message.get("role") == "user" and isinstance(content, str):
+            changed = {**message, "content": f"{content} {SWITCHES[think]}"}
+            return [*messages[:at], changed, *messages[at + 1 :]], {}
     return messages, {}

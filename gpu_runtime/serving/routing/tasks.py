@@ -1,17 +1,17 @@
-"""`tasks.yaml`: what programs may ask for by purpose, who they are, and who answers for whom.
+"""`tasks.yaml`: names for purposes, the clients' profiles, and which models stand in for which.
 
     tasks:                                  # addressed as  model: "task:classify"
       classify:
         candidates: [qwen-4b, phi-4, claude:haiku]
         keep_alive_s: 120                   # how long the model stays warm after a call
-        pin_primary: true                   # no warm candidate takes the first one's place
-        budget_s: 10                        # in which the whole answer is wanted
+        pin_primary: true                   # a warm candidate does not go before the first one
+        budget_s: 10                        # seconds for the whole answer
     clients:                                # by x_client_id
       bot: {system: "Be brief.", importance: low, thinking: false, defaults: {temperature: 0.2}, cooldown_s: 5}
-    fallback:                               # who answers when a model cannot; "*" for all others
+    fallback:                               # which models answer when one cannot; "*" for all others
       qwen-32b: [qwen-4b, claude:sonnet]
 
-Pure, but for reading the file. Which candidate is best is decided from what is warm, and from what loads and answers
+Pure, except for reading the file. The best candidate is chosen by what is warm, and by how long loads and answers
 have taken so far.
 """
 
@@ -31,12 +31,13 @@ from ...facts import IMPORTANCE, Value
 from ..requests import Refused, check_numbers
 from .fallback import Choice, guarded, is_cloud
 
-MOST_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 20
+FIELDS_OF_CALLS = ("model", "messages", "prompt", "input", "stream")  # no profile may set them
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 
 
 class Task(Value, forbid_unknown_fields=True):
-    """A purpose, and who may serve it, the best first."""
+    """A purpose, and the models that may serve it, the best first."""
 
     candidates: Annotated[tuple[str, ...], Meta(min_length=1)]
     keep_alive_s: Seconds | None = None
@@ -45,7 +46,7 @@ class Task(Value, forbid_unknown_fields=True):
 
 
 class Profile(Value, forbid_unknown_fields=True):
-    """What holds for the calls of one client, where they do not say otherwise."""
+    """Values for the calls of one client, where the calls have none."""
 
     system: str = ""  # put before the conversation
     model: str = ""  # for `model: "default"`
@@ -56,78 +57,71 @@ class Profile(Value, forbid_unknown_fields=True):
     defaults: dict[str, Any] = {}  # of the body's fields, such as temperature
 
 
-class Serving(Value, forbid_unknown_fields=True):
-    """All that the file says."""
+class ServingConfig(Value, forbid_unknown_fields=True):
+    """The content of `tasks.yaml`."""
 
     tasks: dict[str, Task] = {}
     clients: dict[str, Profile] = {}
     fallback: dict[str, tuple[str, ...]] = {}
 
     def stand_ins(self, model: str) -> tuple[str, ...]:
-        """Who may answer when the model cannot."""
+        """The models that may answer when `model` cannot."""
         return self.fallback.get(model, self.fallback.get("*", ()))
 
 
 class Cost(Value):
-    """Seconds that a model took so far; None: it has not been seen."""
+    """Seconds that a model has taken; None: not measured yet."""
 
     load: float | None = None
     answer: float | None = None
 
 
-def read_serving(path: str | os.PathLike[str] | None) -> Serving:
-    """What the file says; nothing where there is none. Raises BadDocument, which names file and field."""
+def read_serving_config(path: str | os.PathLike[str] | None) -> ServingConfig:
+    """The content of the file `path`; empty if it does not exist. Raises BadDocument, which names file and field."""
     if path is None or not os.path.exists(path):
-        return Serving()
+        return ServingConfig()
     name = os.fspath(path)
     try:
-        data = Path(name).read_bytes()[: MOST_BYTES + 1]
-        if len(data) > MOST_BYTES:
-            raise BadDocument(name, 0, "", f"it is larger than {MOST_BYTES >> 20} MiB")
-        said = yaml.safe_load(data) or {}
-        serving = msgspec.convert(said, Serving)
+        config = msgspec.convert(yaml.safe_load(_read(name)) or {}, ServingConfig)
     except OSError as error:
         raise BadDocument(name, 0, "", f"it cannot be read ({error.strerror or error})") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        raise BadDocument(
-            name,
-            mark.line + 1 if mark else 0,
-            "",
-            f"it is no YAML: {getattr(error, 'problem', error)}",
-        ) from None
+        line = mark.line + 1 if mark else 0
+        problem = getattr(error, "problem", error)
+        raise BadDocument(name, line, "", f"it is no YAML: {problem}") from None
     except msgspec.ValidationError as error:
         problem, _, field = str(error).partition(" - at ")
         raise BadDocument(name, 0, field.strip("`").removeprefix("$."), problem) from None
-    for client, profile in serving.clients.items():
-        _check(profile, name, f"clients.{client}")
-    return serving
+    for client, profile in config.clients.items():
+        _check_profile(profile, name, f"clients.{client}")
+    return config
 
 
-def _check(profile: Profile, file: str, place: str) -> None:
-    """What holds for a body holds for what is put in its place. Raises BadDocument."""
-    word = profile.importance
-    if (
-        isinstance(word, str)
-        and word not in IMPORTANCE
-        or isinstance(word, int)
-        and not 1 <= word <= 100
-    ):
-        raise BadDocument(
-            file,
-            0,
-            f"{place}.importance",
-            f"{word!r} is none of {', '.join(IMPORTANCE)}, nor a number from 1 to 100",
-        )
+def _read(name: str) -> bytes:
+    data = Path(name).read_bytes()[: MAX_FILE_BYTES + 1]
+    if len(data) > MAX_FILE_BYTES:
+        raise BadDocument(name, 0, "", f"it is larger than {MAX_FILE_BYTES >> 20} MiB")
+    return data
+
+
+def _check_profile(profile: Profile, file: str, place: str) -> None:
+    """Checks values of a profile as those of a body are checked. Raises BadDocument."""
+    importance = profile.importance
+    unknown_word = isinstance(importance, str) and importance not in IMPORTANCE
+    out_of_range = isinstance(importance, int) and not 1 <= importance <= 100
+    if unknown_word or out_of_range:
+        problem = f"{importance!r} is none of {', '.join(IMPORTANCE)}, nor a number from 1 to 100"
+        raise BadDocument(file, 0, f"{place}.importance", problem)
     for field in profile.defaults:
-        if field in ("model", "messages", "prompt", "input", "stream") or field.startswith("x_"):
-            raise BadDocument(file, 0, f"{place}.defaults.{field}", "it is the caller's to say")
+        if field in FIELDS_OF_CALLS or field.startswith("x_"):
+            problem = "only a call can set it, not a profile"
+            raise BadDocument(file, 0, f"{place}.defaults.{field}", problem)
     try:
         check_numbers(profile.defaults)
-    except Refused as wrong:
-        raise BadDocument(
-            file, 0, f"{place}.defaults.{wrong.facts['param']}", wrong.message
-        ) from None
+    except Refused as refused:
+        field = f"{place}.defaults.{refused.facts['param']}"
+        raise BadDocument(file, 0, field, refused.message) from None
 
 
 def candidates(
@@ -140,48 +134,57 @@ def candidates(
     allow_cloud: bool,
     budget: float | None = None,
 ) -> tuple[Choice, ...]:
-    """A task's candidates in the order in which they are tried.
+    """The candidates of the `task` called `name`, in the order in which they are tried.
 
-    1. clouds leave all places but the first, where they may not stand in
-    2. whoever is expected to take longer than the budget is left out; nobody left → Refused, with both numbers
-    3. `pin_primary` → as written; else those that are warm first, then as written
+    1. Without `allow_cloud`, clouds are removed from all places but the first.
+    2. Models that are expected to take longer than the budget are removed. If none is left: Refused, with both numbers.
+    3. With `pin_primary` the order is the written one; else warm models are first, then the written order.
+
+    `warm(model)`, `known(model)` and `cost(model)` describe a model. `budget` (seconds) overrides the task's own.
     """
     first = task.candidates[0]
-    order = guarded(
-        (Choice(model, is_cloud(model, known)) for model in dict.fromkeys(task.candidates)),
-        allow_cloud,
-    )
+    names = dict.fromkeys(task.candidates)
+    choices = guarded((Choice(model, is_cloud(model, known)) for model in names), allow_cloud)  # 1
     limit = task.budget_s if budget is None else budget
-    fitting = [choice for choice in order if fits(choice, limit, warm, cost)]
+    fitting = [choice for choice in choices if fits(choice, limit, warm, cost)]  # 2
     if not fitting:
-        raise too_short(f"task:{name}", order, limit, warm, cost)
-    if not task.pin_primary:
-        fitting.sort(
-            key=lambda choice: not (choice.model == first if choice.cloud else warm(choice.model))
-        )
-    return tuple(
-        _told(choice, name, first, first in {choice.model for choice in fitting}, warm)
-        for choice in fitting
-    )
+        raise too_short(f"task:{name}", choices, limit, warm, cost)
+
+    def goes_first(choice: Choice) -> bool:
+        return choice.model == first if choice.cloud else warm(choice.model)
+
+    if not task.pin_primary:  # 3
+        fitting.sort(key=lambda choice: not goes_first(choice))
+    first_fits = any(choice.model == first for choice in fitting)
+    explained = []
+    for choice in fitting:
+        if choice.model != first:
+            reason = _why_not_first(choice.model, first, first_fits, warm)
+            choice = Choice(choice.model, choice.cloud, f"task:{name}: {reason}")
+        explained.append(choice)
+    return tuple(explained)
 
 
 def expected_seconds(model: str, is_warm: bool, cost: Cost) -> float | None:
-    """Seconds until a call of the model is answered, its load included; of what was never seen nothing, so that it may
-    take longer. None: nothing was seen.
+    """Seconds until a call of `model` is answered, its load included unless it `is_warm`.
+
+    Parts that were never measured count as nothing, so the call may take longer. None: nothing in `cost` is measured.
 
     >>> expected_seconds("a", False, Cost(load=40.0)), expected_seconds("a", True, Cost(load=40.0))
     (40.0, None)
     """
-    seen = [
-        seconds for seconds in (cost.answer, None if is_warm else cost.load) if seconds is not None
-    ]
-    return sum(seen) if seen else None
+    parts = (cost.answer, None if is_warm else cost.load)
+    measured = [seconds for seconds in parts if seconds is not None]
+    return sum(measured) if measured else None
 
 
 def fits(
     choice: Choice, budget: float | None, warm: Callable[[str], bool], cost: Callable[[str], Cost]
 ) -> bool:
-    """Whether the choice is expected to answer within the budget; what was never seen may try."""
+    """Whether `choice` is expected to answer within the `budget` (seconds). A model never measured fits.
+
+    `warm(model)` and `cost(model)` describe a model.
+    """
     if budget is None or choice.cloud:
         return True
     seconds = expected_seconds(choice.model, warm(choice.model), cost(choice.model))
@@ -195,42 +198,48 @@ def too_short(
     warm: Callable[[str], bool],
     cost: Callable[[str], Cost],
 ) -> Refused:
-    """That the time is too short for anybody, told before it is lost, with both numbers."""
-    said = []
-    least = None
+    """The refusal (504) of a call of `asked` whose `budget` is too short for all `choices`, with both numbers.
+
+    `warm(model)` and `cost(model)` describe a model.
+    """
+    estimates = []
+    shortest = None
     for choice in choices:
-        seen, is_warm = cost(choice.model), warm(choice.model)
-        seconds = expected_seconds(choice.model, is_warm, seen)
+        measured = cost(choice.model)
+        is_warm = warm(choice.model)
+        seconds = expected_seconds(choice.model, is_warm, measured)
         if choice.cloud or seconds is None:
             continue
-        least = seconds if least is None else min(least, seconds)
-        parts = ", ".join(
-            f"{took:.1f} s to {what}"
-            for what, took in (("load", seen.load), ("answer", seen.answer))
-            if took is not None
-        )
-        said.append(f"{choice.model} about {seconds:.1f} s" + ("" if is_warm else f" ({parts})"))
+        shortest = seconds if shortest is None else min(shortest, seconds)
+        parts = "" if is_warm else f" ({measured_parts(measured, ', ')})"
+        estimates.append(f"{choice.model} about {seconds:.1f} s{parts}")
     return Refused(
         504,
         "budget_too_short",
-        f"{asked} has a budget of {budget:g} s, and would take {', '.join(said)}. "
+        f"{asked} has a budget of {budget:g} s, and would take {', '.join(estimates)}. "
         f"Raise the budget, or keep the model warm (keep_alive_s).",
         None,
         budget_seconds=budget,
-        expected_seconds=least,
+        expected_seconds=shortest,
     )
 
 
-def _told(
-    choice: Choice, task: str, first: str, first_fits: bool, warm: Callable[[str], bool]
-) -> Choice:
-    if choice.model == first:
-        return choice
-    why = (
-        f"{first} would take longer than the budget"
-        if not first_fits
-        else f"it is warm and {first} is not"
-        if warm(choice.model) and not warm(first)
-        else f"{first} could not answer"
-    )
-    return Choice(choice.model, choice.cloud, f"task:{task}: {why}")
+def measured_parts(cost: Cost, separator: str) -> str:
+    """The measured parts of `cost` in words, with this `separator`; "" without any.
+
+    >>> measured_parts(Cost(load=40.0, answer=2.0), " and ")
+    '40.0 s to load and 2.0 s to answer'
+    """
+    parts = []
+    for name, seconds in (("load", cost.load), ("answer", cost.answer)):
+        if seconds is not None:
+            parts.append(f"{seconds:.1f} s to {name}")
+    return separator.join(parts)
+
+
+def _why_not_first(model: str, first: str, first_fits: bool, warm: Callable[[str], bool]) -> str:
+    if not first_fits:
+        return f"{first} would take longer than the budget"
+    if warm(model) and not warm(first):
+        return f"it is warm and {first} is not"
+    return f"{first} could not answer"

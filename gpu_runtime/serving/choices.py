@@ -1,0 +1,130 @@
+"""Which models may answer a call, by the models of a Runtime, `tasks.yaml`, the cloud guard and measured costs.
+
+The decisions themselves are in `routing`; this looks up what they need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from ..errors import GpuError, UnknownModel
+from ..facts import ModelSpec
+from .health.costs import Costs
+from .requests import Call, Refused
+from .routing.fallback import Choice, CloudGuard, chain, is_cloud
+from .routing.tasks import ServingConfig, Task, candidates, fits, too_short
+
+if TYPE_CHECKING:
+    from ..runtime import Runtime
+
+TASK_PREFIX = "task:"
+
+
+class Choices:
+    """Looks up the models that may answer a call."""
+
+    def __init__(
+        self, rt: Runtime, config: ServingConfig, guard: CloudGuard, costs: Costs, began: int
+    ) -> None:
+        """The models of `rt` and of its catalogue, with the rules of `config`, `guard` and measured `costs`.
+
+        `began` is the start of the server in epoch seconds, for the list of models.
+        """
+        self._rt = rt
+        self._config = config
+        self._guard = guard
+        self._costs = costs
+        self._began = began
+
+    def of(self, call: Call) -> tuple[tuple[Choice, ...], Call]:
+        """The models that may answer `call`, in order, and the call with its task's budget.
+
+        Raises Refused: 404 for an unknown model, 504 if the budget is too short for all.
+        """
+        task = self.task(call.model)
+        if task is not None:
+            budget = task.budget_s if call.budget is None else call.budget
+            call = replace(call, budget=budget)
+            return self._of_task(call, task), call
+        if not is_cloud(call.model, self._known) and not self._known(call.model):
+            raise self._unknown(call.model)
+        stand_ins = self._config.stand_ins(call.model)
+        choices = chain(call.model, stand_ins, self._context, self._known, self._guard.allowed)
+        warm, cost = self._rt.here, self._costs.of
+        fitting = tuple(choice for choice in choices if fits(choice, call.budget, warm, cost))
+        if not fitting:
+            raise too_short(call.model, choices, call.budget, warm, cost)
+        return fitting, call
+
+    def task(self, name: str) -> Task | None:
+        """The task called `name` (`task:NAME`); None if the name is not a task's. Raises Refused, 404."""
+        if not name.startswith(TASK_PREFIX):
+            return None
+        task = self._config.tasks.get(name.removeprefix(TASK_PREFIX))
+        if task is None:
+            raise self._unknown(name)
+        return task
+
+    def models(self) -> list[dict[str, Any]]:
+        """The rows of `/v1/models`: models of this process, of the catalogue, and tasks."""
+        specs = {spec.name: spec for spec in self._rt.specs()}
+        for name in self._rt.catalog_names():
+            with contextlib.suppress(GpuError):
+                specs.setdefault(name, self._rt.spec(name))
+        rows = [
+            self._row(spec.name, self._facts_of(spec)) for spec in specs.values() if spec.enabled
+        ]
+        for name, task in self._config.tasks.items():
+            rows.append(self._row(TASK_PREFIX + name, {"candidates": list(task.candidates)}))
+        return rows
+
+    def _row(self, id: str, facts: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": id,
+            "object": "model",
+            "created": self._began,
+            "owned_by": "gpu-console",
+            "x_gpu": facts,
+        }
+
+    def _facts_of(self, spec: ModelSpec) -> dict[str, Any]:
+        return {
+            "model_type": spec.model_type,
+            "backend": spec.backend,
+            "warm": self._rt.here(spec.name),
+        }
+
+    def _of_task(self, call: Call, task: Task) -> tuple[Choice, ...]:
+        return candidates(
+            call.model.removeprefix(TASK_PREFIX),
+            task,
+            warm=self._rt.here,
+            known=self._known,
+            cost=self._costs.of,
+            allow_cloud=self._guard.allowed,
+            budget=call.budget,
+        )
+
+    def _known(self, name: str) -> bool:
+        try:
+            self._rt.spec(name)
+        except UnknownModel:
+            return False
+        except GpuError:  # the catalogue cannot be read now: the use of the model reports it
+            return True
+        return True
+
+    def _unknown(self, name: str) -> Refused:
+        known = tuple(sorted(row["id"] for row in self.models()))
+        advice = "See them:  GET /v1/models"
+        error = UnknownModel(name, known, none="None is registered.", advice=advice)
+        return Refused(404, "model_not_found", str(error), param="model")
+
+    def _context(self, name: str) -> int | None:
+        with contextlib.suppress(GpuError):
+            length = self._rt.spec(name).options.get("context_length")
+            return length if isinstance(length, int) else None
+        return None
