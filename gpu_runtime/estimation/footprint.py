@@ -1,21 +1,22 @@
-"""How many bytes a model needs on a device, part by part, and where each number came from. Nothing is loaded.
+"""How many bytes a model needs on a device, part by part, with the source of each number.
 
-Pure: what a source tells of itself (`Evidence`), what was declared and what was measured before go in; a `Footprint`
-comes out. The first of these that is known gives the weights:
+Pure: `Evidence` from the source, the declared size and earlier measurements go in; a `Footprint` comes
+out. Nothing is loaded. The weights are taken from the first of these that is known:
 
     declared size > measured before > header of the files > module without data > size of the files > the name
 
-Then comes what was asked for beyond them. A *lease holds* the weights and the room for use that the registration asked
-for (`context_length`, `sequences`): cache and activations, from the config. Where nothing was asked, nothing is kept:
-what code then takes beyond its models is measured, and stands in the book as its process's residue.
+The rest is what the registration requested beyond the weights. A *lease holds* the weights and the
+room for use that was requested (`context_length`, `sequences`): cache and activations, from the config.
+Without such a request nothing is reserved. What code then uses beyond its models is measured, and is in
+the book as the residue of its process.
 
-*No overhead twice.* A declared size is the whole, room for use included. A measured one is what the storages took, and
-takes no factor. Where only files' sizes or a name are known, a factor stands in for what cannot be reckoned, and it
-goes as soon as cache and activations can be. The CUDA context is counted for a process's first model on a card alone,
-until it is there: from then on it is residue.
+*No overhead twice.* A declared size is the whole, room for use included. A measured one is the size of
+the storages, without a factor. If only the size of the files or a name is known, a factor stands for
+what cannot be calculated. It is left out as soon as cache and activations can be. The CUDA context is
+counted only for a process's first model on a card, until the context exists: then it is residue.
 
-*Peak.* What a model took at its peak is remembered and shown, but not leased: one large batch would make its lease
-large for good. While torch keeps those bytes, they are in the book as residue.
+*Peak.* The peak use of a model is stored and shown, but not leased: one large batch would make its lease
+large forever. While torch keeps those bytes, they are in the book as residue.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ from ..facts import Evidence, Footprint, Measurement, Part
 from ..units import show_bytes
 from . import kv_cache
 
+# Source: the estimation chain of the Model Boss coordinator.
 FILE_FACTORS = {
     "gguf": 1.1,
     "safetensors": 1.3,
-}  # Source: the estimation chain of the Model Boss coordinator
-CONTEXT_BYTES = (
-    500 * 2**20
-)  # of a CUDA context, until this process has measured one. Source: NDIF, about 400 MiB
+}
+# Of a CUDA context, until this process has measured one. Source: NDIF, about 400 MiB.
+CONTEXT_BYTES = 500 * 2**20
 
-# Bits a weight, scales and the few tensors kept larger included. Source: llama.cpp, tools/quantize/README, Llama 2 7B;
-# for those not there (IQ*, TQ*, *_0, *_1) the block of the type itself.
+# Bits a weight, including scales and the few tensors that are kept larger. Source: llama.cpp,
+# tools/quantize/README, Llama 2 7B; for types not listed there (IQ*, TQ*, *_0, *_1), the block of the
+# type itself.
 QUANT_BITS = {
     "Q2_K": 3.35,
     "Q2_K_S": 3.35,
@@ -76,7 +78,8 @@ QUANT_BITS = {
     "MXFP4": 4.25,
     "NVFP4": 4.5,
 }
-_WORDS = {  # by which other formats are called in names
+# Names of other formats -> bits a weight.
+_WORD_BITS = {
     "fp32": 32,
     "float32": 32,
     "f32": 32,
@@ -101,9 +104,9 @@ _WORDS = {  # by which other formats are called in names
     "bnb": 4.5,
 }
 _COUNT = re.compile(r"(?<![a-z0-9.])(?:(\d{1,3})x)?(\d+(?:\.\d+)?)([mbt])(?![a-z0-9])")
-_EXPERTS_SHARE = (
-    0.83  # of n × size: experts share attention. Mixtral 8x7B has 46.7 of 56 billion weights
-)
+_SCALES = {"m": 10**6, "b": 10**9, "t": 10**12}
+# Of n × size: experts share attention. Mixtral 8x7B has 46.7 of 56 billion weights.
+_EXPERTS_SHARE = 0.83
 
 
 def footprint(
@@ -116,161 +119,201 @@ def footprint(
     quantization: str = "",
     context_bytes: int = 0,
 ) -> Footprint:
-    """The footprint of a model, from the best that is known of it.
+    """The footprint of the model `name`, from the best that is known about it.
 
-    `options` are those of its registration; `context_bytes` what its process's first use of a card will take there
-    beyond it, 0 where that is there already or the devices are simulated.
-    Raises UnknownSize, which asks for a size, where nothing is known; BadSetting for an option that cannot be.
+    `evidence` is from its source, `declared` its declared bytes, `measured` an earlier measurement,
+    `options` those of its registration, and `quantization` its format, if that is not in the name.
+    `context_bytes` is what its process's first use of a card will take there in addition; 0 if that
+    has happened or the devices are simulated.
+
+    Raises UnknownSize, which asks for a size, if nothing is known. Raises BadSetting for an option
+    that cannot be used.
     """
-    wanted = kv_cache.wish(options or {}, evidence.config)
+    use = kv_cache.planned_use(options or {}, evidence.config)
     weights = _weights(name, evidence, measured, quantization)
     if declared is not None:
-        parts = _declared(declared, weights, wanted is not None)
+        parts = _declared(declared, weights, use is not None)
     elif weights is None:
-        raise UnknownSize(name, evidence.why_unknown or "neither its source nor its name tells it")
+        why = evidence.why_unknown or "neither its source nor its name shows it"
+        raise UnknownSize(name, why)
     else:
-        # An engine's cache was measured with its weights; where none of these goes to the card, no cache does.
-        whole = evidence.at_load and (measured is not None or evidence.weight_bytes == 0)
-        parts = (
-            weights,
-            *(() if whole else _room(name, evidence.config, wanted) or _margin(weights, evidence)),
-        )
-    if context_bytes and declared is None and not (evidence.at_load and measured is not None):
-        parts = (
-            *parts,
-            Part(
-                "context",
-                context_bytes,
-                "measured" if context_bytes != CONTEXT_BYTES else "typical",
-                "of CUDA, once for this process on that card",
-            ),
-        )
+        parts = (weights, *_beyond_weights(name, weights, evidence, measured, use))
+    context_is_measured = evidence.at_load and measured is not None
+    if context_bytes and declared is None and not context_is_measured:
+        parts = (*parts, _context(context_bytes))
     total = sum(part.bytes for part in parts)
     return Footprint(
         parts,
-        kv_cache.attention_heads(evidence.config),
-        _stretched(evidence.pieces, total),
-        _notes(evidence, measured, wanted),
-        evidence.at_load,
+        heads=kv_cache.attention_heads(evidence.config),
+        pieces=_stretched(evidence.pieces, total),
+        notes=_notes(evidence, measured, use),
+        at_load=evidence.at_load,
     )
 
 
 def _weights(
-    name: str, evidence: Evidence, measured: Measurement | None, quantization: str
+    name: str,
+    evidence: Evidence,
+    measured: Measurement | None,
+    quantization: str,
 ) -> Part | None:
+    """The weights, from the best source; None if nothing shows them."""
     if measured is not None:
-        where = f" on {measured.device}" if measured.device else ""
-        when = (
-            f"after it was loaded{where} on {measured.day}"
-            if measured.day
-            else "as it lies here now"
-        )
+        when = "as it is in memory now"
+        if measured.day:
+            on_device = f" on {measured.device}" if measured.device else ""
+            when = f"after it was loaded{on_device} on {measured.day}"
         return Part("weights", measured.resident_bytes, "measured", when)
     if evidence.weight_bytes is not None:
         return Part("weights", evidence.weight_bytes, evidence.source)
     if evidence.file_bytes:
-        return Part(
-            "weights", evidence.file_bytes, "file size", f"of its {evidence.file_format} files"
-        )
-    told = from_name(name, quantization) or from_name(evidence.name, quantization)
-    return None if told is None else Part("weights", told[0], "name", told[1])
+        files = f"of its {evidence.file_format} files"
+        return Part("weights", evidence.file_bytes, "file size", files)
+    found = from_name(name, quantization) or from_name(evidence.name, quantization)
+    if found is None:
+        return None
+    size, how = found
+    return Part("weights", size, "name", how)
 
 
-def _declared(declared: int, weights: Part | None, asked: bool) -> tuple[Part, ...]:
-    """A declared size is the whole. What it has beyond the weights is kept for use where a context was asked for."""
-    if not asked or weights is None or weights.bytes >= declared:
+def _declared(declared: int, weights: Part | None, use_requested: bool) -> tuple[Part, ...]:
+    """A declared size is the whole. Its rest beyond the weights is room for use, if that was requested."""
+    if not use_requested or weights is None or weights.bytes >= declared:
         return (Part("all", declared, "declared"),)
-    return weights, Part(
-        "room", declared - weights.bytes, "declared", "what is left of the declared size, for use"
+    rest = Part(
+        "room",
+        declared - weights.bytes,
+        "declared",
+        "the rest of the declared size, for use",
     )
+    return weights, rest
 
 
-def _room(name: str, config: Mapping[str, Any], wanted: kv_cache.Wish | None) -> tuple[Part, ...]:
-    if wanted is None:
+def _beyond_weights(
+    name: str,
+    weights: Part,
+    evidence: Evidence,
+    measured: Measurement | None,
+    use: kv_cache.PlannedUse | None,
+) -> tuple[Part, ...]:
+    """Cache and activations, or the margin that stands for them."""
+    if evidence.at_load:
+        # An engine's cache was measured with its weights. If no weights are on the card, the cache
+        # is not there either.
+        if measured is not None or evidence.weight_bytes == 0:
+            return ()
+    return _room(name, evidence.config, use) or _margin(weights, evidence)
+
+
+def _context(size: int) -> Part:
+    source = "typical" if size == CONTEXT_BYTES else "measured"
+    return Part("context", size, source, "of CUDA, once for this process on that card")
+
+
+def _room(
+    name: str,
+    config: Mapping[str, Any],
+    use: kv_cache.PlannedUse | None,
+) -> tuple[Part, ...]:
+    """Cache and activations for the requested use; empty if none was requested."""
+    if use is None:
         return ()
-    layers, parts = kv_cache.cache_layers(config), []
+    layers = kv_cache.cache_layers(config)
     if layers is None:
         raise UnknownSize(
             name,
-            "its config does not tell what its cache takes, so no context_length can be reserved "
-            "for; a declared size can include it",
+            "its config does not show the size of its cache, so no context_length can be reserved; "
+            "a declared size can include it",
         )
+    parts = []
     cache = kv_cache.kv_cache_bytes(
-        layers, tokens=wanted.tokens, sequences=wanted.sequences, bits=wanted.cache_bits
+        layers,
+        tokens=use.tokens,
+        sequences=use.sequences,
+        bits=use.cache_bits,
     )
     if cache:
-        parts.append(Part("kv_cache", cache, "config", _cache_in_words(layers, wanted)))
-    if active := kv_cache.activation_bytes(config, wanted):
-        at_once = min(wanted.tokens, kv_cache.batch_tokens(config) or wanted.tokens)
-        parts.append(
-            Part(
-                "activations",
-                active,
-                "config",
-                f"{_times(wanted)}{at_once:,} tokens read in one pass",
-            )
-        )
+        parts.append(Part("kv_cache", cache, "config", _cache_in_words(layers, use)))
+    active = kv_cache.activation_bytes(config, use)
+    if active:
+        at_once = min(use.tokens, kv_cache.batch_tokens(config) or use.tokens)
+        how = f"{_times(use)}{at_once:,} tokens read in one pass"
+        parts.append(Part("activations", active, "config", how))
     return tuple(parts)
 
 
 def _margin(weights: Part, evidence: Evidence) -> tuple[Part, ...]:
-    """What stands in for cache and activations, where the weights themselves are only guessed."""
+    """A factor that stands for cache and activations, if the weights themselves are only a guess."""
     if weights.source not in ("file size", "name"):
         return ()
-    format = evidence.file_format or (
-        "gguf" if any(word in weights.detail for word in QUANT_BITS) else "safetensors"
-    )
-    factor = FILE_FACTORS[format]
+    factor = FILE_FACTORS[evidence.file_format or _format_in(weights.detail)]
+    size = round(weights.bytes * (factor - 1))
     return (
         Part(
             "margin",
-            round(weights.bytes * (factor - 1)),
+            size,
             weights.source,
-            f"× {factor} for cache and activations, which it does not tell",
+            f"× {factor} for cache and activations, which it does not show",
         ),
     )
 
 
-def _cache_in_words(layers: tuple[kv_cache.Layer, ...], wanted: kv_cache.Wish) -> str:
-    windows = sorted({layer.window for layer in layers if layer.window})
-    count = sum(1 for layer in layers if layer.values)
-    several = "s" if count > 1 else ""
-    what = f"{_times(wanted)}{wanted.tokens:,} tokens, {count} layer{several}, {wanted.cache_bits:g} bits"
-    some = sum(1 for layer in layers if layer.window and layer.values)
-    return what + (f", {some} of them within {windows[-1]:,} tokens" if windows else "")
+def _format_in(detail: str) -> str:
+    """The file format that goes with a quantization in this text."""
+    return "gguf" if any(word in detail for word in QUANT_BITS) else "safetensors"
 
 
-def _times(wanted: kv_cache.Wish) -> str:
-    return f"{wanted.sequences} × " if wanted.sequences > 1 else ""
+def _cache_in_words(layers: tuple[kv_cache.Layer, ...], use: kv_cache.PlannedUse) -> str:
+    """`2 × 8,192 tokens, 32 layers, 16 bits`."""
+    with_cache = [layer for layer in layers if layer.values]
+    with_window = [layer for layer in with_cache if layer.window]
+    several = "s" if len(with_cache) > 1 else ""
+    text = (
+        f"{_times(use)}{use.tokens:,} tokens, {len(with_cache)} layer{several}, "
+        f"{use.cache_bits:g} bits"
+    )
+    longest_window = max((layer.window for layer in layers), default=0)
+    if longest_window:
+        text += f", {len(with_window)} of them within {longest_window:,} tokens"
+    return text
+
+
+def _times(use: kv_cache.PlannedUse) -> str:
+    return f"{use.sequences} × " if use.sequences > 1 else ""
 
 
 def _notes(
-    evidence: Evidence, measured: Measurement | None, wanted: kv_cache.Wish | None
+    evidence: Evidence,
+    measured: Measurement | None,
+    use: kv_cache.PlannedUse | None,
 ) -> tuple[str, ...]:
+    """Sentences on the peak that was measured, and on a cache that is not counted."""
     notes = []
-    if (
-        measured is not None
-        and measured.day
-        and (measured.peak_bytes or 0) > measured.resident_bytes
-    ):
-        notes.append(
-            f"At its peak it took {show_bytes(measured.peak_bytes)}, measured on {measured.day}."
-        )
-    if wanted is None and (
-        layers := kv_cache.cache_layers(evidence.config) if evidence.config else None
-    ):
-        bits = 8.0 * kv_cache.item_bytes({}, evidence.config)
-        one = kv_cache.kv_cache_bytes(layers, tokens=1, bits=bits)
-        if one:
+    if measured is not None and measured.day:
+        peak = measured.peak_bytes or 0
+        if peak > measured.resident_bytes:
+            notes.append(f"At its peak it took {show_bytes(peak)}, measured on {measured.day}.")
+    if use is None and evidence.config:
+        each = _cache_bytes_per_token(evidence.config)
+        if each:
             notes.append(
-                f"Its KV cache grows by {show_bytes(one)} a token while it writes, and is not counted. "
-                f"Reserve for it:  context_length=TOKENS"
+                f"Its KV cache grows by {show_bytes(each)} per generated token, and is not counted. "
+                "Reserve room for it:  context_length=TOKENS"
             )
     return tuple(notes)
 
 
+def _cache_bytes_per_token(config: Mapping[str, Any]) -> int:
+    """Bytes that the cache of one sequence grows by; 0 if there is none, or the config does not show it."""
+    layers = kv_cache.cache_layers(config)
+    if not layers:
+        return 0
+    bits = 8.0 * kv_cache.item_bytes({}, config)
+    return kv_cache.kv_cache_bytes(layers, tokens=1, bits=bits)
+
+
 def _stretched(pieces: tuple[int, ...], total: int) -> tuple[int, ...]:
-    """The pieces, each with its part of what comes on top; they sum to the total, to the byte.
+    """The pieces, each with its part of the overheads; they sum to the total, to the byte.
 
     >>> _stretched((1, 1, 2), 10)
     (2, 3, 5)
@@ -278,46 +321,55 @@ def _stretched(pieces: tuple[int, ...], total: int) -> tuple[int, ...]:
     whole = sum(pieces)
     if not whole:
         return ()
-    ends, done = [0], 0
+    stretched = []
+    passed = 0  # bytes of the pieces so far
+    start = 0  # bytes given so far
     for piece in pieces:
-        done += piece
-        ends.append(done * total // whole)
-    return tuple(end - start for start, end in zip(ends, ends[1:]))  # noqa: B905 - pairwise
+        passed += piece
+        end = passed * total // whole
+        stretched.append(end - start)
+        start = end
+    return tuple(stretched)
 
 
 def from_name(name: str, quantization: str = "") -> tuple[int, str] | None:
-    """Bytes of the weights, as the name tells them, and how it was read; None where it tells nothing.
+    """Bytes of the weights as `name` shows them, and how they were read; None if it shows nothing.
 
-    Half precision where it names no format. The largest number counts where there are several.
+    Half precision if neither `name` nor `quantization` is a known format. If there are several
+    numbers, the largest counts.
 
     >>> from_name("Llama-2-7B-Q4_K_M.gguf")
     (4235000000, '7B at 4.84 bits (Q4_K_M)')
     >>> from_name("Mixtral-8x7B-Instruct-AWQ")[1], from_name("writer")
     ('8x7B at 4.5 bits (awq)', None)
     """
-    text = name.lower().replace("_", "-")
-    scale = {"m": 10**6, "b": 10**9, "t": 10**12}
-    found = [
-        (
-            float(m[2]) * scale[m[3]] * (int(m[1]) * _EXPERTS_SHARE if m[1] else 1),
-            m[0].upper().replace("X", "x"),
-        )
-        for m in _COUNT.finditer(text)
-    ]
-    if not found:
+    counts = [_weight_count(match) for match in _COUNT.finditer(name.lower().replace("_", "-"))]
+    if not counts:
         return None
-    count, said = max(found)
+    count, text = max(counts)
     bits, format = _bits(f"{name} {quantization}")
-    return int(count * bits / 8), f"{said} at {bits:g} bits ({format})"
+    return int(count * bits / 8), f"{text} at {bits:g} bits ({format})"
+
+
+def _weight_count(match: re.Match[str]) -> tuple[float, str]:
+    """The number of weights in a match of `_COUNT`, and its text, such as `8x7B`."""
+    experts, size, scale = match.groups()
+    count = float(size) * _SCALES[scale]
+    if experts:
+        count *= int(experts) * _EXPERTS_SHARE
+    return count, match[0].upper().replace("X", "x")
 
 
 def _bits(text: str) -> tuple[float, str]:
+    """Bits a weight by the format that the text names, and the format."""
     upper = text.upper().replace("-", "_")
-    for word in sorted(QUANT_BITS, key=len, reverse=True):
-        if re.search(rf"(?<![A-Z0-9]){word}(?![A-Z0-9])", upper):
-            return QUANT_BITS[word], word
-    words = set(re.split(r"[^a-z0-9]+", text.lower())) | {
-        "".join(pair) for pair in re.findall(r"(\d)[-_ ]?(bit)", text.lower())
-    }
-    known = [word for word in _WORDS if word in words]
-    return (float(_WORDS[known[0]]), known[0]) if known else (16.0, "half precision")
+    for quantization in sorted(QUANT_BITS, key=len, reverse=True):
+        if re.search(rf"(?<![A-Z0-9]){quantization}(?![A-Z0-9])", upper):
+            return QUANT_BITS[quantization], quantization
+    lower = text.lower()
+    words = set(re.split(r"[^a-z0-9]+", lower))
+    words.update("".join(pair) for pair in re.findall(r"(\d)[-_ ]?(bit)", lower))
+    for word, bits in _WORD_BITS.items():
+        if word in words:
+            return float(bits), word
+    return 16.0, "half precision"

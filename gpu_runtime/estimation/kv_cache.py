@@ -1,7 +1,8 @@
-"""What a model takes beyond its weights while it runs: its KV cache and its activations, from its config.
+"""The memory that a model uses beyond its weights while it runs: KV cache and activations, from its config.
 
-Pure: a config by Hugging Face's names goes in (a GGUF header is translated before it comes here), bytes come out. What
-the config does not say is None, never zero. All figures are for inference, without gradients.
+Pure: a config with Hugging Face's names goes in (a GGUF header is translated first), bytes come out. A
+value that the config does not contain is None, never zero. All figures are for inference, without
+gradients.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 
 from ..errors import BadSetting
 
-CACHE_BITS = {  # of one value in the cache, scales included
+# Bits of one value in the cache, scales included.
+CACHE_BITS = {
     "float32": 32.0,
     "f32": 32.0,
     "float16": 16.0,
@@ -35,13 +37,11 @@ CACHE_BITS = {  # of one value in the cache, scales included
     "iq4_nl": 4.5,
     "int4": 4.0,
 }
-_MOST_LAYERS = 10_000  # a config that says more is not believed
-_NESTED = (
-    "text_config",
-    "llm_config",
-    "language_config",
-)  # where models of several senses keep the one that writes
-# Every how many layers one sees the whole context, where a config gives a window and no pattern: as transformers does.
+_MOST_LAYERS = 10_000  # a larger number in a config is taken for an error
+# Where multimodal models keep the config of their language model.
+_NESTED = ("text_config", "llm_config", "language_config")
+# Model type -> every how many layers one sees the whole context, if the config has a window and no
+# pattern: as in transformers.
 _PATTERNS = {
     "gemma2": 2,
     "gemma3": 6,
@@ -60,106 +60,130 @@ _GENERATES = (
     "Seq2SeqLM",
     "LMHeadModel",
 )
-_UNFUSED = {
-    "gelu_new",
-    "gelu_fast",
-    "quick_gelu",
-    "gelu_accurate",
-}  # computed step by step, so more of it is alive
+# Activation functions computed step by step, so that more intermediate values are alive at once.
+_UNFUSED = {"gelu_new", "gelu_fast", "quick_gelu", "gelu_accurate"}
+_RECURRENT = ("linear", "mamba", "conv", "recurrent")  # in the name of a layer's type
+
+# The different names of one number.
+_WIDTH = ("hidden_size", "n_embd", "d_model")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+_GROUPS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
+_HEAD_SIZE = ("head_dim", "kv_channels", "d_kv")
+_INNER = ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size")
+_WINDOW = ("sliding_window", "attention_chunk_size", "sliding_window_size")
+_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+_EXPERT_INNER = ("moe_intermediate_size", "expert_ffn_hidden_size")
+_CONTEXT = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "n_ctx",
+    "max_sequence_length",
+    "model_max_length",
+)
 
 
 class Layer(NamedTuple):
-    """What one layer keeps of each token: so many values, of so many tokens at most (0: of all)."""
+    """What one layer keeps in the cache: `values` for each token, of at most `window` tokens (0: of all)."""
 
     values: int
     window: int = 0
 
 
-class Wish(NamedTuple):
-    """How much of a model's use is to be reserved for."""
+class PlannedUse(NamedTuple):
+    """The use of a model for which room is reserved."""
 
     tokens: int  # of context, for each sequence
     sequences: int
     cache_bits: float
     item_bytes: int  # of an activation
-    eager: bool = False  # attention that writes out its whole matrix of scores
+    eager: bool = False  # attention that stores its whole matrix of scores
 
 
-def wish(options: Mapping[str, Any], config: Mapping[str, Any]) -> Wish | None:
-    """What the options `context_length`, `sequences` and `cache_dtype` ask for; None where the first two are not given.
+def planned_use(options: Mapping[str, Any], config: Mapping[str, Any]) -> PlannedUse | None:
+    """The use that `context_length`, `sequences` and `cache_dtype` in `options` describe.
 
-    With `sequences` alone the context is the longest that the model knows. Raises BadSetting.
+    None if the first two are not given, unless the engine allocates a cache when it loads: then
+    `config` has its length. With `sequences` alone, the context is the longest that the config names.
+    Raises BadSetting.
     """
-    tokens, sequences = options.get("context_length"), options.get("sequences")
+    tokens = options.get("context_length")
+    sequences = options.get("sequences")
     if tokens is None and sequences is None:
-        if (at_load := config.get("context_at_load")) is None:
+        tokens = config.get("context_at_load")
+        if tokens is None:
             return None
-        tokens = at_load  # its engine takes a cache of that length, asked or not
     for name, given in (("context_length", tokens), ("sequences", sequences)):
         if given is not None and (type(given) is not int or given < 1):
             raise BadSetting(name, given, "a whole number above 0")
-    if tokens is None and (tokens := longest_context(config)) is None:
-        raise BadSetting(
-            "sequences",
-            sequences,
-            "given with context_length, since the model does not tell its own",
-        )
+    if tokens is None:
+        tokens = longest_context(config)
+    if tokens is None:
+        expected = "given with context_length, since the model's config does not contain its own"
+        raise BadSetting("sequences", sequences, expected)
     item = item_bytes(options, config)
-    said = options.get("cache_dtype")
-    bits = 8.0 * item if said is None else CACHE_BITS.get(str(said).removeprefix("torch.").lower())
+    return PlannedUse(
+        tokens,
+        sequences=sequences or 1,
+        cache_bits=_cache_bits(options.get("cache_dtype"), item),
+        item_bytes=item,
+        eager=options.get("attn_implementation") == "eager",
+    )
+
+
+def _cache_bits(dtype: Any, item_bytes: int) -> float:
+    """Bits of a cached value with this dtype; without one, those of an activation."""
+    if dtype is None:
+        return 8.0 * item_bytes
+    bits = _bits_of(dtype)
     if bits is None:
-        raise BadSetting("cache_dtype", said, "one of " + ", ".join(CACHE_BITS))
-    return Wish(tokens, sequences or 1, bits, item, options.get("attn_implementation") == "eager")
+        raise BadSetting("cache_dtype", dtype, "one of " + ", ".join(CACHE_BITS))
+    return bits
+
+
+def _bits_of(dtype: Any) -> float | None:
+    return CACHE_BITS.get(str(dtype).removeprefix("torch.").lower())
 
 
 def item_bytes(options: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """Bytes of an activation: as the `dtype` option says, else the config, else two."""
-    for said in (
-        options.get("dtype"),
-        options.get("torch_dtype"),
-        _text(config).get("dtype"),
-        _text(config).get("torch_dtype"),
-    ):
-        bits = CACHE_BITS.get(str(said).removeprefix("torch.").lower())
-        if bits is not None and bits >= 16:
-            return int(bits) // 8
+    """Bytes of an activation: by the `dtype` in `options`, else in `config`, else two."""
+    text = _text(config)
+    for source in (options, text):
+        for name in ("dtype", "torch_dtype"):
+            bits = _bits_of(source.get(name))
+            if bits is not None and bits >= 16:
+                return int(bits) // 8
     return 2
 
 
 def longest_context(config: Mapping[str, Any]) -> int | None:
-    """The longest context, in tokens, that the config names."""
-    return _number(
-        _text(config),
-        "max_position_embeddings",
-        "n_positions",
-        "max_seq_len",
-        "seq_length",
-        "n_ctx",
-        "max_sequence_length",
-        "model_max_length",
-    )
+    """The longest context in tokens that `config` names; None if it names none."""
+    return _number(_text(config), *_CONTEXT)
 
 
 def batch_tokens(config: Mapping[str, Any]) -> int | None:
-    """Tokens that the engine reads at once, where it says; None: a whole context."""
+    """Tokens that the engine reads at once, by `config`; None: a whole context."""
     return _number(config, "batch_tokens")
 
 
 def attention_heads(config: Mapping[str, Any]) -> int:
-    """Attention heads of a layer; 0 where the config does not say."""
-    names = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
-    return _number(_text(config), *names) or 0
+    """Attention heads of a layer by `config`; 0 if it does not contain them."""
+    return _number(_text(config), *_HEADS) or 0
 
 
-# -- the KV cache -------------------------------------------------------------------------------------------------
+# -- the KV cache ----------------------------------------------------------------------------------
 
 
 def kv_cache_bytes(
     layers: Sequence[Layer], *, tokens: int, sequences: int = 1, bits: float = 16.0
 ) -> int:
-    """Bytes of the cache of so many sequences, each of so many tokens, at so many bits a value.
+    """Bytes of the cache of `sequences` sequences of `tokens` tokens each, with `bits` bits a value.
 
-    A lower bound: an engine that allocates it in pages or blocks rounds up.
+    `layers` are those of `cache_layers`. A lower bound: an engine that allocates pages or blocks rounds
+    up.
 
     >>> llama_3_8b = [Layer(2 * 8 * 128)] * 32
     >>> kv_cache_bytes(llama_3_8b, tokens=8192)
@@ -172,158 +196,179 @@ def kv_cache_bytes(
 
 
 def cache_layers(config: Mapping[str, Any]) -> tuple[Layer, ...] | None:
-    """What each layer keeps of each token; empty for a model without a cache, None where the config does not tell.
+    """What each layer of the model with this `config` keeps of each token.
 
-    Multi-head attention keeps a key and a value for each head; grouped-query attention for each group of heads;
-    multi-head latent attention one compressed vector and one rotary key for all of them. Layers with a sliding window
-    (or chunks) forget what lies outside it. Layers of a recurrent kind keep a state that does not grow with the
-    context, which is not counted.
+    Empty for a model without a cache; None if the config does not show it.
 
-    Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped queries); DeepSeek-AI 2024, arXiv:2405.04434 (latent).
+    Multi-head attention keeps a key and a value for each head; grouped-query attention for each group
+    of heads; multi-head latent attention one compressed vector and one rotary key for all of them.
+    Layers with a sliding window (or chunks) drop what is outside it. Layers of a recurrent kind keep a
+    state that does not grow with the context, which is not counted.
+
+    Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped queries); DeepSeek-AI 2024, arXiv:2405.04434
+    (latent).
     """
-    text = _text(config)
     if not _generates(config):
         return ()
-    count = (
-        _number(text, "num_decoder_layers", "decoder_layers")
-        if config.get("is_encoder_decoder")
-        else None
-    )
-    count = count or _number(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    text = _text(config)
+    encoder_decoder = bool(config.get("is_encoder_decoder"))
+    count = _number(text, *_DECODER_LAYERS) if encoder_decoder else None
+    count = count or _number(text, *_LAYERS)
     if count is None or count > _MOST_LAYERS:
         return None
-    kinds = _kinds(text, count)
-    window = _number(text, "sliding_window", "attention_chunk_size", "sliding_window_size") or 0
-    shared = min(
-        _number(text, "num_kv_shared_layers") or 0, count
-    )  # the last ones, which read another layer's
+    window = _number(text, *_WINDOW) or 0
+    # The last layers may read the cache of another layer.
+    with_own_cache = count - min(_number(text, "num_kv_shared_layers") or 0, count)
+    caches = 2 if encoder_decoder else 1  # of the decoder itself, and of the encoder's output
     layers = []
-    for index, kind in enumerate(kinds):
+    for index, kind in enumerate(_kinds(text, count)):
         values = _values(text, index, whole=kind == "full")
         if values is None:
             return None
-        if kind == "none" or index >= count - shared:
+        if kind == "none" or index >= with_own_cache:
             values = 0
-        layers.append(
-            Layer(
-                values * (2 if config.get("is_encoder_decoder") else 1),
-                window if kind == "window" else 0,
-            )
-        )
+        layers.append(Layer(values * caches, window if kind == "window" else 0))
     return tuple(layers)
 
 
 def _values(text: Mapping[str, Any], index: int, *, whole: bool) -> int | None:
-    """Values that one layer keeps of a token."""
-    latent, rope = _number(text, "kv_lora_rank"), _number(text, "qk_rope_head_dim")
-    if latent and rope:
-        return latent + rope
+    """Values that one layer keeps of a token; `whole`: it sees the whole context."""
+    latent = _number(text, "kv_lora_rank")
+    rotary = _number(text, "qk_rope_head_dim")
+    if latent and rotary:
+        return latent + rotary
     heads = attention_heads(text)
     if not heads:
         return None
-    groups = _at(
-        text, index, "num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv"
-    )
-    if text.get("multi_query") and "num_kv_heads" not in text:
-        groups = 1
-    if groups is None:
-        groups = heads
-    width = _number(text, "hidden_size", "n_embd", "d_model")
-    size = _number(text, "head_dim", "kv_channels", "d_kv") or (width // heads if width else None)
+    groups = _groups(text, index, heads)
+    size = _number(text, *_HEAD_SIZE)
+    if size is None:
+        width = _number(text, *_WIDTH)
+        size = width // heads if width else None
     if whole:
-        groups, size = (
-            _number(text, "num_global_key_value_heads") or groups,
-            _number(text, "global_head_dim") or size,
-        )
-    return groups * (size + (_number(text, "v_head_dim") or size)) if size else None
+        groups = _number(text, "num_global_key_value_heads") or groups
+        size = _number(text, "global_head_dim") or size
+    if not size:
+        return None
+    value_size = _number(text, "v_head_dim") or size
+    return groups * (size + value_size)
+
+
+def _groups(text: Mapping[str, Any], index: int, heads: int) -> int:
+    """The number of keys, and of values, that one layer keeps of a token."""
+    if text.get("multi_query") and "num_kv_heads" not in text:
+        return 1
+    groups = _at(text, index, *_GROUPS)
+    return heads if groups is None else groups
 
 
 def _kinds(text: Mapping[str, Any], count: int) -> list[str]:
-    """Of each layer: `full` attention, a `window` of it, or `none`."""
-    said = text.get("layer_types", text.get("layers_block_type"))
-    if isinstance(said, (list, tuple)) and len(said) >= count:
-        return [_kind(str(word)) for word in said[:count]]
-    model, every = str(text.get("model_type", "")), _number(text, "sliding_window_pattern")
-    window = _number(text, "sliding_window", "attention_chunk_size", "sliding_window_size")
-    if window is None or not text.get("use_sliding_window", not model.startswith("qwen")):
+    """For each layer: `full` attention, a `window` of it, or `none`."""
+    types = text.get("layer_types", text.get("layers_block_type"))
+    if isinstance(types, (list, tuple)) and len(types) >= count:
+        return [_kind(str(word)) for word in types[:count]]
+    model = str(text.get("model_type", ""))
+    uses_window = text.get("use_sliding_window", not model.startswith("qwen"))
+    if _number(text, *_WINDOW) is None or not uses_window:
         return ["full"] * count
-    if isinstance(pattern := text.get("sliding_window_pattern"), str) and pattern:  # such as LLLG
-        return ["window" if pattern[n % len(pattern)] == "L" else "full" for n in range(count)]
+    has_window = _windows(text, model, count)
+    return ["window" if windowed else "full" for windowed in has_window]
+
+
+def _windows(text: Mapping[str, Any], model: str, count: int) -> list[bool]:
+    """For each layer of a model with a window: whether the window limits it."""
+    pattern = text.get("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern:  # such as LLLG
+        return [pattern[n % len(pattern)] == "L" for n in range(count)]
     if isinstance(pattern, (list, tuple)) and pattern:
-        return ["window" if pattern[n % len(pattern)] else "full" for n in range(count)]
-    if every := every or _PATTERNS.get(model):
-        return ["window" if (n + 1) % every else "full" for n in range(count)]
+        return [bool(pattern[n % len(pattern)]) for n in range(count)]
+    every = _number(text, "sliding_window_pattern") or _PATTERNS.get(model)
+    if every:
+        return [(n + 1) % every != 0 for n in range(count)]
     first = text.get("max_window_layers", 0)
-    return ["window" if not isinstance(first, int) or n >= first else "full" for n in range(count)]
+    if not isinstance(first, int):
+        return [True] * count
+    return [n >= first for n in range(count)]
 
 
 def _kind(word: str) -> str:
+    """The kind of a layer by the name of its type."""
     if "sliding" in word or "chunked" in word:
         return "window"
-    return (
-        "none" if any(sign in word for sign in ("linear", "mamba", "conv", "recurrent")) else "full"
-    )
+    return "none" if any(part in word for part in _RECURRENT) else "full"
 
 
-# -- activations --------------------------------------------------------------------------------------------------
+# -- activations -----------------------------------------------------------------------------------
 
 
-def activation_bytes(config: Mapping[str, Any], wanted: Wish) -> int | None:
-    """The most that is alive at once beside weights and cache, while a context is read in one pass; None: unknown.
+def activation_bytes(config: Mapping[str, Any], use: PlannedUse) -> int | None:
+    """The most bytes alive at once besides weights and cache, while a context is read in one pass.
 
-    That is where the feed-forward layer multiplies its two halves: three vectors of its inner width and four of the
-    model's, for each token; with experts, those for each expert that a token goes to. Then the last token's scores.
-    Attention written out (`attn_implementation="eager"`) holds a matrix of scores for each head, twice.
-    An engine that reads in batches (llama.cpp: 512 tokens, in float32, and the scores of all of them) says so in its
-    config; it uses one buffer for one after the other, and beside it, where it writes attention out, the whole matrix
-    of each head and a mask.
-    Checked against what a forward pass of transformers really keeps alive: `tests/backends/test_estimates.py`.
+    `config` describes the model, `use` the context. None if the config does not show it.
+
+    The peak is where the feed-forward layer multiplies its two halves: three vectors of its inner width
+    and four of the model's, for each token; with experts, those for each expert that a token goes to.
+    Then the scores of the last token. Attention that stores its scores (`attn_implementation="eager"`)
+    holds a matrix of scores for each head, twice.
+
+    An engine that reads in batches (llama.cpp: 512 tokens, in float32, and the scores of all of them) is
+    marked in its config. It reuses one buffer; if it stores attention, it also holds the whole matrix of
+    each head and a mask.
+
+    Checked against what a forward pass of transformers really keeps alive:
+    `tests/backends/test_estimates.py`.
     """
     text = _text(config)
-    width = _number(text, "hidden_size", "n_embd", "d_model")
+    width = _number(text, *_WIDTH)
     if not width:
         return None
-    inner = (
-        _number(text, "intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size")
-        or 4 * width
-    )
-    said = text.get("activation_function", text.get("hidden_act"))
-    alive, beside = (5, 2) if isinstance(said, str) and said in _UNFUSED else (3, 4)
-    values = alive * inner + beside * width
-    if experts := _number(text, "num_experts_per_tok", "num_experts_per_token", "moe_topk"):
-        each = _number(text, "moe_intermediate_size", "expert_ffn_hidden_size") or inner
-        values = max(
-            values if _number(text, "first_k_dense_replace") else 0,
-            experts * (alive * each + 4 * width) + 4 * width,
-        )
+    values = _values_per_token(text, width)
     vocabulary = _number(text, "vocab_size") or 0
-    if batch := batch_tokens(text):
-        at_once, matrices = (
-            min(batch, wanted.tokens),
-            attention_heads(text) + 1 if config.get("written_scores") else 0,
-        )
-        return wanted.sequences * at_once * (max(values, vocabulary) + matrices * wanted.tokens) * 4
-    size = wanted.tokens * values * wanted.item_bytes
-    if wanted.eager:
-        scores = attention_heads(text) * wanted.tokens**2 * (wanted.item_bytes + 4)
-        size = max(size, scores + wanted.tokens * 11 * width * wanted.item_bytes)
-    last = vocabulary * (wanted.item_bytes + 4) if _generates(config) else 0
-    return wanted.sequences * (size + last)
+    batch = batch_tokens(text)
+    if batch:
+        at_once = min(batch, use.tokens)
+        matrices = attention_heads(text) + 1 if config.get("written_scores") else 0
+        per_token = max(values, vocabulary) + matrices * use.tokens
+        return use.sequences * at_once * per_token * 4
+    size = use.tokens * values * use.item_bytes
+    if use.eager:
+        scores = attention_heads(text) * use.tokens**2 * (use.item_bytes + 4)
+        size = max(size, scores + use.tokens * 11 * width * use.item_bytes)
+    last_scores = vocabulary * (use.item_bytes + 4) if _generates(config) else 0
+    return use.sequences * (size + last_scores)
 
 
-# -- reading a config ---------------------------------------------------------------------------------------------
+def _values_per_token(text: Mapping[str, Any], width: int) -> int:
+    """Values alive for each token at the peak of a feed-forward layer."""
+    inner = _number(text, *_INNER) or 4 * width
+    function = text.get("activation_function", text.get("hidden_act"))
+    of_inner, of_width = 3, 4
+    if isinstance(function, str) and function in _UNFUSED:
+        of_inner, of_width = 5, 2
+    dense = of_inner * inner + of_width * width
+    experts = _number(text, *_EXPERTS)
+    if not experts:
+        return dense
+    expert_inner = _number(text, *_EXPERT_INNER) or inner
+    with_experts = experts * (of_inner * expert_inner + 4 * width) + 4 * width
+    some_are_dense = _number(text, "first_k_dense_replace")
+    return max(dense, with_experts) if some_are_dense else with_experts
+
+
+# -- reading a config ------------------------------------------------------------------------------
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of the config that describes the language model."""
     for key in _NESTED:
-        if isinstance(inner := config.get(key), Mapping):
+        inner = config.get(key)
+        if isinstance(inner, Mapping):
             return {**config, **inner}
     return config
 
 
 def _generates(config: Mapping[str, Any]) -> bool:
-    """Whether it writes token after token, and so keeps a cache. An embedder or a classifier reads once."""
+    """Whether the model generates tokens, and so has a cache. An embedder or a classifier has none."""
     architectures = config.get("architectures")
     if not isinstance(architectures, (list, tuple)) or not architectures:
         return True
@@ -342,7 +387,7 @@ def _number(config: Mapping[str, Any], *names: str) -> int | None:
 
 
 def _at(config: Mapping[str, Any], index: int, *names: str) -> int | None:
-    """The same for one layer, where a list tells it for each; zero is a layer without."""
+    """The same for one layer, if a list has a number for each; zero means a layer without."""
     for name in names:
         value = config.get(name)
         if isinstance(value, (list, tuple)):

@@ -13,7 +13,12 @@ from torch.utils._pytree import tree_iter
 
 from gpu_runtime.backends.formats import sources
 from gpu_runtime.backends.registry import open_backend
-from gpu_runtime.estimation.kv_cache import Wish, activation_bytes, cache_layers, kv_cache_bytes
+from gpu_runtime.estimation.kv_cache import (
+    PlannedUse,
+    activation_bytes,
+    cache_layers,
+    kv_cache_bytes,
+)
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import MIB
 from tests import tiny_models
@@ -156,7 +161,7 @@ def test_activations_are_what_a_forward_pass_keeps_alive(family, shape, eager):
     with torch.no_grad(), Alive(model) as alive:
         answer = model(torch.zeros(2, 512, dtype=torch.long), use_cache=True, logits_to_keep=1)
     cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in answer.past_key_values.layers)
-    estimate = activation_bytes(said(model), Wish(512, 2, 32.0, 4, eager))
+    estimate = activation_bytes(said(model), PlannedUse(512, 2, 32.0, 4, eager))
     assert estimate == pytest.approx(alive.peak - cache, rel=0.1)
 
 

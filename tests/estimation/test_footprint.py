@@ -10,7 +10,7 @@ from gpu_runtime.errors import BadSetting, UnknownSize
 from gpu_runtime.estimation.footprint import CONTEXT_BYTES, QUANT_BITS, footprint, from_name
 from gpu_runtime.estimation.kv_cache import (
     Layer,
-    Wish,
+    PlannedUse,
     activation_bytes,
     attention_heads,
     cache_layers,
@@ -74,7 +74,7 @@ def test_what_nobody_knows_is_an_error_that_asks_for_a_size():
         UnknownSize, match=r"the size of writer is unknown: its factory failed.\n.*size='8 GiB'"
     ):
         footprint("writer", Evidence(why_unknown="its factory failed"))
-    with pytest.raises(ValueError, match="neither its source nor its name tells it"):
+    with pytest.raises(ValueError, match="neither its source nor its name shows it"):
         footprint("writer", Evidence())
 
 
@@ -118,8 +118,8 @@ def test_a_context_that_nobody_asked_for_is_named_and_not_counted():
     found = footprint("m", HEADER)
     assert found.bytes == 16 * GIB and found.working_bytes == 0
     assert found.notes == (
-        "Its KV cache grows by 128 KiB a token while it writes, and is not counted. "
-        "Reserve for it:  context_length=TOKENS",
+        "Its KV cache grows by 128 KiB per generated token, and is not counted. "
+        "Reserve room for it:  context_length=TOKENS",
     )
 
 
@@ -161,7 +161,7 @@ def test_an_option_that_cannot_be_is_named(options, said):
 
 
 def test_a_context_cannot_be_reserved_where_the_config_tells_nothing():
-    with pytest.raises(UnknownSize, match="its config does not tell what its cache takes"):
+    with pytest.raises(UnknownSize, match="its config does not show the size of its cache"):
         footprint("m", Evidence(GIB, "GGUF header"), options=dict(context_length=8192))
 
 
@@ -375,7 +375,7 @@ def test_no_config_can_do_harm(config):
     """It is a file that somebody downloaded."""
     layers = cache_layers(config)
     assert layers is None or kv_cache_bytes(layers, tokens=100) >= 0
-    active = activation_bytes(config, Wish(100, 1, 16.0, 2))
+    active = activation_bytes(config, PlannedUse(100, 1, 16.0, 2))
     assert active is None or active > 0
 
 
@@ -392,7 +392,7 @@ def test_a_longer_context_never_takes_less_and_sequences_add_up(layers, tokens, 
 
 def test_attention_written_out_holds_its_scores():
     flash, eager = (
-        activation_bytes(LLAMA_3_8B, Wish(8192, 1, 16.0, 2, eager)) for eager in (False, True)
+        activation_bytes(LLAMA_3_8B, PlannedUse(8192, 1, 16.0, 2, eager)) for eager in (False, True)
     )
     assert eager > 32 * 8192**2 * 6 > 10 * flash
 
