@@ -1,7 +1,7 @@
-"""What happened and why, kept beyond the page's last few events and beyond a boot.
+"""The history of events with their reasons, beyond the few events of the page and beyond a boot.
 
-One SQLite table that every owner of a ledger appends to. History is worth having but nothing stands on it: where it
-cannot be written, that is logged once and the work goes on.
+One SQLite table to which every owner of a ledger appends. Nothing depends on it: where it cannot be
+written, that is logged once and the work goes on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 from ..facts import Event
 from ..ledgers.access import access_to
 
-KEPT = 10_000  # events in the file; the oldest go first
+KEPT = 10_000  # events in the file; the oldest are removed first
 EVERY_SECONDS = 1.0
 
 log = logging.getLogger("gpu_runtime")
@@ -31,16 +31,17 @@ _decode = msgspec.json.Decoder(Event).decode
 
 
 class Journal:
-    """Appends events and tells the latest. `path=None` keeps them in this process only.
+    """Appends events and returns the latest ones.
 
-    A file is opened for each write, so nothing is carried across a fork; and where much happens it is written once a
-    second, since opening it takes longer than granting a lease. Who is killed may so leave the last second untold here;
-    the page has it.
+    The file is opened for each write, so no connection is carried across a fork. When many events
+    happen, it is written once a second, because opening it takes longer than granting a lease. If
+    this process is killed, the events of the last second are missing here; the page has them.
     """
 
     def __init__(
         self, path: Path | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """Uses the file `path`; None keeps the events in this process. `clock` returns seconds."""
         self._path = path
         self._clock = clock
         self._recent: deque[Event] = deque(maxlen=KEPT)
@@ -50,7 +51,7 @@ class Journal:
         self._broken = False
 
     def append(self, events: Iterable[Event]) -> None:
-        """Keeps these events. Never fails: what cannot be written to the file stays in memory."""
+        """Adds `events`. Never fails: if the file cannot be written, they stay in memory."""
         rows = list(events)
         if not rows:
             return
@@ -63,7 +64,7 @@ class Journal:
                 self._write()
 
     def flush(self) -> None:
-        """Writes what has not been written yet."""
+        """Writes the events that are not written yet. Never fails."""
         if self._unwritten:
             with self._lock:
                 self._write()
@@ -73,19 +74,12 @@ class Journal:
         if not rows or self._broken:
             return
         try:
-            with contextlib.closing(self._open()) as db:
-                db.executemany(
-                    "INSERT INTO events(wall, model, body) VALUES (?, ?, ?)",
-                    [(e.wall, e.model, _encode(e)) for e in rows],
-                )
-                if any(e.seq % 500 == 0 for e in rows):
-                    db.execute(
-                        "DELETE FROM events WHERE id <= (SELECT max(id) FROM events) - ?", (KEPT,)
-                    )
-                db.commit()
+            with contextlib.closing(self._connect()) as db:
+                self._insert(db, rows)
         except (sqlite3.Error, OSError) as error:
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
-                return  # many write at once: the next time
+            kind = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            if kind == sqlite3.SQLITE_BUSY:
+                return  # many processes write at once; the next write includes these
             self._broken = True
             log.warning(
                 "the journal %s cannot be written (%s); history is kept in memory only",
@@ -95,6 +89,15 @@ class Journal:
         self._unwritten.clear()
         self._written_at = self._clock()
 
+    def _insert(self, db: sqlite3.Connection, rows: list[Event]) -> None:
+        db.executemany(
+            "INSERT INTO events(wall, model, body) VALUES (?, ?, ?)",
+            [(event.wall, event.model, _encode(event)) for event in rows],
+        )
+        if any(event.seq % 500 == 0 for event in rows):
+            db.execute("DELETE FROM events WHERE id <= (SELECT max(id) FROM events) - ?", (KEPT,))
+        db.commit()
+
     def tail(
         self,
         limit: int | None = None,
@@ -102,10 +105,15 @@ class Journal:
         actions: Collection[str] = (),
         since: float = 0.0,
     ) -> tuple[Event, ...]:
-        """The latest events, the newest last: of one model, of these actions (none: of any), since that wall time."""
+        """At most `limit` of the latest events, the newest last.
+
+        Only those of `model` (None: of any), with one of `actions` (none: any), and not before the
+        wall time `since`.
+        """
         count = KEPT if limit is None else limit
 
         def latest(events: Iterable[Event]) -> tuple[Event, ...]:
+            """The newest `count` of these events, which are newest first; returned newest last."""
             wanted = (event for event in events if not actions or event.action in actions)
             return tuple(itertools.islice(wanted, count))[::-1]
 
@@ -113,15 +121,10 @@ class Journal:
             self._write()
             if self._path is not None and not self._broken and self._path.exists():
                 try:
-                    with contextlib.closing(self._open()) as db:
-                        # Read as far back as needed, and no more is decoded: a journal is full with 10,000 events.
-                        return latest(
-                            _decode(row[0])
-                            for row in db.execute(
-                                "SELECT body FROM events WHERE (? IS NULL OR model = ?) AND wall >= ? ORDER BY id DESC",
-                                (model, model, since),
-                            )
-                        )
+                    with contextlib.closing(self._connect()) as db:
+                        # Rows are decoded one by one, only as far back as needed: a full journal
+                        # has 10,000 events.
+                        return latest(_stored_events(db, model, since))
                 except (sqlite3.Error, OSError, msgspec.MsgspecError) as error:
                     log.warning("the journal %s cannot be read (%s)", self._path, error)
             return latest(
@@ -130,15 +133,14 @@ class Journal:
                 if model in (None, event.model) and event.wall >= since
             )
 
-    def _open(self) -> sqlite3.Connection:
-        """A connection for one use: never held, so nothing is carried across a fork."""
+    def _connect(self) -> sqlite3.Connection:
+        """A connection for one use. It is never kept, so none is carried across a fork."""
         assert self._path is not None
         if not self._path.exists():
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             access_to(self._path.parent).make_file(self._path)
-        if (
-            self._path.is_symlink()
-        ):  # in a shared ledger it could lead to a database of ours elsewhere
+        # In a shared ledger, a link could lead to a database of ours elsewhere.
+        if self._path.is_symlink():
             raise OSError(errno.ELOOP, "it is a link", str(self._path))
         db = sqlite3.connect(self._path, timeout=0.5)
         db.execute("PRAGMA synchronous=OFF")
@@ -147,3 +149,12 @@ class Journal:
             "CREATE TABLE IF NOT EXISTS events(id INTEGER PRIMARY KEY, wall REAL, model TEXT, body BLOB)"
         )
         return db
+
+
+def _stored_events(db: sqlite3.Connection, model: str | None, since: float) -> Iterable[Event]:
+    """The events in the file, newest first: of `model` (None: of any), not before `since`."""
+    rows = db.execute(
+        "SELECT body FROM events WHERE (? IS NULL OR model = ?) AND wall >= ? ORDER BY id DESC",
+        (model, model, since),
+    )
+    return (_decode(row[0]) for row in rows)

@@ -1,8 +1,9 @@
-"""What models were seen to take, remembered beyond the boot: a small JSON file in the ledger's directory.
+"""How much memory models were measured to take, in a small JSON file that outlives the boot.
 
-It is keyed by what was loaded and how: source, fingerprint of its files, dtype and other options, backend. So a source
-that changed on disk is another one, and what was measured of the old one is not believed of it. Nothing stands on this
-file: where it is damaged or cannot be written, that is logged once, and estimates go by headers again.
+It is keyed by what was loaded and how: source, fingerprint of its files, dtype and other options,
+backend. So a source that changed on disk is another one, and measurements of the old one are not
+used for it. Nothing depends on this file: where it is damaged or cannot be written, that is logged
+once, and estimates use file headers again.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from ..facts import Evidence, Measurement, ModelSpec, Value
-from ..ledgers.access import access_to
+from ..ledgers.access import access_to, journal_in
 
-KEPT = 1000  # models; whoever was measured longest ago goes first
-LONGEST = 1 << 20  # bytes of a file that is believed
-PATIENCE_SECONDS = 0.2  # a process stopped while it writes must not hold the others up
-# Options that say how a model is used, not what is loaded of it.
+KEPT = 1000  # models; the oldest measurement is dropped first
+LONGEST = 1 << 20  # bytes of a file that is read
+PATIENCE_SECONDS = 0.2  # a process that is stopped while it writes must not block the others
+# Options for the use of a model; they do not change what is loaded.
 OF_USE = ("context_length", "sequences", "cache_dtype", "attn_implementation")
 
 log = logging.getLogger("gpu_runtime")
 
 
-class Page(Value):
-    """The file's content."""
+class MeasurementFile(Value):
+    """The content of the file."""
 
     schema: int = 1
     models: dict[str, Measurement] = {}  # in the order in which they were measured
@@ -42,116 +43,112 @@ class Page(Value):
 
 
 class Measurements:
-    """Remembers and tells. `path=None` keeps everything in this process."""
+    """Remembers measurements of models and CUDA contexts."""
 
     def __init__(self, path: Path | None = None) -> None:
+        """Uses the file `path`; None keeps everything in this process."""
         self._path = path
-        self._page = Page()
+        self._content = MeasurementFile()
         self._stamp: tuple[int, ...] = ()
         self._lock = threading.Lock()
-        self._complained = False
+        self._gave_up = False  # the file cannot be used
 
     def of(self, spec: ModelSpec, evidence: Evidence) -> Measurement | None:
-        """What was measured of this very source, loaded in this very way; None where it never was."""
+        """What was measured for the source with this `evidence`, loaded as `spec` says; or None."""
         name = key(spec, evidence)
         with self._lock:
             return self._latest().models.get(name) if name else None
 
     def context_bytes(self, card: str) -> int | None:
-        """What a CUDA context took on a card of that name; None where none was measured."""
+        """Bytes of a CUDA context on a card named `card`; None if none was measured."""
         with self._lock:
             return self._latest().contexts.get(card)
 
     def remember(self, spec: ModelSpec, evidence: Evidence, measurement: Measurement) -> None:
-        """Keeps what was measured. A source that could not be told from another is not remembered. Never fails."""
-        if name := key(spec, evidence):
-            self._change(
-                lambda page: msgspec.structs.replace(
-                    page, models=_newest(page.models, name, measurement)
-                )
-            )
+        """Stores the `measurement` of the source with this `evidence`, loaded as `spec` says.
+
+        A source without a fingerprint is not stored. Never fails.
+        """
+        name = key(spec, evidence)
+        if not name:
+            return
+
+        def change(content: MeasurementFile) -> MeasurementFile:
+            models = _with_newest(content.models, name, measurement)
+            return msgspec.structs.replace(content, models=models)
+
+        self._change(change)
 
     def remember_context(self, card: str, size: int) -> None:
-        """Keeps what a context took. Never fails."""
-        self._change(
-            lambda page: msgspec.structs.replace(page, contexts={**page.contexts, card: size})
-        )
+        """Stores the `size` in bytes of a CUDA context on a card named `card`. Never fails."""
 
-    def _change(self, change) -> None:
+        def change(content: MeasurementFile) -> MeasurementFile:
+            contexts = {**content.contexts, card: size}
+            return msgspec.structs.replace(content, contexts=contexts)
+
+        self._change(change)
+
+    def _change(self, change: Callable[[MeasurementFile], MeasurementFile]) -> None:
         with self._lock:
-            self._page = changed = change(self._latest())
-            if self._path is None or self._complained:
+            self._content = changed = change(self._latest())
+            if self._path is None or self._gave_up:
                 return
             try:
                 with self._writing():
-                    self._page = changed = change(self._latest())
+                    self._content = changed = change(self._latest())
                     self._write(changed)
             except OSError as error:
-                self._complain("written", error)
+                self._warn("written", error)
 
-    def _latest(self) -> Page:
-        """The file's content, read again where it has changed."""
-        if self._path is None or self._complained:
-            return self._page
+    def _latest(self) -> MeasurementFile:
+        """The file's content, read again if it has changed."""
+        if self._path is None or self._gave_up:
+            return self._content
         try:
             found = self._path.lstat()
             stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
             if stamp != self._stamp:
-                if not stat.S_ISREG(found.st_mode):
-                    raise OSError(errno.EINVAL, "it is no regular file")
-                if found.st_size > LONGEST:
-                    raise OSError(errno.EFBIG, "it is too large to be ours")
-                self._page, self._stamp = _decode(self._path.read_bytes()), stamp
+                _require_plausible(found)
+                self._content, self._stamp = _decode(self._path.read_bytes()), stamp
         except FileNotFoundError:
             pass
-        except msgspec.MsgspecError as error:  # the next write puts a sound one in its place
-            log.warning(
-                "%s is damaged (%s); what was measured before is forgotten", self._path, error
-            )
-            self._page, self._stamp = Page(), stamp
+        except msgspec.MsgspecError as error:  # the next write replaces it
+            log.warning("%s is damaged (%s); earlier measurements are lost", self._path, error)
+            self._content, self._stamp = MeasurementFile(), stamp
         except OSError as error:
-            self._complain("read", error)
-        return self._page
+            self._warn("read", error)
+        return self._content
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """The right to write, for a moment. Raises OSError where another process keeps it."""
+        """Holds the lock of the file. Raises OSError if another process holds it for too long."""
         assert self._path is not None
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = self._path.with_suffix(".lock")
         access_to(self._path.parent).make_file(lock)
         fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            until = time.monotonic() + PATIENCE_SECONDS
-            while True:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > until:
-                        raise
-                    time.sleep(0.005)
+            _lock_within(fd, PATIENCE_SECONDS)
             yield
         finally:
             os.close(fd)
 
-    def _write(self, page: Page) -> None:
-        """In one stroke: whoever reads finds the old file or the new one."""
+    def _write(self, content: MeasurementFile) -> None:
+        """Replaces the file as a whole: a reader finds the old content or the new one."""
         assert self._path is not None
         draft = self._path.with_name(f".{self._path.name}-{os.getpid()}-{threading.get_ident()}")
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
         try:
-            with open(
-                os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb"
-            ) as file:
-                file.write(msgspec.json.encode(page))
+            with open(os.open(draft, flags, 0o600), "wb") as file:
+                file.write(msgspec.json.encode(content))
             access_to(self._path.parent).open_file(draft)
             os.replace(draft, self._path)
         finally:
             draft.unlink(missing_ok=True)
 
-    def _complain(self, what: str, error: OSError) -> None:
+    def _warn(self, what: str, error: OSError) -> None:
         if not isinstance(error, BlockingIOError):
-            self._complained = True
+            self._gave_up = True
         log.warning(
             "%s cannot be %s (%s); what is measured now is remembered in this process only",
             self._path,
@@ -160,33 +157,64 @@ class Measurements:
         )
 
 
-_decode = msgspec.json.Decoder(Page).decode
+_decode = msgspec.json.Decoder(MeasurementFile).decode
+
+
+def _require_plausible(found: os.stat_result) -> None:
+    """Raises OSError if a file with this status is not one of ours."""
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    if found.st_size > LONGEST:
+        raise OSError(errno.EFBIG, "it is too large to be ours")
+
+
+def _lock_within(fd: int, seconds: float) -> None:
+    """Locks the file. Raises BlockingIOError if another process holds it for so many seconds."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.005)
 
 
 def key(spec: ModelSpec, evidence: Evidence) -> str:
-    """What was loaded and how, in a few letters; empty where the source could not be told from another."""
+    """A short text for what was loaded (`evidence`) and how (`spec`).
+
+    Empty if the source has no fingerprint.
+    """
     if not evidence.fingerprint:
         return ""
     source = os.path.realpath(spec.source) if os.path.exists(spec.source) else spec.source
-    of_use = (
-        () if evidence.at_load else OF_USE
-    )  # what an engine takes when it loads was measured with the rest
+    # An engine that allocates everything when it loads was measured with the options of its use.
+    ignored = () if evidence.at_load else OF_USE
     options = sorted(
-        (name, str(value)) for name, value in spec.options.items() if name not in of_use
+        (name, str(value)) for name, value in spec.options.items() if name not in ignored
     )
-    told = (spec.backend, source, evidence.fingerprint, spec.quantization, spec.model_type, options)
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:32]
+    identity = (
+        spec.backend,
+        source,
+        evidence.fingerprint,
+        spec.quantization,
+        spec.model_type,
+        options,
+    )
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
 
 
-def _newest(
+def _with_newest(
     models: dict[str, Measurement], name: str, measurement: Measurement
 ) -> dict[str, Measurement]:
-    rest = {other: known for other, known in models.items() if other != name}
-    return dict([*list(rest.items())[-KEPT + 1 :], (name, measurement)])
+    """`models` with this measurement as the last one, and at most KEPT of them."""
+    others = [(other, known) for other, known in models.items() if other != name]
+    return dict([*others[-KEPT + 1 :], (name, measurement)])
 
 
 def measurements_in(ledger: Path) -> Path:
-    """Where a ledger's measurements lie: beside its journal, since whoever may write the one may write the other."""
-    from ..ledgers.access import journal_in
+    """The file of a ledger's measurements, in the directory `ledger`.
 
+    It is beside the journal, because a user who may write one may write the other.
+    """
     return journal_in(ledger).with_name("measured.json")

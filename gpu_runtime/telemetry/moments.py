@@ -1,6 +1,6 @@
-"""One look at the devices, as a line of their history.
+"""One line of the devices' history, made from one look at them.
 
-Pure: what is told here is what a snapshot shows, of each device its use, its budget, and who claims what of it.
+Pure. A line holds what a snapshot shows of each device: its use, its budget and the claims on it.
 """
 
 from __future__ import annotations
@@ -13,24 +13,19 @@ from ..facts import DeviceView, Moment, Section
 def moments_of(
     views: Iterable[DeviceView], sections: Iterable[Section], wall: float
 ) -> tuple[Moment, ...]:
-    """A moment for each device."""
+    """A moment at the time `wall` for each device in `views`, with the claims of the `sections`."""
     claims: dict[str, dict[str, int]] = {}
     for section in sections:
         for lease in section.leases:
             label = f"{lease.name}@{section.owner.pid}"
             for share in lease.claims():
-                here = claims.setdefault(share.device, {})
-                here[label] = here.get(label, 0) + share.bytes
+                on_device = claims.setdefault(share.device, {})
+                on_device[label] = on_device.get(label, 0) + share.bytes
     return tuple(_moment(view, claims.get(view.device.id, {}), wall) for view in views)
 
 
 def _moment(view: DeviceView, claims: dict[str, int], wall: float) -> Moment:
     device, sample = view.device, view.sample
-    told = (
-        (None, None, None)
-        if sample is None
-        else (sample.utilisation_percent, sample.temperature_celsius, sample.power_watts)
-    )
     return Moment(
         wall,
         device.id,
@@ -38,62 +33,66 @@ def _moment(view: DeviceView, claims: dict[str, int], wall: float) -> Moment:
         view.limit_bytes,
         view.measured_bytes,
         view.level,
-        *told,
-        claims,
+        utilisation_percent=sample.utilisation_percent if sample else None,
+        temperature_celsius=sample.temperature_celsius if sample else None,
+        power_watts=sample.power_watts if sample else None,
+        claims=claims,
     )
 
 
 def alike(one: Moment, other: Moment) -> bool:
-    """Whether a chart would show no difference: the same leases, and figures of the driver that merely tremble."""
-    if (one.total_bytes, one.limit_bytes, one.level, one.claims) != (
-        other.total_bytes,
-        other.limit_bytes,
-        other.level,
-        other.claims,
-    ):
+    """Whether a chart shows no difference between `one` and `other`.
+
+    They have the same claims, and the driver's figures differ only by noise.
+    """
+    if _exact(one) != _exact(other):
         return False
-    return all(
-        _near(a, b, by)
-        for a, b, by in (
-            (one.measured_bytes, other.measured_bytes, one.total_bytes / 400),
-            (one.utilisation_percent, other.utilisation_percent, 5.0),
-            (one.temperature_celsius, other.temperature_celsius, 2.0),
-            (one.power_watts, other.power_watts, 10.0),
-        )
+    return (
+        _near(one.measured_bytes, other.measured_bytes, one.total_bytes / 400)
+        and _near(one.utilisation_percent, other.utilisation_percent, 5.0)
+        and _near(one.temperature_celsius, other.temperature_celsius, 2.0)
+        and _near(one.power_watts, other.power_watts, 10.0)
     )
 
 
-def _near(one: float | None, other: float | None, by: float) -> bool:
+def _exact(moment: Moment) -> tuple[object, ...]:
+    """The figures whose every change counts."""
+    return moment.total_bytes, moment.limit_bytes, moment.level, moment.claims
+
+
+def _near(one: float | None, other: float | None, tolerance: float) -> bool:
     if one is None or other is None:
         return one is other
-    return abs(one - other) <= by
+    return abs(one - other) <= tolerance
 
 
-class Telling:
-    """Which moments of a device are worth keeping: those that differ from the last one kept, and one in a while.
+class ChangeFilter:
+    """Selects the moments worth keeping: a changed one, and one in a while.
 
-    Before one that differs the last of those that did not is kept as well, so that a change is no slope.
+    Changed means that it differs from the last one kept. Before a changed moment it also keeps the
+    last unchanged one. Otherwise the chart draws a slope where there was a step.
     """
 
     def __init__(self, rest_seconds: float) -> None:
+        """Without any change, one moment is kept every `rest_seconds`."""
         self._rest_seconds = rest_seconds
-        self._kept: dict[str, Moment] = {}
-        self._passed: dict[str, Moment] = {}  # the last that was not kept
+        self._kept: dict[str, Moment] = {}  # by device
+        self._skipped: dict[str, Moment] = {}  # the last moment that was not kept, by device
 
-    def worth(self, moments: Iterable[Moment]) -> list[Moment]:
-        """Of these moments of now, and the ones before them, those to keep; in order for each device."""
+    def select(self, moments: Iterable[Moment]) -> list[Moment]:
+        """Those of `moments` and of the skipped ones before them that are to be kept, in order."""
         rows: list[Moment] = []
         for moment in moments:
-            kept, passed = self._kept.get(moment.device), self._passed.pop(moment.device, None)
-            if (
-                kept is not None
-                and alike(kept, moment)
-                and moment.wall - kept.wall < self._rest_seconds
-            ):
-                self._passed[moment.device] = moment
+            kept = self._kept.get(moment.device)
+            skipped = self._skipped.pop(moment.device, None)
+            if kept is not None and self._may_skip(kept, moment):
+                self._skipped[moment.device] = moment
                 continue
-            if passed is not None and not alike(passed, moment):
-                rows.append(passed)
+            if skipped is not None and not alike(skipped, moment):
+                rows.append(skipped)
             rows.append(moment)
             self._kept[moment.device] = moment
         return rows
+
+    def _may_skip(self, kept: Moment, moment: Moment) -> bool:
+        return alike(kept, moment) and moment.wall - kept.wall < self._rest_seconds

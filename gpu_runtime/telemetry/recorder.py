@@ -1,7 +1,8 @@
-"""Writes down how the devices are used, while anybody shares the ledger and whether or not anybody looks.
+"""Records how the devices are used, as long as any process shares the ledger.
 
-It lives in the host's helper process (`sampler.py`), which is one for each ledger. It only looks at the book
-(`peek.py`). Nothing stands on it: what it cannot read or write it leaves out.
+It runs in the host's helper process (`sampler.py`); there is one for each ledger. It reads the book
+without being an owner (`ledgers/reader.py`). Nothing depends on it: what it cannot read or write is
+left out.
 """
 
 from __future__ import annotations
@@ -14,41 +15,42 @@ from ..facts import Book, Moment, Sample, World
 from ..ledgers.access import journal_in
 from ..ledgers.reader import Peek, peek
 from ..scheduler.pressure import views
-from .moments import Telling, moments_of
+from .moments import ChangeFilter, moments_of
 from .timeline import Record
 
 EVERY_SECONDS = 2.0
 REST_SECONDS = 30.0  # while nothing changes
 WRITE_SECONDS = 5.0
 THIN_SECONDS = 60.0
-MOST_UNWRITTEN = 5_000  # where the file cannot be written for long
+MOST_UNWRITTEN = 5_000  # moments, while the file cannot be written
 
 
 def record_in(directory: Path) -> Record:
-    """The history of the ledger whose books of this boot lie in that directory; it outlives the boot."""
+    """The history of the ledger whose files of this boot are in `directory`; it outlives the boot."""
     return Record(journal_in(directory.parent).with_name("history.db"))
 
 
 class Recorder:
-    """Looks every two seconds, keeps what changed, writes every five."""
+    """Looks every two seconds, keeps what changed, and writes every five seconds."""
 
     def __init__(self, directory: Path, url: str) -> None:
+        """`directory` is the ledger's, of this boot; `url` is the ledger's."""
         self._directory, self._url = directory, url
         self._record = record_in(directory)
-        self._telling = Telling(REST_SECONDS)
+        self._changes = ChangeFilter(REST_SECONDS)
         self._unwritten: list[Moment] = []
         self._written_at = self._thinned_at = float("-inf")
         self._book: Peek | None = None
 
     def turn(self, figures: Figures) -> None:
-        """One look at the book and the devices."""
+        """Looks at the book once and combines it with the measured `figures`. Raises GpuError."""
         if self._book is None:
             self._book = peek(self._url, self._directory)
         book = self._book.look()
         if book is None:
             return
         now = boot_seconds()
-        self._unwritten += self._telling.worth(now_of(book, figures, now, time.time()))
+        self._unwritten += self._changes.select(now_of(book, figures, now, time.time()))
         del self._unwritten[:-MOST_UNWRITTEN]
         if now - self._written_at >= WRITE_SECONDS:
             self._written_at = now
@@ -58,12 +60,16 @@ class Recorder:
             self._record.thin(time.time())
 
     def flush(self) -> None:
+        """Writes the moments that are not written yet; if that fails, they are kept."""
         if self._unwritten and self._record.append(self._unwritten):
             self._unwritten.clear()
 
 
 def now_of(book: Book, figures: Figures, now: float, wall: float) -> tuple[Moment, ...]:
-    """A moment of each device of the book; of real ones as they were measured."""
+    """A moment of each device of `book`, with the measured `figures` for real devices.
+
+    `now` is in seconds after the boot, `wall` in epoch seconds.
+    """
     devices = tuple(device for device in book.devices if device.id in book.limits)
     samples: dict[str, Sample] = {}
     for device in devices:

@@ -1,14 +1,17 @@
-"""The helper process of a host that talks to the driver, so that nobody else has to.
+"""The helper process of a host that calls the driver, so that no kernel has to.
 
     GPU_LEDGER=URL python -m gpu_runtime.telemetry.sampler [--simulated] DIRECTORY
 
-Measures the cards, and the machine's memory, once a second while the figures move, every other second while they rest,
-and at once when somebody rings; publishes them in the ledger's directory (`sampling.py`). It ends by itself: when
-another is the helper, when no owner of that ledger is left, when its lock is gone, or when for some seconds no card
-answers, since a fresh process may fare better after a driver was replaced. A call that hangs hangs one card's
-thread: the others' figures go on, and when none goes on, the readers end this process and start another.
+It measures the cards and the machine's memory: once a second while the figures change, every other
+second while they do not, and at once when its bell is rung. It publishes them in the ledger's
+directory (`devices/sampler_client.py`). It ends by itself if another process is the helper, if no
+owner of that ledger is left, if its lock is gone, or if for some seconds no card answers, because a
+new process may succeed after a driver was replaced. A call that hangs blocks one card's thread; the
+other cards are still measured. If no card is measured any more, the readers end this process and
+start another.
 
-In a thread of its own it also writes down how the devices are used (`recorder.py`), on simulated ones nothing else.
+In a thread of its own it also records how the devices are used (`recorder.py`); on simulated ones
+it does nothing else.
 """
 
 from __future__ import annotations
@@ -36,29 +39,33 @@ from ..ledgers.liveness import Life, life
 from ..ledgers.sqlite.files import owner_files
 
 BUSY_SECONDS, REST_SECONDS = 1.0, 2.0
-MOVING_SECONDS = 10.0  # figures that have not changed for so long rest
-LEAST_SECONDS = 0.01  # between two rounds, however many ring
-ROUND_SECONDS = (
-    0.2  # a card that takes longer is not waited for; its answer comes with a later round
-)
-LINGER_SECONDS = 5.0  # after the last owner has gone: another may come
+MOVING_SECONDS = 10.0  # figures that have not changed for so long are at rest
+LEAST_SECONDS = 0.01  # between two rounds, however often the bell is rung
+# A slower card is not waited for; its answer is used in a later round.
+ROUND_SECONDS = 0.2
+LINGER_SECONDS = 5.0  # after the last owner has ended, since another may start
 FAILING_SECONDS = 10.0
-CLOSE_SECONDS = 1.0  # for the history's last words
+CLOSE_SECONDS = 1.0  # for the last write of the history
+
+_Answers = queue.SimpleQueue[tuple[str, Sample | str]]  # UUID of a card, and its sample or error
 
 
-class Post:
-    """The helper's own side of the directory: its lock, its bell, and the figures that it publishes."""
+class HelperFiles:
+    """The helper's files in the ledger's directory: its lock, its bell, and the published figures."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises OSError where the directory cannot be used."""
+        """Opens the lock in `directory`. Raises OSError if the directory cannot be used."""
         self.directory = directory
         self._access = access_to(directory)
         self._access.make_file(directory / "sampler.lock")
         self._lock = os.open(directory / "sampler.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         self.bell = -1
 
-    def take(self) -> bool:
-        """Whether this process is the helper now. Nothing may open and close the lock's file again in this process."""
+    def take_lock(self) -> bool:
+        """Whether this process is the helper now.
+
+        It must not open and close the lock's file again: that would drop the lock.
+        """
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -74,25 +81,25 @@ class Post:
         self.bell = os.open(bell, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         for name in ("sampler.starting", "sampler.err"):
             (self.directory / name).unlink(missing_ok=True)
-        return self.kept()
+        return self.has_lock()
 
-    def kept(self) -> bool:
-        """Whether others still find this very lock here."""
+    def has_lock(self) -> bool:
+        """Whether other processes still find this same lock in the directory."""
         try:
             return os.stat(self.directory / "sampler.lock").st_ino == os.fstat(self._lock).st_ino
         except OSError:
             return False
 
     def publish(self, figures: Figures) -> None:
-        """Raises OSError."""
+        """Replaces the published `figures`. Raises OSError."""
         draft = self.directory / f".samples-{os.getpid()}"
         with open(draft, "wb", opener=_private) as file:
             file.write(encode(figures))
         self._access.open_file(draft)
         os.replace(draft, self.directory / "samples")
 
-    def failed(self, error: BaseException) -> None:
-        """Leaves word of why it ends, for who finds it gone."""
+    def write_error(self, error: BaseException) -> None:
+        """Writes why the helper ends, for the readers. Never fails."""
         try:
             with open(self.directory / "sampler.err", "w", opener=_private) as file:
                 file.write(f"{type(error).__name__}: {error}\n")
@@ -105,196 +112,215 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
-class Asker(threading.Thread):
-    """Asks one card, so that a card that hangs holds up no other."""
+class CardReader(threading.Thread):
+    """Measures one card in a thread of its own, so that a card that hangs blocks no other."""
 
-    def __init__(
-        self, listing: Listing, card: Card, answers: queue.SimpleQueue[tuple[str, Sample | str]]
-    ) -> None:
+    def __init__(self, listing: Listing, card: Card, answers: _Answers) -> None:
+        """Measures the `card` of that `listing`, and puts each result into `answers`."""
         super().__init__(daemon=True, name=card.device.uuid)
         self._source, self._card, self._answers = listing.source, card, answers
-        self._turns: queue.SimpleQueue[float] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[float] = queue.SimpleQueue()
         self.busy = False
         self.start()
 
-    def ask(self) -> None:
+    def request(self) -> None:
+        """Starts a measurement; its result is put into the queue of answers."""
         self.busy = True
-        self._turns.put(boot_seconds())
+        self._requests.put(boot_seconds())
 
     def run(self) -> None:
+        """The thread's loop."""
         while True:
-            asked_at = self._turns.get()
+            requested_at = self._requests.get()
             try:
-                answer: Sample | str = self._source.ask(self._card, asked_at)
+                answer: Sample | str = self._source.ask(self._card, requested_at)
             except Silent as error:
                 answer = str(error)
             self.busy = False
             self._answers.put((self.name, answer))
 
 
-class Rounds:
-    """Asks all cards, again and again; keeps what each said last."""
+class CardRounds:
+    """Measures all cards, round after round, and keeps the last result of each."""
 
     def __init__(self) -> None:
-        self._answers: queue.SimpleQueue[tuple[str, Sample | str]] = queue.SimpleQueue()
+        """Lists the cards of all drivers."""
+        self._answers: _Answers = queue.SimpleQueue()
         self._cards: dict[str, Sample] = {}
         self._failed: dict[str, str] = {}
-        self._lost: dict[str, str] = {}  # those that could not even be listed
+        self._unlisted: dict[str, str] = {}  # cards that could not even be listed
         self._people: dict[int, Person] = {}
-        self._askers: list[Asker] = []
+        self._readers: list[CardReader] = []
         try:
             for listing in drivers.listings():
-                self._lost |= listing.failed
-                self._askers += [Asker(listing, card, self._answers) for card in listing.cards]
-            if not self._askers and not self._lost:
-                self._lost = {"": "no driver lists a card"}
+                self._unlisted |= listing.failed
+                for card in listing.cards:
+                    self._readers.append(CardReader(listing, card, self._answers))
+            if not self._readers and not self._unlisted:
+                self._unlisted = {"": "no driver lists a card"}
         except ProbeFailed as error:
-            self._lost = {"": str(error).splitlines()[0]}
-        psutil.cpu_percent()  # the first answer means nothing
+            self._unlisted = {"": str(error).splitlines()[0]}
+        psutil.cpu_percent()  # its first result means nothing
 
     def next(self) -> Figures:
-        """The figures of now; of a card that did not answer in time, the last."""
+        """New figures; for a card that does not answer in time, its last ones."""
         began = boot_seconds()
-        awaited = {asker.name for asker in self._askers if not asker.busy}
-        for asker in self._askers:
-            if asker.name in awaited:
-                asker.ask()
-        while (left := began + ROUND_SECONDS - boot_seconds()) > 0 and awaited:
+        awaited = set()
+        for reader in self._readers:
+            if not reader.busy:
+                awaited.add(reader.name)
+                reader.request()
+        while awaited:
+            left = began + ROUND_SECONDS - boot_seconds()
+            if left <= 0:
+                break
             try:
-                awaited.discard(self._heard(self._answers.get(timeout=left)))
+                awaited.discard(self._store(self._answers.get(timeout=left)))
             except queue.Empty:
                 break
         while not self._answers.empty():
-            self._heard(self._answers.get())
-        failed = {**self._lost, **self._failed}
-        return Figures(os.getpid(), began, _machine(began), dict(self._cards), failed, self._seen())
+            self._store(self._answers.get())
+        failed = {**self._unlisted, **self._failed}
+        people = self._look_up_people()
+        return Figures(os.getpid(), began, _machine(began), dict(self._cards), failed, people)
 
-    def _heard(self, answer: tuple[str, Sample | str]) -> str:
-        uuid, said = answer
-        if isinstance(said, Sample):
-            self._cards[uuid] = said
+    def _store(self, answer: tuple[str, Sample | str]) -> str:
+        """Stores one result and returns the UUID of its card."""
+        uuid, result = answer
+        if isinstance(result, Sample):
+            self._cards[uuid] = result
             self._failed.pop(uuid, None)
         else:
-            self._failed[uuid] = said
+            self._failed[uuid] = result
         return uuid
 
-    def _seen(self) -> dict[int, Person]:
-        """Whose the processes on the cards are; looked up once for each."""
+    def _look_up_people(self) -> dict[int, Person]:
+        """The users of the processes on the cards. Each process is looked up once."""
         pids = {pid for sample in self._cards.values() for pid in sample.processes}
-        self._people = {
-            pid: person for pid in pids if (person := self._people.get(pid) or _person(pid))
-        }
-        return self._people
+        known = {}
+        for pid in pids:
+            person = self._people.get(pid) or _person(pid)
+            if person:
+                known[pid] = person
+        self._people = known
+        return known
 
     @property
     def hopeless(self) -> bool:
-        """Whether no card answers, not even by silence."""
-        return (
-            bool(self._lost)
-            and not self._askers
-            or bool(self._askers)
-            and len(self._failed) == len(self._askers)
-        )
+        """Whether every card fails. A card that has not answered yet does not count as failed."""
+        if not self._readers:
+            return bool(self._unlisted)
+        return len(self._failed) == len(self._readers)
 
 
-class Simulated:
-    """What there is to measure beside simulated cards: the machine's own memory."""
+class SimulatedRounds:
+    """Measures the machine's own memory only, beside simulated cards."""
 
     hopeless = False
 
     def next(self) -> Figures:
-        return Figures(os.getpid(), now := boot_seconds(), _machine(now))
+        """New figures."""
+        now = boot_seconds()
+        return Figures(os.getpid(), now, _machine(now))
 
 
 def _machine(now: float) -> Sample:
-    return Sample(
-        HOST, now, psutil.virtual_memory().available, utilisation_percent=psutil.cpu_percent()
-    )
+    available = psutil.virtual_memory().available
+    return Sample(HOST, now, available, utilisation_percent=psutil.cpu_percent())
 
 
 def _person(pid: int) -> Person | None:
-    """Who runs a process, and what; None where it cannot be seen from here (a container's, or gone)."""
+    """The user and the command of a process.
+
+    None if they cannot be seen from here: it is in another container, or has ended.
+    """
     try:
         uid = os.stat(f"/proc/{pid}").st_uid
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:3]
         command = Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return None
-    # `python` says little: the script's name with it, yet no arguments, which may hold secrets.
+    # `python` alone means little, so add the script's name. Arguments may hold secrets.
     script = next((word for word in words[1:] if word.endswith(b".py")), b"")
-    return Person(uid, f"{command} {os.path.basename(script).decode(errors='replace')}".strip())
+    script_name = os.path.basename(script).decode(errors="replace")
+    return Person(uid, f"{command} {script_name}".strip())
 
 
-def _somebody(directory: Path) -> bool:
+def _any_owner_lives(directory: Path) -> bool:
     try:
         return any(life(path) is Life.ALIVE for path in owner_files(directory))
     except OSError:
         return False
 
 
-class Writing:
-    """The thread that writes the history: a ledger that does not answer must not hold up the figures."""
+class HistoryThread:
+    """The thread that writes the history: a ledger that does not answer must not delay the figures."""
 
     def __init__(self, directory: Path, url: str) -> None:
-        self.figures: Figures | None = None  # the last
+        """`directory` is the ledger's, of this boot; `url` is the ledger's, empty: no history."""
+        self.figures: Figures | None = None  # the last ones
         self._directory, self._url = directory, url
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
+        """Starts the thread."""
         if self._url:
             self._thread.start()
 
     def end(self) -> None:
-        """Writes what is still to be written, unless that takes long."""
+        """Writes the unwritten moments, and gives up after a second."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
-        from .recorder import (
-            EVERY_SECONDS,
-            Recorder,
-        )  # not before the first figures are out, which somebody waits for
+        # Imported after the first figures are published, because other processes wait for them.
+        from .recorder import EVERY_SECONDS, Recorder
 
         recorder = Recorder(self._directory, self._url)
         try:
             while not self._ended.wait(EVERY_SECONDS):
-                with contextlib.suppress(
-                    Exception
-                ):  # of a page that makes no sense nothing is told; the next may
+                # A page that makes no sense is skipped; the next may be readable.
+                with contextlib.suppress(Exception):
                     if self.figures is not None:
                         recorder.turn(self.figures)
         finally:
             recorder.flush()
 
 
-def serve(post: Post, rounds: Rounds | Simulated, writing: Writing) -> None:
-    """Measures and publishes for as long as somebody may want it. Raises OSError where it cannot publish."""
+def serve(files: HelperFiles, rounds: CardRounds | SimulatedRounds, history: HistoryThread) -> None:
+    """Measures with `rounds` and publishes to `files` and `history`, as long as an owner lives.
+
+    Raises OSError if it cannot publish.
+    """
     poll = select.poll()
-    poll.register(post.bell, select.POLLIN)
+    poll.register(files.bell, select.POLLIN)
     wanted_at = moved_at = answered_at = boot_seconds()
     last: list[int | None] = []
-    while post.kept():
-        writing.figures = figures = rounds.next()
-        if isinstance(rounds, Rounds):
-            post.publish(figures)
+    while files.has_lock():
+        history.figures = figures = rounds.next()
+        if isinstance(rounds, CardRounds):
+            files.publish(figures)
         now = figures.began_at
         free = [sample.free_bytes for sample in figures.cards.values()]
         if free != last:
             last, moved_at = free, now
         if not rounds.hopeless:
             answered_at = now
-        if _somebody(post.directory):
+        if _any_owner_lives(files.directory):
             wanted_at = now
         if now - wanted_at > LINGER_SECONDS or now - answered_at > FAILING_SECONDS:
             return
         pause = BUSY_SECONDS if now - moved_at < MOVING_SECONDS else REST_SECONDS
-        _wait(poll, post.bell, pause, now)
+        _wait(poll, files.bell, pause, now)
 
 
 def _wait(poll: Any, bell: int, pause: float, began: float) -> None:
-    """Until somebody rings, or the time is up; but never so soon that rings alone keep the driver busy."""
+    """Waits for the bell or for `pause` seconds after the round `began`.
+
+    It waits at least LEAST_SECONDS, so that rings alone do not keep the driver busy.
+    """
     time.sleep(max(0.0, LEAST_SECONDS - (boot_seconds() - began)))
     if poll.poll(1000 * max(0.0, pause - (boot_seconds() - began))):
         try:
@@ -304,22 +330,23 @@ def _wait(poll: Any, bell: int, pause: float, began: float) -> None:
 
 
 def main(arguments: list[str]) -> int:
+    """Runs the helper; `arguments` are those of the command line. Returns the exit status."""
     simulated, directory = arguments[:1] == ["--simulated"], Path(arguments[-1])
-    post = Post(directory)
-    if not post.take():
-        return 0  # another one is
-    writing = Writing(directory, os.environ.get("GPU_LEDGER", ""))
+    files = HelperFiles(directory)
+    if not files.take_lock():
+        return 0  # another process is the helper
+    history = HistoryThread(directory, os.environ.get("GPU_LEDGER", ""))
     try:
-        rounds = Simulated() if simulated else Rounds()
-        writing.start()
-        serve(post, rounds, writing)
+        rounds = SimulatedRounds() if simulated else CardRounds()
+        history.start()
+        serve(files, rounds, history)
     except FileNotFoundError:
         pass  # the ledger's directory is gone
     except Exception as error:
-        post.failed(error)
+        files.write_error(error)
         return 1
     finally:
-        writing.end()
+        history.end()
     return 0
 
 
@@ -328,4 +355,4 @@ if __name__ == "__main__":
     try:
         code = main(sys.argv[1:])
     finally:
-        os._exit(code)  # without waiting for threads that a driver may keep for good
+        os._exit(code)  # without waiting for threads that a driver may block for good

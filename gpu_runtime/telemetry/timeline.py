@@ -1,8 +1,9 @@
-"""How the devices were used over the last day, on disk: bounded, thinned as it gets older, and nobody's dependency.
+"""How the devices were used over the last day, on disk: bounded, and thinned as it gets older.
 
-One SQLite table beside the journal, a row for each device and moment. The host's helper process writes it; whoever
-looks reads it. What is older than half an hour keeps its fullest moment of every 15 s, older than three hours of every
-minute; after a day it is gone. A summary, too, is made of moments that were: none is averaged or made up.
+One SQLite table beside the journal, with a row for each device and moment. The host's helper
+process writes it, all others read it. Nothing depends on it. Beyond half an hour it keeps the
+fullest moment of every 15 s, beyond three hours of every minute; after a day it is removed. A
+summary consists of recorded moments: none is averaged or invented.
 """
 
 from __future__ import annotations
@@ -22,36 +23,44 @@ from ..ledgers.access import access_to
 
 DAY = 86400.0
 THINNED = ((1800.0, 15.0), (10800.0, 60.0))  # older than so many seconds: one moment in so many
-AHEAD_SECONDS = 60.0  # a moment that lies further ahead was written while the clock was wrong
+AHEAD_SECONDS = 60.0  # a moment further in the future was written while the clock was wrong
 MOST_ROW_BYTES = 1 << 20
 
 log = logging.getLogger("gpu_runtime")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Moment).decode
+_Row = tuple[float, str, int, bytes]  # wall time, device, peak bytes, encoded moment
 
-# Of each device and stretch of time the rowid of the fullest moment: SQLite takes a bare column from the row of max().
+# The rowid of the fullest moment, for each device and stretch of time: SQLite takes a bare column
+# from the row of max().
 _FULLEST = """SELECT id FROM (SELECT rowid AS id, max(peak) FROM moments WHERE wall >= ? AND wall < ?
     GROUP BY device, CAST(wall / ? AS INTEGER))"""
 
 
 class Record:
-    """The history in one file. Every call opens it anew; a file that is damaged or not ours is set aside by its writer,
-    and nothing to its readers."""
+    """The history in one file, which every call opens anew.
+
+    If it is damaged or not ours, its writer sets it aside, and its readers find nothing.
+    """
 
     def __init__(self, path: Path) -> None:
+        """The history in the file `path`. It is made by the first write."""
         self.path = path
         self._warned = False
 
-    # -- writing
+    # Writing
 
     def append(self, moments: Iterable[Moment]) -> bool:
-        """Whether these are written down. Where they cannot be now, that is logged once and they may be given again."""
+        """Writes `moments`.
+
+        False, logged once, if that is not possible now; they may be given again.
+        """
         rows = [(one.wall, one.device, one.peak_bytes, _encode(one)) for one in moments]
         try:
             try:
                 self._insert(rows)
             except sqlite3.Error as error:
-                if not _beyond_use(error):
+                if not _is_unusable(error):
                     raise
                 self._set_aside(error)
                 self._insert(rows)
@@ -60,11 +69,11 @@ class Record:
             return False
         return True
 
-    def _insert(self, rows: list[tuple[float, str, int, bytes]]) -> None:
+    def _insert(self, rows: list[_Row]) -> None:
         if not self.path.exists():
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             access_to(self.path.parent).make_file(self.path)
-        with contextlib.closing(self._connected()) as db:
+        with contextlib.closing(self._connect()) as db:
             db.execute("PRAGMA journal_mode=TRUNCATE")
             db.execute(
                 "CREATE TABLE IF NOT EXISTS moments(wall REAL, device TEXT, peak INTEGER, body BLOB)"
@@ -76,9 +85,9 @@ class Record:
             db.commit()
 
     def thin(self, now: float) -> None:
-        """Lets go of what is too old, or too close together for its age."""
+        """Removes moments that at the wall time `now` are too old, or too many for their age."""
         try:
-            with contextlib.closing(self._connected()) as db:
+            with contextlib.closing(self._connect()) as db:
                 db.execute(
                     "DELETE FROM moments WHERE wall < ? OR wall > ?",
                     (now - DAY, now + AHEAD_SECONDS),
@@ -95,26 +104,28 @@ class Record:
 
     def _set_aside(self, error: sqlite3.Error) -> None:
         log.warning(
-            "the history %s cannot be used (%s); it is set aside, and a new one begun",
+            "the history %s cannot be used (%s); it is set aside, and a new one is started",
             self.path,
             error,
         )
         os.replace(self.path, self.path.with_name(f"{self.path.name}.damaged"))
         self.path.with_name(f"{self.path.name}-journal").unlink(missing_ok=True)
 
-    # -- reading
+    # Reading
 
     def between(self, since: float, until: float, most: int) -> tuple[Moment, ...]:
-        """At most `most` moments of each device between two wall times, the newest last.
+        """At most `most` moments of each device from the wall time `since` to `until`, in order.
 
-        Stretches of time are cut at the same places whenever it is asked, so a chart that moves on does not flicker.
+        Stretches of time are cut at the same places in every call, so a chart that moves on does
+        not flicker.
         """
-        # Cut at round times, a span touches one stretch more than it is long; where there may be one, it is all time.
+        # Cut at round times, a period touches one stretch more than its length. If only one moment
+        # is wanted, there is a single stretch for all time.
         stretch = max((until - since) / (most - 1), 1e-3) if most > 1 else 1e18
         try:
             if most < 1 or not self.path.exists():
                 return ()
-            with contextlib.closing(self._connected()) as db:
+            with contextlib.closing(self._connect()) as db:
                 rows = db.execute(
                     f"SELECT body FROM moments WHERE rowid IN ({_FULLEST}) ORDER BY wall, rowid",
                     (since, until, stretch),
@@ -122,19 +133,18 @@ class Record:
         except (sqlite3.Error, OSError) as error:
             self._warn("read", error)
             return ()
-        return tuple(moment for (body,) in rows if (moment := _read(body)) is not None)
+        moments = (_decoded(body) for (body,) in rows)
+        return tuple(moment for moment in moments if moment is not None)
 
-    # -- both
+    # Both
 
-    def _connected(self) -> sqlite3.Connection:
-        if (
-            self.path.is_symlink()
-        ):  # in a shared ledger it could lead to a database of ours elsewhere
+    def _connect(self) -> sqlite3.Connection:
+        # In a shared ledger, a link could lead to a database of ours elsewhere.
+        if self.path.is_symlink():
             raise OSError(errno.ELOOP, "it is a link", str(self.path))
         db = sqlite3.connect(self.path, timeout=0.5)
-        db.setlimit(
-            sqlite3.SQLITE_LIMIT_LENGTH, MOST_ROW_BYTES
-        )  # another member may have put anything there
+        # Another member may have put anything into the file.
+        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_ROW_BYTES)
         db.execute("PRAGMA synchronous=OFF")
         db.execute("PRAGMA trusted_schema=OFF")
         return db
@@ -145,13 +155,13 @@ class Record:
             log.warning("the history %s cannot be %s now (%s)", self.path, what, error)
 
 
-def _beyond_use(error: sqlite3.Error) -> bool:
-    """Whether the file is damaged, or something else than ours: waiting would not mend it."""
+def _is_unusable(error: sqlite3.Error) -> bool:
+    """Whether the file is damaged or not ours, so that another attempt would fail too."""
     kind = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     return kind in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
-def _read(body: object) -> Moment | None:
+def _decoded(body: object) -> Moment | None:
     try:
         return _decode(body)  # type: ignore[arg-type]
     except (msgspec.MsgspecError, TypeError, UnicodeDecodeError):

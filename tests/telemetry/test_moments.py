@@ -6,7 +6,7 @@ import pytest
 
 from gpu_runtime.facts import Level, Moment, Share
 from gpu_runtime.scheduler.pressure import views
-from gpu_runtime.telemetry.moments import Telling, moments_of
+from gpu_runtime.telemetry.moments import ChangeFilter, moments_of
 from gpu_runtime.units import GIB
 from tests.worlds import WALL, book, lease, world
 
@@ -53,17 +53,17 @@ def moment(wall, measured=4, device="cuda:0", **fields):
 
 
 def test_while_nothing_changes_a_moment_is_kept_once_in_a_while():
-    telling = Telling(30.0)
-    kept = [one.wall for wall in range(0, 100, 2) for one in telling.worth([moment(float(wall))])]
+    changes = ChangeFilter(30.0)
+    kept = [one.wall for wall in range(0, 100, 2) for one in changes.select([moment(float(wall))])]
     assert kept == [0, 30, 60, 90]
 
 
 def test_before_a_change_the_last_moment_without_it_is_kept_so_that_it_is_no_slope():
-    telling = Telling(30.0)
+    changes = ChangeFilter(30.0)
     kept = [
         one
         for wall in range(0, 20, 2)
-        for one in telling.worth([moment(float(wall), 4 if wall < 14 else 9)])
+        for one in changes.select([moment(float(wall), 4 if wall < 14 else 9)])
     ]
     assert [(one.wall, one.measured_bytes // GIB) for one in kept] == [(0, 4), (12, 4), (14, 9)]
 
@@ -80,24 +80,24 @@ def test_before_a_change_the_last_moment_without_it_is_kept_so_that_it_is_no_slo
 )
 def test_what_a_chart_would_show_is_a_change(change):
     figures = dict(utilisation_percent=20.0, temperature_celsius=60.0, power_watts=100.0)
-    telling = Telling(30.0)
-    telling.worth([moment(0.0, **figures)])
-    assert telling.worth([moment(2.0, **{**figures, **change})])
+    changes = ChangeFilter(30.0)
+    changes.select([moment(0.0, **figures)])
+    assert changes.select([moment(2.0, **{**figures, **change})])
 
 
 def test_figures_that_tremble_are_no_change_and_figures_that_creep_are():
     """They are compared with what was kept, not with the last."""
-    telling = Telling(1000.0)
-    telling.worth([moment(0.0, power_watts=100.0)])
+    changes = ChangeFilter(1000.0)
+    changes.select([moment(0.0, power_watts=100.0)])
     assert not any(
-        telling.worth([moment(float(n), power_watts=100.0 + n % 3)]) for n in range(1, 20)
+        changes.select([moment(float(n), power_watts=100.0 + n % 3)]) for n in range(1, 20)
     )
-    assert any(telling.worth([moment(20.0 + n, power_watts=100.0 + 3 * n)]) for n in range(1, 5))
+    assert any(changes.select([moment(20.0 + n, power_watts=100.0 + 3 * n)]) for n in range(1, 5))
 
 
 def test_each_device_has_a_story_of_its_own():
-    telling = Telling(30.0)
-    telling.worth([moment(0.0), moment(0.0, device="cuda:1")])
+    changes = ChangeFilter(30.0)
+    changes.select([moment(0.0), moment(0.0, device="cuda:1")])
     assert [
-        one.device for one in telling.worth([moment(2.0), moment(2.0, 9, device="cuda:1")])
+        one.device for one in changes.select([moment(2.0), moment(2.0, 9, device="cuda:1")])
     ] == ["cuda:1"]
