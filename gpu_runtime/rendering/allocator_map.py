@@ -1,7 +1,8 @@
-"""An allocator's map as a picture: rows of equal length, cut into pieces. The same for text, SVG and the console. Pure.
+"""An allocator's map as a picture: rows of equal length, cut into pieces.
 
-All segments lie end to end, in the order of their addresses, and are wrapped into rows as the words of a page are; so
-area is bytes. What is too small to be seen is told together, by how much of it is in use.
+Pure. The picture is the same for text, SVG and the console. All segments are laid end to end by address and
+wrapped into rows like the words of a page, so area is bytes. Blocks too small to be seen are drawn
+together, by the part of their bytes that is in use.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 from gpu_runtime.facts import AllocatorMap, BlockState, SegmentMap, Snapshot
 from gpu_runtime.units import MIB, show_bytes
 
-from . import html
+from . import elements
 
 ALLOCATED, PENDING, STUCK, RELEASABLE, RELEASED = KINDS = (
     "allocated",
@@ -26,10 +27,10 @@ WORDS = {
     ALLOCATED: "allocated",
     PENDING: "freed, in use by a stream",
     STUCK: "inactive, in a segment in use",
-    RELEASABLE: "inactive, given back by defrag",
-    RELEASED: "given back",
+    RELEASABLE: "inactive, released by defrag",
+    RELEASED: "released",
 }
-# Okabe and Ito's, as everywhere; none: a hatch alone.
+# The colours of Okabe and Ito, as in every face; empty: a hatch alone.
 COLOURS = {
     ALLOCATED: "#0072b2",
     PENDING: "#cc79a7",
@@ -37,37 +38,34 @@ COLOURS = {
     RELEASABLE: "#f0e442",
     RELEASED: "",
 }
-_ORDER = (
-    RELEASED,
-    RELEASABLE,
-    STUCK,
-    PENDING,
-    ALLOCATED,
-)  # what may be drawn wider than it is lies on top
+# Bottom to top: a kind that may be drawn wider than it is is on top.
+_ORDER = (RELEASED, RELEASABLE, STUCK, PENDING, ALLOCATED)
 MIDDLING = 20 * MIB  # torch's segment for blocks of 1 to 10 MiB, and its page of an expandable one
 MOST_ROWS = 16
-CELLS = 400  # pieces a row that can be told apart; what is narrower is told with its neighbours
+CELLS = 400  # pieces that can be told apart in a row; narrower ones are drawn with their neighbours
 
 
 class Mapped(NamedTuple):
-    """The maps of all processes, each with whose it is."""
+    """The maps of all processes, each with a title."""
 
     maps: tuple[AllocatorMap, ...]
     titles: tuple[str, ...]
 
 
 def mapped(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> Mapped:
-    """The maps with their titles, the one with most inactive bytes first."""
-    known = {section.owner.id: section.owner.label for section in snapshot.sections.values()}
-    known.setdefault(snapshot.owner.id, snapshot.owner.label)
-    told = sorted(maps, key=lambda map: (-(map.inactive_bytes or 0), map.device, map.owner))
-    return Mapped(
-        tuple(told), tuple(f"{known.get(map.owner, map.owner)} on {map.device}" for map in told)
-    )
+    """The `maps` with titles from the `snapshot`, the one with most inactive bytes first."""
+    labels = {section.owner.id: section.owner.label for section in snapshot.sections.values()}
+    labels.setdefault(snapshot.owner.id, snapshot.owner.label)
+    ordered = sorted(maps, key=lambda map: (-(map.inactive_bytes or 0), map.device, map.owner))
+    titles = [f"{labels.get(map.owner, map.owner)} on {map.device}" for map in ordered]
+    return Mapped(tuple(ordered), tuple(titles))
 
 
-class Piece(NamedTuple):
-    """A stretch of a row: from `left` to `right` in bytes, from `low` to `high` in parts of the row's height."""
+class MapPiece(NamedTuple):
+    """A rectangle of a row.
+
+    It reaches from `left` to `right` in bytes, and from `low` to `high` in parts of the row's height.
+    """
 
     row: int
     left: float
@@ -75,7 +73,7 @@ class Piece(NamedTuple):
     low: float
     high: float
     kind: str  # one of KINDS
-    told: str
+    title: str  # what it shows, in words
 
 
 class Edge(NamedTuple):
@@ -87,17 +85,19 @@ class Edge(NamedTuple):
 
 
 class Picture(NamedTuple):
+    """A map as rows of pieces, with the outlines of its segments."""
+
     row_bytes: int
     rows: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MapPiece, ...]
     edges: tuple[Edge, ...]
 
 
 class _Stretch(NamedTuple):
-    """Some bytes of one or several neighbours, and how many of each kind."""
+    """Bytes that are drawn as one: a block, or several neighbours."""
 
     start: int
-    sizes: tuple[int, ...]  # in the order of KINDS
+    sizes: tuple[int, ...]  # bytes of each kind, in the order of KINDS
     blocks: int
     where: str
 
@@ -105,9 +105,18 @@ class _Stretch(NamedTuple):
     def bytes(self) -> int:
         return sum(self.sizes)
 
+    def with_next(self, other: _Stretch) -> _Stretch:
+        """This stretch and the `other`, which follows it, as one."""
+        sizes = tuple(one + more for one, more in zip(self.sizes, other.sizes, strict=True))
+        where = other.where if self.where == other.where else "several segments"
+        return _Stretch(self.start, sizes, self.blocks + other.blocks, where)
+
 
 def picture(map: AllocatorMap, cells: int = CELLS) -> Picture:
-    """The map's rows: at most 16, each a segment of middling size long or, of more, a power of two; none of nothing."""
+    """The `map` as at most 16 rows, of `cells` pieces each; without rows if the map is empty.
+
+    A row is as long as a segment of middling size, or, of a larger map, a power of two.
+    """
     total = sum(segment.bytes for segment in map.segments)
     if not total:
         return Picture(MIDDLING, 0, (), ())
@@ -115,15 +124,14 @@ def picture(map: AllocatorMap, cells: int = CELLS) -> Picture:
     while row * MOST_ROWS < total:
         row *= 2
     cell = row / cells
-    pieces = [
-        piece for stretch in _stretches(map.segments, cell) for piece in _pieces(stretch, row, cell)
-    ]
+    stretches = _stretches(map.segments, cell)
+    pieces = [piece for stretch in stretches for piece in _pieces(stretch, row, cell)]
     pieces.sort(key=lambda piece: _ORDER.index(piece.kind))
     return Picture(row, -(-total // row), tuple(pieces), tuple(_edges(map.segments, row, 2 * cell)))
 
 
 def legend(map: AllocatorMap) -> tuple[tuple[str, int], ...]:
-    """The kinds that the map has, and how many bytes each."""
+    """The kinds of the `map`, and the bytes of each."""
     sums = [0] * len(KINDS)
     for segment in map.segments:
         for sizes, _ in _cut(segment):
@@ -132,108 +140,115 @@ def legend(map: AllocatorMap) -> tuple[tuple[str, int], ...]:
 
 
 def verdict(map: AllocatorMap) -> str:
-    """What the map says, in a sentence or two."""
-    said = f"{show_bytes(map.allocated_bytes)} of {show_bytes(map.reserved_bytes)} reserved are allocated"
+    """What the `map` shows, in a sentence or two."""
+    allocated, reserved = show_bytes(map.allocated_bytes), show_bytes(map.reserved_bytes)
+    head = f"{allocated} of {reserved} reserved are allocated"
     if map.inactive_bytes is None or map.releasable_bytes is None:
-        return f"{said}; how the rest is cut up is unknown."
+        return f"{head}; how the rest is divided is unknown."
     if not map.inactive_bytes:
-        return f"{said}. Nothing is inactive."
-    stuck = map.inactive_bytes - map.releasable_bytes
-    largest = (
-        ""
-        if map.largest_free_bytes is None
-        else f", {show_bytes(map.largest_free_bytes)} in one piece at most"
-    )
+        return f"{head}. Nothing is inactive."
+    largest = ""
+    if map.largest_free_bytes is not None:
+        largest = f", {show_bytes(map.largest_free_bytes)} in one piece at most"
+    future = _inactive_future(map.inactive_bytes - map.releasable_bytes, map.releasable_bytes)
+    return f"{head}. {show_bytes(map.inactive_bytes)} are inactive{largest}: {future}."
+
+
+def _inactive_future(stuck: int, releasable: int) -> str:
+    """What defrag does with inactive bytes of which `stuck` are in segments in use."""
     if not stuck:
-        where = "defrag gives them back"
-    elif not map.releasable_bytes:
-        where = "they lie in segments that are in use, and stay"
-    else:
-        where = (
-            f"defrag gives {show_bytes(map.releasable_bytes)} back, {show_bytes(stuck)} lie in segments that are "
-            f"in use, and stay"
-        )
-    return f"{said}. {show_bytes(map.inactive_bytes)} are inactive{largest}: {where}."
+        return "defrag releases them"
+    if not releasable:
+        return "they are in segments in use, and stay"
+    return (
+        f"defrag releases {show_bytes(releasable)}, {show_bytes(stuck)} are in segments in use, "
+        "and stay"
+    )
 
 
 def left_out(map: AllocatorMap) -> str:
-    """What the map does not tell, in a sentence; empty where it tells everything."""
+    """A sentence about the segments that the `map` leaves out; empty if it has all of them."""
     if not map.left_out:
         return ""
     return f"Not drawn: {map.left_out} smaller segments, {show_bytes(map.left_out_bytes)} in all."
 
 
+_KIND_OF_STATE = {  # the other states are inactive: STUCK or RELEASABLE
+    BlockState.ALLOCATED: ALLOCATED,
+    BlockState.PENDING: PENDING,
+    BlockState.RELEASED: RELEASED,
+    BlockState.MIXED: ALLOCATED,
+}
+
+
 def _cut(segment: SegmentMap) -> Iterator[tuple[tuple[int, ...], int]]:
-    """How many bytes of each kind its blocks have, and how many blocks they are."""
+    """For each block of the segment: its bytes of each kind, and how many blocks it stands for."""
     whole = not segment.in_use and segment.kind != "private"
     for block in segment.blocks:
         pages = segment.kind == "expandable" and block.bytes >= 2 * MIDDLING
-        free = RELEASABLE if whole or pages else STUCK
-        kind = {
-            BlockState.ALLOCATED: ALLOCATED,
-            BlockState.PENDING: PENDING,
-            BlockState.RELEASED: RELEASED,
-            BlockState.MIXED: ALLOCATED,
-        }.get(block.state, free)
+        inactive = RELEASABLE if whole or pages else STUCK
         sizes = dict.fromkeys(KINDS, 0)
-        sizes[kind] += block.bytes - block.inactive_bytes
-        sizes[free] += block.inactive_bytes
+        sizes[_KIND_OF_STATE.get(block.state, inactive)] += block.bytes - block.inactive_bytes
+        sizes[inactive] += block.inactive_bytes
         yield tuple(sizes.values()), block.count
 
 
 def _stretches(segments: Iterable[SegmentMap], least: float) -> Iterator[_Stretch]:
-    """What is drawn as one: a block, or several neighbours that together are narrower than `least`."""
-    at = 0
-    few: _Stretch | None = None
+    """Blocks, and runs of neighbours that are together narrower than `least` bytes.
+
+    Blocks of a large segment are not joined with those of another one.
+    """
+    pending: _Stretch | None = None
+    start = 0
     for segment in segments:
         where = f"{segment.kind} segment of {show_bytes(segment.bytes)}"
         large = segment.bytes >= 2 * least
-        if few and large:
-            yield few
-            few = None
+        if pending and large:
+            yield pending
+            pending = None
         for sizes, count in _cut(segment):
-            one = _Stretch(at, sizes, count, where)
-            at += one.bytes
-            if few and few.bytes + one.bytes <= least:
-                few = _Stretch(
-                    few.start,
-                    tuple(map(sum, zip(few.sizes, sizes, strict=True))),
-                    few.blocks + count,
-                    where if few.where == where else "several segments",
-                )
-                continue
-            if few:
-                yield few
-            few = one
-        if few and large:
-            yield few
-            few = None
-    if few:
-        yield few
+            block = _Stretch(start, sizes, count, where)
+            start += block.bytes
+            if pending is None:
+                pending = block
+            elif pending.bytes + block.bytes <= least:
+                pending = pending.with_next(block)
+            else:
+                yield pending
+                pending = block
+        if pending and large:
+            yield pending
+            pending = None
+    if pending:
+        yield pending
 
 
-def _pieces(stretch: _Stretch, row: int, least: float) -> Iterator[Piece]:
-    """The stretch, cut where its rows end; of several kinds one above the other, by their part. What is in use and
-    narrow is drawn as wide as can be seen: it may be all that keeps a segment from being given back."""
-    told = _told(stretch)
+def _pieces(stretch: _Stretch, row: int, least: float) -> Iterator[MapPiece]:
+    """The stretch, cut at the ends of rows, with one piece above the other for each of its kinds.
+
+    Bytes in use are drawn at least `least` bytes wide: they may be all that keeps a segment from being
+    released.
+    """
+    title = _title(stretch)
     start, end = stretch.start, stretch.start + stretch.bytes
-    if stretch.sizes[0] + stretch.sizes[1] == stretch.bytes:
-        end = max(end, min(start + least, (start // row + 1) * row))
+    allocated, pending, *_ = stretch.sizes
+    if allocated + pending == stretch.bytes:
+        end_of_row = (start // row + 1) * row
+        end = max(end, min(start + least, end_of_row))
     while start < end:
-        here = start // row
+        here = int(start // row)
         until = min(end, (here + 1) * row)
+        left, right = start - here * row, until - here * row
         low = 0.0
         for kind, size in zip(KINDS, stretch.sizes, strict=True):
             if size:
                 high = low + size / stretch.bytes
-                yield Piece(
-                    int(here), start - here * row, until - here * row, low, high, kind, told
-                )
+                yield MapPiece(here, left, right, low, high, kind, title)
                 low = high
         start = until
 
 
-def _told(stretch: _Stretch) -> str:
+def _title(stretch: _Stretch) -> str:
     kinds = [(kind, size) for kind, size in zip(KINDS, stretch.sizes, strict=True) if size]
     blocks = f" in {stretch.blocks} blocks" if stretch.blocks > 1 else ""
     if len(kinds) == 1:
@@ -243,17 +258,19 @@ def _told(stretch: _Stretch) -> str:
 
 
 def _edges(segments: Iterable[SegmentMap], row: int, least: float) -> Iterator[Edge]:
+    """The outlines of the segments with at least `least` bytes, cut at the ends of rows."""
     start = 0
     for segment in segments:
         end = start + segment.bytes
         while segment.bytes >= least and start < end:
-            until = min(end, (start // row + 1) * row)
-            yield Edge(start // row, start % row, until - start // row * row)
+            here = start // row
+            until = min(end, (here + 1) * row)
+            yield Edge(here, start % row, until - here * row)
             start = until
         start = end
 
 
-# -- SVG ---------------------------------------------------------------------------------------------------------
+# -- SVG -----------------------------------------------------------------------------------------
 
 _WIDTH, _ROW, _GAP, _LABEL = 720, 16, 3, 72
 _SVG_CELLS = 240  # a map of thousands of blocks is then some 100 KB
@@ -268,88 +285,99 @@ _PATTERNS = (
 
 
 def as_svg(map: AllocatorMap, label: str) -> str:
-    """The map as an SVG of its own, that needs no script and no style; `label` says what it shows, as text."""
+    """The `map` as a self-contained SVG without script or style; screen readers read `label`."""
     drawn = picture(map, _SVG_CELLS)
     if not drawn.rows:
         return ""
     height = drawn.rows * (_ROW + _GAP)
+    labels = "".join(_row_label(row, drawn.row_bytes) for row in range(drawn.rows))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LABEL + _WIDTH + 2} {height}" role="img" '
-        f'aria-label="{html.esc(label)}" style="width:100%;max-width:{_LABEL + _WIDTH}px;display:block">{_PATTERNS}'
-        + "".join(_row_label(row, drawn.row_bytes) for row in range(drawn.rows))
-        + "".join(_paths(drawn))
-        + "</svg>"
+        '<svg xmlns="http://www.w3.org/2000/svg" '
+        f'viewBox="0 0 {_LABEL + _WIDTH + 2} {height}" role="img" '
+        f'aria-label="{elements.esc(label)}" '
+        f'style="width:100%;max-width:{_LABEL + _WIDTH}px;display:block">'
+        f"{_PATTERNS}{labels}{''.join(_paths(drawn))}</svg>"
     )
 
 
 def _row_label(row: int, row_bytes: int) -> str:
     return (
-        f'<text x="{_LABEL - 8}" y="{row * (_ROW + _GAP) + 12}" text-anchor="end" font-size="11" fill="#808080" '
-        f'font-family="sans-serif">{show_bytes(row * row_bytes)}</text>'
+        f'<text x="{_LABEL - 8}" y="{row * (_ROW + _GAP) + 12}" text-anchor="end" font-size="11" '
+        f'fill="#808080" font-family="sans-serif">{show_bytes(row * row_bytes)}</text>'
     )
 
 
 def _box(
     row: int, left: float, right: float, row_bytes: int, low: float = 0.0, high: float = 1.0
 ) -> str:
-    x, width = _LABEL + left / row_bytes * _WIDTH, max(0.2, (right - left) / row_bytes * _WIDTH)
-    top, height = row * (_ROW + _GAP) + 1 + (1 - high) * _ROW, (high - low) * _ROW
+    """A rectangle as an SVG path."""
+    x = _LABEL + left / row_bytes * _WIDTH
+    width = max(0.2, (right - left) / row_bytes * _WIDTH)
+    top = row * (_ROW + _GAP) + 1 + (1 - high) * _ROW
+    height = (high - low) * _ROW
     return f"M{x:.1f} {top:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z"
 
 
 def _paths(drawn: Picture) -> Iterator[str]:
-    """One path a kind, and one for all outlines: thousands of elements would make a slow page."""
+    """One path for each kind, and one for all outlines: thousands of elements make a slow page."""
     for kind, pieces in itertools.groupby(drawn.pieces, lambda piece: piece.kind):
         fill = f"url(#{_HATCH[kind]})" if kind in _HATCH else COLOURS[kind]
         boxes = "".join(
             _box(one.row, one.left, one.right, drawn.row_bytes, one.low, one.high) for one in pieces
         )
         yield f'<path fill="{fill}" d="{boxes}"/>'
-    edges = "".join(_box(edge.row, edge.left, edge.right, drawn.row_bytes) for edge in drawn.edges)
-    yield f'<path fill="none" stroke="#808080" d="{edges}"/>'
+    outlines = "".join(
+        _box(edge.row, edge.left, edge.right, drawn.row_bytes) for edge in drawn.edges
+    )
+    yield f'<path fill="none" stroke="#808080" d="{outlines}"/>'
 
 
 def as_html(map: AllocatorMap, title: str) -> str:
-    """The picture under its title, with what it says and a legend."""
-    said = " ".join(filter(None, [verdict(map), left_out(map)]))
-    return html.page(
-        html.line(f"<b>{html.esc(title)}</b>"),
-        html.line(html.esc(said)),
-        as_svg(map, f"{title}: {said}"),
-        html.line(keys(map), soft=True),
+    """The `map` as a page: its `title`, its verdict, the picture and a legend."""
+    sentences = " ".join(filter(None, [verdict(map), left_out(map)]))
+    return elements.page(
+        elements.line(f"<b>{elements.esc(title)}</b>"),
+        elements.line(elements.esc(sentences)),
+        as_svg(map, f"{title}: {sentences}"),
+        elements.line(keys(map), soft=True),
     )
 
 
 def keys(map: AllocatorMap) -> str:
-    """The legend, as HTML."""
+    """The legend of the `map` as HTML."""
     return "".join(
-        f'<span style="white-space:nowrap;margin-right:16px">{_swatch(kind)} {html.esc(WORDS[kind])} '
-        f"{show_bytes(size)}</span> "
+        f'<span style="white-space:nowrap;margin-right:16px">{_swatch(kind)} '
+        f"{elements.esc(WORDS[kind])} {show_bytes(size)}</span> "
         for kind, size in legend(map)
     )
 
 
 def _swatch(kind: str) -> str:
-    """A square of the kind's look; drawn without the shared patterns, so that it stands for itself."""
+    """A square with the look of the `kind`, drawn without the patterns that the SVG shares."""
     fill = COLOURS[kind] or "none"
     lines = {
         STUCK: '<path d="M0 5L5 0M0 11L11 0M6 11L11 6" stroke="#fff" stroke-opacity=".7"/>',
-        RELEASED: '<circle cx="3" cy="3" r=".8" fill="#808080"/><circle cx="8" cy="8" r=".8" fill="#808080"/>',
+        RELEASED: '<circle cx="3" cy="3" r=".8" fill="#808080"/>'
+        '<circle cx="8" cy="8" r=".8" fill="#808080"/>',
     }
     return (
-        f'<svg width="11" height="11" viewBox="0 0 11 11" style="vertical-align:-1px"><rect width="11" height="11" '
-        f'fill="{fill}" stroke="#808080"/>{lines.get(kind, "")}</svg>'
+        '<svg width="11" height="11" viewBox="0 0 11 11" style="vertical-align:-1px">'
+        f'<rect width="11" height="11" fill="{fill}" stroke="#808080"/>'
+        f"{lines.get(kind, '')}</svg>"
     )
 
 
-# -- text ---------------------------------------------------------------------------------------------------------
+# -- text ----------------------------------------------------------------------------------------
 
 _CELLS = 64
 _MARKS = {ALLOCATED: "█", PENDING: "▓", STUCK: "░", RELEASABLE: "·", RELEASED: " "}
 
 
 def as_text(map: AllocatorMap, title: str) -> str:
-    """The map in characters: a cell shows what most of its bytes are, `▒` where some are in use and most are not."""
+    """The `map` in characters, under its `title`.
+
+    A cell shows the kind of most of its bytes; `▒` is a cell with some bytes in use, and most not.
+    """
     drawn = picture(map, _CELLS)
     lines = [title, verdict(map)]
     width = len(show_bytes(drawn.row_bytes * max(0, drawn.rows - 1)))
@@ -362,25 +390,27 @@ def as_text(map: AllocatorMap, title: str) -> str:
 
 
 def _cells(drawn: Picture) -> list[str]:
+    """Each row as a string of marks."""
     cell = drawn.row_bytes / _CELLS
     shares = [[[0.0] * len(KINDS) for _ in range(_CELLS)] for _ in range(drawn.rows)]
     for piece in drawn.pieces:
+        kind = KINDS.index(piece.kind)
         at = piece.left
         while at < piece.right:
             index = min(_CELLS - 1, int(at / cell))
-            until = min(piece.right, (index + 1) * cell) if index < _CELLS - 1 else piece.right
-            shares[piece.row][index][KINDS.index(piece.kind)] += (until - at) * (
-                piece.high - piece.low
-            )
+            end_of_cell = (index + 1) * cell if index < _CELLS - 1 else piece.right
+            until = min(piece.right, end_of_cell)
+            shares[piece.row][index][kind] += (until - at) * (piece.high - piece.low)
             at = until
     return ["".join(_mark(kinds) for kinds in row).rstrip() for row in shares]
 
 
 def _mark(kinds: Sequence[float]) -> str:
+    """The mark of a cell, from its bytes of each kind."""
     if not sum(kinds):
         return " "
-    most = max(range(len(KINDS)), key=lambda index: kinds[index])
-    used = kinds[0] + kinds[1]
-    if used and KINDS[most] not in (ALLOCATED, PENDING):
+    largest = max(range(len(KINDS)), key=lambda index: kinds[index])
+    in_use = kinds[0] + kinds[1]
+    if in_use and KINDS[largest] not in (ALLOCATED, PENDING):
         return "▒"
-    return _MARKS[KINDS[most]]
+    return _MARKS[KINDS[largest]]

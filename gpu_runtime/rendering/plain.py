@@ -6,28 +6,25 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from gpu_runtime.facts import Lease, Snapshot, Ticket, Value
+from gpu_runtime.facts import DeviceView, Lease, Snapshot, Ticket, Value
 
 from . import views
 
 
 def as_json(value: Any) -> str:
+    """The answer `value` as indented JSON."""
     return json.dumps(plain(value), indent=2, ensure_ascii=False)
 
 
 def plain(value: Any) -> Any:
-    """The answer built of dicts, lists, strings and numbers."""
+    """The answer `value` as dicts, lists, strings and numbers."""
     if isinstance(value, Snapshot):
         return status(value)
     if isinstance(value, Value):
-        own = {name: plain(getattr(value, name)) for name in value.__struct_fields__}
-        return {"step": type(value).__name__.lower(), **own} if value.__struct_config__.tag else own
-    if hasattr(value, "to_dict") and hasattr(
-        value, "columns"
-    ):  # a DataFrame, without importing pandas to ask
-        return [
-            {name: plain(cell) for name, cell in row.items()} for row in value.to_dict("records")
-        ]
+        return _fact(value)
+    if hasattr(value, "to_dict") and hasattr(value, "columns"):  # a DataFrame, without pandas
+        rows = value.to_dict("records")
+        return [{name: plain(cell) for name, cell in row.items()} for row in rows]
     if hasattr(value, "_asdict"):
         return plain(value._asdict())
     if isinstance(value, Mapping):
@@ -37,10 +34,16 @@ def plain(value: Any) -> Any:
     return _scalar(value)
 
 
+def _fact(value: Value) -> dict[str, Any]:
+    """The fields of a fact; a tagged one, such as a step of a plan, has its kind as `step`."""
+    fields = {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+    if not value.__struct_config__.tag:
+        return fields
+    return {"step": type(value).__name__.lower(), **fields}
+
+
 def _scalar(value: Any) -> Any:
-    if (
-        value is None or value != value
-    ):  # NaN and NaT differ from themselves, and JSON knows neither
+    if value is None or value != value:  # NaN and NaT differ from themselves; JSON has neither
         return None
     if hasattr(value, "timestamp"):
         return value.timestamp()
@@ -50,7 +53,7 @@ def _scalar(value: Any) -> Any:
 
 
 def status(snapshot: Snapshot) -> dict[str, Any]:
-    """A Snapshot for programs. Percents are 0 to 100."""
+    """The `snapshot` for programs. Percents are 0 to 100."""
     return {
         "time": snapshot.wall,
         "simulated": snapshot.simulated,
@@ -58,31 +61,32 @@ def status(snapshot: Snapshot) -> dict[str, Any]:
         "degraded": snapshot.degraded or None,
         "ledger": snapshot.ledger,
         "pressure_level": str(views.worst_level(snapshot)),
-        "devices": [
-            {
-                "id": seen.device.id,
-                "name": seen.device.name,
-                "uuid": seen.device.uuid,
-                "total_bytes": seen.device.total_bytes,
-                "limit_bytes": seen.limit_bytes,
-                "claimed_bytes": seen.claimed_bytes,
-                "measured_bytes": seen.measured_bytes,
-                "residue_bytes": seen.residue_bytes,
-                "pressure_percent": round(seen.pressure * 100, 1),
-                "level": str(seen.level),
-                "drained_by": seen.drained.by if seen.drained else None,
-                "utilisation_percent": seen.sample.utilisation_percent if seen.sample else None,
-                "temperature_celsius": seen.sample.temperature_celsius if seen.sample else None,
-                "power_watts": seen.sample.power_watts if seen.sample else None,
-                "simulated": seen.device.simulated,
-            }
-            for seen in snapshot.devices
-        ],
+        "devices": [_device(view) for view in snapshot.devices],
         "leases": [_lease(snapshot, lease) for lease in snapshot.leases()],
         "waiting": [_ticket(snapshot, ticket) for ticket in snapshot.tickets],
         "registered": [spec.name for spec in snapshot.specs],
         "totals": dict(snapshot.totals),
         "last_event": plain(snapshot.events[-1]) if snapshot.events else None,
+    }
+
+
+def _device(view: DeviceView) -> dict[str, Any]:
+    return {
+        "id": view.device.id,
+        "name": view.device.name,
+        "uuid": view.device.uuid,
+        "total_bytes": view.device.total_bytes,
+        "limit_bytes": view.limit_bytes,
+        "claimed_bytes": view.claimed_bytes,
+        "measured_bytes": view.measured_bytes,
+        "residue_bytes": view.residue_bytes,
+        "pressure_percent": round(view.pressure * 100, 1),
+        "level": str(view.level),
+        "drained_by": view.drained.by if view.drained else None,
+        "utilisation_percent": view.sample.utilisation_percent if view.sample else None,
+        "temperature_celsius": view.sample.temperature_celsius if view.sample else None,
+        "power_watts": view.sample.power_watts if view.sample else None,
+        "simulated": view.device.simulated,
     }
 
 

@@ -1,7 +1,7 @@
-"""How far a load has come: one line that moves, and settles when the load ends.
+"""The progress of a load: one line that moves, and settles when the load ends.
 
-In a notebook it is a display that is updated in place, in a terminal a line that is written over. What remains in
-the notebook depends on the outcome alone, so that executed notebooks can be compared.
+In a notebook it is a display that is updated in place; in a terminal it is a line that is overwritten. The
+line that remains in the notebook depends on the outcome only, so that executed notebooks can be compared.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ REDRAW_SECONDS = 0.1
 
 
 class Progress:
-    """Called with (bytes so far, bytes in all); used as a context around the load. Subclasses say where it shows."""
+    """A callable that a load calls with its progress, and the context around the load.
+
+    Subclasses decide where the line is shown.
+    """
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """Shows the load of the model `name`; `clock` returns seconds, and limits the redraws."""
         self.title = f"loading {views.clean(name)}"
         self._clock = clock
         self._drawn_at = float("-inf")
@@ -31,6 +35,7 @@ class Progress:
         self.begun = False
 
     def __call__(self, done_bytes: int, all_bytes: int) -> None:
+        """Shows that `done_bytes` of `all_bytes` are loaded; at most every 0.1 s."""
         self.done_bytes, self.all_bytes, self.begun = done_bytes, all_bytes, True
         now = self._clock()
         if now - self._drawn_at >= REDRAW_SECONDS:
@@ -50,30 +55,32 @@ class Progress:
             self.settle(failed=error is not None)
 
     def draw(self, note: str) -> None:
+        """Shows the bar with a `note` behind it."""
         raise NotImplementedError
 
     def settle(self, failed: bool) -> None:
+        """Shows the final state; `failed` if the load raised an error."""
         raise NotImplementedError
 
     def line(self, note: str) -> str:
-        cells = (
-            round(min(1.0, self.done_bytes / self.all_bytes) * text.BAR_CELLS)
-            if self.all_bytes
-            else 0
-        )
-        return f"{self.title}  {'█' * cells:·<{text.BAR_CELLS}}  {note}"
+        """The bar as text, with the `note` behind it."""
+        part = min(1.0, self.done_bytes / self.all_bytes) if self.all_bytes else 0.0
+        filled = "█" * round(part * text.BAR_CELLS)
+        return f"{self.title}  {filled:·<{text.BAR_CELLS}}  {note}"
 
 
 class NotebookProgress(Progress):
-    """One display of the cell, updated in place."""
+    """One display in the cell's output, updated in place."""
 
-    count = 0  # displays so far: an id lives in the session, and is not kept in the notebook
+    count = 0  # displays so far; their ids belong to the session and are not saved in the notebook
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """As Progress, for the model `name` with the `clock`."""
         super().__init__(name, clock)
         self._handle: Any = None
 
     def draw(self, note: str) -> None:
+        """Shows the bar with a `note`, in the same display as before."""
         from IPython.display import display
 
         picture = Shown(
@@ -88,28 +95,29 @@ class NotebookProgress(Progress):
             self._handle.update(picture)
 
     def settle(self, failed: bool) -> None:
-        if failed:
-            self.done_bytes = 0  # how far it had come is chance
-        else:
-            self.done_bytes = self.all_bytes
+        """Shows a full bar; an empty one if the load `failed`, as its last progress is random."""
+        self.done_bytes = 0 if failed else self.all_bytes
         self.draw("stopped" if failed else f"{show_bytes(self.all_bytes)}, done")
 
 
 class TerminalProgress(Progress):
-    """One line, gone at the end. Nothing at all where the stream is no terminal."""
+    """One line that is removed at the end. It writes nothing if the stream is not a terminal."""
 
     def __init__(
         self, name: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """As Progress, for the model `name` with the `clock`; `stream` is standard error by default."""
         super().__init__(name, clock)
         self._stream = sys.stderr if stream is None else stream
 
     def draw(self, note: str) -> None:
+        """Overwrites the line with the bar and a `note`."""
         if self._stream.isatty():
             self._stream.write(f"\r{self.line(note)}\x1b[K")
             self._stream.flush()
 
     def settle(self, failed: bool) -> None:
+        """Removes the line, whether the load `failed` or not."""
         if self._stream.isatty():
             self._stream.write("\r\x1b[K")
             self._stream.flush()

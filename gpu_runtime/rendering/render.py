@@ -1,6 +1,6 @@
-"""Answers that render themselves: text everywhere, HTML where there is a browser, JSON where it was asked for.
+"""Answers that render themselves: as text everywhere, as HTML in a browser, as JSON on request.
 
-Pure: an answer goes in, an object comes out that Jupyter, a terminal or a program can show.
+Pure: an answer goes in, and an object comes out that Jupyter, a terminal or a program can show.
 """
 
 from __future__ import annotations
@@ -12,28 +12,31 @@ from typing import Any
 from gpu_runtime.facts import Applied, Health, Outcome, Plan, Snapshot
 from gpu_runtime.owner.doctor import Report
 
-from . import allocator_map, html, text
+from . import allocator_map, elements, html, text
 
 EMPTY = {
     "models": "No model is registered yet. Load one:  %gpu load NAME PATH",
     "catalog": "The catalogue is empty. Add models:  {prompt} apply -f FILE",
-    "leases": "Nobody holds memory on a device. Load a model:  %gpu load NAME PATH",
+    "leases": "No process holds memory on a device. Load a model:  %gpu load NAME PATH",
     "evictions": "Nothing has been evicted yet. What else happened:  {prompt} evictions --all",
     "fragmentation": "No process holds memory on a card yet. Load a model:  %gpu load NAME PATH",
 }
 
 
 class Shown:
-    """A value with its text and its HTML. Its attributes are the value's own: `(%gpu plan qwen).granted`."""
+    """A value with its text and its HTML.
+
+    Its attributes are those of the value: `(%gpu plan qwen).granted`.
+    """
 
     def __init__(self, value: Any, as_text: Callable[[], str], as_html: Callable[[], str]) -> None:
+        """Shows the `value` by `as_text` and `as_html`, which are called when it is displayed."""
         self.value = value
         self._text, self._html = as_text, as_html
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(
-            "_"
-        ):  # a display hook that looks for its own method must not find the value's
+        # A display hook that looks for a method of its own must not find the value's.
+        if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.value, name)
 
@@ -47,17 +50,8 @@ class Shown:
         return {"text/plain": self._text(), "text/html": self._html()}
 
 
-def block_report(block: Any) -> Shown:
-    """What a cell took at its peak, and what it left behind."""
-    return Shown(
-        block,
-        lambda: text.block(block),
-        lambda: html.page(html.line(html.esc(text.block(block)), soft=True)),
-    )
-
-
 class Json(str):
-    """JSON text that also shows as a tree where the frontend can."""
+    """JSON text that a frontend can show as a tree."""
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))
@@ -74,30 +68,47 @@ def shown(
     around: Snapshot | None = None,
     prompt: str = "%gpu",
 ) -> Any:
-    """The answer to a verb as it is shown. `subject` is what was asked about, `around` how things stood then.
+    """The `value` that a `verb` answered, with its text and its HTML.
 
-    A DataFrame shows itself and comes back as it is.
+    `subject` is the text that the verb was typed with, `around` the status at that time; commands are
+    written as typed after `prompt`. A DataFrame shows itself and is returned as it is.
     """
-    if isinstance(value, Snapshot):
-        return Shown(value, lambda: text.status(value, prompt), lambda: html.status(value))
-    if verb == "status" and isinstance(value, tuple):  # every host
-        return Shown(
-            value,
-            lambda: "\n\n".join(text.host(one, prompt) for one in value),
-            lambda: "".join(html.host(one) for one in value),
-        )
     if isinstance(value, Plan) and around is not None:
         return Shown(
             value,
             lambda: text.plan(value, around, subject, prompt),
             lambda: html.plan(value, around, subject),
         )
+    by_type = _shown_by_type(value, prompt)
+    return by_type if by_type is not None else _shown_by_verb(verb, value, subject, prompt)
+
+
+def _shown_by_type(value: Any, prompt: str) -> Shown | None:
+    """The shown value, if its type alone decides how; else None."""
+    if isinstance(value, Snapshot):
+        return Shown(value, lambda: text.status(value, prompt), lambda: html.status(value))
     if isinstance(value, Health):
         return Shown(value, lambda: text.health(value), lambda: html.health(value))
     if isinstance(value, Outcome):
         return Shown(value, lambda: text.outcome(value), lambda: html.outcome(value))
     if isinstance(value, Applied):
         return Shown(value, lambda: text.applied(value), lambda: html.applied(value))
+    if isinstance(value, allocator_map.Mapped):
+        return _maps(value, prompt)
+    if isinstance(value, Report):
+        return Shown(value, lambda: value.text, lambda: elements.page(elements.pre(value.text)))
+    if isinstance(value, str):
+        return note(value)
+    return None
+
+
+def _shown_by_verb(verb: str, value: Any, subject: str, prompt: str) -> Any:
+    if verb == "status" and isinstance(value, tuple):  # every host
+        return Shown(
+            value,
+            lambda: "\n\n".join(text.host(one, prompt) for one in value),
+            lambda: "".join(html.host(one) for one in value),
+        )
     if verb == "why":
         return Shown(
             value, lambda: text.why(subject, value, prompt), lambda: html.why(subject, value)
@@ -106,17 +117,11 @@ def shown(
         return Shown(value, lambda: text.preset(value), lambda: html.preset(value))
     if verb == "config":
         return Shown(value, lambda: text.config(value), lambda: html.config(value))
-    if isinstance(value, allocator_map.Mapped):
-        return _maps(value, prompt)
-    if isinstance(value, Report):
-        return Shown(value, lambda: value.text, lambda: html.page(html.pre(value.text)))
-    if isinstance(value, str):
-        return note(value)
     return value
 
 
 def with_titles(verb: str, value: Any, rt: Any) -> Any:
-    """The answer to `verb`, where allocator maps get titles from the status of `rt`; else `value`."""
+    """The answer to `verb`: allocator maps with titles from the status of `rt`, else the `value`."""
     if verb == "fragmentation" and isinstance(value, tuple):
         return allocator_map.mapped(value, rt.status())
     return value
@@ -128,30 +133,44 @@ def _maps(value: allocator_map.Mapped, prompt: str) -> Shown:
     pairs = list(zip(value.maps, value.titles, strict=True))
     return Shown(
         value,
-        lambda: "\n\n".join(allocator_map.as_text(one, title) for one, title in pairs),
-        lambda: "".join(allocator_map.as_html(one, title) for one, title in pairs),
+        lambda: "\n\n".join(allocator_map.as_text(map, title) for map, title in pairs),
+        lambda: "".join(allocator_map.as_html(map, title) for map, title in pairs),
+    )
+
+
+def block_report(block: Any) -> Shown:
+    """The memory that a leased `block` used at its peak, and how much more it holds at its end."""
+    return Shown(
+        block,
+        lambda: text.block(block),
+        lambda: elements.page(elements.line(elements.esc(text.block(block)), soft=True)),
     )
 
 
 def nothing(verb: str, prompt: str = "%gpu") -> str:
-    """What to type where a table is empty."""
+    """What to type after `prompt` if the table of `verb` is empty."""
     return EMPTY.get(verb, "There is nothing to show.").format(prompt=prompt)
 
 
 def note(words: str) -> Shown:
-    """Words as they are, aligned."""
-    return Shown(words, lambda: words, lambda: html.page(html.pre(words)))
+    """The `words` as they are, in a fixed-width font."""
+    return Shown(words, lambda: words, lambda: elements.page(elements.pre(words)))
 
 
 def hint(sentence: str) -> Shown:
-    """A sentence that ends in what to type."""
-    return Shown(sentence, lambda: sentence, lambda: html.page(html.line(html.with_code(sentence))))
+    """A `sentence` that ends with a command to type."""
+    return Shown(
+        sentence,
+        lambda: sentence,
+        lambda: elements.page(elements.line(elements.with_code(sentence))),
+    )
 
 
 def is_frame(value: Any) -> bool:
+    """Whether the `value` is a DataFrame; pandas is not imported to find out."""
     return hasattr(value, "to_dict") and hasattr(value, "columns")
 
 
 def frame_text(frame: Any) -> str:
-    """A DataFrame as an aligned table for people."""
+    """The DataFrame `frame` as an aligned table for people."""
     return text.frame(frame.to_dict("records"), list(frame.columns))

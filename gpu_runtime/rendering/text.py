@@ -1,4 +1,4 @@
-"""Facts as aligned text, for a terminal and for whoever reads a notebook as a file. Pure."""
+"""Facts as aligned text, for a terminal and for readers of a notebook's file. Pure."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from . import views, words
 from .views import Bar, clean, clock
 
 BAR_CELLS = 32
-_LEASES = "█▓"  # neighbours alternate, so that the eye can part them
+_LEASES = "█▓"  # neighbours alternate, so that they can be told apart
 _MARKS = {"arriving": "▒", "leaving": "▒", "residue": "░", "strangers": "░"}
 _FREE, _LIMIT = "·", "│"
-LONGEST = 44  # characters of a cell; the middle of longer ones is left out
+LONGEST = 44  # characters of a cell; longer ones are shortened in the middle
+LONGEST_LEGEND = 28  # characters of a model's name in a bar's legend
+MOST_LEGEND = 8  # entries of a bar's legend
 
 
 def status(snapshot: Snapshot, prompt: str = "%gpu") -> str:
-    """Everything at a glance: devices, who holds what, who waits, the last decision."""
+    """The `snapshot` as text: devices, holders, the queue, the last decision.
+
+    Commands in it are written as typed after `prompt`.
+    """
+    title = f"{views.device_title(snapshot)} · pressure {views.worst_level(snapshot)}"
     sections = [
-        [
-            f"{views.device_title(snapshot)} · pressure {views.worst_level(snapshot)}",
-            *words.alarms(snapshot),
-        ],
+        [title, *words.alarms(snapshot)],
         list(_devices(snapshot)),
-        _who(snapshot, prompt),
+        _holders(snapshot, prompt),
         _queue(snapshot),
         _past(snapshot),
     ]
@@ -35,43 +38,38 @@ def status(snapshot: Snapshot, prompt: str = "%gpu") -> str:
 
 
 def host(snapshot: Snapshot, prompt: str = "%gpu") -> str:
-    """The same for one host of several, under its name."""
-    return f"── {words.host(snapshot)} ──\n{status(snapshot, prompt)}"
+    """The `status` of one host of several, with commands after `prompt`, under the host's name."""
+    return f"── {words.host_title(snapshot)} ──\n{status(snapshot, prompt)}"
 
 
 def _devices(snapshot: Snapshot) -> Iterable[str]:
-    width = max((len(view_.device.id) for view_ in snapshot.devices), default=0)
-    fills = max((len(views.fill(view_)) for view_ in snapshot.devices), default=0)
-    for view_, bar in zip(snapshot.devices, views.bars(snapshot), strict=True):
+    id_width = max((len(view.device.id) for view in snapshot.devices), default=0)
+    fill_width = max((len(views.fill(view)) for view in snapshot.devices), default=0)
+    for view, bar in zip(snapshot.devices, views.bars(snapshot), strict=True):
         drawn, legend = draw(bar)
-        remarks = ", ".join(views.remarks(snapshot, view_))
+        remarks = ", ".join(views.remarks(snapshot, view))
+        fill = f"{views.fill(view):>{fill_width}}"
         yield (
-            f"{view_.device.id:{width}}  {drawn}  {views.fill(view_):>{fills}}  {view_.pressure:>5.0%}  "
-            f"{view_.level:8}  {remarks}"
+            f"{view.device.id:{id_width}}  {drawn}  {fill}  {view.pressure:>5.0%}  "
+            f"{view.level:8}  {remarks}"
         ).rstrip()
         if legend:
-            yield f"{'':{width}}  {legend}"
+            yield f"{'':{id_width}}  {legend}"
 
 
-def _who(snapshot: Snapshot, prompt: str) -> list[str]:
+# The state is last: its width changes with time.
+_HOLDERS = ("MODEL", "SIZE", "WHERE", "HELD BY", "IMPORTANCE", "STATE")
+
+
+def _holders(snapshot: Snapshot, prompt: str) -> list[str]:
     rows = views.holdings(snapshot)
     if not any(row.kind in ("model", "block") for row in rows):
         hint = nothing_yet(prompt, registered=[spec.name for spec in snapshot.specs])
-        return [hint, *table(_cells(rows), _WHO, right=(1,))] if rows else [hint]
-    lines = table(_cells(rows[: views.MOST_ROWS]), _WHO, right=(1,))
+        return [hint, *table(_cells(rows), _HOLDERS, right=(1,))] if rows else [hint]
+    lines = table(_cells(rows[: views.MOST_ROWS]), _HOLDERS, right=(1,))
     if len(rows) > views.MOST_ROWS:
         lines.append(f"and {len(rows) - views.MOST_ROWS} more:  {prompt} leases")
     return lines
-
-
-_WHO = (
-    "MODEL",
-    "SIZE",
-    "WHERE",
-    "HELD BY",
-    "IMPORTANCE",
-    "STATE",
-)  # the state last: its width changes with the clock
 
 
 def _cells(rows: Iterable[views.Holding]) -> list[tuple[str, ...]]:
@@ -83,25 +81,25 @@ def _cells(rows: Iterable[views.Holding]) -> list[tuple[str, ...]]:
 
 def _queue(snapshot: Snapshot) -> list[str]:
     queue = words.waiting(snapshot)
-    return (
-        [f"Waiting: {len(queue)}", *(f"  {n}. {clean(line)}" for n, line in enumerate(queue, 1))]
-        if queue
-        else []
-    )
+    if not queue:
+        return []
+    lines = [f"  {n}. {clean(sentence)}" for n, sentence in enumerate(queue, 1)]
+    return [f"Waiting: {len(queue)}", *lines]
 
 
 def _past(snapshot: Snapshot) -> list[str]:
     lines = []
     if snapshot.events:
         last = snapshot.events[-1]
-        lines.append(
-            f"Last decision  {clock(last.wall)}  {clean(last.model)} {clean(words.told(last))}"
-        )
-    return [*lines, words.counters(snapshot)] if any(snapshot.totals.values()) else lines
+        sentence = clean(words.event_sentence(last))
+        lines.append(f"Last decision  {clock(last.wall)}  {clean(last.model)} {sentence}")
+    if any(snapshot.totals.values()):
+        lines.append(words.counters(snapshot))
+    return lines
 
 
 def nothing_yet(prompt: str, registered: Sequence[str] = ()) -> str:
-    """What to type where there is nothing to see."""
+    """What to type after `prompt` while nothing is loaded; `registered` are the known models."""
     if registered:
         return (
             f"Nothing is loaded. Registered here: {clean(', '.join(registered))}. Load one:  "
@@ -113,30 +111,33 @@ def nothing_yet(prompt: str, registered: Sequence[str] = ()) -> str:
 
 
 def size(count: int | None) -> str:
+    """A `count` of bytes for people; `unknown` for None."""
     return "unknown" if count is None else show_bytes(count)
 
 
-# -- bars ---------------------------------------------------------------------------------------------------------
+# -- bars ----------------------------------------------------------------------------------------
 
 
 def draw(bar: Bar, cells: int = BAR_CELLS) -> tuple[str, str]:
-    """A device's bar, and the legend that says which stretch is whose.
+    """The `bar` in characters, `cells` wide, and its legend.
+
+    A segment gets one cell at least, so that small ones are visible.
 
     >>> from gpu_runtime.facts import Device
-    >>> draw(Bar(Device("sim:0", 16), (Segment("a", 8, lease="1/a"), Segment("b", 4, lease="1/b")), 14), cells=16)
+    >>> from gpu_runtime.rendering.views import BarSegment
+    >>> two = (BarSegment("a", 8, lease="1/a"), BarSegment("b", 4, lease="1/b"))
+    >>> draw(Bar(Device("sim:0", 16), two, 14), cells=16)
     ('████████▓▓▓▓··│·', '█ a 8 B  ▓ b 4 B')
     """
-    scale, drawn, legend, end = bar.scale_bytes, "", [], 0
-    leases = 0
+    scale = bar.scale_bytes
+    drawn, legend, end, leases = "", [], 0, 0
     for segment in bar.segments:
         end += segment.bytes
         mark = _MARKS.get(segment.kind) or _LEASES[leases % 2]
         leases += segment.is_lease
-        length = max(
-            1, round(end / scale * cells) - len(drawn)
-        )  # what is there is seen, however small
-        drawn += mark * length
-        legend.append(f"{mark} {clean(segment._replace(label=shorten(segment.label, 28)).title)}")
+        drawn += mark * max(1, round(end / scale * cells) - len(drawn))
+        short = segment._replace(label=shorten(segment.label, LONGEST_LEGEND))
+        legend.append(f"{mark} {clean(short.title)}")
     drawn = drawn[:cells].ljust(cells, _FREE)
     if bar.limit_bytes < scale:
         at = min(cells - 1, round(bar.limit_bytes / scale * cells))
@@ -144,23 +145,30 @@ def draw(bar: Bar, cells: int = BAR_CELLS) -> tuple[str, str]:
     return drawn, "  ".join(_short(legend))
 
 
-def _short(legend: list[str], most: int = 8) -> list[str]:
-    return legend if len(legend) <= most else [*legend[:most], f"and {len(legend) - most} more"]
+def _short(legend: list[str]) -> list[str]:
+    if len(legend) <= MOST_LEGEND:
+        return legend
+    return [*legend[:MOST_LEGEND], f"and {len(legend) - MOST_LEGEND} more"]
 
 
-# -- tables -------------------------------------------------------------------------------------------------------
+# -- tables --------------------------------------------------------------------------------------
 
 
 def width(text: str) -> int:
-    """Columns that the text takes in a terminal."""
-    return sum(
-        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
-        for c in text
-    )
+    """Columns of a terminal that the `text` takes."""
+    return sum(map(_character_width, text))
+
+
+def _character_width(character: str) -> int:
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def shorten(text: str, longest: int = LONGEST) -> str:
-    """The text with its middle left out where it is too long: both ends of a name tell it from others.
+    """The `text`; if it is over `longest` characters, without its middle.
+
+    Both ends of a name distinguish it from other names.
 
     >>> shorten("Qwen/Qwen3-Embedding-0.6B", 15)
     'Qwen/Qw…ng-0.6B'
@@ -176,36 +184,39 @@ def table(
     right: Sequence[int] = (),
     longest: int = LONGEST,
 ) -> list[str]:
-    """Aligned lines; columns where nothing stands are left out."""
+    """The `rows` as aligned lines under `headers`. Empty columns are left out.
+
+    The columns with the numbers in `right` are aligned to the right. Cells over `longest` characters
+    are shortened.
+    """
     cells = [[shorten(clean(cell), longest) for cell in row] for row in rows]
     columns = [n for n in range(len(headers)) if any(row[n] for row in cells)]
-    widths = {
-        n: max(width(text) for text in (headers[n], *(row[n] for row in cells))) for n in columns
-    }
+    widths = {n: max(width(row[n]) for row in (headers, *cells)) for n in columns}
+
+    def padded(row: Sequence[str], n: int) -> str:
+        padding = " " * (widths[n] - width(row[n]))
+        return padding + row[n] if n in right else row[n] + padding
 
     def line(row: Sequence[str]) -> str:
-        padded = ((" " * (widths[n] - width(row[n])), row[n]) for n in columns)
-        return "  ".join(
-            pad + text if n in right else text + pad
-            for n, (pad, text) in zip(columns, padded, strict=True)
-        ).rstrip()
+        return "  ".join(padded(row, n) for n in columns).rstrip()
 
     return [line(headers), *map(line, cells)]
 
 
 def frame(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """A DataFrame's records for people: sizes, durations and clock times in words."""
+    """A DataFrame's `records` as an aligned table with the `columns`.
+
+    Sizes, durations and times are written for people.
+    """
     counted = ("bytes", "_seconds", "uses", "pins", "importance")
     numbers = [n for n, name in enumerate(columns) if name.endswith(counted)]
-    heads = [name.removesuffix("_seconds").replace("_", " ").upper() for name in columns]
-    return "\n".join(
-        table(
-            [[cell(name, record[name]) for name in columns] for record in records], heads, numbers
-        )
-    )
+    headers = [name.removesuffix("_seconds").replace("_", " ").upper() for name in columns]
+    rows = [[cell(name, record[name]) for name in columns] for record in records]
+    return "\n".join(table(rows, headers, numbers))
 
 
 def cell(column: str, value: Any) -> str:
+    """A DataFrame's `value` for people; the name of the `column` gives its unit."""
     if value is None or value != value:  # NaN and NaT differ from themselves
         return "unknown" if column.endswith("bytes") else ""
     if column.endswith("bytes"):
@@ -214,111 +225,119 @@ def cell(column: str, value: Any) -> str:
         return show_seconds(value)
     if hasattr(value, "strftime"):
         return value.strftime("%Y-%m-%d %H:%M:%S")
-    if isinstance(value, bool) or type(value).__name__ == "bool":
+    if isinstance(value, bool) or type(value).__name__ == "bool":  # NumPy's too
         return "yes" if value else ""
     return str(value)
 
 
-# -- answers ------------------------------------------------------------------------------------------------------
+# -- answers -------------------------------------------------------------------------------------
 
 
-def health(health_: Health) -> str:
-    used = "unknown" if health_.used_percent is None else f"{health_.used_percent:.0f} %"
-    return (
-        f"{'healthy' if health_.healthy else 'NOT healthy'} · pressure {health_.pressure} · used {used} · "
-        f"{health_.message}"
-    )
+def health(found: Health) -> str:
+    """The health `found`, in one line."""
+    used = "unknown" if found.used_percent is None else f"{found.used_percent:.0f} %"
+    state = "healthy" if found.healthy else "NOT healthy"
+    return f"{state} · pressure {found.pressure} · used {used} · {found.message}"
 
 
 def outcome(done: Outcome) -> str:
-    """What a verb did, in one line."""
-    said, sized = done.because.rstrip("."), show_bytes(done.bytes)
-    facts = [
-        sized if sized not in said else "",
-        show_seconds(done.seconds) if done.bytes and done.seconds else "",
-    ]
-    told = ", ".join(filter(None, facts))
+    """What a verb has `done`, in one line; its bytes and seconds are added if they are not in it."""
+    because, moved = done.because.rstrip("."), show_bytes(done.bytes)
+    figures = [] if moved in because else [moved]
+    if done.bytes and done.seconds:
+        figures.append(show_seconds(done.seconds))
     head = f"{done.verb} {done.name}".strip() + ("" if done.done else ", not done")
-    return clean(f"{head}: {said}" + (f" ({told})" if done.bytes and told else ""))
+    detail = f" ({', '.join(figures)})" if done.bytes and figures else ""
+    return clean(f"{head}: {because}{detail}")
 
 
 def applied(done: Applied) -> str:
-    """What became of a file of models, and what has no effect here."""
+    """The result `done` of applying a file of models, with notes on fields without effect."""
     return "\n".join([applied_head(done), *(f"  {clean(note)}" for note in done.notes)])
 
 
 def applied_head(done: Applied) -> str:
-    told = [
-        f"{len(names)} {what} ({clean(', '.join(names))})"
-        for what, names in (
-            ("new", done.added),
-            ("changed", done.changed),
-            ("unchanged", done.unchanged),
-        )
-        if names
-    ]
-    return f"apply {clean(done.file)}: {', '.join(told)}"
+    """The first line of `applied`: how many models of `done` are new, changed and unchanged."""
+    kinds = (("new", done.added), ("changed", done.changed), ("unchanged", done.unchanged))
+    parts = [f"{len(names)} {kind} ({clean(', '.join(names))})" for kind, names in kinds if names]
+    return f"apply {clean(done.file)}: {', '.join(parts)}"
 
 
-def block(block_: Any) -> str:
-    """What a leased cell took: None is unknown, never zero."""
-    leased = (
-        f"{show_bytes(block_.bytes)} leased on {block_.device.id}"
-        if block_.bytes
-        else f"on {block_.device.id}"
-    )
-    if block_.peak_bytes is None and block_.delta_bytes is None:
-        return f"{leased} · peak and delta unknown: only torch on a real card tells them"
-    sign = "+" if (block_.delta_bytes or 0) > 0 else ""
-    return f"peak {size(block_.peak_bytes)} · {leased} · delta {sign}{size(block_.delta_bytes)}"
+def block(used: Any) -> str:
+    """The memory that a leased cell `used`. None is unknown, never zero."""
+    leased = f"on {used.device.id}"
+    if used.bytes:
+        leased = f"{show_bytes(used.bytes)} leased {leased}"
+    if used.peak_bytes is None and used.delta_bytes is None:
+        return f"{leased} · peak and delta unknown: only torch on a real card reports them"
+    sign = "+" if (used.delta_bytes or 0) > 0 else ""
+    return f"peak {size(used.peak_bytes)} · {leased} · delta {sign}{size(used.delta_bytes)}"
 
 
-def plan(plan_: Plan, snapshot: Snapshot, subject: str = "", prompt: str = "%gpu") -> str:
-    """The verdict, its reason, the steps in words, the bars after them."""
+def plan(found: Plan, snapshot: Snapshot, subject: str = "", prompt: str = "%gpu") -> str:
+    """The plan `found`: its verdict, its reason, its steps, and the bars after them.
+
+    `snapshot` is the status that the plan was made for, `subject` the text it was requested for.
+    Commands are written as typed after `prompt`.
+    """
     lines = [
-        f"{clean(words.verdict(plan_))}{' · simulated' if snapshot.simulated else ''}",
-        clean(plan_.because),
+        f"{clean(words.verdict(found))}{' · simulated' if snapshot.simulated else ''}",
+        clean(found.because),
+        *_plan_needs(found),
+        *_plan_steps(found, snapshot),
     ]
-    if needs := words.needs(plan_):
-        lines.append(f"Needs {clean(needs)}{words.on_cards(plan_)}")
-    lines += [
-        f"  {line}"
-        for line in table(words.parts(plan_), ("PART", "SIZE", "FROM"), right=(1,), longest=100)
-        if words.parts(plan_)
-    ]
-    lines += [f"  {clean(note)}" for note in words.notes(plan_)]
-    lines += [
-        f"  {n}. {clean(words.step_sentence(snapshot, step))}"
-        for n, step in enumerate(plan_.steps, 1)
-    ]
-    after = views.bars_after(snapshot, plan_.steps)
-    names = max((len(bar.device.id) for bar in after), default=0)
-    for bar in after:
-        drawn, legend = draw(bar)
-        lines += [
-            f"then  {bar.device.id:{names}}  {drawn}  {show_bytes(bar.used_bytes)}",
-            f"{'':{8 + names}}{legend}",
-        ]
-    if others := words.others_considered(plan_):
-        lines.append("Also considered:" if plan_.granted else "Considered:")
+    others = words.others_considered(found)
+    if others:
+        lines.append("Also considered:" if found.granted else "Considered:")
         lines += [f"  {place} {clean(because)}" for place, because in others]
-    if plan_.steps:
-        lines.append(f"Nothing was done. {words.how(plan_, subject, prompt)}")
+    if found.steps:
+        lines.append(f"Nothing was done. {words.how_to_do_it(found, subject, prompt)}")
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
+def _plan_needs(found: Plan) -> list[str]:
+    needs = words.needs(found)
+    lines = [f"Needs {clean(needs)}{words.on_cards(found)}"] if needs else []
+    parts = words.parts(found)
+    if parts:
+        rows = table(parts, ("PART", "SIZE", "FROM"), right=(1,), longest=100)
+        lines += [f"  {row}" for row in rows]
+    return lines + [f"  {clean(note)}" for note in words.notes(found)]
+
+
+def _plan_steps(found: Plan, snapshot: Snapshot) -> list[str]:
+    sentences = [words.step_sentence(snapshot, step) for step in found.steps]
+    lines = [f"  {n}. {clean(sentence)}" for n, sentence in enumerate(sentences, 1)]
+    after = views.bars_after(snapshot, found.steps)
+    id_width = max((len(bar.device.id) for bar in after), default=0)
+    for bar in after:
+        drawn, legend = draw(bar)
+        lines += [
+            f"then  {bar.device.id:{id_width}}  {drawn}  {show_bytes(bar.used_bytes)}",
+            f"{'':{8 + id_width}}{legend}",
+        ]
+    return lines
+
+
 def why(name: str, events: Sequence[Event], prompt: str = "%gpu") -> str:
-    """The last decisions, newest first."""
+    """The `events` about the model `name` as sentences, newest first.
+
+    Without events it is the command to type after `prompt`.
+    """
     if not events:
-        return f"Nothing was decided on {clean(name)} yet. What would happen:  {prompt} plan {clean(name)}"
+        command = f"{prompt} plan {clean(name)}"
+        return f"No decision about {clean(name)} yet. What would happen:  {command}"
     return "\n".join(
-        f"{clock(event.wall)}  {clean(event.model)} {clean(words.told(event))}"
-        for event in words.worth_a_line(events)
+        f"{clock(event.wall)}  {clean(event.model)} {clean(words.event_sentence(event))}"
+        for event in words.events_to_show(events)
     )
 
 
+CONFIG = ("SETTING", "VALUE", "SET BY", "MEANING")
+
+
 def config(rows: Sequence[Any]) -> str:
-    """Every setting, its value, what set it, and what it means."""
+    """The settings in `rows`: each with its value, its source and its meaning."""
     cells = [
         (row.name, row.value, "" if row.source == "default" else row.source, row.doc)
         for row in rows
@@ -326,9 +345,6 @@ def config(rows: Sequence[Any]) -> str:
     return "\n".join(table(cells, CONFIG, longest=200))
 
 
-CONFIG = ("SETTING", "VALUE", "SET BY", "MEANING")
-
-
 def preset(settings: Mapping[str, str]) -> str:
-    """Lines for a shell."""
+    """The `settings` as lines for a shell."""
     return "\n".join(f"export {name}={value}" for name, value in settings.items())

@@ -1,6 +1,7 @@
-"""What there is to see in a Snapshot, as bars and rows: the same for text and HTML.
+"""A Snapshot as bars and rows, the same for text and HTML.
 
-Pure. What stands where is decided here; sentences are in `words.py`, looks in `text.py` and `html.py`.
+Pure. This module decides what is shown where. Sentences are in `words.py`; the layout is in `text.py`
+and `html.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from gpu_runtime.facts import (
     Level,
     Owner,
     Phase,
+    Share,
     Snapshot,
     Step,
+    Stranger,
     ended_label,
     holder_label,
     importance_name,
@@ -27,26 +30,29 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.units import show_bytes
 
-MOST_ROWS = 20  # in one table; the rest is counted and `%gpu leases` has them all
+MOST_ROWS = 20  # in one table; the rest is counted, and `%gpu leases` shows all of them
 STRANGERS = "other programs"
 RESIDUE = "context and cache"
+NOT_LISTED = 99  # sorts a device that the snapshot does not list behind all others
 _LEVELS = (Level.UNKNOWN, Level.LOW, Level.MODERATE, Level.HIGH, Level.CRITICAL)
 
 
-class Segment(NamedTuple):
-    """A stretch of a bar."""
+class BarSegment(NamedTuple):
+    """A part of a bar."""
 
     label: str
     bytes: int
     kind: str = "settled"  # settled, arriving, leaving, residue, strangers
-    lease: str = ""
+    lease: str = ""  # the lease's id; empty for bytes without a lease
 
     @property
     def is_lease(self) -> bool:
+        """Whether these bytes are leased."""
         return bool(self.lease)
 
     @property
     def title(self) -> str:
+        """The segment in words, such as `qwen 14.0 GiB, arriving`."""
         moving = f", {self.kind}" if self.kind in ("arriving", "leaving") else ""
         return f"{self.label} {show_bytes(self.bytes)}{moving}"
 
@@ -55,21 +61,22 @@ class Bar(NamedTuple):
     """One device, from empty to full."""
 
     device: Device
-    segments: tuple[Segment, ...]
+    segments: tuple[BarSegment, ...]
     limit_bytes: int
 
     @property
     def used_bytes(self) -> int:
+        """Bytes of all segments."""
         return sum(segment.bytes for segment in self.segments)
 
     @property
     def scale_bytes(self) -> int:
-        """What the bar's full length stands for: the device, or more in an overdraft."""
+        """Bytes of the bar's full length: the device's, or more if it is overdrawn."""
         return max(self.device.total_bytes, self.used_bytes, self.limit_bytes, 1)
 
 
 class Holding(NamedTuple):
-    """A row of "who holds what"."""
+    """A row of the table of holders."""
 
     name: str
     bytes: int | None
@@ -81,95 +88,103 @@ class Holding(NamedTuple):
 
 
 def clean(text: object) -> str:
-    """The text with whatever could steer a terminal made visible."""
+    """The `text` with unprintable characters replaced: they could control a terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
 
 
 def clock(wall: float) -> str:
+    """The local time of day of `wall`, which is in epoch seconds: `12:03:04`."""
     return time.strftime("%H:%M:%S", time.localtime(wall))
 
 
-# -- devices ------------------------------------------------------------------------------------------------------
+# -- devices -------------------------------------------------------------------------------------
 
 
 def bars(snapshot: Snapshot) -> tuple[Bar, ...]:
+    """One bar for each device of the `snapshot`, in its order."""
     return tuple(
         Bar(view.device, tuple(_segments(snapshot, view)), view.limit_bytes)
         for view in snapshot.devices
     )
 
 
-def _segments(snapshot: Snapshot, view: DeviceView) -> Iterator[Segment]:
-    here = view.device.id
+def _segments(snapshot: Snapshot, view: DeviceView) -> Iterator[BarSegment]:
     for lease in snapshot.leases():
-        lies = sum(share.bytes for share in lease.shares if share.device == here)
-        comes = sum(share.bytes for share in lease.target if share.device == here)
-        if lies:
-            yield Segment(
-                lease.name, lies, "leaving" if lease.phase is Phase.LEAVING else "settled", lease.id
-            )
-        if comes:
-            yield Segment(lease.name, comes, "arriving", lease.id)
+        present = _bytes_on(lease.shares, view.device.id)
+        if present:
+            kind = "leaving" if lease.phase is Phase.LEAVING else "settled"
+            yield BarSegment(lease.name, present, kind, lease.id)
+        arriving = _bytes_on(lease.target, view.device.id)
+        if arriving:
+            yield BarSegment(lease.name, arriving, "arriving", lease.id)
     if view.residue_bytes:
-        yield Segment(RESIDUE, view.residue_bytes, "residue")
-    if (others := strangers_bytes(view)) > 0:
-        yield Segment(STRANGERS, others, "strangers")
+        yield BarSegment(RESIDUE, view.residue_bytes, "residue")
+    unleased = strangers_bytes(view)
+    if unleased > 0:
+        yield BarSegment(STRANGERS, unleased, "strangers")
+
+
+def _bytes_on(shares: Iterable[Share], device: str) -> int:
+    return sum(share.bytes for share in shares if share.device == device)
 
 
 def strangers_bytes(view: DeviceView) -> int:
-    """Bytes in use that nobody claimed, as measured; 0 where the driver does not say."""
+    """Bytes of the device in `view` that are in use without a lease; 0 if the driver does not report them."""
     if view.stranger_bytes is not None:
         return view.stranger_bytes
     return max(0, (view.measured_bytes or 0) - view.claimed_bytes)
 
 
 def bars_after(snapshot: Snapshot, steps: Iterable[Step]) -> tuple[Bar, ...]:
-    """The bars of those devices that the steps change, as they would be then."""
-    now = bars(snapshot)
-    changed: dict[str, list[Segment]] = {bar.device.id: list(bar.segments) for bar in now}
-    touched: set[str] = set()
+    """The bars of the `snapshot` as they would be after the `steps`, of the devices that change."""
+    before = bars(snapshot)
+    after: dict[str, list[BarSegment]] = {bar.device.id: list(bar.segments) for bar in before}
+    changed: set[str] = set()
     for step in steps:
         for share in getattr(step, "source", ()):
-            touched.add(share.device)
-            changed[share.device] = [
-                s for s in changed.get(share.device, ()) if s.lease != step.lease
-            ]
+            changed.add(share.device)
+            segments = after.get(share.device, ())
+            after[share.device] = [one for one in segments if one.lease != step.lease]
         for share in getattr(step, "shares", ()):
-            touched.add(share.device)
-            changed.setdefault(share.device, []).append(
-                Segment(lease_name(step.lease), share.bytes, lease=step.lease)
-            )
+            changed.add(share.device)
+            segment = BarSegment(lease_name(step.lease), share.bytes, lease=step.lease)
+            after.setdefault(share.device, []).append(segment)
     return tuple(
-        bar._replace(segments=tuple(changed[bar.device.id]))
-        for bar in now
-        if bar.device.id in touched
+        bar._replace(segments=tuple(after[bar.device.id]))
+        for bar in before
+        if bar.device.id in changed
     )
 
 
 def lease_name(lease_id: str) -> str:
+    """The model's name in a `lease_id`, which is `owner/name`."""
     return lease_id.partition("/")[2] or lease_id
 
 
 def cards(snapshot: Snapshot) -> list[DeviceView]:
+    """The devices of the `snapshot` without the host."""
     return [view for view in snapshot.devices if not view.device.is_host]
 
 
 def worst_level(snapshot: Snapshot) -> Level:
+    """The pressure level of the fullest card in the `snapshot`; UNKNOWN without cards."""
     return max((view.level for view in cards(snapshot)), key=_LEVELS.index, default=Level.UNKNOWN)
 
 
 def device_title(snapshot: Snapshot) -> str:
-    """`1 simulated GPU`, `8 × NVIDIA H100`, `no GPU`."""
+    """The cards of the `snapshot`: `1 simulated GPU`, `8 × NVIDIA H100`, `no GPU`."""
     count = len(cards(snapshot))
+    if not count:
+        return "no GPU"
     names = {view.device.name for view in cards(snapshot)}
     if not snapshot.simulated and len(names) == 1 and "" not in names:
         return f"{count} × {clean(*names)}"
     simulated = "simulated " if snapshot.simulated else ""
-    return f"{count} {simulated}GPU{'s' if count != 1 else ''}" if count else "no GPU"
+    return f"{count} {simulated}GPU{'s' if count != 1 else ''}"
 
 
 def fill(view: DeviceView) -> str:
-    """`14.0 of 21.6 GiB`, claimed of usable."""
+    """Claimed of usable bytes of the device in `view`: `14.0 of 21.6 GiB`."""
     claimed, limit = show_bytes(view.claimed_bytes), show_bytes(view.limit_bytes)
     if claimed.split()[1] == limit.split()[1]:
         claimed = claimed.split()[0]
@@ -177,80 +192,87 @@ def fill(view: DeviceView) -> str:
 
 
 def remarks(snapshot: Snapshot, view: DeviceView) -> list[str]:
-    """What a person should know of this device besides its bar."""
-    words = []
+    """Facts about the device in `view` that its bar does not show."""
+    found = []
     if view.drained is not None:
-        words.append(f"drained by {view.drained.by} since {clock(view.drained.wall)}")
+        found.append(f"drained by {view.drained.by} since {clock(view.drained.wall)}")
     if view.claimed_bytes > view.limit_bytes:
-        words.append(f"over its budget by {show_bytes(view.claimed_bytes - view.limit_bytes)}")
-    if view.measured_bytes is None and not view.device.is_host:
-        words.append("not measured")
-    elif (
-        view.measured_bytes is not None
-        and not view.device.simulated
-        and view.measured_bytes != view.claimed_bytes
-    ):
-        words.append(f"measured {show_bytes(view.measured_bytes)}")
+        found.append(f"over its budget by {show_bytes(view.claimed_bytes - view.limit_bytes)}")
+    found += _measured_remark(view)
     if view.sample is not None and view.sample.utilisation_percent is not None:
-        words.append(f"{view.sample.utilisation_percent:.0f} % busy")
+        found.append(f"{view.sample.utilisation_percent:.0f} % busy")
     if view.device.is_host:
         warm = sum(1 for lease in snapshot.leases() if lease.on_host)
-        words.append(f"warm pool: {warm} model{'s' if warm != 1 else ''}")
-    return words
+        found.append(f"warm pool: {warm} model{'s' if warm != 1 else ''}")
+    return found
 
 
-# -- who holds what -----------------------------------------------------------------------------------------------
+def _measured_remark(view: DeviceView) -> list[str]:
+    """The measured bytes, if they differ from the claimed bytes on a real device."""
+    if view.measured_bytes is None:
+        return [] if view.device.is_host else ["not measured"]
+    if view.device.simulated or view.measured_bytes == view.claimed_bytes:
+        return []
+    return [f"measured {show_bytes(view.measured_bytes)}"]
+
+
+# -- the table of holders ------------------------------------------------------------------------
 
 
 def holdings(snapshot: Snapshot) -> list[Holding]:
-    """Every lease, the largest first on each device; then what processes hold beside them; then strangers."""
+    """The rows of the `snapshot`: leases by device and size, then residues, then other programs."""
     order = {view.device.id: place for place, view in enumerate(snapshot.devices)}
-    leases = sorted(
-        snapshot.leases(),
-        key=lambda lease: (
-            min((order.get(share.device, 99) for share in lease.claims()), default=99),
-            -lease.bytes,
-            lease.name,
-        ),
-    )
-    rows = [
-        Holding(
-            lease.name,
-            lease.bytes,
-            _where(lease),
-            holder(snapshot, lease.owner),
-            lease_state(lease, snapshot.now).text(),
-            lease.kind,
-            tuple(_marks(lease)),
-        )
-        for lease in leases
+
+    def by_device_and_size(lease: Lease) -> tuple[int, int, str]:
+        places = [order.get(share.device, NOT_LISTED) for share in lease.claims()]
+        return min(places, default=NOT_LISTED), -lease.bytes, lease.name
+
+    leases = sorted(snapshot.leases(), key=by_device_and_size)
+    return [
+        *(_holding(snapshot, lease) for lease in leases),
+        *_residues(snapshot),
+        *_strangers(snapshot),
     ]
+
+
+def _holding(snapshot: Snapshot, lease: Lease) -> Holding:
+    return Holding(
+        lease.name,
+        lease.bytes,
+        _where(lease),
+        holder(snapshot, lease.owner),
+        lease_state(lease, snapshot.now).text(),
+        lease.kind,
+        tuple(_marks(lease)),
+    )
+
+
+def _residues(snapshot: Snapshot) -> Iterator[Holding]:
+    """Bytes that owners hold beyond their leases."""
     for section in snapshot.sections.values():
-        rows += [
-            Holding(RESIDUE, size, device, holder(snapshot, section.owner.id), "", "residue")
-            for device, size in section.residue.items()
-            if size
-        ]
-    return rows + list(_strangers(snapshot))
+        for device, size in section.residue.items():
+            if size:
+                owner = holder(snapshot, section.owner.id)
+                yield Holding(RESIDUE, size, device, owner, "", "residue")
 
 
 def _strangers(snapshot: Snapshot) -> Iterator[Holding]:
     for view in cards(snapshot):
-        others = [one for one in snapshot.strangers if one.device == view.device.id]
-        for one in others:
-            who = ", ".join(
-                clean(part) for part in (one.command, one.user, f"pid {one.pid}") if part
-            )
-            yield Holding(STRANGERS, one.bytes, one.device, who, "not governed", "strangers")
-        if not others and strangers_bytes(view):
-            yield Holding(
-                STRANGERS,
-                strangers_bytes(view),
-                view.device.id,
-                "unknown",
-                "not governed",
-                "strangers",
-            )
+        known = [one for one in snapshot.strangers if one.device == view.device.id]
+        for one in known:
+            yield _stranger(one.bytes, one.device, _program(one))
+        if not known and strangers_bytes(view):
+            yield _stranger(strangers_bytes(view), view.device.id, "unknown")
+
+
+def _stranger(size: int | None, device: str, program: str) -> Holding:
+    return Holding(STRANGERS, size, device, program, "not governed", "strangers")
+
+
+def _program(stranger: Stranger) -> str:
+    """`python, bob, pid 4121`, as far as it is known."""
+    parts = (stranger.command, stranger.user, f"pid {stranger.pid}")
+    return ", ".join(clean(part) for part in parts if part)
 
 
 def _where(lease: Lease) -> str:
@@ -267,7 +289,7 @@ def _marks(lease: Lease) -> Iterator[str]:
 
 
 def holder(snapshot: Snapshot, owner_id: str) -> str:
-    """The process with `owner_id`, for the process that made the `snapshot`: `this process`, or its label."""
+    """The process `owner_id`, for a reader in the process that made the `snapshot`."""
     if owner_id == snapshot.owner.id:
         return THIS_PROCESS
     section = snapshot.sections.get(owner_id)
@@ -275,5 +297,5 @@ def holder(snapshot: Snapshot, owner_id: str) -> str:
 
 
 def owners(snapshot: Snapshot) -> list[Owner]:
-    """Processes that hold something."""
+    """The processes of the `snapshot` that hold a lease."""
     return [section.owner for section in snapshot.sections.values() if section.leases]

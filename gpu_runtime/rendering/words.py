@@ -1,4 +1,7 @@
-"""The sentences of the faces: who waits, what happened and why, what a plan would do. Pure."""
+"""The sentences of the faces: the queue, past events, and plans.
+
+Pure. The labels inside a sentence (state, holder, cards) are those of `facts/labels.py`.
+"""
 
 from __future__ import annotations
 
@@ -19,220 +22,110 @@ from gpu_runtime.units import is_source, show_bytes, show_seconds
 
 from .views import clean, holder, lease_name
 
-QUIET_SECONDS = 10.0  # a host whose owners show nothing for longer is said to be quiet
+QUIET_SECONDS = 10.0  # a host that no owner has updated for longer is shown as quiet
+MOST_CONSIDERED = 8  # alternatives that a plan lists
 
-# -- the queue, the past ------------------------------------------------------------------------------------------
+# -- the queue and the past ----------------------------------------------------------------------
 
 
 def waiting(snapshot: Snapshot) -> list[str]:
-    """A sentence for each request in the queue, and for each thing asked of somebody else."""
-    return [_waits(snapshot, ticket) for ticket in snapshot.tickets]
+    """A sentence for each request in the queue of the `snapshot`, and for each request to an owner."""
+    return [_ticket_sentence(snapshot, ticket) for ticket in snapshot.tickets]
 
 
-def _waits(snapshot: Snapshot, ticket: Ticket) -> str:
+def _ticket_sentence(snapshot: Snapshot, ticket: Ticket) -> str:
     waited = show_seconds(max(0.0, snapshot.now - ticket.arrived))
-    who = holder(snapshot, ticket.owner)
+    requester = holder(snapshot, ticket.owner)
     if ticket.verb != "use":
         owner_id, _, name = ticket.name.partition("/")
-        return f"{who} asked {holder(snapshot, owner_id)} to {ticket.verb} {name}, {waited} ago"
+        owner = holder(snapshot, owner_id)
+        return f"{requester} requested: {ticket.verb} {name} of {owner}, {waited} ago"
     need = " + ".join(f"{show_bytes(share.bytes)} on {share.device}" for share in ticket.need)
     level = "" if ticket.importance == NORMAL else f" ({importance_name(ticket.importance)})"
     because = f": {ticket.because}" if ticket.because else ""
-    return (
-        f"{ticket.name}{level}{', ' + need if need else ''}, for {who}, waiting {waited}{because}"
-    )
+    size = f", {need}" if need else ""
+    return f"{ticket.name}{level}{size}, for {requester}, waiting {waited}{because}"
 
 
-_DEEDS = {
-    "granted": "was promised {bytes} on {device}",
+_EVENT_PHRASES = {
+    "granted": "was granted {bytes} on {device}",
     "loaded": "was loaded, {bytes} on {device}",
-    "offloaded": "stepped aside from {device}, freeing {bytes}",
-    "restored": "came back, {bytes} on {device}",
-    "unloaded": "was dropped from {device}, freeing {bytes}",
-    "moved": "left {device} for another card, {bytes}",
-    "released": "was given back, {bytes} on {device}",
+    "offloaded": "was offloaded from {device}, freeing {bytes}",
+    "restored": "was restored, {bytes} on {device}",
+    "unloaded": "was unloaded from {device}, freeing {bytes}",
+    "moved": "was moved from {device} to another card, {bytes}",
+    "released": "was released, {bytes} on {device}",
     "refused": "was refused {bytes}",
     "waiting": "had to wait",
     "failed": "failed",
-    "reaped": "ended with its process, freeing {bytes}",
+    "reaped": "was removed because its process ended, freeing {bytes}",
     "stays": "stays where it is",
     "pin": "was pinned",
     "unpin": "was unpinned",
     "preload": "was loaded for another process",
     "drained": "was drained",
-    "undrained": "takes leases again",
-    "restore": "was brought back for another process",
-    "defrag": "was asked to give its cache back",
-    "asked": "was asked for",
-    "declined": "was asked for in vain",
+    "undrained": "accepts leases again",
+    "restore": "was restored for another process",
+    "defrag": "was requested to release its cache",
+    "asked": "received a request",
+    "declined": "declined a request",
 }
 
 
-def deed(event: Event) -> str:
-    """What happened, without the reason."""
-    words = _DEEDS.get(event.action, event.action)
+def event_phrase(event: Event) -> str:
+    """The `event` without its reason: `was loaded, 14.0 GiB on sim:0`. The subject is the model."""
+    phrase = _EVENT_PHRASES.get(event.action, event.action)
     if not event.bytes:
-        words = words.split(",")[0].replace(" {bytes}", "")
+        phrase = phrase.split(",")[0].replace(" {bytes}", "")
     if not event.device:
-        words = (
-            words.replace(" on {device}", "")
-            .replace(" from {device}", "")
-            .replace(" to {device}", "")
-        )
-    return words.format(bytes=show_bytes(event.bytes), device=event.device)
+        for preposition in ("on", "from", "to"):
+            phrase = phrase.replace(f" {preposition} {{device}}", "")
+    return phrase.format(bytes=show_bytes(event.bytes), device=event.device)
 
 
-def told(event: Event) -> str:
-    """An event in a sentence: what, and why."""
+def event_sentence(event: Event) -> str:
+    """The `event` with the person who requested it, and its reason."""
     because = event.because.strip().rstrip(".")
-    asked = f", asked by {event.by}" if event.by else ""
-    return f"{deed(event)}{asked}{': ' + because if because else ''}."
+    requested = f"{_requester_prefix(event)} {event.by}" if event.by else ""
+    reason = f": {because}" if because else ""
+    return f"{event_phrase(event)}{requested}{reason}."
+
+
+def _requester_prefix(event: Event) -> str:
+    return " by" if event.action in ("asked", "declined") else ", requested by"
 
 
 def counters(snapshot: Snapshot) -> str:
-    """The totals in one line: evictions are offloads and unloads."""
-    n = snapshot.totals.get
-    evictions = n("evictions", 0)
+    """The totals of the `snapshot` in one line. Evictions are the sum of offloads and unloads."""
+    totals = snapshot.totals
+    evictions = totals.get("evictions", 0)
     parts = [
         f"{evictions} eviction{'s' if evictions != 1 else ''} "
-        f"({n('offloads', 0)} offloaded, {n('unloads', 0)} unloaded)",
-        f"{n('restorations', 0)} restored",
+        f"({totals.get('offloads', 0)} offloaded, {totals.get('unloads', 0)} unloaded)",
+        f"{totals.get('restorations', 0)} restored",
     ]
-    if "loads" in snapshot.totals:
-        parts.append(f"{n('loads', 0)} loaded")
-    if n("refusals", 0):
-        parts.append(f"{n('refusals', 0)} refused")
+    if "loads" in totals:
+        parts.append(f"{totals['loads']} loaded")
+    if totals.get("refusals", 0):
+        parts.append(f"{totals['refusals']} refused")
     return " · ".join(parts)
 
 
 def alarms(snapshot: Snapshot) -> list[str]:
-    """What must be said before anything else."""
-    words = []
+    """Sentences that a face shows first: the governor is off, or the monitor of the `snapshot` fails."""
+    found = []
     if not snapshot.governed:
-        words.append(
-            "The governor is off (ENABLE_MEMORY_GOVERNOR=false): models load without asking."
+        found.append(
+            "The governor is off (ENABLE_MEMORY_GOVERNOR=false): models load without a grant."
         )
     if snapshot.degraded:
-        words.append(f"The monitor cannot see: {snapshot.degraded}")
-    return words
-
-
-# -- plans --------------------------------------------------------------------------------------------------------
-
-
-def verdict(plan: Plan) -> str:
-    """The answer in a few words."""
-    name = (
-        plan.name[:1].upper() + plan.name[1:]
-        if plan.name.startswith("a lease")
-        else plan.name or "It"
-    )
-    if not plan.granted:
-        return f"{name} would not get its room now"
-    makes_room = [step for step in plan.steps if lease_name(step.lease) != plan.name]
-    if not plan.steps:
-        return f"{name} is there already"
-    if makes_room:
-        others = len({step.lease for step in makes_room})
-        return f"{name} fits once {others} other{'s have' if others > 1 else ' has'} stepped aside"
-    return f"{name} fits in what is free"
-
-
-def how(plan: Plan, subject: str, prompt: str) -> str:
-    """How to do what was planned, where that can be typed; why it would not be done, where something forbids it."""
-    if plan.obstacle:
-        return f"It would not be loaded: {clean(plan.obstacle)}."
-    if plan.name.startswith("a lease"):
-        return f"Do it for a cell:  %{prompt} {subject}" if subject and prompt == "%gpu" else ""
-    if is_source(plan.name):  # which nobody has registered
-        return (
-            f"Do it{'' if prompt == '%gpu' else ', in a notebook'}:  %gpu load {clean(plan.name)}"
-        )
-    return f"Do it:  {prompt} preload {clean(plan.name)}" if plan.name else ""
-
-
-def step_sentence(snapshot: Snapshot, step: Step) -> str:
-    """One step in words: `move llama (8.0 GiB) from sim:0 to host`."""
-    owner_id, _, name = step.lease.partition("/")
-    whose = "" if owner_id == snapshot.owner.id else f" of {holder(snapshot, owner_id)}"
-    here = getattr(step, "source", ())
-    there = getattr(step, "shares", ())
-    size = show_bytes(sum(share.bytes for share in there or here))
-    to = " + ".join(share.device for share in there)
-    at = " + ".join(share.device for share in here)
-    if isinstance(step, Load):
-        return f"load {name} ({size}) on {to}"
-    return (
-        f"move {name} ({size}){whose} from {at} to {to}"
-        if there
-        else f"drop {name} ({size}){whose} from {at}"
-    )
-
-
-MOST_CONSIDERED = 8  # places that a plan lists
-
-
-def others_considered(plan: Plan) -> list[tuple[str, str]]:
-    """The places that were not taken, each with what speaks against it; the best of them."""
-    found = []
-    for option in plan.considered[: MOST_CONSIDERED + 1]:
-        if option.shares and [s.device for s in option.shares] != [s.device for s in plan.shares]:
-            place = " + ".join(share.device for share in option.shares)
-            found.append((place, option.because.removeprefix(f"{place} ")))
+        found.append(f"The monitor cannot see: {snapshot.degraded}")
     return found
 
 
-def on_cards(plan: Plan) -> str:
-    """On which cards, where it is divided over several."""
-    return f" · {plan.cards}" if len(plan.shares) > 1 else ""
-
-
-_PARTS = {
-    "all": "in all",
-    "kv_cache": "KV cache",
-    "room": "room for use",
-    "context": "CUDA context",
-}
-
-
-def needs(plan: Plan) -> str:
-    """What it needs in all; where that is one number, also where it came from."""
-    if plan.footprint is None:
-        return ""
-    parts = plan.footprint.parts
-    total = show_bytes(plan.footprint.bytes)
-    return f"{total} ({_provenance(parts[0])})" if len(parts) == 1 else total
-
-
-def parts(plan: Plan) -> list[tuple[str, str, str]]:
-    """What it needs, part by part: the part, its size, and where that number came from; none where one says it all."""
-    found = plan.footprint.parts if plan.footprint else ()
-    return (
-        [
-            (
-                _PARTS.get(part.name, part.name.replace("_", " ")),
-                show_bytes(part.bytes),
-                _provenance(part),
-            )
-            for part in found
-        ]
-        if len(found) > 1
-        else []
-    )
-
-
-def _provenance(part: Part) -> str:
-    return f"{part.source}: {part.detail}" if part.detail else part.source
-
-
-def notes(plan: Plan) -> tuple[str, ...]:
-    """What else there is to know of its size."""
-    return plan.footprint.notes if plan.footprint else ()
-
-
-def worth_a_line(events: Sequence[Event]) -> list[Event]:
-    """The events worth a line: a promise that was kept says nothing that its arrival does not."""
-    kept = {
+def events_to_show(events: Sequence[Event]) -> list[Event]:
+    """The `events` without grants whose load or restoration is listed too."""
+    arrived = {
         (event.model, event.owner, event.because)
         for event in events
         if event.action in ("loaded", "restored")
@@ -240,17 +133,137 @@ def worth_a_line(events: Sequence[Event]) -> list[Event]:
     return [
         event
         for event in events
-        if event.action != "granted" or (event.model, event.owner, event.because) not in kept
+        if event.action != "granted" or (event.model, event.owner, event.because) not in arrived
     ]
 
 
-def host(snapshot: Snapshot) -> str:
-    """Which machine a snapshot is of, and how long nobody there has shown itself."""
+def host_title(snapshot: Snapshot) -> str:
+    """The machine of a `snapshot`, and how long its owners have not updated its book."""
     if not snapshot.host:
         return f"{clean(snapshot.owner.host) or 'this host'} (this host)"
-    quiet = (
-        f", quiet for {show_seconds(snapshot.seen_seconds)}"
-        if snapshot.seen_seconds > QUIET_SECONDS
-        else ""
-    )
-    return f"{clean(snapshot.host)}{quiet}"
+    if snapshot.seen_seconds <= QUIET_SECONDS:
+        return clean(snapshot.host)
+    return f"{clean(snapshot.host)}, quiet for {show_seconds(snapshot.seen_seconds)}"
+
+
+# -- plans ---------------------------------------------------------------------------------------
+
+
+def verdict(plan: Plan) -> str:
+    """The answer of the `plan` in a few words."""
+    name = _plan_subject(plan)
+    if not plan.granted:
+        return f"{name} does not fit now"
+    if not plan.steps:
+        return f"{name} is loaded already"
+    evicted = {step.lease for step in plan.steps if lease_name(step.lease) != plan.name}
+    if not evicted:
+        return f"{name} fits in the free memory"
+    others = "1 other is" if len(evicted) == 1 else f"{len(evicted)} others are"
+    return f"{name} fits once {others} evicted"
+
+
+def _plan_subject(plan: Plan) -> str:
+    if _is_size(plan):
+        return plan.name[:1].upper() + plan.name[1:]
+    return plan.name or "It"
+
+
+def _is_size(plan: Plan) -> bool:
+    """Whether the plan is for a number of bytes, which it calls `a lease of 2.0 GiB`."""
+    return plan.name.startswith("a lease")
+
+
+def how_to_do_it(plan: Plan, subject: str, prompt: str) -> str:
+    """The command that does what the `plan` shows, as typed after `prompt`; or why it would fail.
+
+    `subject` is the text that the plan was requested for. Empty if no command does it.
+    """
+    if plan.obstacle:
+        return f"It would not be loaded: {clean(plan.obstacle)}."
+    if _is_size(plan):
+        return f"Do it for a cell:  %{prompt} {subject}" if subject and prompt == "%gpu" else ""
+    if is_source(plan.name):  # it is not registered
+        place = "" if prompt == "%gpu" else ", in a notebook"
+        return f"Do it{place}:  %gpu load {clean(plan.name)}"
+    return f"Do it:  {prompt} preload {clean(plan.name)}" if plan.name else ""
+
+
+def step_sentence(snapshot: Snapshot, step: Step) -> str:
+    """One `step` in words: `move llama (8.0 GiB) from sim:0 to host`.
+
+    Another process's lease is shown with its holder, as the `snapshot` has it.
+    """
+    owner_id, _, name = step.lease.partition("/")
+    of_holder = "" if owner_id == snapshot.owner.id else f" of {holder(snapshot, owner_id)}"
+    before = getattr(step, "source", ())
+    after = getattr(step, "shares", ())
+    size = show_bytes(sum(share.bytes for share in after or before))
+    source = " + ".join(share.device for share in before)
+    target = " + ".join(share.device for share in after)
+    if isinstance(step, Load):
+        return f"load {name} ({size}) on {target}"
+    if after:
+        return f"move {name} ({size}){of_holder} from {source} to {target}"
+    return f"drop {name} ({size}){of_holder} from {source}"
+
+
+def others_considered(plan: Plan) -> list[tuple[str, str]]:
+    """The best alternatives of the `plan`: each place, and the reason against it."""
+    chosen = [share.device for share in plan.shares]
+    found = []
+    for option in plan.considered[: MOST_CONSIDERED + 1]:
+        devices = [share.device for share in option.shares]
+        if devices and devices != chosen:
+            place = " + ".join(devices)
+            found.append((place, option.because.removeprefix(f"{place} ")))
+    return found
+
+
+def on_cards(plan: Plan) -> str:
+    """The cards of the `plan`, such as ` · GPUs: 0,1`, if it uses several; else empty."""
+    return f" · {plan.cards}" if len(plan.shares) > 1 else ""
+
+
+_PARTS = {
+    "all": "total",
+    "kv_cache": "KV cache",
+    "room": "working memory",
+    "context": "CUDA context",
+}
+
+
+def needs(plan: Plan) -> str:
+    """The bytes that the `plan` needs in total; with their source if there is one part only."""
+    if plan.footprint is None:
+        return ""
+    total = show_bytes(plan.footprint.bytes)
+    if len(plan.footprint.parts) != 1:
+        return total
+    return f"{total} ({_provenance(plan.footprint.parts[0])})"
+
+
+def parts(plan: Plan) -> list[tuple[str, str, str]]:
+    """The footprint of the `plan` by part: its name, its size, and the source of the number.
+
+    Empty if there is one part only: `needs` shows that one.
+    """
+    if plan.footprint is None or len(plan.footprint.parts) < 2:
+        return []
+    return [
+        (
+            _PARTS.get(part.name, part.name.replace("_", " ")),
+            show_bytes(part.bytes),
+            _provenance(part),
+        )
+        for part in plan.footprint.parts
+    ]
+
+
+def _provenance(part: Part) -> str:
+    return f"{part.source}: {part.detail}" if part.detail else part.source
+
+
+def notes(plan: Plan) -> tuple[str, ...]:
+    """Further sentences about the size in the `plan`."""
+    return plan.footprint.notes if plan.footprint else ()

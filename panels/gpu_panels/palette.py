@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from gpu_runtime.facts import Lease, Level
-from gpu_runtime.rendering.html import COLOURS, look
+from gpu_runtime.rendering.elements import COLOURS, look
 
 EDGE = "#808080"  # contrast of at least 3 : 1 with a white and with a dark page
 UNOWNED = "#8c8c8c"  # bytes outside all leases; always hatched, so that no lease looks the same

@@ -64,10 +64,10 @@ def test_a_map_reads_as_text():
     assert as_text(adapters, "analysis.ipynb (pid 4121) on sim:0").splitlines() == [
         "analysis.ipynb (pid 4121) on sim:0",
         "9.0 MiB of 40.0 MiB reserved are allocated. 31.0 MiB are inactive, 20.0 MiB in one piece at most: defrag "
-        "gives 20.0 MiB back, 11.0 MiB lie in segments that are in use, and stay.",
+        "releases 20.0 MiB, 11.0 MiB are in segments in use, and stay.",
         "       0 B ░░░░░░░░░▒█████████▒░░░░░░░░▒█████████▒░░░░░░░░░██████████░░░░░░",
         "  20.0 MiB ································································",
-        "  █ allocated 9.0 MiB   ░ inactive, in a segment in use 11.0 MiB   · inactive, given back by defrag 20.0 MiB",
+        "  █ allocated 9.0 MiB   ░ inactive, in a segment in use 11.0 MiB   · inactive, released by defrag 20.0 MiB",
     ]
 
 
@@ -75,11 +75,11 @@ def test_a_map_reads_as_text():
     ("map", "said"),
     [
         (empty, "0 B of 0 B reserved are allocated. Nothing is inactive."),
-        (unknown, "3.0 GiB of 4.0 GiB reserved are allocated; how the rest is cut up is unknown."),
+        (unknown, "3.0 GiB of 4.0 GiB reserved are allocated; how the rest is divided is unknown."),
         (
             AllocatorMap("", "d", 0.0, 0, MIB, MIB, MIB, MIB),
             "0 B of 1.0 MiB reserved are allocated. 1.0 MiB are inactive, "
-            "1.0 MiB in one piece at most: defrag gives them back.",
+            "1.0 MiB in one piece at most: defrag releases them.",
         ),
     ],
 )
@@ -143,7 +143,7 @@ def test_blocks_too_small_to_be_told_apart_are_told_by_how_much_of_them_is_in_us
         (piece.right - piece.left) * (piece.high - piece.low) for piece in few
     ) == pytest.approx(MIB)
     assert max(piece.high for piece in few) < 0.5
-    assert "in 3 blocks: 512 KiB allocated; 768 KiB inactive, in a segment in use" in few[0].told
+    assert "in 3 blocks: 512 KiB allocated; 768 KiB inactive, in a segment in use" in few[0].title
 
 
 def test_thousands_of_blocks_make_a_bounded_picture():

@@ -128,7 +128,7 @@ def test_buttons_are_for_those_who_may_act_and_say_why_they_cannot_be_pressed():
 def test_the_report_says_what_the_map_shows():
     said = report(process_memories((mine,), here)[0], here)
     assert "14.0 GiB of 15.0 GiB reserved are allocated" in said
-    assert "512 MiB in one piece at most: defrag gives them back." in said
+    assert "512 MiB in one piece at most: defrag releases them." in said
     assert "The largest request that would fit now: 3.0 GiB." in said
 
 
@@ -157,7 +157,7 @@ def test_every_piece_of_a_map_is_in_its_place():
     assert {(what, hatch) for what, hatch in zip(data["what"], data["hatch"], strict=True)} == {
         ("allocated", " "),
         ("inactive, in a segment in use", "/"),
-        ("inactive, given back by defrag", " "),
+        ("inactive, released by defrag", " "),
     }
     assert len(chart.edges.data["left"]) == 2
     assert (chart.figure.y_range.start, chart.figure.y_range.end) == (-2, 0)

@@ -134,7 +134,7 @@ def test_the_budget_is_a_line_in_steps():
 def test_an_eviction_is_a_mark_that_says_why():
     columns = history.mark_columns(of(moment(0), moment(60), events=(evicted(30),)))
     assert columns["x"] == [30_000] and columns["title"] == ["llama offloaded"]
-    assert columns["tooltip"] == ["stepped aside from sim:0, freeing 8.0 GiB: qwen needs room."]
+    assert columns["tooltip"] == ["was offloaded from sim:0, freeing 8.0 GiB: qwen needs room."]
     assert columns["y"][0] > 24, "above the device's top"
 
 

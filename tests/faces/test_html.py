@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from gpu_runtime.facts import Health, Level, Outcome
-from gpu_runtime.rendering import html, render
+from gpu_runtime.rendering import elements, render
 
 from . import samples
 
@@ -125,7 +125,9 @@ def test_status_is_a_table_of_who_holds_what():
 def test_every_style_rule_holds_in_our_own_scope_only():
     """A rule that reached beyond `.gpuc` would restyle the user's notebook."""
     css = re.sub(
-        r"@media[^{]*{(.*})}", r"\1", html.style().removeprefix("<style>").removesuffix("</style>")
+        r"@media[^{]*{(.*})}",
+        r"\1",
+        elements.style().removeprefix("<style>").removesuffix("</style>"),
     )
     selectors = [one.strip() for rule in re.findall(r"([^{}]+){", css) for one in rule.split(",")]
     assert len(selectors) > 20 and [one for one in selectors if not one.startswith(".gpuc")] == []
@@ -151,7 +153,7 @@ def test_the_stretches_of_a_bar_fill_it_and_no_more():
 
 def test_a_model_keeps_its_colour():
     """By its name alone: in another notebook, on another day, beside other models."""
-    assert {name: html.look(name) for name in ("qwen", "reranker", "mistral")} == {
+    assert {name: elements.look(name) for name in ("qwen", "reranker", "mistral")} == {
         "qwen": ("#e69f00", "#000000", "gpuc-t0"),
         "reranker": ("#f0e442", "#000000", "gpuc-t1"),
         "mistral": ("#0072b2", "#ffffff", "gpuc-t1"),

@@ -56,9 +56,9 @@ SHOWN = {
     "": "1 simulated GPU",
     "status": "1 simulated GPU",
     "health": "healthy",
-    "plan qwen": "qwen is there already",
-    "plan llama": "llama fits once 1 other has stepped aside",
-    "plan 2GiB": "A lease of 2.0 GiB fits in what is free",
+    "plan qwen": "qwen is loaded already",
+    "plan llama": "llama fits once 1 other is evicted",
+    "plan 2GiB": "A lease of 2.0 GiB fits in the free memory",
     "why qwen": "was loaded, 14.0 GiB",
     "evict qwen": "evict qwen: qwen was offloaded to host memory; 14.0 GiB came free",
     "preload llama": "preload llama: llama is on sim:0",
@@ -176,7 +176,7 @@ def test_an_empty_table_says_what_to_type(shell, verb):
 def test_python_values_show_themselves_like_the_magics(shell, models):
     """`rt.status()` at the end of a cell looks as `%gpu` does."""
     assert "1 simulated GPU" in printed(shell, "rt.status()")
-    assert "qwen is there already" in printed(shell, "rt.plan('qwen')")
+    assert "qwen is loaded already" in printed(shell, "rt.plan('qwen')")
 
 
 def test_a_path_with_spaces_is_one_word(shell, models, tmp_path):
@@ -279,7 +279,7 @@ def test_a_cell_runs_in_the_users_names_under_a_lease(shell, rt):
     assert (
         first.endswith("1")
         and second
-        == "8.0 GiB leased on sim:0 · peak and delta unknown: only torch on a real card tells them"
+        == "8.0 GiB leased on sim:0 · peak and delta unknown: only torch on a real card reports them"
     )
     assert list(rt.status().leases()) == []
 

@@ -58,7 +58,7 @@ def test_levels_differ_without_colour():
 
 def test_a_model_has_the_colour_that_it_has_in_a_notebook():
     """As long as nobody else beside it has that one."""
-    from gpu_runtime.rendering.html import look
+    from gpu_runtime.rendering.elements import look
 
     for name in ("qwen", "llama", "BAAI/bge-m3", "a"):
         assert style_of(preferred_slot(f"{name}@4121")).colour == look(name).colour

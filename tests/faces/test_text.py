@@ -62,7 +62,7 @@ def test_status_names_who_waits_for_what():
         == """\
 : 2
   1. llama, 8.0 GiB on sim:0, for analysis.ipynb (pid 4121), bob, waiting 12 s: qwen (14.0 GiB on sim:0) is in use
-  2. this process asked analysis.ipynb (pid 4121), bob to evict reranker, 3.0 s ago"""
+  2. this process requested: evict reranker of analysis.ipynb (pid 4121), bob, 3.0 s ago"""
     )
 
 
@@ -96,7 +96,7 @@ def test_a_plan_shows_its_verdict_its_steps_and_the_devices_after_them():
     assert (
         text.plan(samples.fits, samples.busy, "gemma")
         == """\
-gemma fits once 1 other has stepped aside · simulated
+gemma fits once 1 other is evicted · simulated
 qwen was used least recently. gemma needs 12.0 GiB; sim:0 has 17.6 GiB free.
 Needs 12.0 GiB
   PART             SIZE  FROM
@@ -126,7 +126,7 @@ def test_a_refusal_is_a_plan_too():
     assert (
         text.plan(samples.refused, samples.busy, "gemma")
         == """\
-gemma would not get its room now · simulated
+gemma does not fit now · simulated
 gemma needs 40.0 GiB on one device; the largest budget is 21.6 GiB (sim:0)
 Needs 40.0 GiB (declared)"""
     )
@@ -137,7 +137,7 @@ def test_why_tells_the_last_decisions_the_newest_first():
         text.why("qwen", samples.EVENTS[:0:-1])
         == """\
 12:02:08  qwen was loaded, 14.0 GiB on sim:0: qwen needs 14.0 GiB; sim:0 has 21.6 GiB free.
-12:02:06  llama stepped aside from sim:0, freeing 8.0 GiB: qwen needs room."""
+12:02:06  llama was offloaded from sim:0, freeing 8.0 GiB: qwen needs room."""
     )
 
 

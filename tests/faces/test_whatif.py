@@ -71,9 +71,7 @@ def test_who_would_be_displaced_is_named_with_owner_and_way():
 
 def test_the_answer_tells_verdict_because_and_who_steps_aside():
     told = words(answer(PlanAnswer(PLAN), samples.busy))
-    assert told.startswith(
-        "✓ gemma fits once 1 other has stepped aside qwen was used least recently."
-    )
+    assert told.startswith("✓ gemma fits once 1 other is evicted qwen was used least recently.")
     assert "Would be evicted qwen (14.0 GiB) of train.ipynb" in told
     more = words(details(PlanAnswer(PLAN), samples.busy))
     assert "move qwen (14.0 GiB) from sim:0 to host load gemma (12.0 GiB) on sim:0" in more
@@ -82,7 +80,7 @@ def test_the_answer_tells_verdict_because_and_who_steps_aside():
 
 def test_a_refusal_is_told_and_draws_nothing():
     assert words(answer(PlanAnswer(samples.refused), samples.busy)).startswith(
-        "✗ gemma would not get its room now"
+        "✗ gemma does not fit now"
     )
     assert whatif.touched(samples.refused.steps) == []
 
@@ -170,6 +168,6 @@ def test_a_size_takes_the_place_of_the_model_and_the_other_way_round():
     tab.size.value = "3 GiB"
     refresh(tab)
     assert tab.model.value == NO_MODEL and asked[-1] == 3 * GIB
-    assert tab._pairs == {} and "would not get its room" in tab.answer.html
+    assert tab._pairs == {} and "does not fit now" in tab.answer.html
     tab.model.value = "llama"
     assert tab.size.value == ""

@@ -172,7 +172,7 @@ def test_a_plan_is_told_and_drawn(browser, url):
     with page_at(browser, url, "What if") as page:
         page.get_by_label("or a size, such as 14 GiB").fill("12 GiB", timeout=30_000)
         page.keyboard.press("Enter")
-        page.get_by_text("gemma fits once 1 other has stepped aside").wait_for(timeout=30_000)
+        page.get_by_text("gemma fits once 1 other is evicted").wait_for(timeout=30_000)
         page.get_by_text("Would be evicted").wait_for()
         page.locator("canvas").nth(3).wait_for()  # two devices change: each now, and as it would be
         page.get_by_label("or a size, such as 14 GiB").fill("14 Gob")

@@ -50,7 +50,7 @@ def piece_columns(picture: Picture) -> Columns:
             1.0 if colour else 0.0,
             HATCHES.get(piece.kind, PLAIN),  # for an empty name the browser logs an error
             WORDS[piece.kind],
-            piece.told,
+            piece.title,
         )
         rows.append(row)
     return as_columns(PIECE_COLUMNS, rows)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from gpu_runtime.facts import Event, Snapshot
 from gpu_runtime.rendering.views import clean
-from gpu_runtime.rendering.words import deed
+from gpu_runtime.rendering.words import event_phrase
 from gpu_runtime.units import show_bytes, show_seconds
 
 from ..palette import PLAIN
@@ -100,7 +100,7 @@ def _row(event: Event, snapshot: Snapshot) -> Row:
     cells = (
         time_cell(event.wall),
         model_cell(event),
-        Cell(MARKS.get(event.action, "") + event.action, hint=deed(event)),
+        Cell(MARKS.get(event.action, "") + event.action, hint=event_phrase(event)),
         Cell(show_bytes(event.bytes), event.bytes),
         Cell(clean(devices)),
         Cell(clean(event.reason.replace("_", " "))),

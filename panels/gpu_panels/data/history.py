@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from gpu_runtime.facts import Event, Level, Moment, Share, Snapshot
 from gpu_runtime.rendering.views import clean
-from gpu_runtime.rendering.words import told
+from gpu_runtime.rendering.words import event_sentence
 from gpu_runtime.units import show_bytes
 
 from ..palette import LEVELS, PLAIN, UNOWNED, LeaseStyle, label_of, level_word
@@ -332,8 +332,8 @@ def _mark_words(action: str, events: Sequence[Event]) -> tuple[str, str]:
     """Title and tooltip of a mark for one event or several."""
     first = events[0]
     if len(events) == 1:
-        return f"{clean(first.model)} {action}", clean(told(first))
-    lines = [clean(f"{event.model} {told(event)}") for event in events[:MOST_NAMED]]
+        return f"{clean(first.model)} {action}", clean(event_sentence(first))
+    lines = [clean(f"{event.model} {event_sentence(event)}") for event in events[:MOST_NAMED]]
     more = len(events) - MOST_NAMED
     if more > 0:
         lines.append(f"and {more} more")

@@ -22,7 +22,7 @@ from gpu_runtime.facts import (
     Step,
 )
 from gpu_runtime.rendering import words
-from gpu_runtime.rendering.html import esc
+from gpu_runtime.rendering.elements import esc
 from gpu_runtime.rendering.views import clean, lease_name
 from gpu_runtime.units import show_bytes, show_seconds
 

@@ -8,7 +8,7 @@ import panel as pn
 import panel_material_ui as pmui
 
 from gpu_runtime.facts import Event, Snapshot
-from gpu_runtime.rendering.html import esc
+from gpu_runtime.rendering.elements import esc
 
 from ..actions import Actions
 from ..charts.eviction_chart import EvictionChart

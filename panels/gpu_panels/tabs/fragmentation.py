@@ -8,7 +8,7 @@ import panel as pn
 
 from gpu_runtime.facts import AllocatorMap, Snapshot
 from gpu_runtime.rendering import allocator_map
-from gpu_runtime.rendering.html import esc
+from gpu_runtime.rendering.elements import esc
 
 from ..actions import Actions
 from ..charts.map_chart import MapChart

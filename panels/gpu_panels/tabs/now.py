@@ -9,7 +9,7 @@ import panel as pn
 import panel_material_ui as pmui
 
 from gpu_runtime.facts import DeviceView, History, Snapshot
-from gpu_runtime.rendering.html import esc
+from gpu_runtime.rendering.elements import esc
 from gpu_runtime.rendering.words import alarms
 
 from ..actions import Actions

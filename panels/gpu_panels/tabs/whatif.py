@@ -10,7 +10,7 @@ import panel_material_ui as pmui
 
 from gpu_runtime.errors import BadSize, GpuError
 from gpu_runtime.facts import Snapshot, Step
-from gpu_runtime.rendering.html import esc
+from gpu_runtime.rendering.elements import esc
 from gpu_runtime.units import parse_room, show_bytes
 
 from ..actions import Actions

@@ -1,0 +1,250 @@
+"""The HTML elements of every page: style, colours, bars and tables. Pure.
+
+The colours are those of Okabe and Ito, which colour-blind people can tell apart; a model has the same
+colour everywhere. Nothing here is random, so that executed notebooks can be compared. Every name given by
+a person or a file is escaped.
+
+JupyterLab removes the style sheet from a notebook that it does not trust yet, and keeps inline styles. So
+colours, widths and alignment are inline, and the sheet has only what a page can do without. If both are
+removed, tables remain.
+
+Source: Okabe & Ito 2008, Color Universal Design.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from gpu_runtime.facts import Level, Snapshot
+from gpu_runtime.units import show_bytes
+
+from . import views
+from .views import Bar, BarSegment, clean
+
+COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")
+TEXTURES = 3  # classes gpuc-t0 … of style.css: plain, stripes, dots
+_DARK_COLOURS = ("#0072b2",)  # text on these is white
+_GREY = "rgba(128,128,128,0.5)"  # of bytes that belong to no model
+_TRACK = "rgba(128,128,128,0.16)"
+_BAR_HEIGHT = "22px"
+_LABEL_FROM = 0.09  # a segment narrower than this part of its bar is too thin for its label
+
+
+@functools.cache
+def style() -> str:
+    """The style sheet as one line of HTML."""
+    lines = Path(__file__).with_name("style.css").read_text().splitlines()
+    return f"<style>{''.join(lines)}</style>"
+
+
+def page(*parts: str) -> str:
+    """The `parts`, which are HTML, with the style sheet; its rules apply inside them only."""
+    return f'{style()}<div class="gpuc">{"".join(parts)}</div>'
+
+
+def esc(text: object) -> str:
+    """The `text` escaped for HTML, with unprintable characters replaced."""
+    return html.escape(clean(text), quote=True)
+
+
+class Look(NamedTuple):
+    """How a model is drawn."""
+
+    colour: str
+    ink: str  # the colour of text on it
+    texture: str  # a class of style.css
+
+
+def look(name: str) -> Look:
+    """The colour and texture of the model `name`; they depend on the name only."""
+    number = zlib.crc32(name.encode()) >> 8  # the low bits of short names are much alike
+    colour = COLOURS[number % len(COLOURS)]
+    ink = "#ffffff" if colour in _DARK_COLOURS else "#000000"
+    return Look(colour, ink, f"gpuc-t{number // len(COLOURS) % TEXTURES}")
+
+
+# -- text ----------------------------------------------------------------------------------------
+
+
+def pill(level: Level) -> str:
+    """The pressure `level` as a coloured badge."""
+    return f'<span class="gpuc-level gpuc-{esc(level)}">{esc(level)}</span>'
+
+
+def code(typed: str) -> str:
+    """The command `typed`, set as code."""
+    return f"<code>{esc(typed)}</code>"
+
+
+def line(*parts: str, soft: bool = False) -> str:
+    """One line of the non-empty `parts`, which are HTML; `soft` is for less important text."""
+    kind = " gpuc-soft" if soft else ""
+    return f'<div class="gpuc-line{kind}">{" ".join(part for part in parts if part)}</div>'
+
+
+def pre(lines: str) -> str:
+    """The `lines` of text as they are, in a fixed-width font."""
+    return f'<pre class="gpuc-pre">{html.escape(lines)}</pre>'
+
+
+def with_code(sentence: str) -> str:
+    """The `sentence` escaped; the command after `:  ` in it is set as code."""
+    text, colon, typed = sentence.partition(":  ")
+    return f"{esc(text)}: {code(typed)}" if colon else esc(sentence)
+
+
+def simulated(snapshot: Snapshot) -> str:
+    """A badge if the devices of the `snapshot` are simulated; else empty."""
+    return '<span class="gpuc-badge">simulated</span>' if snapshot.simulated else ""
+
+
+# -- bars ----------------------------------------------------------------------------------------
+
+
+def bar(drawn: Bar) -> str:
+    """The bar `drawn` of one device. Its label has in words what the bar shows in colour."""
+    scale = drawn.scale_bytes
+    segments = "".join(_segment(segment, segment.bytes / scale) for segment in drawn.segments)
+    limit = ""
+    if 0 < drawn.limit_bytes < scale:
+        limit = (
+            f'<div class="gpuc-limit" title="budget {esc(show_bytes(drawn.limit_bytes))}" '
+            f'style="position:absolute;top:0px;height:{_BAR_HEIGHT};border-left:2px solid;'
+            f'left:{drawn.limit_bytes / scale:.2%}"></div>'
+        )
+    label = ", ".join(segment.title for segment in drawn.segments) or "empty"
+    return track(segments, f"{drawn.device.id}: {label}", limit)
+
+
+def track(stretches: str, label: str, over: str = "") -> str:
+    """An empty bar with the HTML `stretches` in it and `over` on top.
+
+    Screen readers read `label`.
+    """
+    return (
+        f'<div class="gpuc-bar" role="img" aria-label="{esc(label)}" '
+        f'style="position:relative;height:{_BAR_HEIGHT};background-color:{_TRACK}">'
+        f'<div class="gpuc-fill" style="height:{_BAR_HEIGHT};overflow:hidden">{stretches}</div>'
+        f"{over}</div>"
+    )
+
+
+def _segment(segment: BarSegment, part: float) -> str:
+    drawn = look(segment.label) if segment.is_lease else Look(_GREY, "inherit", "")
+    thin = part < _LABEL_FROM
+    classes = ["gpuc-seg", drawn.texture]
+    if thin:
+        classes.append("gpuc-thin")
+    if segment.kind != "settled":
+        classes.append(f"gpuc-{segment.kind}")
+    return stretch(
+        part,
+        drawn.colour,
+        "transparent" if thin else drawn.ink,
+        " ".join(filter(None, classes)),
+        segment.title,
+        segment.label,
+    )
+
+
+def stretch(
+    part: float,
+    colour: str,
+    ink: str = "transparent",
+    classes: str = "gpuc-seg",
+    title: str = "",
+    label: str = "",
+) -> str:
+    """A `part` of a bar (0 to 1) in this `colour`, with its `label` in the colour `ink`.
+
+    `title` is shown on hover; `classes` are those of style.css.
+    """
+    return (
+        f'<div class="{classes}" title="{esc(title)}" style="float:left;width:{part:.2%};'
+        f"height:{_BAR_HEIGHT};overflow:hidden;white-space:nowrap;"
+        f'background-color:{colour};color:{ink}">{esc(label)}</div>'
+    )
+
+
+def swatch(row: views.Holding) -> str:
+    """A square in the colour of the `row`'s model."""
+    drawn = Look(_GREY, "", f"gpuc-{row.kind}")
+    if row.kind in ("model", "block"):
+        drawn = look(row.name)
+    return (
+        f'<span class="gpuc-swatch {drawn.texture}" style="display:inline-block;width:11px;'
+        f'height:11px;margin-right:7px;background-color:{drawn.colour}"></span>'
+    )
+
+
+# -- tables --------------------------------------------------------------------------------------
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table with `headers`. Each cell of `rows` is a whole `<td>`. Empty columns are left out."""
+    cells = [list(row) for row in rows]
+    columns = _used_columns(cells)
+    head = "".join(
+        table_cell("th", esc(headers[n]), "gpuc-num" if headers[n] == "size" else "")
+        for n in columns
+    )
+    return (
+        f'<table class="gpuc-table" style="table-layout:auto"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{_body(cells, columns)}</tbody></table>"
+    )
+
+
+def devices(rows: Iterable[tuple[str, str, str, str, str]]) -> str:
+    """A table of bars. A row of `rows` is device, bar, bytes, level and remarks, each as HTML."""
+    cells = [_device_row(*row) for row in rows]
+    return (
+        '<table class="gpuc-devices" style="width:100%;table-layout:auto">'
+        f"<tbody>{_body(cells, _used_columns(cells))}</tbody></table>"
+    )
+
+
+def _device_row(id: str, drawn: str, size: str, level: str, remarks: str) -> tuple[str, ...]:
+    return (
+        table_cell("td", id, "gpuc-nowrap"),
+        table_cell("td", drawn, "gpuc-wide", "width:50%;max-width:0px"),
+        table_cell("td", size, "gpuc-num", "white-space:nowrap"),
+        table_cell("td", level),
+        table_cell("td", remarks, "gpuc-soft gpuc-remarks", "min-width:120px" if remarks else ""),
+    )
+
+
+_EMPTY_CELL = re.compile("<td[^>]*></td>")
+
+
+def _used_columns(rows: Sequence[Sequence[str]]) -> list[int]:
+    """The numbers of the columns with at least one cell that is not empty."""
+    if not rows:
+        return []
+    return [
+        n for n in range(len(rows[0])) if any(not _EMPTY_CELL.fullmatch(row[n]) for row in rows)
+    ]
+
+
+def _body(rows: Sequence[Sequence[str]], columns: Sequence[int]) -> str:
+    return "".join(f"<tr>{''.join(row[n] for n in columns)}</tr>" for row in rows)
+
+
+def table_cell(tag: str, inner: str, kind: str = "", style: str = "") -> str:
+    """A `<td>` or `<th>` (the `tag`) around the HTML `inner`, with the classes `kind`.
+
+    The alignment is inline, because frontends have their own rules for tables. `style` is added to it.
+    """
+    side = "right" if "gpuc-num" in kind else "left"
+    more = f";{style}" if style else ""
+    return f'<{tag} class="{kind}" style="text-align:{side}{more}">{inner}</{tag}>'
+
+
+def td(text: object, kind: str = "") -> str:
+    """A `<td>` with the `text` escaped, and the classes `kind`."""
+    return table_cell("td", esc(text), kind)
