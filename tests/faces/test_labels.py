@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from gpu_panels.data import bars, rows
+from gpu_panels.data import bars, row_parts
 from msgspec.structs import replace
 
 from gpu_runtime.backends.engines.registry import RECIPES, recipe
@@ -56,8 +56,8 @@ def test_the_state_of_a_lease_is_the_same_in_every_face(state):
     world, section = world_of(lease)
     assert next(row.state for row in views.holdings(world) if row.name == "qwen") == state
     assert state in text.status(world) and state in html.status(world)
-    assert state in bars.told(world, section, lease, lease.bytes, lease.phase.value)
-    cell = rows.state(lease, NOW).text
+    assert state in bars.lease_tooltip(world, section, lease, lease.bytes, lease.phase.value)
+    cell = row_parts.state_cell(lease, NOW).text
     assert cell == state or cell == state.partition(",")[0] or cell == state.partition(" ")[0]
 
 
@@ -68,7 +68,7 @@ def test_the_holder_of_a_lease_is_the_same_in_every_face(owner):
     world, _ = world_of(lease)
     label = views.holder(world, owner.id)
     assert next(row.holder for row in views.holdings(world) if row.name == "qwen") == label
-    assert rows.owner_cell(owner, world).text == label
+    assert row_parts.owner_cell(owner, world).text == label
     assert label == ("this process" if owner is ME else "analysis.ipynb (pid 4121), bob")
 
 
@@ -85,7 +85,7 @@ def test_the_cards_of_a_plan_are_those_of_the_lease_that_follows(backend, label)
     rules = PlacementRules(layout="balanced", least_cards=2)
     planned = plan(book, Request("k", wanted, Footprint.of(8), 1.0, rules), world, lambda *_: 0.0)
     assert planned.cards == label
-    assert rows.place(replace(wanted, shares=planned.shares)) == label
+    assert row_parts.place(replace(wanted, shares=planned.shares)) == label
 
 
 def test_an_engine_is_tensor_parallel_if_its_command_line_says_so():
