@@ -202,8 +202,8 @@ def perform(rt: Any, proposal: Proposal, name: str) -> Outcome:
             return rt.defrag(proposal.owner, timeout=ANSWER_SECONDS)
         act = getattr(rt, proposal.verb)
         if proposal.verb in ("pin", "unpin"):
-            return act(proposal.address)
-        return act(proposal.address, timeout=ANSWER_SECONDS)
+            return act(proposal.subject)
+        return act(proposal.subject, timeout=ANSWER_SECONDS)
 
 
 def asked_process(proposal: Proposal, snapshot: Snapshot | None) -> str:

@@ -6,7 +6,7 @@ import pytest
 from gpu_panels.data.confirmations import Proposal, changed, propose, question
 from msgspec.structs import replace
 
-from gpu_runtime.facts import Phase
+from gpu_runtime.facts import LeaseId, Phase
 
 from .samples import BOB, HOST, ME, NOW, lease, snapshot
 
@@ -25,7 +25,8 @@ def test_a_click_is_resolved_to_one_lease_of_one_owner():
     assert propose("evict", at(owner=BOB), both) == Proposal(
         "evict", at(owner=BOB), "sim:0", 4 * 2**30, BOB.pid
     )
-    assert propose("evict", at(owner=BOB), both).address == "qwen@4121"
+    assert propose("evict", at(owner=BOB), both).subject == LeaseId(BOB.id, "qwen")
+    assert propose("preload", "/catalogued", both).subject == "catalogued"
 
 
 def test_an_eviction_is_asked_with_the_model_the_bytes_who_has_it_and_what_becomes_of_it():

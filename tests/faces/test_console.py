@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from panel.io.state import set_curdoc, state
 from tornado.ioloop import IOLoop
 
+from gpu_runtime import Runtime
 from gpu_runtime.errors import LedgerUnavailable
 from gpu_runtime.web.auth import Visitor
 
@@ -300,6 +301,31 @@ def test_what_is_still_waited_for_is_not_pushed_out_by_what_was_asked_since(
 
 def where(rt, name="qwen"):
     return next(lease.where for lease in rt.status().leases() if lease.name == name)
+
+
+def test_evict_on_a_row_evicts_the_model_of_that_row(tmp_path, waiting_threads, monkeypatch):
+    """Two runtimes of one process have the same pid, so `qwen@4121` would name both models."""
+    only(monkeypatch, "Models")
+    ledger = f"sqlite://{tmp_path}/ledger"
+    runtimes = [Runtime(devices="sim:24GiB,host:64GiB", ledger=ledger) for _ in range(2)]
+    try:
+        for each in runtimes:
+            each.register("qwen", backend="fake", size="8GiB")
+            each.preload("qwen")
+        first, second = (each.status().owner.id for each in runtimes)
+        poller = Poller(runtimes[0], start=lambda work: None)
+        poller.poll()
+        poller._answered.set()
+        page = Console(poller, OPERATOR)
+        page.actions._start = waiting_threads.append
+        page.actions.propose("evict", f"{second}/qwen")
+        click(page, "confirm")
+        waiting_threads.pop()()
+        places = {lease.owner: lease.where for lease in runtimes[0].status().leases()}
+        assert places == {first: "sim:0", second: "host"}
+    finally:
+        for each in runtimes:
+            each.close()
 
 
 @pytest.mark.parametrize("answer", ["cancel", "escape"])

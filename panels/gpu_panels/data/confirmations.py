@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpu_runtime.facts import HOST, Lease, Phase, Snapshot
+from gpu_runtime.facts import HOST, Lease, LeaseId, Phase, Snapshot
 from gpu_runtime.rendering.views import clean, holder
 from gpu_runtime.units import show_bytes, show_seconds
 
@@ -32,7 +32,7 @@ class Proposal(NamedTuple):
     target: str  # owner id / model name, as in the book; the name is empty for defrag
     where: str = ""  # where the model was at the click
     bytes: int = 0
-    pid: int = 0
+    pid: int = 0  # of the process; 0: none had published the model
 
     @property
     def owner(self) -> str:
@@ -45,9 +45,9 @@ class Proposal(NamedTuple):
         return self.target.partition("/")[2]
 
     @property
-    def address(self) -> str:
-        """The model as the runtime's verbs take it: `qwen@4121`, or `qwen` if no process has it."""
-        return f"{self.name}@{self.pid}" if self.pid else self.name
+    def subject(self) -> LeaseId | str:
+        """The model for the runtime's verbs: exactly this lease, or a name that no process has."""
+        return LeaseId(self.owner, self.name) if self.owner else self.name
 
 
 class Question(NamedTuple):
