@@ -21,7 +21,13 @@ from gpu_runtime import Runtime
 from gpu_runtime.samples import gguf_lm
 from gpu_runtime.serving.gateway import Gateway
 from gpu_runtime.serving.queue import order as ordering
-from gpu_runtime.serving.queue.order import Engine, Place, Waiting, next_out, overtaken_for_seconds
+from gpu_runtime.serving.queue.order import (
+    Engine,
+    ModelState,
+    Waiting,
+    next_steps,
+    overtaken_for_seconds,
+)
 from gpu_runtime.serving.routing.tasks import ServingConfig
 
 MODELS, ROOM = "abcdef", 2
@@ -101,7 +107,7 @@ class World:
 
     def act(self) -> None:
         while True:
-            out = next_out(self.waiting.values(), self.engines(), self.now)
+            out = next_steps(self.waiting.values(), self.engines(), self.now)
             for key in out.start:
                 call = self.waiting.pop(key)
                 self.running[call.model] += 1
@@ -133,11 +139,13 @@ class World:
         return self.loads > before
 
     def engines(self) -> dict[str, Engine]:
-        found = {name: Engine(Place.WARM, self.running[name], CONCURRENCY) for name in self.warm}
+        found = {
+            name: Engine(ModelState.WARM, self.running[name], CONCURRENCY) for name in self.warm
+        }
         return found | {
             name: Engine(
-                Place.LOADING,
-                in_use=self.in_use.get(name, frozenset()) if done is None else frozenset(),
+                ModelState.LOADING,
+                waits_for=self.in_use.get(name, frozenset()) if done is None else frozenset(),
             )
             for name, done in self.loading.items()
         }

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpu_runtime.serving.api.app import READS, application
-from gpu_runtime.serving.api.jobs import MOST, Jobs
+from gpu_runtime.serving.api.jobs import MAX_JOBS, Jobs
 
 from .doors import OPERATOR, VIEWER, Gateway, Words, client, let_in
 
@@ -181,9 +181,9 @@ def test_a_job_outlives_its_caller():
     async def story():
         jobs, gateway = Jobs(), Gateway()
         job = jobs.start(gateway, {"endpoint": "/v1/chat/completions", "body": CHAT}, "ann")
-        assert job.told()["status"] == "running"
+        assert job.as_json()["status"] == "running"
         await job.task
-        told = jobs.find(job.id).told()
+        told = jobs.find(job.id).as_json()
         assert (told["status"], told["result"]["body"]) == ("succeeded", CHAT) and told[
             "ended"
         ] >= told["created"]
@@ -218,7 +218,7 @@ def test_jobs_are_bounded_and_old_results_go_first():
         done = jobs.start(gateway, {"endpoint": "/v1/chat/completions", "body": CHAT}, "ann")
         await done.task
         running = [
-            jobs.start(gateway, slow, "ann") for _ in range(MOST)
+            jobs.start(gateway, slow, "ann") for _ in range(MAX_JOBS)
         ]  # the last takes the result's place
         with pytest.raises(Exception, match="running already") as refused:
             jobs.start(gateway, slow, "ann")

@@ -1,7 +1,7 @@
-"""The HTTP face as one application: `/memory/*`, `/v1/*`, `/api/v1/config`, `/health`, `/metrics`, and its description.
+"""The HTTP API as one application: `/memory/*`, `/v1/*`, `/api/v1/config`, `/health`, `/metrics`, and its description.
 
-It asks `scope["state"]["visitor"]` who calls, and answers nobody where none was put there: the gate of the server that
-it runs in does that (`server.py`). Whoever was let in may read; only who may act may do anything but GET.
+It reads the visitor from `scope["state"]["visitor"]`, which the gate of the server sets, and answers nobody without
+one. Every admitted visitor may read. Any method but GET needs a visitor who may act.
 """
 
 from __future__ import annotations
@@ -22,87 +22,88 @@ from .jobs import Jobs
 from .metrics import Metrics
 
 READS = ("GET", "HEAD", "OPTIONS")
+# The first that fits counts; 503 for all other errors.
+_STATUSES = ((UnknownModel, 404), (NotAllowed, 403), (DoesNotFit, 507))
 
 
 class Config(BaseModel):
-    """What can be changed while it runs."""
+    """The settings that can be changed while the server runs."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
     allow_cloud_fallback: StrictBool = Field(alias="allowCloudFallback")
 
 
 def application(rt: Any, gateway: Callable[[], Any], version: str) -> FastAPI:
-    """The application over that runtime. `gateway()` gives the Gateway, made when it is first asked for."""
+    """The application over the runtime `rt`; its description shows the `version`.
+
+    `gateway()` returns the Gateway, which is made at the first call.
+    """
     app = FastAPIOffline(
         title="gpu-console",
         version=version,
         docs_url="/docs",
         redoc_url=None,
-        description="GPU memory that notebooks and programs share: models, memory, metrics. Every route asks for the "
+        description="GPU memory that notebooks and programs share: models, memory, metrics. Every route needs the "
         "token: `Authorization: Bearer TOKEN`.",
     )
     acts = Depends(_actor)
-    jobs = Jobs()
-    metrics = Metrics(rt, lambda: gateway().state())
+    app.state.jobs = Jobs()
     app.include_router(memory.router(rt, acts))
-    app.include_router(openai.router(gateway, jobs, acts))
-    app.state.jobs = jobs
+    app.include_router(openai.router(gateway, app.state.jobs, acts))
+    _add_server_routes(app, rt, gateway, acts)
+    app.add_exception_handler(Refused, _refused)
+    app.add_exception_handler(GpuError, _failed)
+    app.add_exception_handler(StarletteError, _http_error)
+    app.add_middleware(_RequireVisitor)
+    return app
+
+
+def _add_server_routes(app: FastAPI, rt: Any, gateway: Callable[[], Any], acts: Any) -> None:
+    metrics = Metrics(rt, lambda: gateway().state())
 
     @app.get("/health", tags=["server"])
     def get_health() -> dict[str, Any]:
-        """Whether the server works, and how full the cards are: 200 as long as it can say so."""
+        """Whether the server works, and how full the cards are. 200 whenever it can answer at all."""
         return {"status": "ok", **memory.health(rt.health())}
 
     @app.get("/metrics", tags=["server"], response_class=Response)
     def get_metrics(request: Request) -> Response:
-        """For Prometheus."""
+        """Figures for Prometheus."""
         body, kind = metrics.text(request.headers.get("accept", ""))
         return Response(body, headers={"Content-Type": kind})
 
     @app.get("/api/v1/config", tags=["server"])
     def get_config() -> dict[str, Any]:
-        """What can be changed while it runs."""
+        """The settings that can be changed while the server runs."""
         return {"allowCloudFallback": gateway().guard.allowed}
 
     @app.put("/api/v1/config", tags=["server"])
-    def put_config(config: Config, who: str = acts) -> dict[str, Any]:
-        """Changes it, for this server and its next starts."""
+    def put_config(config: Config, actor: str = acts) -> dict[str, Any]:
+        """Changes the settings, for this server and its next starts."""
         gateway().guard.allow(config.allow_cloud_fallback)
         return {"allowCloudFallback": gateway().guard.allowed}
 
-    app.add_exception_handler(Refused, _refused)
-    app.add_exception_handler(GpuError, _failed)
-    app.add_exception_handler(StarletteError, _plain)
-    app.add_middleware(_Gated)
-    return app
 
-
-class _Gated:
-    """Answers those whom a gate let in. Where none stands before us nobody is: not even loopback is a boundary."""
+class _RequireVisitor:
+    """Refuses every request without a visitor. Without a gate there is none, not even on loopback."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope.get("state", {}).get("visitor") is None:
-            told = {
-                "error": {
-                    "message": "no gate stands before this application: nobody is let in",
-                    "type": "invalid_request_error",
-                    "code": None,
-                    "param": None,
-                }
-            }
-            return await JSONResponse(told, 401, {"WWW-Authenticate": "Bearer"})(
-                scope, receive, send
-            )
+            text = "this application has no gate, so no request is admitted"
+            body = _error(text, "invalid_request_error")
+            answer = JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
+            return await answer(scope, receive, send)
         await self._app(scope, receive, send)
 
 
-async def _actor(
-    request: Request,
-) -> str:  # async, or FastAPI calls it in a thread: a third of a short call's time
-    """The name of whoever acts. The role is asked here, at the moment of acting."""
+async def _actor(request: Request) -> str:
+    """The name of the visitor, checked at the moment of acting. Raises HTTPException (403) for a viewer.
+
+    It is async because FastAPI would call it in a thread, which takes a third of a short call's time.
+    """
     visitor = request.scope["state"]["visitor"]
     if not visitor.may_act:
         raise HTTPException(
@@ -118,36 +119,16 @@ async def _refused(request: Request, refused: Any) -> Response:
 
 
 async def _failed(request: Request, error: Any) -> Response:
-    status = (
-        404
-        if isinstance(error, UnknownModel)
-        else 403
-        if isinstance(error, NotAllowed)
-        else 507
-        if isinstance(error, DoesNotFit)
-        else 503
-    )
-    return JSONResponse(
-        {
-            "error": {
-                "message": " ".join(str(error).split()),
-                "type": type(error).__name__,
-                "code": None,
-                "param": None,
-            }
-        },
-        status,
-    )
+    status = next((code for kind, code in _STATUSES if isinstance(error, kind)), 503)
+    return JSONResponse(_error(" ".join(str(error).split()), type(error).__name__), status)
 
 
-async def _plain(request: Request, error: Any) -> Response:
-    """Errors of routing and of roles, in the form of all others."""
+async def _http_error(request: Request, error: Any) -> Response:
+    """Errors of routes and roles, in the shape of all other errors."""
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return JSONResponse(
-        {
-            "error": {"message": str(error.detail), "type": kind, "code": None, "param": None},
-            "detail": error.detail,
-        },
-        error.status_code,
-        headers=error.headers,
-    )
+    body = {**_error(str(error.detail), kind), "detail": error.detail}
+    return JSONResponse(body, error.status_code, headers=error.headers)
+
+
+def _error(message: str, kind: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "code": None, "param": None}}

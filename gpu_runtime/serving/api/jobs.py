@@ -1,4 +1,4 @@
-"""Long work that outlives its caller's connection: started, asked after, ended."""
+"""Jobs: calls that continue after their caller disconnected, with a result to fetch later."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ ENDPOINTS = {
     "/v1/embeddings": "embeddings",
     "/v1/images/generations": "images",
 }
-MOST = 256  # jobs that are not done; what is done and older goes first where there are as many
+MAX_JOBS = 256  # with their results; the oldest results are dropped first
 KEPT_SECONDS = 3600.0  # how long a result is kept
 
 
 class Job:
-    """One call. Its id cannot be guessed: who knows it may ask for its result."""
+    """One call. Its id cannot be guessed: a visitor who knows it may fetch the result."""
 
     def __init__(self, endpoint: str, wall: float) -> None:
+        """A job for this `endpoint`, created at `wall` (epoch seconds)."""
         self.id = f"job-{uuid.uuid4().hex}"
-        self.endpoint, self.created = endpoint, wall
-        self.status = (
-            "running"  # it may still wait in the queue; then succeeded, failed or cancelled
-        )
+        self.endpoint = endpoint
+        self.created = wall
+        self.status = "running"  # or waiting in the queue; then succeeded, failed or cancelled
         self.ended = 0.0
         self.result: Any = None
         self.error: dict[str, Any] | None = None
         self.task: asyncio.Task[None] | None = None
 
-    def told(self) -> dict[str, Any]:
-        """As JSON: times in epoch seconds, `result` what the endpoint would have answered."""
-        told: dict[str, Any] = {
+    def as_json(self) -> dict[str, Any]:
+        """The job as JSON: times in epoch seconds, and in `result` the endpoint's answer."""
+        fields: dict[str, Any] = {
             "id": self.id,
             "object": "job",
             "endpoint": self.endpoint,
@@ -44,64 +44,46 @@ class Job:
             "created": round(self.created, 3),
         }
         if self.ended:
-            told["ended"] = round(self.ended, 3)
-        return (
-            told
-            | ({"error": self.error} if self.error else {})
-            | ({"result": self.result} if self.result else {})
-        )
+            fields["ended"] = round(self.ended, 3)
+        if self.error:
+            fields["error"] = self.error
+        if self.result:
+            fields["result"] = self.result
+        return fields
 
 
 class Jobs:
     """The jobs of one server, in its event loop."""
 
     def __init__(self, wall: Callable[[], float] = time.time) -> None:
+        """`wall` returns epoch seconds."""
         self._wall = wall
         self._jobs: dict[str, Job] = {}
 
-    def start(self, gateway: Any, wanted: Any, who: str) -> Job:
-        """Makes the call that `wanted` names, in the background. Raises Refused: 400; 503 where there are too many."""
-        if not isinstance(wanted, dict) or wanted.get("endpoint") not in ENDPOINTS:
-            raise Refused(
-                400,
-                "bad_endpoint",
-                f"endpoint must be one of {', '.join(ENDPOINTS)}",
-                param="endpoint",
-            )
-        body = wanted.get("body")
-        if not isinstance(body, dict):
-            raise Refused(
-                400,
-                "bad_body",
-                "body must be the JSON object that the endpoint takes",
-                param="body",
-            )
-        if body.get("stream"):
-            raise Refused(
-                400, "no_stream", "a job's answer comes whole: leave stream out", param="body"
-            )
-        self._sweep()
-        if len(self._jobs) >= MOST:
-            raise Refused(503, "full", f"{MOST} jobs are running already", 5.0)
+    def start(self, gateway: Any, wanted: Any, client: str) -> Job:
+        """Makes the call in `wanted` through `gateway`, in the background, for the visitor `client`.
+
+        `wanted` has `endpoint` and `body`. Raises Refused: 400 if it is invalid, 503 if there are too many jobs.
+        """
+        body = _checked_body(wanted)
+        self._drop_old_results()
+        if len(self._jobs) >= MAX_JOBS:
+            raise Refused(503, "full", f"{MAX_JOBS} jobs are running already", 5.0)
         job = Job(wanted["endpoint"], self._wall())
         self._jobs[job.id] = job
-        job.task = asyncio.ensure_future(self._run(job, gateway, body, who))
+        job.task = asyncio.ensure_future(self._run(job, gateway, body, client))
         return job
 
     def find(self, id: str) -> Job:
-        """Raises Refused, 404."""
+        """The job with this `id`. Raises Refused, 404."""
         job = self._jobs.get(id)
         if job is None:
-            raise Refused(
-                404,
-                "no_job",
-                f"there is no job {id[:64]!r}; results are kept for an hour",
-                param="id",
-            )
+            text = f"there is no job {id[:64]!r}; results are kept for an hour"
+            raise Refused(404, "no_job", text, param="id")
         return job
 
     async def end(self, id: str) -> Job:
-        """Cancels the job where it still runs, and forgets it. Raises Refused, 404."""
+        """Cancels the job with this `id` if it still runs, and forgets it. Raises Refused, 404."""
         job = self.find(id)
         if job.task and not job.task.done():
             job.task.cancel()
@@ -110,31 +92,46 @@ class Jobs:
         return job
 
     async def close(self) -> None:
-        """Ends them all."""
+        """Ends all jobs."""
         await asyncio.gather(*(self.end(id) for id in list(self._jobs)))
 
-    async def _run(self, job: Job, gateway: Any, body: dict[str, Any], who: str) -> None:
+    async def _run(self, job: Job, gateway: Any, body: dict[str, Any], client: str) -> None:
         try:
-            reply = await gateway.answer(ENDPOINTS[job.endpoint], body, who)
-            job.result, job.status = reply.json, "succeeded"
+            reply = await gateway.answer(ENDPOINTS[job.endpoint], body, client)
+            job.result = reply.json
+            job.status = "succeeded"
         except asyncio.CancelledError:
             job.status = "cancelled"
             raise
         except Refused as refused:
-            job.status, job.error = "failed", refused.body()["error"]
+            job.status = "failed"
+            job.error = refused.body()["error"]
         except Exception as error:
-            job.status, job.error = (
-                "failed",
-                {"message": " ".join(str(error).split()), "code": type(error).__name__},
-            )
+            job.status = "failed"
+            job.error = {"message": " ".join(str(error).split()), "code": type(error).__name__}
         finally:
             job.ended = self._wall()
 
-    def _sweep(self) -> None:
-        """Forgets results that nobody came for; the oldest ones sooner where there are many jobs."""
+    def _drop_old_results(self) -> None:
+        """Forgets results that are too old, and the oldest ones if there are too many jobs."""
         done = sorted((job for job in self._jobs.values() if job.ended), key=lambda job: job.ended)
-        late = self._wall() - KEPT_SECONDS
-        over = len(self._jobs) - MOST + 1
-        for place, job in enumerate(done):
-            if job.ended < late or place < over:
+        oldest_kept = self._wall() - KEPT_SECONDS
+        excess = len(self._jobs) - MAX_JOBS + 1
+        for at, job in enumerate(done):
+            if job.ended < oldest_kept or at < excess:
                 del self._jobs[job.id]
+
+
+def _checked_body(wanted: Any) -> dict[str, Any]:
+    """The body of the call that a job makes. Raises Refused, 400."""
+    if not isinstance(wanted, dict) or wanted.get("endpoint") not in ENDPOINTS:
+        text = f"endpoint must be one of {', '.join(ENDPOINTS)}"
+        raise Refused(400, "bad_endpoint", text, param="endpoint")
+    body = wanted.get("body")
+    if not isinstance(body, dict):
+        text = "body must be the JSON object that the endpoint takes"
+        raise Refused(400, "bad_body", text, param="body")
+    if body.get("stream"):
+        text = "a job's answer is not streamed: leave stream out"
+        raise Refused(400, "no_stream", text, param="body")
+    return body

@@ -1,13 +1,13 @@
-"""`/metrics`: the figures that an alert goes by, for Prometheus.
+"""`/metrics`: the figures for alerts, in Prometheus' format.
 
-Gauges are read from one Snapshot at each scrape. Counters of the host's book may start again with the boot, as
-Prometheus expects of counters; those by reason and the seconds follow the journal from this server's start.
+Gauges are read from one Snapshot at each scrape. Counters from the host's book may restart at a boot of the host, as
+Prometheus expects of counters. Counters by reason, and durations, follow the journal from this server's start.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
@@ -18,17 +18,28 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 
 from ...facts import Event, Snapshot
 
-SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-LEFT = ("offloaded", "unloaded", "lost")
-BREAKER = {"closed": 0, "half-open": 1, "half_open": 1, "open": 2}
+SECONDS_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+EVICTION_ACTIONS = ("offloaded", "unloaded", "lost")
+VERDICT_ACTIONS = ("granted", "waiting", "refused")
+BREAKER_VALUES = {"closed": 0, "half-open": 1, "half_open": 1, "open": 2}
+TOTALS = {
+    "evictions": "Models that left a card or the warm pool",
+    "offloads": "Moves to host memory",
+    "unloads": "Models dropped",
+    "restorations": "Returns from host memory",
+    "loads": "Models loaded",
+    "refusals": "Requests refused",
+}
 
 
 class Metrics:
-    """The registry of one server."""
+    """The metrics of one server."""
 
     def __init__(self, rt: Any, gateway_state: Callable[[], Any]) -> None:
+        """The metrics of the runtime `rt` and of its gateway, whose figures `gateway_state()` returns."""
         disable_created_metrics()
-        self._rt, self._state = rt, gateway_state
+        self._rt = rt
+        self._state = gateway_state
         self.registry = CollectorRegistry()
         self._lock = threading.Lock()
         self._evictions = Counter(
@@ -43,129 +54,125 @@ class Metrics:
             ["verdict", "reason"],
             registry=self.registry,
         )
-        self._seconds = {
-            action: Histogram(
-                f"gpu_{name}_seconds",
-                f"Seconds that a {name} took",
-                buckets=SECONDS,
-                registry=self.registry,
-            )
-            for action, name in (("loaded", "load"), ("restored", "restore"))
-        }
-        self._seen = self._newest(rt.status())
+        self._seconds = {"loaded": self._histogram("load"), "restored": self._histogram("restore")}
+        self._seen = self._newest(rt.status())  # (wall, seq) of the last counted event
         self.registry.register(self)
 
     def text(self, accepts: str) -> tuple[bytes, str]:
-        """The exposition and its content type, in the format that the scraper accepts."""
-        self._follow()
+        """The metrics and their content type, in the format of the scraper's header `accepts`."""
+        self._count_new_events()
         if "application/openmetrics-text" in accepts:
             return openmetrics(self.registry), OPENMETRICS
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterator[Any]:
-        """What a scrape reads afresh; called by the registry."""
+        """The figures that each scrape reads anew. The registry calls it."""
         snapshot: Snapshot = self._rt.status()
         yield from _devices(snapshot)
-        for name, words in (
-            ("evictions", "Models that left a card or the warm pool"),
-            ("offloads", "Moves to host memory"),
-            ("unloads", "Models dropped"),
-            ("restorations", "Returns from host memory"),
-            ("loads", "Models loaded"),
-            ("refusals", "Requests refused"),
-        ):
-            yield CounterMetricFamily(
-                f"gpu_{name}", f"{words}, since the boot", snapshot.totals.get(name, 0)
-            )
-        yield GaugeMetricFamily(
-            "gpu_waiting_requests", "Requests for memory that wait", len(snapshot.tickets)
-        )
+        for name, text in TOTALS.items():
+            value = snapshot.totals.get(name, 0)
+            yield CounterMetricFamily(f"gpu_{name}", f"{text}, since the boot", value)
+        waiting = len(snapshot.tickets)
+        yield GaugeMetricFamily("gpu_waiting_requests", "Requests for memory that wait", waiting)
         yield GaugeMetricFamily("gpu_processes", "Processes that take part", len(snapshot.sections))
-        state = self._state()
-        depth = GaugeMetricFamily(
-            "gpu_queue_depth", "Calls that wait for a model", labels=["model"]
-        )
-        for model in {
-            **state.breakers,
-            **state.waiting,
-        }:  # also 0: a sum over nothing would be no figure
-            depth.add_metric([model], state.waiting.get(model, 0))
-        active = GaugeMetricFamily(
-            "gpu_active_calls", "Calls that a model is answering", labels=["model"]
-        )
-        for model in {**state.breakers, **state.running}:
-            active.add_metric([model], state.running.get(model, 0))
-        breakers = GaugeMetricFamily(
-            "gpu_breaker_state", "0 closed, 1 half open, 2 open", labels=["model"]
-        )
-        for model, breaker in state.breakers.items():
-            breakers.add_metric([model], BREAKER.get(breaker.state, 0))
-        calls = CounterMetricFamily(
-            "gpu_calls", "Calls by how they ended, since this server began", labels=["ended"]
-        )
-        for ended, count in state.counts.items():
-            calls.add_metric([ended], count)
-        yield from (depth, active, breakers, calls)
+        yield from _calls(self._state())
 
     def describe(self) -> list[Any]:
-        """None: the registry need not read the book to know the names."""
+        """Nothing: the registry then does not read the book only to learn the names."""
         return []
 
-    def _follow(self) -> None:
+    def _histogram(self, name: str) -> Histogram:
+        return Histogram(
+            f"gpu_{name}_seconds",
+            f"Seconds that a {name} took",
+            buckets=SECONDS_BUCKETS,
+            registry=self.registry,
+        )
+
+    def _count_new_events(self) -> None:
         with self._lock:
             history = self._rt.history("1h", 2).events
-            fresh = [event for event in history if (event.wall, event.seq) > self._seen]
-            for event in fresh:
+            new = [event for event in history if (event.wall, event.seq) > self._seen]
+            for event in new:
                 self._count(event)
-            self._seen = max([self._seen, *((event.wall, event.seq) for event in fresh)])
+            self._seen = max([self._seen, *((event.wall, event.seq) for event in new)])
 
     def _count(self, event: Event) -> None:
-        if event.action in LEFT:
+        if event.action in EVICTION_ACTIONS:
             self._evictions.labels(event.reason, event.action).inc()
-        elif event.action in ("granted", "waiting", "refused"):
+        elif event.action in VERDICT_ACTIONS:
             self._verdicts.labels(event.action, event.reason).inc()
         if event.action in self._seconds and event.seconds:
             self._seconds[event.action].observe(event.seconds)
 
     @staticmethod
     def _newest(snapshot: Snapshot) -> tuple[float, int]:
-        return max(
-            ((event.wall, event.seq) for event in snapshot.events), default=(snapshot.wall, 0)
-        )
+        events = ((event.wall, event.seq) for event in snapshot.events)
+        return max(events, default=(snapshot.wall, 0))
+
+
+def _calls(state: Any) -> Iterator[Any]:
+    """Figures of the gateway. A model without calls has a sample of 0: a sum over no sample would be missing."""
+    waiting = {**dict.fromkeys(state.breakers, 0), **state.waiting}
+    yield _gauge("gpu_queue_depth", "Calls that wait for a model", ["model"], waiting.items())
+    running = {**dict.fromkeys(state.breakers, 0), **state.running}
+    yield _gauge("gpu_active_calls", "Calls that a model is answering", ["model"], running.items())
+    breakers = _breaker_values(state.breakers)
+    yield _gauge("gpu_breaker_state", "0 closed, 1 half open, 2 open", ["model"], breakers.items())
+    calls = CounterMetricFamily(
+        "gpu_calls", "Calls by how they ended, since this server began", labels=["ended"]
+    )
+    for ended, count in state.counts.items():
+        calls.add_metric([ended], count)
+    yield calls
+
+
+def _breaker_values(breakers: Mapping[str, Any]) -> dict[str, int]:
+    return {model: BREAKER_VALUES.get(breaker.state, 0) for model, breaker in breakers.items()}
+
+
+def _gauge(
+    name: str, text: str, labels: list[str], values: Iterable[tuple[str, float]]
+) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for label, value in values:
+        family.add_metric([label], value)
+    return family
+
+
+def _sampled(field: str) -> Callable[[Any], Any]:
+    """Reads a field of a device's last sample; None without a sample."""
+    return lambda view: getattr(view.sample, field) if view.sample else None
+
+
+_DEVICE_FIGURES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "total_bytes": ("Memory of the device", lambda view: view.device.total_bytes),
+    "limit_bytes": ("What may be leased of it", lambda view: view.limit_bytes),
+    "claimed_bytes": (
+        "What is leased, moves counted on both sides",
+        lambda view: view.claimed_bytes,
+    ),
+    "measured_bytes": ("What is in use, by the driver", lambda view: view.measured_bytes),
+    "pressure_ratio": (
+        "The larger of claimed / limit and measured / total",
+        lambda view: view.pressure,
+    ),
+    "utilisation_percent": ("How busy it is", _sampled("utilisation_percent")),
+    "temperature_celsius": ("Its temperature", _sampled("temperature_celsius")),
+    "power_watts": ("What it draws", _sampled("power_watts")),
+}
 
 
 def _devices(snapshot: Snapshot) -> Iterator[GaugeMetricFamily]:
-    """What the driver does not tell has no sample: unknown is not 0."""
-    figures = {
-        "total_bytes": ("Memory of the device", lambda view: view.device.total_bytes),
-        "limit_bytes": ("What may be leased of it", lambda view: view.limit_bytes),
-        "claimed_bytes": (
-            "What is leased, moves counted on both sides",
-            lambda view: view.claimed_bytes,
-        ),
-        "measured_bytes": ("What is in use, by the driver", lambda view: view.measured_bytes),
-        "pressure_ratio": (
-            "The larger of claimed / limit and measured / total",
-            lambda view: view.pressure,
-        ),
-        "utilisation_percent": (
-            "How busy it is",
-            lambda view: view.sample and view.sample.utilisation_percent,
-        ),
-        "temperature_celsius": (
-            "Its temperature",
-            lambda view: view.sample and view.sample.temperature_celsius,
-        ),
-        "power_watts": ("What it draws", lambda view: view.sample and view.sample.power_watts),
-    }
-    for name, (words, figure) in figures.items():
+    """The figures of each device. A figure that the driver does not report has no sample: unknown is not 0."""
+    for name, (text, figure) in _DEVICE_FIGURES.items():
         family = GaugeMetricFamily(
-            f"gpu_device_{name}", words, labels=["device", "name", "simulated"]
+            f"gpu_device_{name}", text, labels=["device", "name", "simulated"]
         )
         for view in snapshot.devices:
             value = figure(view)
             if value is not None:
-                family.add_metric(
-                    [view.device.id, view.device.name, str(view.device.simulated).lower()], value
-                )
+                device = view.device
+                labels = [device.id, device.name, str(device.simulated).lower()]
+                family.add_metric(labels, value)
         yield family

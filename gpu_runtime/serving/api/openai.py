@@ -1,4 +1,4 @@
-"""`/v1/*`: models as OpenAI's clients call them, whole or word by word, and long work as jobs."""
+"""`/v1/*`: models as OpenAI's clients call them, whole or streamed, and long calls as jobs."""
 
 from __future__ import annotations
 
@@ -20,103 +20,114 @@ _MESSAGE = {
     "required": ["role"],
     "properties": {"role": {"type": "string"}, "content": {}},
 }
+_TEXTS = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 _FIELDS: dict[str, dict[str, Any]] = {
     "chat": {"messages": {"type": "array", "minItems": 1, "items": _MESSAGE}},
-    "completions": {
-        "prompt": {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-    },
-    "embeddings": {
-        "input": {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-    },
+    "completions": {"prompt": _TEXTS},
+    "embeddings": {"input": _TEXTS},
     "images": {"prompt": {"type": "string"}},
 }
-_STREAMS = ("chat", "completions")
+_MODEL = {
+    "type": "string",
+    "description": "a model's name, task:NAME, or provider:model for a cloud",
+}
+_OWN_FIELDS: dict[str, dict[str, Any]] = {
+    "x_client_id": {
+        "type": "string",
+        "maxLength": 128,
+        "description": "your program's name: selects its profile and cooldown",
+    },
+    "x_priority": {
+        "description": "urgent, high, normal, low, batch, or a number: lower is more important"
+    },
+    "x_stay_warm": {
+        "type": "number",
+        "minimum": 0,
+        "description": "seconds that the model stays on its device afterwards",
+    },
+    "x_cooldown": {
+        "type": "number",
+        "minimum": 0,
+        "description": "seconds in which further calls of this client are refused",
+    },
+}
+_STREAM_FIELDS: dict[str, dict[str, Any]] = {
+    "stream": {"type": "boolean"},
+    "max_tokens": {"type": "integer", "minimum": 1},
+}
+_STREAMED_KINDS = ("chat", "completions")
+_JOB_SCHEMA = {
+    "type": "object",
+    "required": ["endpoint", "body"],
+    "properties": {"endpoint": {"enum": list(ENDPOINTS)}, "body": {"type": "object"}},
+}
+_PATHS = {
+    "chat": ("/chat/completions", "An answer to a conversation, whole or streamed"),
+    "completions": ("/completions", "The continuation of a text"),
+    "embeddings": ("/embeddings", "Vectors for texts"),
+    "images": ("/images/generations", "Images for a prompt"),
+}
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "something in the body is wrong; the message names it"},
+    404: {"description": "no such model or task"},
+    409: {"description": "the model cannot be had while others use what it needs"},
+    429: {"description": "this client is in cooldown; Retry-After has the seconds"},
+    500: {"description": "the engine failed"},
+    502: {"description": "the engine, or the cloud in its place, failed"},
+    503: {
+        "description": "not now: the queue is full, the model keeps failing, or no other model can answer"
+    },
+    504: {
+        "description": "the budget is shorter than loading and answering would take, or is spent"
+    },
+    507: {"description": "the model does not fit"},
+}
 
 
 class Gone(Exception):
-    """The client has hung up."""
+    """The client has disconnected."""
 
 
 def schema(kind: str) -> dict[str, Any]:
-    """The body of such a call, as OpenAPI says it; fields that are not named here are the engine's to know."""
-    fields = {
-        "model": {
-            "type": "string",
-            "description": "a model's name, task:NAME, or provider:model for a cloud",
-        },
-        **_FIELDS[kind],
-    }
-    extra: dict[str, Any] = {
-        "x_client_id": {
-            "type": "string",
-            "maxLength": 128,
-            "description": "your program's name: its profile and pace",
-        },
-        "x_priority": {
-            "description": "urgent, high, normal, low, batch, or a number: lower is more important"
-        },
-        "x_stay_warm": {
-            "type": "number",
-            "minimum": 0,
-            "description": "seconds that the model is kept afterwards",
-        },
-        "x_cooldown": {
-            "type": "number",
-            "minimum": 0,
-            "description": "seconds in which this client may not call",
-        },
-    }
-    if kind in _STREAMS:
-        extra = {
-            "stream": {"type": "boolean"},
-            "max_tokens": {"type": "integer", "minimum": 1},
-            **extra,
-        }
+    """The OpenAPI schema of the body of a call of this `kind`. Fields that it does not name go to the engine."""
+    fields = {"model": _MODEL, **_FIELDS[kind]}
+    optional = {**_STREAM_FIELDS, **_OWN_FIELDS} if kind in _STREAMED_KINDS else _OWN_FIELDS
     return {
         "type": "object",
         "required": list(fields),
-        "properties": fields | extra,
+        "properties": {**fields, **optional},
         "additionalProperties": True,
     }
 
 
 async def read_json(request: Request) -> Any:
-    """The request's body. Raises Refused, 400, for what is no JSON, and for NaN, which is none either."""
+    """The body of `request`. Raises Refused (400) if it is no JSON, or contains NaN, which JSON does not have."""
     try:
-        return json.loads(await request.body(), parse_constant=_no_number)
+        return json.loads(await request.body(), parse_constant=_reject_constant)
     except RecursionError:
         raise Refused(400, "bad_body", "the body is nested too deeply") from None
     except ValueError as error:  # also UnicodeDecodeError
         raise Refused(400, "bad_body", f"the body is no JSON: {error}") from None
 
 
-def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is no JSON number")
-
-
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """What the work gives; where the client hangs up first, the work is cancelled and Gone is raised."""
+    """The result of `work`. If the client of `request` disconnects first, the work is cancelled and Gone is raised."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request))
+    gone = asyncio.ensure_future(_disconnect(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise Gone
         return task.result()
     finally:
-        for one in (gone, task):
-            if not one.done():
-                one.cancel()
-                await asyncio.gather(one, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        for unfinished in (gone, task):
+            if not unfinished.done():
+                unfinished.cancel()
+                await asyncio.gather(unfinished, return_exceptions=True)
 
 
 async def events(reply: Reply) -> AsyncIterator[bytes]:
-    """The answer as server-sent events. What fails half-way is told as the last of them, as OpenAI does."""
+    """The `reply` as server-sent events. An error in its middle is the last of them, as OpenAI does it."""
     try:
         assert reply.events is not None
         async for chunk in reply.events:
@@ -129,9 +140,10 @@ async def events(reply: Reply) -> AsyncIterator[bytes]:
 
 
 class Sent(StreamingResponse):
-    """An answer on its way, closed also where its client hung up before the first word: then nobody ever reads it."""
+    """A streamed answer. It closes the reply even if the client left before the first event, so that none is read."""
 
     def __init__(self, reply: Reply) -> None:
+        """The answer with the events and headers of `reply`."""
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | reply.headers
         super().__init__(events(reply), media_type="text/event-stream", headers=headers)
         self._reply = reply
@@ -144,105 +156,87 @@ class Sent(StreamingResponse):
 
 
 def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
-    """The routes. `gateway()` gives the Gateway; `acts` lets only those through who may act, and answers their name."""
+    """The routes below `/v1`, with the `jobs` of this server.
+
+    `gateway()` returns the Gateway. `acts` is the dependency that admits visitors who may act, and returns their name.
+    """
     routes = APIRouter(prefix="/v1")
 
     @routes.get("/models", tags=["models"])
     def get_models() -> dict[str, Any]:
-        """The models that can be asked for."""
+        """The models that can be called."""
         return {"object": "list", "data": gateway().models()}
 
-    def add(kind: str, path: str, words: str) -> None:
-        async def post(request: Request, who: str = acts) -> Any:
-            body = await read_json(request)
-            try:
-                reply = await unless_gone(request, gateway().answer(kind, body, who))
-            except Gone:
-                return JSONResponse({}, 499)  # nobody reads it
-            if reply.events is None:
-                return JSONResponse(reply.json, headers=reply.headers)
-            return Sent(reply)
+    for kind in _PATHS:
+        _add_call_route(routes, kind, gateway, acts)
+    _add_job_routes(routes, gateway, jobs, acts)
+    return routes
 
-        routes.add_api_route(
-            path,
-            post,
-            methods=["POST"],
-            name=kind,
-            summary=words,
-            tags=["models"],
-            response_model=None,
-            responses=REFUSALS,
-            openapi_extra={
-                "requestBody": {
-                    "required": True,
-                    "content": {"application/json": {"schema": schema(kind)}},
-                }
-            },
-        )
 
-    add("chat", "/chat/completions", "An answer to a conversation, whole or word by word")
-    add("completions", "/completions", "How a text goes on")
-    add("embeddings", "/embeddings", "Vectors for texts")
-    add("images", "/images/generations", "Pictures for a prompt")
+def _add_call_route(routes: APIRouter, kind: str, gateway: Any, acts: Any) -> None:
+    async def post(request: Request, actor: str = acts) -> Any:
+        body = await read_json(request)
+        try:
+            reply = await unless_gone(request, gateway().answer(kind, body, actor))
+        except Gone:
+            return JSONResponse({}, 499)  # nobody reads it
+        if reply.events is None:
+            return JSONResponse(reply.json, headers=reply.headers)
+        return Sent(reply)
 
+    path, summary = _PATHS[kind]
+    routes.add_api_route(
+        path,
+        post,
+        methods=["POST"],
+        name=kind,
+        summary=summary,
+        tags=["models"],
+        response_model=None,
+        responses=REFUSALS,
+        openapi_extra=_request_body(schema(kind)),
+    )
+
+
+def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs, acts: Any) -> None:
     @routes.post(
         "/jobs",
         status_code=202,
         tags=["jobs"],
         response_model=None,
         responses=REFUSALS,
-        openapi_extra={
-            "requestBody": {
-                "required": True,
-                "content": {
-                    "application/json": {
-                        "schema": {
-                            "type": "object",
-                            "required": ["endpoint", "body"],
-                            "properties": {
-                                "endpoint": {"enum": list(ENDPOINTS)},
-                                "body": {"type": "object"},
-                            },
-                        }
-                    }
-                },
-            }
-        },
+        openapi_extra=_request_body(_JOB_SCHEMA),
     )
-    async def post_job(request: Request, who: str = acts) -> JSONResponse:
-        """Long work: the call is made whether or not anybody waits. `endpoint` and `body` as it would be called."""
-        job = jobs.start(gateway(), await read_json(request), who)
-        return JSONResponse(job.told(), 202, headers={"Location": f"/v1/jobs/{job.id}"})
+    async def post_job(request: Request, actor: str = acts) -> JSONResponse:
+        """Starts a call that continues without a connection: `endpoint` and `body` as in a direct call."""
+        job = jobs.start(gateway(), await read_json(request), actor)
+        return JSONResponse(job.as_json(), 202, headers={"Location": f"/v1/jobs/{job.id}"})
 
     @routes.get(
         "/jobs/{id}",
         tags=["jobs"],
-        responses={404: {"description": "no such job, or it is long over"}},
+        responses={404: {"description": "no such job, or its result was dropped"}},
     )
     def get_job(id: str) -> dict[str, Any]:
-        """How a job stands; its result once it is done."""
-        return jobs.find(id).told()
+        """The state of a job, and its result once it is done."""
+        return jobs.find(id).as_json()
 
     @routes.delete("/jobs/{id}", tags=["jobs"], responses={404: {"description": "no such job"}})
-    async def delete_job(id: str, who: str = acts) -> dict[str, Any]:
-        """Ends a job, and forgets one that is done."""
-        return (await jobs.end(id)).told()
-
-    return routes
+    async def delete_job(id: str, actor: str = acts) -> dict[str, Any]:
+        """Ends a job, and drops its result."""
+        return (await jobs.end(id)).as_json()
 
 
-REFUSALS: dict[int | str, dict[str, Any]] = {
-    400: {"description": "something in the body is wrong; the message names it"},
-    404: {"description": "no such model or task"},
-    409: {"description": "it cannot be had while others use what it needs"},
-    429: {"description": "this client is in cooldown; Retry-After says how long"},
-    500: {"description": "the engine failed"},
-    502: {"description": "the engine, or the cloud in its place, failed"},
-    504: {
-        "description": "the budget is shorter than loading and answering would take, or is spent"
-    },
-    503: {
-        "description": "not now: the queue is full, the model keeps failing, or nothing can answer in its place"
-    },
-    507: {"description": "the model does not fit"},
-}
+def _request_body(schema: dict[str, Any]) -> dict[str, Any]:
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _reject_constant(word: str) -> float:
+    raise ValueError(f"{word} is no JSON number")
+
+
+async def _disconnect(request: Request) -> None:
+    """Returns when the client has disconnected."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
