@@ -23,6 +23,7 @@ nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # no widgets, so nothing is fe
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 python_maximum_signature_line_length = 90
+toc_object_entries_show_parents = "hide"
 nb_render_error_lexer = "text"
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
@@ -38,6 +39,7 @@ html_theme_options = {
     "navbar_end": ["theme-switcher"],
     "navigation_depth": 2,
     "show_nav_level": 2,
+    "show_toc_level": 2,
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": ["copyright"],
     "footer_end": [],

@@ -124,14 +124,15 @@ def _is_error(kind: Any) -> bool:
 
 
 def errors_table(lines: Iterable[Line]) -> str:
-    """Each error's meaning, its attributes, and what to do (the line's note)."""
+    """Each error's meaning with its attributes, and what to do (the line's note)."""
     rows = []
     for line in lines:
-        meaning, _, attributes = inspect.getdoc(errors()[line.name]).partition("Attributes:")
-        names = re.findall(r"[a-z_]+", attributes.partition(";")[0])
-        listed = ", ".join(f"`{name}`" for name in names)
-        rows.append((f"`{line.name}`", cell(meaning), cell(line.note), listed))
-    return table(("Error", "Meaning", "What to do", "Attributes"), rows)
+        doc = inspect.getdoc(errors()[line.name]) or ""
+        meaning, label, attributes = cell(doc).partition("Attributes:")
+        names = re.sub(r"(?<=[:,;] )([a-z_]+)(?=[,.;:])", r"`\1`", label + attributes)
+        text = meaning + names
+        rows.append((f"`{line.name}`", text, cell(line.note)))
+    return table(("Error", "Meaning", "What to do"), rows)
 
 
 # -- HTTP -----------------------------------------------------------------------------------------
