@@ -121,7 +121,13 @@ def test_from_idle_to_ready_and_back_and_no_other_state(server, record, engine, 
     pids = one.pids
     assert len(pids) == 2 and all(map(alive, pids))
     one.end()
-    assert one.past == [ServerState.IDLE, ServerState.LOADING, ServerState.READY, ServerState.STOPPING, ServerState.IDLE]
+    assert one.past == [
+        ServerState.IDLE,
+        ServerState.LOADING,
+        ServerState.READY,
+        ServerState.STOPPING,
+        ServerState.IDLE,
+    ]
     assert not any(map(alive, pids)) and len(record()) == 1
 
 
@@ -160,14 +166,20 @@ def test_killed_it_is_started_again_on_the_same_cards_and_as_often_as_three_time
     one.start()
     for restart in range(1, MOST_RESTARTS + 1):
         os.kill(one.pids[1], signal.SIGKILL)
-        assert soon(lambda restart=restart: one.restarts == restart and one.state is ServerState.READY)
+        assert soon(
+            lambda restart=restart: one.restarts == restart and one.state is ServerState.READY
+        )
         assert one.healthy()
     same = {json.dumps(start["words"]) for start in record()}
     assert len(record()) == 1 + MOST_RESTARTS and len(same) == 1
     assert lost == []
     os.kill(one.pids[1], signal.SIGKILL)
     assert soon(lambda: lost)
-    assert lost[0][0] == "crash" and "killed by SIGKILL" in lost[0][1] and one.state is ServerState.IDLE
+    assert (
+        lost[0][0] == "crash"
+        and "killed by SIGKILL" in lost[0][1]
+        and one.state is ServerState.IDLE
+    )
     assert len(record()) == 1 + MOST_RESTARTS
     port = claim(PORTS, "next")
     assert port.number == PORTS[0], "killed again and again, it has kept no port"

@@ -68,7 +68,8 @@ def test_a_build_without_gpu_support_is_refused_for_a_real_card(tmp_path, tiny_g
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     if llama_cpp.llama_supports_gpu_offload():
         pytest.skip("this build of llama-cpp-python has GPU support")
-    from gpu_runtime.backends.llama_cpp.rpc import LlamaEngine, ThreadChannel
+    from gpu_runtime.backends.llama_cpp.channels import ThreadChannel
+    from gpu_runtime.backends.llama_cpp.rpc import LlamaEngine
 
     engine = LlamaEngine("phi", ThreadChannel(lambda line: None), None)
     with pytest.raises(

@@ -342,7 +342,7 @@ def sparse():
         (lambda: nn.DataParallel(nn.Linear(2, 2)), "wrapped in DataParallel"),
         (lambda: torch.jit.script(nn.Linear(2, 2)), "TorchScript"),
         (shared, "shared with other processes"),
-        (overlapping, "one and other lie in the same memory"),
+        (overlapping, "one and other overlap in memory"),
         (sparse, "adjacency is not a plain strided tensor"),
         (lambda: nn.LazyLinear(2), "has no shape yet; call the module once"),
     ],

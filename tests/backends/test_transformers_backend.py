@@ -325,7 +325,10 @@ DAMAGES = {
         header(lambda h: first(h).update(dtype="F32", shape=[1], data_offsets=[4, 8])),
         "a gap or an overlap",
     ),
-    "negative": (header(lambda h: first(h).update(data_offsets=[-8, 8])), "not a safetensors header"),
+    "negative": (
+        header(lambda h: first(h).update(data_offsets=[-8, 8])),
+        "not a safetensors header",
+    ),
     "shape": (header(lambda h: first(h).update(shape=[10**9])), "not a safetensors header"),
     "fields": (header(lambda h: first(h).pop("dtype")), "not a safetensors header"),
     "number": (header(lambda h: h.update(extra=7)), "not a safetensors header"),
@@ -349,7 +352,8 @@ def test_a_missing_or_escaping_shard_is_named(backend, tmp_path):
     shard = sorted(directory.glob("model-*.safetensors"))[1]
     shard.rename(tmp_path / "away")
     with pytest.raises(
-        LoadFailed, match=f"{shard.name} cannot be loaded: the index lists it, but the file is missing"
+        LoadFailed,
+        match=f"{shard.name} cannot be loaded: the index lists it, but the file is missing",
     ):
         footprint(backend, spec(directory))
     index.write_text(index.read_text().replace(shard.name, "../away"))

@@ -22,8 +22,9 @@ from ...facts import Evidence, ModelSpec, Shares, where
 from ..base import Progress
 from ..processes.processes import new_log
 from ..processes.visible_devices import card_environment
+from .channels import Channel, ProcessChannel, ThreadChannel
 from .options import gguf_evidence, gguf_file, gpu_layers, llama_arguments, offloaded, taken
-from .rpc import Channel, LlamaEngine, ProcessChannel, ThreadChannel
+from .rpc import LlamaEngine
 from .worker import METHODS, OUR_METHODS
 
 

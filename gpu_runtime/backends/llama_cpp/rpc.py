@@ -7,9 +7,7 @@ error. So when a caller sees the error, the lease is already returned.
 from __future__ import annotations
 
 import itertools
-import os
 import queue
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,8 +24,8 @@ from ..fault_texts import (
     last_line,
     recognise,
 )
-from ..processes.processes import Child, in_words, python_file
-from . import worker
+from ..processes.processes import in_words
+from .channels import Channel
 
 _CALLER_ERRORS = (  # the call was wrong; the engine is not
     "ValueError",
@@ -43,100 +41,7 @@ _CALLER_ERRORS = (  # the call was wrong; the engine is not
     "UndefinedError",
     "TemplateSyntaxError",
 )
-STOP_SECONDS = 10.0  # for a thread to notice that it should end
 OnLoss = Callable[[str, str], None]  # called with kind and because
-
-
-class Channel:
-    """Messages to and from an engine."""
-
-    child: Child | None = None  # the worker process, if there is one
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Sends `message`. Raises TypeError if it cannot be sent.
-
-        Never fails because the engine is gone: `receive` reports that.
-        """
-        raise NotImplementedError
-
-    def receive(self) -> dict[str, Any] | None:
-        """Waits for the next message; None if there will be no more."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Ends the engine, and wakes the thread that waits in `receive`."""
-        raise NotImplementedError
-
-
-class ProcessChannel(Channel):
-    """A channel to a worker process: lines of JSON over a socket that no other process can reach."""
-
-    def __init__(self, log: Path, env: dict[str, str]) -> None:
-        """Starts the worker with the environment `env`; its output goes to the file `log`."""
-        self._socket, worker_end = socket.socketpair()
-        with worker_end:
-            program = python_file(Path(worker.__file__))
-            command = [*program, str(worker_end.fileno()), str(os.getpid())]
-            self.child = Child(command, log=log, env=env, fds=(worker_end.fileno(),))
-        self._file = self._socket.makefile("rb")
-        self._sending = threading.Lock()
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Sends `message` as one line. Raises TypeError for what JSON cannot hold."""
-        line = worker.to_line(message)
-        with self._sending:
-            try:
-                self._socket.sendall(line)
-            except OSError:  # the worker is gone: `receive` reports it
-                pass
-
-    def receive(self) -> dict[str, Any] | None:
-        """Waits for the next message; None once the socket is closed."""
-        try:
-            line = self._file.readline(worker.LONGEST_LINE)
-            return worker.from_line(line) if line.endswith(b"\n") else None
-        except (OSError, ValueError):
-            return None
-
-    def close(self) -> None:
-        """Ends the worker and closes the socket."""
-        assert self.child is not None
-        self.child.end()
-        try:
-            # Wakes the thread that reads. The file is closed when that thread lets go of it.
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the worker closed its end first
-            pass
-        self._socket.close()
-
-
-class ThreadChannel(Channel):
-    """A channel to a thread of this process. Any object can be sent."""
-
-    def __init__(self, log: Callable[[str], None]) -> None:
-        """Starts the thread; `log` gets the lines that llama.cpp prints."""
-        self._inbox = worker.Inbox()
-        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._running = threads.start(lambda: self._run(log))
-
-    def _run(self, log: Callable[[str], None]) -> None:
-        try:
-            worker.work(self._inbox, self._answers.put, log)
-        finally:
-            self._answers.put(None)
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Puts `message` into the thread's inbox."""
-        self._inbox.take(message)
-
-    def receive(self) -> dict[str, Any] | None:
-        """Waits for the next message; None once the thread has ended."""
-        return self._answers.get()
-
-    def close(self) -> None:
-        """Asks the thread to end, and waits up to STOP_SECONDS for it."""
-        self._inbox.take(None)
-        self._running.wait(STOP_SECONDS)
 
 
 class LlamaEngine:

@@ -1,8 +1,8 @@
-"""The hooks by which a module that lies on several cards runs: accelerate's, put on and taken off by us.
+"""The hooks that run a module over several cards: accelerate's, installed and removed by us.
 
-The weights are where they belong before; `dispatch_model` finds them there and moves none. What it leaves on the root
-is replaced: the model's own `forward` stays its class's, so that a call pins it before anything else happens
-(see pool.py), and a deep copy has nothing of the original's.
+The weights are already on their cards, so `dispatch_model` moves none. Its changes to the root module are
+undone: the model's own `forward` stays that of its class. So a call pins the model before anything else
+happens (see `owner/governed_calls.py`), and a deep copy shares nothing with the original.
 """
 
 from __future__ import annotations
@@ -15,34 +15,39 @@ from torch import nn
 
 
 class Dispatch:
-    """A module's hooks, as long as it lies on several cards."""
+    """The hooks of one module while it is on several cards."""
 
     def __init__(self, module: nn.Module, device_map: Mapping[str, str]) -> None:
-        """Puts them on: every module of the map runs on its device, and inputs come to the first.
+        """Installs the hooks: each part of `module` runs on its device in `device_map`.
 
-        The map covers all weights, so no other card gets any; accelerate has no memory of its own to plan with.
+        The map goes from paths to torch devices; inputs move to the first device. It covers all weights,
+        so no other card gets any, and accelerate does no memory planning of its own.
         """
         from accelerate import dispatch_model
 
-        self.module, self.door = (
-            module,
-            _Door(next(iter(device_map.values())), _kept_in_place(module)),
-        )
+        first_device = next(iter(device_map.values()))
+        self.module = module
+        self.transfer = _Transfer(first_device, _arguments_left_in_place(module))
         self.hooks: dict[int, tuple[nn.Module, Any]] = {}
         self.handles: list[Any] = []
         own = dict(vars(module))
         try:
             dispatch_model(
-                module, dict(device_map), main_device=self.door.device, skip_keys=self.door.kept
+                module,
+                dict(device_map),
+                main_device=first_device,
+                skip_keys=self.transfer.left_in_place,
             )
-            self._bare_root(own)
+            self._restore_root(own)
             self._note_hooks()
             self.handles.append(
-                module.register_forward_pre_hook(self.door.enter, prepend=True, with_kwargs=True)
+                module.register_forward_pre_hook(
+                    self.transfer.enter, prepend=True, with_kwargs=True
+                )
             )
-            self.handles.append(module.register_forward_hook(self.door.leave))
+            self.handles.append(module.register_forward_hook(self.transfer.leave))
         except BaseException:
-            self._bare_root(own)
+            self._restore_root(own)
             self._note_hooks()
             self.remove()
             raise
@@ -54,19 +59,21 @@ class Dispatch:
             if hasattr(part, "_hf_hook")
         }
 
-    def _bare_root(self, own: Mapping[str, Any]) -> None:
-        """Gives the root's own attributes back, except that it tells its `hf_device_map`, as transformers expects."""
+    def _restore_root(self, own: Mapping[str, Any]) -> None:
+        """Restores the root's own attributes; only `hf_device_map` stays, as transformers expects."""
         for name in vars(self.module).keys() - own.keys() - {"hf_device_map"}:
             delattr(self.module, name)
         if "forward" in own:
             self.module.forward = own["forward"]
 
     def owns(self, part: nn.Module) -> bool:
-        """Whether the hook on that part is the one that was put there."""
-        return id(part) in self.hooks and self.hooks[id(part)][1] is vars(part).get("_hf_hook")
+        """Whether the hook on `part` is one that this object installed."""
+        if id(part) not in self.hooks:
+            return False
+        return self.hooks[id(part)][1] is vars(part).get("_hf_hook")
 
     def remove(self) -> None:
-        """Takes them off; the weights stay where they are. Twice is once."""
+        """Removes the hooks; the weights stay where they are. Repeating is safe."""
         from accelerate.hooks import remove_hook_from_module
 
         for handle in self.handles:
@@ -76,40 +83,44 @@ class Dispatch:
                 remove_hook_from_module(part)
                 restored = vars(part).get("forward")
                 if getattr(restored, "__func__", None) is type(part).forward:
-                    del part.forward  # it is its class's
+                    del part.forward  # the same function as the class's
         vars(self.module).pop("hf_device_map", None)
         self.hooks, self.handles = {}, []
 
 
-class _Door:
-    """Brings inputs to the first card, and what comes out to where the inputs were."""
+class _Transfer:
+    """Moves inputs to the first card, and outputs back to the device of the inputs."""
 
-    def __init__(self, device: str, kept: list[str] | None) -> None:
-        self.device, self.kept = device, kept
-        self.came = threading.local()  # several threads may use a model at once
+    def __init__(self, device: str, left_in_place: list[str] | None) -> None:
+        self.device, self.left_in_place = device, left_in_place
+        self.call = threading.local()  # several threads may use a model at once
 
-    def __deepcopy__(self, memo: Any) -> _Door:
-        return _Door(self.device, self.kept)
+    def __deepcopy__(self, memo: Any) -> _Transfer:
+        return _Transfer(self.device, self.left_in_place)
 
     def __reduce__(self) -> Any:
-        return _Door, (self.device, self.kept)
+        return _Transfer, (self.device, self.left_in_place)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         from accelerate.utils import find_device, send_to_device
 
-        self.came.source = find_device([args, kwargs])
-        return send_to_device(args, self.device), send_to_device(
-            kwargs, self.device, skip_keys=self.kept
-        )
+        self.call.source = find_device([args, kwargs])
+        moved_args = send_to_device(args, self.device)
+        moved_kwargs = send_to_device(kwargs, self.device, skip_keys=self.left_in_place)
+        return moved_args, moved_kwargs
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         from accelerate.utils import send_to_device
 
-        source = getattr(self.came, "source", None)
-        return output if source is None else send_to_device(output, source, skip_keys=self.kept)
+        source = getattr(self.call, "source", None)
+        if source is None:
+            return output
+        return send_to_device(output, source, skip_keys=self.left_in_place)
 
 
-def _kept_in_place(module: nn.Module) -> list[str] | None:
-    """Arguments that lie on several cards themselves, such as a cache of keys and values."""
-    kept = getattr(module, "_skip_keys_device_placement", None)
-    return [kept] if isinstance(kept, str) else sorted(kept) if kept else None
+def _arguments_left_in_place(module: nn.Module) -> list[str] | None:
+    """Names of arguments that are on several cards themselves, such as a key/value cache."""
+    names = getattr(module, "_skip_keys_device_placement", None)
+    if isinstance(names, str):
+        return [names]
+    return sorted(names) if names else None

@@ -1,8 +1,9 @@
-"""Where a module may be cut when it goes over several cards, and which card each piece then lies on.
+"""Where a module may be cut to be spread over several cards, and which card each piece goes to.
 
-A piece is what stays together: a layer, the embeddings, the head. Pieces are consecutive in the order of the module
-tree, and so is what one card gets of them: then a forward pass crosses from card to card once. What shares a storage
-(tied weights, shared buffers) is one piece, at the place of its first part, since a storage lies on one card only.
+A piece is a part that must stay together: a layer, the embeddings, the head. Pieces are consecutive in the
+order of the module tree, and each card gets consecutive pieces: so a forward pass moves from card to card
+once. Parts that share a storage (tied weights, shared buffers) are one piece, at the place of the first
+part, because a storage is on one card only.
 """
 
 from __future__ import annotations
@@ -20,62 +21,70 @@ _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Piece(NamedTuple):
-    """Parts of a module that lie on one card."""
+    """Parts of a module that go to the same card."""
 
-    modules: tuple[str, ...]  # their paths, in order; the root's is empty
+    modules: tuple[str, ...]  # their paths, in order; the path of the root is empty
     groups: tuple[Group, ...]
 
     @property
     def bytes(self) -> int:
+        """Bytes of its storages."""
         return sum(group.nbytes for group in self.groups)
 
 
+class _Sets:
+    """Disjoint sets of numbers; each set is named by its smallest number."""
+
+    def __init__(self, count: int) -> None:
+        self._parents = list(range(count))
+
+    def first(self, number: int) -> int:
+        while self._parents[number] != number:
+            number = self._parents[number]
+        return number
+
+    def join(self, one: int, other: int) -> None:
+        low, high = sorted((self.first(one), self.first(other)))
+        self._parents[high] = low
+
+
 def pieces(module: nn.Module, groups: Sequence[Group]) -> tuple[Piece, ...]:
-    """The module's pieces, in order, and which of these storages each holds. One piece: it cannot be cut."""
+    """The pieces of `module`, in order, each with its storages of `groups`.
+
+    One piece means that the module cannot be cut.
+    """
     leaves = list(_leaves(module)) if _may_be_cut(module) else []
     if not leaves:
         leaves = [("", module)]
-    joins = list(range(len(leaves)))  # leaf -> the first leaf of its piece
-    owner: dict[int, int] = {}  # storage -> a leaf that has it
-
-    def first(leaf: int) -> int:
-        while joins[leaf] != leaf:
-            leaf = joins[leaf]
-        return leaf
-
+    sets = _Sets(len(leaves))
+    owners: dict[int, int] = {}  # storage -> the first leaf that has it
     for index, (_, leaf) in enumerate(leaves):
-        one = (
-            index if any(True for _ in leaf.parameters()) else 0
-        )  # angles and the like: needed before the first layer
-        for other in (
-            one,
-            *(
-                owner.setdefault(t.untyped_storage()._cdata, index)
-                for t in _tensors(leaf)
-                if t.nbytes
-            ),
-        ):
-            low, high = sorted((first(index), first(other)))
-            joins[high] = low
-    paths = {path: index for index, (path, _) in enumerate(leaves)}
-    held: dict[int, list[Group]] = {first(index): [] for index in range(len(leaves))}
+        if next(leaf.parameters(), None) is None:
+            sets.join(index, 0)  # rotary angles and the like: needed before the first layer
+        for tensor in _tensors(leaf):
+            if tensor.nbytes:
+                storage = tensor.untyped_storage()._cdata
+                sets.join(index, owners.setdefault(storage, index))
+    indices = {path: index for index, (path, _) in enumerate(leaves)}
+    modules: dict[int, list[str]] = {}
+    held: dict[int, list[Group]] = {}
+    for path, index in indices.items():
+        modules.setdefault(sets.first(index), []).append(path)
+        held.setdefault(sets.first(index), [])
     for group in groups:
-        leaf = owner.get(group.storage._cdata)
-        held[first(holder(group.slots[0].name, paths) if leaf is None else leaf)].append(group)
-    return tuple(
-        Piece(
-            tuple(path for index, (path, _) in enumerate(leaves) if first(index) == start),
-            tuple(some),
-        )
-        for start, some in held.items()
-    )
+        leaf_index = owners.get(group.storage._cdata)
+        if leaf_index is None:  # a gradient or optimizer state: with its parameter
+            leaf_index = holder(group.slots[0].name, indices)
+        held[sets.first(leaf_index)].append(group)
+    return tuple(Piece(tuple(modules[first]), tuple(held[first])) for first in held)
 
 
 def cut(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
-    """For each piece the number of its share: consecutive pieces, cut where the shares' sums are nearest.
+    """For each piece the number of its share.
 
-    Shares are compared as parts of their sum, so they may count more than the pieces do. Every share gets a piece.
-    Raises ValueError where there are fewer pieces than shares.
+    `sizes` are the bytes of the pieces, `shares` those of the shares. Pieces stay consecutive, and each
+    cut is where the running sums are nearest. Shares count as parts of their sum, so they may be larger
+    than the pieces. Every share gets a piece. Raises ValueError for fewer pieces than shares.
 
     >>> cut([4, 2, 2, 2, 2], [60, 60])
     [0, 0, 1, 1, 1]
@@ -84,23 +93,26 @@ def cut(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
     """
     if len(sizes) < len(shares):
         raise ValueError(f"{len(sizes)} pieces for {len(shares)} shares")
-    ends, total, wanted = list(accumulate(sizes, initial=0)), sum(sizes), sum(shares) or 1
-    cuts, start = [], 0
-    for number, sum_of_shares in enumerate(accumulate(shares[:-1]), 1):
-        last = len(sizes) - (
-            len(shares) - number
-        )  # as many pieces are left as there are shares after this one
+    ends = list(accumulate(sizes, initial=0))
+    total_bytes, share_bytes = sum(sizes), sum(shares) or 1
+    cuts: list[int] = []
+    start = 0
+    for number, running in enumerate(accumulate(shares[:-1]), 1):
+        # Leave at least one piece for each share after this one.
+        last = len(sizes) - (len(shares) - number)
         start = min(
             range(start + 1, last + 1),
-            key=lambda at: abs(ends[at] * wanted - sum_of_shares * total),
+            key=lambda at: abs(ends[at] * share_bytes - running * total_bytes),
         )
         cuts.append(start)
     return [sum(at >= cut for cut in cuts) for at in range(len(sizes))]
 
 
 def holder(name: str, table: Mapping[str, T]) -> T:
-    """What the table says of the module that this tensor belongs to, or whose gradient or state it is; of the first
-    module for what belongs to none.
+    """The entry of `table`, by module path, for the module of the tensor called `name`.
+
+    For a gradient or an optimizer state, that of its parameter. A tensor of no module in the table gets
+    the first entry.
 
     >>> holder("layers.1.norm.weight:exp_avg", {"embed": "cuda:0", "layers.1": "cuda:1"})
     'cuda:1'
@@ -112,47 +124,47 @@ def holder(name: str, table: Mapping[str, T]) -> T:
 
 
 def _may_be_cut(module: nn.Module) -> bool:
-    """Not what holds weights at its root, which no hook carries from card to card; nor a transformers model whose
-    authors do not say which of its modules stay whole."""
-    own = {
-        name
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None
-    }
-    return not own - module._non_persistent_buffers_set and bool(
-        getattr(module, "_no_split_modules", True)
-    )
+    """Whether hooks can run `module` in pieces.
+
+    Not with weights at its root, which no hook moves from card to card. Not a transformers model whose
+    authors do not declare which of its modules stay whole.
+    """
+    tensors = (*module._parameters.items(), *module._buffers.items())
+    at_root = {name for name, tensor in tensors if tensor is not None}
+    if at_root - module._non_persistent_buffers_set:
+        return False
+    return bool(getattr(module, "_no_split_modules", True))
 
 
 def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What stays whole, in order: the modules that `_no_split_modules` names, where a model has that; else the root's
-    children. Lists of modules are taken apart either way, a module with tensors of its own never."""
-    whole = getattr(module, "_no_split_modules", None)
-    names = frozenset(whole or ())
+    """The modules that stay whole, in order, each with its path.
+
+    These are the modules that `_no_split_modules` names, or without it the root's children. Lists of
+    modules are always opened; a module with tensors of its own never is.
+    """
+    names = frozenset(getattr(module, "_no_split_modules", None) or ())
 
     def below(parent: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-        for (
-            name,
-            child,
-        ) in (
-            parent._modules.items()
-        ):  # named_children would tell a module that is used twice only once
+        # Not named_children: it lists a module that is used twice only once.
+        for name, child in parent._modules.items():
             if child is None or next(_tensors(child), None) is None:
                 continue
-            here = f"{path}.{name}" if path else name
-            opens = isinstance(child, _LISTS) or (bool(names) and type(child).__name__ not in names)
-            if opens and child._modules and next(_own(child), None) is None:
-                yield from below(child, here)
+            child_path = f"{path}.{name}" if path else name
+            divisible = bool(names) and type(child).__name__ not in names
+            opens = isinstance(child, _LISTS) or divisible
+            if opens and child._modules and next(_own_tensors(child), None) is None:
+                yield from below(child, child_path)
             else:
-                yield here, child
+                yield child_path, child
 
     return below(module, "")
 
 
-def _own(module: nn.Module) -> Iterator[Tensor]:
-    yield from (
-        t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None
-    )
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers of the module itself, without those of its children."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            yield tensor
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

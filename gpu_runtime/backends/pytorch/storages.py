@@ -1,9 +1,9 @@
-"""The storages under a module's tensors, and how they travel.
+"""The storages of a module's tensors, and how they move between memories.
 
-What lies on a device is storages, not tensors: tied weights, views and shared buffers are one storage and travel once.
-A journey has two phases. First everything is copied; a failure or an interrupt there frees the copies, and nothing has
-happened. Then every tensor is rebound to its copy in one call into C, which no signal handler can interrupt. The
-Python objects, Parameters included, stay what they are.
+A device holds storages, not tensors: tied weights, views and shared buffers are one storage and move once.
+A move has two phases. First everything is copied; if that fails or is interrupted, the copies are freed and
+nothing has changed. Then every tensor is rebound to its copy in one call into C, which no signal handler
+can interrupt. The Python objects, Parameters included, stay the same.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from ...devices.process_memory import Memory
 from ...units import MIB
 
-LEG_BYTES = 64 * MIB  # so often a load reports its progress, and can be interrupted
+LEG_BYTES = 64 * MIB  # a load reports its progress, and can be interrupted, this often
+_LIBRARIES = ("gpu_runtime", "transformers", "safetensors")  # `let_go` clears their frames
 _set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
 
 
 class Slot(NamedTuple):
-    """A tensor that somebody refers to, and what it is to the model."""
+    """A tensor of a module, and its role."""
 
     name: str
     kind: str  # "parameter", "buffer", "grad", or "state" of an optimizer
@@ -35,13 +36,14 @@ class Slot(NamedTuple):
 
 
 class Group(NamedTuple):
-    """One storage, and all tensors that lie in it."""
+    """One storage, and all tensors in it."""
 
     storage: torch.UntypedStorage
     slots: tuple[Slot, ...]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the storage."""
         return self.storage.nbytes()
 
     @property
@@ -51,7 +53,7 @@ class Group(NamedTuple):
 
     @property
     def layout(self) -> tuple[tuple[Any, ...], ...]:
-        """Which tensors lie where in it, as far as two loads of one source agree."""
+        """Name, kind and place of each tensor in the storage; equal for two loads of one source."""
         return tuple(
             (
                 slot.name,
@@ -66,35 +68,35 @@ class Group(NamedTuple):
 
 
 def slots(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[Slot]:
-    """Every parameter, buffer, gradient and optimizer state of the module, each tensor once."""
+    """Every parameter, buffer and gradient of `module`, and its state in `optimizer`; each tensor once."""
     seen: set[int] = set()
-    for slot in _every(module, optimizer):
+    for slot in _all_slots(module, optimizer):
         if id(slot.tensor) not in seen:
             seen.add(id(slot.tensor))
             yield slot
 
 
-def _every(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Slot]:
+def _all_slots(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Slot]:
     parameters: list[Slot] = []
-    for prefix, part in module.named_modules():
-        dot = prefix + "." if prefix else ""
-        parameters += (
-            Slot(dot + name, "parameter", p)
-            for name, p in part._parameters.items()
-            if p is not None
-        )
-        yield from (
-            Slot(dot + name, "buffer", b) for name, b in part._buffers.items() if b is not None
-        )
+    for path, part in module.named_modules():
+        prefix = path + "." if path else ""
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                parameters.append(Slot(prefix + name, "parameter", parameter))
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                yield Slot(prefix + name, "buffer", buffer)
     yield from parameters
     for name, _, parameter in parameters:
         if parameter.grad is not None:
             yield Slot(name, "grad", parameter.grad)
         state = optimizer.state.get(parameter) if optimizer is not None else None
-        yield from (Slot(f"{name}:{key}", "state", tensor) for key, tensor in _tensors_in(state))
+        for key, tensor in _tensors_in(state):
+            yield Slot(f"{name}:{key}", "state", tensor)
 
 
 def _tensors_in(value: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested dicts, lists and tuples, each with its path."""
     if isinstance(value, Tensor):
         yield key, value
     elif isinstance(value, (dict, list, tuple)):
@@ -104,16 +106,21 @@ def _tensors_in(value: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def grouped(found: Iterable[Slot]) -> list[Group]:
-    """The storages that these tensors lie in, in order of first appearance."""
+    """The storages of the tensors `found`, in order of first appearance."""
     by_storage: dict[int, tuple[torch.UntypedStorage, list[Slot]]] = {}
     for slot in found:
         storage = slot.tensor.untyped_storage()
-        by_storage.setdefault(storage._cdata, (storage, []))[1].append(slot)
-    return [Group(storage, tuple(slots)) for storage, slots in by_storage.values()]
+        _, members = by_storage.setdefault(storage._cdata, (storage, []))
+        members.append(slot)
+    return [Group(storage, tuple(members)) for storage, members in by_storage.values()]
 
 
 def nbytes(groups: Iterable[Group]) -> int:
+    """Bytes of all `groups` together."""
     return sum(group.nbytes for group in groups)
+
+
+# -- phase one: copies ----------------------------------------------------------------------------------
 
 
 def copied(
@@ -122,33 +129,25 @@ def copied(
     host: Memory,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Tensor]:
-    """Phase one: each storage's content in its memory, as a [nbytes] uint8 tensor and a storage of its own.
+    """Phase one: the content of each of `groups` in its memory, [nbytes] uint8, each in its own storage.
 
-    Room is taken on every device before the first byte travels.
+    `memories` has the target of each group. All targets are allocated before the first byte is copied.
+    `host` is the host's memory, whose locked pages speed up copies to a card.
 
-    Copies are few large calls: against a busy main thread 300 separate copies took 1,785 ms, one call 18. With
-    `progress` it is called after every leg with bytes done and in all; what it raises ends the journey.
-    Raises the device's out-of-memory error; on any failure the copies are freed before it is seen.
+    Copies are few large calls: against a busy main thread 300 separate copies took 1,785 ms, one call 18.
+    `progress` is called after every leg with bytes done and bytes in total; if it raises, the move ends.
+    Raises the device's out-of-memory error. On any failure the copies are freed before the caller sees it.
     """
-    total, done = nbytes(groups), 0
     targets: list[Tensor] = []
     made: dict[int, Tensor] = {}
     try:
         sources = [group.bytes for group in groups]
-        for part in _alike(memories):
-            made.update(
-                zip(part, _empty([sources[i].nbytes for i in part], memories[part[0]]), strict=True)
-            )
+        for places in _places_of_equal(memories):
+            sizes = [sources[i].nbytes for i in places]
+            made.update(zip(places, _empty(sizes, memories[places[0]]), strict=True))
         targets += (made.pop(i) for i in range(len(sources)))
         _synchronise(sources, targets)
-        if progress:
-            progress(0, total)
-        for part in _alike(list(zip(memories, (source.device for source in sources), strict=True))):
-            for leg in _legs([sources[i] for i in part]) if progress else [range(len(part))]:
-                _copy([targets[part[i]] for i in leg], [sources[part[i]] for i in leg], host)
-                if progress:
-                    done += sum(sources[part[i]].nbytes for i in leg)
-                    progress(done, total)
+        _copy_all(sources, targets, memories, host, progress)
         _synchronise(sources, targets)
         return targets
     except BaseException as error:
@@ -158,55 +157,169 @@ def copied(
         raise
 
 
+def _copy_all(
+    sources: list[Tensor],
+    targets: list[Tensor],
+    memories: Sequence[Memory],
+    host: Memory,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Copies each source to its target: one call per route, or one per leg to report progress."""
+    done, total = 0, sum(source.nbytes for source in sources)
+    if progress:
+        progress(0, total)
+    routes = list(zip(memories, (source.device for source in sources), strict=True))
+    for places in _places_of_equal(routes):
+        legs = _legs([sources[i] for i in places]) if progress else [range(len(places))]
+        for leg in legs:
+            batch = [places[i] for i in leg]
+            _copy([targets[i] for i in batch], [sources[i] for i in batch], host)
+            if progress:
+                done += sum(sources[i].nbytes for i in batch)
+                progress(done, total)
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor], host: Memory) -> None:
+    """Copies, and empties both lists: a traceback through here must not keep their tensors alive."""
+    try:
+        if not targets:
+            return
+        to_card = targets[0].is_cuda and sources[0].device.type == "cpu"
+        if to_card and not _locked(host, sources):
+            _copy_through(host, targets, sources)
+        else:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+    finally:
+        targets.clear()
+        sources.clear()
+
+
+def _copy_through(host: Memory, targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies through locked pages: from these a card copies at the bus's speed, from others at a fifth."""
+    for leg in _legs(sources):
+        locked = _empty([sources[i].nbytes for i in leg], host)
+        torch._foreach_copy_(locked, [sources[i] for i in leg])
+        torch._foreach_copy_([targets[i] for i in leg], locked, non_blocking=True)
+        torch.cuda.synchronize(targets[0].device)
+
+
+def _locked(host: Memory, tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensors are in the host's locked pages already, or the host has none."""
+    if not host.pinned:
+        return True
+    return all(host.contains(tensor.data_ptr()) for tensor in tensors if tensor.nbytes)
+
+
+def _empty(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
+    """Uninitialised [size] uint8 tensors on that device, each in its own storage."""
+    if not memory.counted:
+        return [torch.empty(size, dtype=torch.uint8, device=memory.torch) for size in sizes]
+    blocks = iter(memory.allocate_row([size for size in sizes if size]))
+    tensors: list[Tensor] = []
+    for size in sizes:
+        if size:
+            tensors.append(torch.frombuffer(next(blocks).buffer(), dtype=torch.uint8))
+        else:
+            tensors.append(torch.empty(0, dtype=torch.uint8))
+    return tensors
+
+
+def _places_of_equal(items: Sequence[Hashable]) -> list[list[int]]:
+    """For each distinct item, the places where it is."""
+    places: dict[Hashable, list[int]] = {}
+    for place, item in enumerate(items):
+        places.setdefault(item, []).append(place)
+    return list(places.values())
+
+
+def _legs(tensors: Sequence[Tensor]) -> Iterator[range]:
+    """Ranges of consecutive indices, each of about LEG_BYTES."""
+    start = size = 0
+    for index, tensor in enumerate(tensors):
+        size += tensor.nbytes
+        if size >= LEG_BYTES:
+            yield range(start, index + 1)
+            start, size = index + 1, 0
+    if start < len(tensors):
+        yield range(start, len(tensors))
+
+
+def _synchronise(*tensors: Sequence[Tensor]) -> None:
+    """Waits until the cards of these tensors have finished their work."""
+    if not torch.cuda.is_initialized():
+        return
+    cards = {tensor.device for some in tensors for tensor in some if tensor.is_cuda}
+    for card in cards:
+        torch.cuda.synchronize(card)
+
+
+# -- phase two: calls into C ----------------------------------------------------------------------------
+
+
 def rebinding(groups: Sequence[Group], targets: Sequence[Tensor]) -> list[Callable[[], Any]]:
-    """Phase two, prepared: calls into C that make every tensor a view of its new storage, for `at_once`."""
-    return [
-        _becoming(slot.tensor, _view(slot.tensor, target))
-        for group, target in zip(groups, targets, strict=True)
-        for slot in group.slots
-    ]
+    """Phase two, prepared: calls for `at_once` that make every tensor a view of its new storage.
+
+    `targets` has the new content of each of `groups`.
+    """
+    calls: list[Callable[[], Any]] = []
+    for group, target in zip(groups, targets, strict=True):
+        calls += [_rebinding(slot.tensor, _view(slot.tensor, target)) for slot in group.slots]
+    return calls
 
 
 def emptying(found: Iterable[Slot]) -> list[Callable[[], Any]]:
-    """Calls into C that leave no tensor a byte, and no parameter a gradient."""
+    """Calls for `at_once` that take all bytes from the tensors `found`, and gradients from parameters."""
     calls: list[Callable[[], Any]] = []
     for slot in found:
         if slot.kind == "parameter" and slot.tensor.grad is not None:
             calls.append(partial(_set_grad, slot.tensor, None))
         with torch.inference_mode(slot.tensor.is_inference()):
-            calls.append(_becoming(slot.tensor, torch.empty(0, dtype=slot.tensor.dtype)))
+            calls.append(_rebinding(slot.tensor, torch.empty(0, dtype=slot.tensor.dtype)))
     return calls
 
 
 def refilling(held: nn.Module, fresh: nn.Module) -> list[Callable[[], Any]] | None:
-    """Calls into C that give the held module the fresh one's bytes; None where they no longer have the same tensors."""
-    old = {slot.name: slot for slot in slots(held)}
-    new = {slot.name: slot for slot in slots(fresh)}
-    if old.keys() != new.keys() or any(
-        old[name].tensor.dtype != new[name].tensor.dtype for name in new
-    ):
+    """Calls for `at_once` that give the module `held` the bytes of the module `fresh`.
+
+    None if they no longer have the same tensors.
+    """
+    old = {slot.name: slot.tensor for slot in slots(held)}
+    new = {slot.name: slot.tensor for slot in slots(fresh)}
+    if old.keys() != new.keys() or any(old[name].dtype != new[name].dtype for name in new):
         return None
-    return [_becoming(old[name].tensor, new[name].tensor.data) for name in new]
+    return [_rebinding(old[name], new[name].data) for name in new]
 
 
-def _becoming(tensor: Tensor, other: Tensor) -> Callable[[], Any]:
-    """A call into C that gives the tensor the other's bytes, and leaves the object what it is.
+def _rebinding(tensor: Tensor, other: Tensor) -> Callable[[], Any]:
+    """A call into C that gives `tensor` the bytes of `other`; the Python object stays the same.
 
-    An accelerator that registered itself with torch has tensors of another make than the CPU's. There the two change
-    places, as `nn.Module.to` lets them for such; torch refuses that for tensors which an autograd graph still holds.
+    An accelerator that registered itself with torch has tensors of another implementation than the CPU's.
+    There the two are swapped, as `nn.Module.to` does it. torch refuses that for tensors that an autograd
+    graph still references.
     """
     if torch._has_compatible_shallow_copy_type(tensor, other):
         return partial(_set_data, tensor, other)
     return partial(torch._C._swap_tensor_impl, tensor, other.requires_grad_(tensor.requires_grad))
 
 
+def _view(tensor: Tensor, target: Tensor) -> Tensor:
+    """A view of the storage of `target`, shaped like `tensor`."""
+    # An inference tensor that is rebound to a normal one would fail at its first use.
+    with torch.inference_mode(tensor.is_inference()):
+        view = torch.empty(0, dtype=tensor.dtype, device=target.device)
+        view.set_(target.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        if tensor.is_conj():
+            view = view.conj()
+        return torch._neg_view(view) if tensor.is_neg() else view
+
+
 def at_once(calls: Iterable[Callable[[], Any]]) -> None:
-    """Makes the calls without a Python instruction in between: the stop button comes before all or after all."""
+    """Makes the `calls` with no Python instruction in between: the stop button acts before or after all."""
     collections.deque(map(operator.call, calls), maxlen=0)
 
 
 def let_go(error: BaseException) -> None:
-    """Forgets the local variables of our own finished frames, and transformers', in an error's traceback.
+    """Clears the local variables of finished frames in the tracebacks of `error`, ours and transformers'.
 
     A notebook keeps its last traceback, and with it every tensor in those frames, until the next error.
     """
@@ -219,95 +332,9 @@ def let_go(error: BaseException) -> None:
         seen.add(id(current))
         pending += [current.__cause__, current.__context__]
         for frame, _ in traceback.walk_tb(current.__traceback__):
-            if frame.f_globals.get("__name__", "").split(".")[0] in (
-                "gpu_runtime",
-                "transformers",
-                "safetensors",
-            ):
-                try:
-                    frame.clear()
-                except RuntimeError:  # still running: it will let go by itself
-                    pass
-
-
-def _empty(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
-    """Uninitialised [size] uint8 tensors on that device, each a storage of its own."""
-    if not memory.counted:
-        return [torch.empty(size, dtype=torch.uint8, device=memory.torch) for size in sizes]
-    blocks = iter(memory.allocate_row([size for size in sizes if size]))
-    return [
-        torch.frombuffer(next(blocks).buffer(), dtype=torch.uint8)
-        if size
-        else torch.empty(0, dtype=torch.uint8)
-        for size in sizes
-    ]
-
-
-def _copy(targets: list[Tensor], sources: list[Tensor], host: Memory) -> None:
-    """Copies, and empties both lists: a traceback through here must not keep what they held."""
-    try:
-        if (
-            targets
-            and targets[0].is_cuda
-            and sources[0].device.type == "cpu"
-            and not _locked(host, sources)
-        ):
-            _copy_through(host, targets, sources)
-        elif targets:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-    finally:
-        targets.clear()
-        sources.clear()
-
-
-def _copy_through(host: Memory, targets: list[Tensor], sources: list[Tensor]) -> None:
-    """By way of locked pages: the card's engine copies from those at the bus, from others at a fifth of it."""
-    for leg in _legs(sources):
-        locked = _empty([sources[i].nbytes for i in leg], host)
-        torch._foreach_copy_(locked, [sources[i] for i in leg])
-        torch._foreach_copy_([targets[i] for i in leg], locked, non_blocking=True)
-        torch.cuda.synchronize(targets[0].device)
-
-
-def _locked(host: Memory, tensors: Sequence[Tensor]) -> bool:
-    return not host.pinned or all(
-        host.contains(tensor.data_ptr()) for tensor in tensors if tensor.nbytes
-    )
-
-
-def _alike(items: Sequence[Hashable]) -> list[list[int]]:
-    """The places of equal items."""
-    places: dict[Hashable, list[int]] = {}
-    for place, item in enumerate(items):
-        places.setdefault(item, []).append(place)
-    return list(places.values())
-
-
-def _legs(tensors: Sequence[Tensor]) -> Iterator[range]:
-    """Consecutive indices of about LEG_BYTES together."""
-    start = size = 0
-    for index, tensor in enumerate(tensors):
-        size += tensor.nbytes
-        if size >= LEG_BYTES:
-            yield range(start, index + 1)
-            start, size = index + 1, 0
-    if start < len(tensors):
-        yield range(start, len(tensors))
-
-
-def _view(tensor: Tensor, target: Tensor) -> Tensor:
-    with torch.inference_mode(
-        tensor.is_inference()
-    ):  # rebound to a normal one it would fail at its first use
-        view = torch.empty(0, dtype=tensor.dtype, device=target.device)
-        view.set_(target.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-        if tensor.is_conj():
-            view = view.conj()
-        return torch._neg_view(view) if tensor.is_neg() else view
-
-
-def _synchronise(*tensors: Sequence[Tensor]) -> None:
-    """Waits until the cards concerned have done what was asked of them."""
-    if torch.cuda.is_initialized():
-        for device in {tensor.device for some in tensors for tensor in some if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
+            if frame.f_globals.get("__name__", "").split(".")[0] not in _LIBRARIES:
+                continue
+            try:
+                frame.clear()
+            except RuntimeError:  # it still runs; its variables end with it
+                pass

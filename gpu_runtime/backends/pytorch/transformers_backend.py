@@ -1,7 +1,8 @@
-"""Hugging Face model directories, and hub ids that were downloaded before: safetensors only, nothing from the network.
+"""The backend for Hugging Face model directories and downloaded hub ids: safetensors only, no network.
 
-A model from disk may be dropped and loaded again, since its source has it; so it is first proven that no weight was
-changed in place. What users hold is the transformers module, with `.tokenizer` or `.processor` where there is one.
+A model from disk may be dropped and loaded again, since its source has it. Before a drop it is proven that
+no weight was changed in place. Users hold the transformers module, with `.tokenizer` or `.processor` if
+the directory has one.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from ..formats import safetensors, sources
 from ..formats.safetensors import Checkpoint
 from . import storages as st
 from .fingerprint import digest
-from .torch_backend import TorchBackend, TorchModel
+from .torch_backend import TorchBackend
+from .torch_model import TorchModel
 
-AUTO_CLASSES = {
+AUTO_CLASSES = {  # task or model type -> transformers' class
     "llm": "AutoModelForCausalLM",
     "embedding": "AutoModel",
     "reranker": "AutoModelForSequenceClassification",
@@ -36,7 +38,7 @@ AUTO_CLASSES = {
     "feature-extraction": "AutoModel",
 }
 _PASSED_ON = ("attn_implementation", "trust_remote_code", "revision")
-_NOT_OURS = (
+_RESERVED_OPTIONS = (
     "device_map",
     "quantization_config",
     "load_in_8bit",
@@ -56,38 +58,41 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 class TransformersModel(TorchModel):
-    """A model from disk, with the proof of what its source gave."""
+    """A model from disk, with the digests of the bytes that its source gave."""
 
     checkpoint: Checkpoint
-    reproducible = (
-        True  # False: the source left weights to be made up, or they were seen to have changed
-    )
-    given: dict[
-        tuple[Any, ...], torch.Tensor
-    ] = {}  # layout of a storage -> the digest of its bytes when loaded
+    # False: the source lacks weights, so they were initialised; or a change of weights was found.
+    reproducible = True
+    # Layout of a storage -> the digest of its bytes after the load.
+    given: dict[tuple[Any, ...], torch.Tensor] = {}
 
 
 class TransformersBackend(TorchBackend):
-    """Model directories. Options: dtype, task, attn_implementation, revision, trust_remote_code."""
+    """Loads model directories.
+
+    Options of a model: dtype, task, attn_implementation, revision, trust_remote_code.
+    """
 
     name = "transformers"
 
     def __init__(self, probe: Probe) -> None:
+        """Moves models between the devices of `probe`."""
         super().__init__(probe)
-        self._read: dict[
-            str, Checkpoint
-        ] = {}  # by source, as long as its files are those that were read
+        self._checkpoints: dict[str, Checkpoint] = {}  # by source
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """The weights as they will be in memory, from the safetensors headers."""
+        """The bytes of the weights of `spec` in memory, from the safetensors headers.
+
+        `origin` is ignored. Raises NotAModel, LoadFailed.
+        """
         dtype = _dtype(spec)
         return sources.of_checkpoint(self._known(spec), dtype.itemsize if dtype else None)
 
     def _known(self, spec: ModelSpec) -> Checkpoint:
-        """The source's headers, read again only where its files have changed."""
-        checkpoint = self._read.get(spec.source)
+        """The source's headers; they are read again only if the files have changed."""
+        checkpoint = self._checkpoints.get(spec.source)
         if checkpoint is None or not checkpoint.unchanged():
-            checkpoint = self._read[spec.source] = self._checkpoint(spec)
+            checkpoint = self._checkpoints[spec.source] = _read(spec)
         return checkpoint
 
     def load(
@@ -99,18 +104,14 @@ class TransformersBackend(TorchBackend):
         progress: Progress | None = None,
         into: Any = None,
     ) -> TransformersModel:
-        checkpoint = self._checkpoint(spec)
-        for option in _NOT_OURS:
-            if option in spec.options:
-                raise BadSetting(
-                    option, spec.options[option], "left out: where a model goes is decided here"
-                )
-        if "quantization_config" in checkpoint.config:
-            method = checkpoint.config["quantization_config"].get(
-                "quant_method", "an unknown method"
-            )
-            why = f"it is quantised by {method}, which keeps state outside its parameters"
-            raise CannotGovern(f"{spec.name} cannot be governed: {why}.", name=spec.name, why=why)
+        """The model of `spec` on its `shares`; `origin` is ignored.
+
+        `progress` is called with bytes done and in total. `into` is a handle or a module of an earlier
+        load, which gets the weights. Raises BadSetting, NotAModel, LoadFailed, CannotGovern, and the
+        device's out-of-memory error.
+        """
+        checkpoint = _read(spec)
+        _refuse_options(spec, checkpoint)
         try:
             module, complete = _built(spec, checkpoint)
         except BaseException as error:
@@ -119,9 +120,9 @@ class TransformersBackend(TorchBackend):
         model = TransformersModel(spec, module)
         model.checkpoint, model.reproducible = checkpoint, complete
         del module
-        self._settled(model, shares, progress or _quiet_progress, into)
+        self._settled(model, shares, progress or _no_progress, into)
         try:
-            model.given = _fingerprint(model)
+            model.given = _digests(model)
         except BaseException as error:
             self.drop(model)
             st.let_go(error)
@@ -131,61 +132,83 @@ class TransformersBackend(TorchBackend):
     def pieces(
         self, spec: ModelSpec, origin: Any = None, model: TransformersModel | None = None
     ) -> tuple[int, ...]:
-        """From the headers, where the names tell the order; else from the module, built without data."""
+        """Bytes of the pieces of `model`, else of the model of `spec`; `origin` is ignored.
+
+        Before a load they come from the headers, if the names show the order; else from the module built
+        without data.
+        """
         if model:
             return super().pieces(spec, origin, model)
         try:
             checkpoint = self._known(spec)
-        except GpuError:  # its size was declared, and it is not here yet
+        except GpuError:  # the source is not here yet; the size was declared
             return ()
         return checkpoint.pieces() or super().pieces(spec, partial(_without_data, spec, checkpoint))
 
     def droppable(self, model: TransformersModel) -> bool:
-        """Same tensors as loaded, no gradients, source untouched; the bytes themselves are for `unchanged` to prove."""
+        """Whether `model` has the tensors it was loaded with, no gradients, and its source is unchanged.
+
+        The bytes themselves are not compared; `unchanged` does that.
+        """
         if not model.memories or not model.reproducible or not model.checkpoint.unchanged():
             return False
-        return {group.layout for group in st.grouped(st.slots(model.module))} == model.given.keys()
+        layouts = {group.layout for group in st.grouped(st.slots(model.module))}
+        return layouts == model.given.keys()
 
     def unchanged(self, model: TransformersModel) -> bool:
-        """Every storage has the digest of what the source gave (see digests.py for what that proves), and the source's
-        files have their size, time of change and inode still. Once seen to differ, it stays undroppable."""
+        """Whether every storage of `model` has the digest of the bytes that its source gave.
+
+        The source's files must still have their size, modification time and inode. `fingerprint.digest`
+        states what equal digests prove. After one difference the model is never droppable again.
+        """
         if not self.droppable(model):
             return False
-        now = _fingerprint(model)
+        now = _digests(model)
         model.reproducible = all(torch.equal(model.given[layout], now[layout]) for layout in now)
         return model.reproducible
 
-    def _checkpoint(self, spec: ModelSpec) -> Checkpoint:
-        return safetensors.read(
-            sources.directory(spec.source, spec.name, spec.options.get("revision")), spec.name
-        )
+
+def _read(spec: ModelSpec) -> Checkpoint:
+    directory = sources.directory(spec.source, spec.name, spec.options.get("revision"))
+    return safetensors.read(directory, spec.name)
 
 
-def _fingerprint(model: TransformersModel) -> dict[tuple[Any, ...], torch.Tensor]:
+def _refuse_options(spec: ModelSpec, checkpoint: Checkpoint) -> None:
+    """Raises BadSetting for options that gpu-console decides, CannotGovern for a quantised model."""
+    for option in _RESERVED_OPTIONS:
+        if option in spec.options:
+            expected = "left out: gpu-console decides where a model goes"
+            raise BadSetting(option, spec.options[option], expected)
+    if "quantization_config" in checkpoint.config:
+        quantization = checkpoint.config["quantization_config"]
+        method = quantization.get("quant_method", "an unknown method")
+        why = f"it is quantised by {method}, which keeps state outside its parameters"
+        raise CannotGovern(f"{spec.name} cannot be governed: {why}.", name=spec.name, why=why)
+
+
+def _digests(model: TransformersModel) -> dict[tuple[Any, ...], torch.Tensor]:
     return {group.layout: digest(group.bytes) for group in st.grouped(st.slots(model.module))}
 
 
-def _quiet_progress(done: int, total: int) -> None:
-    """A load goes by legs even when nobody watches, so that it can be interrupted."""
+def _no_progress(done: int, total: int) -> None:
+    """With a progress callback a load goes in legs, so that it can be interrupted between them."""
 
 
 def _dtype(spec: ModelSpec) -> torch.dtype | None:
-    """The dtype that the options ask for; None: as stored."""
+    """The dtype that the options set; None: as stored. Raises BadSetting."""
     wanted = spec.options.get("dtype", spec.options.get("torch_dtype"))
     if wanted is None or wanted == "auto":
         return None
-    dtype = (
-        wanted
-        if isinstance(wanted, torch.dtype)
-        else getattr(torch, str(wanted).removeprefix("torch."), None)
-    )
+    dtype = wanted
+    if not isinstance(wanted, torch.dtype):
+        dtype = getattr(torch, str(wanted).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise BadSetting("dtype", wanted, "auto, bfloat16, float16 or float32")
     return dtype
 
 
 def _model_class(spec: ModelSpec, config: dict[str, Any]) -> Any:
-    """The class that `task` or the model type asks for, else the one that the checkpoint was saved from."""
+    """The class for the task or the model type; without these, the class of the saved model."""
     import transformers
 
     task = spec.options.get("task")
@@ -193,34 +216,39 @@ def _model_class(spec: ModelSpec, config: dict[str, Any]) -> Any:
         raise BadSetting("task", task, "one of " + ", ".join(AUTO_CLASSES))
     architecture = (config.get("architectures") or [""])[0]
     saved = getattr(transformers, architecture, None)
-    known = isinstance(saved, type) and issubclass(saved, nn.Module)
-    if known and task is None and _serves(architecture, spec.model_type):
+    is_known = isinstance(saved, type) and issubclass(saved, nn.Module)
+    if is_known and task is None and _serves(architecture, spec.model_type):
         return saved
-    name = AUTO_CLASSES.get(task or spec.model_type)
-    if name is None:
-        name = next(
-            (auto for auto in config.get("auto_map", {}) if auto.startswith("AutoModel")),
-            "AutoModel",
-        )
+    name = AUTO_CLASSES.get(task or spec.model_type) or _auto_class_in(config)
     return getattr(transformers, name)
 
 
-def _serves(architecture: str, model_type: str) -> bool:
-    """Whether that architecture, as saved, is what this type of model needs.
+def _auto_class_in(config: dict[str, Any]) -> str:
+    """The class that the repository's own code registers; else AutoModel."""
+    for name in config.get("auto_map", {}):
+        if name.startswith("AutoModel"):
+            return name
+    return "AutoModel"
 
-    >>> _serves("BertForMaskedLM", "embedding"), _serves("BertModel", "embedding"), _serves("Qwen3ForCausalLM", "other")
-    (False, True, True)
+
+def _serves(architecture: str, model_type: str) -> bool:
+    """Whether a saved architecture fits a model type.
+
+    >>> _serves("BertForMaskedLM", "embedding"), _serves("BertModel", "embedding")
+    (False, True)
+    >>> _serves("Qwen3ForCausalLM", "other")
+    True
     """
-    needed = {"llm": "For", "embedding": "Model", "reranker": "ForSequenceClassification"}.get(
-        model_type, ""
-    )
-    return architecture.endswith(needed) if model_type != "llm" else needed in architecture
+    if model_type == "llm":
+        return "For" in architecture
+    endings = {"embedding": "Model", "reranker": "ForSequenceClassification"}
+    return architecture.endswith(endings.get(model_type, ""))
 
 
 def _built(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[nn.Module, bool]:
     """The module on the CPU, and whether all its weights came from the source. Raises LoadFailed.
 
-    Where no conversion was asked for, the weights are still the mapped files' own pages.
+    Without a dtype conversion, the weights are still the pages of the mapped files.
     """
     options = {key: spec.options[key] for key in _PASSED_ON if key in spec.options}
     options.pop("revision", None)  # the directory is of that revision already
@@ -234,7 +262,7 @@ def _built(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[nn.Module, bool]:
                 dtype=_dtype(spec) or "auto",
                 **options,
             )
-            _attach(module, checkpoint.directory, options)
+            _attach_tokenizer(module, checkpoint.directory, options)
     except GpuError:
         raise
     except Exception as error:
@@ -249,7 +277,7 @@ def _built(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[nn.Module, bool]:
 
 
 def _without_data(spec: ModelSpec, checkpoint: Checkpoint) -> nn.Module:
-    """The module that such a load would give, its tensors on the meta device."""
+    """The module of `spec` with its tensors on the meta device."""
     import transformers
 
     options = {key: spec.options[key] for key in ("trust_remote_code",) if key in spec.options}
@@ -257,12 +285,13 @@ def _without_data(spec: ModelSpec, checkpoint: Checkpoint) -> nn.Module:
         checkpoint.directory, local_files_only=True, **options
     )
     kind = _model_class(spec, checkpoint.config)
+    make = kind.from_config if kind.__name__.startswith("Auto") else kind._from_config
     with torch.device("meta"):
-        return (kind.from_config if kind.__name__.startswith("Auto") else kind._from_config)(config)
+        return make(config)
 
 
-def _attach(module: nn.Module, directory: Path, options: dict[str, Any]) -> None:
-    """Gives the module its `.tokenizer` and `.processor`, where the directory has them."""
+def _attach_tokenizer(module: nn.Module, directory: Path, options: dict[str, Any]) -> None:
+    """Sets `.tokenizer` and `.processor` of the module, if the directory has their files."""
     import transformers
 
     trust = {key: value for key, value in options.items() if key == "trust_remote_code"}
@@ -277,33 +306,37 @@ def _attach(module: nn.Module, directory: Path, options: dict[str, Any]) -> None
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
-_loads_now = 0
-_said_before: tuple[int, bool] = (0, False)
+_active_loads = 0
+_users_settings: tuple[int, bool] = (0, False)
 _loads_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """No progress bars and no chatter on stderr meanwhile; the user's own settings are back after the last of several
-    loads at once."""
-    global _loads_now, _said_before
+    """No progress bars and no messages on stderr from transformers meanwhile.
+
+    After the last of several simultaneous loads the user's own settings are restored.
+    """
+    global _active_loads, _users_settings
     from transformers.utils import logging
 
     with _loads_lock:
-        if _loads_now == 0:
-            _said_before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        if _active_loads == 0:
+            _users_settings = logging.get_verbosity(), logging.is_progress_bar_enabled()
             logging.set_verbosity_error()
             logging.disable_progress_bar()
-        _loads_now += 1
+        _active_loads += 1
     try:
         yield
     finally:
         with _loads_lock:
-            _loads_now -= 1
-            if _loads_now == 0:
-                logging.set_verbosity(_said_before[0])
-                if _said_before[1]:
+            _active_loads -= 1
+            if _active_loads == 0:
+                verbosity, had_bars = _users_settings
+                logging.set_verbosity(verbosity)
+                if had_bars:
                     logging.enable_progress_bar()

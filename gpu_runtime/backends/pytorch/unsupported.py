@@ -1,6 +1,7 @@
-"""Which modules cannot be moved safely, and why: each kind is refused by its name.
+"""Modules that cannot be moved safely: each kind is refused with its reason.
 
-A module whose state hides outside its parameters, or whose addresses others have noted, would come back broken.
+Such a module has state outside its parameters, or other code stores the addresses of its tensors. After a
+move it would be broken.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from ...errors import CannotGovern
 from .storages import Group, Slot, grouped
 
 _PLAIN = (Tensor, nn.Parameter)
-_OUTSIDE = "which keeps state outside its parameters"
-_WRAPPERS = {
-    "DistributedDataParallel": "it is wrapped in DistributedDataParallel, whose buckets hold its addresses",
-    "DataParallel": "it is wrapped in DataParallel, which copies it to cards by itself",
-    "FullyShardedDataParallel": "it is wrapped in FSDP, which moves its shards by itself",
-    "FSDPModule": "it is wrapped in FSDP (fully_shard), which moves its shards by itself",
-    "OptimizedModule": "it was compiled by torch.compile, and compiled code holds on to its tensors",
-    "ScriptModule": "it is TorchScript, which holds its tensors out of Python's sight",
+_HIDDEN_STATE = "which keeps state outside its parameters"
+_COMPILED = "it was compiled by torch.compile, and compiled code keeps references to its tensors"
+_WRAPPERS = {  # name of the class -> why
+    "DistributedDataParallel": (
+        "it is wrapped in DistributedDataParallel, whose buckets store its addresses"
+    ),
+    "DataParallel": "it is wrapped in DataParallel, which itself copies it to cards",
+    "FullyShardedDataParallel": "it is wrapped in FSDP, which itself moves its shards",
+    "FSDPModule": "it is wrapped in FSDP (fully_shard), which itself moves its shards",
+    "OptimizedModule": _COMPILED,
+    "ScriptModule": "it is TorchScript, whose tensors cannot be rebound from Python",
 }
 
 
@@ -31,65 +35,89 @@ def check(
     module: nn.Module,
     found: list[Slot],
     *,
-    known: Collection[str] = ("cpu", "cuda"),
-    ours: Callable[[nn.Module], bool] = lambda part: False,
+    device_types: Collection[str] = ("cpu", "cuda"),
+    is_ours: Callable[[nn.Module], bool] = lambda part: False,
 ) -> None:
-    """Raises CannotGovern, with the reason and what to do, for a module that cannot be moved safely.
+    """Raises CannotGovern, with the reason, if the model `name` cannot be moved safely.
 
-    `known` are the types of torch devices that we govern; `ours` tells accelerate hooks that we put on ourselves.
+    `found` are the tensors of `module`. `device_types` are the torch device types that are governed.
+    `is_ours(part)` is true for a part whose accelerate hook we installed.
     """
-    why = _of_modules(module, ours) or _of_tensors(found, known) or _of_storages(grouped(found))
+    why = _of_modules(module, is_ours)
+    why = why or _of_tensors(found, device_types) or _of_storages(grouped(found))
     if why:
         raise CannotGovern(f"{name} cannot be governed: {why}.", name=name, why=why)
 
 
-def _of_modules(module: nn.Module, ours: Callable[[nn.Module], bool]) -> str | None:
+def _of_modules(module: nn.Module, is_ours: Callable[[nn.Module], bool]) -> str | None:
     for path, part in module.named_modules():
-        at = f" (at {path})" if path else ""
-        kinds = {kind.__name__: kind for kind in type(part).__mro__}
-        wrapper = next((kind for kind in _WRAPPERS if kind in kinds), None)
-        if wrapper:
-            return _WRAPPERS[wrapper] + at
-        if part.__dict__.get("_compiled_call_impl") is not None:
-            return (
-                f"it was compiled by torch.compile, and compiled code holds on to its tensors{at}"
-            )
-        if hasattr(part, "_hf_hook") and not ours(part):
-            return (
-                f"accelerate hooks move it already{at}; load it without device_map, or first:\n"
-                f"  accelerate.hooks.remove_hook_from_module(module, recurse=True)"
-            )
-        if "make_graphed_callables" in getattr(part.__dict__.get("forward"), "__qualname__", ""):
-            return f"it was captured in a CUDA graph, which has noted its addresses{at}"
-        if any(kind.__module__.split(".")[0] == "bitsandbytes" for kind in kinds.values()):
-            return f"it is quantised by bitsandbytes ({type(part).__name__}{at}), {_OUTSIDE}"
-        if type(part).__module__.startswith("torch.ao.nn.quantized"):
-            return f"it is quantised by torch.ao ({type(part).__name__}{at}), {_OUTSIDE}"
+        why = _of_part(part, f" (at {path})" if path else "", is_ours)
+        if why:
+            return why
     return None
 
 
-def _of_tensors(found: Iterable[Slot], known: Collection[str]) -> str | None:
+def _of_part(part: nn.Module, at: str, is_ours: Callable[[nn.Module], bool]) -> str | None:
+    """Why this part of a module cannot be moved; `at` is its path, for the sentence."""
+    classes = type(part).__mro__
+    for kind in classes:
+        if kind.__name__ in _WRAPPERS:
+            return _WRAPPERS[kind.__name__] + at
+    if part.__dict__.get("_compiled_call_impl") is not None:
+        return _COMPILED + at
+    if hasattr(part, "_hf_hook") and not is_ours(part):
+        return (
+            f"accelerate hooks move it already{at}; load it without device_map, or first:\n"
+            f"  accelerate.hooks.remove_hook_from_module(module, recurse=True)"
+        )
+    forward = part.__dict__.get("forward")
+    if "make_graphed_callables" in getattr(forward, "__qualname__", ""):
+        return f"it was captured in a CUDA graph, which stores its addresses{at}"
+    if any(kind.__module__.split(".")[0] == "bitsandbytes" for kind in classes):
+        return f"it is quantised by bitsandbytes ({type(part).__name__}{at}), {_HIDDEN_STATE}"
+    if type(part).__module__.startswith("torch.ao.nn.quantized"):
+        return f"it is quantised by torch.ao ({type(part).__name__}{at}), {_HIDDEN_STATE}"
+    return None
+
+
+def _of_tensors(found: Iterable[Slot], device_types: Collection[str]) -> str | None:
     for slot in found:
-        tensor, kind = slot.tensor, type(slot.tensor)
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
-            return f"{slot.name} has no shape yet; call the module once first"
-        if kind.__module__.split(".")[0] == "bitsandbytes":
-            return f"it is quantised by bitsandbytes ({slot.name} is a {kind.__name__}), {_OUTSIDE}"
-        if kind not in _PLAIN:
-            return f"{slot.name} is a {kind.__module__.split('.')[0]} {kind.__name__}, a tensor made of other tensors"
-        if tensor.is_meta:
-            return f"{slot.name} is on the meta device and has no data; load its weights first"
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-            return f"{slot.name} is not a plain strided tensor ({tensor.layout})"
-        if tensor.device.type not in known:
-            return f"{slot.name} lies on {tensor.device}; only {' and '.join(sorted(known))} are known here"
-        if tensor.device.type == "cpu" and tensor.is_shared():
-            return f"{slot.name} lies in memory shared with other processes (share_memory_), who would not follow"
+        why = _of_tensor(slot.name, slot.tensor, device_types)
+        if why:
+            return why
+    return None
+
+
+def _of_tensor(name: str, tensor: Tensor, device_types: Collection[str]) -> str | None:
+    """Why a module with this tensor cannot be moved."""
+    kind = type(tensor)
+    library = kind.__module__.split(".")[0]
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        return f"{name} has no shape yet; call the module once first"
+    if library == "bitsandbytes":
+        return f"it is quantised by bitsandbytes ({name} is a {kind.__name__}), {_HIDDEN_STATE}"
+    if kind not in _PLAIN:
+        return f"{name} is a {library} {kind.__name__}, a tensor made of other tensors"
+    if tensor.is_meta:
+        return f"{name} is on the meta device and has no data; load its weights first"
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        return f"{name} is not a plain strided tensor ({tensor.layout})"
+    if tensor.device.type not in device_types:
+        governed = " and ".join(sorted(device_types))
+        return f"{name} is on {tensor.device}; only {governed} are governed here"
+    if tensor.device.type == "cpu" and tensor.is_shared():
+        return (
+            f"{name} is in memory shared with other processes (share_memory_), "
+            f"which would not see a move"
+        )
     return None
 
 
 def _of_storages(groups: list[Group]) -> str | None:
-    """Storages that overlap unknown to each other, as two from_numpy() of one array do: they would part ways."""
+    """Why two storages cannot be moved: they overlap, as two from_numpy() of one array do.
+
+    torch does not know that they share bytes, so after a move a change of one would not reach the other.
+    """
     spans = sorted(
         (
             group.storage.device.index or 0,
@@ -102,5 +130,5 @@ def _of_storages(groups: list[Group]) -> str | None:
     )
     for (card, start, size, one), (next_card, next_start, _, other) in itertools.pairwise(spans):
         if card == next_card and next_start < start + size:
-            return f"{one} and {other} lie in the same memory, but not in one storage"
+            return f"{one} and {other} overlap in memory, but are not in one storage"
     return None

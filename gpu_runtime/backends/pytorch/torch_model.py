@@ -1,0 +1,107 @@
+"""A governed module: the handle of the PyTorch backends, where its storages are, and where they should go.
+
+Here nothing is copied or allocated; `torch_backend.py` and `storages.py` do that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ...devices.process_memory import Block, Memory
+from ...errors import CannotGovern
+from ...facts import HOST, ModelSpec
+from . import storages as st
+from .device_hooks import Dispatch
+from .pieces import cut, holder, pieces
+
+
+class TorchModel:
+    """A module and the places of its bytes: the handle of the backend. Users hold the module itself."""
+
+    def __init__(
+        self, spec: ModelSpec, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """The handle of `module`, the model of `spec`, with the state that `optimizer` holds for it."""
+        self.spec, self.module, self.optimizer = spec, module, optimizer
+        self.memories: tuple[Memory, ...] = ()  # empty: not placed yet, or dropped
+        self.own: dict[int, Memory] = {}  # storage that we allocated -> its memory
+        self.noted: dict[Memory, Block] = {}  # the account of the storages that torch allocated
+        self.layout: dict[str, Memory] = {}  # path of a module -> its memory; empty on one device
+        self.dispatch: Dispatch | None = None  # its hooks while it runs on several torch devices
+
+    def groups(self) -> list[st.Group]:
+        """The storages that move. Step counters and the like, which optimizers keep on the CPU, stay."""
+        every = st.grouped(st.slots(self.module, self.optimizer))
+        return [group for group in every if not self._stays(group)]
+
+    def _stays(self, group: st.Group) -> bool:
+        if group.storage.device.type != "cpu" or group.storage._cdata in self.own:
+            return False
+        if any(slot.kind != "state" for slot in group.slots):
+            return False
+        on_card = any(memory.torch != "cpu" for memory in self.memories)
+        return on_card or all(slot.tensor.dim() == 0 for slot in group.slots)
+
+    def place_of(self, group: st.Group, by_torch_device: Mapping[str, Memory]) -> Memory:
+        """The memory of the storage of `group`.
+
+        `by_torch_device` has the memory of each torch device but the CPU. A storage that torch allocated on
+        the CPU counts where its module is.
+        """
+        known = self.own.get(group.storage._cdata)
+        memory = known or by_torch_device.get(str(group.storage.device))
+        if memory is not None:
+            return memory
+        return holder(group.slots[0].name, self.layout) if self.layout else self.memories[0]
+
+    def hooked_by_us(self, part: nn.Module) -> bool:
+        """Whether the accelerate hook on `part` is ours."""
+        return self.dispatch is not None and self.dispatch.owns(part)
+
+
+class Destination(NamedTuple):
+    """Where a module should go."""
+
+    memories: tuple[Memory, ...]
+    places: list[Memory]  # of each of its storages
+    layout: dict[str, Memory]  # path of a module -> its memory; empty on one device
+
+
+def destination(
+    model: TorchModel, groups: Sequence[st.Group], wanted: Mapping[Memory, int]
+) -> Destination:
+    """Where the storages `groups` of `model` go, if each memory in `wanted` should get so many bytes.
+
+    Raises CannotGovern if the module cannot be cut that often, or would be partly in host memory.
+    """
+    memories = tuple(wanted)
+    if len(memories) == 1:
+        return Destination(memories, [memories[0]] * len(groups), {})
+    name, found = model.spec.name, pieces(model.module, groups)
+    if any(memory.device == HOST for memory in memories):
+        raise CannotGovern(
+            f"{name} cannot be partly in host memory: this backend runs a model where its weights are.",
+            name=name,
+            why="partly in host memory",
+        )
+    if len(found) < len(memories):
+        limit = "it must stay whole"
+        if len(found) > 1:
+            limit = f"it has {len(found)} pieces that must stay whole"
+        raise CannotGovern(
+            f"{name} cannot be split over {len(memories)} devices: {limit}.\n"
+            f"  Put it on one:  rt.register({name!r}, …, layout='single')",
+            name=name,
+            why="several devices",
+        )
+    numbers = cut([piece.bytes for piece in found], list(wanted.values()))
+    by_storage: dict[int, Memory] = {}
+    layout: dict[str, Memory] = {}
+    for number, piece in zip(numbers, found, strict=True):
+        layout |= dict.fromkeys(piece.modules, memories[number])
+        by_storage |= {group.storage._cdata: memories[number] for group in piece.groups}
+    return Destination(memories, [by_storage[group.storage._cdata] for group in groups], layout)
