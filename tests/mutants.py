@@ -153,8 +153,8 @@ FAULTS = [
     Fault(
         "some victims are better than none",
         "scheduler/eviction_policy",
-        "    else:\n        return None\n",
-        "",
+        "            return chosen\n    return None\n",
+        "            return chosen\n    return chosen\n",
     ),
     Fault(
         "importance forgotten across cards",

@@ -166,14 +166,7 @@ def _evict(
     if _full(book, request) or twin(context, request):
         return None
     alone = tuple([candidate for candidate in candidates if len(candidate.shares) == 1])
-    way = cheapest_way(
-        book,
-        request,
-        world,
-        rank,
-        context,
-        alone,
-    )
+    way = cheapest_way(book, request, world, rank, context, alone)
     if way is None:
         return None
     emptier, wait = make_room(book, request, world, context, way)
@@ -323,17 +316,20 @@ def _enqueue(
     noted = old and old.because
     # One event for each wait, and none while room is only being made.
     if ticket.because and not noted:
-        size = request.footprint.bytes
-        book = note(
-            book,
-            world,
-            request.lease,
-            "waiting",
-            "request",
-            wait.because,
-            size=size,
-        )
+        book = _note_waiting(book, request, world, wait)
     return book.with_ticket(ticket), wait
+
+
+def _note_waiting(book: Book, request: Request, world: World, wait: Wait) -> Book:
+    return note(
+        book,
+        world,
+        request.lease,
+        "waiting",
+        "request",
+        wait.because,
+        size=request.footprint.bytes,
+    )
 
 
 def _ticket(

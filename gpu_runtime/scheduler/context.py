@@ -35,12 +35,7 @@ class Context(NamedTuple):
     cap_owners: frozenset[str]  # ids of all processes that this cap counts together
 
     @classmethod
-    def of(
-        cls,
-        book: Book,
-        request: Request,
-        world: World,
-    ) -> Context:
+    def of(cls, book: Book, request: Request, world: World) -> Context:
         """The inputs for a decision about this `request`, from the `book` and the `world`."""
         leases = tuple(book.leases())
         room_now, blind = room_and_blind(book, world)
@@ -49,7 +44,6 @@ class Context(NamedTuple):
         recalled = frozenset(id for ticket in blocking for id in ticket.recalls)
         room_later, leaving = _later(room_now, blocking, recalled, leases, freed_since(book, world))
         own_left, own_left_later = _left_of_own_limit(book, request, world)
-        cap = world.rules.cap
         return cls(
             leases=leases,
             room_now=room_now,
@@ -64,7 +58,7 @@ class Context(NamedTuple):
             silent=_silent(book.ticket(request.key), leases, world),
             cap_left=quotas.left(book, world),
             cap_left_later=quotas.left(book, world, leaving=False),
-            cap_owners=quotas.owners_of(book, cap.user) if cap else frozenset(),
+            cap_owners=_cap_owners(book, world),
         )
 
     def free(self) -> dict[str, int]:
@@ -118,6 +112,11 @@ def _left_of_own_limit(
     now = limit - on_cards(book, owner)
     later = limit - on_cards(book, owner, leaving=False)
     return now, later
+
+
+def _cap_owners(book: Book, world: World) -> frozenset[str]:
+    cap = world.rules.cap
+    return quotas.owners_of(book, cap.user) if cap else frozenset()
 
 
 def _silent(

@@ -15,26 +15,19 @@ from .capacity import limit_of
 def deadlocked(book: Book, world: World) -> tuple[Ticket, ...]:
     """The waiting requests that can never be served: their threads hold what each other needs.
 
-    `book` holds the tickets and leases, `world` the devices and their limits. Empty if every
-    request can be served.
-
-    By reduction (cycles in a wait-for graph are not enough where a need may be met in several
-    ways):
+    `book` holds the tickets and leases, `world` the devices and their limits. Empty for none.
+    By reduction; cycles in a wait-for graph are not enough where a need may be met in several ways:
 
     1. A thread that waits for nothing will finish and release its leases.
     2. Grant every request that then fits. Its thread will finish too. Repeat.
-    3. What remains is deadlocked, except requests that hold nothing another of them could use: they
-       only wait.
+    3. What remains is deadlocked, except requests that hold nothing another could use.
 
     Source: Holt 1972, Some Deadlock Properties of Computer Systems, ACM Computing Surveys 4(3).
     """
     waiting = [ticket for ticket in book.tickets if ticket.verb == "use"]
     if not any(ticket.held for ticket in waiting):
         return ()
-    limits = {}
-    for device in world.devices:
-        if not device.is_host:
-            limits[device.id] = limit_of(book, world, device.id)
+    limits = _card_limits(book, world)
     while waiting:
         held = _bytes_that_stay(book, waiting)
         remaining = [ticket for ticket in waiting if not _fits(ticket, limits, held)]
@@ -42,6 +35,14 @@ def deadlocked(book: Book, world: World) -> tuple[Ticket, ...]:
             return _blocking_others(book, remaining, limits)
         waiting = remaining
     return ()
+
+
+def _card_limits(book: Book, world: World) -> dict[str, int]:
+    limits = {}
+    for device in world.devices:
+        if not device.is_host:
+            limits[device.id] = limit_of(book, world, device.id)
+    return limits
 
 
 def _bytes_that_stay(book: Book, waiting: Iterable[Ticket]) -> dict[str, int]:
@@ -69,11 +70,15 @@ def _fits(
     """
     size = sum(share.bytes for share in ticket.need)
     cards = _allowed_cards(ticket, limits)
-    free = [max(0, limits[card] - stays.get(card, 0)) for card in cards]
+    free = []
+    for card in cards:
+        left = limits[card] - stays.get(card, 0)
+        free.append(max(0, left))
     if len(ticket.need) < 2 or not free:
         return size <= max(free, default=0)
     if ticket.layout == "whole":
-        free = [0 if stays.get(card, 0) else limits[card] for card in cards]
+        empty = [card for card in cards if not stays.get(card, 0)]
+        free = [limits[card] for card in empty]
     if ticket.layout == "balanced":
         return _fits_in_equal_shares(size, free)
     return size <= sum(free)

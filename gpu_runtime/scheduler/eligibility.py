@@ -16,13 +16,7 @@ from .eviction_policy import victims
 MOST_TRIED = 12  # leases of which every combination is tried; beyond it the largest are taken first
 
 
-def reason_to_stay(
-    lease: Lease,
-    world: World,
-    *,
-    asker: str,
-    importance: int,
-) -> str:
+def reason_to_stay(lease: Lease, world: World, *, asker: str, importance: int) -> str:
     """Why this `lease` may not be evicted now; empty if it may. The in-use rule knows no exception.
 
     `asker` is the id of the owner that needs the room, `importance` that of its request. Grace and

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from itertools import combinations
 from math import comb
 
-from ..facts import Candidate, Lease, Request
+from ..facts import Candidate, Lease, PlacementRules, Request
 from .context import Context
 from .eligibility import largest_fitting_set
 from .splitting import claimed, divide, fitting, split
@@ -36,16 +36,12 @@ def multi_card_ways(
     for those that only the host can take. `limits` are the budgets of the cards that may be used.
     """
     footprint, rules = request.footprint, request.placement
-    fewest = rules.policy == "fewest-evictions"
     for cards in _sets(request, context, idle, limits):
         room = _Room(cards, context, request.lease.owner)
         total = claimed(footprint, cards, rules, limits)
         enough = _enough(room, fitting(footprint, cards, rules, limits), total)
         pool = [lease for lease in idle if room.gains(lease, total)]
-        chosen = _victims(pool, room, enough, fewest=fewest)
-        if chosen is not None and _precious_bytes(chosen) > host_bytes:
-            pool = _with_those_the_host_can_take(pool, host_bytes)
-            chosen = _victims(pool, room, enough, fewest=fewest)
+        chosen = _victims_within_host(pool, room, enough, host_bytes, rules)
         if chosen is None:
             continue
         with room.without(chosen):
@@ -67,6 +63,22 @@ def _enough(
         return holds(room.usable())
 
     return enough
+
+
+def _victims_within_host(
+    pool: Sequence[Lease],
+    room: _Room,
+    enough: Callable[[], bool],
+    host_bytes: int,
+    rules: PlacementRules,
+) -> tuple[Lease, ...] | None:
+    """The leases that leave; of those that exist nowhere else, only what the host can take."""
+    fewest = rules.policy == "fewest-evictions"
+    chosen = _victims(pool, room, enough, fewest=fewest)
+    if chosen is None or _precious_bytes(chosen) <= host_bytes:
+        return chosen
+    pool = _with_those_the_host_can_take(pool, host_bytes)
+    return _victims(pool, room, enough, fewest=fewest)
 
 
 def _precious_bytes(leases: Iterable[Lease]) -> int:
@@ -177,10 +189,7 @@ def _victims(
     *,
     fewest: bool,
 ) -> tuple[Lease, ...] | None:
-    """Those of the pool that leave, none of which can be spared; None if all are too few.
-
-    The room is left as it was.
-    """
+    """Those of the pool that leave, none to be spared; None if too few. The room stays as it was."""
     order = sorted(pool, key=_least_important_largest_first(room)) if fewest else pool
     gone = 0
     while not enough():
@@ -191,12 +200,12 @@ def _victims(
         gone += 1
     chosen = _pruned(order[:gone], room, enough)
     room.take_back(chosen)
-    if not fewest or not chosen:
-        return chosen
-    least = chosen[-1].importance
-    allowed = [lease for lease in order if lease.importance >= least]
-    few = _fewer(allowed, room, enough, len(chosen)) or chosen
-    return tuple([lease for lease in pool if lease in few])
+    if fewest and chosen:
+        least = chosen[-1].importance
+        allowed = [lease for lease in order if lease.importance >= least]
+        few = _fewer(allowed, room, enough, len(chosen)) or chosen
+        return tuple([lease for lease in pool if lease in few])
+    return chosen
 
 
 def _pruned(

@@ -95,6 +95,21 @@ def victims_in_order(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple
     missing = _missing(need)
     if not missing:
         return ()
+    chosen = _first_enough(missing, ordered)
+    if chosen is None:
+        return None
+    if len(chosen) == 1:
+        return (chosen[0][0],)
+    surplus = {place: -size for place, size in missing.items()}
+    spared = _spared(chosen, surplus)
+    return tuple([lease for index, (lease, _) in enumerate(chosen) if index not in spared])
+
+
+def _first_enough(missing: Gain, ordered: Iterable[Lease]) -> list[tuple[Lease, Gain]] | None:
+    """The first leases that free all that is missing; None if all are not enough.
+
+    Their bytes are subtracted from `missing`, so that what is negative then is the surplus.
+    """
     owners = _owners(missing)
     chosen: list[tuple[Lease, Gain]] = []
     for lease in ordered:
@@ -107,14 +122,8 @@ def victims_in_order(need: Mapping[str, int], ordered: Iterable[Lease]) -> tuple
         for place, size in gain.items():
             missing[place] -= size
         if max(missing.values()) <= 0:
-            break
-    else:
-        return None
-    if len(chosen) == 1:
-        return (chosen[0][0],)
-    surplus = {place: -size for place, size in missing.items()}
-    spared = _spared(chosen, surplus)
-    return tuple([lease for index, (lease, _) in enumerate(chosen) if index not in spared])
+            return chosen
+    return None
 
 
 def _missing(need: Mapping[str, int]) -> dict[str, int]:
@@ -150,20 +159,11 @@ def _spared(chosen: Gains, surplus: Gain) -> set[int]:
     return _spare_in_turn(chosen, surplus, able)  # too many to try every set, or no choice
 
 
-def _most_precious_set(
-    chosen: Gains,
-    surplus: Gain,
-    able: Sequence[int],
-) -> set[int]:
+def _most_precious_set(chosen: Gains, surplus: Gain, able: Sequence[int]) -> set[int]:
     """The set of `able` indices that fits into the surplus and costs most to load again."""
     best: tuple[tuple[float, int], tuple[int, ...]] = ((0.0, 0), ())
 
-    def try_from(
-        start: int,
-        seconds: float,
-        size: int,
-        kept: tuple[int, ...],
-    ) -> None:
+    def try_from(start: int, seconds: float, size: int, kept: tuple[int, ...]) -> None:
         nonlocal best
         if (seconds, size) > best[0]:
             best = (seconds, size), kept

@@ -30,7 +30,7 @@ from . import quotas
 from .capacity import limit_of
 from .drain import drained
 from .eligibility import largest_fitting_set, permanent_reason_to_stay
-from .placement import claim, claims_footprint_only, place
+from .placement import claim, place
 from .splitting import may_split, may_use_one_card, split
 from .stuck import Stuck, bytes_on, sets_that_stay, stuck_leases
 
@@ -40,12 +40,7 @@ TOO_MANY = "exists nowhere else, and the host has no room for them all"
 Bytes = Mapping[str, int]  # by device id
 
 
-def hopeless(
-    book: Book,
-    request: Request,
-    world: World,
-    never: dict[str, Refuse],
-) -> Refuse | None:
+def hopeless(book: Book, request: Request, world: World, never: dict[str, Refuse]) -> Refuse | None:
     """Why the `request` can never fit, even if all that can leave had left; None if it can.
 
     `book` and `world` hold leases and devices. `never` is from `hopeless_cards`: each card that can
@@ -93,11 +88,7 @@ def _all_drained(
 # -- one card alone --------------------------------------------------------------------------------
 
 
-def hopeless_cards(
-    book: Book,
-    request: Request,
-    world: World,
-) -> dict[str, Refuse]:
+def hopeless_cards(book: Book, request: Request, world: World) -> dict[str, Refuse]:
     """Cards of the `world` that can never take the `request` alone, each with the refusal.
 
     These leases of the `book` cannot leave: what is kept, what the requesting thread itself pins,
@@ -106,14 +97,12 @@ def hopeless_cards(
     """
     stuck = stuck_leases(book, request, world)
     rules = request.placement
-    footprint_bytes = request.footprint.bytes
-    plain = claims_footprint_only(rules)
     refusals: dict[str, Refuse] = {}
     for card in world.devices:
         if card.is_host:
             continue
         limit = limit_of(book, world, card.id)
-        size = footprint_bytes if plain else claim(request.footprint, rules, limit)
+        size = claim(request.footprint, rules, limit)
         if rules.card_bytes and size > rules.card_bytes.get(card.id, 0):
             refusals[card.id] = _above_card_bytes(request, card, size)
         elif size > limit:
@@ -175,8 +164,16 @@ def _beside_stuck(
         if size > left - remain_bytes:
             stuck = [*stuck, *((lease, TOO_MANY) for lease in precious)]
             left -= remain_bytes
-    if size <= left:
-        return None
+    return None if size <= left else _stuck_refusal(request, card, size, limit, stuck)
+
+
+def _stuck_refusal(
+    request: Request,
+    card: Device,
+    size: int,
+    limit: int,
+    stuck: Sequence[tuple[Lease, str]],
+) -> Refuse:
     leases = [lease for lease, _ in stuck]
     return Refuse(
         f"{request.lease.name} needs {show_bytes(size)}; {card.id} has {show_bytes(limit)}, and "
@@ -192,11 +189,7 @@ def _beside_stuck(
 # -- several cards ---------------------------------------------------------------------------------
 
 
-def best_division(
-    book: Book,
-    request: Request,
-    world: World,
-) -> Candidate | Refuse:
+def best_division(book: Book, request: Request, world: World) -> Candidate | Refuse:
     """How the `request` would be divided if all that can leave had left, or why it could not.
 
     `book` and `world` hold leases and devices; drained cards are left out.
@@ -330,12 +323,7 @@ def _card_bytes(lease: Lease) -> int:
 # -- this owner's own limit ------------------------------------------------------------------------
 
 
-def _past_own_limit(
-    book: Book,
-    request: Request,
-    world: World,
-    size: int,
-) -> Refuse | None:
+def _past_own_limit(book: Book, request: Request, world: World, size: int) -> Refuse | None:
     """The refusal if what cannot leave and the new model exceed INFERENCE_MEMORY_LIMIT_GB."""
     limit = world.rules.limit_bytes
     if limit is None or request.lease.kind != "model":

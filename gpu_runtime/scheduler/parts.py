@@ -17,7 +17,8 @@ def equal_parts(footprint: Footprint, count: int) -> tuple[int, ...] | None:
     size = footprint.bytes
     if not footprint.pieces:
         part, rest = divmod(size, count)
-        return tuple(part + (index < rest) for index in range(count))
+        larger, smaller = (part + 1,), (part,)
+        return larger * rest + smaller * (count - rest)
     ideal = [size * (index + 1) / count for index in range(count)]
     return _cut(running_sums(footprint), ideal, [size] * count)
 
@@ -34,8 +35,10 @@ def parts_in_proportion(footprint: Footprint, free: Sequence[int]) -> tuple[int,
     _move_excess(parts, free)
     # No card is left without a byte, however small the model is.
     while 0 in parts and max(parts) > 1:
-        parts[parts.index(max(parts))] -= 1
-        parts[parts.index(0)] += 1
+        largest = parts.index(max(parts))
+        empty = parts.index(0)
+        parts[largest] -= 1
+        parts[empty] += 1
     return tuple(parts)
 
 
@@ -46,8 +49,9 @@ def _move_excess(parts: list[int], free: Sequence[int]) -> None:
     """
     over = 0
     for index, most in enumerate(free):
-        over += max(0, parts[index] - most)
-        parts[index] = min(parts[index], most)
+        if parts[index] > most:
+            over += parts[index] - most
+            parts[index] = most
     for index, most in enumerate(free):
         more = min(over, most - parts[index])
         parts[index] += more
@@ -56,8 +60,9 @@ def _move_excess(parts: list[int], free: Sequence[int]) -> None:
 
 def pieces_in_proportion(sums: Sequence[int], free: Sequence[int]) -> tuple[int, ...] | None:
     """Whole pieces in proportion to the free bytes, or else filling each card in turn."""
-    until, total = list(accumulate(free)), sum(free)
-    ideal = [sums[-1] * end / total for end in until]
+    until = list(accumulate(free))
+    size, total = sums[-1], until[-1]
+    ideal = [size * end / total for end in until]
     return _cut(sums, ideal, free) or _cut(sums, until, free)
 
 
@@ -88,10 +93,7 @@ def _cut(
     ideal: Sequence[float],
     most: Sequence[int],
 ) -> tuple[int, ...] | None:
-    """Bytes for each card, in consecutive whole pieces; None if it cannot be cut so.
-
-    The cuts are as near to the `ideal` running sums as possible, and no part is above `most`.
-    """
+    """Consecutive whole pieces for each card, cut near to the `ideal` sums, none above `most`."""
     count, pieces = len(most), len(sums)
     if pieces < count or packed(sums, most) is None:
         return None
@@ -100,9 +102,10 @@ def _cut(
     start = 0
     for index in range(count):
         taken = sums[start - 1] if start else 0
+        furthest = bisect_right(sums, taken + most[index])
         cards_after = count - 1 - index
         low = max(start + 1, least[index])
-        high = min(bisect_right(sums, taken + most[index]), pieces - cards_after)
+        high = min(furthest, pieces - cards_after)
         if low > high:
             return None
         end = _nearest(sums, ideal[index], low, high)
@@ -118,7 +121,10 @@ def _least_ends(sums: Sequence[int], most: Sequence[int]) -> list[int]:
     for index in range(len(most) - 1, 0, -1):
         total = sums[left - 1] if left else 0
         rest = total - most[index]
-        left = min(left, bisect_left(sums, rest) + 1) if rest > 0 else 0
+        if rest > 0:
+            left = min(left, bisect_left(sums, rest) + 1)
+        else:
+            left = 0
         ends[index - 1] = left
     return ends
 
@@ -132,6 +138,8 @@ def _nearest(
     """The boundary from `low` to `high` that is nearest to the ideal, the lower of two."""
     first_above = bisect_left(sums, ideal) + 1
     end = min(max(first_above, low), high)
-    if end > low and ideal - sums[end - 2] <= sums[end - 1] - ideal:
-        return end - 1
-    return end
+    if end == low:
+        return end
+    below = ideal - sums[end - 2]
+    above = sums[end - 1] - ideal
+    return end - 1 if below <= above else end

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import ceil
 
+from msgspec.structs import replace
+
 from ..errors import BadSetting
 from ..facts import Candidate, Footprint, PlacementRules, Share, Shares
 from ..units import show_bytes, show_seconds
@@ -90,17 +92,8 @@ def _claiming_more(
     """The same if a claim may exceed the model, or if the rules bound what a card gives."""
     found = []
     for device in allowed:
-        size = claim(footprint, rules, limits.get(device, 0))
-        filled = (Share(device, footprint.bytes),) if size != footprint.bytes else ()
-        free = room[device]
-        if rules.card_bytes:
-            free = min(free, rules.card_bytes.get(device, 0))
-        fits = free >= size
-        if fits and filled and size == limits.get(device):
-            because = f"{device} is free and would be taken whole"
-        else:
-            because = _because(device, size, free, rules)
-        found.append(Candidate((Share(device, size),), fits, because, filled=filled))
+        limit = limits.get(device, 0)
+        found.append(_claimed_candidate(footprint, device, room[device], rules, limit))
     sign = -1 if rules.policy == "most-free" else 1
 
     def key(candidate: Candidate) -> tuple[bool, int]:
@@ -108,6 +101,25 @@ def _claiming_more(
         return (False, sign * free) if candidate.fits else (True, -free)
 
     return tuple(sorted(found, key=key))
+
+
+def _claimed_candidate(
+    footprint: Footprint,
+    device: str,
+    free: int,
+    rules: PlacementRules,
+    limit: int,
+) -> Candidate:
+    size = claim(footprint, rules, limit)
+    filled = (Share(device, footprint.bytes),) if size != footprint.bytes else ()
+    if rules.card_bytes:
+        free = min(free, rules.card_bytes.get(device, 0))
+    fits = free >= size
+    if fits and filled and size == limit:
+        because = f"{device} is free and would be taken whole"
+    else:
+        because = _because(device, size, free, rules)
+    return Candidate((Share(device, size),), fits, because, filled=filled)
 
 
 def claims_footprint_only(rules: PlacementRules) -> bool:
@@ -176,20 +188,10 @@ def runners_up(
     if chosen is None:
         return tuple(listed)
     others = []
-    for one in listed:
-        if one is chosen:
-            continue
-        because = _why_not(one, chosen, rules)
-        others.append(
-            Candidate(
-                one.shares,
-                one.fits,
-                because,
-                one.victims,
-                one.cost_seconds,
-                one.filled,
-            )
-        )
+    for candidate in listed:
+        if candidate is not chosen:
+            because = _why_not(candidate, chosen, rules)
+            others.append(replace(candidate, because=because))
     return chosen, *others
 
 

@@ -7,8 +7,8 @@ index. Which cards are emptied for a model is decided in `eviction_multi`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import combinations, pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
 from math import ceil, comb
 
 from ..facts import Candidate, Footprint, PlacementRules, Share, where
@@ -37,20 +37,27 @@ def split(
     most = min(rules.most_cards or len(cards), len(cards))
     found = []
     for count in range(max(2, rules.least_cards), most + 1):
-        for chosen in _sets(
-            footprint,
-            cards,
-            count,
-            room,
-            rules,
-            limits,
-        ):
-            chosen_room = {card: room[card] for card in chosen}
-            candidate = divide(footprint, chosen_room, rules, limits)
-            if candidate is not None:
-                found.append(candidate)
-                break
+        sets = _sets(footprint, cards, count, room, rules, limits)
+        candidate = _first_that_fits(sets, footprint, room, rules, limits)
+        if candidate is not None:
+            found.append(candidate)
     return tuple(found)
+
+
+def _first_that_fits(
+    sets: Iterable[tuple[str, ...]],
+    footprint: Footprint,
+    room: Room,
+    rules: PlacementRules,
+    limits: Room,
+) -> Candidate | None:
+    """The division over the first of these sets of cards that can hold it."""
+    for cards in sets:
+        chosen_room = {card: room[card] for card in cards}
+        candidate = divide(footprint, chosen_room, rules, limits)
+        if candidate is not None:
+            return candidate
+    return None
 
 
 def divide(
@@ -68,13 +75,23 @@ def divide(
     ...        PlacementRules(layout="balanced"), {}).because
     'cuda:0,1 take 70.0 GiB + 70.0 GiB, of 160 GiB free'
     """
-    cards = tuple(room)
-    holds = fitting(footprint, cards, rules, limits)
+    holds = fitting(footprint, tuple(room), rules, limits)
     if not holds(room):
         return None
     parts = _parts(footprint, room, rules, limits)
     if parts is None or 0 in parts:
         return None
+    return _divided(room, parts, rules, limits)
+
+
+def _divided(
+    room: Room,
+    parts: tuple[int, ...],
+    rules: PlacementRules,
+    limits: Room,
+) -> Candidate:
+    """The candidate that puts these parts of the model on these cards."""
+    cards = tuple(room)
     if rules.layout == "whole":
         claims = [limits[card] for card in cards]
     else:
@@ -186,11 +203,19 @@ def _fitting_proportional(
         if ends is None:
             return False
         # Mostly every card has some piece. Then no cut needs to be looked for.
-        if all([before < end for before, end in pairwise([0, *ends])]):
-            return True
-        return pieces_in_proportion(sums, spend) is not None
+        return _none_is_empty(ends) or pieces_in_proportion(sums, spend) is not None
 
     return holds
+
+
+def _none_is_empty(ends: Sequence[int]) -> bool:
+    """Whether each card has at least one piece; `ends` are the boundaries that they reach."""
+    before = 0
+    for end in ends:
+        if end <= before:
+            return False
+        before = end
+    return True
 
 
 def claimed(

@@ -26,8 +26,8 @@ class Stuck(NamedTuple):
 
     def bytes_on(self, card: str, remaining: Iterable[Lease]) -> int:
         """Bytes on this `card` that cannot leave, and those of the `remaining` precious leases."""
-        stuck = sum(bytes_on(lease, card) for lease, _ in self.leases.get(card, ()))
-        return stuck + sum(bytes_on(lease, card) for lease in remaining)
+        stuck = [lease for lease, _ in self.leases.get(card, ())]
+        return sum(bytes_on(lease, card) for lease in (*stuck, *remaining))
 
 
 def stuck_leases(
@@ -68,8 +68,10 @@ def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
     sets = []
     for count in range(len(precious), -1, -1):
         for saved in combinations(precious, count):
-            if sum(lease.own_bytes for lease in saved) <= stuck.host_bytes:
-                sets.append(tuple(lease for lease in precious if lease not in saved))
+            saved_bytes = sum(lease.own_bytes for lease in saved)
+            if saved_bytes <= stuck.host_bytes:
+                staying = [lease for lease in precious if lease not in saved]
+                sets.append(tuple(staying))
     return sets
 
 
