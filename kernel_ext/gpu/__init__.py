@@ -1,6 +1,7 @@
 """`%load_ext gpu`: the magics `%gpu` and `%%gpu`, their completions, and the runtime as `rt`.
 
-Loading prints nothing and imports no torch, transformers or pandas: they come with the first model or table.
+Loading prints nothing, and imports no torch, transformers or pandas: the first model or table does. The
+verbs themselves are in `gpu_runtime.verbs`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from typing import Any
 
 
 def load_ipython_extension(shell: Any) -> None:
+    """Adds the magics to the `shell`; IPython calls this for `%load_ext gpu`."""
     from .magics import load
 
     load(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
+    """Removes the magics from the `shell`; IPython calls this for `%unload_ext gpu`."""
     from .magics import unload
 
     unload(shell)

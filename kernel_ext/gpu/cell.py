@@ -1,6 +1,6 @@
 """Runs a cell in the user's namespace, as IPython itself would, for `%%gpu`.
 
-Not through `shell.run_cell`: that shows tracebacks itself, and then they are shown twice.
+`shell.run_cell` is not used: it shows tracebacks itself, so they would be shown twice.
 """
 
 from __future__ import annotations
@@ -21,28 +21,39 @@ _AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
 class CellSyntaxError(GpuError):
-    """The cell is not Python. Shows as Python's own message, and like every failure it is one that nbval sees."""
+    """The cell is not Python.
+
+    It is shown with Python's own message. As every failure it is raised, so that nbval sees it.
+    """
 
 
 class Compiled:
-    """A cell ready to run: what it does, and then what it shows."""
+    """A cell that is ready to run: its statements, and the last expression, which is displayed."""
 
     def __init__(self, shell: InteractiveShell, cell: str) -> None:
-        """Raises CellSyntaxError, or GpuError for a cell that awaits."""
+        """Compiles the `cell` for the `shell`.
+
+        Raises CellSyntaxError if it is not Python, and GpuError if it awaits at its top level.
+        """
         self._shell = shell
-        # The magic's own line, blank: so that a traceback counts lines as the notebook does.
+        # The magic's own line is blank, so that a traceback counts lines as the notebook does.
         source = "\n" + shell.transform_cell(cell)
         name = shell.compile.cache(source, shell.execution_count, raw_code="%%gpu\n" + cell)
         try:
-            tree = shell.transform_ast(shell.compile.ast_parse(source, name))
-            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-            self._code = [self._compile(tree, name, "exec")]
-            if last is not None:
-                quiet = DisplayHook.semicolon_at_end_of_expression(cell)
-                tree = ast.Module([last], []) if quiet else ast.Interactive([last])
-                self._code.append(self._compile(tree, name, "exec" if quiet else "single"))
+            self._code = self._compile_all(source, name, cell)
         except SyntaxError as error:
             raise _not_python(shell, error) from None
+
+    def _compile_all(self, source: str, name: str, cell: str) -> list[CodeType]:
+        tree = self._shell.transform_ast(self._shell.compile.ast_parse(source, name))
+        ends_in_expression = tree.body and isinstance(tree.body[-1], ast.Expr)
+        last = tree.body.pop() if ends_in_expression else None
+        code = [self._compile(tree, name, "exec")]
+        if last is None:
+            return code
+        if DisplayHook.semicolon_at_end_of_expression(cell):
+            return [*code, self._compile(ast.Module([last], []), name, "exec")]
+        return [*code, self._compile(ast.Interactive([last]), name, "single")]
 
     def _compile(self, tree: ast.AST, name: str, mode: str) -> CodeType:
         with self._shell.compile.extra_flags(_AWAIT):
@@ -55,7 +66,7 @@ class Compiled:
         return code
 
     def run(self) -> None:
-        """Runs it. What it raises is raised, and shows the user's own lines only."""
+        """Runs the cell. An error's traceback shows the user's own lines only."""
         try:
             for code in self._code:
                 exec(code, self._shell.user_ns)
@@ -68,10 +79,11 @@ class Compiled:
 def _show_own_lines(
     shell: InteractiveShell, error: BaseException, codes: tuple[CodeType, ...]
 ) -> None:
-    """Lets IPython show the error without the frames between the notebook's cell and the user's code."""
+    """Makes IPython show the error without the frames between the notebook's cell and its code."""
 
     def render() -> list[str]:
-        # Not `error`, by closure: a cycle through the traceback would keep the user's tensors alive.
+        # Not `error` from the closure: that makes a cycle through the traceback, which keeps the
+        # user's tensors alive.
         shown = sys.exc_info()[1] or sys.last_value
         trace = shown.__traceback__
         while trace is not None and trace.tb_frame.f_code not in codes:
@@ -80,7 +92,7 @@ def _show_own_lines(
             type(shown), shown, trace or shown.__traceback__, tb_offset=0
         )
 
-    with contextlib.suppress(AttributeError):  # an exception with __slots__ shows in full
+    with contextlib.suppress(AttributeError):  # an exception with __slots__ is shown in full
         error._render_traceback_ = render  # type: ignore[attr-defined]
 
 

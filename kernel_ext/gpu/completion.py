@@ -1,4 +1,4 @@
-"""Tab behind `%gpu`, `%%gpu` and `df = %gpu`: verbs, options, and the names of models."""
+"""Tab completion for `%gpu`, `%%gpu` and `df = %gpu`: verbs, options, and names of models."""
 
 from __future__ import annotations
 
@@ -25,25 +25,22 @@ _NOTHING: SimpleMatcherResult = {"completions": [], "suppress": False}
 
 
 def matcher_for(runtime: Callable[[], Any]) -> Callable[[CompletionContext], SimpleMatcherResult]:
-    """A matcher that knows the models of that runtime."""
+    """A matcher for IPython's completer; it completes models of the `runtime` that is returned."""
 
     @context_matcher(identifier="gpu_matcher")
     def gpu_matcher(context: CompletionContext) -> SimpleMatcherResult:
         found = _LINE.match(context.text_until_cursor)
-        if not found or (found["magic"] == "%%" and context.cursor_line > 0):
+        is_cell = found is not None and found["magic"] == "%%"
+        if found is None or (is_cell and context.cursor_line > 0):
             return _NOTHING
         *before, fragment = re.split(r"\s+", found["typed"])
-        offered = candidates(before, fragment, found["magic"] == "%%", runtime)
+        offered = candidates(before, fragment, is_cell, runtime)
         if offered is None:
             return _NOTHING
-        fits = [
-            SimpleCompletion(text=word, type="magic")
-            for word in offered
-            if word.startswith(fragment)
-        ]
-        # Even where nothing fits: a file or a Python name would be wrong here.
+        matching = [word for word in offered if word.startswith(fragment)]
+        # Suppressed even without a match: a file or a Python name would be wrong here.
         return {
-            "completions": fits,
+            "completions": [SimpleCompletion(text=word, type="magic") for word in matching],
             "matched_fragment": fragment,
             "suppress": True,
             "ordered": True,
@@ -55,43 +52,46 @@ def matcher_for(runtime: Callable[[], Any]) -> Callable[[CompletionContext], Sim
 def candidates(
     before: list[str], fragment: str, cell: bool, runtime: Callable[[], Any]
 ) -> Iterable[str] | None:
-    """What may stand in the place of the fragment; None where others know better (files)."""
+    """The words that may replace the `fragment` behind the words `before`.
+
+    `cell` is True for `%%gpu`. Models are those of the `runtime` that is returned. None if another matcher
+    is better, as for files.
+    """
     if cell:
-        arguments, rest = verbs.CELL, before
+        arguments, typed = verbs.CELL, before
     elif not before:
         return [*(verb.name for verb in verbs.verbs(verbs.MAGIC)), *_EVERYWHERE]
     else:
         verb = verbs.VERBS.get(before[0])
-        arguments, rest = (verb.takes(verbs.MAGIC), before[1:]) if verb else ((), before)
-    options = {
-        flag: argument for argument in arguments if argument.is_option for flag in argument.flags
-    }
-    asked = options.get(rest[-1]) if rest else None
-    if asked is not None and asked.takes_value:
-        return values(asked, runtime)
+        arguments, typed = (verb.takes(verbs.MAGIC), before[1:]) if verb else ((), before)
+    options = {flag: one for one in arguments if one.is_option for flag in one.flags}
+    option = options.get(typed[-1]) if typed else None
+    if option is not None and option.takes_value:
+        return values(option, runtime)
     if fragment.startswith("-"):
         return sorted([*options, *(() if cell else _EVERYWHERE)])
-    place = _position(rest, options)
     positionals = [argument for argument in arguments if not argument.is_option]
-    if place < len(positionals):
-        return values(positionals[place], runtime)
-    return sorted(flag for flag in options if flag not in rest)
+    position = _positionals_typed(typed, options)
+    if position < len(positionals):
+        return values(positionals[position], runtime)
+    return sorted(flag for flag in options if flag not in typed)
 
 
-def _position(words: list[str], options: dict[str, Argument]) -> int:
-    """How many positional arguments stand there already."""
-    count, skip = 0, False
+def _positionals_typed(words: list[str], options: dict[str, Argument]) -> int:
+    """How many of the words are positional arguments."""
+    count, is_value = 0, False
     for word in words:
-        if skip:
-            skip = False
+        if is_value:
+            is_value = False
         elif word.startswith("-"):
-            skip = word == "-o" or (word in options and options[word].takes_value)
+            is_value = word == "-o" or (word in options and options[word].takes_value)
         else:
             count += 1
     return count
 
 
 def values(argument: Argument, runtime: Callable[[], Any]) -> Iterable[str] | None:
+    """The values of an `argument`; models and devices are those of the `runtime` that is returned."""
     if argument.completes == "files":
         return None
     if argument.completes == "models":
@@ -110,7 +110,7 @@ def values(argument: Argument, runtime: Callable[[], Any]) -> Iterable[str] | No
 
 
 def model_names(rt: Any) -> list[str]:
-    """Models of this process and of the catalogue by their names, and those that others hold as `name@pid`."""
+    """The models that `rt` knows by name, and those of other processes as `name@pid`."""
     snapshot = rt.status()
     mine = {*(spec.name for spec in snapshot.specs), *rt.catalog_names()}
     others = set()

@@ -1,6 +1,6 @@
 """`%gpu` and `%%gpu`: read the line, call the runtime, return a value that renders itself.
 
-The verbs are those of `gpu_runtime.verbs`; here is only how IPython reads them.
+The verbs are those of `gpu_runtime.verbs`. This module has only what IPython needs to read them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import keyword
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -20,28 +20,37 @@ from IPython.core.magic_arguments import MagicArgumentParser
 import gpu_runtime
 from gpu_runtime import GpuError, facts, verbs
 from gpu_runtime.kernel_activity import activity
-from gpu_runtime.verb_arguments import Argument, fill
+from gpu_runtime.verb_arguments import Argument, fill, option, switch
 
 from .completion import matcher_for
-from .waiting import Waiting
+from .waiting import WaitLine
 
-# What renders is imported with the first answer: loading the extension waits for none of it.
+# The rendering modules are imported with the first answer, so that loading the extension is fast.
 
-NAMES = ("gpu", "gpuctl")  # the second for where another extension owns the first
+NAMES = ("gpu", "gpuctl")  # the second is for shells where another extension owns the first
 MAGIC = verbs.MAGIC
+HELP = ("-h", "--help")
+OUTPUT = (  # options of every verb
+    switch("--json", "as JSON"),
+    option("-o --output", "NAME", "also store the answer under this name"),
+)
+CELL_SYNOPSIS = "%%gpu [SIZE] [--model M] [--importance I] [--timeout SECONDS]"
+# Verbs that do something else in a notebook than in a terminal.
+IN_NOTEBOOK: dict[str, Callable[[Any], Any]] = {"console": lambda rt: rt.console()}
 
 
 class Parser(MagicArgumentParser):
-    """Reads a verb's arguments. Bad syntax says how it is typed."""
+    """Reads a verb's arguments. An error shows how the verb is typed."""
 
     synopsis = ""
 
     def error(self, message: str) -> None:
+        """Raises UsageError with the `message` and the synopsis."""
         raise UsageError(f"{message}\n  Usage: {self.synopsis}")
 
 
 def parser_for(synopsis: str, arguments: tuple[Argument, ...]) -> Parser:
-    """A parser for these arguments, which are typed as the synopsis says."""
+    """A parser for these `arguments`, which are typed as the `synopsis` shows."""
     parser = Parser(prog=MAGIC)
     parser.allow_abbrev = False  # IPython's constructor does not pass it on
     parser.synopsis = synopsis
@@ -49,7 +58,10 @@ def parser_for(synopsis: str, arguments: tuple[Argument, ...]) -> Parser:
 
 
 def split(line: str) -> list[str]:
-    """The words of a line, quotes and all done; a `;` at its end means silence and is not one of them."""
+    """The words of a `line`, without quotes and without a `;` at its end, which silences the answer.
+
+    Raises UsageError if a quote is not closed.
+    """
     try:
         return shlex.split(line.rstrip().removesuffix(";"))
     except ValueError as error:
@@ -61,6 +73,7 @@ class GpuMagics(Magics):
     """The magics of one shell."""
 
     def __init__(self, shell: Any, runtime: Callable[[], Any]) -> None:
+        """For this `shell`; `runtime` returns the runtime, and opens it if necessary."""
         super().__init__(shell)
         self._runtime = runtime
 
@@ -70,54 +83,44 @@ class GpuMagics(Magics):
         words = split(line)
         return self.line(words) if cell is None else self.cell(words, cell)
 
-    # -- %gpu -----------------------------------------------------------------------------------------------------
+    # -- %gpu ------------------------------------------------------------------------------------
 
     def line(self, words: list[str]) -> Any:
-        """One verb's answer. Raises UnknownVerb, UsageError for bad syntax, and whatever the runtime does."""
+        """The answer to the verb and arguments in `words`.
+
+        Raises UnknownVerb, UsageError for bad syntax, and the errors of the runtime.
+        """
         from gpu_runtime.rendering import render
 
-        if not words or words[0].startswith("-") and words[0] not in ("-h", "--help"):
+        if words and words[0] in HELP:
+            words = ["help", *words[1:]]
+        elif not words or words[0].startswith("-"):
             words = ["status", *words]
-        name, *rest = ["help" if word in ("-h", "--help") else word for word in words[:1]] + words[
-            1:
-        ]
-        verb = verbs.find(name, MAGIC)
-        if "-h" in rest or "--help" in rest:
+        verb = verbs.find(words[0], MAGIC)
+        if any(word in HELP for word in words[1:]):
             return render.note(verbs.details(verb, MAGIC))
-        args = self._read(verb, rest)
+        args = self._parse(verb, words[1:])
         if verb.name == "help":
-            about = (
-                verbs.details(verbs.find(args.verb, MAGIC), MAGIC)
-                if args.verb
-                else verbs.overview(MAGIC)
-            )
-            return render.note(about)
+            return render.note(_help(args.verb))
         answer = self._answer(verb, args)
         if args.output:
             self.shell.user_ns[args.output] = answer
         return answer
 
-    def _read(self, verb: verbs.Verb, words: list[str]) -> argparse.Namespace:
+    def _parse(self, verb: verbs.Verb, words: list[str]) -> argparse.Namespace:
         args = parser_for(verb.synopsis(MAGIC), (*verb.takes(MAGIC), *OUTPUT)).parse_args(words)
         if args.output and (not args.output.isidentifier() or keyword.iskeyword(args.output)):
             raise UsageError(f"-o {args.output}: not a name that Python could use")
         return args
 
     def _answer(self, verb: verbs.Verb, args: argparse.Namespace) -> Any:
+        """The answer as it is displayed; the one to `console` as the runtime returns it."""
         from gpu_runtime.rendering import plain, render
-        from gpu_runtime.rendering.progress import NotebookProgress, TerminalProgress
 
         if verb.name in IN_NOTEBOOK:
             return IN_NOTEBOOK[verb.name](self._runtime())
         rt = self._opened(verb)
-        progress: Any = contextlib.nullcontext()
-        if verb.loads:
-            terminal = getattr(self.shell, "kernel", None) is None
-            progress = args.progress = (TerminalProgress if terminal else NotebookProgress)(
-                args.name
-            )
-        with progress:
-            value = render.with_titles(verb.name, verb.act(rt, args), rt)
+        value = render.with_titles(verb.name, self._call(verb, args, rt), rt)
         if args.json:
             return render.Json(plain.as_json(value))
         if render.is_frame(value):
@@ -127,8 +130,20 @@ class GpuMagics(Magics):
         around = rt.status() if isinstance(value, facts.Plan) else None
         return render.shown(verb.name, value, subject=getattr(args, "name", ""), around=around)
 
+    def _call(self, verb: verbs.Verb, args: argparse.Namespace, rt: Any) -> Any:
+        """The runtime's answer; a verb that loads shows its progress meanwhile."""
+        from gpu_runtime.rendering.progress import NotebookProgress, TerminalProgress
+
+        assert verb.act is not None  # only the verbs of IN_NOTEBOOK have no act
+        if not verb.loads:
+            return verb.act(rt, args)
+        in_terminal = getattr(self.shell, "kernel", None) is None
+        args.progress = (TerminalProgress if in_terminal else NotebookProgress)(args.name)
+        with args.progress:
+            return verb.act(rt, args)
+
     def _opened(self, verb: verbs.Verb) -> Any:
-        """The runtime; None where it does not open and the verb can do without."""
+        """The runtime; None if it does not open and the verb can do without."""
         try:
             return self._runtime()
         except GpuError:
@@ -136,10 +151,13 @@ class GpuMagics(Magics):
                 raise
             return None
 
-    # -- %%gpu ----------------------------------------------------------------------------------------------------
+    # -- %%gpu -----------------------------------------------------------------------------------
 
     def cell(self, words: list[str], body: str) -> None:
-        """Runs the cell with room of its own and, if asked, a model held; says what it took."""
+        """Runs the cell `body` with the lease and the model that `words` request.
+
+        Shows at the end what the lease used. Raises UsageError for bad syntax.
+        """
         from gpu_runtime.rendering import render
 
         from .cell import Compiled
@@ -149,22 +167,22 @@ class GpuMagics(Magics):
         args = parser_for(CELL_SYNOPSIS, verbs.CELL).parse_args(words)
         compiled = Compiled(self.shell, body)
         rt = self._runtime()
-        given = {
-            name: value
-            for name in ("importance", "timeout")
-            if (value := getattr(args, name)) is not None
-        }
+        options = {"importance": args.importance, "timeout": args.timeout}
+        options = {name: value for name, value in options.items() if value is not None}
         leased = args.size is not None or args.model is None
-        # Entered by plain `with`, which alone lets go of a model at whatever instruction the stop button strikes.
+        # Entered by a plain `with`: nothing else releases a model for certain when the stop button
+        # interrupts, which can happen at any instruction.
         with (
-            rt.use(args.model, **given) if args.model else contextlib.nullcontext() as model,
+            rt.use(args.model, **options) if args.model else contextlib.nullcontext() as model,
             (
-                rt.lease(args.size, purpose="cell", **given) if leased else contextlib.nullcontext()
+                rt.lease(args.size, purpose="cell", **options)
+                if leased
+                else contextlib.nullcontext()
             ) as lease,
         ):
             if args.model:
                 with self._named("model", model):
-                    del model  # the cell may be the last to know it
+                    del model  # the cell's name may then be the last reference to it
                     compiled.run()
             else:
                 compiled.run()
@@ -172,8 +190,8 @@ class GpuMagics(Magics):
             self._show(render.block_report(lease))
 
     @contextlib.contextmanager
-    def _named(self, name: str, value: Any) -> Any:
-        """The value under a name of the user's while the cell runs; what stood there comes back."""
+    def _named(self, name: str, value: Any) -> Iterator[None]:
+        """Puts the value under a name of the user's namespace, and restores the old value at the end."""
         names = self.shell.user_ns
         missing = object()
         before = names.get(name, missing)
@@ -181,8 +199,11 @@ class GpuMagics(Magics):
         try:
             yield
         finally:
-            if names.get(name) is value:  # unless the cell gave the name another meaning
-                names.pop(name) if before is missing else names.__setitem__(name, before)
+            if names.get(name) is value:  # False if the cell assigned the name
+                if before is missing:
+                    names.pop(name)
+                else:
+                    names[name] = before
 
     def _show(self, shown: Any) -> None:
         from IPython.display import display
@@ -190,33 +211,32 @@ class GpuMagics(Magics):
         display(shown)
 
 
-IN_NOTEBOOK = {
-    "console": lambda rt: rt.console()
-}  # verbs that do something else than in a terminal
-OUTPUT = (
-    Argument(("--json",), {"action": "store_true", "help": "as JSON"}),
-    Argument(
-        ("-o", "--output"), {"metavar": "NAME", "help": "also store the answer under this name"}
-    ),
-)
-CELL_SYNOPSIS = "%%gpu [SIZE] [--model M] [--importance I] [--timeout SECONDS]"
+def _help(verb: str | None) -> str:
+    """The help on one verb, or on all of them."""
+    if verb:
+        return verbs.details(verbs.find(verb, MAGIC), MAGIC)
+    return verbs.overview(MAGIC)
+
+
 GpuMagics.gpu.__doc__ = f"""The GPUs of this machine, shared: who holds what, what would happen, and why.
 
 {verbs.overview(MAGIC)}
 """
 
 
-# -- loading and unloading ----------------------------------------------------------------------------------------
+# -- loading and unloading -----------------------------------------------------------------------
 
 
 class Unopened:
-    """Stands in a notebook for the runtime until something needs it.
+    """A placeholder for the runtime in a notebook, until something needs it.
 
-    Opening takes a moment and fixes the devices and the ledger; so it waits for the first use, and `%env GPU_DEVICES=…`
-    may come after `%load_ext`. The runtime itself takes this one's place before the first cell that names it runs.
+    Opening the runtime takes a moment, and fixes the devices and the ledger. So it is opened at the first
+    use, and `%env GPU_DEVICES=…` still works after `%load_ext`. The runtime replaces this object before
+    the first cell that names it runs.
     """
 
     def __init__(self, opens: Callable[[], Any]) -> None:
+        """`opens` returns the runtime."""
         self._opens = opens
 
     def __getattr__(self, name: str) -> Any:
@@ -230,81 +250,93 @@ class Unopened:
 
 
 class _Loaded:
-    """What one shell got from us, so that it can be taken back."""
+    """The extension in one shell: everything that was added to it, so that it can be removed."""
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
         self.opened: Any = None
         self.magics = GpuMagics(shell, self.open)
         self.matcher = matcher_for(self.open)
-        tables = shell.magics_manager.magics
-        self.before = {
-            (kind, name): tables[kind].get(name) for kind in ("line", "cell") for name in NAMES
-        }
-        shell.register_magics(self.magics)
-        for kind in ("line", "cell"):
-            tables[kind]["gpuctl"] = tables[kind]["gpu"]
+        self._add_magics()
         shell.Completer.custom_matchers.append(self.matcher)
-        formatter = shell.display_formatter.mimebundle_formatter
-        self.formats = {kind: formatter.type_printers.get(kind) for kind in _SHOWN}
-        for kind in _SHOWN:  # so that rt.status() shows itself as %gpu does
-            formatter.for_type(
-                kind, lambda value, include=None, exclude=None: _bundle(self.open, value)
-            )
+        self._add_formats()
         self.rt: Any = Unopened(self.open) if "rt" not in shell.user_ns else None
         if self.rt is not None:
             shell.user_ns["rt"] = self.rt
         shell.events.register("pre_run_cell", self.before_cell)
         shell.events.register("post_run_cell", self.after_cell)
 
+    def _add_magics(self) -> None:
+        tables = self.shell.magics_manager.magics
+        self._other_magics = {
+            (kind, name): tables[kind].get(name) for kind in ("line", "cell") for name in NAMES
+        }
+        self.shell.register_magics(self.magics)
+        for kind in ("line", "cell"):
+            tables[kind]["gpuctl"] = tables[kind]["gpu"]
+
+    def _add_formats(self) -> None:
+        """Makes `rt.status()` at the end of a cell look as `%gpu` does."""
+        formatter = self.shell.display_formatter.mimebundle_formatter
+        self._other_formats = {kind: formatter.type_printers.get(kind) for kind in _SHOWN}
+        for kind in _SHOWN:
+            formatter.for_type(
+                kind, lambda value, include=None, exclude=None: _bundle(self.open, value)
+            )
+
     def open(self) -> Any:
-        """The runtime of this process; from the first time on it is also the notebook's `rt`."""
+        """The runtime of this process. The first call also puts it under the notebook's `rt`."""
         rt = gpu_runtime.runtime()
         if rt is not self.opened:
             self.opened = rt
-            rt.tell_waits(Waiting(notebook=hasattr(self.shell, "kernel")))
+            rt.tell_waits(WaitLine(notebook=hasattr(self.shell, "kernel")))
             if self.rt is not None and self.shell.user_ns.get("rt") is self.rt:
                 self.shell.user_ns["rt"] = self.rt = rt
         return rt
 
     def before_cell(self, info: Any) -> None:
+        """Records that a cell runs, by IPython's `info` on it; opens the runtime if the cell names it."""
         activity.began(info)
-        if (
-            self.opened is None
-            and self.rt is not None
-            and re.search(r"\brt\b", info.raw_cell or "")
-        ):
-            with contextlib.suppress(
-                GpuError
-            ):  # a hook's error would only be printed; the cell itself will raise it
+        names_rt = re.search(r"\brt\b", info.raw_cell or "")
+        if self.opened is None and self.rt is not None and names_rt:
+            # A hook's error would be printed only; the cell itself will raise it.
+            with contextlib.suppress(GpuError):
                 self.open()
 
     def after_cell(self, result: Any) -> None:
+        """Records the end of a cell, by IPython's `result` of it."""
         activity.ended(result.info)
 
-    def take_back(self) -> None:
-        tables = self.shell.magics_manager.magics
-        for (kind, name), before in self.before.items():
-            tables[kind].pop(name, None)
-            if before is not None:
-                tables[kind][name] = before
-        self.shell.magics_manager.registry.pop(GpuMagics.__name__, None)
+    def remove(self) -> None:
+        """Removes everything that was added, and restores what it replaced."""
+        self._remove_magics()
         with contextlib.suppress(ValueError):
             self.shell.Completer.custom_matchers.remove(self.matcher)
-        formatter = self.shell.display_formatter.mimebundle_formatter
-        for kind, before in self.formats.items():
-            formatter.type_printers.pop(kind, None)
-            if before is not None:
-                formatter.type_printers[kind] = before
+        self._remove_formats()
         self.shell.events.unregister("pre_run_cell", self.before_cell)
         self.shell.events.unregister("post_run_cell", self.after_cell)
         activity.forget()
         if self.rt is not None and self.shell.user_ns.get("rt") is self.rt:
             del self.shell.user_ns["rt"]
 
+    def _remove_magics(self) -> None:
+        tables = self.shell.magics_manager.magics
+        for (kind, name), before in self._other_magics.items():
+            tables[kind].pop(name, None)
+            if before is not None:
+                tables[kind][name] = before
+        self.shell.magics_manager.registry.pop(GpuMagics.__name__, None)
+
+    def _remove_formats(self) -> None:
+        formatter = self.shell.display_formatter.mimebundle_formatter
+        for kind, before in self._other_formats.items():
+            formatter.type_printers.pop(kind, None)
+            if before is not None:
+                formatter.type_printers[kind] = before
+
 
 _SHOWN = (facts.Snapshot, facts.Plan, facts.Outcome, facts.Health)
-_loaded: dict[int, _Loaded] = {}  # by the shell's identity
+_loaded: dict[int, _Loaded] = {}  # id(shell) -> the extension in it
 
 
 def _bundle(opens: Callable[[], Any], value: Any) -> dict[str, Any]:
@@ -315,13 +347,13 @@ def _bundle(opens: Callable[[], Any], value: Any) -> dict[str, Any]:
 
 
 def load(shell: Any) -> None:
-    """Gives the shell the magics, the completions and `rt`. Says nothing."""
+    """Adds the magics, the completions and `rt` to the `shell`. Prints nothing."""
     unload(shell)
     _loaded[id(shell)] = _Loaded(shell)
 
 
 def unload(shell: Any) -> None:
-    """Takes back all that `load` gave. The runtime itself, and the models in it, belong to the user and stay."""
+    """Removes from the `shell` what `load` added. The runtime and its models stay."""
     loaded = _loaded.pop(id(shell), None)
     if loaded is not None:
-        loaded.take_back()
+        loaded.remove()

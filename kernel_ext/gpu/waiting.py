@@ -1,6 +1,7 @@
-"""What a cell shows while its model waits for room: who holds it, since when, how many are ahead; and nothing after.
+"""The line that a cell shows while its model waits for memory.
 
-A wait that is over within a second is not worth a line.
+It names the holder, how long it has held the memory, and how many requests are ahead. It is removed when
+the wait is over. A wait of less than a second shows nothing.
 """
 
 from __future__ import annotations
@@ -19,23 +20,29 @@ QUIET_SECONDS = 1.0
 
 
 def sentence(name: str, wait: Wait) -> str:
-    """`qwen waits for 12.0 GiB on cuda:0: llama (14.0 GiB on cuda:0) is in use by train.ipynb; 2 ahead of you`"""
+    """The `wait` of the model `name` in words.
+
+    For example `qwen waits for 12.0 GiB on cuda:0: llama (14.0 GiB on cuda:0) is in use by train.ipynb;
+    2 ahead of you`.
+    """
     place = next((candidate.shares[0] for candidate in wait.considered), None)
     need = f" for {show_bytes(place.bytes)} on {place.device}" if place else ""
     ahead = f"; {wait.ahead} ahead of you" if wait.ahead else ""
     return f"{name} waits{need}: {wait.because}{ahead}"
 
 
-class Waiting:
-    """Told of every wait of the main thread; shows it in place, and takes it away when it is over."""
+class WaitLine:
+    """A listener for the waits of the main thread: shows each one in place, and removes it at its end."""
 
     def __init__(self, notebook: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        """Shows waits in a `notebook`, or else in a terminal; `clock` returns seconds."""
         self._notebook, self._clock = notebook, clock
         self._began: float | None = None
         self._handle: Any = None
         self._count = 0
 
     def __call__(self, name: str, wait: Wait | None) -> None:
+        """Shows that the model `name` waits; None as `wait` ends it."""
         if threading.current_thread() is not threading.main_thread():
             return
         if wait is None:

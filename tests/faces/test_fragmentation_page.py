@@ -119,7 +119,7 @@ def test_another_kernels_memory_is_drawn_with_nothing_amiss(browser, served, ker
     """In both themes, with no complaint of the browser's and no request to anybody else."""
     visitor = Page(browser, served, OPERATORS)
     visitor.sees(kernel, "84.0 MiB")
-    visitor.page.get_by_text("inactive, given back by defrag").wait_for(timeout=30_000)
+    visitor.page.get_by_text("inactive, released by defrag").wait_for(timeout=30_000)
     assert visitor.page.locator("canvas").count() >= 1
     visitor.page.get_by_role("button", name="theme").click()
     visitor.page.wait_for_function(
@@ -160,7 +160,7 @@ def test_a_killed_kernel_disappears_and_an_empty_page_says_what_to_do(browser, s
     visitor.sees(kernel, "84.0 MiB")
     kernel.end()
     visitor.page.get_by_text("No process holds memory on a card yet").wait_for(timeout=30_000)
-    visitor.page.get_by_text("inactive, given back by defrag").wait_for(
+    visitor.page.get_by_text("inactive, released by defrag").wait_for(
         state="detached", timeout=10_000
     )
     visitor.page.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from gpu.waiting import Waiting, sentence
+from gpu.waiting import WaitLine, sentence
 
 from gpu_runtime.facts import Candidate, Share, Wait
 from gpu_runtime.units import GIB
@@ -25,7 +25,7 @@ def test_the_line_says_what_is_waited_for_who_holds_it_and_who_comes_first():
 
 def test_a_short_wait_shows_nothing_and_a_long_one_is_gone_when_it_is_over(monkeypatch):
     now, shown = [0.0], []
-    line = Waiting(notebook=False, clock=lambda: now[0])
+    line = WaitLine(notebook=False, clock=lambda: now[0])
     monkeypatch.setattr(line, "_show", shown.append)
     line("qwen", WAIT)
     now[0] = 0.5
@@ -42,7 +42,7 @@ def test_a_short_wait_shows_nothing_and_a_long_one_is_gone_when_it_is_over(monke
 
 def test_other_threads_wait_in_silence(monkeypatch):
     shown = []
-    line = Waiting(notebook=False)
+    line = WaitLine(notebook=False)
     monkeypatch.setattr(line, "_show", shown.append)
     thread = threading.Thread(target=line, args=("qwen", WAIT))
     thread.start()
