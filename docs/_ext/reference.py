@@ -112,15 +112,11 @@ def fields_table(lines: Iterable[Line]) -> str:
 
 @cache
 def errors() -> dict[str, type[Exception]]:
-    """Every error class that the package exports, by its name."""
-    import gpu_runtime
+    """Every error class of the package, by its name."""
+    from gpu_runtime import errors as module
 
-    found = {name: getattr(gpu_runtime, name) for name in gpu_runtime.__all__}
-    return {name: kind for name, kind in found.items() if _is_error(kind)}
-
-
-def _is_error(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Exception)
+    kinds = [each for each in vars(module).values() if isinstance(each, type)]
+    return {kind.__name__: kind for kind in kinds if issubclass(kind, module.GpuError)}
 
 
 def errors_table(lines: Iterable[Line]) -> str:
