@@ -1,4 +1,4 @@
-"""gpu-console: every notebook on a box shares its GPUs.
+"""gpu-console: all notebooks of a machine share its GPUs.
 
     import gpu_runtime
     rt = gpu_runtime.runtime()
@@ -6,7 +6,8 @@
     with rt.use("qwen") as model:
         ...
 
-Importing this imports no torch, and nothing heavy: the runtime's own parts load when it is first opened.
+This package exports the runtime and the errors. Importing it imports neither torch nor anything else
+that is slow to load: the parts of the runtime are imported when it is first opened.
 """
 
 from __future__ import annotations
@@ -93,7 +94,10 @@ _runtime: Runtime | None = None
 
 
 def runtime() -> Runtime:
-    """The one runtime of this process, opened with the settings of its environment. Raises BadSetting."""
+    """The one runtime of this process, opened with the settings of its environment.
+
+    Raises BadSetting for a setting that cannot be used.
+    """
     global _runtime
     from .runtime import Runtime
 
@@ -112,7 +116,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """Importing the submodule `runtime` would bind it over the function of that name; the function stays."""
+    """This package. Importing its submodule `runtime` does not replace the function of that name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name == "runtime" and isinstance(value, ModuleType)):

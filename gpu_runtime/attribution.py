@@ -1,6 +1,6 @@
-"""For whom this thread acts, where that is not whoever runs the process: a console acts for the people who look at it.
+"""The person for whom this thread acts, if not its process's own user: a console acts for its visitors.
 
-A name for display. What may be done goes by the process that asks, and by nothing that it says.
+The name is for display only. What is allowed depends on the requesting process, not on the name it gives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _speaking_for: ContextVar[str] = ContextVar("speaking_for", default="")
 
 @contextlib.contextmanager
 def on_behalf_of(name: str) -> Iterator[None]:
-    """What this thread does meanwhile is told as done for that person."""
+    """A block in which all that this thread does is attributed to the person `name`."""
     token = _speaking_for.set(printable(name))
     try:
         yield
@@ -25,26 +25,28 @@ def on_behalf_of(name: str) -> Iterator[None]:
 
 
 def speaking_for() -> str:
-    """The person for whom this thread acts now; empty: nobody but its own user."""
+    """The person for whom this thread acts now; empty: its process's own user."""
     return _speaking_for.get()
 
 
 def printable(name: str) -> str:
-    """A name as it may be written down: one line, of a bounded length.
+    """`name` made safe to store: one line, of a bounded length.
 
     >>> printable("ann\\n (operator)")
     'ann (operator)'
     """
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in name).split())[
-        :MOST_LETTERS
-    ]
+    letters = [letter if letter.isprintable() else " " for letter in name]
+    one_line = " ".join("".join(letters).split())
+    return one_line[:MOST_LETTERS]
 
 
 def attributed(said_by: str, process: str) -> str:
-    """Who did it: the person that the asking process names, and that process, which is known.
+    """The author of a request: the person `said_by`, as claimed, and the known `process` that wrote it.
 
     >>> attributed("ann, console", "ops, pid 7"), attributed("", "ops, pid 7")
     ('ann, console (ops, pid 7)', 'ops, pid 7')
     """
     said = printable(said_by)
-    return f"{said} ({process})" if said and process else said or process
+    if said and process:
+        return f"{said} ({process})"
+    return said or process

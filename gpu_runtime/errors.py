@@ -1,53 +1,56 @@
-"""What can go wrong, each with its facts as attributes and a sentence made from them.
+"""Every error, with its facts as attributes and a sentence made from them.
 
     GpuError
-    ├── DoesNotFit                 it can never fit as things stand; nothing was evicted
-    │   └── MemoryLimitExceeded    … because INFERENCE_MEMORY_LIMIT_GB forbids it
-    ├── StillInUse                 what you want moved is being used
-    ├── NotAllowed                 the operator's caps forbid it, or it is another user's to say
+    ├── DoesNotFit                 it cannot fit as things are; nothing was evicted
+    │   └── MemoryLimitExceeded    … because of INFERENCE_MEMORY_LIMIT_GB
+    ├── StillInUse                 the model to be moved is in use
+    ├── NotAllowed                 the operator's caps forbid it, or it belongs to another user
     ├── Busy                       the wait for room timed out
-    ├── Deadlock                   waiting would never end
-    ├── OutOfMemory                the device ran out while a model was in use
+    ├── Deadlock                   the wait would never end
+    ├── OutOfMemory                the device ran out of memory while a model was in use
     ├── UnknownModel, UnknownDevice, UnknownVerb, AmbiguousName, AlreadyRegistered
     ├── BadSize, BadSetting        also ValueError
-    │   └── UnknownSize            … because nothing tells how large the model is
-    ├── BadDocument                a file of models says what cannot be; also ValueError
+    │   └── UnknownSize            … because nothing shows how large the model is
+    ├── BadDocument                a file of models has an error; also ValueError
     ├── CatalogUnavailable         the model catalogue cannot be read or written
-    ├── ModelDisabled              its entry in the catalogue says `enabled: false`
+    ├── ModelDisabled              its entry in the catalogue has `enabled: false`
     ├── LoadFailed                 the source could not be loaded
     │   └── NotAModel              … because it is no model
-    ├── BadCall                    an engine refused what it was asked; also ValueError
-    ├── EngineDied                 an engine's process ended; the next use loads it anew
-    ├── EngineFault                an engine failed and was put away; the next use loads it anew
-    ├── ProcessLost                the driver no longer serves this process; only a new one helps
+    ├── BadCall                    an engine rejected the arguments of a call; also ValueError
+    ├── EngineDied                 an engine's process ended; the next use loads it again
+    ├── EngineFault                an engine failed and was unloaded; the next use loads it again
+    ├── ProcessLost                the driver no longer serves this process; restart it
     ├── CannotGovern               a module that cannot be moved safely, refused by name
-    ├── NotLoaded                  in the catalogue, and loaded by no process that could be asked
-    ├── NotResident                called while away, where it may not come back by itself
-    ├── ProbeFailed                a device would not answer
+    ├── NotLoaded                  in the catalogue, but loaded by no process
+    ├── NotResident                called while away, with automatic restore switched off
+    ├── ProbeFailed                a device did not respond
     └── LedgerUnavailable          the book cannot be read or written
         ├── LedgerNewer            … because a newer version wrote it
         └── LedgerRefused          … because the write would break a law
 
-In a notebook each shows as its own sentence, never as a traceback of ours.
+In a notebook each is shown as its own sentence, without a traceback.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 MOST_NAMES = 12  # in one sentence
+MOST_PROBLEMS = 9  # of one file, besides the first
 
 
 class GpuError(Exception):
-    """A failure that is told in one helpful sentence. `facts` holds what the sentence was made from."""
+    """A failure, explained in one helpful sentence. Its `facts` are also its attributes."""
 
     def __init__(self, message: str, **facts: Any) -> None:
+        """`message` is the sentence; each of the `facts` becomes an attribute."""
         super().__init__(message)
         self.facts = facts
         self.__dict__.update(facts)
 
     def _render_traceback_(self) -> list[str]:
-        """IPython shows this instead of a traceback; nbval still sees the cell fail."""
+        """What IPython shows in place of a traceback; nbval still sees the cell fail."""
         return [f"{type(self).__name__}: {self}"]
 
     def __reduce__(self) -> Any:
@@ -60,12 +63,21 @@ def _rebuild(kind: type[GpuError], message: str, facts: dict[str, Any]) -> GpuEr
     return error
 
 
+# -- no room ---------------------------------------------------------------------------------------
+
+
 class DoesNotFit(GpuError):
-    """It can never fit as things stand. Attributes: name, need_bytes, budget_bytes, device, holders, considered."""
+    """It cannot fit as things are.
+
+    Attributes: name, need_bytes, budget_bytes, device, holders, considered.
+    """
 
 
 class MemoryLimitExceeded(DoesNotFit):
-    """INFERENCE_MEMORY_LIMIT_GB would be passed. Attributes: name, need_bytes, budget_bytes, current_bytes."""
+    """INFERENCE_MEMORY_LIMIT_GB would be exceeded.
+
+    Attributes: name, need_bytes, budget_bytes, current_bytes.
+    """
 
 
 class StillInUse(GpuError):
@@ -73,23 +85,29 @@ class StillInUse(GpuError):
 
 
 class NotAllowed(GpuError):
-    """The operator's caps forbid it, or it is another user's to say. Attributes: name, user, because."""
+    """The operator's caps forbid it, or it belongs to another user. Attributes: name, user, because."""
 
 
 class Busy(GpuError):
-    """No room came free in time. Attributes: name, waited_seconds, because."""
+    """No room was freed in time. Attributes: name, waited_seconds, because."""
 
 
 class Deadlock(GpuError):
-    """Threads hold what each other waits for. Attributes: name, because."""
+    """Threads hold what each other wait for. Attributes: name, because."""
 
 
 class OutOfMemory(GpuError, MemoryError):
-    """A device ran out of memory while a model was in use. Attributes: device, asked_bytes, holders, report."""
+    """A device ran out of memory while a model was in use.
+
+    Attributes: device, asked_bytes, holders, report.
+    """
+
+
+# -- names and values ------------------------------------------------------------------------------
 
 
 class UnknownModel(GpuError, LookupError):
-    """No model of that name. Attributes: name, known."""
+    """No model has this name. Attributes: name, known."""
 
     def __init__(
         self,
@@ -99,44 +117,59 @@ class UnknownModel(GpuError, LookupError):
         none: str = "No model is registered yet.",
         advice: str = "",
     ) -> None:
-        import difflib
+        """`known` are the existing names; `none` is the sentence if there are none.
 
-        close = difflib.get_close_matches(name, known, n=1)
-        listed = ", ".join(sorted(known)[:MOST_NAMES]) + (
-            f" and {len(known) - MOST_NAMES} more" if len(known) > MOST_NAMES else ""
-        )
-        hint = f"Did you mean {close[0]}? " if close else ""
-        advice = (
-            advice or f"Register it:  %gpu load {name} PATH      or  rt.register({name!r}, PATH)"
-        )
+        `advice` is what to type; by default, how to register the model `name`.
+        """
+        if not advice:
+            advice = f"Register it:  %gpu load {name} PATH      or  rt.register({name!r}, PATH)"
+        existing = f"Known: {_listed(known)}." if known else none
         super().__init__(
-            f"no model is called {name!r}. {hint}{f'Known: {listed}.' if known else none}\n  {advice}",
+            f"no model is called {name!r}. {_nearest(name, known)}{existing}\n  {advice}",
             name=name,
             known=known,
         )
 
 
+def _nearest(name: str, known: Collection[str]) -> str:
+    """`Did you mean qwen? `, or nothing if no name is similar."""
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {close[0]}? " if close else ""
+
+
+def _listed(names: Collection[str]) -> str:
+    """The names in order; of many, only the first and how many more there are."""
+    text = ", ".join(sorted(names)[:MOST_NAMES])
+    more = len(names) - MOST_NAMES
+    return f"{text} and {more} more" if more > 0 else text
+
+
 class UnknownDevice(GpuError, LookupError):
-    """No device of that name. Attributes: device, known."""
+    """No device has this name. Attributes: device, known."""
 
     def __init__(self, device: str, known: tuple[str, ...] = ()) -> None:
+        """`known` are the names of the machine's devices, `device` the one that was given."""
+        existing = ", ".join(known) or "none"
         super().__init__(
-            f"no device is called {device!r}. This machine has {', '.join(known) or 'none'}.",
+            f"no device is called {device!r}. This machine has {existing}.",
             device=device,
             known=known,
         )
 
 
 class UnknownVerb(GpuError, LookupError):
-    """No verb of that name. Attributes: verb, nearest."""
+    """No verb has this name. Attributes: verb, nearest."""
 
 
 class AmbiguousName(GpuError, LookupError):
-    """Several owners have a model of that name. Attributes: name, choices."""
+    """Several owners have a model of this name. Attributes: name, choices."""
 
     def __init__(self, name: str, choices: tuple[str, ...]) -> None:
+        """`choices` are the full names to choose from, such as `qwen@4121` for the `name` qwen."""
         super().__init__(
-            f"{name!r} is held by several: {', '.join(choices)}. Say which, as in {choices[0]}.",
+            f"several processes hold {name!r}: {', '.join(choices)}. Name one, as in {choices[0]}.",
             name=name,
             choices=choices,
         )
@@ -145,15 +178,13 @@ class AmbiguousName(GpuError, LookupError):
 class AlreadyRegistered(GpuError, ValueError):
     """Two registrations under one name. Attributes: name."""
 
-    def __init__(self, name: str, told: str = "") -> None:
-        super().__init__(
-            told
-            or (
-                f"{name!r} is registered already, from another source or with other options.\n"
-                f"  Forget the old one first:  rt.forget({name!r})      or choose another name."
-            ),
-            name=name,
+    def __init__(self, name: str, message: str = "") -> None:
+        """`message` replaces the usual sentence about a second registration of `name`."""
+        usual = (
+            f"{name!r} is registered already, from another source or with other options.\n"
+            f"  Forget the old one first:  rt.forget({name!r})      or choose another name."
         )
+        super().__init__(message or usual, name=name)
 
 
 class BadSize(GpuError, ValueError):
@@ -162,19 +193,24 @@ class BadSize(GpuError, ValueError):
     def __init__(
         self, value: Any, what: str = "size", example: str = "'8 GiB', '10GB' or bytes as a number"
     ) -> None:
+        """`what` names what `value` should be, and `example` shows how to write it."""
         super().__init__(
-            f"{value!r} is not a {what}. Write it like {example}.", value=value, what=what
+            f"{value!r} is not a {what}. Write it like {example}.",
+            value=value,
+            what=what,
         )
 
 
 class UnknownSize(BadSize):
-    """Nothing tells how large a model is; somebody has to say it. Attributes: name, why."""
+    """Nothing shows how large a model is, so its size must be declared. Attributes: name, why."""
 
     def __init__(self, name: str, why: str) -> None:
+        """`why` is the reason, as the second half of a sentence about the model `name`."""
         GpuError.__init__(
             self,
             f"the size of {name} is unknown: {why}.\n"
-            f"  Say it:  rt.register({name!r}, …, size='8 GiB'), or  memory: 8GiB  in the catalogue\n"
+            f"  Declare it:  rt.register({name!r}, …, size='8 GiB'), "
+            "or  memory: 8GiB  in the catalogue\n"
             f"  Or plan for a size:  %gpu plan 8GiB",
             name=name,
             why=why,
@@ -185,6 +221,7 @@ class BadSetting(GpuError, ValueError):
     """A setting whose value cannot be used. Attributes: setting, value, expected."""
 
     def __init__(self, setting: str, value: Any, expected: str) -> None:
+        """`setting` must be `expected`; it was `value`."""
         super().__init__(
             f"{setting}={value!r} cannot be used: it must be {expected}.",
             setting=setting,
@@ -194,16 +231,26 @@ class BadSetting(GpuError, ValueError):
 
 
 class BadDocument(GpuError, ValueError):
-    """A file of models that says what cannot be. Attributes: file, line, field, problem; others: all further ones."""
+    """A file of models with an error.
+
+    Attributes: file, line, field, problem; others: the further errors.
+    """
 
     def __init__(
         self, file: str, line: int, field: str, problem: str, others: tuple[BadDocument, ...] = ()
     ) -> None:
-        place = file + (f", line {line}" if line else "") + (f", {field}" if field else "")
-        more = "".join(f"\n  {other}" for other in others[:9])
-        more += f"\n  and {len(others) - 9} more" if len(others) > 9 else ""
+        """The `problem` of a `field` in a `line` of a `file` (0 and empty: unknown), and the `others`."""
+        place = file
+        if line:
+            place += f", line {line}"
+        if field:
+            place += f", {field}"
+        lines = [f"{place}: {problem}."]
+        lines += [f"  {other}" for other in others[:MOST_PROBLEMS]]
+        if len(others) > MOST_PROBLEMS:
+            lines.append(f"  and {len(others) - MOST_PROBLEMS} more")
         super().__init__(
-            f"{place}: {problem}.{more}",
+            "\n".join(lines),
             file=file,
             line=line,
             field=field,
@@ -213,13 +260,14 @@ class BadDocument(GpuError, ValueError):
 
     @classmethod
     def of(cls, found: list[BadDocument]) -> BadDocument:
-        """All that is wrong with a file, as one error: the first, then the others."""
+        """All errors `found` in a file, as one: the first, with the others."""
         first, *others = found
-        return (
-            cls(first.file, first.line, first.field, first.problem, tuple(others))
-            if others
-            else first
-        )
+        if not others:
+            return first
+        return cls(first.file, first.line, first.field, first.problem, tuple(others))
+
+
+# -- catalogue and loading -------------------------------------------------------------------------
 
 
 class CatalogUnavailable(GpuError):
@@ -227,9 +275,10 @@ class CatalogUnavailable(GpuError):
 
 
 class ModelDisabled(GpuError):
-    """Its entry in the catalogue says `enabled: false`. Attributes: name."""
+    """Its entry in the catalogue has `enabled: false`. Attributes: name."""
 
     def __init__(self, name: str) -> None:
+        """`name` is the model's."""
         super().__init__(
             f"{name} is disabled in the catalogue (enabled: false), so it is not loaded.\n"
             f"  Enable it:  gpu inspect {name} > FILE, write enabled: true, gpu apply -f FILE",
@@ -242,20 +291,41 @@ class LoadFailed(GpuError):
 
 
 class NotAModel(LoadFailed):
-    """The path is no model that we know how to load. Attributes: name, source."""
+    """The path is no model that can be loaded. Attributes: name, source."""
+
+
+class NotLoaded(GpuError):
+    """It is in the catalogue, but no process has loaded it. Attributes: name."""
+
+    def __init__(self, name: str) -> None:
+        """`name` is the model's."""
+        super().__init__(
+            f"{name} is in the catalogue, but no process has loaded it; a command cannot hold a model.\n"
+            f"  In a notebook:  %gpu load {name}",
+            name=name,
+        )
+
+
+class NotResident(GpuError):
+    """Called while it is not on a device, with automatic restore switched off. Attributes: name, where."""
+
+
+# -- engines, drivers and modules ------------------------------------------------------------------
 
 
 class BadCall(GpuError, ValueError):
-    """An engine refused what it was asked: too long, of a wrong type, unknown to it. Attributes: name, method, why."""
+    """An engine rejected a call: too long, of a wrong type, or unknown. Attributes: name, method, why."""
 
 
 class EngineDied(GpuError):
-    """An engine's process ended; its lease came free. Attributes: name, pid, status, kind, why, log."""
+    """An engine's process ended; its lease was freed. Attributes: name, pid, status, kind, why, log."""
 
 
 class EngineFault(GpuError):
-    """An engine failed by its driver, or again and again, and was put away. Attributes: name, kind, why, log,
-    reloads."""
+    """An engine failed by its driver, or repeatedly, and was unloaded.
+
+    Attributes: name, kind, why, log, reloads.
+    """
 
 
 class ProcessLost(GpuError):
@@ -266,23 +336,11 @@ class CannotGovern(GpuError, TypeError):
     """A module that cannot be moved safely. Attributes: name, why."""
 
 
-class NotLoaded(GpuError):
-    """It is in the catalogue, and no process has loaded it that could be asked. Attributes: name."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"{name} is in the catalogue, and no process has loaded it; a command cannot hold a model.\n"
-            f"  In a notebook:  %gpu load {name}",
-            name=name,
-        )
-
-
-class NotResident(GpuError):
-    """Called while it is not on a device, and told not to come back by itself. Attributes: name, where."""
-
-
 class ProbeFailed(GpuError):
-    """A device would not answer. Attributes: device."""
+    """A device did not respond. Attributes: device."""
+
+
+# -- the ledger ------------------------------------------------------------------------------------
 
 
 class LedgerUnavailable(GpuError):
@@ -293,6 +351,7 @@ class LedgerNewer(LedgerUnavailable):
     """A newer version wrote this book. Attributes: path, found, ours."""
 
     def __init__(self, path: str, found: int, ours: int) -> None:
+        """The ledger at `path` has the schema `found`; this version reads up to `ours`."""
         super().__init__(
             f"the ledger {path} has schema {found}; this gpu-console reads up to {ours}.\n"
             f"  Upgrade this environment, or use another ledger:  GPU_LEDGER=sqlite:///PATH",
@@ -303,4 +362,4 @@ class LedgerNewer(LedgerUnavailable):
 
 
 class LedgerRefused(LedgerUnavailable):
-    """A write that would break a law was refused; the book is as it was. Attributes: path, why."""
+    """A write that would break a law was refused; the book is unchanged. Attributes: path, why."""

@@ -1,7 +1,7 @@
-"""Whether this process's kernel runs a cell, and since when.
+"""Whether this process's kernel is running a cell, and since when.
 
-The IPython extension notes each cell's begin and end here, in memory: that costs under a microsecond and touches no
-ledger. The monitor publishes it with whatever else it says of this process.
+The IPython extension records the start and end of each cell here, in memory. That costs under a
+microsecond and touches no ledger. The monitor publishes it with this process's other facts.
 """
 
 from __future__ import annotations
@@ -15,50 +15,51 @@ from .facts import NEVER
 
 
 class State(NamedTuple):
-    """Seconds of CLOCK_BOOTTIME; 0.0 where it does not apply, or nobody tells, as in a script."""
+    """Seconds of CLOCK_BOOTTIME; 0.0 if it does not apply, or is not recorded, as in a script."""
 
     busy_since: float = NEVER
     idle_since: float = NEVER
 
 
 class Activity:
-    """The cells that run now. Several may: one cell runs another, and subshells run beside the main one."""
+    """The cells that are running now.
+
+    There may be several: one cell runs another, and subshells run beside the main one.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` returns the current time in seconds."""
         self._clock = clock
-        self.watchers: set[Callable[[], None]] = (
-            set()
-        )  # called as a cell begins: monitors that sleep long
+        # Called when a cell starts. They wake monitors whose interval is long.
+        self.watchers: set[Callable[[], None]] = set()
         self.forget()
 
     def forget(self) -> None:
-        """Nothing runs, and nothing ran; in a forked child this is so."""
+        """Drops all records: nothing runs and nothing ran. A forked child starts like this."""
         self._running: dict[Hashable, float] = {}
-        self._ended = 0.0
+        self._ended = NEVER
 
     def began(self, cell: Hashable) -> None:
-        """A cell began, named so that its end can be told from another's."""
+        """Records the start of `cell`, a name that distinguishes it from other running cells."""
         self._running[cell] = self._clock()
-        for told in tuple(self.watchers):
-            told()
+        for watcher in tuple(self.watchers):
+            watcher()
 
     def ended(self, cell: Hashable) -> None:
-        """It ended; of one whose begin was never told, too."""
+        """Records the end of `cell`, even if its start was not recorded."""
         self._running.pop(cell, None)
         self._ended = self._clock()
 
     @property
     def state(self) -> State:
-        """Since the oldest cell that still runs began, or since the last one ended.
+        """Since when the oldest running cell runs, or when the last one ended.
 
-        To a tenth of a second: it goes into the page with everybody's.
+        Rounded to a tenth of a second: it is stored in the page with that of all other processes.
         """
         since = list(self._running.values())
-        return (
-            State(busy_since=round(min(since), 1))
-            if since
-            else State(idle_since=round(self._ended, 1))
-        )
+        if since:
+            return State(busy_since=round(min(since), 1))
+        return State(idle_since=round(self._ended, 1))
 
 
 activity = Activity(lambda: time.clock_gettime(time.CLOCK_BOOTTIME))

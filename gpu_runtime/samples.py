@@ -1,10 +1,11 @@
-"""Small real models to try things with: random weights, a tokenizer trained on the spot, no download.
+"""Small real models for experiments: random weights, a tokenizer trained on the spot, no download.
 
     from gpu_runtime import samples
     samples.causal_lm("models/writer", size="48 MiB")
     samples.gguf_lm("models/writer.gguf")
 
-They answer nonsense, always the same nonsense: the weights come from the seed. For runbooks, drills and tests.
+Their output is nonsense, but always the same: the weights depend only on the seed. For runbooks, drills
+and tests.
 """
 
 from __future__ import annotations
@@ -66,40 +67,51 @@ def causal_lm(
     seed: int = 0,
     **shape: int,
 ) -> Path:
-    """The directory of a new Llama, 0.6 MB or about `size`; `shard="100KB"` splits it into files of that size."""
+    """The path of `directory`, where a new Llama is saved, of 0.6 MB or about `size`.
+
+    `shard="100KB"` splits it into files of that size. `tied`: input and output embeddings share their
+    weights. `dtype` is a torch dtype by name, `seed` that of the weights, and `shape` overrides fields of
+    the LlamaConfig.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**{**_SHAPE, **_grown(size), "tie_word_embeddings": tied, **shape})
+    fields = {**_SHAPE, **_shape_for(size), "tie_word_embeddings": tied, **shape}
+    config = LlamaConfig(**fields)
     return _save(LlamaForCausalLM, config, directory, dtype, shard, seed)
 
 
 def embedder(directory: str | Path, *, size: str | int | None = None, seed: int = 0) -> Path:
-    """The directory of a new Llama without a head, as embedding models are saved."""
+    """The path of `directory`, where a new Llama without a head is saved, as embedding models are.
+
+    `size` and `seed` are as in `causal_lm`.
+    """
     from transformers import LlamaConfig, LlamaModel
 
-    return _save(
-        LlamaModel, LlamaConfig(**{**_SHAPE, **_grown(size)}), directory, "float32", None, seed
-    )
+    config = LlamaConfig(**{**_SHAPE, **_shape_for(size)})
+    return _save(LlamaModel, config, directory, "float32", None, seed)
 
 
 def reranker(directory: str | Path, *, size: str | int | None = None, seed: int = 0) -> Path:
-    """The directory of a new Llama with one score for a sequence."""
+    """The path of `directory`, where a new Llama that scores a sequence is saved.
+
+    `size` and `seed` are as in `causal_lm`.
+    """
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    config = LlamaConfig(**{**_SHAPE, **_grown(size)}, num_labels=1)
+    config = LlamaConfig(**{**_SHAPE, **_shape_for(size)}, num_labels=1)
     return _save(LlamaForSequenceClassification, config, directory, "float32", None, seed)
 
 
 def gguf_lm(
     file: str | Path, *, size: str | int | None = None, context: int = 512, seed: int = 0
 ) -> Path:
-    """The file of a new Llama in GGUF, 0.5 MB or about `size`, with a vocabulary of bytes and signs and a chat
-    template.
+    """The path of `file`, where a new Llama is saved as GGUF, of 0.5 MB or about `size`.
 
-    It writes nothing but printable signs, and no end: so a text has just as many tokens as were asked for.
+    `context` is its longest context in tokens, `seed` that of the weights. Its vocabulary is bytes and
+    printable signs, and it has a chat template. It generates printable signs only and never ends: so a
+    text has exactly as many tokens as were requested.
     """
     import gguf
-    import numpy as np
 
     shape = {
         "hidden_size": 64,
@@ -107,35 +119,55 @@ def gguf_lm(
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        **_grown(size),
+        **_shape_for(size),
     }
-    width, inner, heads = (
-        shape["hidden_size"],
-        shape["intermediate_size"],
-        shape["num_attention_heads"],
-    )
-    kinds, normal = gguf.TokenType, [chr(code) for code in range(33, 127)]
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_name(Path(file).stem)
+    _write_shape(writer, shape, context)
+    words = _gguf_vocabulary()
+    _write_vocabulary(writer, words)
+    _write_weights(writer, shape, words, seed)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(file)
+
+
+def _gguf_vocabulary() -> list[tuple[str, int]]:
+    """Every token with its type: control tokens, all bytes, and printable signs."""
+    import gguf
+
+    kinds = gguf.TokenType
     words = [
         ("<unk>", kinds.UNKNOWN),
         ("<s>", kinds.CONTROL),
         ("</s>", kinds.CONTROL),
-        *(
-            (f"<0x{byte:02X}>", kinds.BYTE) for byte in range(256)
-        ),  # so that every text can be told in tokens
-        ("\u2581", kinds.NORMAL),
-        *((sign, kinds.NORMAL) for sign in normal),
     ]
-    writer = gguf.GGUFWriter(str(file), "llama")
-    writer.add_name(Path(file).stem)
+    # All bytes, so that every text can be written in tokens.
+    words += [(f"<0x{byte:02X}>", kinds.BYTE) for byte in range(256)]
+    words.append(("\u2581", kinds.NORMAL))
+    words += [(chr(code), kinds.NORMAL) for code in range(33, 127)]
+    return words
+
+
+def _write_shape(writer: Any, shape: dict[str, int], context: int) -> None:
+    import gguf
+
+    width = shape["hidden_size"]
+    heads = shape["num_attention_heads"]
     writer.add_context_length(context)
     writer.add_embedding_length(width)
     writer.add_block_count(shape["num_hidden_layers"])
-    writer.add_feed_forward_length(inner)
+    writer.add_feed_forward_length(shape["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(shape["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(width // heads)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+
+
+def _write_vocabulary(writer: Any, words: list[tuple[str, int]]) -> None:
     writer.add_vocab_size(len(words))
     writer.add_tokenizer_model("llama")
     writer.add_token_list([word.encode() for word, _ in words])
@@ -149,41 +181,46 @@ def gguf_lm(
         "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '</s>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
+
+
+def _write_weights(
+    writer: Any, shape: dict[str, int], words: list[tuple[str, int]], seed: int
+) -> None:
+    import gguf
+    import numpy as np
+
+    width, inner = shape["hidden_size"], shape["intermediate_size"]
     chance = np.random.default_rng(seed)
 
     def random(rows: int) -> Any:
         return chance.standard_normal((rows, width), np.float32) * 0.05
 
-    kv = width // heads * shape["num_key_value_heads"]
+    key_width = width // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    rows_of = {
+        "attn_q": width,
+        "attn_k": key_width,
+        "attn_v": key_width,
+        "attn_output": width,
+        "ffn_gate": inner,
+        "ffn_up": inner,
+    }
     writer.add_tensor("token_embd.weight", random(len(words)))
     for layer in range(shape["num_hidden_layers"]):
-        for name, rows in (
-            ("attn_q", width),
-            ("attn_k", kv),
-            ("attn_v", kv),
-            ("attn_output", width),
-            ("ffn_gate", inner),
-            ("ffn_up", inner),
-        ):
+        for name, rows in rows_of.items():
             writer.add_tensor(f"blk.{layer}.{name}.weight", random(rows))
         writer.add_tensor(f"blk.{layer}.ffn_down.weight", random(inner).reshape(width, inner))
         for name in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(width, np.float32))
     writer.add_tensor("output_norm.weight", np.ones(width, np.float32))
     scores = random(len(words))
-    scores[[kind is not kinds.NORMAL for _, kind in words]] = (
-        0  # never the likeliest: no control sign, no half a letter
-    )
+    # Control tokens and single bytes never have the highest score: they would end or break the text.
+    is_normal = [kind is gguf.TokenType.NORMAL for _, kind in words]
+    scores[[not normal for normal in is_normal]] = 0
     writer.add_tensor("output.weight", scores)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return Path(file)
 
 
-def _grown(size: str | int | None) -> dict[str, int]:
-    """The shape of a float32 Llama whose weights are about that large; nothing changes where no size is given."""
+def _shape_for(size: str | int | None) -> dict[str, int]:
+    """Fields of a float32 Llama whose weights are about `size`; none if no size is given."""
     if size is None:
         return {}
     hidden, inner, kv = 512, 1408, 512 // 2
@@ -204,11 +241,12 @@ def _save(
     import torch
     from transformers.utils import logging
 
-    state = torch.random.get_rng_state()
+    state = torch.random.get_rng_state()  # the caller's random numbers stay as they are
     torch.manual_seed(seed)
     model = kind(config).to(getattr(torch, dtype)).eval()
     torch.random.set_rng_state(state)
     logging.disable_progress_bar()
-    model.save_pretrained(directory, **({"max_shard_size": shard} if shard else {}))
+    options = {"max_shard_size": shard} if shard else {}
+    model.save_pretrained(directory, **options)
     tokenizer().save_pretrained(directory)
     return Path(directory)

@@ -1,8 +1,8 @@
 """Every setting: its name, default, bounds and meaning, in one table.
 
-A setting comes from an argument, else from the environment variable of the same name in capitals, else from its
-default. What is decided from settings lives elsewhere. Importing this module loads pydantic (a tenth of a second), so
-the package imports it when the first runtime opens, not before.
+A setting has the value of an argument, else of the environment variable of the same name in capitals,
+else its default. Decisions that use settings are made elsewhere. Importing this module loads pydantic (a
+tenth of a second), so the package imports it only when the first runtime opens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
-Number = BeforeValidator(_no_bool)  # True is 1 in Python, but nobody means 100 % by it
+# True equals 1 in Python. Here it is an error, not 100 %.
+Number = BeforeValidator(_no_bool)
 Fraction = Annotated[float, Number, Field(ge=0, le=1, allow_inf_nan=False)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 
@@ -56,7 +57,7 @@ class SettingRow(NamedTuple):
 
 
 class Settings(BaseSettings):
-    """What can be set. Made by `Settings.load`, which reports what is wrong in one sentence."""
+    """All settings. `Settings.load` makes it, and reports an error in one sentence."""
 
     model_config = SettingsConfigDict(
         frozen=True, extra="forbid", env_ignore_empty=True, validate_default=False
@@ -84,30 +85,30 @@ class Settings(BaseSettings):
     inference_gpu_layers: Annotated[int | None, Number] = Field(
         None,
         ge=-1,
-        description="Layers on the GPU where a model of the catalogue does not say: -1 all, 0 CPU only.",
+        description="Layers on the GPU if the model's catalogue entry has no value: -1 all, 0 CPU only.",
     )
     inference_backend: str | None = Field(
         None,
-        description="The backend where a model of the catalogue does not say. Unset: found from its source.",
+        description="The backend if the model's catalogue entry has none. Unset: found from its source.",
     )
 
     gpu_devices: str = Field(
         "auto",
-        description="The devices: auto, cuda, some of them as cuda:0,2 or cuda:UUID, rocm, metal, or simulated "
-        "ones such as sim:2x24GiB,host:64GiB.",
+        description="The devices: auto, cuda, some of them as cuda:0,2 or cuda:UUID, rocm, metal, or "
+        "simulated ones such as sim:2x24GiB,host:64GiB.",
     )
     development_cpu_only: bool = Field(
-        False, description="Simulate the devices even where there is a GPU."
+        False, description="Simulate the devices even if there is a GPU."
     )
     gpu_ledger: str | None = Field(
         None,
-        description="Where the book is kept: sqlite:///DIRECTORY, redis://HOST:PORT/DB or memory:. "
-        "Unset: the machine's shared ledger, else private to the user.",
+        description="Where the book is stored: sqlite:///DIRECTORY, redis://HOST:PORT/DB or memory:. "
+        "Unset: the machine's shared ledger, else one of the user's own.",
     )
 
     gpu_catalog: str | None = Field(
         None,
-        description="Where the model catalogue lies: a directory or a file. Unset: private to the user.",
+        description="Where the model catalogue is: a directory or a file. Unset: the user's own.",
     )
     gpu_config_file: str = Field(
         "/etc/gpu-console/config.toml",
@@ -115,49 +116,52 @@ class Settings(BaseSettings):
     )
 
     enable_memory_governor: bool = Field(
-        True, description="Off: models load without asking and are never moved."
+        True, description="Off: models load without a request for room, and are never moved."
     )
     enable_cpu_offload: bool = Field(
         True,
-        description="On: what leaves the GPU moves to RAM. Off: it is dropped, where its source has it.",
+        description="On: models evicted from the GPU move to RAM. Off: they are dropped, if their source "
+        "can restore them.",
     )
     gpu_policy: Literal["lru", "cost_aware"] = Field(
-        "lru", description="Who leaves first: lru or cost_aware."
+        "lru", description="Which model is evicted first: lru or cost_aware."
     )
     gpu_placement: Literal["best-fit", "most-free", "fewest-evictions"] = Field(
         "best-fit",
-        description="Which GPU a model goes to: best-fit, most-free or fewest-evictions.",
+        description="Which GPU a model is loaded to: best-fit, most-free or fewest-evictions.",
     )
     gpu_split_margin_mb: Annotated[int, Number] = Field(
         512,
         ge=0,
-        description="MiB of each GPU that a model split in proportion to the free memory leaves free.",
+        description="MiB that stay free on each GPU when a model is split in proportion to the free memory.",
     )
     gpu_split_overhead: Fraction = Field(
         0.0,
-        description="What each GPU of a split model takes beyond its share, as a part of it; Helix: 0.1.",
+        description="What each GPU of a split model needs beyond its share, as a part of it; Helix: 0.1.",
     )
     gpu_fraction_factor: Annotated[float | None, Number] = Field(
         None,
         gt=0,
         allow_inf_nan=False,
-        description="Claim a model's weights times this, as NDIF does with 3, in the "
-        "place of the estimate. Unset: the estimate.",
+        description="Claim a model's weights times this instead of the estimate; NDIF: 3. Unset: the "
+        "estimate.",
     )
     fraction_largest_possible: Fraction = Field(
         0.8,
-        description="With that factor: what would claim this part of a GPU or more claims it whole.",
+        description="With GPU_FRACTION_FACTOR: a model that would claim this part of a GPU or more claims "
+        "the whole GPU.",
     )
     gpu_relief: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="When pressure evicts idle models: auto (while that helps someone), always or never.",
+        description="When pressure evicts idle models: auto (while requests wait or unleased memory grows), "
+        "always or never.",
     )
     eviction_grace_seconds: Seconds = Field(
         5.0,
-        description="A model used so recently is left alone by pressure and by other processes.",
+        description="A model used within this time is not evicted by pressure or by other processes.",
     )
     eviction_idle_threshold_seconds: Seconds = Field(
-        120.0, description="Under MODERATE pressure, models idle for longer than this step aside."
+        120.0, description="Under MODERATE pressure, models idle for longer than this are evicted."
     )
     eviction_idle_high_seconds: Seconds = Field(
         30.0, description="The same under HIGH pressure; never more than under MODERATE."
@@ -168,39 +172,40 @@ class Settings(BaseSettings):
 
     gpu_console_token: Annotated[SecretStr | None, Field(min_length=16)] = Field(
         None,
-        description="The console's token, of 16 characters or more. Unset: made anew at each start.",
+        description="The console's token, of 16 characters or more. Unset: a new one at each start.",
     )
     gpu_console_viewer_token: Annotated[SecretStr | None, Field(min_length=16)] = Field(
-        None, description="Another one, for people who may look and not act. Unset: there is none."
+        None,
+        description="Another token, for people who may look and not act. Unset: there is none.",
     )
     gpu_console_operators: str | None = Field(
         None,
-        description="Who may act where the console asks for a login: names, separated by commas, or *.",
+        description="The users who may act if the console has a login: names, separated by commas, or *.",
     )
     gpu_console_viewers: str | None = Field(
         None,
-        description="Who may look there: names, separated by commas, or *. Nobody else is let in.",
+        description="The users who may only look there: names, separated by commas, or *. No other user is admitted.",
     )
     gpu_console_read_only: bool = Field(
-        False, description="The console has no buttons, whoever looks at it."
+        False, description="The console has no buttons, for any user."
     )
 
     gpu_engine_ports: str = Field(
-        "8300-8399", description="The ports of engines that are servers of their own, at 127.0.0.1."
+        "8300-8399", description="The ports of engines that run as servers, at 127.0.0.1."
     )
     gpu_engine_start_seconds: Annotated[Seconds, Field(gt=0)] = Field(
         600.0, description="How long such a server may take to start and load its model."
     )
     gpu_tasks: str | None = Field(
         None,
-        description="The file of tasks, clients and stand-ins for serving. Unset: the user's own tasks.yaml.",
+        description="The file of tasks, clients and substitutes for serving. Unset: the user's own tasks.yaml.",
     )
     gpu_serve_queue: Annotated[int, Number] = Field(
-        256, ge=0, description="How many calls may wait to be answered; further ones are refused."
+        256, ge=0, description="How many calls may wait in the queue; further ones are refused."
     )
     model_boss_allow_cloud_fallback: bool = Field(
         True,
-        description="Whether a cloud may stand in for a local model, until it is said otherwise over HTTP.",
+        description="Whether a cloud may answer in place of a local model, until changed over HTTP.",
     )
 
     gpu_trust_remote_code: bool = Field(
@@ -211,7 +216,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, **overrides: Any) -> Settings:
-        """The settings in force: the overrides (None: not given), else the environment, else the defaults.
+        """The effective settings: the `overrides` (None: not given), else the environment, else defaults.
 
         Raises BadSetting for an unknown name, a wrong type or a value out of range.
         """
@@ -235,27 +240,28 @@ class Settings(BaseSettings):
         *_: Any,
         **__: Any,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (
-            init_settings,
-            env_settings,
-        )  # no .env files: what governs a box must be seen in its environment
+        """Arguments (`init_settings`) before the environment (`env_settings`), and nothing else.
+
+        There are no .env files: the settings of a machine must be visible in its environment.
+        `settings_cls` is not used.
+        """
+        return (init_settings, env_settings)
 
     def rules(self) -> Rules:
-        """The numbers that decisions go by."""
+        """The numbers that decisions use."""
         limit_gb = self.inference_memory_limit_gb
+        idle_moderate = self.eviction_idle_threshold_seconds
         return Rules(
             grace_seconds=self.eviction_grace_seconds,
-            idle_moderate_seconds=self.eviction_idle_threshold_seconds,
-            idle_high_seconds=min(
-                self.eviction_idle_high_seconds, self.eviction_idle_threshold_seconds
-            ),
+            idle_moderate_seconds=idle_moderate,
+            idle_high_seconds=min(self.eviction_idle_high_seconds, idle_moderate),
             relief=self.gpu_relief,
             offload=self.enable_cpu_offload,
             limit_bytes=None if limit_gb is None else int(limit_gb * GIB),
         )
 
     def placement(self) -> PlacementRules:
-        """What goes for every model; where it may go and how it may be divided is its own to say."""
+        """The placement rules for every model. A model's own cards and layout are added later."""
         return PlacementRules(
             policy=self.gpu_placement,
             margin_bytes=self.gpu_split_margin_mb * MIB,
@@ -265,17 +271,18 @@ class Settings(BaseSettings):
         )
 
     def sources(self) -> tuple[SettingRow, ...]:
-        """Every setting, its value, its default, and where the value came from."""
-        return tuple(
-            SettingRow(
-                name.upper(),
-                _show(getattr(self, name)),
-                _show(field.default),
-                self._source(name),
-                field.description or "",
+        """Every setting, its value, its default, and where the value is from."""
+        rows = []
+        for name, field in type(self).model_fields.items():
+            row = SettingRow(
+                name=name.upper(),
+                value=_show(getattr(self, name)),
+                default=_show(field.default),
+                source=self._source(name),
+                doc=field.description or "",
             )
-            for name, field in type(self).model_fields.items()
-        )
+            rows.append(row)
+        return tuple(rows)
 
     def _source(self, name: str) -> str:
         if name in self._arguments:
@@ -284,12 +291,13 @@ class Settings(BaseSettings):
 
 
 def preset(name: str) -> dict[str, str]:
-    """The environment variables recommended for a card of that size.
+    """The environment variables recommended for a card of the size `name`.
 
     >>> preset("8gb")["GPU_MEMORY_MAX_PERCENT"]
     '0.85'
 
-    Raises BadSetting for a size without a preset. Source: Semantik, Recommended Configurations by VRAM Size.
+    Raises BadSetting for a size without a preset. Source: Semantik, Recommended Configurations by VRAM
+    Size.
     """
     found = PRESETS.get(str(name).upper().replace(" ", ""))
     if found is None:
@@ -298,7 +306,7 @@ def preset(name: str) -> dict[str, str]:
 
 
 def masked(text: str) -> str:
-    """The text with the passwords of its URLs hidden, for whatever is shown.
+    """`text` with the passwords in its URLs replaced by ***, for display.
 
     >>> masked("redis://ops:s3cret@box:6379/0?password=s3cret")
     'redis://ops:***@box:6379/0?password=***'
@@ -308,7 +316,7 @@ def masked(text: str) -> str:
 
 
 def _show(value: Any) -> str:
-    """As it would be written in the environment; `unset` for nothing.
+    """The value as written in the environment; `unset` for None.
 
     >>> _show(True), _show(120.0), _show(None)
     ('true', '120', 'unset')
@@ -329,13 +337,12 @@ def _unknown(name: str, value: Any) -> BadSetting:
 
 
 def _bad_setting(error: ValidationError, given: dict[str, Any]) -> BadSetting:
-    """The first complaint as one sentence, under the name and with the value that its writer used."""
-    complaint = error.errors()[0]
-    field = str(complaint["loc"][0])
+    """The first problem as one sentence, with the name and the value as they were written."""
+    problem = error.errors()[0]
+    field = str(problem["loc"][0])
     name = field if field in given else field.upper()
-    return BadSetting(
-        name, "***" if field in _SECRET else _masked_value(complaint["input"]), _expected(field)
-    )
+    value = "***" if field in _SECRET else _masked_value(problem["input"])
+    return BadSetting(name, value, _expected(field))
 
 
 def _masked_value(value: Any) -> Any:
@@ -343,7 +350,7 @@ def _masked_value(value: Any) -> Any:
 
 
 def _expected(field: str) -> str:
-    """What a setting must be, in words.
+    """The expected kind of value of a setting, in words.
 
     >>> _expected("gpu_policy"), _expected("cpu_memory_max_percent")
     ('lru or cost_aware', 'a number from 0 to 1, such as 0.5')
@@ -362,9 +369,7 @@ def _expected(field: str) -> str:
 
 _SECRET = {"gpu_console_token", "gpu_console_viewer_token"}
 _WORDS = {
-    **dict.fromkeys(
-        _SECRET, "text of 16 characters or more, such as `openssl rand -hex 24` prints"
-    ),
+    **dict.fromkeys(_SECRET, "text of 16 characters or more, as from `openssl rand -hex 24`"),
     "gpu_policy": "lru or cost_aware",
     "gpu_placement": "best-fit, most-free or fewest-evictions",
     "gpu_split_margin_mb": "a whole number of MiB, such as 512",

@@ -1,4 +1,4 @@
-"""Threads that the stop button cannot strike while they are started."""
+"""Threads that a KeyboardInterrupt (the stop button) cannot break while they start."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import threads
+MOST_SECONDS = 60.0  # how long the end of the interpreter waits for unfinished work
+_unfinished: set[object] = set()
 
 
 class Running:
     """A thread that was started; `wait` for its end."""
 
     def __init__(self, work: Callable[[], None]) -> None:
+        """`work` is the function that the thread calls."""
         self._work = work
         self._ended = _thread.allocate_lock()
         self._ended.acquire()
         self.ident = 0
 
     def wait(self, timeout: float = -1) -> bool:
-        """True once it has ended, False after `timeout` seconds (-1: never)."""
+        """True once it has ended; False after `timeout` seconds (-1: no limit)."""
         if not self._ended.acquire(timeout=timeout):
             return False
-        with contextlib.suppress(RuntimeError):  # another who waited was faster to let go
+        with contextlib.suppress(RuntimeError):  # another waiting thread has released it already
             self._ended.release()
         return True
 
     def run(self) -> None:
+        """Calls the function, in the new thread."""
         self.ident = _thread.get_ident()
         try:
             self._work()
@@ -37,11 +40,11 @@ class Running:
 
 
 def start(work: Callable[[], None]) -> Running:
-    """Runs it in a thread of its own, for which the end of the process does not wait.
+    """A new daemon thread that calls `work`.
 
-    Not `threading.Thread`: its `start` waits until the new thread says that it lives, and an interrupt of that wait
-    leaves the lock held with which it would say so. The thread then never runs, and a process that waits for it never
-    ends.
+    Not `threading.Thread`: its `start` waits until the new thread reports that it is alive. If that wait
+    is interrupted, the lock for the report stays held. The thread then never runs, and a process that
+    waits for it never ends.
     """
     running = Running(work)
     _thread.start_new_thread(running.run, ())
@@ -49,48 +52,45 @@ def start(work: Callable[[], None]) -> Running:
 
 
 def side_by_side(works: Sequence[Callable[[], None]]) -> None:
-    """Does them all at the same time, and comes back when all are done. None of them may raise."""
+    """Calls all `works` at the same time, and returns when all are done. None of them may raise."""
     running = []
     for work in works[1:]:
         try:
             running.append(start(work))
-        except RuntimeError:  # too late for new threads: the interpreter is ending
+        except RuntimeError:  # the interpreter is ending and starts no more threads
             work()
     for work in works[:1]:
         work()
-    for one in running:
-        one.wait()
-
-
-MOST_SECONDS = 60.0
-_moving: set[object] = set()
+    for thread in running:
+        thread.wait()
 
 
 def finish() -> None:
-    """Waits for work that goes on though nobody waits for it any more: an interpreter that ends would cut it in
-    half."""
+    """Waits for work whose caller was interrupted; the end of the interpreter would cut it in half."""
     until = time.monotonic() + MOST_SECONDS
-    while _moving and time.monotonic() < until:
+    while _unfinished and time.monotonic() < until:
         time.sleep(0.01)
 
 
 def uninterrupted(work: Callable[[], Any]) -> Any:
-    """Runs `work` in a thread of its own, where no KeyboardInterrupt is delivered, and waits for it.
+    """The result of `work`, called in a thread of its own, where no KeyboardInterrupt is delivered.
 
-    An interrupt ends the waiting, not the work: a move once begun finishes, and settles itself.
+    An interrupt ends the wait, not the work: a move that has begun finishes, and settles itself. Raises
+    what `work` raises.
     """
     outcome: list[Any] = []
 
     def run() -> None:
-        _moving.add(mark := object())
+        mark = object()
+        _unfinished.add(mark)
         try:
             outcome.append((work(), None))
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
             outcome.append((None, error))
         finally:
-            _moving.discard(mark)
+            _unfinished.discard(mark)
 
-    threads.start(run).wait()
+    start(run).wait()
     result, error = outcome[0]
     if error is not None:
         raise error

@@ -1,6 +1,7 @@
-"""Bytes and seconds, as people write them and as we print them.
+"""Bytes and seconds: parsing what people write, and formatting for display.
 
-Inside the house a size is an int of bytes and a time is a float of seconds; words become numbers here, once.
+Inside the package a size is an int of bytes and a time is a float of seconds. Text becomes a number only
+here.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ _SECONDS = {
     "d": 86400.0,
 }
 _NUMBER_AND_UNIT = re.compile(r"\s*(\d+(?:[_,]\d{3})*(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*")
+_MOST_BYTES = 2**63
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """The bytes that a size names: `GiB` and a bare `G` are binary, `GB` is decimal, a bare number is bytes.
+    """The bytes of the size `text`: `GiB` and a bare `G` are binary, `GB` is decimal, no unit is bytes.
 
     >>> parse_bytes("14 GiB"), parse_bytes("10GB"), parse_bytes("512")
     (15032385536, 10000000000, 512)
@@ -52,22 +54,22 @@ def parse_bytes(text: str | int | float) -> int:
     if isinstance(text, bool) or not isinstance(text, (str, int, float)):
         raise BadSize(text)
     if isinstance(text, (int, float)):
-        if not 0 <= text < 2**63:  # also false for nan
+        if not 0 <= text < _MOST_BYTES:  # also true for nan
             raise BadSize(text)
         return int(text)
     match = _NUMBER_AND_UNIT.fullmatch(text)
     unit = _SIZES.get(match[2].lower()) if match else None
-    if unit is None:
+    if match is None or unit is None:
         raise BadSize(text)
     number = re.sub("[_,]", "", match[1])
     size = int(number) * unit if number.isdigit() else int(float(number) * unit)
-    if size >= 2**63:
+    if size >= _MOST_BYTES:
         raise BadSize(text)
     return size
 
 
 def parse_room(text: str | int | float) -> int:
-    """The bytes that a size names, where there must be some. Raises BadSize, also for zero.
+    """The bytes of the size `text`, which must be above zero. Raises BadSize.
 
     >>> parse_room("8 GiB")
     8589934592
@@ -79,7 +81,7 @@ def parse_room(text: str | int | float) -> int:
 
 
 def parse_seconds(text: str | int | float) -> float:
-    """The seconds that a duration names.
+    """The seconds of the duration `text`; no unit is seconds.
 
     >>> parse_seconds("10m"), parse_seconds("1.5h"), parse_seconds(30)
     (600.0, 5400.0, 30.0)
@@ -88,35 +90,41 @@ def parse_seconds(text: str | int | float) -> float:
     """
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if not 0 <= text < float("inf"):
-            raise BadSize(text, what="duration", example="30, '10m' or '2h'")
+            raise _bad_duration(text)
         return float(text)
     match = _NUMBER_AND_UNIT.fullmatch(text) if isinstance(text, str) else None
     unit = _SECONDS.get(match[2].lower()) if match else None
-    if unit is None:
-        raise BadSize(text, what="duration", example="30, '10m' or '2h'")
+    if match is None or unit is None:
+        raise _bad_duration(text)
     return float(re.sub("[_,]", "", match[1])) * unit
 
 
-@functools.lru_cache(
-    maxsize=4096
-)  # a decision says the same few sizes again and again: an eighth of its time
+def _bad_duration(text: object) -> BadSize:
+    return BadSize(text, what="duration", example="30, '10m' or '2h'")
+
+
+# A decision formats the same few sizes again and again: without the cache, an eighth of its time.
+@functools.lru_cache(maxsize=4096)
 def show_bytes(size: int) -> str:
-    """A size for people: three digits or so, binary units.
+    """The `size` for people: about three digits, binary units.
 
     >>> show_bytes(15032385536), show_bytes(0), show_bytes(700 * 2**20), show_bytes(10)
     ('14.0 GiB', '0 B', '700 MiB', '10 B')
     """
-    sign, size = ("-", -size) if size < 0 else ("", size)
+    sign = "-" if size < 0 else ""
+    size = abs(size)
     for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if size >= unit:
-            number = size / unit
-            # 1023.9 MiB would print as "1024 MiB": let the digit go rather than the unit.
-            return f"{sign}{number:.1f} {name}" if number < 99.95 else f"{sign}{number:.0f} {name}"
+        if size < unit:
+            continue
+        number = size / unit
+        # From 100 on the decimal is dropped, so 1023.9 MiB is "1024 MiB"; it keeps its unit.
+        digits = 1 if number < 99.95 else 0
+        return f"{sign}{number:.{digits}f} {name}"
     return f"{sign}{size} B"
 
 
 def show_seconds(seconds: float) -> str:
-    """A duration for people.
+    """The duration `seconds` for people.
 
     >>> show_seconds(0.012), show_seconds(3.4), show_seconds(200), show_seconds(7260)
     ('12 ms', '3.4 s', '3 min', '2 h')
@@ -129,11 +137,13 @@ def show_seconds(seconds: float) -> str:
         return f"{seconds:.0f} s"
     if seconds < 7200:
         return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.0f} h" if seconds < 172800 else f"{seconds / 86400:.0f} d"
+    if seconds < 172800:
+        return f"{seconds / 3600:.0f} h"
+    return f"{seconds / 86400:.0f} d"
 
 
 def is_source(name: str) -> bool:
-    """Whether this name of a model says where it lies: a path, a hub id, a file of weights.
+    """Whether `name` is a place to load a model from: a path, a hub id, or a file of weights.
 
     >>> is_source("models/writer"), is_source("phi-4-Q4_K_M.gguf"), is_source("qwen3:8b")
     (True, True, False)
