@@ -30,7 +30,9 @@ _REPLACED = "something else has taken its place"
 
 
 def _empty_file(path: Path, mode: int) -> None:
-    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode))
+    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
+    fd = os.open(path, flags, mode)
+    os.close(fd)
 
 
 class Access(NamedTuple):
@@ -146,7 +148,9 @@ def outsider(directory: Path) -> LedgerUnavailable | None:
             found = place.stat()
         except OSError:
             continue
-        if not _is_shared(found.st_mode) or found.st_gid in (os.getegid(), *os.getgroups()):
+        if not _is_shared(found.st_mode):
+            return None
+        if found.st_gid in (os.getegid(), *os.getgroups()):
             return None
         group = _group_name(found.st_gid)
         user = name_of(os.geteuid())
@@ -163,7 +167,10 @@ def outsider(directory: Path) -> LedgerUnavailable | None:
 
 def _is_shared(mode: int) -> bool:
     """Whether a directory with this mode is open to its group and closed to others."""
-    return bool(mode & stat.S_ISGID and mode & stat.S_IWGRP and not mode & stat.S_IXOTH)
+    inherits_group = mode & stat.S_ISGID
+    writable_by_group = mode & stat.S_IWGRP
+    closed_to_others = not mode & stat.S_IXOTH
+    return bool(inherits_group and writable_by_group and closed_to_others)
 
 
 def _group_name(gid: int) -> str:

@@ -1,5 +1,4 @@
-"""The allocator maps that owners store beside the book: one file per owner, `owners/ID.map`,
-replaced as a whole.
+"""The allocator maps beside the book: one file per owner, `owners/ID.map`, replaced as a whole.
 
 They are beside the book, not in it. No decision uses them, and a page that held them would be read
 and decoded by every kernel after every allocation. A map counts only if the owner's user wrote it,
@@ -91,12 +90,15 @@ class MapFiles:
     def _read_open(self, id: str, fd: int) -> Maps | None:
         found = os.fstat(fd)
         same_user = found.st_uid == os.lstat(self.owners / id).st_uid
-        if not stat.S_ISREG(found.st_mode) or not same_user or found.st_size > MOST_BYTES:
-            return None  # written by another member, or not one of our maps
+        if not same_user:
+            return None  # written by another member
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
+            return None  # not one of our maps
         stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
         seen = self._seen.get(id)
         if seen is None or seen[0] != stamp:
             maps = _decode(os.read(fd, MOST_BYTES))
             own = tuple(map for map in maps if map.owner == id)
-            seen = self._seen[id] = (stamp, own)
+            seen = (stamp, own)
+            self._seen[id] = seen
         return seen[1]

@@ -35,8 +35,7 @@ class Ledger(Protocol):
         ...
 
     def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
-        """Reads the book, writes what `decide` returns over it, and returns the second value of
-        `decide`.
+        """Writes what `decide` returns for the book, and returns the second value of `decide`.
 
         `decide` may run more than once, so it must be pure. It must also look for its own key
         first: in a book that was rebuilt meanwhile, its effect may already be present. If it

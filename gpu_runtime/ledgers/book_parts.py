@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..facts import Book, Device, Section, Ticket
+from ..facts import Book, Device, Drain, Section, Ticket
 
 
 def part_of(book: Book, owner_id: str) -> Book:
-    """What the owner `owner_id` writes into its roster: its part of `book`, and what all owners
-    must agree on.
-    """
+    """The roster of the owner `owner_id`: its part of `book`, and what all owners agree on."""
     section = book.sections.get(owner_id)
+    sections = {owner_id: section} if section else {}
+    tickets = [ticket for ticket in book.tickets if ticket.owner == owner_id]
     return Book(
         devices=book.devices,
         limits=book.limits,
         drained=book.drained,
-        sections={owner_id: section} if section else {},
-        tickets=tuple(ticket for ticket in book.tickets if ticket.owner == owner_id),
+        sections=sections,
+        tickets=tuple(tickets),
     )
 
 
@@ -33,12 +33,14 @@ def union(parts: list[Book]) -> Book:
     limits: dict[str, int] = {}
     sections: dict[str, Section] = {}
     tickets: list[Ticket] = []
+    drained: dict[str, Drain] = {}
     for part in parts:
         devices = {device.id: device for device in part.devices} | devices
         limits = part.limits | limits
         sections |= part.sections
         tickets += part.tickets
-    drained = next((part.drained for part in reversed(parts) if part.sections), {})
+        if part.sections:
+            drained = part.drained
     return Book(
         devices=tuple(devices.values()),
         limits=limits,
@@ -49,12 +51,10 @@ def union(parts: list[Book]) -> Book:
 
 
 def with_living(book: Book, parts: dict[str, Book]) -> Book:
-    """`book` with the sections and tickets of some owners replaced by their own `parts`, by owner
-    id.
-    """
+    """`book` with some owners' sections and tickets replaced by their `parts`, by owner id."""
     sections = {id: section for id, section in book.sections.items() if id not in parts}
-    tickets = tuple(ticket for ticket in book.tickets if ticket.owner not in parts)
-    others = replace(book, sections=sections, tickets=tickets)
+    tickets = [ticket for ticket in book.tickets if ticket.owner not in parts]
+    others = replace(book, sections=sections, tickets=tuple(tickets))
     whole = union([others, *parts.values()])
     return replace(
         others,
@@ -68,4 +68,5 @@ def with_living(book: Book, parts: dict[str, Book]) -> Book:
 
 def owner_ids(book: Book) -> set[str]:
     """The ids of the owners of all sections and tickets in `book`."""
-    return book.sections.keys() | {ticket.owner for ticket in book.tickets}
+    waiting = {ticket.owner for ticket in book.tickets}
+    return book.sections.keys() | waiting

@@ -56,7 +56,11 @@ class BookStore:
     """
 
     def __init__(
-        self, directory: Path, boot: str, owner_file: OwnerFile, moved: Callable[[Path], None]
+        self,
+        directory: Path,
+        boot: str,
+        owner_file: OwnerFile,
+        moved: Callable[[Path], None],
     ) -> None:
         """`directory` is the ledger's, of the boot with the id `boot`.
 
@@ -184,9 +188,7 @@ class BookStore:
             connection.close()
 
     def _commit_without_ballast(self, page: Page, new: Book, body: bytes, error: OSError) -> None:
-        """Repeats a write that failed with `error` on a full disk: a release may use the room
-        reserved for it.
-        """
+        """Repeats a write that failed with `error`: on a full disk a release may use the ballast."""
         disk_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not disk_full or _claims_more(page.book, new):
             raise files.cannot_write(self.path, error) from error
@@ -197,8 +199,7 @@ class BookStore:
             raise files.cannot_write(self.path, again) from again
 
     def _take_back(self, page: Page, before: Page) -> Page:
-        """`page` with this owner's part as it was in `before`, when a write of ours was last known
-        to stand.
+        """`page` with this owner's part as it was in `before`, its last page that is certain.
 
         The book was rebuilt while a write of ours had not succeeded. That write was in our roster,
         so the rebuilt book treats it as granted, perhaps beside a grant of the same bytes to
@@ -231,14 +232,13 @@ class BookStore:
             pass  # a full disk must not prevent reading; the next look tries again
 
     def _with_own_inode(self, book: Book) -> Book:
-        """The book with the current inode of our lock file: it changes when the file had to be made
-        again.
-        """
+        """The book with the current inode of our lock file, which changes if it is made again."""
         owner = self.owner_file.owner
         section = book.sections.get(owner.id)
         if section is None or section.owner.inode == owner.inode:
             return book
-        return book.with_section(replace(section, owner=replace(section.owner, inode=owner.inode)))
+        current = replace(section.owner, inode=owner.inode)
+        return book.with_section(replace(section, owner=current))
 
     def _ensure_own_files(self) -> None:
         """Makes the directory, our lock, doorbell and roster again where they are gone.
@@ -253,9 +253,7 @@ class BookStore:
             self._write_roster(self._with_own_inode(self._page.book), self._page.rev)
 
     def _restore_own_files(self) -> None:
-        """Makes our lock and doorbell again after they were deleted: without them nobody could
-        prove us alive.
-        """
+        """Makes our deleted lock and doorbell again: without them nobody can prove us alive."""
         if self.owner_file.in_place():
             return  # another thread of this process did it
         old = self.owner_file
@@ -282,4 +280,7 @@ class BookStore:
 def _claims_more(old: Book, new: Book) -> bool:
     """Whether `new` claims more bytes on any device than `old`."""
     before = old.claims()
-    return any(claimed > before.get(device, 0) for device, claimed in new.claims().items())
+    for device, claimed in new.claims().items():
+        if claimed > before.get(device, 0):
+            return True
+    return False

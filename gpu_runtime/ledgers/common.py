@@ -1,5 +1,4 @@
-"""What the SQLite and the Redis ledger share: an owner with files of its own, and the loop read,
-decide, write.
+"""What the SQLite and the Redis ledger share: the owner's files, and the loop read, decide, write.
 
 Where the page is kept is the `BookStore`'s business (book_store.py). The owner's lock file,
 doorbell and allocator maps are local files in either case.
@@ -31,17 +30,15 @@ from .sqlite.writer_queue import WriterQueue, writer_queue_in
 
 T = TypeVar("T")
 
-MOST_LOST_INSIDE = (
-    3  # races in a row that a process with the turn loses before it waits like the others
-)
+# Races in a row that a process with the turn loses before it waits like the others.
+MOST_LOST_INSIDE = 3
 
 
 class SharedLedger:
     """One owner's access to a book that several processes share.
 
-    Each ledger object is another owner.
-
-    Its methods follow the protocol in base.py. A subclass says where the page is kept.
+    Each ledger object is another owner. Its methods follow the protocol in base.py. A subclass
+    says where the page is kept.
     """
 
     # The stamp of the book when it was last read, and the book.
@@ -124,7 +121,9 @@ class SharedLedger:
         return self._decide_until_written(decide, paced=True)
 
     def _decide_until_written(
-        self, decide: Callable[[Book], tuple[Book, T]], paced: bool = False
+        self,
+        decide: Callable[[Book], tuple[Book, T]],
+        paced: bool = False,
     ) -> T:
         """What `decide` returns once its book is written.
 
@@ -190,8 +189,7 @@ class SharedLedger:
             time.sleep(self._pace.after_loss(races_lost, now))
 
     def _require_lawful(self, page: Page, new: Book) -> None:
-        """Raises LedgerRefused if `new` breaks a law, but LostRace if `page` is no longer the
-        current one.
+        """Raises LedgerRefused if `new` breaks a law, LostRace if `page` is no longer current.
 
         Another process may have reaped the same dead owner meanwhile, and a third one that opened
         the ledger may have removed the file that proved the death.
@@ -231,7 +229,9 @@ class SharedLedger:
             return owner.user if owner else self.owner.user  # nobody else can have written
         inode = owner.inode if owner else 0
         proof = testimony(self.directory / "owners" / owner_id, inode)
-        if proof is None or (owner and owner.user != proof.user):
+        if proof is None:
+            return ""
+        if owner and owner.user != proof.user:
             return ""
         try:
             part = decode_book(proof.payload) if proof.payload else Book()
@@ -302,9 +302,7 @@ class SharedLedger:
             )
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: the files are closed, the lock remains, the connection is never used
-        again.
-        """
+        """In a forked child: closes the files; the lock remains, the connection is not used again."""
         self._bell.close_here()
         self._queue = None
         self._store.leave_to_parent()

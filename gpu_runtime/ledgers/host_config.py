@@ -1,11 +1,10 @@
-"""The machine-wide configuration, written by the operator: which ledger is shared, and what each
-user may hold.
+"""The machine-wide configuration: which ledger is shared, and what each user may hold.
 
-One TOML file, read when a runtime opens. A machine without it has no shared ledger and no caps:
+The operator writes it. One TOML file, read when a runtime opens. A machine without it has no shared ledger and no caps:
 
     ledger = "sqlite:///var/lib/gpu-console"
 
-    [operators]                       # may pin, load and defragment in other users' processes; root always may
+    [operators]                       # root, and these: may pin, load and defragment anywhere
     users = ["ops"]
     groups = ["gpu-admins"]
 
@@ -15,7 +14,7 @@ One TOML file, read when a runtime opens. A machine without it has no shared led
     keep = false                      # nothing of hers is pinned to a card
     longest_lease = "4h"              # of `rt.lease` and `%%gpu`
 
-    [groups.students]                 # the same keys, for each member; of several groups the most generous value counts
+    [groups.students]                 # for each member; the most generous of their groups counts
     bytes_per_device = "8 GiB"
 """
 
@@ -63,8 +62,7 @@ class Machine(Value):
         tables: dict[str, str] = {}  # key -> the table that sets it
         for group in groups:
             for field, value in self.groups.get(group, {}).items():
-                known = field in fields
-                if known and _generosity(field, value) <= _generosity(field, fields[field]):
+                if field in fields and not _more_generous(field, value, fields[field]):
                     continue
                 fields[field] = value
                 tables[_KEYS[field]] = f"groups.{group}"
@@ -74,8 +72,10 @@ class Machine(Value):
         return Cap(user, self.file, tables=tables, **fields) if fields else None
 
 
-def _generosity(field: str, value: Any) -> float:
-    return -value if field == "importance" else value
+def _more_generous(field: str, value: Any, than: Any) -> bool:
+    if field == "importance":
+        return value < than  # a lower number is more important
+    return value > than
 
 
 def groups_of(user: str) -> tuple[str, ...]:
@@ -165,7 +165,8 @@ class _ConfigChecker:
         return value
 
     def names(self, key: str, value: Any) -> tuple[str, ...]:
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        is_list = isinstance(value, list)
+        if not is_list or not all(isinstance(name, str) for name in value):
             raise self.wrong(key, value, 'a list of names, such as ["ann"]')
         return tuple(value)
 
@@ -174,10 +175,11 @@ class _ConfigChecker:
         for name, given in self.table(key, value).items():
             path = f"{key}.{name}"
             self.require_known(path, self.table(path, given), tuple(_CAP_KEYS))
-            caps[name] = {
-                _CAP_KEYS[word].field: self._cap(f"{path}.{word}", _CAP_KEYS[word], setting)
-                for word, setting in given.items()
-            }
+            fields = {}
+            for word, setting in given.items():
+                cap_key = _CAP_KEYS[word]
+                fields[cap_key.field] = self._cap(f"{path}.{word}", cap_key, setting)
+            caps[name] = fields
         return caps
 
     def _cap(self, path: str, key: _CapKey, given: Any) -> Any:

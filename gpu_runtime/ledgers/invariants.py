@@ -1,5 +1,4 @@
-"""Which writes to the book are lawful: one function for each law, and `refuse_unlawful`, which
-applies them all.
+"""Which writes to the book are lawful: one function a law, and `refuse_unlawful` for all of them.
 
 Each function in LAWS returns why a write breaks its law, or an empty text. Nothing here reads or
 writes a ledger.
@@ -8,7 +7,7 @@ writes a ledger.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import NamedTuple
 
 from ..errors import LedgerRefused
@@ -31,7 +30,11 @@ class Write(NamedTuple):
 
 
 def refuse_unlawful(
-    old: Book, new: Book, writer: str, dead: Callable[[Book], frozenset[str]], path: str = ""
+    old: Book,
+    new: Book,
+    writer: str,
+    dead: Callable[[Book], frozenset[str]],
+    path: str = "",
 ) -> None:
     """Raises LedgerRefused if the owner `writer` may not write `new` over `old`.
 
@@ -89,13 +92,20 @@ def _sections_go_with_proof(write: Write) -> str:
     """Another owner's section is removed only with proof of its death."""
     if write.new.sections is write.old.sections:
         return ""
-    removed = write.old.sections.keys() - write.new.sections.keys() - {write.writer}
-    unproven = removed - write.dead(write.old) if removed else removed
+    removed = write.old.sections.keys() - write.new.sections.keys()
+    unproven = _not_proven_dead(write, removed - {write.writer})
     if unproven:
         return (
             f"the section of {', '.join(sorted(unproven))} may be removed only with proof of death"
         )
     return ""
+
+
+def _not_proven_dead(write: Write, owners: Set[str]) -> Set[str]:
+    """Those of the `owners` whose death is not proven; it is only tested if there are any."""
+    if not owners:
+        return owners
+    return owners - write.dead(write.old)
 
 
 # Tickets
@@ -122,9 +132,7 @@ def _only_own_tickets(write: Write) -> str:
 
 
 def _tickets_go_with_proof(write: Write) -> str:
-    """Another owner's tickets are removed only with proof of its death, and together with its
-    section.
-    """
+    """Another owner's tickets are removed only with its section, and with proof of its death."""
     if _same_tickets(write):
         return ""
     old, new = write.old, write.new
@@ -137,7 +145,7 @@ def _tickets_go_with_proof(write: Write) -> str:
     for loser in sorted(losers):
         if loser in new.sections:
             return f"the tickets of {loser} may only be withdrawn by itself"
-    unproven = losers - write.dead(old) if losers else losers
+    unproven = _not_proven_dead(write, losers)
     if unproven:
         return (
             f"the tickets of {', '.join(sorted(unproven))} may be removed only with proof of death"
@@ -146,8 +154,9 @@ def _tickets_go_with_proof(write: Write) -> str:
 
 
 def _same_tickets(write: Write) -> bool:
-    same_owners = write.new.sections.keys() == write.old.sections.keys()
-    return write.new.tickets is write.old.tickets and same_owners
+    if write.new.tickets is not write.old.tickets:
+        return False
+    return write.new.sections.keys() == write.old.sections.keys()
 
 
 # What all owners share
@@ -204,7 +213,9 @@ def _events_are_appended(write: Write) -> str:
     """Events are appended and trimmed, with rising numbers."""
     old, new = write.old, write.new
     if new.events is old.events:
-        return "" if new.seq >= old.seq else f"seq would fall from {old.seq} to {new.seq}"
+        if new.seq < old.seq:
+            return f"seq would fall from {old.seq} to {new.seq}"
+        return ""
     kept = tuple(event for event in new.events if event.seq <= old.seq)
     if kept != old.events[len(old.events) - len(kept) :]:
         return "events are appended and trimmed, never changed"
@@ -234,11 +245,13 @@ def _no_overdraft(write: Write) -> str:
     old, new = write.old, write.new
     if new.sections is old.sections and new.limits is old.limits:
         return ""
-    return "; ".join(
-        f"{device} would be claimed {show_bytes(excess)} beyond its limit of "
-        f"{show_bytes(new.limits[device])} (law 1)"
-        for device, excess in overdrafts(old, new).items()
-    )
+    reasons = []
+    for device, excess in overdrafts(old, new).items():
+        limit = show_bytes(new.limits[device])
+        reasons.append(
+            f"{device} would be claimed {show_bytes(excess)} beyond its limit of {limit} (law 1)"
+        )
+    return "; ".join(reasons)
 
 
 LAWS: tuple[Callable[[Write], str], ...] = (

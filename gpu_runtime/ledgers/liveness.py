@@ -39,8 +39,7 @@ def boot_id() -> str:
 
 
 def start_ticks(stat: str) -> int:
-    """When a process started, in clock ticks after the boot: field 22 of its /proc/PID/stat
-    (`stat`).
+    """When a process started, in clock ticks after the boot: field 22 of /proc/PID/stat (`stat`).
 
     >>> start_ticks("7 (a) b) S 1 " + "0 " * 17 + "4321 99")
     4321
@@ -138,11 +137,14 @@ def _held_elsewhere(fd: int) -> bool:
     # Test for a read lock. A process that may only read the file could take a read lock on it; a
     # test for a write lock would then report the dead owner as alive.
     asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-    return _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked)
+    lock_type = _FLOCK.unpack(answer)[0]
+    return lock_type != fcntl.F_UNLCK
 
 
 def _lock(fd: int) -> None:
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    whole_file = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole_file)
 
 
 class OwnerFile:
@@ -167,8 +169,7 @@ class OwnerFile:
         _open_files.add(self)
 
     def write_roster(self, payload: bytes, *, rev: int, schema: int) -> None:
-        """Writes the roster `payload`, which is part of the book's revision `rev` in the format
-        `schema`.
+        """Writes the roster `payload` for the book's revision `rev`, in the format `schema`.
 
         Raises OSError if the disk is full; the roster before it is then still readable.
         """
@@ -179,7 +180,9 @@ class OwnerFile:
         turn = self._turn + 1
         frame = _FRAME.pack(_MAGIC, schema, turn, rev, len(payload), zlib.crc32(payload))
         frame += _CHECK.pack(zlib.crc32(frame)) + payload
-        if os.pwrite(self._fd, frame, turn % 2 * self.SLOT_BYTES) != len(frame):
+        slot = turn % 2
+        written = os.pwrite(self._fd, frame, slot * self.SLOT_BYTES)
+        if written != len(frame):
             raise OSError(28, "No space left on device", str(self.path))
         self._turn = turn
 
@@ -200,21 +203,21 @@ class OwnerFile:
         self.close_here()
 
     def close_here(self) -> None:
-        """Closes the descriptor without unlocking: in a forked child the parent's lock must remain."""
+        """Closes the descriptor without unlocking: a forked child must not drop its parent's lock."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def _locked_file(directory: Path, owner: Owner, group: int | None) -> tuple[int, Owner, Path]:
-    """A descriptor of a locked file with a name never used before, the owner with that name and
-    inode, and the path.
+    """A locked file with a name never used before: its descriptor, its owner, its path.
 
     The file is locked before it gets its name, so nobody ever sees it unlocked while its owner
     lives.
     """
     draft = directory / f".{os.getpid()}-{secrets.token_hex(4)}"
-    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    fd = os.open(draft, flags, 0o600)
     try:
         if group is not None:
             os.fchown(fd, -1, group)
@@ -225,9 +228,8 @@ def _locked_file(directory: Path, owner: Owner, group: int | None) -> tuple[int,
             try:
                 os.link(draft, path)
                 return fd, replace(owner, inode=os.fstat(fd).st_ino), path
-            except (
-                FileExistsError
-            ):  # a process of another container, with our number and our second
+            except FileExistsError:
+                # A process of another container has our process number and our start time.
                 owner = replace(owner, serial=next(_serials))
     except OSError as error:
         os.close(fd)
@@ -247,7 +249,7 @@ _MOST_REV = 1 << 62  # below the largest SQLite integer, so that the revision ca
 
 
 class Roster(NamedTuple):
-    """The part of the book that an owner last wrote into its file, and the revision it belongs to."""
+    """The part of the book that an owner last wrote into its file, and its revision."""
 
     turn: int
     rev: int
@@ -306,14 +308,20 @@ def _slot(file: IO[bytes], offset: int) -> Roster | None:
     # One read for both: the other slot may be written meanwhile, and leave zeros here.
     head = file.read(_FRAME.size + _CHECK.size)
     frame, check = head[: _FRAME.size], head[_FRAME.size :]
-    if len(check) < _CHECK.size or _CHECK.unpack(check)[0] != zlib.crc32(frame):
+    if len(check) < _CHECK.size:
+        return None
+    [checksum_of_frame] = _CHECK.unpack(check)
+    if checksum_of_frame != zlib.crc32(frame):
         return None
     magic, schema, turn, rev, length, checksum = _FRAME.unpack(frame)
     if length > OwnerFile.SLOT_BYTES or rev > _MOST_REV:
         return None  # not written by gpu-console
     payload = file.read(length)
-    whole = magic == _MAGIC and len(payload) == length and zlib.crc32(payload) == checksum
-    return Roster(turn, rev, schema, payload) if whole else None
+    if magic != _MAGIC or len(payload) != length:
+        return None
+    if zlib.crc32(payload) != checksum:
+        return None
+    return Roster(turn, rev, schema, payload)
 
 
 _open_files: weakref.WeakSet[OwnerFile] = weakref.WeakSet()

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from ..errors import LedgerUnavailable
 from ..facts import AllocatorMap, Book, Owner, Ticket
+from .book_parts import owner_ids
 from .invariants import refuse_unlawful
 from .liveness import describe_self
 from .notify import Bell
@@ -55,6 +56,7 @@ class MemoryLedger:
         self._bell = self._book.bells[self.owner.id] = Bell()
 
     def read(self) -> Book:
+        """The current book."""
         return self._open_book().book
 
     def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
@@ -77,13 +79,11 @@ class MemoryLedger:
 
     def dead(self, book: Book) -> frozenset[str]:
         """Ids of the owners in `book` whose ledger is closed."""
-        present = book.sections.keys() | {ticket.owner for ticket in book.tickets}
-        return frozenset(present - self._open_book().bells.keys())
+        living = self._open_book().bells.keys()
+        return frozenset(owner_ids(book) - living)
 
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
-        """The user of the owner `owner_id` in `book`, whatever the `ticket`: all owners are this
-        process.
-        """
+        """The user of the owner `owner_id` in `book`; `ticket` does not matter in one process."""
         owner = book.owner(owner_id)
         return owner.user if owner else self.owner.user
 
@@ -110,9 +110,11 @@ class MemoryLedger:
         self._open_book().maps[self.owner.id] = maps
 
     def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
+        """The allocator maps of the open ledgers, by owner id."""
         return dict(self._open_book().maps)
 
     def close(self) -> None:
+        """Removes this owner's bell and maps: it is dead then."""
         memory, self._book = self._book, None
         if memory:
             memory.maps.pop(self.owner.id, None)

@@ -47,8 +47,7 @@ class Bell:
             waiter.wake()
 
     def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
-        """True on a ring, also one since this thread's last wait, or when the process of an owner
-        in `ends` ends.
+        """True on a ring since this thread's last wait, or when an owner in `ends` ends.
 
         False after `timeout` seconds.
         """
@@ -84,8 +83,7 @@ class Bell:
 
 
 class _Waiter:
-    """One waiting thread: the ring count it has seen, the descriptor that wakes it, and the
-    processes it watches.
+    """One waiting thread: the ring count it has seen, its wake descriptor, its watched processes.
 
     A killed process does not ring. Without these watches, a thread that waits for it would notice
     its death only at its next look at the book, a second later.
@@ -122,12 +120,11 @@ class _Waiter:
                 end.close()
 
     def owner_ended(self) -> bool:
-        """Whether a watched process has ended for which this thread has not woken yet: each wakes
-        it once.
-        """
-        gone = {id for id, end in self._ends.items() if end is None} - self._reported
-        self._reported |= gone
-        return bool(gone)
+        """Whether a watched process has ended; each wakes this thread once."""
+        ended = {id for id, end in self._ends.items() if end is None}
+        new = ended - self._reported
+        self._reported |= new
+        return bool(new)
 
     def poll(self) -> select.poll:
         """A poll object for the wake descriptor and the watched processes."""
@@ -235,9 +232,7 @@ class Doorbell(Bell):
 
 
 def _bind(directory: Path, owner_id: str, group: int | None) -> tuple[Path, int, socket.socket]:
-    """A socket bound in `directory`: its path, a descriptor of the directory, and the socket
-    itself.
-    """
+    """A socket bound in `directory`: its path, a descriptor of the directory, the socket."""
     path = directory / f"{owner_id}.bell"
     fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     bell = socket.socket(

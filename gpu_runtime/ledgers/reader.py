@@ -1,5 +1,4 @@
-"""Reads a book without being an owner: it takes no lock, has no doorbell, and repairs and writes
-nothing.
+"""Reads a book without being an owner: no lock, no doorbell, no repair, no write.
 
 For programs that only watch. A book that cannot be read now, because it is being written or
 rebuilt, is read the next time.
@@ -26,7 +25,13 @@ from .sqlite.page import MOST_BYTES, SETTLED_NANOSECONDS
 from .sqlite.recovery import unsealed
 
 SELECT = "SELECT rev, schema, body FROM main.book WHERE host=?"
-_UNREADABLE = (OSError, sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError)
+_UNREADABLE = (
+    OSError,
+    sqlite3.Error,
+    msgspec.MsgspecError,
+    ValueError,
+    TypeError,
+)
 
 log = logging.getLogger("gpu_runtime")
 

@@ -1,5 +1,4 @@
-"""Sets up a ledger that a group of users shares: `gpu ledger init --group G DIR`, run by the
-operator as root.
+"""Sets up a ledger that a group of users shares: `gpu ledger init --group G DIR`, run as root.
 
 It makes the directory and names it in the machine-wide configuration, which every user's runtime
 reads. A second run repairs modes and changes nothing else. Run at every boot, it also makes that
@@ -95,7 +94,8 @@ def _make_ledger(place: Path, gid: int) -> None:
 
 def _give_to_root(directory: Path, gid: int, *, sticky: bool) -> None:
     """Makes root the owner of a directory that a member may have made."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(directory, flags)
     try:
         os.fchown(fd, 0, gid)
         os.fchmod(fd, 0o3770 if sticky else 0o2770)
@@ -136,9 +136,7 @@ def _require_suitable(place: Path, gid: int, group: str) -> None:
 
 
 def _require_reachable(place: Path, gid: int, group: str) -> None:
-    """Raises BadSetting if a directory above `place` is closed to the group, or writable by
-    everybody.
-    """
+    """Raises BadSetting if a directory above `place` is closed to the group or open to all."""
     for parent in place.parents:
         found = parent.stat()
         open_to_others = found.st_mode & stat.S_IXOTH
@@ -150,9 +148,7 @@ def _require_reachable(place: Path, gid: int, group: str) -> None:
 
 
 def _require_free(place: Path, gid: int, group: str) -> None:
-    """Raises BadSetting if `place` is something else than an empty directory or a ledger of this
-    group.
-    """
+    """Raises BadSetting unless `place` is free, empty, or a ledger of this group."""
     if place.is_symlink() or (place.exists() and not place.is_dir()):
         raise _bad(place, "a directory, or a name that is free")
     if not place.exists():

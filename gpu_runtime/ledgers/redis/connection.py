@@ -61,8 +61,11 @@ class RedisConnection:
                 "GPU_LEDGER", self.url, f"redis://USER:PASSWORD@HOST:PORT/DB ({error})"
             ) from None
         options = pool.connection_kwargs
-        host_and_port = f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
-        self.address = f"{options.get('path') or host_and_port}/{options.get('db', 0)}"
+        host, port = options.get("host", "localhost"), options.get("port", 6379)
+        host_and_port = f"{host}:{port}"
+        place = options.get("path") or host_and_port
+        database = options.get("db", 0)
+        self.address = f"{place}/{database}"
         self._retry = Retry(
             ExponentialBackoff(cap=0.25, base=0.05), RETRIES, (ConnectionError, TimeoutError)
         )

@@ -1,5 +1,4 @@
-"""The book in a Redis, for hosts and containers that share no file system: a page for each host, on
-one server.
+"""The book in a Redis, for hosts and containers that share no file system: one page per host.
 
 A host is a kernel. Its page is named by the boot id, which all its containers share, as they share
 its cards. The proof that an owner lives is still the lock on a file of its own, in a directory of
@@ -38,7 +37,12 @@ class RedisLedger(SharedLedger):
     _store: RedisBook
 
     def __init__(
-        self, url: str, *, notebook: str = "", user: str = "", patience_seconds: float = 10.0
+        self,
+        url: str,
+        *,
+        notebook: str = "",
+        user: str = "",
+        patience_seconds: float = 10.0,
     ) -> None:
         """Opens this host's page at `url` as a new owner, which `notebook` and `user` describe.
 
@@ -50,7 +54,8 @@ class RedisLedger(SharedLedger):
         directory = owners / re.sub(r"[^\w.]+", "-", server) / boot_id()
         # Each container numbers its processes for itself. Without a random serial, owners in two
         # containers could have the same id, and so one section.
-        me = replace(describe_self(notebook=notebook, user=user), serial=secrets.randbelow(2**31))
+        me = describe_self(notebook=notebook, user=user)
+        me = replace(me, serial=secrets.randbelow(2**31))
         super().__init__(self._connection.url, directory, me, patience_seconds)
 
     @property

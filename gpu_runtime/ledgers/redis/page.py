@@ -4,10 +4,11 @@ A Redis can lose data that it acknowledged: it can be flushed, restored from an 
 restarted with the last second missing. So every owner keeps its roster in a local file, as beside
 SQLite, and two things protect the page:
 
-- The *generation*, a name that no page had before: a page that is made again has another one, and grants in the old one
-  are void.
-- The *script*. A Redis forgets its scripts when it ends. Until an owner on this host has compared the page with the
-  rosters of the living owners and has loaded the script again, nobody on this host can write.
+- The *generation*, a name that no page had before: a page that is made again has another one, and
+  grants in the old one are void.
+- The *script*. A Redis forgets its scripts when it ends. Until an owner on this host has compared
+  the page with the rosters of the living owners and has loaded the script again, nobody on this
+  host can write.
 
 BookStore applies here too: the roster is written before the page, one connection, one lock.
 """
@@ -146,7 +147,8 @@ class RedisBook(BookStore):
         seen = self._server.converse(self._vet)
         self._vetted = True
         self._page = Page(seen.generation, 0, seen.rev, seen.book or Book())
-        self._least_rev, self._connection = seen.rev, self._server
+        self._least_rev = seen.rev
+        self._connection = self._server
 
     def _vet(self, ask: Ask) -> Seen:
         """The page, if it holds everything that we and the living owners here have seen.
@@ -216,9 +218,7 @@ class RedisBook(BookStore):
     # Making the page
 
     def _make(self, ask: Ask) -> None:
-        """Makes the page again from its own content and the living owners' rosters, if it is still
-        damaged.
-        """
+        """Makes a damaged page again, from its own content and the living owners' rosters."""
         seen, living = self._look_at(ask), self._living()
         why = self._fault(seen, living)
         if not why:
@@ -228,7 +228,8 @@ class RedisBook(BookStore):
         if seen is None and keys and not is_ours:
             raise self._foreign(f"it holds {keys} keys of something else, and no book")
         found_book = seen.book if seen else None
-        book = with_living(found_book or Book(), {id: part for id, (_, part) in living.items()})
+        parts = {id: part for id, (_, part) in living.items()}
+        book = with_living(found_book or Book(), parts)
         roster_revs = (rev for rev, _ in living.values())
         rev = max([seen.rev if seen else 0, *roster_revs]) + 1
         any_roster = any(part.sections for _, part in living.values())
@@ -273,7 +274,8 @@ class RedisBook(BookStore):
     def _read(self, page: Page) -> Page:
         now = time.monotonic()
         mark_seen = now - self._told_at > SEEN_SECONDS
-        what, *found = self._run("look", page.name, page.rev, "seen" if mark_seen else "")
+        mark = "seen" if mark_seen else ""
+        what, *found = self._run("look", page.name, page.rev, mark)
         if mark_seen:
             self._told_at = now
         if what == b"same":
@@ -311,7 +313,8 @@ class RedisBook(BookStore):
         part_changed = after != before
         if part_changed:
             # Until the write is known to stand.
-            self._roster_doubtful, self._unfinished = True, page
+            self._roster_doubtful = True
+            self._unfinished = page
             self._write_roster(new, page.rev + 1)
         grants = _promises(after) - _promises(before)
         what, *seconds = self._run(
@@ -333,7 +336,8 @@ class RedisBook(BookStore):
         self._page = page._replace(rev=page.rev + 1, book=new)
         self._least_rev = page.rev + 1
         if part_changed:
-            self._roster_doubtful, self._unfinished = False, None
+            self._roster_doubtful = False
+            self._unfinished = None
 
     def _require_small(self, body: bytes) -> None:
         """Raises LedgerRefused if the encoded page is larger than a Redis page may be."""

@@ -1,9 +1,9 @@
-"""What is kept in a Redis, and the two scripts that write it: a page for each host, and a marker
-that it is ours.
+"""The keys in a Redis and the two scripts that write them: a page per host, and a marker.
 
     gpu-console:ledger            the marker, with the schema
-    gpu-console:page:BOOT-ID      a hash: generation, rev, schema, body; nonce (of the last write), opens (when grants
-                                  begin), seen (when an owner last looked), name (of the machine that made it)
+    gpu-console:page:BOOT-ID      a hash: generation, rev, schema, body; nonce (of the last write),
+                                  opens (when grants begin), seen (when an owner last looked), name
+                                  (of the machine that made it)
     gpu-console:damaged:…         set aside; it expires after a week
 
 Nothing here decides what is lawful or which page is right.

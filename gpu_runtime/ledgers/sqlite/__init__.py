@@ -1,5 +1,4 @@
-"""The ledger in an SQLite file, and the files in a ledger's directory, which the Redis ledger uses
-too.
+"""The ledger in an SQLite file, and a ledger's directory, which the Redis ledger has too.
 
 What all ledgers share is one folder up; nothing here decides.
 """

@@ -34,9 +34,7 @@ class Pace:
         self._crowded_at = _NEVER
 
     def note_contention(self, now: float) -> None:
-        """Records that other processes write too: this one had to wait for its turn, or lost a
-        race.
-        """
+        """Records that other processes write too: this one had to wait or lost a race."""
         self._crowded_at = now
 
     def before(self, now: float) -> float:
@@ -65,9 +63,7 @@ class Pace:
 
     @property
     def will_write_again(self) -> bool:
-        """Whether this thread is likely to write again at once: it has done so twice, and may
-        again.
-        """
+        """Whether this thread will probably write again at once, as it has done twice."""
         return 2 < self._here.turns < FREE_TURNS
 
     def after_loss(self, times: int, now: float) -> float:
@@ -78,9 +74,7 @@ class Pace:
         return self.attempt_seconds * (1 + random.uniform(0, most))
 
     def note_end(self, attempt_seconds: float, now: float) -> None:
-        """Records the end of a transaction, and the processor time of its last attempt
-        (`attempt_seconds`).
-        """
+        """Records a transaction's end, and its last attempt's processor time (`attempt_seconds`)."""
         self._here.ended_at = now
         # Close to the minimum: the mean is dominated by a few attempts that met a cold cache or a
         # garbage collection.

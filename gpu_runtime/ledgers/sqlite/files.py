@@ -49,8 +49,7 @@ _NETWORK = frozenset(
 
 
 def file_system_of(path: Path, mounts: str | None = None) -> str:
-    """The kind of file system of `path`, also if it does not exist yet, as /proc/self/mountinfo
-    (`mounts`) names it.
+    """The kind of file system of `path`, as /proc/self/mountinfo (`mounts`) names it.
 
     >>> mounts = "1 0 8:1 / / rw - ext4 /dev/a rw\\n2 1 0:9 / /home rw shared:1 - nfs4 srv:/home rw"
     >>> file_system_of(Path("/home/ann/state"), mounts), file_system_of(Path("/homes"), mounts)
@@ -75,9 +74,7 @@ def _unescaped(mount_point: str) -> str:
 
 
 def is_network(kind: str) -> bool:
-    """Whether the `kind` of file system is a network one, where locks do not prove that an owner
-    lives.
-    """
+    """Whether this `kind` of file system is a network one, where locks prove nothing."""
     return kind in _NETWORK
 
 
@@ -89,8 +86,8 @@ def prepare(directory: Path) -> None:
     kind = file_system_of(directory)
     if is_network(kind):
         raise LedgerUnavailable(
-            f"the ledger {directory} would be on a network file system ({kind}), where locks do not prove that an "
-            f"owner lives.\n"
+            f"the ledger {directory} would be on a network file system ({kind}), where locks do not prove "
+            f"that an owner lives.\n"
             f"  Name a directory on a local disk:  GPU_LEDGER=sqlite:///var/tmp/gpu-ledger",
             path=str(directory),
             kind=kind,
@@ -102,9 +99,10 @@ def prepare(directory: Path) -> None:
         _make_private(directory)
     except OSError as error:
         raise outsider(directory) or cannot_write(directory, error) from error
-    if directory.stat().st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
+    owner, user = directory.stat().st_uid, os.geteuid()
+    if owner not in (user, 0) and user != 0:
         raise LedgerUnavailable(
-            f"the ledger {directory} belongs to another user (uid {directory.stat().st_uid}).\n"
+            f"the ledger {directory} belongs to another user (uid {owner}).\n"
             f"  Use your own:  unset GPU_LEDGER",
             path=str(directory),
         )
@@ -119,9 +117,7 @@ def _make_private(directory: Path) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> LedgerUnavailable:
-    """The error for a `path` that could not be written because of `error`: one sentence, and what
-    to do.
-    """
+    """The error for a `path` that could not be written because of `error`."""
     why = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return LedgerUnavailable(
@@ -172,7 +168,7 @@ def point_current_at(directory: Path, name: str) -> None:
 
 
 def next_book(directory: Path, last_known: str = "") -> str:
-    """A name that no book in `directory` has had; `last_known` is a name that a deleted book had."""
+    """A name that no book in `directory` has had; `last_known` is that of a deleted book."""
     names = [*os.listdir(directory), current(directory), last_known]
     numbers = [int(match[1]) for match in map(_BOOK.match, names) if match]
     return f"book-{max(numbers, default=0) + 1}.db"
@@ -227,8 +223,8 @@ def take(file: IO[bytes], patience_seconds: float) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise LedgerUnavailable(
-                    f"another process has been rebuilding the ledger for {patience_seconds:.0f} s; perhaps it is "
-                    f"stopped.\n  See which:  fuser -v {file.name}",
+                    f"another process has been rebuilding the ledger for {patience_seconds:.0f} s; "
+                    f"perhaps it is stopped.\n  See which:  fuser -v {file.name}",
                     path=str(file.name),
                 ) from None
             time.sleep(0.005)
@@ -239,15 +235,17 @@ def _private(path: str, flags: int) -> int:
 
 
 def writers(path: Path) -> list[int]:
-    """Process numbers that hold a write lock on the file `path` now, as far as /proc/locks shows
-    them.
-    """
+    """Process numbers that hold a write lock on the file `path`, as /proc/locks shows them."""
     try:
         inode = path.stat().st_ino
-        rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return []
-    held = {int(row[4]) for row in rows if row[3] == "WRITE" and row[5].endswith(f":{inode}")}
+    held = set()
+    for line in lines:
+        kind, pid, file = line.split()[3:6]
+        if kind == "WRITE" and file.endswith(f":{inode}"):
+            held.add(int(pid))
     return sorted(held - {-1})
 
 
@@ -294,8 +292,7 @@ def owner_files(directory: Path) -> Iterator[Path]:
 
 
 def sweep_owners(directory: Path, in_book: Callable[[], set[str]]) -> None:
-    """Removes the files of dead owners in `directory`, except where the book needs them to prove
-    the death.
+    """Removes the files of dead owners in `directory` that the book does not need as proof.
 
     `in_book` returns the ids of all owners in the book. It is called after the deaths are known, so
     it also returns an owner that wrote just before it died.
@@ -317,9 +314,7 @@ def _remove_owner(path: Path) -> None:
 
 
 def sweep_drafts(directory: Path) -> None:
-    """Removes unfinished files of killed processes from `directory`: drafts that are unchanged for
-    a day.
-    """
+    """Removes drafts of killed processes from `directory`, if unchanged for a day."""
     for place in (directory, directory / "owners"):
         for draft in place.iterdir():
             if not _DRAFT.fullmatch(draft.name):
@@ -332,9 +327,7 @@ def sweep_drafts(directory: Path) -> None:
 
 
 def sweep_boots(directory: Path) -> None:
-    """Removes the books of other boots beside `directory`: unchanged for a day, and no owner's lock
-    is held.
-    """
+    """Removes other boots' books beside `directory`, if unchanged for a day and without owners."""
     try:
         others = [other for other in directory.parent.iterdir() if _is_other_boot(other, directory)]
     except OSError:

@@ -21,7 +21,12 @@ class SqliteLedger(SharedLedger):
     """One owner's access to the book in a directory of this host."""
 
     def __init__(
-        self, directory: Path, *, notebook: str = "", user: str = "", patience_seconds: float = 10.0
+        self,
+        directory: Path,
+        *,
+        notebook: str = "",
+        user: str = "",
+        patience_seconds: float = 10.0,
     ) -> None:
         """Opens the book in `directory` as a new owner, which `notebook` and `user` describe.
 

@@ -43,16 +43,33 @@ UPDATE = "UPDATE main.book SET rev=rev+1, schema=?, body=? WHERE host=? AND rev=
 # If the schema is damaged, SQLite's message quotes it, and Python cannot decode that.
 FAULTS = (sqlite3.Error, UnicodeDecodeError)
 MOST_BYTES = 32 << 20  # of a page; 256 leases take about 200 KiB
-_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_TOOBIG)
-_PRAGMAS = ("journal_mode=PERSIST", "synchronous=OFF", "temp_store=MEMORY", "trusted_schema=OFF")
+_BUSY = (
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_PROTOCOL,
+)
+_DAMAGED = (
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_TOOBIG,
+)
+_PRAGMAS = (
+    "journal_mode=PERSIST",
+    "synchronous=OFF",
+    "temp_store=MEMORY",
+    "trusted_schema=OFF",
+)
 
 
 class SqliteBook(BookStore):
     """One owner's connection to the book in an SQLite file, and its own file beside it."""
 
     def __init__(
-        self, directory: Path, boot: str, owner_file: OwnerFile, moved: Callable[[Path], None]
+        self,
+        directory: Path,
+        boot: str,
+        owner_file: OwnerFile,
+        moved: Callable[[Path], None],
     ) -> None:
         """`directory`, `boot`, `owner_file` and `moved` as in BookStore."""
         super().__init__(directory, boot, owner_file, moved)
@@ -75,7 +92,9 @@ class SqliteBook(BookStore):
             stat = os.stat(f"{self.directory}/{name}") if name else None
         except OSError:
             return None
-        if stat is None or time.time_ns() - stat.st_mtime_ns < SETTLED_NANOSECONDS:
+        if stat is None:
+            return None
+        if time.time_ns() - stat.st_mtime_ns < SETTLED_NANOSECONDS:
             return None
         return name, stat.st_ino, stat.st_mtime_ns
 
@@ -144,7 +163,8 @@ class SqliteBook(BookStore):
         if part_changed:
             # Until the commit is known to stand, the roster may hold more or less than the book.
             # The next look repairs it.
-            self._roster_doubtful, self._unfinished = True, page
+            self._roster_doubtful = True
+            self._unfinished = page
             self._write_roster(new, page.rev + 1)
         if self._rev_seen_by_others(page) > page.rev:
             # Also a race lost to an old copy that was just put over the book: its revision may be
@@ -164,7 +184,8 @@ class SqliteBook(BookStore):
         self._least_rev = page.rev + 1
         self._hint.record(page.name, page.rev + 1)
         if part_changed:
-            self._roster_doubtful, self._unfinished = False, None
+            self._roster_doubtful = False
+            self._unfinished = None
 
     def _open(self) -> None:
         """Opens the book that CURRENT names.
@@ -187,7 +208,9 @@ class SqliteBook(BookStore):
         page = Page(name, inode, -1, Book())
         self._hint = RevisionHint(self.directory)  # the directory may have been made again
         connection = self._connect(page)
-        self._least_rev, self._page, self._connection = least_rev, page, connection
+        self._least_rev = least_rev
+        self._page = page
+        self._connection = connection
 
     def _connect(self, page: Page) -> sqlite3.Connection:
         url = f"file:{quote(str(self.directory / page.name))}?mode=rw"

@@ -37,7 +37,7 @@ def living_rosters(directory: Path) -> dict[str, Roster]:
 
 
 def newest_roster_rev(directory: Path) -> int:
-    """The newest revision in the rosters of the living owners in `directory`; 0 if there is none."""
+    """The newest revision in the living owners' rosters in `directory`; 0 if there is none."""
     try:
         return max((roster.rev for roster in living_rosters(directory).values()), default=0)
     except FileNotFoundError:  # the whole directory is gone
@@ -69,8 +69,7 @@ def _checksum(body: bytes | memoryview, rev: int) -> bytes:
 
 
 def rebuild(directory: Path, boot: str, damage: DamagedBook, patience_seconds: float) -> None:
-    """Puts a new book in the place of the damaged one (`damage`), unless another process has done
-    so.
+    """Replaces the damaged book (`damage`), unless another process has done so.
 
     `directory` is the ledger's, of the boot with the id `boot`. Waits at most `patience_seconds`
     for another process. Raises LedgerUnavailable, OSError, sqlite3.Error; then CURRENT names a book
@@ -116,10 +115,15 @@ def _from_rosters(directory: Path, name: str) -> tuple[Book, int]:
 
 
 def _log_rebuilt(
-    directory: Path, damage: DamagedBook, kept: list[Path], name: str, book: Book
+    directory: Path,
+    damage: DamagedBook,
+    kept: list[Path],
+    name: str,
+    book: Book,
 ) -> None:
     log.warning(
-        "the ledger %s was damaged (%s). Set aside: %s. Rebuilt as %s from %d living owners, %d leases.",
+        "the ledger %s was damaged (%s). Set aside: %s. "
+        "Rebuilt as %s from %d living owners, %d leases.",
         directory / damage.name,
         damage.why,
         ", ".join(map(str, kept)) or "nothing, no file was left",
@@ -144,7 +148,9 @@ def _make(directory: Path, name: str, boot: str, book: Book, rev: int) -> None:
     """Makes a book under a draft's name, and renames it to `name` once it is complete."""
     draft = directory / ".book-draft"  # a single one: we hold the rebuild lock
     draft.unlink(missing_ok=True)
-    os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    flags = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    fd = os.open(draft, flags, 0o600)
+    os.close(fd)
     db = sqlite3.connect(draft, isolation_level=None)
     try:
         db.execute("PRAGMA journal_mode=OFF")

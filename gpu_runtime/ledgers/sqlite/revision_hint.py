@@ -34,7 +34,8 @@ class RevisionHint:
         self._fd = -1
         with contextlib.suppress(OSError):
             access_to(directory).make_file(directory / FILE)
-            self._fd = os.open(directory / FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(directory / FILE, flags)
             weakref.finalize(self, os.close, self._fd).atexit = False
 
     def of(self, book: str) -> int:
@@ -46,13 +47,18 @@ class RevisionHint:
         entry, checksum = content[: _ENTRY.size], content[_ENTRY.size :]
         if len(checksum) != _SUM.size:
             return 0
-        if _SUM.unpack(checksum)[0] != zlib.crc32(entry):
+        [expected] = _SUM.unpack(checksum)
+        if expected != zlib.crc32(entry):
             return 0  # or it was read while it was written
         name_checksum, rev = _ENTRY.unpack(entry)
-        return rev if name_checksum == zlib.crc32(book.encode()) else 0
+        if name_checksum != zlib.crc32(book.encode()):
+            return 0
+        return rev
 
     def record(self, book: str, rev: int) -> None:
         """Records that the book named `book` has been written at the revision `rev`."""
-        entry = _ENTRY.pack(zlib.crc32(book.encode()), rev)
+        name_checksum = zlib.crc32(book.encode())
+        entry = _ENTRY.pack(name_checksum, rev)
+        checksum = _SUM.pack(zlib.crc32(entry))
         with contextlib.suppress(OSError):  # a full disk
-            os.pwrite(self._fd, entry + _SUM.pack(zlib.crc32(entry)), 0)
+            os.pwrite(self._fd, entry + checksum, 0)

@@ -1,5 +1,4 @@
-"""A queue for processes that want to write the book at the same time, so that few of them decide in
-vain.
+"""A queue for processes that write the book at the same time, so that few decide in vain.
 
 It is a courtesy, not a lock. The book is safe without it, because a write counts only if the
 revision is unchanged. So nobody depends on the process that has the turn. If it ends, the operating
