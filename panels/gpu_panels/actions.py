@@ -37,9 +37,11 @@ ANSWER_SECONDS = 30.0  # how long to wait for an owner
 
 MARKS = {"waiting": "…", "done": "✓", "failed": "✗"}
 OUTCOMES = """
-div.outcome { border-left: 4px solid #808080; background: rgba(128, 128, 128, .12); padding: 4px 12px; margin: 0 0 4px;
-  font-size: 13px; white-space: pre-line; }
-div.done { border-color: #009e73; } div.failed { border-color: #d55e00; } div.waiting { border-color: #56b4e9; }
+div.outcome { border-left: 4px solid #808080; background: rgba(128, 128, 128, .12);
+  padding: 4px 12px; margin: 0 0 4px; font-size: 13px; white-space: pre-line; }
+div.done { border-color: #009e73; }
+div.failed { border-color: #d55e00; }
+div.waiting { border-color: #56b4e9; }
 span { opacity: .75; font-variant-numeric: tabular-nums; }
 """
 
@@ -207,15 +209,15 @@ def perform(rt: Any, proposal: Proposal, name: str) -> Outcome:
 
 
 def asked_process(proposal: Proposal, snapshot: Snapshot | None) -> str:
-    """The name of the process whose answer is awaited."""
+    """The name in `snapshot` of the process that the `proposal` waits for."""
     section = snapshot.sections.get(proposal.owner) if snapshot else None
     return section.owner.label if section else THIS_PROCESS
 
 
 def no_answer(report: ActionReport, snapshot: Snapshot | None) -> str:
-    """Since when the process has not answered, in a sentence.
+    """Since when the process of `report` has not answered, in a sentence.
 
-    Empty where it may still answer in time.
+    It is empty where `snapshot` shows that the process may still answer in time.
     """
     if snapshot is None or report.state != "waiting":
         return ""

@@ -53,7 +53,7 @@ class _Fetched:
     error: str = ""  # why the last fetch failed
 
     def is_due(self, now: float) -> bool:
-        """Whether the value is old, and a session still requests it."""
+        """Whether the value is old at the time `now`, and a session still requests it."""
         if self.fetched_at is None:
             return True
         is_old = now - self.fetched_at >= self.every

@@ -239,7 +239,7 @@ def test_who_does_not_answer_is_named_with_since_when_beside_what_was_asked_and_
     )
     silent = snapshot(lease("qwen", 4), tickets=(asked,))
     (row,) = queue(silent)
-    assert "has not answered since" in texts(row)[-1] and texts(row)[-1].endswith(
+    assert "No answer since" in texts(row)[-1] and texts(row)[-1].endswith(
         ". Requested by ann."
     )
     assert row.cells[-1].kind == "prose alarm" and "when it runs again" in row.cells[-1].hint
@@ -263,7 +263,7 @@ def test_a_request_names_who_does_not_make_room_for_it():
         because="qwen is asked to step aside.",
     )
     (row,) = queue(snapshot(lease("qwen", 4), tickets=(wants,)))
-    assert "has not answered since" in texts(row)[-1] and texts(row)[-1].endswith(
+    assert "No answer since" in texts(row)[-1] and texts(row)[-1].endswith(
         "qwen is asked to step aside."
     )
 

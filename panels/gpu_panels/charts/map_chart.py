@@ -38,7 +38,7 @@ TOOLTIP = """<div style="max-width:340px;font-size:12px;line-height:1.45;white-s
 
 
 def piece_columns(picture: Picture) -> Columns:
-    """A rectangle for each piece: across in parts of a row, down in rows from the top."""
+    """A rectangle for each piece of `picture`: across in parts of a row, down in rows."""
     rows = []
     for piece in picture.pieces:
         colour = COLOURS[piece.kind]
@@ -57,7 +57,7 @@ def piece_columns(picture: Picture) -> Columns:
 
 
 def edge_columns(picture: Picture) -> Columns:
-    """A rectangle for the outline of each segment."""
+    """A rectangle for the outline of each segment in `picture`."""
     rows = [
         (
             edge.left / picture.row_bytes,

@@ -84,7 +84,10 @@ def unit_of(total_bytes: int) -> tuple[int, str]:
 def stretch_columns(
     bar: DeviceBar, styles: Mapping[str, LeaseStyle], dark: bool = False
 ) -> Columns:
-    """One row for each stretch, from left to right, with its ends in the unit of the axis."""
+    """One row for each stretch of `bar`, from left to right; see `bar_columns`.
+
+    The two ends are in the unit of the axis. `styles` are by label; `dark` is for a dark page.
+    """
     unit_bytes, _ = unit_of(bar.device.total_bytes)
     page_ink = "#ffffff" if dark else "#000000"
     position = 0
@@ -116,7 +119,7 @@ def _drawn(stretch: Stretch, style: LeaseStyle, page_ink: str) -> tuple[Any, ...
 
 
 def labels(drawn: Iterable[DeviceBar]) -> list[str]:
-    """The labels of all leases in these bars, for the palette.
+    """The labels of all leases in the `drawn` bars, for the palette.
 
     Their order does not depend on the sizes of the leases.
     """
@@ -125,7 +128,7 @@ def labels(drawn: Iterable[DeviceBar]) -> list[str]:
 
 
 def mark_columns(bar: DeviceBar) -> Columns:
-    """One row for each mark of a bar."""
+    """One row for each mark of `bar`."""
     unit_bytes, _ = unit_of(bar.device.total_bytes)
     rows = []
     for mark in bar.marks:
@@ -135,7 +138,7 @@ def mark_columns(bar: DeviceBar) -> Columns:
 
 
 def region_columns(bar: DeviceBar) -> Columns:
-    """One row for each empty region of a bar."""
+    """One row for each empty region of `bar`."""
     unit_bytes, _ = unit_of(bar.device.total_bytes)
     rows = [
         (

@@ -117,7 +117,7 @@ def _bar(snapshot: Snapshot, view: DeviceView) -> DeviceBar:
 
 
 def marks(snapshot: Snapshot, view: DeviceView) -> tuple[Mark, ...]:
-    """The end of the budget, and where claims pass each pressure threshold."""
+    """The marks on the bar of `view`: its budget, and the pressure thresholds of `snapshot`."""
     rules, limit, total = snapshot.rules, view.limit_bytes, view.device.total_bytes
     found = []
     if snapshot.governed and limit:
@@ -139,9 +139,9 @@ def marks(snapshot: Snapshot, view: DeviceView) -> tuple[Mark, ...]:
 
 
 def regions(snapshot: Snapshot, view: DeviceView, used: int) -> tuple[Region, ...]:
-    """What follows the `used` bytes of a bar.
+    """What follows the `used` bytes in the bar of `view`.
 
-    That is memory that may be leased, memory beyond the budget, and the reserve.
+    That is memory that may be leased, memory beyond the budget, and the reserve of `snapshot`.
     """
     total = view.device.total_bytes
     limit = min(view.limit_bytes, total)
@@ -214,7 +214,7 @@ def _lease_stretch(
 def lease_tooltip(
     snapshot: Snapshot, section: Section, lease: Lease, size: int, kind: str = "settled"
 ) -> str:
-    """Lines about a lease: its bytes, its process, its use and its importance.
+    """Lines about the `lease` of a `section`: its bytes, its process, its use and its importance.
 
     `size` are the bytes of this stretch, `kind` is settled, arriving or leaving.
     """

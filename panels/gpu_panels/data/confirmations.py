@@ -74,7 +74,10 @@ def propose(verb: str, target: str, snapshot: Snapshot) -> Proposal:
 
 
 def question(proposal: Proposal, snapshot: Snapshot) -> Question:
-    """The text to confirm: the model, its bytes, its process, and what will happen to it."""
+    """The text to confirm `proposal`: the model, its bytes, its process, and what will happen.
+
+    `snapshot` gives the process and the use of the model.
+    """
     process = _process(proposal, snapshot)
     if proposal.verb == "evict":
         return _question_evict(proposal, process, snapshot)

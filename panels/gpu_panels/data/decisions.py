@@ -52,22 +52,22 @@ def _row(event: Event, snapshot: Snapshot) -> Row:
 
 
 def row_id(event: Event) -> str:
-    """An id that is unique among the events of this boot."""
+    """An id for `event` that is unique among the events of this boot."""
     return f"{event.wall:.6f}.{event.seq}"
 
 
 def time_cell(wall: float) -> Cell:
-    """A time in epoch seconds, which the browser shows in its own time zone."""
+    """The time `wall` in epoch seconds, which the browser shows in its own time zone."""
     return Cell("", wall, kind="time")
 
 
 def model_cell(event: Event) -> Cell:
-    """The model's name; a long one is wrapped."""
+    """The name of the model of `event`; a long name is wrapped."""
     return Cell(clean(event.model), hint=clean(event.model), kind="short")
 
 
 def process_cell(event: Event, snapshot: Snapshot) -> Cell:
-    """The process of the event, and the person who requested it, where it was a person."""
+    """The process of `event` by its name in `snapshot`, and the person who requested it, if any."""
     section = snapshot.sections.get(event.owner)
     pid = event.owner.partition(".")[0]
     if section:

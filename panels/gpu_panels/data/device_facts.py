@@ -8,7 +8,7 @@ from gpu_runtime.units import show_bytes, show_seconds
 
 
 def room_words(view: DeviceView) -> str:
-    """How much can still be leased on a device, in a few words."""
+    """How much can still be leased on the device of `view`, in a few words."""
     if view.room_bytes is None:
         return f"free memory unknown: {view.blind}" if view.blind else "free memory unknown"
     if view.room_bytes < 0:
@@ -17,7 +17,10 @@ def room_words(view: DeviceView) -> str:
 
 
 def facts(snapshot: Snapshot, view: DeviceView) -> list[str]:
-    """What an operator needs to know about a device beside its bar, the most important first."""
+    """What an operator needs to know about the device of `view`, the most important first.
+
+    `snapshot` gives the leases on it.
+    """
     found = [room_words(view), f"{fill(view)} leased"]
     if view.device.is_host:
         warm = sum(lease.on_host and lease.kind == "model" for lease in snapshot.leases())
@@ -53,7 +56,7 @@ def _is_evictable(lease: Lease) -> bool:
 
 
 def notices(snapshot: Snapshot, view: DeviceView) -> list[str]:
-    """What is unusual about a device, each in a few words."""
+    """What is unusual about the device of `view` in `snapshot`, each in a few words."""
     found = []
     if view.drained is not None:
         since = show_seconds(max(0.0, snapshot.wall - view.drained.wall))

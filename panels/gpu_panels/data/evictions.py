@@ -88,7 +88,7 @@ def reasons(events: Iterable[Event]) -> list[str]:
 
 
 def rows(events: Sequence[Event], snapshot: Snapshot) -> tuple[Row, ...]:
-    """A row for each event, in the order given, at most MOST."""
+    """A row for each of `events`, in their order, at most MOST; `snapshot` names the processes."""
     return tuple(_row(event, snapshot) for event in events[:MOST])
 
 
@@ -115,7 +115,7 @@ def _row(event: Event, snapshot: Snapshot) -> Row:
 
 
 def counters(snapshot: Snapshot) -> tuple[tuple[str, int, str], ...]:
-    """The totals of this boot, each as name, number and explanation.
+    """The totals of `snapshot` since the boot, each as name, number and explanation.
 
     Evictions are offloads plus unloads.
     """
@@ -204,7 +204,7 @@ def binned(events: Iterable[Event], start: float, end: float) -> EvictionBins:
 
 
 def eviction_columns(bins: EvictionBins) -> Columns:
-    """The bars of the chart: in each bin evictions as a stack, and restores beside it.
+    """The bars of the chart: in each of `bins` evictions as a stack, and restores beside it.
 
     Times are in ms.
     """
@@ -229,7 +229,7 @@ def eviction_columns(bins: EvictionBins) -> Columns:
 
 
 def seconds_columns(bins: EvictionBins) -> Columns:
-    """The line of the chart: seconds spent on loading and restoring, at the middle of each bin."""
+    """The line of the chart: seconds of loading and restoring, at the middle of each of `bins`."""
     step = (bins.end - bins.start) * 1e3 / BINS
     return {
         "x": [bins.start * 1e3 + (n + 0.5) * step for n in range(BINS)],
@@ -238,7 +238,7 @@ def seconds_columns(bins: EvictionBins) -> Columns:
 
 
 def top(bins: EvictionBins) -> int:
-    """A height above every bar: a multiple of four, so that the axis shows whole numbers."""
+    """A height above every bar of `bins`: a multiple of four, for whole numbers on the axis."""
     evictions = [a + b for a, b in zip(bins.offloaded, bins.unloaded, strict=True)]
     highest = max(*evictions, *bins.restored, 1)
     return 4 * math.ceil(highest * 1.1 / 4)
@@ -261,7 +261,7 @@ CSV_HEADER = (
 
 
 def csv_of(events: Iterable[Event], snapshot: Snapshot) -> str:
-    """The events as CSV, with times in UTC.
+    """The `events` as CSV, with times in UTC and the process names of `snapshot`.
 
     No cell can be a formula, whatever a model is called.
     """

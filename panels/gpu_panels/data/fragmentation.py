@@ -68,7 +68,7 @@ class ProcessMemory(NamedTuple):
 
 
 def process_memories(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> tuple[ProcessMemory, ...]:
-    """Every process with memory on a card, the one with the most inactive bytes first.
+    """Every process of `snapshot` with memory on a card, the most inactive bytes first.
 
     Processes without one of the `maps` are last.
     """
@@ -154,7 +154,7 @@ def _buttons(
 
 
 def report(memory: ProcessMemory, snapshot: Snapshot) -> str:
-    """The text above the drawn map, as HTML: the process and device, and what the map shows."""
+    """The text above the map of `memory`, as HTML: its process in `snapshot`, and what it shows."""
     section = snapshot.sections.get(memory.owner)
     process = (section.owner if section else snapshot.owner).label
     title = f'<div class="title">{esc(f"{clean(process)} on {memory.device}")}</div>'
@@ -200,7 +200,7 @@ class FetchedMaps:
         return self._rows[key]
 
     def picture(self, map: AllocatorMap) -> allocator_map.Picture:
-        """The picture of one of the maps."""
+        """The picture of `map`, one of the maps."""
         key = map.owner, map.device
         if key not in self._pictures:
             self._pictures[key] = allocator_map.picture(map)

@@ -118,7 +118,7 @@ def _spans(moments: Sequence[Moment], end: float) -> list[Span]:
 
 
 def ranked(spans: Iterable[Span]) -> tuple[str, ...]:
-    """The labels of the leases that are drawn apart; the one that held most over time first."""
+    """The labels of the leases that are drawn apart; the one that held most in `spans` first."""
     held: Counter[str] = Counter()
     for moment, end in spans:
         seconds = max(end - moment.wall, 0.001)
@@ -215,7 +215,7 @@ def _title(label: str, notebooks: Mapping[str, str]) -> str:
 
 
 def empty_note(history: DeviceHistory) -> str:
-    """The sentence for a chart without anything to draw; empty where there is something."""
+    """The sentence for a `history` without anything to draw; empty where there is something."""
     if history.intervals:
         return ""
     if history.total_bytes:
@@ -290,7 +290,7 @@ def interval_columns(
 
 
 def band_columns(history: DeviceHistory) -> Columns:
-    """One band for each period of pressure."""
+    """One band for each period of pressure in `history`."""
     rows = []
     for band in history.bands:
         style = LEVELS[band.level]
@@ -302,7 +302,7 @@ def band_columns(history: DeviceHistory) -> Columns:
 
 
 def limit_columns(history: DeviceHistory) -> Columns:
-    """The points of the budget's line."""
+    """The points of the budget's line in `history`."""
     unit_bytes, _ = unit_of(history.total_bytes)
     return as_columns(
         LIMIT_COLUMNS, [(wall * 1e3, size / unit_bytes) for wall, size in history.limits]
@@ -310,7 +310,7 @@ def limit_columns(history: DeviceHistory) -> Columns:
 
 
 def mark_columns(history: DeviceHistory) -> Columns:
-    """One mark for each event, in a row above the device's top.
+    """One mark for each event of `history`, in a row above the device's top.
 
     Events that are too close together share one.
     """

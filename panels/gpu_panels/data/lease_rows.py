@@ -31,14 +31,14 @@ LEASES = (
     Column("Device"),
     Column("Leased", True, "Bytes that the ledger granted"),
     Column("Measured", True, "Bytes that it really uses, where that is known"),
-    Column("In use"),
+    Column("State"),
 )
 
 
 def leases(
     snapshot: Snapshot, styles: Mapping[str, palette.LeaseStyle] | None = None
 ) -> tuple[Row, ...]:
-    """Every share of every lease, then residue, then processes without a lease.
+    """Every share of every lease in `snapshot`, residue, and processes without a lease.
 
     `styles` has the swatch of each lease by its label.
     """

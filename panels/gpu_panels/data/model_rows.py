@@ -169,7 +169,7 @@ def _size(spec: ModelSpec | None) -> Cell:
 
 
 def model_kind(lease: Lease) -> str:
-    """Backend, type and quantization of a held model, as far as they are known."""
+    """Backend, type and quantization of the model of `lease`, as far as they are known."""
     model_type = "" if lease.model_type == "other" else lease.model_type
     parts = (lease.backend, model_type, lease.quantization)
     return ", ".join(clean(part) for part in parts if part)

@@ -10,11 +10,11 @@ from gpu_runtime.rendering.views import clean
 
 
 def notebook_name(section: Section) -> str:
-    """`train.ipynb`; `pid 4121` for a process without a notebook."""
+    """The process of `section`: `train.ipynb`, or `pid 4121` if it has no notebook."""
     owner = section.owner
     return clean(owner.notebook.rsplit("/", 1)[-1]) if owner.notebook else f"pid {owner.pid}"
 
 
 def process_name(section: Section) -> str:
-    """`train.ipynb (pid 4121), ann`."""
+    """The process of `section`: `train.ipynb (pid 4121), ann`."""
     return clean(holder_label(section.owner))

@@ -33,7 +33,7 @@ QUEUE = (
 
 
 def queue(snapshot: Snapshot) -> tuple[Row, ...]:
-    """The requests that wait for memory, in order, each with its reason.
+    """The requests in `snapshot` that wait for memory, in order, each with its reason.
 
     Requests to other processes follow them.
     """
@@ -51,11 +51,10 @@ def queue(snapshot: Snapshot) -> tuple[Row, ...]:
 
 
 def _no_answer_since(silent: Sequence[Unanswered], snapshot: Snapshot) -> str:
-    """`train.ipynb (pid 7) has not answered since 12:03:11.`"""
+    """`No answer since 12:03:11 from train.ipynb (pid 7).`"""
     names = " and ".join(holder_cell(one.owner.id, snapshot).text for one in silent)
     longest = snapshot.now - min(one.since for one in silent)
-    have = "has" if len(silent) == 1 else "have"
-    return f"{names} {have} not answered since {clock(snapshot.wall - longest)}."
+    return f"No answer since {clock(snapshot.wall - longest)} from {names}."
 
 
 def _waiting_row(

@@ -62,7 +62,7 @@ def natural(name: str) -> list[tuple[int, int, str]]:
 
 
 def lasting(seconds: float) -> str:
-    """A duration in words, in steps that a person can follow.
+    """The duration `seconds` in words, in steps that a person can follow.
 
     >>> lasting(3), lasting(58), lasting(130), lasting(7300)
     ('< 5 s', '55 s', '2 min', '2 h')
@@ -77,7 +77,10 @@ def stepped(seconds: float) -> float:
 
 
 def notebook_cell(owner: Owner, snapshot: Snapshot) -> Cell:
-    """The notebook's file name, with its whole path on hover; or that it is no notebook."""
+    """The file name of the `owner`'s notebook, with its path on hover; or that it has none.
+
+    `snapshot` was read by this process.
+    """
     if owner.notebook:
         return Cell(clean(owner.notebook.rsplit("/", 1)[-1]), None, clean(owner.notebook))
     is_this_process = owner.id == snapshot.owner.id
@@ -85,13 +88,13 @@ def notebook_cell(owner: Owner, snapshot: Snapshot) -> Cell:
 
 
 def owner_cell(owner: Owner, snapshot: Snapshot) -> Cell:
-    """The process by its label; the user too, where it is not the user of this process."""
+    """The process `owner` by its label; with its user, if that is not the user of `snapshot`."""
     hint = f"{owner.notebook or 'no notebook'}, pid {owner.pid}, {owner.user}"
     return Cell(clean(holder_label(owner, snapshot.owner)), None, clean(hint))
 
 
 def holder_cell(owner_id: str, snapshot: Snapshot) -> Cell:
-    """The process with the id `owner_id`, even if it is no longer in the book."""
+    """The process with the id `owner_id`, even if it is no longer in `snapshot`."""
     section = snapshot.sections.get(owner_id)
     if section is not None:
         return owner_cell(section.owner, snapshot)
@@ -99,7 +102,7 @@ def holder_cell(owner_id: str, snapshot: Snapshot) -> Cell:
 
 
 def lease_name_cell(lease: Lease, hint: str, styles: Mapping[str, palette.LeaseStyle]) -> Cell:
-    """The lease's name, with the swatch that it has in every chart."""
+    """The name of `lease` with its swatch from `styles`, and `hint` on hover."""
     style = styles.get(palette.label(lease))
     colour, texture = (style.colour, style.texture) if style else ("", "")
     return Cell(clean(lease.name), None, hint, "strong", colour, texture)
@@ -125,5 +128,5 @@ def waited_cell(arrived: float, snapshot: Snapshot) -> Cell:
 
 
 def lease_styles(snapshot: Snapshot) -> Mapping[str, palette.LeaseStyle]:
-    """The style of every lease by its label, the same as in every chart."""
+    """The style of every lease in `snapshot` by its label, the same as in every chart."""
     return palette.SHARED.styles([palette.label(lease) for lease in snapshot.leases()])

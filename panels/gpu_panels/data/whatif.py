@@ -37,9 +37,10 @@ class PlanAnswer(NamedTuple):
 
 
 def model_choices(snapshot: Snapshot) -> list[str]:
-    """The models that can be planned for, by name: registered here, loadable elsewhere, or held.
+    """The models of `snapshot` that can be planned for, by name.
 
-    A name that several processes have is listed once for each of them: `qwen@4121`.
+    These are registered here, loadable elsewhere, or held. A name that several processes have is
+    listed once for each of them: `qwen@4121`.
     """
     pids: dict[str, set[int]] = {spec.name: {snapshot.owner.pid} for spec in snapshot.specs}
     for section in snapshot.sections.values():
@@ -116,7 +117,7 @@ def touched(steps: Iterable[Step]) -> list[str]:
 
 
 def evicted(plan: Plan, snapshot: Snapshot) -> list[str]:
-    """A sentence for each model that `plan` evicts."""
+    """A sentence for each model of `snapshot` that `plan` evicts."""
     return [
         _eviction_words(snapshot, step, step.lease in plan.asked)
         for step in plan.steps
@@ -156,7 +157,10 @@ def places(shares: Shares) -> str:
 
 
 def answer(found: PlanAnswer, snapshot: Snapshot) -> str:
-    """The verdict of a plan as HTML: whether it fits, why, and which models would be evicted."""
+    """The verdict as HTML: whether the plan in `found` fits, why, and what it evicts.
+
+    `snapshot` gives the names of processes.
+    """
     plan = found.plan
     if plan is None:
         return f'<div class="alarm">{_lines(found.error)}</div>'
@@ -176,7 +180,10 @@ def answer(found: PlanAnswer, snapshot: Snapshot) -> str:
 
 
 def details(found: PlanAnswer, snapshot: Snapshot) -> str:
-    """The rest of a plan as HTML: its steps, what it needs, and which places were considered."""
+    """The rest of the plan in `found` as HTML: steps, needs, and other places that were considered.
+
+    `snapshot` gives the names of processes.
+    """
     plan = found.plan
     if plan is None:
         return ""

@@ -36,7 +36,7 @@ class DecisionsTab(Tab):
         self.panel = pn.Column(self._verdict, self.table, sizing_mode="stretch_width")
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the newest decisions with the chosen verdict."""
+        """Shows the newest decisions with the chosen verdict; `snapshot` names the processes."""
         fetched = self.poller.latest("decisions", lambda rt: rt.decisions(MOST), FETCH_SECONDS)
         events = fetched or ()
         verdict = self._verdict.value

@@ -27,7 +27,7 @@ NO_MATCH = "No event matches this filter. Choose another reason, action or perio
 
 
 def counters_html(snapshot: Snapshot) -> str:
-    """The totals of this boot as HTML: evictions first, as the sum of offloads and unloads."""
+    """The totals of `snapshot` as HTML: evictions first, as the sum of offloads and unloads."""
     first, offloads, unloads, *rest = evictions.counters(snapshot)
     return (
         '<div class="counts">'
@@ -111,7 +111,7 @@ class EvictionsTab(Tab):
             widget.param.watch(lambda _: self.update_again(), parameter)
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows counters, chart and table."""
+        """Shows counters, chart and table, up to the time of `snapshot`."""
         self._counters.show(self.poller.once("eviction counters", snapshot, counters_html))
         events = self._events(snapshot)
         self._offer_reasons(events)

@@ -68,7 +68,7 @@ class FragmentationTab(Tab):
         self.panel = pn.Column(self.table, self._below, sizing_mode="stretch_width")
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the table and the chosen map; nothing before the maps were fetched once."""
+        """Shows the table for `snapshot` and the chosen map; nothing before the first fetch."""
         fetched = self.poller.latest("maps", MapFetcher(), MAP_SECONDS)
         if fetched is None:
             return

@@ -35,7 +35,10 @@ _HISTORY_TITLE = (
 
 
 def heading(snapshot: Snapshot, view: DeviceView, bar: DeviceBar) -> str:
-    """The line of HTML above a device's `bar`; with the bar in words for screen readers."""
+    """The line of HTML above the `bar` of the device `view`, also with the bar in words.
+
+    Screen readers read these words. `snapshot` gives the leases.
+    """
     style = LEVELS[view.level]
     name = "" if view.device.simulated else view.device.name
     card = f'<span class="soft">{esc(name)}</span>' if name else ""
@@ -57,7 +60,7 @@ def heading(snapshot: Snapshot, view: DeviceView, bar: DeviceBar) -> str:
 
 
 def cards(snapshot: Snapshot, dark: bool) -> dict[str, tuple[str, BarColumns]]:
-    """Each device's heading and bar, by its id; `dark` is for a dark page."""
+    """Each device's heading and bar in `snapshot`, by its id; `dark` is for a dark page."""
     drawn = bars(snapshot)
     styles = SHARED.styles(labels(drawn))
     return {
@@ -67,7 +70,7 @@ def cards(snapshot: Snapshot, dark: bool) -> dict[str, tuple[str, BarColumns]]:
 
 
 def notices_html(snapshot: Snapshot) -> str:
-    """Alarms as HTML, and what to do where there is no GPU or no model."""
+    """The alarms of `snapshot` as HTML, and what to do where there is no GPU or no model."""
     parts = [f'<div class="alarm">{esc(alarm)}</div>' for alarm in alarms(snapshot)]
     has_card = any(not view.device.is_host for view in snapshot.devices)
     if not has_card:
@@ -88,7 +91,10 @@ def notices_html(snapshot: Snapshot) -> str:
 def legend(
     labels: tuple[str, ...], styles: Mapping[str, LeaseStyle], titles: Mapping[str, str]
 ) -> str:
-    """The colour and title of each of `labels` as HTML, the topmost of the stack last."""
+    """The style and title of each of `labels` as HTML, the topmost of the stack last.
+
+    `styles` and `titles` are by label.
+    """
     if not labels:
         return ""
     chips = "".join(_chip(styles[label], esc(titles[label])) for label in labels)
@@ -145,7 +151,7 @@ class DeviceCard:
         )
 
     def show(self, head: str, columns: BarColumns) -> None:
-        """Updates the heading, HTML, and the bar."""
+        """Updates the heading with the HTML `head`, and the bar with `columns`."""
         self.head.show(head)
         self.chart.show(columns)
 
@@ -186,7 +192,7 @@ class NowTab(Tab):
         self._dark = on
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows notices, a card for each device, and the history."""
+        """Shows the notices of `snapshot`, a card for each device, and the history."""
         drawn = self.poller.once(
             f"now {self._dark}", snapshot, lambda seen: cards(seen, self._dark)
         )

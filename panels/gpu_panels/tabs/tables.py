@@ -37,7 +37,7 @@ class TableTab(Tab):
         raise NotImplementedError
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the rows; with buttons only for a visitor who may act."""
+        """Shows the rows for `snapshot`; with buttons only for a visitor who may act."""
         may_act = self.actions.may_act
         rows = self.poller.once(
             f"{self.title} {may_act}", snapshot, lambda seen: encoded(self.rows(seen), may_act)
@@ -60,7 +60,7 @@ class ModelsTab(TableTab):
         return models(snapshot, self._catalogue(), lease_styles(snapshot))
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the rows."""
+        """Shows the rows for `snapshot` and the catalogue."""
         self._catalogue()  # requested by each session that shows the tab, so that it stays fresh
         super().update(snapshot)
 

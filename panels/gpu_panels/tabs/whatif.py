@@ -101,7 +101,7 @@ class WhatIfTab(Tab):
         self._dark = on
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the plan for the chosen model or typed size."""
+        """Shows the plan for the chosen model or typed size, and its effect on `snapshot`."""
         models = self._offer_models(snapshot)
         subject = self._subject()
         found = self._plan(subject, models) if subject else None

@@ -47,7 +47,7 @@ class StatusBar(JSComponent):
 
 
 def status_html(snapshot: Snapshot, visitor: Any) -> str:
-    """The worst pressure level, the devices, host and ledger, and who the `visitor` is, as HTML."""
+    """The worst level, devices, host and ledger of `snapshot`, and the `visitor`, as HTML."""
     level = worst_level(snapshot)
     style = LEVELS[level]
     host = snapshot.host or snapshot.owner.host or "this host"
