@@ -14,13 +14,13 @@ from typing import Any
 
 from ..facts import Device, Sample
 from ..units import MIB
-from .drivers import Card, Listing, Silent, named_by
+from .drivers import Card, Listing, NoAnswer, named_by
 
 KIND, NAME = "rocm", "amdsmi"
 
 
-def every() -> Listing:
-    """All cards, numbered as HIP does. Raises Silent."""
+def list_cards() -> Listing:
+    """All cards, numbered as HIP does. Raises NoAnswer."""
     here = sys.modules[__name__]
     try:
         import amdsmi
@@ -44,7 +44,7 @@ def every() -> Listing:
     for index, handle in sorted(numbered, key=lambda one: one[0]):
         try:
             cards.append(_card(amdsmi, index, handle))
-        except Silent as error:
+        except NoAnswer as error:
             failed[str(index)] = str(error)
     absent = "" if handles else "amdsmi lists no card"
     return Listing(here, tuple(cards), failed, absent)
@@ -83,8 +83,8 @@ def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...
     )
 
 
-def ask(card: Card, now: float) -> Sample:
-    """What the driver says of the card. Raises Silent."""
+def measure(card: Card, now: float) -> Sample:
+    """What the driver says of the card. Raises NoAnswer."""
     import amdsmi as smi
 
     handle = card.handle
@@ -139,7 +139,7 @@ def _temperature(smi: Any, handle: Any) -> float | None:
 
 
 def versions() -> dict[str, str]:
-    """Raises Silent."""
+    """Raises NoAnswer."""
     import amdsmi as smi
 
     handles = _heard(smi, lambda: (smi.amdsmi_init(), smi.amdsmi_get_processor_handles())[1])
@@ -154,7 +154,7 @@ def _heard(smi: Any, ask: Callable[[], Any]) -> Any:
     try:
         return ask()
     except smi.AmdSmiException as error:
-        raise Silent(" ".join(str(error).split())) from error
+        raise NoAnswer(" ".join(str(error).split())) from error
 
 
 def _or_none(smi: Any, ask: Callable[[], Any]) -> Any:

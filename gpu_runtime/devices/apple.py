@@ -17,14 +17,14 @@ import psutil
 from ..errors import BadSize
 from ..facts import Device, Sample
 from ..units import parse_bytes
-from .drivers import Card, Listing, Silent
+from .drivers import Card, Listing, NoAnswer
 
 KIND, NAME = "metal", "system_profiler"
 SECONDS = 10.0  # it asks every display
 
 
-def every() -> Listing:
-    """The first discrete GPU that Metal can use, else the first. Raises Silent."""
+def list_cards() -> Listing:
+    """The first discrete GPU that Metal can use, else the first. Raises NoAnswer."""
     here = sys.modules[__name__]
     if sys.platform != "darwin":
         return Listing(here, absent="this is no Mac")
@@ -37,17 +37,17 @@ def every() -> Listing:
             text=True,
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise Silent(str(error)) from error
+        raise NoAnswer(str(error)) from error
     return read(said)
 
 
 def read(said: str) -> Listing:
-    """What the tool's report says. Raises Silent."""
+    """What the tool's report says. Raises NoAnswer."""
     here = sys.modules[__name__]
     try:
         gpus = [gpu for gpu in json.loads(said)["SPDisplaysDataType"] if _has_metal(gpu)]
     except (ValueError, KeyError, TypeError) as error:
-        raise Silent(f"system_profiler said what is no report ({error})") from error
+        raise NoAnswer(f"system_profiler said what is no report ({error})") from error
     if not gpus:
         return Listing(here, absent="no GPU here can do Metal")
     gpu = next((gpu for gpu in gpus if not _unified(gpu)), gpus[0])
@@ -90,7 +90,7 @@ def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...
     return tuple(card._replace(torch="mps:0") for card in listing.cards)
 
 
-def ask(card: Card, now: float) -> Sample:
+def measure(card: Card, now: float) -> Sample:
     """How much memory is free, where it is the machine's; who uses it nobody tells."""
     return Sample(
         card.device.id, now, psutil.virtual_memory().available if card.device.unified else None

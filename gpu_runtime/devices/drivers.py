@@ -2,7 +2,7 @@
 
 One module a vendor (`nvml`, `nvidia_smi`, `amd`, `apple`), a line in SOURCES for each, and all give the same facts:
 every card of the machine, those that this process sees, and what the driver says of one now. A call into a driver may
-hang for good, so a process on which others depend asks `patiently`.
+hang for good, so a process on which others depend asks `with_time_limit`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ANSWER_SECONDS = 5.0
 T = TypeVar("T")
 
 
-class Silent(Exception):
+class NoAnswer(Exception):
     """Why a driver, or one of its cards, does not answer: in the driver's words."""
 
 
@@ -67,8 +67,8 @@ class Source(Protocol):
     NAME: str  # whom we ask, such as NVML
 
     @staticmethod
-    def every() -> Listing:
-        """All cards of the machine, of a partitioned one its instances. May hang. Raises Silent where there is a driver
+    def list_cards() -> Listing:
+        """All cards of the machine, of a partitioned one its instances. May hang. Raises NoAnswer where there is a driver
         and it fails as a whole."""
         ...
 
@@ -78,13 +78,13 @@ class Source(Protocol):
         ...
 
     @staticmethod
-    def ask(card: Card, now: float) -> Sample:
-        """What the driver says of the card now. May hang. Raises Silent."""
+    def measure(card: Card, now: float) -> Sample:
+        """What the driver says of the card now. May hang. Raises NoAnswer."""
         ...
 
     @staticmethod
     def versions() -> dict[str, str]:
-        """Of driver and library, for a report. May hang. Raises Silent."""
+        """Of driver and library, for a report. May hang. Raises NoAnswer."""
         ...
 
 
@@ -108,8 +108,8 @@ def listings(kinds: Iterable[str] = ()) -> tuple[Listing, ...]:
         ):
             continue
         try:
-            listing = module.every()
-        except Silent as error:
+            listing = module.list_cards()
+        except NoAnswer as error:
             broken.setdefault(module.KIND, (module.NAME, str(error)))
             continue
         if not listing.absent or module.KIND not in found:
@@ -125,7 +125,7 @@ def listings(kinds: Iterable[str] = ()) -> tuple[Listing, ...]:
     return tuple(found.values())
 
 
-def seen(environment: Mapping[str, str] = os.environ, kind: str = "") -> Listing | None:
+def visible_cards(environment: Mapping[str, str] = os.environ, kind: str = "") -> Listing | None:
     """The cards that this process may use, in torch's order: of that kind, or else of the first kind that has any.
 
     None where there is no driver at all. Raises ProbeFailed where there is one and it fails, or no card can be listed.
@@ -136,7 +136,7 @@ def seen(environment: Mapping[str, str] = os.environ, kind: str = "") -> Listing
             if listing.cards:
                 try:
                     return listing._replace(cards=listing.source.visible(listing, environment))
-                except Silent as error:
+                except NoAnswer as error:
                     raise ProbeFailed(
                         f"the {listing.kind} cards cannot be told apart: {error}.",
                         device=listing.kind,
@@ -149,14 +149,14 @@ def seen(environment: Mapping[str, str] = os.environ, kind: str = "") -> Listing
                 )
         return None
 
-    return patiently(kind or "the driver", look)
+    return with_time_limit(kind or "the driver", look)
 
 
 def sample(card: Card, asked: ModuleType, now: float) -> Sample:
     """What the driver says of the card now. Raises ProbeFailed, naming the card."""
     try:
-        return patiently(card.device.id, lambda: asked.ask(card, now))
-    except Silent as error:
+        return with_time_limit(card.device.id, lambda: asked.measure(card, now))
+    except NoAnswer as error:
         raise ProbeFailed(
             f"{card.device.id} ({card.device.name}) does not answer: {error}.\n"
             f"  Look at it with:  gpu doctor",
@@ -257,7 +257,7 @@ class _Clerk:
 _clerk: _Clerk | None = None
 
 
-def patiently(device: str, ask: Callable[[], T]) -> T:
+def with_time_limit(device: str, ask: Callable[[], T]) -> T:
     """The answer, within ANSWER_SECONDS. Raises ProbeFailed where the driver hangs, at once while it still does."""
     global _clerk
     if _clerk is None or _clerk.pid != os.getpid():  # a thread does not survive a fork

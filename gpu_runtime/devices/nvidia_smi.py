@@ -21,7 +21,7 @@ import psutil
 from ..facts import Device, Sample
 from ..units import GIB, KIB, MIB
 from . import nvml
-from .drivers import Card, Listing, Silent
+from .drivers import Card, Listing, NoAnswer
 
 KIND, NAME = nvml.KIND, "nvidia-smi"
 ALSO_AT = ("/usr/lib/wsl/lib/nvidia-smi",)  # WSL does not put it on every PATH
@@ -30,15 +30,15 @@ SHARED_SECONDS = 0.5
 visible = nvml.visible
 
 
-class Report(NamedTuple):
+class SmiReport(NamedTuple):
     """What the tool said, and when it was asked, by the monotonic clock."""
 
     began: float
     root: ElementTree.Element
 
 
-def every() -> Listing:
-    """All cards, of a partitioned one its instances. Raises Silent."""
+def list_cards() -> Listing:
+    """All cards, of a partitioned one its instances. Raises NoAnswer."""
     here = sys.modules[__name__]
     if _tool() is None:
         return Listing(here, absent="there is no nvidia-smi")
@@ -47,7 +47,7 @@ def every() -> Listing:
     for index, gpu in enumerate(_report().root.iterfind("gpu")):
         try:
             cards += _of_one(index, gpu)
-        except Silent as error:
+        except NoAnswer as error:
             failed[str(index)] = str(error)
     return Listing(here, tuple(cards), failed)
 
@@ -62,7 +62,7 @@ def _of_one(index: int, gpu: ElementTree.Element) -> list[Card]:
         if unified:
             total = psutil.virtual_memory().total
         if total is None:
-            raise Silent("it does not say how much memory it has")
+            raise NoAnswer("it does not say how much memory it has")
         return [
             Card(Device(f"{KIND}:{index}", total, name, uuid, index, unified=unified), uuid, uuid)
         ]
@@ -78,7 +78,7 @@ def _of_one(index: int, gpu: ElementTree.Element) -> list[Card]:
                 Card(Device(f"{KIND}:{index}.{place}", total, f"{name} MIG", id, index), uuid, uuid)
             )
     if not parts:
-        raise Silent("it is partitioned (MIG), and has no instance")
+        raise NoAnswer("it is partitioned (MIG), and has no instance")
     return parts
 
 
@@ -93,9 +93,9 @@ def _instance_uuids() -> dict[tuple[int, int], str]:
     return found
 
 
-def ask(card: Card, now: float) -> Sample:
+def measure(card: Card, now: float) -> Sample:
     """What the tool says of the card; it may have been asked a moment before `now`, and then the sample is of then.
-    Raises Silent."""
+    Raises NoAnswer."""
     asked = time.monotonic()
     report = _report()
     gpu = next(
@@ -107,10 +107,10 @@ def ask(card: Card, now: float) -> Sample:
         None,
     )
     if gpu is None:
-        raise Silent("nvidia-smi no longer lists it")
+        raise NoAnswer("nvidia-smi no longer lists it")
     part = _part(gpu, card) if card.is_part else gpu
     if part is None:
-        raise Silent("nvidia-smi no longer lists this instance")
+        raise NoAnswer("nvidia-smi no longer lists this instance")
     free = (
         psutil.virtual_memory().available
         if card.device.unified
@@ -153,7 +153,7 @@ def _processes(
 
 
 def versions() -> dict[str, str]:
-    """Raises Silent."""
+    """Raises NoAnswer."""
     root = _report().root
     return {
         "driver": root.findtext("driver_version", "unknown"),
@@ -164,21 +164,23 @@ def versions() -> dict[str, str]:
 # -- one run for all who ask -----------------------------------------------------------------------------------------
 
 _running = threading.Lock()
-_last: tuple[float, Report | Silent] | None = None  # when the tool was asked, and what came of it
+_last: tuple[float, SmiReport | NoAnswer] | None = (
+    None  # when the tool was asked, and what came of it
+)
 
 
-def _report() -> Report:
-    """The tool's report, at most SHARED_SECONDS old. Raises Silent."""
+def _report() -> SmiReport:
+    """The tool's report, at most SHARED_SECONDS old. Raises NoAnswer."""
     global _last
     with _running:
         if _last is None or time.monotonic() - _last[0] > SHARED_SECONDS:
             began = time.monotonic()
             try:
-                said: Report | Silent = Report(began, _read(_run("-q", "-x")))
-            except Silent as error:
+                said: SmiReport | NoAnswer = SmiReport(began, _read(_run("-q", "-x")))
+            except NoAnswer as error:
                 said = error
             _last = began, said
-        if isinstance(_last[1], Silent):
+        if isinstance(_last[1], NoAnswer):
             raise _last[1]
         return _last[1]
 
@@ -187,7 +189,7 @@ def _read(text: str) -> ElementTree.Element:
     try:
         return ElementTree.fromstring(text)
     except ElementTree.ParseError as error:
-        raise Silent(f"nvidia-smi said what is no report ({error})") from error
+        raise NoAnswer(f"nvidia-smi said what is no report ({error})") from error
 
 
 def _tool() -> str | None:
@@ -195,10 +197,10 @@ def _tool() -> str | None:
 
 
 def _run(*arguments: str) -> str:
-    """What the tool said. One that hangs in the driver cannot be ended, so it is left behind. Raises Silent."""
+    """What the tool said. One that hangs in the driver cannot be ended, so it is left behind. Raises NoAnswer."""
     tool = _tool()
     if tool is None:
-        raise Silent("there is no nvidia-smi any more")
+        raise NoAnswer("there is no nvidia-smi any more")
     try:
         process = subprocess.Popen(
             [tool, *arguments],
@@ -210,14 +212,14 @@ def _run(*arguments: str) -> str:
             start_new_session=True,
         )
     except OSError as error:
-        raise Silent(f"nvidia-smi cannot be started ({error.strerror})") from error
+        raise NoAnswer(f"nvidia-smi cannot be started ({error.strerror})") from error
     try:
         said, _ = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
-        raise Silent(f"nvidia-smi did not answer within {SECONDS:.0f} s") from None
+        raise NoAnswer(f"nvidia-smi did not answer within {SECONDS:.0f} s") from None
     if process.returncode:
-        raise Silent(" ".join(said.split())[:300] or f"nvidia-smi failed ({process.returncode})")
+        raise NoAnswer(" ".join(said.split())[:300] or f"nvidia-smi failed ({process.returncode})")
     return said
 
 

@@ -1,7 +1,7 @@
 """NVIDIA's cards, as its management library tells of them.
 
 NVML, not torch: asking torch would create a CUDA context, and that is itself memory on the card. Cards are told apart
-by UUID, since NVML's index is not CUDA's. Every call may hang: `cards.patiently`, or a process that may be killed.
+by UUID, since NVML's index is not CUDA's. Every call may hang: `cards.with_time_limit`, or a process that may be killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import psutil
 
 from ..facts import Device, Sample
-from .drivers import Card, Listing, Silent, named_by
+from .drivers import Card, Listing, NoAnswer, named_by
 
 KIND, NAME = "cuda", "NVML"
 T = TypeVar("T")
@@ -29,8 +29,8 @@ class Handle(NamedTuple):
     whole: Any  # the physical card's: it has a temperature, an instance has none
 
 
-def every() -> Listing:
-    """All cards, of a partitioned one its instances, and by number why others cannot be listed. Raises Silent."""
+def list_cards() -> Listing:
+    """All cards, of a partitioned one its instances, and by number why others cannot be listed. Raises NoAnswer."""
     here = sys.modules[__name__]
     try:
         import pynvml
@@ -42,7 +42,7 @@ def every() -> Listing:
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded) as error:
         return Listing(here, absent=str(error))
     except pynvml.NVMLError as error:
-        raise Silent(str(error)) from error
+        raise NoAnswer(str(error)) from error
 
 
 def _every(nvml: Any) -> Listing:
@@ -51,7 +51,7 @@ def _every(nvml: Any) -> Listing:
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             cards += _of_one(nvml, index, nvml.nvmlDeviceGetHandleByIndex(index))
-        except (nvml.NVMLError, Silent) as error:
+        except (nvml.NVMLError, NoAnswer) as error:
             failed[str(index)] = str(error)
     return Listing(sys.modules[__name__], tuple(cards), failed)
 
@@ -63,7 +63,7 @@ def _of_one(nvml: Any, index: int, whole: Any) -> list[Card]:
     if instances is None:
         return [_card(nvml, f"{KIND}:{index}", index, Handle(whole, whole), uuid)]
     if not instances:
-        raise Silent("it is partitioned (MIG), and has no instance")
+        raise NoAnswer("it is partitioned (MIG), and has no instance")
     return [
         _card(nvml, f"{KIND}:{index}.{place}", index, Handle(instance, whole), uuid)
         for place, instance in instances.items()
@@ -91,14 +91,14 @@ def _instances(nvml: Any, whole: Any) -> dict[int, Any] | None:
 
 
 def _card(nvml: Any, id: str, index: int, handle: Handle, whole_uuid: str) -> Card:
-    """Raises NVMLError, and Silent where it will not say how much memory it has."""
+    """Raises NVMLError, and NoAnswer where it will not say how much memory it has."""
     name = _text(nvml.nvmlDeviceGetName(handle.own))
     total = _or_none(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle.own).total)
     unified = total is None and _has_no_memory_of_its_own(nvml, handle.own, name)
     if unified:
         total = psutil.virtual_memory().total
     if total is None:
-        raise Silent("it does not say how much memory it has")
+        raise NoAnswer("it does not say how much memory it has")
     return Card(
         Device(id, total, name, _text(nvml.nvmlDeviceGetUUID(handle.own)), index, unified=unified),
         handle,
@@ -157,7 +157,7 @@ print(json.dumps(order))
 
 def _asked_of_cuda(environment: Mapping[str, str]) -> list[str] | None:
     """UUIDs of the cards that CUDA shows, in its order; None where there is no CUDA. Asked in a child: CUDA, once
-    started here, survives no fork. Raises Silent where it takes too long: to guess would be to use the wrong card."""
+    started here, survives no fork. Raises NoAnswer where it takes too long: to guess would be to use the wrong card."""
     wanted = {
         key: environment[key]
         for key in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
@@ -175,7 +175,7 @@ def _asked_of_cuda(environment: Mapping[str, str]) -> list[str] | None:
         ).stdout
         return json.loads(said)
     except subprocess.TimeoutExpired:
-        raise Silent(
+        raise NoAnswer(
             "CUDA has not said within 4 s in which order it numbers these cards; "
             "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
         ) from None
@@ -183,14 +183,14 @@ def _asked_of_cuda(environment: Mapping[str, str]) -> list[str] | None:
         return None
 
 
-def ask(card: Card, now: float) -> Sample:
-    """What the driver says of the card. Raises Silent."""
+def measure(card: Card, now: float) -> Sample:
+    """What the driver says of the card. Raises NoAnswer."""
     import pynvml
 
     try:
         return _ask(pynvml, card, now)
     except pynvml.NVMLError as error:
-        raise Silent(str(error)) from error
+        raise NoAnswer(str(error)) from error
 
 
 def _ask(nvml: Any, card: Card, now: float) -> Sample:
@@ -216,7 +216,7 @@ def _ask(nvml: Any, card: Card, now: float) -> Sample:
 
 
 def versions() -> dict[str, str]:
-    """Raises Silent."""
+    """Raises NoAnswer."""
     import pynvml
 
     try:
@@ -228,7 +228,7 @@ def versions() -> dict[str, str]:
             NAME: _text(pynvml.nvmlSystemGetNVMLVersion()),
         }
     except pynvml.NVMLError as error:
-        raise Silent(str(error)) from error
+        raise NoAnswer(str(error)) from error
 
 
 def _or_none(nvml: Any, ask: Callable[[], T]) -> T | None:

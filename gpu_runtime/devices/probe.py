@@ -280,7 +280,7 @@ def open_probe(
     kind, _, wanted = text.partition(":")
     if kind not in ("auto", *KINDS) or (kind == "auto" or text.endswith(":")) and kind != text:
         raise BadSetting("GPU_DEVICES", devices, _EXPECTED)
-    listing = None if cpu_only else cards.seen(environment, "" if kind == "auto" else kind)
+    listing = None if cpu_only else cards.visible_cards(environment, "" if kind == "auto" else kind)
     if wanted and listing:
         listing = listing._replace(cards=_chosen(devices, wanted, listing.cards))
     if listing and listing.cards:

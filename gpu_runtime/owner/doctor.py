@@ -165,7 +165,7 @@ def _drivers() -> Rows:
             rows.append(
                 (
                     f"{source.KIND} by {source.NAME}",
-                    drivers.patiently(source.NAME, lambda source=source: _said(source)),
+                    drivers.with_time_limit(source.NAME, lambda source=source: _said(source)),
                 )
             )
         except ProbeFailed as error:
@@ -177,11 +177,11 @@ def _drivers() -> Rows:
 
 def _said(source: Any) -> str:
     try:
-        listing = source.every()
+        listing = source.list_cards()
         if listing.absent:
             return listing.absent
         known = ", ".join(f"{what} {version}" for what, version in source.versions().items())
-    except drivers.Silent as error:
+    except drivers.NoAnswer as error:
         return f"fails: {error}"
     lost = "".join(f"; card {number}: {why}" for number, why in listing.failed.items())
     return f"{len(listing.cards)} devices, {known}{lost}"

@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from ..devices import drivers
-from ..devices.drivers import Card, Listing, Silent
+from ..devices.drivers import Card, Listing, NoAnswer
 from ..devices.sampler_client import Figures, Person, boot_seconds
 from ..errors import ProbeFailed
 from ..facts import HOST, Sample, encode
@@ -133,8 +133,8 @@ class CardReader(threading.Thread):
         while True:
             requested_at = self._requests.get()
             try:
-                answer: Sample | str = self._source.ask(self._card, requested_at)
-            except Silent as error:
+                answer: Sample | str = self._source.measure(self._card, requested_at)
+            except NoAnswer as error:
                 answer = str(error)
             self.busy = False
             self._answers.put((self.name, answer))

@@ -170,7 +170,7 @@ def card(uuid, free=70 * GIB, **more):
 
 
 def seen(environment):
-    return cards.seen(environment).cards
+    return cards.visible_cards(environment).cards
 
 
 FOUR = [card(f"GPU-{letter * 4}") for letter in "abcd"]

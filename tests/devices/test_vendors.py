@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from gpu_runtime.devices import amd, apple, drivers, nvidia_smi
-from gpu_runtime.devices.drivers import Silent
+from gpu_runtime.devices.drivers import NoAnswer
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import BadSetting, ProbeFailed
 from gpu_runtime.facts import Device, Sample
@@ -49,7 +49,7 @@ def tool(tmp_path, monkeypatch):
 def test_on_windows_the_card_is_known_and_what_a_process_holds_is_not(tool):
     """Under WDDM the driver does not know it: unknown, not zero."""
     tool("nvidia_smi_windows.xml")
-    listing = drivers.seen({})
+    listing = drivers.visible_cards({})
     [card] = listing.cards
     assert listing.source is nvidia_smi
     assert card.device == Device(
@@ -59,7 +59,7 @@ def test_on_windows_the_card_is_known_and_what_a_process_holds_is_not(tool):
         "GPU-a09831af-4ab2-c847-2cf0-115cf3ec46f0",
         0,
     )
-    assert nvidia_smi.ask(card, 5.0) == Sample(
+    assert nvidia_smi.measure(card, 5.0) == Sample(
         "cuda:0", 5.0, 6939 * MIB, {2068: None}, 5.0, 40.0, 49.44
     )
     assert nvidia_smi.versions() == {"driver": "516.40", "CUDA": "11.7"}
@@ -67,18 +67,18 @@ def test_on_windows_the_card_is_known_and_what_a_process_holds_is_not(tool):
 
 def test_instances_are_devices_with_the_uuids_that_only_the_list_tells(tool):
     tool("nvidia_smi_mig.xml")
-    whole = nvidia_smi.every().cards
+    whole = nvidia_smi.list_cards().cards
     assert [(card.device.id, card.device.total_bytes, card.device.uuid) for card in whole] == [
         ("cuda:0.0", 40448 * MIB, "MIG-c7384736-a75d-5afc-978f-d2f1294409fd"),
         ("cuda:0.1", 19968 * MIB, "MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d"),
         ("cuda:1", 81920 * MIB, "GPU-61a65011-6571-a6d2-5ab8-66cbb6f7f9c3"),
     ]
-    assert nvidia_smi.ask(whole[0], 5.0) == Sample(
+    assert nvidia_smi.measure(whole[0], 5.0) == Sample(
         "cuda:0.0", 5.0, 40151 * MIB, {4121: 260 * MIB}, None, 34.0, 61.20
     )
-    assert nvidia_smi.ask(whole[1], 5.0).processes == {}
-    assert nvidia_smi.ask(whole[2], 5.0) == Sample("cuda:1", 5.0, 81369 * MIB, {}, 0.0, 31.0, 58.10)
-    seen = drivers.seen({"CUDA_VISIBLE_DEVICES": "MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d"}).cards
+    assert nvidia_smi.measure(whole[1], 5.0).processes == {}
+    assert nvidia_smi.measure(whole[2], 5.0) == Sample("cuda:1", 5.0, 81369 * MIB, {}, 0.0, 31.0, 58.10)
+    seen = drivers.visible_cards({"CUDA_VISIBLE_DEVICES": "MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d"}).cards
     assert [(card.device.id, card.torch) for card in seen] == [("cuda:0.1", "cuda:0")]
 
 
@@ -99,28 +99,28 @@ def test_a_tool_that_fails_is_no_reason_to_pretend_that_there_is_no_card(tool):
         match="the driver of the cuda cards does not answer nvidia-smi: "
         "Failed to initialize NVML: Driver/library version mismatch",
     ):
-        drivers.seen({})
+        drivers.visible_cards({})
 
 
 def test_a_tool_that_hangs_is_left_behind(tool, monkeypatch):
     tool("nvidia_smi_windows.xml", seconds=30)
     monkeypatch.setattr(nvidia_smi, "SECONDS", 0.2)
-    with pytest.raises(Silent, match="did not answer within"):
-        nvidia_smi.every()
+    with pytest.raises(NoAnswer, match="did not answer within"):
+        nvidia_smi.list_cards()
 
 
 def test_a_card_that_is_gone_is_said_to_be(tool):
     tool("nvidia_smi_windows.xml")
-    [card] = nvidia_smi.every().cards
+    [card] = nvidia_smi.list_cards().cards
     tool("nvidia_smi_mig.xml")
-    with pytest.raises(Silent, match="no longer lists it"):
-        nvidia_smi.ask(card, 5.0)
+    with pytest.raises(NoAnswer, match="no longer lists it"):
+        nvidia_smi.measure(card, 5.0)
 
 
 def test_what_is_no_report_is_said_to_be_none(tool):
     tool("<broken")
-    with pytest.raises(Silent, match="what is no report"):
-        nvidia_smi.every()
+    with pytest.raises(NoAnswer, match="what is no report"):
+        nvidia_smi.list_cards()
 
 
 # -- ROCm ------------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_rocm_s_cards_give_the_same_facts(rocm):
 )
 def test_hip_s_variables_choose_as_hip_reads_them(rocm, environment, seen):
     rocm(mi300(0), mi300(1), mi300(2))
-    found = drivers.seen(environment).cards
+    found = drivers.visible_cards(environment).cards
     assert [card.device.id for card in found] == seen
     assert [card.torch for card in found] == [f"cuda:{n}" for n in range(len(seen))]
 
@@ -256,13 +256,13 @@ def test_what_a_rocm_card_does_not_tell_is_unknown(rocm):
         if name in ("amdsmi_get_gpu_vram_usage", "amdsmi_get_gpu_device_uuid")
     }
     rocm(told)
-    [card] = drivers.seen({}).cards
+    [card] = drivers.visible_cards({}).cards
     assert card.device.uuid == told["amdsmi_get_gpu_device_uuid"]
     told["amdsmi_get_gpu_vram_usage"] = {"vram_total": 196592, "vram_used": "N/A"}
-    assert amd.ask(card, 5.0) == Sample("rocm:0", 5.0, None)
+    assert amd.measure(card, 5.0) == Sample("rocm:0", 5.0, None)
     del told["amdsmi_get_gpu_vram_usage"]
-    with pytest.raises(Silent, match="NOT_SUPPORTED"):
-        amd.ask(card, 5.0)
+    with pytest.raises(NoAnswer, match="NOT_SUPPORTED"):
+        amd.measure(card, 5.0)
 
 
 def test_a_rocm_driver_that_fails_is_told(rocm):
@@ -271,7 +271,7 @@ def test_a_rocm_driver_that_fails_is_told(rocm):
         ProbeFailed,
         match="the driver of the rocm cards does not answer amdsmi: .*DRIVER_NOT_LOADED",
     ):
-        drivers.seen({}, "rocm")
+        drivers.visible_cards({}, "rocm")
 
 
 def test_rocm_asked_for_by_name_where_there_is_none():
@@ -287,7 +287,7 @@ def test_apple_silicon_has_one_gpu_whose_memory_is_the_machines():
     assert card.device == Device(
         "metal:0", psutil.virtual_memory().total, "Apple M1", "METAL-0", 0, unified=True
     )
-    sample = apple.ask(card, 5.0)
+    sample = apple.measure(card, 5.0)
     assert 0 < sample.free_bytes <= card.device.total_bytes and sample.processes == {}
     assert (
         apple.visible(apple.read((RECORDED / "system_profiler_m1.json").read_text()), {})[0].torch
@@ -307,7 +307,7 @@ def test_of_an_intel_mac_the_discrete_gpu_is_used_and_how_full_it_is_nobody_know
         8 * GIB,
         False,
     )
-    assert apple.ask(card, 5.0).free_bytes is None
+    assert apple.measure(card, 5.0).free_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_a_mac_without_metal_has_no_card_and_nonsense_is_told(said, absent):
     if absent:
         assert apple.read(said).absent == "no GPU here can do Metal"
     else:
-        with pytest.raises(Silent, match="what is no report"):
+        with pytest.raises(NoAnswer, match="what is no report"):
             apple.read(said)
 
 

@@ -109,7 +109,7 @@ def test_the_devices(runtime):
 def test_simulated_even_where_there_is_a_gpu(runtime, monkeypatch):
     from gpu_runtime.devices import drivers
 
-    monkeypatch.setattr(drivers, "seen", lambda *a, **k: pytest.fail("asked the driver"))
+    monkeypatch.setattr(drivers, "visible_cards", lambda *a, **k: pytest.fail("asked the driver"))
     assert runtime(devices="auto", development_cpu_only=True).simulated
 
 

@@ -156,7 +156,7 @@ def test_the_cpu_is_used_where_it_is_asked_for_and_never_because_memory_ran_out(
 def test_where_there_is_no_nvml_the_tool_answers_for_the_helper_too(host, driver, tmp_path):
     """nvidia-smi on the PATH, and no library: cards are listed and measured all the same."""
     (tmp_path / "driver" / "libnvidia-ml.so.1").unlink()
-    recorded = Path(__file__).parents[1] / "backends" / "recorded" / "nvidia_smi_windows.xml"
+    recorded = Path(__file__).parents[1] / "devices" / "recorded" / "nvidia_smi_windows.xml"
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.write_text(f'#!/bin/sh\ncat "{recorded}"\n')
