@@ -1,4 +1,4 @@
-"""What the tests of serving share."""
+"""Fixtures of the tests of serving."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [
     str(ROOT / folder) for folder in ("kernel_ext", "panels")
-]  # this checkout's, installed or not
+]  # the modules of this checkout, installed or not
 
 from tests.owner.conftest import clock, runtime  # noqa: E402, F401

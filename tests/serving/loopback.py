@@ -1,4 +1,4 @@
-"""A server on this machine that speaks OpenAI's HTTP as it is told to: a stand-in for an engine, or for a cloud."""
+"""A server on this machine with OpenAI's HTTP API and prepared answers, in place of an engine or a cloud."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 
 class Loopback:
-    """Answers each request with the next of `answers`: a dict is sent as JSON, a list as events, an int as a status,
-    bytes as they are; `None` hangs up. What came in is in `requests`: path, headers, body."""
+    """Answers each request with the next of `answers`: a dict as JSON, a list as events, an int as a status, bytes as
+    they are; `None` disconnects. `requests` has the path, headers and body of each request."""
 
     def __init__(self) -> None:
         self.answers: list[Any] = []
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
-        self.hung_up = 0  # clients who went away in the middle of a stream
+        self.hung_up = 0  # clients that disconnected during a stream
         self.url = ""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Coroutines in tests: run to their end, or step by step, without sleeping."""
+"""Runs coroutines in tests: to their end, or step by step, without sleeping."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PATIENCE_SECONDS = 30.0
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs an `async def` test in a loop of its own, within bounded time."""
+    """Runs an `async def` test in its own event loop, within bounded time."""
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -25,12 +25,12 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 async def settle() -> None:
-    """Lets everything happen that can happen now."""
+    """Lets every task run that can run now."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
 async def until(true: Callable[[], Any]) -> None:
-    """Comes back once that holds: for what threads do."""
+    """Returns once `true()` holds: for the work of threads."""
     while not true():
         await asyncio.sleep(0.001)

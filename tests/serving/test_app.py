@@ -1,4 +1,4 @@
-"""Who may, how a body is read, jobs, metrics: the application around the routes."""
+"""The application around the routes: roles, bodies, jobs, metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpu_runtime.serving.api.app import READS, application
 from gpu_runtime.serving.api.jobs import MAX_JOBS, Jobs
 
-from .doors import OPERATOR, VIEWER, Gateway, Words, client, let_in
+from .app_client import OPERATOR, VIEWER, Gateway, Words, client, with_visitor
 
 CHAT = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -22,7 +22,7 @@ def rt(runtime):
 
 
 def every_call(rt):
-    """Method and path of every route: those that the description names, and the description's own."""
+    """Method and path of every route: those in the description, and those of the description itself."""
     described = client(rt).get("/openapi.json").json()["paths"]
     return [
         (method.upper(), path.replace("{model_type}", "llm").replace("{id}", "job-1"))
@@ -31,9 +31,9 @@ def every_call(rt):
     ] + [("GET", "/openapi.json"), ("GET", "/docs")]
 
 
-def test_where_no_gate_stands_nobody_is_answered(rt):
-    """Every route of the description and of the documentation too."""
-    door = client(rt, visitor=None)
+def test_without_a_gate_every_request_is_refused(rt):
+    """The routes of the description and those of the documentation."""
+    http = client(rt, visitor=None)
     calls = every_call(rt)
     assert {path for _, path in calls} >= {
         "/memory/stats",
@@ -41,21 +41,21 @@ def test_where_no_gate_stands_nobody_is_answered(rt):
         "/metrics",
         "/health",
     }
-    told = {(method, path): door.request(method, path).status_code for method, path in calls}
-    assert {call for call, status in told.items() if status != 401} == set()
+    statuses = {(method, path): http.request(method, path).status_code for method, path in calls}
+    assert {call for call, status in statuses.items() if status != 401} == set()
 
 
-def test_a_viewer_reads_everything_and_does_nothing(rt):
-    door = client(rt, VIEWER)
+def test_a_viewer_may_read_every_route_and_act_on_none(rt):
+    http = client(rt, VIEWER)
     for method, path in every_call(rt):
-        status = door.request(method, path, json={}).status_code
+        status = http.request(method, path, json={}).status_code
         assert (status != 403) if method in READS else status == 403, (method, path)
 
 
-# What is asked of a model
+# Calls
 
 
-def test_an_answer_comes_whole(rt):
+def test_a_whole_answer(rt):
     answer = client(rt).post(
         "/v1/chat/completions", json={**CHAT, "x_client_id": "notes", "x_priority": "high"}
     )
@@ -63,7 +63,7 @@ def test_an_answer_comes_whole(rt):
     assert answer.headers["X-Model"] == "echo"
 
 
-def test_an_answer_comes_word_by_word(rt):
+def test_a_streamed_answer(rt):
     gateway = Gateway()
     with client(rt, gateway=gateway).stream(
         "POST", "/v1/chat/completions", json={**CHAT, "stream": True}
@@ -76,7 +76,7 @@ def test_an_answer_comes_word_by_word(rt):
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"nul", b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000, b"[]", b'"x"', b"7"]
 )
-def test_what_is_no_json_object_is_a_bad_request(rt, body):
+def test_a_body_that_is_no_json_object_is_a_bad_request(rt, body):
     for path in (
         "/v1/chat/completions",
         "/v1/completions",
@@ -88,36 +88,36 @@ def test_what_is_no_json_object_is_a_bad_request(rt, body):
         assert answer.status_code == 400 and answer.json()["error"]["message"], path
 
 
-def test_a_model_that_is_not_there_is_not_found(rt):
+def test_an_unknown_model_is_not_found(rt):
     answer = client(rt).post("/v1/chat/completions", json={**CHAT, "model": "nobody"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_model")
 
 
-def asked(app, body, hang_up_after: int = 1):
-    """Asks as a client that hangs up after so many parts of the answer; the parts that came."""
+def parts_until_disconnect(app, body, disconnect_after: int = 1):
+    """The parts of the answer that a client gets if it disconnects after `disconnect_after` of them."""
     sent = []
 
     async def talk():
-        gone = asyncio.Event()
-        told = False
+        disconnected = asyncio.Event()
+        body_sent = False
 
         async def receive():
-            nonlocal told
-            if not told:
-                told = True
+            nonlocal body_sent
+            if not body_sent:
+                body_sent = True
                 return {
                     "type": "http.request",
                     "body": json.dumps(body).encode(),
                     "more_body": False,
                 }
-            if hang_up_after:
-                await gone.wait()
+            if disconnect_after:
+                await disconnected.wait()
             return {"type": "http.disconnect"}
 
         async def send(message):
             sent.append(message)
-            if len(sent) > hang_up_after:
-                gone.set()
+            if len(sent) > disconnect_after:
+                disconnected.set()
 
         scope = {
             "type": "http",
@@ -139,39 +139,39 @@ def asked(app, body, hang_up_after: int = 1):
     return sent
 
 
-def test_who_hangs_up_while_waiting_lets_go_of_the_model(rt):
+def test_a_client_that_disconnects_while_waiting_releases_the_model(rt):
     gateway = Gateway()
-    asked(
-        let_in(application(rt, lambda: gateway, "0"), OPERATOR),
+    parts_until_disconnect(
+        with_visitor(application(rt, lambda: gateway, "0"), OPERATOR),
         {**CHAT, "model": "slow"},
-        hang_up_after=0,
+        disconnect_after=0,
     )
     assert gateway.let_go
 
 
-def test_who_hangs_up_in_the_middle_ends_the_stream(rt):
+def test_a_client_that_disconnects_during_a_stream_ends_it(rt):
     gateway = Gateway()
     gateway.words = Words(10_000, pause=0.001)
-    asked(
-        let_in(application(rt, lambda: gateway, "0"), OPERATOR),
+    parts_until_disconnect(
+        with_visitor(application(rt, lambda: gateway, "0"), OPERATOR),
         {**CHAT, "stream": True},
-        hang_up_after=3,
+        disconnect_after=3,
     )
     assert gateway.words.closed and gateway.words.sent < 1000
 
 
-# The guard against clouds
+# The cloud guard
 
 
 def test_the_cloud_guard_is_read_and_changed(rt):
-    door = client(rt)
-    assert door.get("/api/v1/config").json() == {"allowCloudFallback": True}
-    assert door.put("/api/v1/config", json={"allowCloudFallback": False}).json() == {
+    http = client(rt)
+    assert http.get("/api/v1/config").json() == {"allowCloudFallback": True}
+    assert http.put("/api/v1/config", json={"allowCloudFallback": False}).json() == {
         "allowCloudFallback": False
     }
     for wrong in ({}, {"allowCloudFallback": "no"}, {"allowCloudFallback": False, "other": 1}):
-        assert door.put("/api/v1/config", json=wrong).status_code == 422
-    assert door.get("/api/v1/config").json() == {"allowCloudFallback": False}
+        assert http.put("/api/v1/config", json=wrong).status_code == 422
+    assert http.get("/api/v1/config").json() == {"allowCloudFallback": False}
 
 
 # Jobs
@@ -183,10 +183,10 @@ def test_a_job_outlives_its_caller():
         job = jobs.start(gateway, {"endpoint": "/v1/chat/completions", "body": CHAT}, "ann")
         assert job.as_json()["status"] == "running"
         await job.task
-        told = jobs.find(job.id).as_json()
-        assert (told["status"], told["result"]["body"]) == ("succeeded", CHAT) and told[
+        finished = jobs.find(job.id).as_json()
+        assert (finished["status"], finished["result"]["body"]) == ("succeeded", CHAT) and finished[
             "ended"
-        ] >= told["created"]
+        ] >= finished["created"]
         failed = jobs.start(
             gateway,
             {"endpoint": "/v1/chat/completions", "body": {**CHAT, "model": "nobody"}},
@@ -198,7 +198,7 @@ def test_a_job_outlives_its_caller():
     asyncio.run(story())
 
 
-def test_a_job_that_is_ended_lets_go():
+def test_a_job_that_is_ended_releases_its_model():
     async def story():
         jobs, gateway = Jobs(), Gateway()
         job = jobs.start(
@@ -219,7 +219,7 @@ def test_jobs_are_bounded_and_old_results_go_first():
         await done.task
         running = [
             jobs.start(gateway, slow, "ann") for _ in range(MAX_JOBS)
-        ]  # the last takes the result's place
+        ]  # the last one replaces the result
         with pytest.raises(Exception, match="running already") as refused:
             jobs.start(gateway, slow, "ann")
         assert refused.value.status == 503 and refused.value.retry_after
@@ -247,7 +247,7 @@ def test_jobs_are_bounded_and_old_results_go_first():
         7,
     ],
 )
-def test_what_is_no_job_is_a_bad_request(rt, wanted):
+def test_an_invalid_job_is_a_bad_request(rt, wanted):
     assert client(rt).post("/v1/jobs", json=wanted).status_code == 400
 
 
@@ -262,32 +262,32 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_metrics_tell_the_devices_the_book_and_the_queue(rt):
+def test_metrics_contain_devices_book_and_queue(rt):
     rt.register("a", backend="fake", size="6GiB")
     rt.preload("a")
-    told = samples(client(rt).get("/metrics").text)
-    assert told["gpu_device_claimed_bytes", "sim:0", "simulated", "true"] == 6 * 2**30
-    assert told["gpu_queue_depth", "echo"] == 2 and told["gpu_breaker_state", "echo"] == 2
-    assert told["gpu_queue_depth", "idle"] == told["gpu_active_calls", "idle"] == 0, (
+    figures = samples(client(rt).get("/metrics").text)
+    assert figures["gpu_device_claimed_bytes", "sim:0", "simulated", "true"] == 6 * 2**30
+    assert figures["gpu_queue_depth", "echo"] == 2 and figures["gpu_breaker_state", "echo"] == 2
+    assert figures["gpu_queue_depth", "idle"] == figures["gpu_active_calls", "idle"] == 0, (
         "none is a figure too"
     )
-    assert not any(name == "gpu_device_power_watts" for name, *_ in told), (
+    assert not any(name == "gpu_device_power_watts" for name, *_ in figures), (
         "what no driver tells has no sample"
     )
 
 
-def test_counters_follow_what_happens_between_two_scrapes(rt):
-    door = client(rt)
+def test_counters_include_all_events_between_two_scrapes(rt):
+    http = client(rt)
     rt.register("a", backend="fake", size="6GiB")
-    before = samples(door.get("/metrics").text)
-    for _ in range(30):  # more than the page remembers
+    before = samples(http.get("/metrics").text)
+    for _ in range(30):  # more than a status contains
         rt.preload("a")
         rt.evict("a")
-    after = samples(door.get("/metrics").text)
+    after = samples(http.get("/metrics").text)
     assert after["gpu_evictions_by_reason_total", "evict", "offloaded"] == 30
     assert after["gpu_evictions_total",] - before.get(("gpu_evictions_total",), 0) == 30
     assert after["gpu_restore_seconds_count",] <= 29
-    again = samples(door.get("/metrics").text)
+    again = samples(http.get("/metrics").text)
     assert again["gpu_evictions_by_reason_total", "evict", "offloaded"] == 30, (
         "nothing is counted twice"
     )

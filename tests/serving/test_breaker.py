@@ -1,4 +1,4 @@
-"""A model that fails five times in a row is left alone for 30 s, then one call may try it."""
+"""Circuit breakers: five failures in a row open one for 30 s; then one call may try the model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def is_open(breakers: Breakers) -> bool:
 
 
 def test_five_failures_in_a_row_open_it(breakers):
-    """Four do not; and the error says how often, why, and for how long."""
+    """Four do not. The error says how often, why, and for how long."""
     fail(breakers, 4)
     assert not is_open(breakers)
     fail(breakers, 1)
@@ -60,16 +60,16 @@ def test_five_failures_in_a_row_open_it(breakers):
         breakers.enter("qwen")
 
 
-def test_a_success_in_between_begins_the_row_anew(breakers):
-    """Consecutive failures, not many."""
+def test_a_success_resets_the_count(breakers):
+    """Only consecutive failures count."""
     fail(breakers, 4)
     breakers.enter("qwen").succeeded()
     fail(breakers, 4)
     assert not is_open(breakers)
 
 
-def test_what_says_nothing_of_the_model_counts_for_nothing(breakers):
-    """A caller who goes away, or asks for what cannot be, is neither its failure nor its success."""
+def test_a_call_that_was_withdrawn_does_not_count(breakers):
+    """A caller that leaves, or makes a mistake, is neither a failure nor a success of the model."""
     fail(breakers, 4)
     breakers.enter("qwen").withdrawn()
     fail(breakers, 1)
@@ -77,7 +77,7 @@ def test_what_says_nothing_of_the_model_counts_for_nothing(breakers):
 
 
 def test_thirty_seconds_later_exactly_one_call_passes(breakers, clock):
-    """While it runs all others fail fast."""
+    """While the probe runs, all others fail at once."""
     fail(breakers)
     clock.now += OPEN_SECONDS - 0.1
     assert is_open(breakers)
@@ -91,7 +91,7 @@ def test_thirty_seconds_later_exactly_one_call_passes(breakers, clock):
     )
 
 
-def test_a_probe_that_fails_opens_it_for_as_long_again(breakers, clock):
+def test_a_failed_probe_opens_it_for_another_30_s(breakers, clock):
     """Counted from the probe's end."""
     fail(breakers)
     clock.now += OPEN_SECONDS
@@ -105,18 +105,16 @@ def test_a_probe_that_fails_opens_it_for_as_long_again(breakers, clock):
     assert not is_open(breakers)
 
 
-def test_a_probe_whose_caller_went_away_lets_the_next_one_try(breakers, clock):
-    """Else the model would be left alone for ever."""
+def test_after_a_withdrawn_probe_the_next_call_may_probe(breakers, clock):
+    """Otherwise the model would get no calls for ever."""
     fail(breakers)
     clock.now += OPEN_SECONDS
     breakers.enter("qwen").withdrawn()
     assert breakers.enter("qwen").probe
 
 
-def test_calls_that_began_before_it_opened_do_not_decide_what_the_probe_is_there_for(
-    breakers, clock
-):
-    """A slow success of old closes nothing, and a slow failure does not open it for longer."""
+def test_calls_that_began_before_it_opened_do_not_change_it(breakers, clock):
+    """A slow success does not close it, and a slow failure does not keep it open longer."""
     old = [breakers.enter("qwen") for _ in range(3)]
     fail(breakers)
     old[0].succeeded()
@@ -131,8 +129,8 @@ def test_calls_that_began_before_it_opened_do_not_decide_what_the_probe_is_there
     assert not is_open(breakers)
 
 
-def test_every_model_has_its_own(breakers):
-    """One that fails says nothing of the others."""
+def test_every_model_has_its_own_breaker(breakers):
+    """A failure of one says nothing about the others."""
     fail(breakers)
     breakers.enter("phi").succeeded()
     assert {model: state.state for model, state in breakers.states().items()} == {
@@ -141,8 +139,8 @@ def test_every_model_has_its_own(breakers):
     }
 
 
-def test_made_up_names_fill_no_memory_and_push_no_open_breaker_out(breakers):
-    """`provider:anything` is a name that anybody can make up."""
+def test_invented_names_fill_no_memory_and_remove_no_open_breaker(breakers):
+    """A caller can invent any `provider:name`."""
     fail(breakers)
     for n in range(2 * MAX_BREAKERS):
         breakers.enter(f"openai:{n}").succeeded()
@@ -150,7 +148,7 @@ def test_made_up_names_fill_no_memory_and_push_no_open_breaker_out(breakers):
 
 
 class Model:
-    """What a breaker should be, in few words."""
+    """A simple model of a breaker, to compare with."""
 
     failures, opened_at, probing = 0, None, False
 

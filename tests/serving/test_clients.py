@@ -1,4 +1,4 @@
-"""What is remembered of clients, and what their profiles and wishes change in a prompt."""
+"""What is remembered of clients, and what profiles and fields change in a prompt."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gpu_runtime.serving.routing.tasks import Cost, Profile
 CHAT = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def test_a_clients_pattern_is_how_often_it_asks_and_of_what():
-    """The newest interval weighs most."""
+def test_a_clients_pattern_has_its_intervals_and_models():
+    """The newest interval has the most weight."""
     clients = Clients()
     for now, model in ((0.0, "a"), (10.0, "a"), (15.0, "b")):
         clients.enter("bot", model, now)
@@ -28,8 +28,8 @@ def test_a_clients_pattern_is_how_often_it_asks_and_of_what():
     }
 
 
-def test_a_cooldown_counts_from_the_end_of_the_call_for_its_client_alone():
-    """And is told in seconds."""
+def test_a_cooldown_begins_at_the_end_of_the_call_for_its_client_only():
+    """The error has the seconds."""
     clients = Clients()
     clients.enter("bot", "a", 0.0)
     clients.enter("bot", "a", 1.0)
@@ -43,12 +43,12 @@ def test_a_cooldown_counts_from_the_end_of_the_call_for_its_client_alone():
     )
     assert clients.patterns()["bot"].refused == 1
     clients.enter("other", "a", 12.5)
-    clients.leave("bot", 0.0, 13.0)  # another call's end does not shorten it
+    clients.leave("bot", 0.0, 13.0)  # the end of another call does not shorten it
     clients.enter("bot", "a", 15.0)
 
 
-def test_made_up_names_fill_no_memory():
-    """Of clients, and of models; whoever has a call running is not forgotten."""
+def test_invented_names_fill_no_memory():
+    """Names of clients and of models. A client with a running call is not forgotten."""
     clients = Clients()
     clients.enter("busy", "a", 0.0)
     for n in range(MAX_CLIENTS + 10):
@@ -64,8 +64,8 @@ def test_made_up_names_fill_no_memory():
     )
 
 
-def test_what_the_body_says_wins_over_the_profile():
-    """The profile says what the caller does not."""
+def test_the_body_overrides_the_profile():
+    """The profile fills in what the body leaves out."""
     profile = Profile(
         "Be brief.",
         importance="batch",
@@ -82,14 +82,14 @@ def test_what_the_body_says_wins_over_the_profile():
         "messages": [{"role": "system", "content": "Be brief."}, *CHAT["messages"]],
     }
     assert (call.importance, call.thinking, call.stay_warm, call.cooldown) == (30, True, 60.0, 5.0)
-    asked = apply_profile(
+    call = apply_profile(
         read_call(
             "chat",
             {**CHAT, "x_priority": 1, "x_thinking": False, "x_stay_warm": 0, "x_cooldown": 9},
         ),
         profile,
     )
-    assert (asked.importance, asked.thinking, asked.stay_warm, asked.cooldown) == (
+    assert (call.importance, call.thinking, call.stay_warm, call.cooldown) == (
         1,
         False,
         0.0,
@@ -97,8 +97,8 @@ def test_what_the_body_says_wins_over_the_profile():
     )
 
 
-def test_a_profile_names_the_model_of_those_who_ask_for_the_default():
-    """Programs that must send some name send `default`."""
+def test_a_profile_replaces_the_model_default():
+    """Programs that must send a name send `default`."""
     assert (
         apply_profile(read_call("chat", {**CHAT, "model": "default"}), Profile(model="phi")).model
         == "phi"
@@ -106,8 +106,8 @@ def test_a_profile_names_the_model_of_those_who_ask_for_the_default():
     assert apply_profile(read_call("chat", CHAT), Profile(model="phi")).model == "qwen"
 
 
-def test_a_template_is_a_strangers_file_and_cannot_reach_out():
-    """It comes with the model."""
+def test_a_template_cannot_leave_its_sandbox():
+    """It comes with the model, from an unknown author."""
     for evil in (
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
@@ -117,8 +117,8 @@ def test_a_template_is_a_strangers_file_and_cannot_reach_out():
             chat_template.render(evil, CHAT["messages"])
 
 
-def test_a_template_may_refuse_a_conversation():
-    """With its own words."""
+def test_a_template_may_reject_a_conversation():
+    """The error has the template's own words."""
     with pytest.raises(chat_template.BadConversation, match="roles must alternate"):
         chat_template.render("{{ raise_exception('roles must alternate') }}", CHAT["messages"])
 
@@ -129,19 +129,19 @@ def test_a_template_may_refuse_a_conversation():
     st.lists(st.sampled_from(["END", "ab", "a", "DN"]), min_size=1, max_size=3),
 )
 def test_a_stop_string_is_found_however_the_text_is_cut(text, cuts, stops):
-    """Nothing of it is told, and nothing before it is lost."""
+    """No part of it is sent, and nothing before it is lost."""
     places = sorted({min(cut, len(text)) for cut in cuts})
     parts = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
     stop = StopText(stops)
-    told = "".join(stop.feed(part) for part in parts)
-    told += "" if stop.hit else stop.rest()
+    sent = "".join(stop.feed(part) for part in parts)
+    sent += "" if stop.hit else stop.rest()
     at = min((text.find(word) for word in stops if word in text), default=len(text))
     assert stop.hit == (at < len(text))
-    assert told == text[:at]
+    assert sent == text[:at]
 
 
-def test_what_a_model_took_is_the_slowest_load_and_nearly_the_slowest_answer():
-    """Of the last ones; nothing where nothing was seen."""
+def test_a_models_cost_is_its_slowest_load_and_the_99th_percentile_of_its_answers():
+    """Of the last ones; None if nothing was measured."""
     costs = Costs()
     assert costs.of("a") == Cost()
     for seconds in (9.0, 1.0, 2.0, 3.0, 4.0, 5.0):

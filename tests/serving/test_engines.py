@@ -1,4 +1,4 @@
-"""Real small models behind the gateway: transformers modules, and GGUF files by llama.cpp in a worker of its own."""
+"""Real small models behind the gateway: transformers modules, and GGUF files in a llama.cpp worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from gpu_runtime.serving.engines.registry import adapter_for
 from gpu_runtime.serving.requests import Refused
 from tests import tiny_models
-from tests.serving.kitchen import Kitchen, heard, kitchen, said
+from tests.serving.harness import Harness, answer_text, harness, stream_text
 from tests.serving.loops import in_loop, until
 
 
@@ -31,8 +31,8 @@ def sources(tmp_path_factory) -> dict[str, Any]:
 @asynccontextmanager
 async def with_models(
     sources: dict[str, Any], *names: str, **options: Any
-) -> AsyncIterator[Kitchen]:
-    async with kitchen() as k:
+) -> AsyncIterator[Harness]:
+    async with harness() as k:
         for name in names:
             kind = "embedding" if name == "embedder" else "llm"
             backend = "llama_cpp" if name == "gguf" else "transformers"
@@ -45,31 +45,31 @@ both = pytest.mark.parametrize("name", ["writer", "gguf"])
 
 @both
 @in_loop
-async def test_a_stream_says_what_the_whole_answer_says_and_both_count_alike(name, sources):
-    """With the temperature at zero a model says the same twice."""
-    asked = {"max_tokens": 12, "temperature": 0}
+async def test_a_stream_has_the_text_and_the_counts_of_the_whole_answer(name, sources):
+    """At temperature zero a model gives the same answer twice."""
+    options = {"max_tokens": 12, "temperature": 0}
     async with with_models(sources, name) as k:
-        whole = await k.chat(name, "hello", **asked)
+        whole = await k.chat(name, "hello", **options)
         assert (
             whole.json["usage"]["completion_tokens"] == 12
             and whole.json["choices"][0]["finish_reason"] == "length"
         )
         stream = await k.chat(
-            name, "hello", stream=True, stream_options={"include_usage": True}, **asked
+            name, "hello", stream=True, stream_options={"include_usage": True}, **options
         )
         events = [event async for event in stream.events]
         text = "".join(
             choice["delta"].get("content") or "" for event in events for choice in event["choices"]
         )
-        assert text == said(whole) and events[-1]["usage"] == whole.json["usage"]
+        assert text == answer_text(whole) and events[-1]["usage"] == whole.json["usage"]
         assert [event["choices"][0]["finish_reason"] for event in events[:-1]][-1] == "length"
         assert len(events) > 4, "it came piece by piece"
 
 
 @both
 @in_loop
-async def test_the_model_sees_the_conversation_through_its_own_chat_template(name, sources):
-    """More messages are more tokens of prompt; and a template of the catalogue takes its place."""
+async def test_the_prompt_is_made_by_the_models_chat_template(name, sources):
+    """More messages are more tokens of prompt. A template in the catalogue replaces the model's own."""
     async with with_models(sources, name) as k:
         alone = (await k.chat(name, "hello", max_tokens=1)).json["usage"]["prompt_tokens"]
         long = (
@@ -91,8 +91,8 @@ async def test_the_model_sees_the_conversation_through_its_own_chat_template(nam
 
 @both
 @in_loop
-async def test_a_prompt_too_long_is_told_with_the_figures(name, sources):
-    """The model is not to blame, and answers the next."""
+async def test_the_refusal_of_a_too_long_prompt_has_the_figures(name, sources):
+    """It is no failure of the model, which answers the next call."""
     async with with_models(
         sources, name, **({"context_length": 64} if name == "gguf" else {})
     ) as k:
@@ -106,13 +106,13 @@ async def test_a_prompt_too_long_is_told_with_the_figures(name, sources):
             ) as refused:
                 await k.chat(name, **body)
             assert refused.value.status == 400
-        assert said(await k.chat(name, max_tokens=3))
+        assert answer_text(await k.chat(name, max_tokens=3))
 
 
 @both
 @in_loop
-async def test_whoever_goes_away_ends_the_generation(name, sources):
-    """In a stream and in a whole answer; the model is free again long before it would have been done."""
+async def test_a_caller_that_leaves_ends_the_generation(name, sources):
+    """In a stream and in a whole answer. The model is free long before the answer would have ended."""
     async with with_models(sources, name) as k:
         reply = await k.chat(name, stream=True, max_tokens=150)
         await anext(reply.events)
@@ -129,22 +129,22 @@ async def test_whoever_goes_away_ends_the_generation(name, sources):
 @both
 @in_loop
 async def test_an_answer_ends_at_a_stop_string(name, sources):
-    """Which is not told."""
+    """The stop string is not sent."""
     async with with_models(sources, name) as k:
-        full = said(await k.chat(name, max_tokens=16, temperature=0))
+        full = answer_text(await k.chat(name, max_tokens=16, temperature=0))
         stop = full[5:7]
         cut = await k.chat(name, max_tokens=16, temperature=0, stop=[stop])
         assert (
-            said(cut) == full[: full.index(stop)]
+            answer_text(cut) == full[: full.index(stop)]
             and cut.json["choices"][0]["finish_reason"] == "stop"
         )
         stream = await k.chat(name, max_tokens=16, temperature=0, stop=stop, stream=True)
-        assert await heard(stream) == said(cut)
+        assert await stream_text(stream) == answer_text(cut)
 
 
 @in_loop
 async def test_a_stream_that_is_not_read_to_its_end_is_closed():
-    """That is how an engine hears that nobody listens; nothing is left to the collector of garbage."""
+    """Closing is how the engine learns it; the garbage collector is not needed."""
 
     class Stream:
         closed = False
@@ -172,7 +172,7 @@ async def test_a_stream_that_is_not_read_to_its_end_is_closed():
             return self.streams[-1]
 
     proxy = Proxy()
-    async with kitchen(
+    async with harness(
         qwen=4, make_adapter=lambda value, spec, http: adapter_for(proxy, spec, http)
     ) as k:
         reply = await k.chat("qwen", stream=True)
@@ -182,11 +182,11 @@ async def test_a_stream_that_is_not_read_to_its_end_is_closed():
 
 
 @in_loop
-async def test_a_seed_makes_chance_repeatable(sources):
-    """And the same seed twice is the same answer twice."""
+async def test_a_seed_makes_sampling_repeatable(sources):
+    """The same seed gives the same answer."""
     async with with_models(sources, "writer") as k:
         one, two, other = [
-            said(await k.chat("writer", max_tokens=16, temperature=1.5, seed=seed))
+            answer_text(await k.chat("writer", max_tokens=16, temperature=1.5, seed=seed))
             for seed in (1, 1, 2)
         ]
         assert one == two != other
@@ -194,7 +194,7 @@ async def test_a_seed_makes_chance_repeatable(sources):
 
 @both
 @in_loop
-async def test_a_plain_prompt_is_gone_on_from(name, sources):
+async def test_a_plain_prompt_is_continued(name, sources):
     """Without any template."""
     async with with_models(sources, name) as k:
         reply = await k.gateway.answer(
@@ -208,8 +208,8 @@ async def test_a_plain_prompt_is_gone_on_from(name, sources):
 
 
 @in_loop
-async def test_an_embedding_is_the_mean_of_the_last_layer_at_length_one(sources):
-    """Also as base64, which OpenAI's own client asks for; and the same text has the same vector, alone or not."""
+async def test_an_embedding_is_the_normalized_mean_of_the_last_layer(sources):
+    """Also as base64, which OpenAI's own client requests. A text has the same vector alone and among others."""
     async with with_models(sources, "embedder") as k:
 
         async def embed(texts: Any, **more: Any) -> Any:
@@ -236,8 +236,8 @@ async def test_an_embedding_is_the_mean_of_the_last_layer_at_length_one(sources)
 
 
 @in_loop
-async def test_a_model_is_not_asked_for_what_it_is_not_for(sources):
-    """A clear 400, and no failure of the model's."""
+async def test_a_call_that_does_not_fit_the_models_type_is_refused(sources):
+    """A clear 400, and no failure of the model."""
     async with with_models(sources, "writer", "embedder") as k:
         for kind, body in (
             ("embeddings", {"model": "writer", "input": "a"}),
@@ -263,10 +263,10 @@ async def test_a_model_is_not_asked_for_what_it_is_not_for(sources):
 
 
 @in_loop
-async def test_a_worker_that_is_killed_costs_its_caller_one_error_and_the_next_call_reloads(
+async def test_after_a_killed_worker_one_call_fails_and_the_next_reloads(
     sources,
 ):
-    """kill -9 in the middle of a stream: the lease comes back, and the model answers again."""
+    """kill -9 during a stream: the lease is returned, and the model answers again."""
     import os
     import signal
 
@@ -278,5 +278,5 @@ async def test_a_worker_that_is_killed_costs_its_caller_one_error_and_the_next_c
         os.kill(pid, signal.SIGKILL)
         last = [event async for event in reply.events][-1]
         assert last["error"]["code"] == "broken_off" and "is gone" in last["error"]["message"]
-        assert said(await k.chat("gguf", max_tokens=3))
+        assert answer_text(await k.chat("gguf", max_tokens=3))
         assert k.gateway.state().breakers["gguf"].failures == 0, "the success began the row anew"

@@ -1,4 +1,4 @@
-"""The gateway over a real runtime: who answers, who is told why not, and that nothing is left of any call."""
+"""The gateway over a real runtime: which model answers, refusals, and that nothing of a call remains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu_runtime.facts import IMPORTANCE
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing.fallback import CloudGuard
 from gpu_runtime.serving.routing.tasks import Profile, ServingConfig, Task
-from tests.serving.kitchen import chat, heard, kitchen, said
+from tests.serving.harness import answer_text, chat, harness, stream_text
 from tests.serving.loops import in_loop, settle, until
 
 ALONE = {"sequences": 1, "context_length": 64}  # one call at a time
@@ -21,11 +21,11 @@ DIED = EngineDied("the engine of qwen (pid 7) is gone: killed.", name="qwen", pi
 
 
 @in_loop
-async def test_an_answer_says_which_model_gave_it():
-    """In its body and in its headers; and the model is let go of."""
-    async with kitchen(qwen=4) as k:
+async def test_an_answer_names_its_model():
+    """In its body and in its headers. Then the model is released."""
+    async with harness(qwen=4) as k:
         reply = await k.chat("qwen", "hello there", x_client_id="bot", x_priority="high")
-        assert said(reply) == "hello there"
+        assert answer_text(reply) == "hello there"
         assert reply.json["model"] == "qwen" and reply.json["x_gpu"] == {
             "asked": "qwen",
             "model": "qwen",
@@ -35,28 +35,28 @@ async def test_an_answer_says_which_model_gave_it():
 
 
 @in_loop
-async def test_a_stream_says_the_same_piece_by_piece():
-    """Its model stays pinned until its last event."""
-    async with kitchen(qwen=4) as k:
+async def test_a_stream_names_its_model_in_its_first_event():
+    """The model stays pinned until the last event."""
+    async with harness(qwen=4) as k:
         reply = await k.chat("qwen", "hello there", stream=True)
         assert reply.events.first["x_gpu"] == {"asked": "qwen", "model": "qwen"}
         await until(lambda: k.pins() == {"qwen": 1})
-        assert await heard(reply) == "hello there"
+        assert await stream_text(reply) == "hello there"
 
 
 @in_loop
-async def test_a_stream_that_nobody_reads_lets_go_when_it_is_closed():
-    """A client may be gone before the first event is sent."""
-    async with kitchen(qwen=4) as k:
+async def test_a_stream_that_is_never_read_is_released_when_closed():
+    """A client may disconnect before the first event is sent."""
+    async with harness(qwen=4) as k:
         reply = await k.chat("qwen", stream=True)
         await reply.aclose()
         await reply.aclose()
 
 
 @in_loop
-async def test_whoever_goes_away_leaves_nothing_behind():
-    """While waiting, while the answer is made, and in the middle of a stream."""
-    async with kitchen(
+async def test_nothing_remains_of_a_cancelled_call():
+    """Cancelled while it waits, while the answer is made, and during a stream."""
+    async with harness(
         qwen=4, scripts={"qwen": [asyncio.Event(), asyncio.Event()]}, options={"qwen": ALONE}
     ) as k:
         running = asyncio.ensure_future(k.chat("qwen"))
@@ -76,13 +76,13 @@ async def test_whoever_goes_away_leaves_nothing_behind():
 
 
 @in_loop
-async def test_whoever_goes_away_while_the_ledger_has_no_room_takes_the_ticket_along():
+async def test_a_cancelled_call_withdraws_its_request_from_the_ledger():
     """Another process holds the card."""
     other = Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:test-gateway-ticket")
     other.register("train", backend="fake", size="20 GiB")
     try:
         with other.use("train"):
-            async with kitchen(qwen=4, ledger="memory:test-gateway-ticket") as k:
+            async with harness(qwen=4, ledger="memory:test-gateway-ticket") as k:
                 waiting = asyncio.ensure_future(k.chat("qwen"))
                 await until(lambda: k.rt.status().tickets)
                 waiting.cancel()
@@ -92,16 +92,16 @@ async def test_whoever_goes_away_while_the_ledger_has_no_room_takes_the_ticket_a
 
 
 @in_loop
-async def test_an_urgent_call_goes_before_other_processes_too():
-    """As `rt.use` with that importance would; and when it is answered its model is what it was."""
+async def test_an_urgent_call_is_urgent_among_other_processes_too():
+    """Like `rt.use` with that importance. After the answer the model has its own importance again."""
     book = "memory:urgent-call"
     with Runtime(devices="sim:24GiB,host:64GiB", ledger=book, eviction_grace_seconds=0) as other:
         other.register("theirs", backend="fake", size="14 GiB", importance="high")
         other.preload("theirs")
-        async with kitchen(ledger=book, ours=14) as k:
+        async with harness(ledger=book, ours=14) as k:
             with pytest.raises(
                 Refused, match="within its budget"
-            ):  # theirs is more important, and stays
+            ):  # the other model is more important, and stays
                 await k.chat("ours", x_budget=0.5)
             await k.chat("ours", x_priority="urgent")
             await until(
@@ -113,28 +113,30 @@ async def test_an_urgent_call_goes_before_other_processes_too():
 
 
 @in_loop
-async def test_a_model_without_room_waits_and_others_go_on():
-    """What another process holds is no reason to hold up what fits."""
+async def test_a_call_without_room_waits_and_others_continue():
+    """Memory of another process does not block a model that fits."""
     other = Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:test-gateway-room")
     other.register("train", backend="fake", size="10 GiB")
     try:
-        async with kitchen(qwen=4, big=16, ledger="memory:test-gateway-room") as k:
+        async with harness(qwen=4, big=16, ledger="memory:test-gateway-room") as k:
             with other.use("train"):
                 waiting = asyncio.ensure_future(k.chat("big", "at last", x_priority="urgent"))
                 await until(lambda: k.rt.status().tickets)
-                assert [said(await k.chat("qwen", str(n))) for n in range(5)] == list("01234")
+                assert [answer_text(await k.chat("qwen", str(n))) for n in range(5)] == list(
+                    "01234"
+                )
                 assert not waiting.done()
-            assert said(await waiting) == "at last"
+            assert answer_text(await waiting) == "at last"
     finally:
         other.close()
 
 
 @in_loop
-async def test_two_models_that_do_not_fit_together_answer_32_clients_each_as_itself():
-    """None is lost, none answered by the other; and the card changes hands seldom."""
-    async with kitchen(a=16, b=16) as k:
+async def test_two_models_that_do_not_fit_together_answer_32_clients():
+    """No call is lost or answered by the other model, and the models change seldom."""
+    async with harness(a=16, b=16) as k:
         replies = await asyncio.gather(*(k.chat("ab"[n % 2], f"call {n}") for n in range(32)))
-        assert [(reply.model, said(reply)) for reply in replies] == [
+        assert [(reply.model, answer_text(reply)) for reply in replies] == [
             ("ab"[n % 2], f"call {n}") for n in range(32)
         ]
         assert k.gateway.state().loads <= 3
@@ -142,8 +144,8 @@ async def test_two_models_that_do_not_fit_together_answer_32_clients_each_as_its
 
 @in_loop
 async def test_an_unknown_model_is_a_404_with_the_nearest_name():
-    """Nothing is loaded for it, and nothing remembered."""
-    async with kitchen(qwen=4) as k:
+    """Nothing is loaded and nothing is remembered for it."""
+    async with harness(qwen=4) as k:
         for name in ("qwem", "task:qwem", "task:"):
             with pytest.raises(Refused) as refused:
                 await k.chat(name)
@@ -154,25 +156,25 @@ async def test_an_unknown_model_is_a_404_with_the_nearest_name():
 
 
 @in_loop
-async def test_a_model_that_fails_is_answered_for_only_where_that_was_configured():
-    """And the answer says who gave it, and why."""
+async def test_a_stand_in_answers_only_if_configured():
+    """The answer says which model gave it, and why."""
     stand_ins = ServingConfig(fallback={"qwen": ("phi",)})
-    async with kitchen(stand_ins, qwen=4, phi=4, scripts={"qwen": [DIED]}) as k:
+    async with harness(stand_ins, qwen=4, phi=4, scripts={"qwen": [DIED]}) as k:
         reply = await k.chat("qwen", "hello")
         because = "qwen could not answer: the engine of qwen (pid 7) is gone: killed."
-        assert (reply.model, said(reply), reply.json["model"]) == ("phi", "hello", "phi")
+        assert (reply.model, answer_text(reply), reply.json["model"]) == ("phi", "hello", "phi")
         assert reply.json["x_gpu"] == {"asked": "qwen", "model": "phi", "because": because}
         assert reply.headers["X-GPU-Because"] == because
         k.scripts["qwen"] = [DIED]
         stream = await k.chat(
             "qwen", "hello", stream=True
-        )  # before its first word it may be answered by another
-        assert (stream.model, stream.events.first["x_gpu"]["model"], await heard(stream)) == (
+        )  # before its first event another model may answer
+        assert (stream.model, stream.events.first["x_gpu"]["model"], await stream_text(stream)) == (
             "phi",
             "phi",
             "hello",
         )
-    async with kitchen(qwen=4, phi=4, scripts={"qwen": [DIED]}) as k:
+    async with harness(qwen=4, phi=4, scripts={"qwen": [DIED]}) as k:
         with pytest.raises(
             Refused, match="qwen could not be answered. qwen: the engine of qwen .* is gone"
         ) as refused:
@@ -181,10 +183,10 @@ async def test_a_model_that_fails_is_answered_for_only_where_that_was_configured
 
 
 @in_loop
-async def test_a_model_that_cannot_be_loaded_is_told_with_its_figures_and_stood_in_for():
-    """It would need more than the card has; the smaller context is tried first."""
+async def test_a_stand_in_answers_for_a_model_that_does_not_fit():
+    """The reason has the figures. The smaller context is tried first."""
     serving = ServingConfig(fallback={"huge": ("long", "short")})
-    async with kitchen(
+    async with harness(
         serving,
         huge=30,
         long=4,
@@ -206,9 +208,11 @@ async def test_a_model_that_cannot_be_loaded_is_told_with_its_figures_and_stood_
     ],
 )
 @in_loop
-async def test_what_a_model_s_type_cannot_do_it_is_not_loaded_for(model_type, backend, kind, body):
-    """Others would have to leave for an answer that is settled."""
-    async with kitchen() as k:
+async def test_a_model_is_not_loaded_for_a_call_that_its_type_cannot_serve(
+    model_type, backend, kind, body
+):
+    """Others would be evicted for an answer that is known before."""
+    async with harness() as k:
         source = "" if backend == "fake" else "m.gguf"
         k.rt.register("m", backend=backend, size="4GiB", model_type=model_type, source=source)
         with pytest.raises(Refused, match="m cannot be asked this: it is of type") as refused:
@@ -217,10 +221,10 @@ async def test_what_a_model_s_type_cannot_do_it_is_not_loaded_for(model_type, ba
 
 
 @in_loop
-async def test_what_the_caller_does_wrong_nobody_else_is_asked():
-    """And the model is not blamed: five such calls open no breaker."""
+async def test_a_callers_mistake_is_not_tried_on_other_models():
+    """It is no failure of the model: such calls do not open its breaker."""
     serving = ServingConfig(fallback={"qwen": ("phi",)})
-    async with kitchen(serving, qwen=4, phi=4) as k:
+    async with harness(serving, qwen=4, phi=4) as k:
         for _ in range(6):
             with pytest.raises(Refused) as refused:
                 await k.chat("qwen", n=3)
@@ -230,10 +234,10 @@ async def test_what_the_caller_does_wrong_nobody_else_is_asked():
 
 
 @in_loop
-async def test_whoever_is_being_answered_when_it_closes_is_told_and_nothing_begins_any_more():
-    """Who waits, who is answered, and who reads a stream, which would else look whole; no breaker hears of it."""
+async def test_closing_refuses_running_and_new_calls():
+    """Waiting calls, running calls, and streams, which would otherwise look complete. It counts for no breaker."""
     held, read = asyncio.Event(), asyncio.Event()
-    async with kitchen(qwen=12, phi=12, scripts={"qwen": [read, held]}) as k:
+    async with harness(qwen=12, phi=12, scripts={"qwen": [read, held]}) as k:
         stream = await k.chat("qwen", "one two", stream=True)
         calls = [asyncio.ensure_future(k.chat(model)) for model in ("qwen", "phi")]
         await until(
@@ -262,8 +266,8 @@ async def _errors(reply) -> list[str]:
 
 @asynccontextmanager
 async def broken():
-    """A kitchen whose one model has failed five times in a row."""
-    async with kitchen(qwen=4, scripts={"qwen": [DIED] * 5}) as k:
+    """A gateway whose one model has failed five times in a row."""
+    async with harness(qwen=4, scripts={"qwen": [DIED] * 5}) as k:
         for _ in range(5):
             with pytest.raises(Refused):
                 await k.chat("qwen")
@@ -272,9 +276,9 @@ async def broken():
 
 @in_loop
 async def test_five_failures_open_the_breaker_and_one_probe_closes_it():
-    """Meanwhile calls fail at once, with `Retry-After`; the probe's success lets all in again."""
+    """While it is open, calls fail at once with `Retry-After`. The probe's success lets all calls pass."""
     async with broken() as k:
-        asked = len(k.log)
+        calls_before = len(k.log)
         with pytest.raises(Refused) as refused:
             await k.chat("qwen")
         assert (refused.value.status, refused.value.code, refused.value.retry_after) == (
@@ -282,21 +286,21 @@ async def test_five_failures_open_the_breaker_and_one_probe_closes_it():
             "breaker_open",
             30.0,
         )
-        assert len(k.log) == asked
+        assert len(k.log) == calls_before
         k.clock.now += 30.0
         gate = asyncio.Event()
         k.scripts["qwen"] = [gate]
         probe = asyncio.ensure_future(k.chat("qwen"))
-        await until(lambda: len(k.log) > asked)
+        await until(lambda: len(k.log) > calls_before)
         with pytest.raises(Refused, match="left alone"):
             await k.chat("qwen")
         gate.set()
-        assert said(await probe) == said(await k.chat("qwen")) == "one two three"
+        assert answer_text(await probe) == answer_text(await k.chat("qwen")) == "one two three"
 
 
 @in_loop
-async def test_a_probe_whose_caller_went_away_leaves_the_probing_to_the_next():
-    """Else the model would be left alone for ever."""
+async def test_after_a_cancelled_probe_the_next_call_probes():
+    """Otherwise the model would get no calls for ever."""
     async with broken() as k:
         k.clock.now += 30.0
         k.scripts["qwen"] = [asyncio.Event()]
@@ -304,13 +308,13 @@ async def test_a_probe_whose_caller_went_away_leaves_the_probing_to_the_next():
         await until(lambda: k.log[-1] != "qwen ended")
         probe.cancel()
         await asyncio.gather(probe, return_exceptions=True)
-        assert said(await k.chat("qwen")) == "one two three"
+        assert answer_text(await k.chat("qwen")) == "one two three"
 
 
 @in_loop
-async def test_calls_that_waited_while_the_breaker_opened_fail_fast_too():
-    """They need not find out one by one."""
-    async with kitchen(qwen=4, scripts={"qwen": [DIED] * 20}, options={"qwen": ALONE}) as k:
+async def test_calls_that_waited_while_the_breaker_opened_fail_at_once():
+    """They do not fail on the model one by one."""
+    async with harness(qwen=4, scripts={"qwen": [DIED] * 20}, options={"qwen": ALONE}) as k:
         results = await asyncio.gather(*(k.chat("qwen") for _ in range(12)), return_exceptions=True)
         assert all(isinstance(error, Refused) for error in results)
         assert sum("left alone" in str(error) for error in results) == 7
@@ -318,18 +322,18 @@ async def test_calls_that_waited_while_the_breaker_opened_fail_fast_too():
 
 @in_loop
 async def test_a_failed_load_counts_once_however_many_wait_for_it():
-    """Else one slow disk would open the breaker at once."""
-    async with kitchen(qwen=4, options={"qwen": {"fails": True}}) as k:
+    """Otherwise one slow disk would open the breaker at once."""
+    async with harness(qwen=4, options={"qwen": {"fails": True}}) as k:
         results = await asyncio.gather(*(k.chat("qwen") for _ in range(8)), return_exceptions=True)
         assert all("fails to load because its options say so" in str(error) for error in results)
         assert k.gateway.state().breakers["qwen"].failures == 1
 
 
 @in_loop
-async def test_a_stream_that_breaks_off_ends_with_the_error_and_counts():
-    """What was said is said: no other model goes on in the middle of a sentence."""
+async def test_a_stream_that_breaks_off_ends_with_its_error():
+    """It counts as a failure. No other model continues in the middle of an answer."""
     serving = ServingConfig(fallback={"qwen": ("phi",)})
-    async with kitchen(serving, qwen=4, phi=4, scripts={"qwen": [(DIED,)]}) as k:
+    async with harness(serving, qwen=4, phi=4, scripts={"qwen": [(DIED,)]}) as k:
         reply = await k.chat("qwen", stream=True)
         events = [event async for event in reply.events]
         assert (
@@ -340,10 +344,10 @@ async def test_a_stream_that_breaks_off_ends_with_the_error_and_counts():
 
 
 @in_loop
-async def test_three_decode_failures_in_a_row_load_the_model_anew_once():
-    """A context that went wrong does not mend itself; two failures may pass."""
+async def test_three_decode_failures_in_a_row_reload_the_model_once():
+    """A broken context does not repair itself; two failures may be temporary."""
     failed = RuntimeError("llama_decode returned -3")
-    async with kitchen(
+    async with harness(
         qwen=4, scripts={"qwen": [failed, failed, None, failed, failed, failed, failed]}
     ) as k:
         for _ in range(6):
@@ -357,14 +361,14 @@ async def test_three_decode_failures_in_a_row_load_the_model_anew_once():
         with pytest.raises(Refused):
             await k.chat("qwen")
         assert (
-            said(await k.chat("qwen")) == "one two three"
+            answer_text(await k.chat("qwen")) == "one two three"
             and k.gateway.state().counts["reloads"] == 1
         )
 
 
 @in_loop
 async def test_a_client_profile_changes_the_prompt_that_the_engine_receives():
-    """As does thinking mode; the caller's own word wins."""
+    """So does the thinking mode. The caller's own field wins."""
     written = {
         "chat_template": "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}|{% endfor %}"
     }
@@ -375,14 +379,14 @@ async def test_a_client_profile_changes_the_prompt_that_the_engine_receives():
             )
         }
     )
-    async with kitchen(serving, qwen=4, options={"qwen": written}) as k:
-        assert said(await k.chat("qwen", "hi")) == "user:hi|"
+    async with harness(serving, qwen=4, options={"qwen": written}) as k:
+        assert answer_text(await k.chat("qwen", "hi")) == "user:hi|"
         assert (
-            said(await k.chat("qwen", "hi", x_client_id="bot"))
+            answer_text(await k.chat("qwen", "hi", x_client_id="bot"))
             == "system:Be brief.|user:hi /no_think|"
         )
         assert (
-            said(await k.chat("qwen", "hi", x_client_id="bot", x_thinking=True))
+            answer_text(await k.chat("qwen", "hi", x_client_id="bot", x_thinking=True))
             == "system:Be brief.|user:hi /think|"
         )
     knows = {
@@ -390,15 +394,15 @@ async def test_a_client_profile_changes_the_prompt_that_the_engine_receives():
         "<think={{ enable_thinking }}>{% endif %}",
         "thinking": True,
     }
-    async with kitchen(serving, qwen=4, options={"qwen": knows}) as k:
-        assert said(await k.chat("qwen", "hi")) == "hi <think=True>"
-        assert said(await k.chat("qwen", "hi", x_thinking=False)) == "hi <think=False>"
+    async with harness(serving, qwen=4, options={"qwen": knows}) as k:
+        assert answer_text(await k.chat("qwen", "hi")) == "hi <think=True>"
+        assert answer_text(await k.chat("qwen", "hi", x_thinking=False)) == "hi <think=False>"
 
 
 @in_loop
-async def test_a_client_in_cooldown_is_told_when_to_come_back():
-    """As it asked for itself; others are not concerned."""
-    async with kitchen(qwen=4) as k:
+async def test_a_client_in_cooldown_gets_retry_after():
+    """The client set the cooldown itself. It applies to no other client."""
+    async with harness(qwen=4) as k:
         await k.chat("qwen", x_client_id="bot", x_cooldown=10)
         k.clock.now += 4
         with pytest.raises(Refused) as refused:
@@ -411,9 +415,9 @@ async def test_a_client_in_cooldown_is_told_when_to_come_back():
 
 @in_loop
 async def test_a_task_is_served_by_its_first_candidate_unless_another_is_warm():
-    """`pin_primary` keeps to the first."""
+    """With `pin_primary` always by the first."""
     tasks = {"free": Task(("a", "b")), "pinned": Task(("a", "b"), pin_primary=True)}
-    async with kitchen(ServingConfig(tasks=tasks), a=12, b=12) as k:
+    async with harness(ServingConfig(tasks=tasks), a=12, b=12) as k:
         await k.chat("b")
         reply = await k.chat("task:free")
         assert (reply.model, reply.because) == ("b", "task:free: it is warm and a is not")
@@ -422,10 +426,10 @@ async def test_a_task_is_served_by_its_first_candidate_unless_another_is_warm():
 
 
 @in_loop
-async def test_a_budget_that_is_too_short_is_told_at_once_with_both_numbers():
+async def test_a_budget_that_is_too_short_is_refused_at_once_with_both_numbers():
     """Not after the time is lost."""
     tasks = {"quick": Task(("a",), budget_s=10.0)}
-    async with kitchen(ServingConfig(tasks=tasks), a=12, b=12) as k:
+    async with harness(ServingConfig(tasks=tasks), a=12, b=12) as k:
         k.gateway.costs.add_load("a", 47.0)
         k.gateway.costs.add_answer("a", 2.0)
         with pytest.raises(Refused) as refused:
@@ -439,27 +443,27 @@ async def test_a_budget_that_is_too_short_is_told_at_once_with_both_numbers():
             49.0,
         )
         assert k.where()["a"] == "disk"
-        await k.chat("a")  # without a budget it may take its time; and now it is warm
+        await k.chat("a")  # without a budget any duration is fine; now it is warm
         assert (await k.chat("task:quick")).model == "a"
 
 
 @in_loop
 async def test_a_budget_that_is_spent_ends_the_call():
-    """Where nothing told beforehand that it would be."""
-    async with kitchen(a=4, scripts={"a": [asyncio.Event(), asyncio.Event()]}) as k:
+    """When no measurement could predict it."""
+    async with harness(a=4, scripts={"a": [asyncio.Event(), asyncio.Event()]}) as k:
         with pytest.raises(Refused) as refused:
             await k.chat("a", x_budget=0.05)
         assert (refused.value.status, refused.value.code) == (504, "budget_spent")
         reply = await k.chat(
             "a", x_budget=1.0, stream=True
-        )  # in which even a busy machine says its first word
+        )  # enough for the first event even on a busy machine
         assert [event async for event in reply.events][-1]["error"]["code"] == "budget_spent"
 
 
 @in_loop
-async def test_a_model_steps_aside_when_it_has_been_idle_for_its_types_time():
-    """300 s for a language model, as Model Boss has it; `x_stay_warm` says otherwise."""
-    async with kitchen(llm=4, eyes=4, options={"eyes": {"model_type": "vision"}}) as k:
+async def test_a_model_is_evicted_after_the_idle_time_of_its_type():
+    """300 s for a language model, as in Model Boss. `x_stay_warm` overrides it."""
+    async with harness(llm=4, eyes=4, options={"eyes": {"model_type": "vision"}}) as k:
         await k.chat("llm")
         await k.chat("eyes")
         for after, where in (
@@ -476,9 +480,9 @@ async def test_a_model_steps_aside_when_it_has_been_idle_for_its_types_time():
 
 @in_loop
 async def test_a_full_queue_is_a_503_with_retry_after():
-    """GPU_SERVE_QUEUE says how many may wait."""
+    """GPU_SERVE_QUEUE is the number of calls that may wait."""
     gate = asyncio.Event()
-    async with kitchen(
+    async with harness(
         qwen=4,
         scripts={"qwen": [gate, gate]},
         options={"qwen": ALONE},
@@ -499,9 +503,9 @@ async def test_a_full_queue_is_a_503_with_retry_after():
 
 
 @in_loop
-async def test_what_can_be_asked_for_is_listed():
-    """Models, and tasks under the name that they are addressed by."""
-    async with kitchen(ServingConfig(tasks={"sum": Task(("qwen",))}), qwen=4) as k:
+async def test_models_and_tasks_are_listed():
+    """Tasks under the name that a call uses."""
+    async with harness(ServingConfig(tasks={"sum": Task(("qwen",))}), qwen=4) as k:
         rows = {row["id"]: row["x_gpu"] for row in k.gateway.models()}
         assert rows == {
             "qwen": {"model_type": "llm", "backend": "fake", "warm": False},
@@ -510,7 +514,7 @@ async def test_what_can_be_asked_for_is_listed():
 
 
 @in_loop
-async def test_the_guard_is_what_the_state_says():
-    """As `/api/v1/config` shows it."""
-    async with kitchen(qwen=4, guard=CloudGuard(None, False)) as k:
+async def test_the_state_contains_the_cloud_guard():
+    """`/api/v1/config` shows it."""
+    async with harness(qwen=4, guard=CloudGuard(None, False)) as k:
         assert k.gateway.state().allow_cloud is False

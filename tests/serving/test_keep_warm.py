@@ -1,33 +1,33 @@
-"""How long models stay warm: the longest wish of their calls, then they go, as soon as nobody holds them."""
+"""How long models stay warm: the longest time of their calls, and then until no call holds them."""
 
 from __future__ import annotations
 
 from gpu_runtime.serving.queue.keep_warm import RETRY_SECONDS, KeepWarm
-from tests.serving.kitchen import Clock
+from tests.serving.harness import Clock
 from tests.serving.loops import in_loop, settle
 
 
 class Card:
     def __init__(self) -> None:
-        self.clock, self.held, self.gone = Clock(), set(), []
+        self.clock, self.held, self.evicted = Clock(), set(), []
         self.keep_warm = KeepWarm(self.clock, self.evict)
 
     async def evict(self, model: str) -> bool:
         if model in self.held:
             return False
-        self.gone.append(model)
+        self.evicted.append(model)
         return True
 
     async def later(self, seconds: float) -> list[str]:
         self.clock.now += seconds
         self.keep_warm.evict_due()
         await settle()
-        return self.gone
+        return self.evicted
 
 
 @in_loop
-async def test_of_several_wishes_the_longest_counts():
-    """A later call does not shorten what an earlier one was promised."""
+async def test_of_several_times_the_longest_counts():
+    """A later call does not shorten the time of an earlier one."""
     card = Card()
     card.keep_warm.keep("a", 100.0)
     card.keep_warm.keep("a", 10.0)
@@ -37,8 +37,8 @@ async def test_of_several_wishes_the_longest_counts():
 
 
 @in_loop
-async def test_what_is_held_when_its_time_is_over_is_tried_again():
-    """A notebook in the same process may use it; its time is over all the same."""
+async def test_a_model_in_use_at_the_end_of_its_time_is_tried_again():
+    """A notebook in the same process may use it."""
     card = Card()
     card.held.add("a")
     card.keep_warm.keep("a", 10.0)
@@ -50,15 +50,15 @@ async def test_what_is_held_when_its_time_is_over_is_tried_again():
 
 
 @in_loop
-async def test_a_model_that_must_go_goes_at_the_end_of_its_calls_whatever_they_wish():
-    """It is to be loaded anew."""
+async def test_a_model_to_evict_soon_is_evicted_at_the_end_of_its_calls():
+    """Whatever their times are: it is to be loaded again."""
     card = Card()
     card.held.add("a")
     card.keep_warm.keep("a", 1000.0)
     card.keep_warm.evict_soon("a")
     assert await card.later(0.0) == []
     card.held.clear()
-    card.keep_warm.keep("a", 1000.0)  # the end of a call that ran meanwhile
+    card.keep_warm.keep("a", 1000.0)  # the end of a call that ran in the meantime
     assert await card.later(0.0) == ["a"]
     card.keep_warm.keep("a", 1000.0)
     assert await card.later(999.0) == ["a"], "anew, it stays as long as any"

@@ -1,4 +1,4 @@
-"""`/memory/*`, path by path as the Semantik governor had it."""
+"""`/memory/*`, path by path as in the Semantik governor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from gpu_runtime.units import GIB, MIB
 
-from .doors import client
+from .app_client import client
 
 STATS = {
     "cuda_available",
@@ -42,28 +42,32 @@ def rt(runtime):
 
 
 def test_stats_have_every_field_and_add_up(rt):
-    told = client(rt).get("/memory/stats").json()
-    assert told.keys() == STATS | {"simulated"}
-    assert (told["total_mb"], told["used_mb"], told["free_mb"]) == (24 * 1024, 6 * 1024, 18 * 1024)
-    assert (
-        told["used_percent"] == 25.0
-        and told["pressure_level"] == "LOW"
-        and told["models_loaded"] == 2
+    answer = client(rt).get("/memory/stats").json()
+    assert answer.keys() == STATS | {"simulated"}
+    assert (answer["total_mb"], answer["used_mb"], answer["free_mb"]) == (
+        24 * 1024,
+        6 * 1024,
+        18 * 1024,
     )
-    assert told["budget_usable_mb"] == int(24 * GIB * 0.9) // MIB
-    assert (told["cuda_available"], told["simulated"]) == (False, True)
+    assert (
+        answer["used_percent"] == 25.0
+        and answer["pressure_level"] == "LOW"
+        and answer["models_loaded"] == 2
+    )
+    assert answer["budget_usable_mb"] == int(24 * GIB * 0.9) // MIB
+    assert (answer["cuda_available"], answer["simulated"]) == (False, True)
 
 
 def test_counters_hold_law_10(rt):
-    door = client(rt)
-    door.post("/memory/evict/reranker")
-    door.post("/memory/preload", json={"models": [{"name": "rank", "model_type": "reranker"}]})
-    told = door.get("/memory/stats").json()
-    assert told["total_evictions"] == told["total_offloads"] + told["total_unloads"] == 1
-    assert told["total_restorations"] == 1
+    http = client(rt)
+    http.post("/memory/evict/reranker")
+    http.post("/memory/preload", json={"models": [{"name": "rank", "model_type": "reranker"}]})
+    answer = http.get("/memory/stats").json()
+    assert answer["total_evictions"] == answer["total_offloads"] + answer["total_unloads"] == 1
+    assert answer["total_restorations"] == 1
 
 
-def test_models_say_where_they_lie(rt):
+def test_models_have_their_location(rt):
     rt.evict("rank")
     rows = {row["model_name"]: row for row in client(rt).get("/memory/models").json()}
     assert (rows["emb"]["location"], rows["rank"]["location"]) == ("gpu", "cpu")
@@ -75,10 +79,10 @@ def test_models_say_where_they_lie(rt):
     assert rows["emb"].keys() >= {"idle_seconds", "use_count"}
 
 
-def test_evictions_and_the_warm_pool_tell_the_same_story(rt):
-    door = client(rt)
-    door.post("/memory/evict/embedding")
-    [row] = door.get("/memory/evictions").json()
+def test_evictions_and_the_warm_pool_agree(rt):
+    http = client(rt)
+    http.post("/memory/evict/embedding")
+    [row] = http.get("/memory/evictions").json()
     assert {**row, "timestamp": 0} == {
         "model_name": "emb",
         "model_type": "embedding",
@@ -89,7 +93,7 @@ def test_evictions_and_the_warm_pool_tell_the_same_story(rt):
         "timestamp": 0,
         "device": "sim:0",
     }
-    [warm] = door.get("/memory/offloaded").json()
+    [warm] = http.get("/memory/offloaded").json()
     assert (warm["model_key"], warm["original_device"]) == ("embedding:emb:float16", "sim:0")
     assert warm["seconds_offloaded"] >= 0 and abs(warm["offload_time"] - row["timestamp"]) < 5
 
@@ -107,12 +111,12 @@ def test_a_model_is_evicted_by_its_type_its_name_or_its_key(rt, named):
 
 
 @pytest.mark.parametrize("kind", ["llm", "vision", "diffusion", "other"])
-def test_where_nothing_is_there_to_evict_nothing_is_done(rt, kind):
+def test_without_a_model_to_evict_nothing_is_done(rt, kind):
     answer = client(rt).post(f"/memory/evict/{kind}")
     assert (answer.status_code, answer.json()) == (200, {"status": "no_action", "model_type": kind})
 
 
-def test_what_is_in_use_stays_and_the_answer_says_so(rt):
+def test_a_model_in_use_stays_and_the_answer_says_so(rt):
     with rt.use("rank"):
         answer = client(rt).post("/memory/evict/reranker").json()
     assert answer["status"] == "no_action" and "in use" in answer["detail"]
@@ -135,7 +139,7 @@ def test_neither_a_type_nor_a_name_is_a_bad_request(rt, nonsense):
         [],
     ],
 )
-def test_a_preload_of_what_cannot_be_is_unprocessable(rt, body):
+def test_an_invalid_preload_is_unprocessable(rt, body):
     assert client(rt).post("/memory/preload", json=body).status_code == 422
 
 
@@ -159,8 +163,8 @@ def test_a_preload_answers_for_each_model(rt):
 
 
 def test_health_is_false_at_critical(rt):
-    door = client(rt)
-    assert door.get("/memory/health").json() == {
+    http = client(rt)
+    assert http.get("/memory/health").json() == {
         "healthy": True,
         "pressure": "LOW",
         "used_percent": 25.0,
@@ -168,20 +172,20 @@ def test_health_is_false_at_critical(rt):
     }
     rt.register("big", backend="fake", size="15GiB")
     rt.preload("big")
-    told = door.get("/memory/health").json()
-    assert (told["healthy"], told["pressure"]) == (False, "CRITICAL")
+    answer = http.get("/memory/health").json()
+    assert (answer["healthy"], answer["pressure"]) == (False, "CRITICAL")
 
 
 def test_without_a_governor_the_pressure_is_unknown(runtime):
-    door = client(runtime(enable_memory_governor=False))
-    assert door.get("/memory/stats").json()["pressure_level"] == "UNKNOWN"
-    assert door.get("/memory/health").json()["pressure"] == "UNKNOWN"
+    http = client(runtime(enable_memory_governor=False))
+    assert http.get("/memory/stats").json()["pressure_level"] == "UNKNOWN"
+    assert http.get("/memory/health").json()["pressure"] == "UNKNOWN"
 
 
-def test_fragmentation_and_its_cure(rt):
-    door = client(rt)
-    told = door.get("/memory/fragmentation").json()
-    assert told.keys() == {
+def test_fragmentation_and_defragmentation(rt):
+    http = client(rt)
+    answer = http.get("/memory/fragmentation").json()
+    assert answer.keys() == {
         "cuda_available",
         "allocated_mb",
         "reserved_mb",
@@ -190,11 +194,11 @@ def test_fragmentation_and_its_cure(rt):
         "num_alloc_retries",
         "num_ooms",
     }
-    assert told["fragmentation_mb"] == told["reserved_mb"] - told["allocated_mb"]
-    assert door.post("/memory/defragment").json()["status"] == "defragmentation_triggered"
+    assert answer["fragmentation_mb"] == answer["reserved_mb"] - answer["allocated_mb"]
+    assert http.post("/memory/defragment").json()["status"] == "defragmentation_triggered"
 
 
-def test_what_is_done_is_told_as_done_by_whoever_asked(rt):
+def test_the_journal_has_the_visitor_who_acted(rt):
     client(rt).post("/memory/evict/reranker")
     [event] = [event for event in rt.why("rank") if event.action == "offloaded"]
     assert "ann, HTTP" in event.by

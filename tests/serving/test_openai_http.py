@@ -1,4 +1,4 @@
-"""Engines that are servers, and clouds: both speak OpenAI's HTTP, stood in for by a server on this machine."""
+"""Engines that are servers, and clouds: a server on this machine stands in for both."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gpu_runtime.serving.engines.openai_http import HttpAdapter
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing.fallback import Cloud, CloudGuard
 from gpu_runtime.serving.routing.tasks import ServingConfig, Task
-from tests.serving.kitchen import heard, kitchen, said
+from tests.serving.harness import answer_text, harness, stream_text
 from tests.serving.loopback import Loopback, chunk, completion, loopback
 from tests.serving.loops import in_loop, until
 
 
 def engine(there: Loopback, chat_template: str | None = None) -> Any:
-    """Has every model of a kitchen answered by that server, as `rt.use` yields one."""
+    """Lets that server answer for every model, as if `rt.use` had yielded its address."""
 
     def make_adapter(value: Any, spec: Any, http: Any) -> HttpAdapter:
         served = SimpleNamespace(
@@ -34,12 +34,12 @@ def engine(there: Loopback, chat_template: str | None = None) -> Any:
 
 
 @in_loop
-async def test_a_body_goes_out_under_the_engines_name_and_comes_back_under_ours():
-    """With what the engine must be shown, and without any field of ours."""
-    async with loopback() as there, kitchen(qwen=4, make_adapter=engine(there)) as k:
+async def test_the_engine_gets_its_own_name_and_the_caller_ours():
+    """The engine's headers are sent, and none of our own fields."""
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         there.answers = [completion("hello")]
         reply = await k.chat("qwen", "hi", top_k=40, x_priority="high", x_unknown=[1])
-        assert (said(reply), reply.json["model"]) == ("hello", "qwen")
+        assert (answer_text(reply), reply.json["model"]) == ("hello", "qwen")
         path, headers, body = there.requests[0]
         assert (path, headers["authorization"]) == ("/v1/chat/completions", "Bearer inside")
         assert body == {
@@ -51,20 +51,20 @@ async def test_a_body_goes_out_under_the_engines_name_and_comes_back_under_ours(
 
 @in_loop
 async def test_a_stream_is_passed_on_event_by_event():
-    """The first is there before the last is made."""
-    async with loopback() as there, kitchen(qwen=4, make_adapter=engine(there)) as k:
+    """The first event arrives before the last one is made."""
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         gate = asyncio.Event()
         there.answers = [[chunk("one "), gate, chunk("two"), "[DONE]"]]
         reply = await k.chat("qwen", stream=True)
         assert reply.events.first["model"] == "qwen"
         gate.set()
-        assert await heard(reply) == "one two"
+        assert await stream_text(reply) == "one two"
 
 
 @in_loop
-async def test_whoever_goes_away_hangs_up_on_the_engine():
-    """It notices, and computes no further."""
-    async with loopback() as there, kitchen(qwen=4, make_adapter=engine(there)) as k:
+async def test_a_caller_that_leaves_disconnects_from_the_engine():
+    """The engine notices it and stops computing."""
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         gate = asyncio.Event()
         there.answers = [[chunk("one "), gate, *[chunk("x" * 4096)] * 10_000], [gate]]
         reply = await k.chat("qwen", stream=True)
@@ -74,9 +74,9 @@ async def test_whoever_goes_away_hangs_up_on_the_engine():
 
 
 @in_loop
-async def test_a_call_waits_while_its_engine_is_started_again():
-    """Else five quick calls would open the breaker for 30 s, for a restart of two. It asks where it answers by then."""
-    async with loopback() as there, kitchen(qwen=4) as k:
+async def test_a_call_waits_while_its_engine_restarts():
+    """Otherwise five quick calls would open the breaker for 30 s, for a restart of 2 s. It uses the new address."""
+    async with loopback() as there, harness(qwen=4) as k:
         served = SimpleNamespace(
             base_url="http://127.0.0.1:9/v1", model="theirs", headers={}, starting=True
         )
@@ -84,11 +84,13 @@ async def test_a_call_waits_while_its_engine_is_started_again():
             spec.name, served, http, spec
         )
         there.answers = [completion("hello")]
-        asked = asyncio.ensure_future(k.chat("qwen"))
+        call = asyncio.ensure_future(k.chat("qwen"))
         await until(lambda: k.gateway.queue.active() == {"qwen": 1})
         assert not there.requests
         served.base_url, served.starting = there.url, False
-        assert said(await asked) == "hello" and k.gateway.state().breakers["qwen"].failures == 0
+        assert (
+            answer_text(await call) == "hello" and k.gateway.state().breakers["qwen"].failures == 0
+        )
 
 
 @pytest.mark.parametrize(
@@ -104,9 +106,9 @@ async def test_a_call_waits_while_its_engine_is_started_again():
     ],
 )
 @in_loop
-async def test_an_engine_that_fails_is_said_to_have_failed(answer, why):
-    """Its status, its words; and its breaker hears of it."""
-    async with loopback() as there, kitchen(qwen=4, make_adapter=engine(there)) as k:
+async def test_an_engines_failure_is_reported(answer, why):
+    """With its status and its message; and it counts for its breaker."""
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         there.answers = [answer]
         with pytest.raises(Refused, match=why) as refused:
             await k.chat("qwen")
@@ -114,9 +116,9 @@ async def test_an_engine_that_fails_is_said_to_have_failed(answer, why):
 
 
 @in_loop
-async def test_a_stream_that_ends_without_its_end_broke_off():
-    """An engine that dies in the middle of a sentence says no [DONE]."""
-    async with loopback() as there, kitchen(qwen=4, make_adapter=engine(there)) as k:
+async def test_a_stream_that_ends_without_done_broke_off():
+    """An engine that dies during an answer sends no [DONE]."""
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         there.answers = [
             [chunk("one "), None],
             [chunk("a"), {"error": {"message": "llama_decode returned -3"}}],
@@ -128,9 +130,9 @@ async def test_a_stream_that_ends_without_its_end_broke_off():
 
 
 @in_loop
-async def test_what_the_engine_refuses_is_the_callers_to_change():
-    """In the engine's own words."""
-    async with loopback() as there, kitchen(qwen=4, make_adapter=engine(there)) as k:
+async def test_an_engines_refusal_is_the_callers_mistake():
+    """With the engine's own message."""
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         there.answers = [400]
         with pytest.raises(Refused, match="qwen refused: status 400, as told") as refused:
             await k.chat("qwen")
@@ -139,7 +141,7 @@ async def test_what_the_engine_refuses_is_the_callers_to_change():
 
 @in_loop
 async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
-    """By a switch where its template knows one, or is not known; else in the message, where every model sees it."""
+    """By a switch if its template has one, or is unknown; else by a word in the message."""
     knows, knows_not = "{% if enable_thinking %}", "{{ messages[0].content }}"
     for own, options, switched in (
         (None, {}, True),
@@ -152,7 +154,7 @@ async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
     ):
         async with (
             loopback() as there,
-            kitchen(qwen=4, make_adapter=engine(there, own), options={"qwen": options}) as k,
+            harness(qwen=4, make_adapter=engine(there, own), options={"qwen": options}) as k,
         ):
             there.answers = [completion("a")]
             await k.chat("qwen", "hi", x_thinking=False)
@@ -165,11 +167,11 @@ async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
 
 
 @in_loop
-async def test_other_kinds_go_to_their_own_paths():
+async def test_other_kinds_use_their_own_paths():
     """Embeddings, images, and plain completions."""
     async with (
         loopback() as there,
-        kitchen(
+        harness(
             qwen=4,
             sdxl=4,
             make_adapter=engine(there),
@@ -195,16 +197,16 @@ def cloudy(there: Loopback) -> dict[str, str]:
 
 
 @in_loop
-async def test_a_cloud_answers_last_and_only_where_it_may():
-    """Local models, then the cloud, then 503; with the guard down 503 at once. No memory is taken for a cloud."""
+async def test_a_cloud_answers_last_and_only_if_allowed():
+    """Local models, then the cloud, then 503. If clouds are not allowed, 503 at once. A cloud takes no memory."""
     serving = ServingConfig(fallback={"huge": ("claude:haiku", "vast")})
     async with (
         loopback() as there,
-        kitchen(serving, huge=30, vast=40, environment=cloudy(there)) as k,
+        harness(serving, huge=30, vast=40, environment=cloudy(there)) as k,
     ):
         there.answers = [completion("from afar")]
         reply = await k.chat("huge", x_client_id="bot")
-        assert (reply.model, said(reply), reply.json["model"]) == (
+        assert (reply.model, answer_text(reply), reply.json["model"]) == (
             "claude:haiku",
             "from afar",
             "claude:haiku",
@@ -224,12 +226,12 @@ async def test_a_cloud_answers_last_and_only_where_it_may():
 
 
 @in_loop
-async def test_a_cloud_that_was_asked_for_is_never_blocked():
+async def test_a_cloud_that_was_requested_is_never_blocked():
     """A deliberate choice: `claude:sonnet`, or the first candidate of a task."""
     tasks = {"far": Task(("claude:sonnet", "qwen")), "near": Task(("qwen", "claude:sonnet"))}
     async with (
         loopback() as there,
-        kitchen(
+        harness(
             ServingConfig(tasks=tasks),
             qwen=4,
             environment=cloudy(there),
@@ -244,8 +246,8 @@ async def test_a_cloud_that_was_asked_for_is_never_blocked():
 
 @in_loop
 async def test_a_cloud_without_address_or_key_says_which_variable_is_missing():
-    """And no key of one provider goes to another."""
-    async with kitchen(qwen=4, environment={"OPENAI_API_KEY": "s3cret"}) as k:
+    """And no key of one provider is sent to another."""
+    async with harness(qwen=4, environment={"OPENAI_API_KEY": "s3cret"}) as k:
         for model, missing in (
             ("claude:sonnet", "no CLAUDE_API_KEY"),
             ("nobody:x", "no NOBODY_BASE_URL"),
@@ -255,5 +257,5 @@ async def test_a_cloud_without_address_or_key_says_which_variable_is_missing():
 
 
 def test_a_key_is_never_shown():
-    """Not even where a cloud is printed."""
+    """Not even when a cloud is printed."""
     assert "s3cret" not in repr(Cloud("claude", "https://x", "s3cret", "sonnet"))

@@ -1,4 +1,4 @@
-"""The description tells the truth: what it allows is answered, and nothing that is sent breaks the server."""
+"""The OpenAPI description is correct: valid calls are answered, and no request breaks the server."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from hypothesis import HealthCheck, given, settings
 
 from gpu_runtime.serving.api.app import application
 
-from .doors import OPERATOR, Gateway, let_in
+from .app_client import OPERATOR, Gateway, with_visitor
 
 schemathesis = pytest.importorskip("schemathesis")
-OURS = (503, 507)  # refusals that say why
+OURS = (503, 507)  # intended refusals, with a reason
 
 
 def test_no_request_breaks_the_server(runtime):
-    """Right bodies and wrong ones, for every route: never a server error but those that are answers."""
+    """Valid and invalid bodies for every route: no server error except intended refusals."""
     rt = runtime(monitor=False)
     rt.register("emb", backend="fake", size="1GiB", model_type="embedding")
     gateway = Gateway()
     schema = schemathesis.openapi.from_asgi(
-        "/openapi.json", let_in(application(rt, lambda: gateway, "0"), OPERATOR)
+        "/openapi.json", with_visitor(application(rt, lambda: gateway, "0"), OPERATOR)
     )
     operations = [found.ok() for found in schema.get_all_operations()]
     assert len(operations) > 15

@@ -1,4 +1,4 @@
-"""Who starts next: importance, then warm models, then arrival; and nobody waits for ever."""
+"""Which call starts next: importance, then warm models, then arrival; and no call waits for ever."""
 
 from __future__ import annotations
 
@@ -29,54 +29,54 @@ def keys(waiting: list[Waiting], engines: dict[str, Engine], now: float = 0.0) -
     return [waiting.key for waiting in order(waiting, engines, now)]
 
 
-def test_importance_comes_before_warmth_and_warmth_before_arrival():
+def test_importance_counts_before_warmth_and_warmth_before_arrival():
     """The order of the Model Boss queue: (priority, warm_bump, submitted_at)."""
     waiting = [call(1, "cold"), call(2, "warm"), call(3, "cold", "high"), call(4, "warm", "batch")]
     assert keys(waiting, {"warm": WARM, "cold": COLD}) == [3, 2, 1, 4]
 
 
 def test_every_thirty_seconds_raise_a_call_by_one_class():
-    """A batch call of a minute ago stands with the normal ones, and was there first."""
+    """A batch call that is a minute old has the class of a normal call, and arrived first."""
     old, new = call(1, "a", "batch", arrived=0.0), call(2, "a", "normal", arrived=60.0)
     assert keys([new, old], {"a": WARM}, now=59.9) == [2, 1]
     assert keys([new, old], {"a": WARM}, now=60.0) == [1, 2]
 
 
-def test_a_cold_model_that_has_waited_comes_before_warm_newcomers():
-    """Even where both are urgent: age counts beyond the highest class."""
+def test_a_cold_model_that_has_waited_starts_before_new_calls_of_warm_ones():
+    """Even if both are urgent: age counts beyond the highest class."""
     cold, warm = call(1, "b", "urgent", arrived=0.0), call(2, "a", "urgent", arrived=30.0)
     assert keys([cold, warm], {"a": WARM, "b": COLD}, now=29.0) == [2, 1]
     assert keys([cold, warm], {"a": WARM, "b": COLD}, now=30.0) == [1, 2]
 
 
 def test_a_warm_model_starts_as_many_calls_as_it_can_run():
-    """The rest wait, without holding others up."""
+    """The rest waits without blocking others."""
     engines = {"a": Engine(ModelState.WARM, active=1, concurrency=3), "b": WARM}
     waiting = [call(1), call(2), call(3), call(4, "b")]
     assert next_steps(waiting, engines, 0.0) == NextSteps(start=(1, 2, 4))
 
 
 def test_a_cold_model_is_loaded_once_for_all_its_calls():
-    """And each cold model begins at once: the ledger says which of them have room."""
+    """Each cold model begins to load at once: the ledger decides which of them have room."""
     assert next_steps([call(1, "a"), call(2, "a"), call(3, "b")], {}, 0.0) == NextSteps(
         load=("a", "b")
     )
 
 
 def test_no_more_loads_begin_than_there_are_threads_for():
-    """Fifty cold models are not fifty tickets in the ledger."""
+    """Fifty cold models do not make fifty requests in the ledger."""
     busy = {f"busy{n}": LOADING for n in range(MAX_LOADS - 1)}
     assert next_steps([call(1, "a"), call(2, "b")], busy, 0.0) == NextSteps(load=("a",))
 
 
-def test_a_model_that_cannot_be_loaded_now_holds_nobody_up():
-    """Another process has the card; what fits beside it goes on."""
+def test_a_model_that_cannot_be_loaded_now_blocks_no_other():
+    """Another process holds the card; what fits beside it continues."""
     waiting = [call(1, "big", "urgent"), call(2, "a", "batch")]
     assert next_steps(waiting, {"big": LOADING, "a": WARM}, 0.0) == NextSteps(start=(2,))
 
 
-def test_calls_of_a_warm_model_go_on_before_a_cold_one_of_their_class():
-    """Models are changed when their calls are done, not after each."""
+def test_calls_of_a_warm_model_start_before_those_of_a_cold_one_of_their_class():
+    """Models change when their calls are done, not after each call."""
     waiting = [call(1, "b"), call(2, "a")]
     engines = {
         "a": Engine(ModelState.WARM, active=1, concurrency=4),
@@ -85,8 +85,8 @@ def test_calls_of_a_warm_model_go_on_before_a_cold_one_of_their_class():
     assert next_steps(waiting, engines, 0.0) == NextSteps(start=(2,))
 
 
-def test_what_stands_in_the_way_of_a_better_call_starts_no_more():
-    """Else a steady stream of normal calls would keep an urgent one out for ever; what is not in its way goes on."""
+def test_a_model_that_blocks_a_more_important_call_starts_no_more_calls():
+    """Otherwise a steady stream of normal calls would keep an urgent one out for ever. Other models continue."""
     waiting = [call(1, "b", "urgent"), call(2, "a"), call(3, "c")]
     engines = {
         "a": Engine(ModelState.WARM, active=1, concurrency=4),
@@ -142,8 +142,8 @@ def test_no_engine_runs_more_than_it_can_and_only_warm_ones_run(waiting, engines
 
 
 @given(calls, engines, st.floats(500, 1000))
-def test_a_free_place_of_a_model_in_nobodys_way_is_taken(waiting, engines, now):
-    """Nothing idles that could run: a call that cannot start holds up only what its own load waits for."""
+def test_a_free_place_of_a_model_that_blocks_no_load_is_taken(waiting, engines, now):
+    """A call that cannot start blocks only the models that its own load waits for."""
     out = next_steps(waiting, engines, now)
     in_the_way = {
         name
@@ -162,7 +162,7 @@ def test_a_free_place_of_a_model_in_nobodys_way_is_taken(waiting, engines, now):
             assert engine.active + started >= engine.concurrency
 
 
-eighths = st.integers(0, 8000).map(lambda n: n / 8)  # of a second: exact, as the bound is
+eighths = st.integers(0, 8000).map(lambda n: n / 8)  # of a second: exact, like the bound
 
 
 @given(
@@ -173,17 +173,15 @@ eighths = st.integers(0, 8000).map(lambda n: n / 8)  # of a second: exact, as th
     st.sampled_from(ModelState),
     st.sampled_from(ModelState),
 )
-def test_nobody_who_comes_after_the_ageing_bound_is_served_first(
-    mine, theirs, after, later, place, other
-):
-    """So a call waits at most for those who came within that time, however warm or important the others are."""
+def test_a_call_after_the_ageing_bound_never_starts_first(mine, theirs, after, later, place, other):
+    """So a call waits at most for those that arrived within that time, however warm or important they are."""
     first = Waiting(1, "a", mine, 0.0)
     second = Waiting(2, "b", theirs, overtaken_for_seconds(mine, theirs) + after)
     now = second.arrived + later
     assert keys([first, second], {"a": Engine(place), "b": Engine(other)}, now) == [1, 2]
 
 
-def test_the_ageing_bound_is_not_more_than_it_must_be():
-    """A hair before it, a warm newcomer does come first."""
+def test_the_ageing_bound_is_exact():
+    """Shortly before it, a call of a warm model does start first."""
     cold, warm = Waiting(1, "a", 10, 0.0), Waiting(2, "b", 10, AGEING_SECONDS - 0.5)
     assert keys([cold, warm], {"b": WARM}, now=AGEING_SECONDS - 0.1) == [2, 1]

@@ -1,4 +1,4 @@
-"""Turns at models: who gets one, and that nothing is left of those who go away."""
+"""Turns at models: which call gets one, and that nothing remains of a call that was cancelled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Clock:
 
 
 class Shelf:
-    """Models on a card with room for `room` of them; loading is done by hand, and told in `log`."""
+    """Models on a card with room for `room` of them. The test itself loads them; `log` has the order of events."""
 
     def __init__(self, *warm: str, room: int = 1, concurrency: int = 1, limit: int = 256) -> None:
         self.warm, self.room, self.many = list(warm), room, concurrency
@@ -57,7 +57,7 @@ class Shelf:
         ]
 
     def arrive(self) -> None:
-        """Carries out what the ledger would: loads for which idle models can step aside are done, others wait."""
+        """Does the ledger's work: loads that fit after evicting idle models are done, others wait."""
         for hold in self.holds:
             if hold.ready.done() or hold.released:
                 continue
@@ -76,13 +76,15 @@ class Shelf:
 
 
 class Answer:
-    """A call under way: waits for its turn, then runs until it is ended."""
+    """A running call: it waits for its turn, then runs until the test ends it."""
 
     def __init__(self, shelf: Shelf, model: str, importance: int, name: str) -> None:
         self._end = asyncio.Event()
         self.name = name
         self.task = asyncio.ensure_future(self._run(shelf, model, importance))
-        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # looked at
+        self.task.add_done_callback(
+            lambda task: task.cancelled() or task.exception()
+        )  # marks the error as read
 
     async def _run(self, shelf: Shelf, model: str, importance: int) -> None:
         async with shelf.queue.turn(model, importance) as turn:
@@ -97,7 +99,7 @@ class Answer:
 
 @asynccontextmanager
 async def done(shelf: Shelf) -> AsyncIterator[None]:
-    """Afterwards nothing waits, runs or is pinned."""
+    """Afterwards no call waits or runs, and no model is pinned."""
     yield
     await settle()
     assert (shelf.queue.depth(), shelf.queue.active(), shelf.pinned()) == ({}, {}, [])
@@ -105,7 +107,7 @@ async def done(shelf: Shelf) -> AsyncIterator[None]:
 
 
 @in_loop
-async def test_a_warm_model_is_had_at_once_and_let_go_after_its_last_call():
+async def test_a_warm_model_is_pinned_at_once_and_released_after_its_last_call():
     """Two calls, one pin."""
     shelf = Shelf("a", concurrency=2)
     async with done(shelf):
@@ -118,7 +120,7 @@ async def test_a_warm_model_is_had_at_once_and_let_go_after_its_last_call():
 
 
 @in_loop
-async def test_calls_start_by_importance_when_a_place_comes_free():
+async def test_calls_start_by_importance_when_a_place_is_free():
     """Not by arrival."""
     shelf = Shelf("a")
     async with done(shelf):
@@ -133,8 +135,8 @@ async def test_calls_start_by_importance_when_a_place_comes_free():
 
 
 @in_loop
-async def test_a_model_stays_pinned_between_calls_that_follow_each_other():
-    """In the moment between two calls its room would be taken, and it would be loaded again for the second."""
+async def test_a_model_stays_pinned_between_successive_calls():
+    """Between two calls another model could take its memory, and it would be loaded again."""
     shelf = Shelf("a")
     async with done(shelf):
         first, second = shelf.call("a"), shelf.call("a")
@@ -145,8 +147,8 @@ async def test_a_model_stays_pinned_between_calls_that_follow_each_other():
 
 
 @in_loop
-async def test_models_are_changed_when_their_calls_are_done_not_after_each():
-    """A and B by turns, and room for one of them: two loads, not eight."""
+async def test_models_change_when_their_calls_are_done_not_after_each():
+    """A and B in turn, with room for one of them: two loads, not eight."""
     shelf = Shelf()
     async with done(shelf):
         answers = [shelf.call(model, name=f"{model}{n}") for n in range(4) for model in "ab"]
@@ -161,8 +163,8 @@ async def test_models_are_changed_when_their_calls_are_done_not_after_each():
 
 
 @in_loop
-async def test_a_load_that_waits_holds_up_neither_other_models_nor_calls_before_it():
-    """B has to wait for A; A goes on, and C beside it."""
+async def test_a_waiting_load_blocks_neither_other_models_nor_earlier_calls():
+    """B waits for A; A continues, and C beside it."""
     shelf = Shelf("a", "c", room=2)
     async with done(shelf):
         running = [shelf.call("a"), shelf.call("c")]
@@ -187,7 +189,7 @@ async def test_a_load_that_waits_holds_up_neither_other_models_nor_calls_before_
 
 @in_loop
 async def test_a_steady_stream_of_a_warm_model_does_not_keep_a_cold_one_out():
-    """Once B has waited longer than newcomers by 30 s, A starts no more, ends, and makes room."""
+    """Once B has waited 30 s longer than new calls, A starts no more calls, ends, and is evicted."""
     shelf = Shelf("a")
     async with done(shelf):
         running = shelf.call("a", name="a0")
@@ -212,7 +214,7 @@ async def test_a_steady_stream_of_a_warm_model_does_not_keep_a_cold_one_out():
 
 
 @in_loop
-async def test_a_failed_load_is_told_to_all_who_waited_and_counts_once():
+async def test_a_failed_load_fails_all_waiting_calls_and_counts_once():
     """Five callers of one failed load are not five failures."""
     shelf = Shelf()
     answers = [shelf.call("a") for _ in range(3)]
@@ -224,8 +226,8 @@ async def test_a_failed_load_is_told_to_all_who_waited_and_counts_once():
 
 
 @in_loop
-async def test_a_model_whose_engine_failed_is_taken_in_hand_anew():
-    """What the hold has may be dead; in a steady stream of calls it would never be let go of."""
+async def test_a_model_whose_engine_failed_is_pinned_again():
+    """The pinned object may be dead. In a steady stream of calls it would never be released."""
     shelf = Shelf("a", concurrency=2)
     async with done(shelf):
         one, two = shelf.call("a"), shelf.call("a")
@@ -241,8 +243,8 @@ async def test_a_model_whose_engine_failed_is_taken_in_hand_anew():
 
 
 @in_loop
-async def test_a_more_important_call_asks_the_ledger_anew():
-    """The ticket of a batch call would stand behind every notebook's, with an urgent call behind it."""
+async def test_a_more_important_call_requests_the_model_again():
+    """A batch call's request waits behind those of all notebooks, and an urgent call would wait with it."""
     shelf = Shelf("a")
     async with done(shelf):
         running = shelf.call("a")
@@ -263,7 +265,7 @@ async def test_a_more_important_call_asks_the_ledger_anew():
 
 
 @in_loop
-async def test_a_full_queue_says_when_to_come_back():
+async def test_a_full_queue_gives_a_retry_time():
     """By how fast calls ended lately."""
     shelf = Shelf("a", limit=2)
     async with done(shelf):
@@ -296,8 +298,8 @@ actions = st.lists(
 
 
 @given(actions, st.integers(1, 2))
-def test_nothing_is_left_of_any_call_however_it_ends(actions, concurrency):
-    """Ends, cancels at any moment, failed loads: no place is lost, and no pin outlives its calls."""
+def test_nothing_remains_of_any_call_however_it_ends(actions, concurrency):
+    """Ends, cancellations at any moment, failed loads: no place is lost, and no pin outlives its calls."""
 
     @in_loop
     async def play() -> None:
@@ -319,11 +321,11 @@ def test_nothing_is_left_of_any_call_however_it_ends(actions, concurrency):
                         loading[n % len(loading)].ready.set_exception(RuntimeError("failed"))
                 elif what == "later":
                     shelf.clock.now += 11.0 * n
-                for _ in range(n % 3):  # not always all that could happen has happened
+                for _ in range(n % 3):  # the ledger may lag behind
                     await asyncio.sleep(0)
                 if "fail" not in (
                     what for what, _ in actions
-                ):  # those who are told of a failure are on their way out
+                ):  # calls with a failed load are about to end
                     assert all(count <= concurrency for count in shelf.queue.active().values())
                 assert len(shelf.warm) <= shelf.room
             for answer in answers:

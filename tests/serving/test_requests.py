@@ -1,4 +1,4 @@
-"""What a request's body may say, and what becomes of it."""
+"""What a request's body may contain, and the call that is read from it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def refusal(kind: str, body: Any) -> Refused:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plain_body_reaches_the_engine_as_it_was_sent(kind):
-    """Fields that we do not know are the engine's to judge."""
+    """Unknown fields are passed on: the engine checks them."""
     body = ASKS[kind] | {"top_k": 40, "nested": {"x_inside": 1}}
     assert read_call(kind, body) == Call(kind, body["model"], body)
 
 
 def test_our_fields_are_read_and_no_engine_sees_them():
-    """Engines refuse what they do not know."""
+    """Engines refuse fields that they do not know."""
     ours = {
         "x_client_id": "bot",
         "x_priority": "high",
@@ -65,8 +65,8 @@ def test_our_fields_are_read_and_no_engine_sees_them():
 
 
 @pytest.mark.parametrize("name", ["X_PRIORITY", "x-priority", "X-Priority"])
-def test_our_fields_are_ours_however_they_are_written(name):
-    """As somebody who thinks of headers writes them."""
+def test_our_fields_are_recognized_in_any_spelling(name):
+    """As in a header, for example."""
     assert read_call("chat", CHAT | {name: 1}) == Call("chat", "qwen", CHAT, importance=1)
 
 
@@ -89,7 +89,7 @@ def test_our_fields_are_ours_however_they_are_written(name):
     )
 )
 def test_whatever_our_fields_hold_the_engine_sees_none_of_them(ours):
-    """Hostile values end in a clear 400, or are taken; nothing else."""
+    """Hostile values end in a clear 400, or are accepted; nothing else."""
     try:
         call = read_call("chat", CHAT | ours)
     except Refused as refused:
@@ -123,8 +123,8 @@ def test_whatever_our_fields_hold_the_engine_sees_none_of_them(ours):
         },
     ),
 )
-def test_no_body_is_too_strange_to_be_told_what_is_wrong_with_it(kind, body):
-    """A 400 with a sentence, never an error of ours."""
+def test_every_invalid_body_gets_a_400_with_a_reason(kind, body):
+    """Never an internal error."""
     try:
         read_call(kind, body)
     except Refused as refused:
@@ -162,8 +162,8 @@ def test_no_body_is_too_strange_to_be_told_what_is_wrong_with_it(kind, body):
         ("images", {"size": "9999999x1"}, "size"),
     ],
 )
-def test_what_is_wrong_is_named(kind, change, param):
-    """The field as its writer called it, so that it is found."""
+def test_the_refusal_names_the_field(kind, change, param):
+    """Under the name that the caller wrote."""
     refused = refusal(kind, ASKS[kind] | change)
     assert (refused.status, refused.facts["param"]) == (400, param)
     assert param in refused.message
@@ -176,8 +176,8 @@ def test_half_a_surrogate_pair_is_the_callers_mistake():
     )
 
 
-def test_a_refusal_is_shaped_as_openai_clients_read_it():
-    """With `Retry-After` in whole seconds where waiting helps."""
+def test_a_refusal_has_the_shape_that_openai_clients_read():
+    """With `Retry-After` in whole seconds if a retry may succeed."""
     refused = Refused(503, "queue_full", "the queue is full", 0.2)
     assert refused.headers == {"Retry-After": "1"}
     assert refused.body() == {

@@ -1,4 +1,4 @@
-"""Who may answer: a task's candidates, a model's stand-ins, and whether that may be a cloud."""
+"""Which models may answer: a task's candidates, a model's stand-ins, and whether a cloud may."""
 
 from __future__ import annotations
 
@@ -39,38 +39,38 @@ def names(
     ]
 
 
-def test_candidates_are_tried_as_written_while_none_is_warm():
+def test_without_a_warm_candidate_the_written_order_counts():
     """The first is the best."""
     assert names(Task(("a", "b", "c"))) == ["a", "b", "c"]
 
 
-def test_a_warm_candidate_saves_the_time_of_a_load():
-    """Unless the first one's quality is load-bearing: `pin_primary`."""
+def test_a_warm_candidate_is_tried_first():
+    """Unless the first one's quality is needed: `pin_primary`."""
     assert names(Task(("a", "b", "c")), "c") == ["c", "a", "b"]
     assert names(Task(("a", "b", "c"), pin_primary=True), "c") == ["a", "b", "c"]
 
 
 def test_a_cloud_is_no_warm_candidate():
-    """It does not take a local primary's place because that is cold; it stands in for it."""
+    """It does not go before a cold local primary; it is only its stand-in."""
     assert names(Task(("a", "claude:haiku", "b")), "b") == ["b", "a", "claude:haiku"]
     assert names(Task(("claude:haiku", "a")), "a") == ["claude:haiku", "a"]
 
 
 def test_a_local_name_with_a_colon_is_no_cloud():
-    """Ollama calls its models so."""
+    """Ollama's names have one."""
     assert names(Task(("a", "d:local")), allow_cloud=False) == ["a", "d:local"]
 
 
-def test_whoever_takes_longer_than_the_budget_is_left_out():
-    """What was never seen may try."""
+def test_models_slower_than_the_budget_are_left_out():
+    """A model that was never measured may try."""
     slow, quick = Cost(load=40.0, answer=2.0), Cost(load=3.0, answer=2.0)
     assert names(Task(("a", "b", "c"), budget_s=10.0), a=slow, b=quick) == ["b", "c"]
     assert names(Task(("a", "b"), budget_s=10.0), "a", a=slow, b=quick) == ["a", "b"]
     assert names(Task(("a", "b"), budget_s=10.0), budget=50.0, a=slow, b=quick) == ["a", "b"]
 
 
-def test_a_budget_too_short_for_all_is_told_with_both_numbers():
-    """The time it is, and the time it would take."""
+def test_the_refusal_of_a_too_short_budget_has_both_numbers():
+    """The budget, and the expected time."""
     with pytest.raises(Refused) as refused:
         names(
             Task(("a", "b"), budget_s=1.5), "b", a=Cost(load=40.0, answer=2.0), b=Cost(answer=2.5)
@@ -97,8 +97,8 @@ def test_a_budget_too_short_for_all_is_told_with_both_numbers():
         (Cost(), False, None),
     ],
 )
-def test_nothing_is_made_up_about_a_model_that_was_never_seen(cost, is_warm, seconds):
-    """No figure is assumed."""
+def test_no_time_is_assumed_for_a_model_that_was_never_measured(cost, is_warm, seconds):
+    """None instead of a figure."""
     assert expected_seconds("a", is_warm, cost) == seconds
 
 
@@ -108,8 +108,8 @@ choices = st.lists(
 
 
 @given(choices, st.booleans())
-def test_the_guard_never_touches_the_first_and_never_empties_the_list(choices, allow_cloud):
-    """A deliberate choice is never blocked."""
+def test_the_guard_never_removes_the_first(choices, allow_cloud):
+    """So the list is never empty: the first is a deliberate choice."""
     left = guarded(choices, allow_cloud)
     assert left[0] == choices[0]
     assert left == tuple(choices) if allow_cloud else not any(choice.cloud for choice in left[1:])
@@ -123,8 +123,10 @@ def test_the_guard_never_touches_the_first_and_never_empties_the_list(choices, a
     st.booleans(),
     st.dictionaries(st.sampled_from("abc"), st.integers(1, 9)),
 )
-def test_the_chain_is_the_asked_one_then_small_contexts_then_clouds(others, allow_cloud, contexts):
-    """Each once; those whose context is not known after those whose is."""
+def test_the_chain_is_the_requested_model_then_small_contexts_then_clouds(
+    others, allow_cloud, contexts
+):
+    """Each once; models with an unknown context after those with a known one."""
     found = chain("q", others, contexts.get, lambda name: ":" not in name, allow_cloud)
     assert found[0] == Choice("q") and len({choice.model for choice in found}) == len(found)
     local = [contexts.get(choice.model, 99) for choice in found[1:] if not choice.cloud]
@@ -133,8 +135,8 @@ def test_the_chain_is_the_asked_one_then_small_contexts_then_clouds(others, allo
     assert all(choice.because for choice in found[1:])
 
 
-def test_a_clouds_address_and_key_come_from_the_environment_under_its_own_name():
-    """Known providers need only a key; an address of one's own needs none."""
+def test_a_clouds_address_and_key_are_environment_variables_of_its_name():
+    """A known provider needs only a key; an own address needs none."""
     assert (
         cloud_of("claude:sonnet", {"CLAUDE_API_KEY": "k"}).base_url
         == "https://api.anthropic.com/v1"
@@ -148,7 +150,7 @@ def test_a_clouds_address_and_key_come_from_the_environment_under_its_own_name()
 
 
 def test_the_guard_survives_restarts_and_is_seeded_once(tmp_path):
-    """What was said over HTTP holds, whatever the environment says at the next start."""
+    """A value set over HTTP holds, whatever the environment has at the next start."""
     path = tmp_path / "state" / "serving.json"
     assert CloudGuard(path, True).allowed and not CloudGuard(path, False).allowed
     CloudGuard(path, True).allow(False)
@@ -160,8 +162,8 @@ def test_the_guard_survives_restarts_and_is_seeded_once(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"allowCloudFallback": "yes"}', '{"allow": true}']
 )
-def test_a_guard_that_cannot_be_read_lets_nothing_out(tmp_path, text):
-    """Somebody had said something, and nobody knows what."""
+def test_an_unreadable_guard_allows_no_cloud(tmp_path, text):
+    """A value had been set, and it is unknown."""
     path = tmp_path / "serving.json"
     path.write_text(text)
     assert not CloudGuard(path, True).allowed
@@ -169,13 +171,13 @@ def test_a_guard_that_cannot_be_read_lets_nothing_out(tmp_path, text):
 
 @pytest.mark.parametrize("value", ["false", 0, None, {}])
 def test_the_guard_is_true_or_false(tmp_path, value):
-    """A word is not."""
+    """A word is refused."""
     with pytest.raises(BadSetting, match="true or false"):
         CloudGuard(tmp_path / "serving.json", True).allow(value)
 
 
-def test_the_file_says_tasks_clients_and_stand_ins(tmp_path):
-    """As its docstring and the README show it."""
+def test_the_file_has_tasks_clients_and_stand_ins(tmp_path):
+    """As in its docstring and in the README."""
     file = tmp_path / "tasks.yaml"
     file.write_text("""
 tasks:
@@ -186,8 +188,8 @@ fallback:
   qwen-32b: [qwen-4b, claude:sonnet]
   "*": [qwen-4b]
 """)
-    said = read_serving_config(file)
-    assert said == ServingConfig(
+    config = read_serving_config(file)
+    assert config == ServingConfig(
         {"classify": Task(("qwen-4b", "claude:haiku"), 120.0, True, 10.0)},
         {
             "bot": Profile(
@@ -200,9 +202,9 @@ fallback:
         },
         {"qwen-32b": ("qwen-4b", "claude:sonnet"), "*": ("qwen-4b",)},
     )
-    assert said.stand_ins("qwen-32b") == ("qwen-4b", "claude:sonnet") and said.stand_ins("x") == (
-        "qwen-4b",
-    )
+    assert config.stand_ins("qwen-32b") == ("qwen-4b", "claude:sonnet") and config.stand_ins(
+        "x"
+    ) == ("qwen-4b",)
     assert (
         read_serving_config(tmp_path / "none.yaml") == read_serving_config(None) == ServingConfig()
     )
@@ -231,7 +233,7 @@ fallback:
         ("!!python/object/apply:os.system [true]", "", "no YAML"),
     ],
 )
-def test_what_is_wrong_with_the_file_is_named(tmp_path, text, field, problem):
+def test_an_error_in_the_file_is_named(tmp_path, text, field, problem):
     """File, field and problem."""
     file = tmp_path / "tasks.yaml"
     file.write_text(text)

@@ -1,4 +1,4 @@
-"""Blocking work, heard in the event loop: in order, with its errors, and never left running."""
+"""Blocking work in a thread, read in the event loop: in order, with its errors, and never left running."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from tests.serving.loops import in_loop, until
 
 
 @in_loop
-async def test_pieces_come_in_their_order_and_the_error_last():
-    """What was said before it failed is heard."""
+async def test_values_arrive_in_order_and_the_error_last():
+    """Values emitted before the error arrive."""
 
     def work(emit, cancelled):
         for n in range(100):
             emit(n)
         raise RuntimeError("broke")
 
-    heard = []
+    values = []
     with pytest.raises(RuntimeError, match="broke"):
-        async for piece in stream_from_thread(work):
-            heard.append(piece)
-    assert heard == list(range(100))
+        async for value in stream_from_thread(work):
+            values.append(value)
+    assert values == list(range(100))
 
 
 @in_loop
-async def test_whoever_stops_listening_waits_for_the_end_of_the_work():
-    """An engine that still computes is not free for the next call."""
+async def test_a_reader_that_stops_waits_for_the_end_of_the_work():
+    """An engine that still computes cannot take the next call."""
     ended = threading.Event()
 
     def work(emit, cancelled):
@@ -37,15 +37,15 @@ async def test_whoever_stops_listening_waits_for_the_end_of_the_work():
         cancelled.wait()
         ended.set()
 
-    pieces = stream_from_thread(work)
-    assert await anext(pieces) == 1
-    await pieces.aclose()
+    stream = stream_from_thread(work)
+    assert await anext(stream) == 1
+    await stream.aclose()
     assert ended.is_set()
 
 
 @in_loop
-async def test_a_cancelled_listener_ends_the_work_too():
-    """As a client that goes away."""
+async def test_a_cancelled_reader_ends_the_work_too():
+    """Such as a client that disconnects."""
     began, ended = threading.Event(), threading.Event()
 
     def work(emit, cancelled):
@@ -53,11 +53,11 @@ async def test_a_cancelled_listener_ends_the_work_too():
         cancelled.wait()
         ended.set()
 
-    async def listen():
+    async def read():
         async for _ in stream_from_thread(work):
             pass
 
-    task = asyncio.ensure_future(listen())
+    task = asyncio.ensure_future(read())
     await until(began.is_set)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -66,7 +66,7 @@ async def test_a_cancelled_listener_ends_the_work_too():
 
 
 @in_loop
-async def test_one_answer_from_a_thread():
+async def test_one_value_from_a_thread():
     """Its result, or its error."""
     assert await in_thread(lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""An application with somebody let in, and a gateway that answers at once."""
+"""HTTP clients of the application with a visitor, and a gateway that answers at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPERATOR, VIEWER = Visitor("ann", True), Visitor("viewer", False)
 
 
 class Words:
-    """A stream of so many chunks; notes that it was closed."""
+    """A stream of `count` chunks, `pause` seconds apart; `closed` is whether it was closed."""
 
     def __init__(self, count: int, pause: float = 0.0) -> None:
         self.sent, self.closed, self._count, self._pause = 0, False, count, pause
@@ -37,7 +37,7 @@ class Words:
 
 
 class Gateway:
-    """Says back what it was asked; `slow` never answers, and notes that it was let go."""
+    """Answers with the call itself. The model `slow` never answers; `let_go` is whether its call was cancelled."""
 
     def __init__(self) -> None:
         self.guard, self.let_go, self.words = CloudGuard(None, True), False, Words(3)
@@ -56,8 +56,8 @@ class Gateway:
             },
         )
 
-    async def answer(self, kind: str, body: Any, who: str) -> Reply:
-        call = read_call(kind, body, who)
+    async def answer(self, kind: str, body: Any, client_name: str) -> Reply:
+        call = read_call(kind, body, client_name)
         if call.model == "slow":
             try:
                 await asyncio.Event().wait()
@@ -76,8 +76,8 @@ class Gateway:
         )
 
 
-def let_in(app: Any, visitor: Visitor | None) -> Any:
-    """The application as behind a gate that let this visitor in; None: there is no gate."""
+def with_visitor(app: Any, visitor: Visitor | None) -> Any:
+    """The application with this visitor, as behind a gate. None: without a gate."""
 
     async def gated(scope: Any, receive: Any, send: Any) -> None:
         if visitor is not None:
@@ -92,5 +92,5 @@ def client(
 ) -> TestClient:
     made = gateway or Gateway()
     return TestClient(
-        let_in(application(rt, lambda: made, "0"), visitor), raise_server_exceptions=False
+        with_visitor(application(rt, lambda: made, "0"), visitor), raise_server_exceptions=False
     )

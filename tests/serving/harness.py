@@ -1,4 +1,4 @@
-"""A gateway over simulated cards, a clock that is moved by hand, and engines that do what they are told."""
+"""A gateway over simulated cards, with a clock that the test sets and engines that follow a script."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def chat(model: str, text: str = "one two three", **more: Any) -> dict[str, Any]
     return {"model": model, "messages": [{"role": "user", "content": text}], **more}
 
 
-def said(reply: Any) -> str:
-    """What a chat answer says."""
+def answer_text(reply: Any) -> str:
+    """The text of a chat answer."""
     return reply.json["choices"][0]["message"]["content"]
 
 
-async def heard(reply: Any) -> str:
-    """What a streamed chat answer says."""
+async def stream_text(reply: Any) -> str:
+    """The text of a streamed chat answer."""
     return "".join(
         [
             choice["delta"].get("content") or ""
@@ -45,7 +45,7 @@ async def heard(reply: Any) -> str:
 
 
 class Scripted(EchoAdapter):
-    """Answers as its script says: a text is said, an exception raised, and at `gate` it waits to be let on."""
+    """Follows its script: raises an exception, waits for an event, or echoes. A tuple's error follows a piece."""
 
     def __init__(self, value: Any, spec: Any, script: list[Any], log: list[str]) -> None:
         super().__init__(value, spec)
@@ -69,7 +69,7 @@ class Scripted(EchoAdapter):
             self._log.append(f"{self.spec.name} ended")
 
 
-class Kitchen:
+class Harness:
     """`models`: name -> GiB, on one card of 24 GiB of which 21.6 may be claimed."""
 
     def __init__(
@@ -118,9 +118,9 @@ class Kitchen:
 
 
 @asynccontextmanager
-async def kitchen(*args: Any, **kwargs: Any) -> AsyncIterator[Kitchen]:
-    """A kitchen in which nothing is left over: no turn, no pin, no ticket."""
-    made = Kitchen(*args, **kwargs)
+async def harness(*args: Any, **kwargs: Any) -> AsyncIterator[Harness]:
+    """A gateway. Afterwards no turn, pin or ticket may remain."""
+    made = Harness(*args, **kwargs)
     try:
         yield made
         await settle()
