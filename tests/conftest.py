@@ -1,4 +1,4 @@
-"""What every test may rely on: no settings from outside, no network for models, state of its own, known profiles."""
+"""Common ground of all tests: no settings from outside, no network for models, a state directory of their own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from hypothesis import HealthCheck, settings
 from gpu_runtime.settings import Settings
 from tests import soak
 
-# Set as this file is imported, so that kernels and other processes started by any fixture inherit it.
+# Set when this file is imported, so that kernels and other processes of any fixture inherit it.
 for name in Settings.model_fields:
     os.environ.pop(name.upper(), None)
-_home = tempfile.mkdtemp(
-    prefix="gpu-"
-)  # a short path: sockets lie below it, and theirs may have 107 bytes
+# A short path: it contains sockets, whose paths may have at most 107 bytes.
+_home = tempfile.mkdtemp(prefix="gpu-")
 atexit.register(shutil.rmtree, _home, ignore_errors=True)
 os.environ.update(
     XDG_STATE_HOME=f"{_home}/state",
@@ -32,7 +31,7 @@ os.environ.update(
 
 _began = time.monotonic()
 
-# The ordinary run judges a change: it tries the same examples each time. New ones are looked for by `make soak`.
+# The ordinary run judges a change, so it tries the same examples each time. `make soak` searches for new ones.
 settings.register_profile("ordinary", deadline=None, derandomize=True)
 settings.register_profile(
     "soak",
@@ -46,13 +45,14 @@ settings.load_profile("ordinary")
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A place to set environment variables, free of every setting."""
+    """A MonkeyPatch to set environment variables; no setting is in the environment."""
     for name in Settings.model_fields:
         monkeypatch.delenv(name.upper(), raising=False)
     return monkeypatch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked gpu if there is no GPU."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if on_gpu else ""
     if reason:
@@ -61,6 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Appends the result of a soak run to its log."""
     if os.environ.get("SOAK"):
         stats = terminalreporter.stats
         soak.write(
@@ -71,7 +72,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _why_no_gpu() -> str:
-    """Why tests marked gpu cannot run here; empty where they can."""
+    """Why tests marked gpu cannot run here; empty if they can."""
     try:
         import torch
     except ImportError as error:

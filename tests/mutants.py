@@ -1,11 +1,12 @@
-"""Faults put into the mind, the ledger and the keeper on purpose, one line each; the tests must notice every one.
+"""Deliberate faults, one line each, in the scheduler, the ledgers and the owner. The tests must notice every one.
 
     python -m tests.mutants            all of them, a few minutes
     python -m tests.mutants grace      those whose name contains "grace"
 
-Not part of the ordinary run. Each fault is applied to a copy of the package in a temporary directory, the tests
-that should notice run against that copy with `-x -q`, and *caught* or *survived* is told. A survivor is a law that nobody tests; a
-fault whose line is no longer there is *stale*, and is to be renewed. The exit status is the number of both.
+Not part of the ordinary run. Each fault is applied to a copy of the package in a temporary directory, and its
+tests run against that copy with `-x -q`. The result is *caught* or *survived*; a survivor is a law without a
+test. A fault whose line is no longer in the code is *stale* and must be renewed. The exit status is the number
+of survivors and stale faults.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-MIND = [
+SCHEDULER = [
     f"tests/scheduler/test_{name}.py"
     for name in (
         "admission",
@@ -39,15 +40,17 @@ CATALOGUE = [
     "tests/catalog/test_manifests.py",
     "tests/owner/test_catalog.py",
 ]
-HOUSE = ["tests/owner/test_runtime.py", "tests/owner/test_real_models.py"]
+OWNER = ["tests/owner/test_runtime.py", "tests/owner/test_real_models.py"]
 
 
 class Fault(NamedTuple):
+    """A line of a module, a faulty replacement, and the tests that must notice it."""
+
     name: str
     module: str
-    line: str  # as it stands, once
-    wrong: str
-    tests: list[str] = MIND
+    line: str  # as it is in the code, once
+    wrong: str  # its replacement
+    tests: list[str] = SCHEDULER
 
 
 FAULTS = [
@@ -410,35 +413,35 @@ FAULTS = [
         "owner/resident",
         "            if self.pins or self.handle is None",
         "            if self.handle is None",
-        HOUSE,
+        OWNER,
     ),
     Fault(
         "lose a ticket on time-out",
         "owner/session",
         "            if self.ledger.read().ticket(key.text):",
         "            if False:",
-        HOUSE,
+        OWNER,
     ),
     Fault(
         "drop without proof",
         "owner/resident",
         "                if not self.backend.unchanged(self.handle):",
         "                if False:",
-        HOUSE,
+        OWNER,
     ),
     Fault(
         "a block keeps its lease",
         "owner/session",
         "lease, _ = self.blocks.pop(name, (None, None))",
         "lease, _ = self.blocks.get(name, (None, None))",
-        HOUSE,
+        OWNER,
     ),
     Fault(
         "a failed load keeps its bytes",
         "owner/session",
         "                resident.backend.drop(handle)\n",
         "                pass\n",
-        HOUSE,
+        OWNER,
     ),
     Fault(
         "catalogue: trust whatever a file says",
@@ -517,7 +520,7 @@ def trial(fault: Fault) -> str:
         source = Path(place) / "gpu_runtime" / f"{fault.module}.py"
         text = source.read_text()
         if text.count(fault.line) != 1:
-            return f"stale: its line stands {text.count(fault.line)} times in {fault.module}.py"
+            return f"stale: its line is {text.count(fault.line)} times in {fault.module}.py"
         source.write_text(text.replace(fault.line, fault.wrong))
         run = subprocess.run(
             [
@@ -546,12 +549,13 @@ def trial(fault: Fault) -> str:
 
 
 def main(wanted: str = "") -> int:
+    """Tries the faults whose name contains `wanted`, and returns how many were not caught."""
     missed = 0
     for fault in FAULTS:
         if wanted in fault.name:
-            told = trial(fault)
-            missed += not told.startswith("caught")
-            print(f"{fault.name:<48} {told}", flush=True)
+            result = trial(fault)
+            missed += not result.startswith("caught")
+            print(f"{fault.name:<48} {result}", flush=True)
     print(f"{missed} not caught")
     return missed
 

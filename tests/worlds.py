@@ -1,7 +1,8 @@
-"""Builders that keep a world to one line.
+"""Builders of books, worlds and requests, each in one line of a test.
 
-Devices are keywords: `sim0=8` is 8 GiB on `sim:0`, `cuda1="500 MiB"` is what it says on `cuda:1`, `host=64` is host
-memory. Owners are their pids; pid 1 is who asks unless a test says otherwise. It is always 1000.0 s after boot.
+Devices are keywords: `sim0=8` is 8 GiB on `sim:0`, `cuda1="500 MiB"` is 500 MiB on `cuda:1`, `host=64` is
+host memory. Owners are given by their pids; pid 1 is the requester unless a test sets another. The time
+is always 1000.0 s after boot.
 """
 
 from __future__ import annotations
@@ -48,16 +49,17 @@ _FIELDS = set(Lease.__struct_fields__)
 
 
 def size(amount: str | float) -> int:
-    """Bytes: a bare number is GiB."""
+    """The bytes of `amount`; a number without a unit is GiB."""
     return parse_bytes(amount) if isinstance(amount, str) else int(amount * GIB)
 
 
 def owner(pid: int = 1, **fields: Any) -> Owner:
+    """The owner with this pid."""
     return Owner("box", "boot", pid, 1, **fields)
 
 
 def at(pid: int, name: str) -> str:
-    """The id of a lease."""
+    """The id of the lease `name` of the owner `pid`."""
     return f"{owner(pid).id}/{name}"
 
 
@@ -69,13 +71,16 @@ def _device_id(word: str) -> str | None:
 
 
 def _shares(words: dict[str, Any]) -> tuple[Share, ...]:
-    """Takes the devices out of the keywords."""
+    """The shares that the keywords describe. Those keywords are removed from `words`."""
     ids = {word: id for word in words if (id := _device_id(word))}
     return tuple(Share(id, size(words.pop(word))) for word, id in ids.items())
 
 
 def lease(name: str, *, by: int = 1, **fields: Any) -> Lease:
-    """A droppable model that settled long ago and lies idle: `lease("llama", sim0=8, pins=1)`."""
+    """A droppable model that settled long ago and is idle: `lease("llama", sim0=8, pins=1)`.
+
+    `by` is the pid of its owner; `fields` are devices and fields of Lease.
+    """
     shares = _shares(fields)
     if isinstance(fields.get("importance"), str):
         fields["importance"] = IMPORTANCE[fields["importance"]]
@@ -83,7 +88,7 @@ def lease(name: str, *, by: int = 1, **fields: Any) -> Lease:
 
 
 def block(name: str = "code", *, by: int = 1, **fields: Any) -> Lease:
-    """Memory that a running cell has leased for code of its own."""
+    """Memory that a running cell has leased for its own code; arguments as for `lease`."""
     return lease(name, by=by, **{"kind": "block", "movable": False, "droppable": False, **fields})
 
 
@@ -96,15 +101,18 @@ def book(
     names: dict[int, tuple[str, ...]] | None = None,
     **fields: Any,
 ) -> Book:
-    """The page with these leases, each in its owner's section."""
+    """The book with these leases, each in its owner's section.
+
+    `owners` are pids of owners without a lease. `residue` and `names` are by pid.
+    """
     pids = {int(lease.owner.split(".")[0]) for lease in leases} | set(owners)
     pids |= {int(ticket.owner.split(".")[0]) for ticket in tickets}
     sections = {}
     for pid in sorted(pids):
-        who = owner(pid)
-        sections[who.id] = Section(
-            who,
-            tuple(lease for lease in leases if lease.owner == who.id),
+        process = owner(pid)
+        sections[process.id] = Section(
+            process,
+            tuple(lease for lease in leases if lease.owner == process.id),
             (residue or {}).get(pid, {}),
             (names or {}).get(pid, ()),
         )
@@ -122,8 +130,8 @@ def world(
 ) -> World:
     """Devices by their budgets, and rules: `world(sim0=20, host=64, grace_seconds=0)`.
 
-    `total` is the whole of a device where its budget is less. A `cuda` device is a real one: `free` is what its
-    driver said at `taken_at`.
+    `total` is the size of a device, if its budget is less. A `cuda` device is a real one: `free` is what
+    its driver reported at `taken_at`.
     """
     if "host" not in words:
         words["host"] = 64
@@ -134,11 +142,11 @@ def world(
         real = budget.device.startswith("cuda")
         devices.append(Device(budget.device, whole, simulated=not real))
         if real and free is not None and budget.device in free:
-            said = free[budget.device]
+            free_bytes = free[budget.device]
             samples[budget.device] = Sample(
                 budget.device,
                 now - 0.1 if taken_at is None else taken_at,
-                None if said is None else size(said),
+                None if free_bytes is None else size(free_bytes),
                 processes or {},
             )
     limits = {budget.device: budget.bytes for budget in budgets}
@@ -162,7 +170,7 @@ def request(
     wait: bool = True,
     **fields: Any,
 ) -> Request:
-    """Somebody wants a model of that many GiB on a device; with another `layout`, on several."""
+    """A request for a model of `gib` GiB on one device; with another `layout`, on several."""
     if isinstance(fields.get("importance"), str):
         fields["importance"] = IMPORTANCE[fields["importance"]]
     wanted = Lease(owner(by).id, name, **fields)
@@ -187,7 +195,7 @@ def ticket(
     refreshed: float = NOW,
     **fields: Any,
 ) -> Ticket:
-    """A request that waits: `ticket("qwen", by=2, sim0=14)`."""
+    """A waiting request: `ticket("qwen", by=2, sim0=14)`."""
     need = _shares(fields)
     if isinstance(fields.get("importance"), str):
         fields["importance"] = IMPORTANCE[fields["importance"]]
@@ -204,18 +212,18 @@ def ticket(
 
 
 def footprint(backend: Any, spec: Any, origin: Any = None, **known: Any) -> Footprint:
-    """What the estimate makes of a backend's evidence."""
+    """The footprint that the estimate makes from the evidence of `backend`."""
     evidence = backend.evidence(spec, origin)
     return estimate.footprint(
         spec.name, evidence, declared=spec.size, options=spec.options, **known
     )
 
 
-# -- decisions made twice, and followed to their end --------------------------------------------------------------
+# -- decisions made twice, and followed to their end -----------------------------------------------
 
 
 def replayed(decision: Callable[[Book], Any], page: Book) -> Any:
-    """The decision; made again it must be the same, also on the page as another process would read it."""
+    """The result of `decision`. It must be the same a second time, and on the page as another process reads it."""
     answer = decision(page)
     assert decision(page) == answer, "a decision is pure"
     assert decision(decode_book(encode(page))) == answer, "a page read back decides the same"
@@ -223,25 +231,26 @@ def replayed(decision: Callable[[Book], Any], page: Book) -> Any:
 
 
 def decide(page: Book, wanted: Request, there: World) -> Any:
-    """`admit`, replayed."""
+    """The result of `admit`, checked by `replayed`."""
     return replayed(lambda book: admit(book, wanted, there, lru), page)
 
 
 def everyone(page: Book) -> list[str]:
+    """The ids of all owners in the book."""
     return list(page.sections)
 
 
 def ask_until(
     page: Book, wanted: Request, there: World, *, rounds: int = 20
 ) -> tuple[Book, list[Any]]:
-    """Asks again and again while everybody obeys, for at most so many rounds; the verdicts heard.
+    """The book and the verdicts after repeating the request while all owners obey, for at most `rounds` rounds.
 
-    A tenth of a second passes with each round, and what was waited for passes at once.
+    A tenth of a second passes in each round. A wait for a time ends at once.
     """
-    heard: list[Any] = []
+    verdicts: list[Any] = []
     for _ in range(rounds):
         page, verdict = decide(page, wanted, there)
-        heard.append(verdict)
+        verdicts.append(verdict)
         if isinstance(verdict, (Grant, Refuse)):
             break
         for step in verdict.steps:
@@ -259,4 +268,4 @@ def ask_until(
         ):
             later = max(there.now, verdict.retry_at)
             there = replace(there, now=later, wall=there.wall + later - there.now)
-    return page, heard
+    return page, verdicts

@@ -1,4 +1,4 @@
-"""For whom a thread acts."""
+"""The person for whom a thread acts."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import threading
 from gpu_runtime.attribution import MOST_LETTERS, attributed, on_behalf_of, printable, speaking_for
 
 
-def test_it_holds_for_the_thread_that_said_so_and_ends_with_its_block():
-    """A console acts for several people at once, each in a thread."""
-    heard = []
+def test_it_applies_to_its_own_thread_and_ends_with_its_block():
+    """A console acts for several people at once, each in a thread of its own."""
+    in_other_thread = []
     with on_behalf_of("ann"):
         with on_behalf_of("ben"):
             assert speaking_for() == "ben"
-        other = threading.Thread(target=lambda: heard.append(speaking_for()))
+        other = threading.Thread(target=lambda: in_other_thread.append(speaking_for()))
         other.start()
         other.join()
-        assert (speaking_for(), heard) == ("ann", [""])
+        assert (speaking_for(), in_other_thread) == ("ann", [""])
     assert speaking_for() == ""
 
 
 def test_a_name_is_one_line_of_bounded_length():
-    """It is written into a page and a log that others read."""
+    """It is stored in a page and a log that other users read."""
     assert printable("ann\r\n2026-01-01 ERROR\x1b[31m") == "ann 2026-01-01 ERROR [31m"
     assert len(printable("a" * 10_000)) == MOST_LETTERS
 
 
-def test_the_process_is_named_beside_the_person_that_it_claims():
+def test_the_process_is_named_after_the_person_that_it_claims():
     assert attributed("ann", "ops, pid 7") == "ann (ops, pid 7)"
     assert attributed("", "ops, pid 7") == "ops, pid 7" and attributed("ann", "") == "ann"

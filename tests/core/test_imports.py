@@ -1,4 +1,4 @@
-"""What an import costs: neither `gpu_runtime` nor `gpu` may load a library that is only needed later."""
+"""Importing `gpu_runtime` or `gpu` loads no library that is only needed later."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ NEEDED_LATER = [
 @pytest.mark.parametrize(
     "package", ["gpu_runtime", "gpu", "gpu_runtime.web.auth", "gpu_panels.launcher"]
 )
-def test_an_import_loads_nothing_that_is_only_needed_later(package, tmp_path):
-    """torch alone takes a second; a notebook that only looks must not pay for it."""
+def test_an_import_loads_no_library_that_is_only_needed_later(package, tmp_path):
+    """torch alone takes a second. A notebook that only shows the status must not wait for it."""
     program = (
         f"import sys, {package}; print(*(name for name in {NEEDED_LATER} if name in sys.modules))"
     )

@@ -1,4 +1,4 @@
-"""Whether this process's kernel runs a cell, and since when."""
+"""Whether this process's kernel is running a cell, and since when."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def kernel():
 
 
 def test_nothing_is_known_before_a_cell_has_run(kernel):
-    """A script runs no cells: nobody may take it for idle."""
+    """A script runs no cells, so it must not count as idle."""
     assert kernel.state == State(busy_since=0.0, idle_since=0.0)
 
 
-def test_it_is_busy_from_the_begin_of_a_cell_to_its_end(kernel):
+def test_it_is_busy_from_the_start_of_a_cell_to_its_end(kernel):
     kernel.began("a")
     kernel.now += 60
     assert kernel.state == State(busy_since=1000.0)
@@ -31,7 +31,7 @@ def test_it_is_busy_from_the_begin_of_a_cell_to_its_end(kernel):
 
 
 def test_a_cell_that_runs_another_is_busy_until_its_own_end(kernel):
-    """And a subshell answers beside a cell that goes on."""
+    """The same holds for a subshell that answers while a cell is running."""
     kernel.began("outer")
     kernel.now += 5
     kernel.began("inner")
@@ -41,8 +41,8 @@ def test_a_cell_that_runs_another_is_busy_until_its_own_end(kernel):
     assert kernel.state == State(idle_since=1005.0)
 
 
-def test_the_end_of_a_cell_whose_begin_was_not_told_is_an_end(kernel):
-    """The one that loads the extension."""
+def test_the_end_of_a_cell_counts_even_if_its_start_was_not_recorded(kernel):
+    """The cell that loads the extension is such a cell."""
     kernel.ended("%load_ext gpu")
     assert kernel.state == State(idle_since=1000.0)
 

@@ -1,4 +1,4 @@
-"""A folder is a layer: which folders each may import, and what no decision may know.
+"""A folder is a layer: which folders it may import, and which modules no decision may import.
 
 `MAY_IMPORT` has one line a folder. Imports inside functions count like those at the top of a file.
 The one exception is the public facade: `gpu_runtime/__init__` opens `gpu_runtime.runtime`.
@@ -15,7 +15,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 GROUND = "errors units facts settings threads attribution kernel_activity"
-ACTING = f"catalog backends telemetry devices ledgers {GROUND}"  # they act, and know no scheduler
+ACTING = (
+    f"catalog backends telemetry devices ledgers {GROUND}"  # none of these imports the scheduler
+)
 MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself, and only downward
     "errors": "",
     "threads": "",
@@ -45,7 +47,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "gpu": f"__init__ runtime rendering verbs verb_arguments {GROUND}",
     "cli": f"__init__ runtime rendering verbs verb_arguments serving gpu_panels {GROUND}",
 }
-# A decision knows only what it is given: no clock, device, environment, log or chance.
+# A decision depends only on its arguments: no clock, device, environment, log or random numbers.
 NOT_IN_DECISIONS = {
     "time", "datetime", "os", "sys", "logging", "random", "secrets", "uuid", "socket", "threading",
     "subprocess", "pathlib", "torch", "psutil", "pynvml", "pydantic", "pydantic_settings",
@@ -100,7 +102,7 @@ def imports(tree: ast.AST, module: str) -> Iterator[str]:
 
 
 def complaints(source: str, module: str) -> list[str]:
-    """What this module imports and may not, in words."""
+    """The forbidden imports of this module, each in a sentence."""
     tree = ast.parse(source)
     folder = folder_of(module)
     if folder not in MAY_IMPORT:
@@ -127,12 +129,12 @@ def complaints(source: str, module: str) -> list[str]:
 
 @pytest.mark.parametrize("path", sources(), ids=module_of)
 def test_every_module_imports_downward_only(path):
-    """The scheduler, and what acts, never import each other; only the owner knows both."""
+    """The scheduler and the layers that act never import each other; only the owner imports both."""
     assert complaints(path.read_text(), module_of(path)) == []
 
 
 def test_no_two_modules_import_each_other():
-    """Not even inside functions or for types: a circle of files cannot be read from the bottom up."""
+    """Not even inside functions or for types: files that import each other cannot be read from the bottom up."""
     uses = {module_of(path): set(imports(ast.parse(path.read_text()), module_of(path))) & MODULES
             for path in sources()}  # fmt: skip
     uses["gpu_runtime"].discard("gpu_runtime.runtime")  # the facade
@@ -171,7 +173,7 @@ def test_what_the_console_shows_is_computed_without_panel():
     ("gpu.magics", "from gpu_runtime.owner.session import Session", "gpu may not import owner"),
 ])  # fmt: skip
 def test_a_forbidden_import_is_caught(module, source, complaint):
-    """This file can fail."""
+    """These checks can fail."""
     found = complaints(source, module)
     assert len(found) == 1 and complaint in found[0]
 
@@ -182,6 +184,6 @@ def test_a_forbidden_import_is_caught(module, source, complaint):
     ("gpu_runtime.backends.fake", "import torch\nfrom ..units import show_bytes"),
     ("gpu.magics", "from gpu_runtime import Runtime, runtime\nfrom gpu_runtime.units import show_bytes"),
 ])  # fmt: skip
-def test_an_allowed_import_is_not(module, source):
-    """Nor does it fail for nothing."""
+def test_an_allowed_import_is_not_reported(module, source):
+    """These checks do not fail without a reason."""
     assert complaints(source, module) == []

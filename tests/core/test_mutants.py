@@ -1,4 +1,4 @@
-"""The faults that the tests must notice stand where the script puts them; `python -m tests.mutants` tries each."""
+"""Every fault in `tests/mutants.py` matches one line of the code; `python -m tests.mutants` tries each."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from tests.mutants import FAULTS, ROOT
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_the_line_of_each_fault_stands_once(fault):
+def test_the_line_of_each_fault_is_in_the_code_once(fault):
     assert (ROOT / "gpu_runtime" / f"{fault.module}.py").read_text().count(fault.line) == 1

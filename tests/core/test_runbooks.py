@@ -1,4 +1,4 @@
-"""The runbooks keep in step with what they speak of: their titles, links and tables are read here, and run by nbval."""
+"""The titles, links and tables of the runbooks match the code and the docs. nbval runs the runbooks."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_the_docs_list_every_runbook_by_its_title():
 
 
 @pytest.mark.parametrize("name", RUNBOOKS)
-def test_a_runbook_says_when_to_use_it_and_its_links_lead_somewhere(name):
-    """A reader in trouble decides by the first lines whether this is the page."""
+def test_a_runbook_begins_with_when_to_use_it_and_its_links_exist(name):
+    """A reader in trouble decides by the first lines whether this is the right page."""
     text = prose(name)
     assert re.match(r"# \d\d · .+\n\n\*\*When to use this:\*\* ", text)
     links = re.findall(r"\]\(([^)\s#]+)[^)]*\)", text)
@@ -54,9 +54,8 @@ def test_a_runbook_says_when_to_use_it_and_its_links_lead_somewhere(name):
 
 
 @pytest.mark.parametrize("name", RUNBOOKS)
-def test_a_runbook_is_kept_as_it_was_executed(name):
-    """Its outputs are read on the web, and are what nbval compares with; errors stand only where they are the
-    lesson."""
+def test_a_runbook_is_stored_with_the_outputs_of_one_run_from_top_to_bottom(name):
+    """The outputs are shown on the web, and nbval compares with them. Only cells that demonstrate an error may fail."""
     code = [cell for cell in RUNBOOKS[name]["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     failed = [
@@ -69,28 +68,28 @@ def test_a_runbook_is_kept_as_it_was_executed(name):
     ]
 
 
-def test_the_drill_of_pressure_states_the_levels_as_they_are():
-    """Its table is the code's: the level at each boundary, and how long a model must be idle to leave."""
+def test_the_table_of_the_pressure_drill_matches_the_code():
+    """The level at each boundary, and how long a model must be idle to be evicted."""
     shown = rows(prose("06_pressure.ipynb"), "level")
     assert [row[0] for row in shown] == [word for word in Level if word is not Level.UNKNOWN]
     floors = [0.0, *(float(re.match(r"\d+", row[1])[0]) / 100 for row in shown[1:])]
     assert [level(floor, Rules()) for floor in floors] == [row[0] for row in shown]
     assert [level(floor - 0.001, Rules()) for floor in floors[1:]] == [row[0] for row in shown[:-1]]
-    asked = [relief(Level(row[0]), Rules()) for row in shown]
+    demands = [relief(Level(row[0]), Rules()) for row in shown]
     seconds = [re.search(r"(\d+) s", row[2]) for row in shown]
-    assert [ask and ask.idle_seconds for ask in asked] == [
+    assert [demand and demand.idle_seconds for demand in demands] == [
         None,
         float(seconds[1][1]),
         float(seconds[2][1]),
         0.0 if shown[3][2] == "all, at once" else -1.0,
     ]
-    assert [bool(ask and ask.drop) for ask in asked] == [
+    assert [bool(demand and demand.drop) for demand in demands] == [
         "disk" in row[3] and "RAM" not in row[3] for row in shown
     ]
 
 
 def test_every_symptom_of_the_troubleshooting_table_has_its_section():
-    """Whoever finds their symptom in the table finds it produced, diagnosed and cured below."""
+    """Each section reproduces the symptom, diagnoses it and cures it."""
     text = prose("13_troubleshooting.ipynb")
     named = [row[-1] for row in rows(text, "you see")]
     sections = re.split(r"^## (?=\d+ · )", text, flags=re.MULTILINE)[1:]
@@ -102,13 +101,13 @@ def test_every_symptom_of_the_troubleshooting_table_has_its_section():
     ] == []
 
 
-def test_the_runbook_of_the_console_says_what_each_tab_answers():
-    """A tab that came or went is told there."""
+def test_the_runbook_of_the_console_describes_every_tab():
+    """A new tab needs its description there."""
     from gpu_panels.tabs import registry
 
-    told = re.findall(r"\*\*([^*]+)\*\*", prose("05_operator_console.ipynb"))
+    described = re.findall(r"\*\*([^*]+)\*\*", prose("05_operator_console.ipynb"))
     assert [
         title
         for title in registry.TABS
-        if not any(re.search(rf"\b{title}\b", words) for words in told)
+        if not any(re.search(rf"\b{title}\b", words) for words in described)
     ] == []

@@ -1,4 +1,4 @@
-"""Settings: where a value comes from, what is refused, and what it becomes."""
+"""Settings: the source of a value, the values that are rejected, and the rules made from them."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def row(settings: Settings, name: str):
 
 
 def test_the_defaults_are_those_of_the_documents():
-    """Semantik's numbers hold until somebody changes them."""
+    """Semantik's numbers are the defaults."""
     assert {row.name: row.value for row in Settings.load().sources()} == DEFAULTS
     assert Settings.load().rules() == Rules()
 
 
 def test_an_argument_wins_over_the_environment_and_that_over_the_default(environment):
-    """The nearer the wish, the stronger; and each value can say whose wish it was."""
+    """And each value shows its source."""
     assert row(Settings.load(), "GPU_MEMORY_MAX_PERCENT")[1:4] == ("0.9", "0.9", "default")
     environment.setenv("GPU_MEMORY_MAX_PERCENT", "0.8")
     assert row(Settings.load(), "GPU_MEMORY_MAX_PERCENT")[1:4] == ("0.8", "0.9", "environment")
@@ -70,7 +70,7 @@ def test_an_argument_wins_over_the_environment_and_that_over_the_default(environ
 
 
 def test_none_means_not_given_and_empty_means_unset(environment):
-    """`Runtime(devices=None)` and `GPU_DEVICES=` say nothing, so what lies beneath shows."""
+    """`Runtime(devices=None)` and `GPU_DEVICES=` set nothing, so the next source applies."""
     environment.setenv("GPU_DEVICES", "sim:1x8GiB")
     assert Settings.load(gpu_devices=None).gpu_devices == "sim:1x8GiB"
     environment.setenv("GPU_DEVICES", "")
@@ -78,7 +78,7 @@ def test_none_means_not_given_and_empty_means_unset(environment):
 
 
 def test_a_dotenv_file_in_the_working_directory_is_not_read(environment, tmp_path):
-    """A notebook's folder must not change how the box is governed."""
+    """A notebook's folder must not change the settings of the machine."""
     (tmp_path / ".env").write_text("GPU_POLICY=cost_aware\n")
     environment.chdir(tmp_path)
     assert Settings.load().gpu_policy == "lru"
@@ -101,8 +101,8 @@ def test_a_dotenv_file_in_the_working_directory_is_not_read(environment, tmp_pat
         ("gpu_ledger", "memory:", "memory:"),
     ],
 )
-def test_the_environment_is_read_as_text_and_becomes_a_value(environment, name, text, value):
-    """Each under its own name in capitals."""
+def test_text_in_the_environment_becomes_a_value(environment, name, text, value):
+    """The variable has the setting's name in capitals."""
     environment.setenv(name.upper(), text)
     assert getattr(Settings.load(), name) == value
 
@@ -134,8 +134,8 @@ def test_the_environment_is_read_as_text_and_becomes_a_value(environment, name, 
         ("pressure_check_interval_seconds", "0", "seconds above 0, such as 15 or '1m'"),
     ],
 )
-def test_a_bad_value_is_refused_in_one_sentence(environment, name, value, expected):
-    """It names the setting as its writer wrote it, the value, and what would do."""
+def test_a_bad_value_is_rejected_in_one_sentence(environment, name, value, expected):
+    """It has the setting as it was written, the value, and what is expected."""
     environment.setenv(name.upper(), value)
     with pytest.raises(BadSetting) as error:
         Settings.load()
@@ -157,15 +157,15 @@ def test_a_bad_value_is_refused_in_one_sentence(environment, name, value, expect
         ("eviction_grace_seconds", [5]),
     ],
 )
-def test_a_wrong_type_is_refused(name, value):
-    """Numbers are not text, and True is not one hundred percent."""
+def test_a_wrong_type_is_rejected(name, value):
+    """A number is not text, and True is not 100 %."""
     with pytest.raises(BadSetting) as error:
         Settings.load(**{name: value})
     assert error.value.setting == name
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_known_one():
-    """A misspelt setting that is silently ignored governs nothing."""
+def test_an_unknown_name_is_rejected_with_the_most_similar_known_one():
+    """A misspelt setting must not be ignored silently."""
     with pytest.raises(BadSetting, match="a known setting, such as gpu_memory_max_percent"):
         Settings.load(gpu_memory_max_precent=0.9)
     with pytest.raises(BadSetting, match="a known setting, such as gpu_policy"):
@@ -173,13 +173,13 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one():
 
 
 def test_settings_do_not_change_once_loaded():
-    """Otherwise a decision and its explanation could come from different numbers."""
+    """Otherwise a decision and its explanation could use different numbers."""
     with pytest.raises(Exception, match="frozen"):
         Settings.load().gpu_policy = "cost_aware"  # type: ignore[misc]
 
 
-def test_rules_carry_the_numbers_that_decisions_go_by():
-    """HIGH is never more patient than MODERATE, whatever was typed."""
+def test_rules_have_the_numbers_that_decisions_use():
+    """The idle time at HIGH is never longer than at MODERATE, whatever was set."""
     settings = Settings.load(
         eviction_grace_seconds=1,
         eviction_idle_threshold_seconds=20,
@@ -200,7 +200,7 @@ def test_rules_carry_the_numbers_that_decisions_go_by():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_be_loaded(environment, name):
-    """What `gpu config --preset` prints is accepted when it is exported."""
+    """The output of `gpu config --preset` is accepted when it is exported."""
     for variable, value in preset(name).items():
         environment.setenv(variable, value)
     exported = {row.name for row in Settings.load().sources() if row.source == "environment"}
@@ -208,7 +208,7 @@ def test_every_preset_can_be_loaded(environment, name):
 
 
 def test_presets_are_those_of_the_document():
-    """Smaller cards: less of the card, and idle models leave sooner."""
+    """Smaller cards have a smaller part for models, and idle models are evicted sooner."""
     assert preset("8 gb") == {
         "GPU_MEMORY_MAX_PERCENT": "0.85",
         "ENABLE_CPU_OFFLOAD": "true",
@@ -222,7 +222,7 @@ def test_presets_are_those_of_the_document():
 
 
 def test_passwords_are_never_shown(environment):
-    """Neither in the table nor in the sentence of an error."""
+    """Neither in the table nor in an error message."""
     environment.setenv("GPU_LEDGER", "redis://ops:s3cret@box:6379/0")
     assert row(Settings.load(), "GPU_LEDGER").value == "redis://ops:***@box:6379/0"
     with pytest.raises(BadSetting) as error:
@@ -233,7 +233,7 @@ def test_passwords_are_never_shown(environment):
 
 @pytest.mark.parametrize("name", ["gpu_console_token", "gpu_console_viewer_token"])
 def test_a_token_is_never_shown(environment, name):
-    """Neither in the table, which `gpu doctor` prints, nor in a repr, nor in the sentence of an error."""
+    """Neither in the table, which `gpu doctor` prints, nor in a repr, nor in an error message."""
     token = "4f1c8a90b2d74e6f9a3b"
     environment.setenv(name.upper(), token)
     settings = Settings.load()
@@ -258,25 +258,25 @@ def test_a_token_is_never_shown(environment, name):
     )
 )
 def test_no_password_survives_masking(password):
-    """Whatever it is made of, even an @ or a /."""
+    """Whatever characters it has, even @ or /."""
     assert masked(f"redis://ops:{password}@box:6379/0") == "redis://ops:***@box:6379/0"
 
 
 @given(st.floats(0, 1))
-def test_every_fraction_is_a_percent(fraction):
-    """The bounds themselves included."""
+def test_every_fraction_from_0_to_1_is_accepted(fraction):
+    """The bounds are included."""
     assert Settings.load(gpu_memory_max_percent=fraction).gpu_memory_max_percent == fraction
 
 
 @given(
     st.one_of(st.floats(max_value=0, exclude_max=True), st.floats(min_value=1, exclude_min=True))
 )
-def test_nothing_else_is(number):
-    """90 is the likely slip."""
+def test_every_other_number_is_rejected(number):
+    """90 is the likely mistake."""
     with pytest.raises(BadSetting):
         Settings.load(gpu_memory_max_percent=number)
 
 
-def test_every_setting_says_what_it_is_for():
-    """`gpu config` has no blank line."""
+def test_every_setting_has_a_description():
+    """`gpu config` shows one for each."""
     assert all(row.doc.endswith(".") for row in Settings.load().sources())

@@ -1,4 +1,4 @@
-"""Threads of our own: started in one go, so that an interrupt finds them either there or not."""
+"""Our threads start in one step, so an interrupt leaves them either started or not started."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import pytest
 from gpu_runtime import threads
 
 
-def test_it_runs_beside_and_can_be_waited_for():
+def test_it_runs_in_parallel_and_can_be_waited_for():
     ends, began = threading.Event(), threading.Event()
     running = threads.start(lambda: (began.set(), ends.wait(20)))
     assert began.wait(20) and not running.wait(0.01)
     ends.set()
-    assert running.wait(20) and running.wait(0), "and more than once"
+    assert running.wait(20) and running.wait(0), "a second wait returns at once"
     assert running.ident != threading.get_ident()
 
 
-def test_an_interrupt_while_it_is_started_leaves_it_running():
-    """`threading.Thread.start`, struck in its wait for the new thread, left a thread that never ran and a process that
-    never ended: one in some ten thousand presses of the stop button."""
+def test_an_interrupt_during_its_start_leaves_it_running():
+    """`threading.Thread.start` waits for the new thread. An interrupt of that wait left a thread that never ran and a
+    process that never ended: about once in ten thousand presses of the stop button.
+    """
     begun, ended, tried = [], [], 0
     old = signal.signal(signal.SIGALRM, signal.default_int_handler)
     deadline = time.monotonic() + 3
@@ -31,12 +32,11 @@ def test_an_interrupt_while_it_is_started_leaves_it_running():
             tried += 1
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0.00002 + tried % 50 * 0.000004)
-                for _ in range(
-                    20
-                ):  # an interrupt may be lost: in a destructor the interpreter passes over it
+                # An interrupt may be lost: in a destructor the interpreter ignores it.
+                for _ in range(20):
                     begun.append(threads.start(lambda: ended.append(1)))
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                time.sleep(0)  # what has struck by now strikes here
+                time.sleep(0)  # a pending interrupt is raised here
             except KeyboardInterrupt:
                 pass
     finally:
@@ -46,15 +46,15 @@ def test_an_interrupt_while_it_is_started_leaves_it_running():
 
 
 @pytest.mark.parametrize("many", [0, 1, 3])
-def test_works_are_done_side_by_side(many):
-    """Each of these waits for all others."""
+def test_works_are_done_in_parallel(many):
+    """Each of them waits for all the others."""
     all_here, done = threading.Barrier(many or 1, timeout=20), []
     threads.side_by_side([lambda: done.append(all_here.wait())] * many)
     assert sorted(done) == list(range(many))
 
 
-def test_works_are_done_one_after_the_other_where_it_is_too_late_for_threads(monkeypatch):
-    """While the interpreter ends none can be started."""
+def test_works_are_done_one_after_the_other_if_no_thread_can_be_started(monkeypatch):
+    """None can be started while the interpreter is ending."""
 
     def too_late(work):
         raise RuntimeError("can't create new thread at interpreter shutdown")

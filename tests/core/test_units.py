@@ -1,4 +1,4 @@
-"""Words and numbers: what is read is what was meant, and what is printed can be read again."""
+"""Sizes and durations as text: they are parsed as people mean them, and shown text can be parsed again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SIZES = st.integers(0, 2**63 - 1)
     ],
 )
 def test_gb_is_decimal_gib_and_a_bare_g_are_binary(text, size):
-    """The Kitchen Brigade document's sizes, and the ways people write them."""
+    """The sizes in the Kitchen Brigade document, and the ways in which people write sizes."""
     assert parse_bytes(text) == size
 
 
@@ -84,8 +84,8 @@ def test_gb_is_decimal_gib_and_a_bare_g_are_binary(text, size):
         "½ GiB",
     ],
 )
-def test_what_is_not_a_size_is_refused_and_named(text):
-    """Never guessed, never negative, never more than a file can hold."""
+def test_text_that_is_not_a_size_is_rejected_and_quoted(text):
+    """A size is never guessed, never negative, and never larger than a file can be."""
     with pytest.raises(BadSize) as error:
         parse_bytes(text)
     assert str(error.value).startswith(f"{text!r} is not a size. Write it like")
@@ -93,14 +93,14 @@ def test_what_is_not_a_size_is_refused_and_named(text):
 
 
 @given(SIZES)
-def test_a_number_is_its_own_size(size):
-    """To the byte, as a number and as text."""
+def test_a_number_without_a_unit_is_bytes(size):
+    """Exactly, as a number and as text."""
     assert parse_bytes(size) == parse_bytes(str(size)) == parse_bytes(f"{size} B") == size
 
 
 @given(st.integers(0, 2**20), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]))
 def test_a_unit_multiplies(number, unit, space):
-    """In any case of letters."""
+    """In upper and lower case."""
     assert parse_bytes(f"{number}{space}{unit}") == number * UNITS[unit]
     assert parse_bytes(f"{number}{space}{unit.upper()}") == parse_bytes(
         f"{number}{space}{unit.lower()}"
@@ -108,23 +108,23 @@ def test_a_unit_multiplies(number, unit, space):
 
 
 @given(st.integers(0, 2**62))
-def test_what_is_shown_can_be_read_back_within_its_digits(size):
-    """Half of the last digit is all that printing may lose."""
+def test_a_shown_size_can_be_parsed_within_its_digits(size):
+    """Rounding may lose at most half of the last digit."""
     assert parse_bytes(show_bytes(size)) == pytest.approx(size, rel=0.051, abs=0)
 
 
 @given(SIZES)
 def test_a_shown_size_is_short(size):
-    """Three digits, or whole units where there are more; the sign in front."""
+    """Three digits, or a whole number if there are more. The sign is in front."""
     number = show_bytes(size).split()[0]
     assert len(number.replace(".", "")) <= 3 or number.isdigit()
-    assert len(number) <= 4 or size >= 2**50  # beyond TiB there is no larger unit
+    assert len(number) <= 4 or size >= 2**50  # there is no unit larger than TiB
     assert show_bytes(-size) == (f"-{show_bytes(size)}" if size else "0 B")
 
 
 @given(st.text())
-def test_any_text_is_a_size_or_is_refused(text):
-    """No other error escapes, and no negative size."""
+def test_any_text_is_a_size_or_is_rejected(text):
+    """No other error is raised, and no size is negative."""
     try:
         assert parse_bytes(text) >= 0
     except BadSize as error:
@@ -144,7 +144,7 @@ def test_any_text_is_a_size_or_is_refused(text):
         ("2d", 172800.0),
     ],
 )
-def test_durations_are_read_as_written(text, seconds):
+def test_durations_are_parsed_as_written(text, seconds):
     """A bare number is seconds."""
     assert parse_seconds(text) == seconds
 
@@ -152,15 +152,15 @@ def test_durations_are_read_as_written(text, seconds):
 @pytest.mark.parametrize(
     "text", ["", "soon", "-1", -1, "1 y", float("nan"), float("inf"), True, None, [5], "5 GiB"]
 )
-def test_what_is_not_a_duration_is_refused_and_named(text):
-    """In the words for durations, not those for sizes."""
+def test_text_that_is_not_a_duration_is_rejected_and_quoted(text):
+    """The message names durations, not sizes."""
     with pytest.raises(BadSize, match="is not a duration. Write it like 30, '10m' or '2h'"):
         parse_seconds(text)
 
 
 @given(st.floats(0, 10**7))
-def test_a_shown_duration_can_be_read_back(seconds):
-    """Within the rounding of what people read: half a unit of the last digit shown."""
+def test_a_shown_duration_can_be_parsed(seconds):
+    """Within the rounding: half a unit of the last digit shown."""
     shown = show_seconds(seconds)
     number = float(shown.split()[0])
     unit = parse_seconds(f"1 {shown.split()[1]}")

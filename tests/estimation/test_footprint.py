@@ -1,4 +1,4 @@
-"""How many bytes a model needs, and where each number came from."""
+"""How many bytes a model needs, and the source of each number."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parts(found: Footprint) -> list[tuple[str, int, str]]:
 # -- the chain ----------------------------------------------------------------------------------------------------
 
 FILES = Evidence(file_bytes=10 * GIB, file_format="gguf")
-CHAIN = [  # each with everything below it known too; the first that is known wins
+CHAIN = [  # in each row, everything below it is known too; the first known one is used
     (dict(declared=20 * GIB, measured=MEASURED), HEADER, [("all", 20 * GIB, "declared")]),
     (dict(measured=MEASURED), HEADER, [("weights", 15 * GIB, "measured")]),
     (dict(), HEADER, [("weights", 16 * GIB, "safetensors header")]),
@@ -63,13 +63,13 @@ CHAIN = [  # each with everything below it known too; the first that is known wi
     CHAIN,
     ids=["declared", "measured", "header", "shapes", "gguf file", "safetensors file", "name"],
 )
-def test_the_best_that_is_known_tells_the_weights(known, evidence, expected):
-    """Declared, measured, header, shapes, file size, name: in that order, and only guesses take a factor."""
+def test_the_weights_are_from_the_best_known_source(known, evidence, expected):
+    """Declared, measured, header, shapes, file size, name: in that order. Only guesses have a factor."""
     assert parts(footprint("Llama-2-7B-Q4_K_M", evidence, **known)) == expected
 
 
-def test_what_nobody_knows_is_an_error_that_asks_for_a_size():
-    """Never zero: a model of no bytes would fit anywhere."""
+def test_an_unknown_size_is_an_error_that_asks_for_a_size():
+    """It is never zero: a model of no bytes would fit anywhere."""
     with pytest.raises(
         UnknownSize, match=r"the size of writer is unknown: its factory failed.\n.*size='8 GiB'"
     ):
@@ -79,7 +79,7 @@ def test_what_nobody_knows_is_an_error_that_asks_for_a_size():
 
 
 def test_a_declared_size_is_the_whole():
-    """Room for a context is within it: what the weights leave, so that it stays claimed once they are loaded."""
+    """Its rest beyond the weights is room for the context, so it stays claimed after the load."""
     asked = footprint("m", HEADER, declared=20 * GIB, options=dict(context_length=8192))
     assert parts(asked) == [
         ("weights", 16 * GIB, "safetensors header"),
@@ -93,8 +93,8 @@ def test_a_declared_size_is_the_whole():
     ]
 
 
-def test_a_factor_goes_as_soon_as_cache_and_activations_can_be_reckoned():
-    """It stood in for them; both together would count them twice."""
+def test_the_factor_is_left_out_if_cache_and_activations_can_be_calculated():
+    """It stands for them, so both together would count them twice."""
     files = Evidence(file_bytes=10 * GIB, file_format="safetensors", config=LLAMA_3_8B)
     assert [name for name, _, _ in parts(footprint("m", files))] == ["weights", "margin"]
     assert [
@@ -102,7 +102,7 @@ def test_a_factor_goes_as_soon_as_cache_and_activations_can_be_reckoned():
     ] == ["weights", "kv_cache", "activations"]
 
 
-def test_a_context_asked_for_is_reserved():
+def test_a_requested_context_is_reserved():
     found = footprint("m", HEADER, options=dict(context_length=8192, sequences=2))
     assert parts(found)[:2] == [
         ("weights", 16 * GIB, "safetensors header"),
@@ -113,8 +113,8 @@ def test_a_context_asked_for_is_reserved():
     assert not found.notes
 
 
-def test_a_context_that_nobody_asked_for_is_named_and_not_counted():
-    """It grows while the model writes, and what it takes is measured."""
+def test_a_context_that_was_not_requested_is_mentioned_and_not_counted():
+    """It grows while the model generates, and its memory is measured."""
     found = footprint("m", HEADER)
     assert found.bytes == 16 * GIB and found.working_bytes == 0
     assert found.notes == (
@@ -123,8 +123,8 @@ def test_a_context_that_nobody_asked_for_is_named_and_not_counted():
     )
 
 
-def test_the_peak_is_told_and_not_leased():
-    """One large batch would make the lease large for good; while torch keeps those bytes they are residue."""
+def test_the_peak_is_shown_and_not_leased():
+    """One large batch would make the lease large forever. While torch keeps those bytes, they are residue."""
     found = footprint("m", HEADER, measured=MEASURED)
     assert found.bytes == 15 * GIB
     assert found.parts[0].detail == "after it was loaded on NVIDIA H100 on 2026-11-21"
@@ -154,20 +154,20 @@ def test_the_cuda_context_is_a_part_of_its_own():
         (dict(context_length=8, cache_dtype="q9"), "cache_dtype='q9'"),
     ],
 )
-def test_an_option_that_cannot_be_is_named(options, said):
+def test_an_invalid_option_is_named(options, said):
     with pytest.raises(BadSetting) as error:
         footprint("m", HEADER, options=options)
     assert said in str(error.value)
 
 
-def test_a_context_cannot_be_reserved_where_the_config_tells_nothing():
+def test_a_context_cannot_be_reserved_if_the_config_does_not_describe_the_cache():
     with pytest.raises(UnknownSize, match="its config does not show the size of its cache"):
         footprint("m", Evidence(GIB, "GGUF header"), options=dict(context_length=8192))
 
 
 @given(weights=st.lists(st.integers(0, 10**12), max_size=90), extra=st.integers(0, 10**12))
 def test_the_pieces_sum_to_the_footprint(weights, extra):
-    """To the byte, whatever comes on top, and none shrinks below its weights: shares are cut between them."""
+    """To the byte, with any overhead. No piece is smaller than its weights: a model is split between pieces."""
     evidence = Evidence(sum(weights), "safetensors header", pieces=tuple(weights))
     found = footprint("m", evidence, context_bytes=extra)
     assert sum(found.pieces) == (found.bytes if any(weights) else 0)
@@ -197,25 +197,25 @@ def test_the_pieces_sum_to_the_footprint(weights, extra):
         ("kimi-1T-fp8", 1e12),
     ],
 )
-def test_a_name_tells_weights_and_format(name, size):
+def test_a_name_shows_weights_and_format(name, size):
     assert from_name(name)[0] == pytest.approx(size, rel=1e-9)
 
 
 @pytest.mark.parametrize(
     "name", ["writer", "gemma-3n-E4B", "bert-base", "model-4bit", "v2", "phi-4-Q4_K_M", "a100b"]
 )
-def test_a_name_that_tells_nothing_is_not_guessed_at(name):
-    """E4B is four billion at a time, of eight: such a number is none."""
+def test_a_name_without_a_size_gives_no_guess(name):
+    """E4B means four billion active weights of eight, so it is no size."""
     assert from_name(name) is None
 
 
-def test_a_registered_quantization_counts_where_the_name_has_none():
+def test_a_registered_quantization_counts_if_the_name_has_none():
     assert from_name("Llama-7B", "Q8_0")[0] == 7e9 * 8.5 / 8
 
 
 @pytest.mark.parametrize("word", QUANT_BITS)
-def test_every_quantisation_is_read_as_itself(word):
-    """`Q4_K` is in `Q4_K_M`: the longer one is meant."""
+def test_every_quantisation_is_recognised(word):
+    """`Q4_K_M` contains `Q4_K`: the longer one counts."""
     assert from_name(f"m-8B-{word}.gguf")[1] == f"8B at {QUANT_BITS[word]:g} bits ({word})"
 
 
@@ -265,7 +265,7 @@ DEEPSEEK_V3 = dict(
         (LLAMA_3_8B, 8192, 1.0),  # grouped queries: 8 of 32
         ({**LLAMA_3_8B, "num_key_value_heads": 32}, 8192, 4.0),  # one key a head
         (MISTRAL, 4096, 0.5),
-        (MISTRAL, 32768, 0.5),  # nothing outside the window is kept
+        (MISTRAL, 32768, 0.5),  # tokens outside the window are dropped
         ({**MISTRAL, "sliding_window": None}, 32768, 4.0),
         (
             GEMMA_3_27B,
@@ -302,20 +302,20 @@ def test_the_cache_follows_from_the_config(config, tokens, gib):
 @pytest.mark.parametrize(
     ("dtype", "gib"), [("float32", 2.0), ("bfloat16", 1.0), ("fp8", 0.5), ("q8_0", 0.53125)]
 )
-def test_the_cache_may_be_of_another_dtype(dtype, gib):
+def test_the_cache_may_have_another_dtype(dtype, gib):
     found = footprint("m", HEADER, options=dict(context_length=8192, cache_dtype=dtype))
     assert found.parts[1].bytes == gib * GIB
 
 
-def test_with_sequences_alone_the_context_is_the_longest_that_the_model_knows():
+def test_with_sequences_alone_the_context_is_the_longest_of_the_model():
     assert longest_context(LLAMA_3_8B) == 8192
     assert footprint("m", HEADER, options=dict(sequences=1)).parts[1].bytes == GIB
     with pytest.raises(BadSetting, match="given with context_length"):
         footprint("m", Evidence(GIB, "shapes"), options=dict(sequences=1))
 
 
-def test_a_model_that_does_not_write_keeps_no_cache():
-    """An embedder reads once."""
+def test_a_model_that_generates_no_text_has_no_cache():
+    """An embedder reads its input once."""
     bert = dict(
         architectures=["BertModel"], num_hidden_layers=12, hidden_size=768, num_attention_heads=12
     )
@@ -335,8 +335,8 @@ def test_a_model_that_does_not_write_keeps_no_cache():
         dict(num_hidden_layers=2, num_attention_heads=4),
     ],
 )
-def test_a_config_that_tells_nothing_usable_is_unknown(config):
-    """Whatever somebody wrote into it: no crash, no zero, no tuple of a billion layers."""
+def test_an_unusable_config_gives_an_unknown_size(config):
+    """Whatever the config contains: no crash, no zero, no tuple of a billion layers."""
     assert cache_layers(config) is None
 
 
@@ -371,8 +371,8 @@ def test_a_config_that_tells_nothing_usable_is_unknown(config):
         | st.lists(st.integers(-1, 9) | st.text(max_size=9), max_size=9),
     )
 )
-def test_no_config_can_do_harm(config):
-    """It is a file that somebody downloaded."""
+def test_no_config_can_crash_the_estimate(config):
+    """It may be any downloaded file."""
     layers = cache_layers(config)
     assert layers is None or kv_cache_bytes(layers, tokens=100) >= 0
     active = activation_bytes(config, PlannedUse(100, 1, 16.0, 2))
@@ -384,20 +384,20 @@ def test_no_config_can_do_harm(config):
     st.integers(1, 10**6),
     st.integers(1, 64),
 )
-def test_a_longer_context_never_takes_less_and_sequences_add_up(layers, tokens, sequences):
+def test_a_longer_context_never_needs_less_and_sequences_add_up(layers, tokens, sequences):
     one = kv_cache_bytes(layers, tokens=tokens)
     assert kv_cache_bytes(layers, tokens=2 * tokens) >= one
     assert kv_cache_bytes(layers, tokens=tokens, sequences=sequences) == sequences * one
 
 
-def test_attention_written_out_holds_its_scores():
+def test_eager_attention_holds_its_scores():
     flash, eager = (
         activation_bytes(LLAMA_3_8B, PlannedUse(8192, 1, 16.0, 2, eager)) for eager in (False, True)
     )
     assert eager > 32 * 8192**2 * 6 > 10 * flash
 
 
-def test_a_part_says_whether_it_is_room_for_use():
+def test_a_part_shows_whether_it_is_room_for_use():
     assert [
         Part(name, 1, "x").for_use
         for name in ("weights", "kv_cache", "activations", "room", "context", "all")
