@@ -446,15 +446,15 @@ FAULTS = [
     Fault(
         "catalogue: trust whatever a file says",
         "catalog/entries",
-        "if settings.gpu_trust_remote_code or not is_trust(flag))",
-        "if True)",
+        "if settings.gpu_trust_remote_code or not is_trust(flag):",
+        "if True:",
         CATALOGUE,
     ),
     Fault(
         "catalogue: code runs on a file's word",
         "catalog/entries",
-        "    if settings.gpu_trust_remote_code and _asks_for_trust(fields):",
-        "    if _asks_for_trust(fields):",
+        "    if settings.gpu_trust_remote_code and _requests_trust(fields):",
+        "    if _requests_trust(fields):",
         CATALOGUE,
     ),
     Fault(

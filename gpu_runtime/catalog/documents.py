@@ -1,8 +1,8 @@
-"""Text of YAML or JSON as plain values, each with the line that it stands on.
+"""YAML or JSON text as plain values, each with its line; and plain values as YAML.
 
-What comes out is text, numbers, true or false, lists and mappings: no tag makes an object, and a timestamp stays the
-text it was. A field that stands twice is an error, and so is a page that is too large, too deep, or grows through its
-aliases. What the values mean is for others to say.
+The values are text, numbers, true or false, lists and mappings. No tag makes an object, and a timestamp
+remains text. These are errors: a field that appears twice, and a file that is too large, too deep, or
+grows through its aliases. The meaning of the values is not decided here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import yaml
@@ -18,19 +18,18 @@ import yaml
 from ..errors import BadDocument
 
 MOST_BYTES = 1 << 20  # of one file
-MOST_VALUES = 50_000  # in one file, whatever its aliases stand for counted each time
-DEEPEST = 32
+MOST_VALUES = 50_000  # of one file; the values behind an alias are counted at each use
+DEEPEST = 32  # levels
 
 Path = tuple[str | int, ...]  # ("models", 0, "memory"), from the top of a document
 
-# The parser in C, where PyYAML has it: ten times as fast.
+# The parser in C, if PyYAML has it: ten times as fast.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MERGE, _MAP, _SEQ = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"
 _SCALARS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null"))
-_AS_TEXT = (
-    "tag:yaml.org,2002:timestamp",
-    "tag:yaml.org,2002:value",
-)  # JSON has neither, and nobody means them here
+# JSON has neither of these; in a manifest they are meant as text.
+_AS_TEXT = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
+_TOO_DEEP = f"this is nested deeper than {DEEPEST} levels"
 
 
 class Document(NamedTuple):
@@ -41,45 +40,39 @@ class Document(NamedTuple):
     file: str
 
     def line(self, path: Path) -> int:
-        """The line, from 1, of that value, or of the nearest thing around it that has one."""
+        """The line, from 1, of the value at `path`, or of the nearest value around it with a line."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 1)
 
     def wrong(self, path: Path, problem: str, **facts: Any) -> BadDocument:
-        """The error that names this place."""
+        """The error for a `problem` at this `path`; `facts` become attributes of it."""
         return BadDocument(self.file, self.line(path), dotted(path), problem, **facts)
 
 
 def dotted(path: Path) -> str:
-    """As people write it.
+    """The `path` as people write it.
 
     >>> dotted(("models", 0, "memory"))
     'models[0].memory'
     """
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(
-        "."
-    )
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in path]
+    return "".join(steps).lstrip(".")
 
 
 def read(data: bytes, file: str) -> tuple[Document, ...]:
-    """The documents in a file's bytes; empty ones are left out. Raises BadDocument."""
+    """The documents in the `data` of a `file`; empty ones are left out. Raises BadDocument."""
     if len(data) > MOST_BYTES:
-        raise BadDocument(
-            file, 1, "", f"the file is larger than the {MOST_BYTES >> 20} MiB that are read"
-        )
+        raise BadDocument(file, 1, "", f"the file is larger than {MOST_BYTES >> 20} MiB")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise BadDocument(
-            file, data[: error.start].count(b"\n") + 1, "", "this is not text in UTF-8"
-        ) from None
-    start = text.lstrip()[:1]
+        line = data[: error.start].count(b"\n") + 1
+        raise BadDocument(file, line, "", "this is not text in UTF-8") from None
     if file.endswith(".json"):
         return tuple(_json(text, file))
-    if (
-        start == "{"
-    ):  # JSON is YAML but for its tabs and a few numbers, and may have several documents in a row
+    if text.lstrip()[:1] == "{":
+        # JSON is YAML except for its tabs and a few numbers. It may have several documents in a row.
         try:
             return tuple(_json(text, file))
         except BadDocument as refused:
@@ -88,13 +81,13 @@ def read(data: bytes, file: str) -> tuple[Document, ...]:
     return tuple(_yaml(text, file))
 
 
-# -- YAML ---------------------------------------------------------------------------------------------------------
+# -- YAML ----------------------------------------------------------------------------------------
 
 
 def _yaml(text: str, file: str) -> Iterator[Document]:
     builder = _Builder(file)
     try:
-        _require_shallow(text, file)  # first: composing what is nested too deep ends the process
+        _require_shallow(text, file)  # first: composing deeply nested nodes crashes the process
         loader = _Loader(text)
         try:
             while loader.check_node():
@@ -106,17 +99,13 @@ def _yaml(text: str, file: str) -> Iterator[Document]:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        said = " ".join(filter(None, (error.context, error.problem)))
-        raise BadDocument(
-            file, mark.line + 1 if mark else 1, "", f"this is not YAML: {said}"
-        ) from None
+        problem = " ".join(filter(None, (error.context, error.problem)))
+        line = mark.line + 1 if mark else 1
+        raise BadDocument(file, line, "", f"this is not YAML: {problem}") from None
     except yaml.YAMLError as error:
-        raise BadDocument(
-            file,
-            _line_of(text, error),
-            "",
-            f"this is not YAML: {error.args[-1] if error.args else error}".splitlines()[0],
-        ) from None
+        problem = str(error.args[-1] if error.args else error)
+        words = f"this is not YAML: {problem}".splitlines()[0]
+        raise BadDocument(file, _line_of(text, error), "", words) from None
 
 
 def _line_of(text: str, error: Any) -> int:
@@ -125,98 +114,100 @@ def _line_of(text: str, error: Any) -> int:
 
 
 def _require_shallow(text: str, file: str) -> None:
+    """Raises BadDocument if the YAML is nested too deep. It parses events, and builds no nodes."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent))
         depth -= isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent))
         if depth > DEEPEST:
-            raise BadDocument(
-                file, event.start_mark.line + 1, "", f"this is nested deeper than {DEEPEST} levels"
-            )
+            raise BadDocument(file, event.start_mark.line + 1, "", _TOO_DEEP)
 
 
 class _Builder:
-    """Makes values of nodes, and notes their lines."""
+    """Makes values of YAML's nodes, and records their lines."""
 
     def __init__(self, file: str) -> None:
         self.file, self.count = file, 0
         self.lines: dict[Path, int] = {}
 
     def begin(self, loader: Any) -> None:
+        """Starts the next document of the loader."""
         self.loader, self.lines = loader, {}
 
     def value(self, node: Any, path: Path) -> Any:
+        """The value of the node at this path. Raises BadDocument."""
         line = node.start_mark.line + 1
         self.lines.setdefault(path, line)
         self.count += 1
         if self.count > MOST_VALUES:
-            raise BadDocument(
-                self.file,
+            raise self._wrong(
                 line,
-                dotted(path),
-                f"the file holds more than {MOST_VALUES} values, its aliases counted each time",
+                path,
+                f"the file has more than {MOST_VALUES} values; those of an alias count at each use",
             )
-        if len(path) > DEEPEST:  # an alias to what it lies in
-            raise BadDocument(
-                self.file, line, dotted(path), f"this is nested deeper than {DEEPEST} levels"
-            )
+        if len(path) > DEEPEST:  # an alias to a node around it
+            raise self._wrong(line, path, _TOO_DEEP)
         if isinstance(node, yaml.MappingNode) and node.tag == _MAP:
             return self.mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and node.tag == _SEQ:
             return [self.value(child, (*path, index)) for index, child in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, path)
-        raise BadDocument(self.file, line, dotted(path), _not_plain(node.tag))
+        raise self._wrong(line, path, _not_plain(node.tag))
 
     def mapping(self, node: Any, path: Path) -> dict[str, Any]:
+        """The fields of a mapping. Its own fields override those that `<<` merges into it."""
         own: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         seen: dict[str, int] = {}
         for key, child in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise BadDocument(self.file, line, dotted(path), "a field's name must be text")
+                raise self._wrong(line, path, "a field's name must be text")
             if key.value in seen:
-                raise BadDocument(
-                    self.file,
-                    line,
-                    dotted((*path, key.value)),
-                    f"this stands here twice; the first time in line {seen[key.value]}",
-                )
+                problem = f"this appears here twice; the first time in line {seen[key.value]}"
+                raise self._wrong(line, (*path, key.value), problem)
             seen[key.value] = line
             if key.tag == _MERGE:
-                for part in child.value if isinstance(child, yaml.SequenceNode) else (child,):
-                    before = self.value(part, path)
-                    if not isinstance(before, dict):
-                        raise BadDocument(
-                            self.file, line, dotted(path), "<< takes a mapping, or a list of them"
-                        )
-                    merged = {**before, **merged}
+                merged = {**self._merged(child, path, line), **merged}
                 continue
             self.lines[(*path, key.value)] = line
             own[key.value] = self.value(child, (*path, key.value))
         return {**merged, **own}
 
+    def _merged(self, node: Any, path: Path, line: int) -> dict[str, Any]:
+        """The fields behind `<<`: of one mapping, or of a list of them, the first one first."""
+        merged: dict[str, Any] = {}
+        for part in node.value if isinstance(node, yaml.SequenceNode) else (node,):
+            fields = self.value(part, path)
+            if not isinstance(fields, dict):
+                raise self._wrong(line, path, "<< needs a mapping, or a list of them")
+            merged = {**fields, **merged}
+        return merged
+
     def scalar(self, node: Any, path: Path) -> Any:
+        """The text, number or truth value of a node."""
         if node.tag in _AS_TEXT:
             return node.value
-        line, at = node.start_mark.line + 1, dotted(path)
+        line = node.start_mark.line + 1
         if node.tag not in _SCALARS:
-            raise BadDocument(self.file, line, at, _not_plain(node.tag))
+            raise self._wrong(line, path, _not_plain(node.tag))
         try:
             value = self.loader.construct_object(node)
         except ValueError:
-            raise BadDocument(
-                self.file, line, at, f"{_short(node.value)} is not a number"
-            ) from None
-        return _finite(value, lambda problem: BadDocument(self.file, line, at, problem))
+            raise self._wrong(line, path, f"{_short(node.value)} is not a number") from None
+        return _usable(value, lambda problem: self._wrong(line, path, problem))
+
+    def _wrong(self, line: int, path: Path, problem: str) -> BadDocument:
+        return BadDocument(self.file, line, dotted(path), problem)
 
 
 def _not_plain(tag: str) -> str:
-    return f"{tag} is nothing that is read here: only text, numbers, true, false, lists and mappings are"
+    return f"{tag} is not supported: only text, numbers, true, false, lists and mappings are"
 
 
-def _finite(value: Any, wrong: Any) -> Any:
+def _usable(value: Any, wrong: Callable[[str], BadDocument]) -> Any:
+    """The value. Raises the error that `wrong` makes for a number that JSON cannot represent."""
     if isinstance(value, float) and not math.isfinite(value):
         raise wrong(f"{value} is not a number that can be used")
     if isinstance(value, int) and abs(value) >= 2**63:
@@ -228,11 +219,11 @@ def _short(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
-# -- JSON ---------------------------------------------------------------------------------------------------------
+# -- JSON ----------------------------------------------------------------------------------------
 
 
 def _json(text: str, file: str) -> Iterator[Document]:
-    """Documents one after the other, as `jq` reads them."""
+    """The documents, one after the other, as `jq` reads them."""
     decoder = json.JSONDecoder(object_pairs_hook=_Pairs, parse_constant=_no_constant)
     at = _skip(text, 0)
     while at < len(text):
@@ -242,10 +233,9 @@ def _json(text: str, file: str) -> Iterator[Document]:
         except json.JSONDecodeError as error:
             raise BadDocument(file, error.lineno, "", f"this is not JSON: {error.msg}") from None
         except (ValueError, RecursionError) as error:
-            told = "nested too deep" if isinstance(error, RecursionError) else str(error)
-            raise BadDocument(
-                file, line, "", f"this is not JSON that can be used: {told}"
-            ) from None
+            problem = "nested too deep" if isinstance(error, RecursionError) else str(error)
+            words = f"this is not JSON that can be used: {problem}"
+            raise BadDocument(file, line, "", words) from None
         lines = _json_lines(text[at:end], line - 1)
         document = Document(None, lines, file)
         value = _plain(raw, (), document, itertools.count(1))
@@ -255,7 +245,7 @@ def _json(text: str, file: str) -> Iterator[Document]:
 
 
 class _Pairs(list):
-    """A JSON object as it was written, its repetitions too."""
+    """A JSON object as it was written, with repeated fields."""
 
 
 def _no_constant(word: str) -> Any:
@@ -263,6 +253,7 @@ def _no_constant(word: str) -> Any:
 
 
 def _skip(text: str, at: int) -> int:
+    """The position of the next character that is not a space or a comma."""
     while at < len(text) and text[at] in " \t\r\n,":
         at += 1
     return at
@@ -270,31 +261,33 @@ def _skip(text: str, at: int) -> int:
 
 def _plain(raw: Any, path: Path, document: Document, count: Iterator[int]) -> Any:
     if next(count) > MOST_VALUES:
-        raise document.wrong(path, f"the file holds more than {MOST_VALUES} values")
+        raise document.wrong(path, f"the file has more than {MOST_VALUES} values")
     if len(path) > DEEPEST:
-        raise document.wrong(path, f"this is nested deeper than {DEEPEST} levels")
+        raise document.wrong(path, _TOO_DEEP)
     if isinstance(raw, _Pairs):
-        made: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for key, child in raw:
-            if key in made:
-                raise document.wrong((*path, key), "this stands here twice")
-            made[key] = _plain(child, (*path, key), document, count)
-        return made
+            if key in fields:
+                raise document.wrong((*path, key), "this appears here twice")
+            fields[key] = _plain(child, (*path, key), document, count)
+        return fields
     if isinstance(raw, list):
         return [_plain(child, (*path, index), document, count) for index, child in enumerate(raw)]
-    return _finite(raw, lambda problem: document.wrong(path, problem))
+    return _usable(raw, lambda problem: document.wrong(path, problem))
 
 
 def _json_lines(text: str, before: int) -> dict[Path, int]:
-    """The lines of a document that is known to be JSON: its structure is YAML's, once its tabs are spaces."""
+    """The lines of a valid JSON document that has `before` lines before it.
+
+    With its tabs replaced by spaces, the structure of JSON is that of YAML. If the document has a
+    character that YAML does not allow, only its first line is returned.
+    """
     lines: dict[Path, int] = {}
+    spaced = text.replace("\t", " ")
     try:
-        _require_shallow(spaced := text.replace("\t", " "), "")
+        _require_shallow(spaced, "")
         root = yaml.compose(spaced, Loader=_Loader)
-    except (
-        yaml.YAMLError,
-        BadDocument,
-    ):  # a character that YAML does not know: then only its beginning is told
+    except (yaml.YAMLError, BadDocument):
         return {(): before + 1}
 
     def walk(node: Any, path: Path) -> None:
@@ -310,3 +303,24 @@ def _json_lines(text: str, before: int) -> dict[Path, int]:
     if root is not None:
         walk(root, ())
     return lines
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's dumper, which would replace rare line breaks in text by spaces: those are escaped."""
+
+
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    rare = not text.replace("\n", "").isprintable()
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if rare else None)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def as_yaml(body: Mapping[str, Any]) -> str:
+    """The document `body` in YAML, with its fields in their order."""
+    text = yaml.dump(body, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return text.rstrip("\n")

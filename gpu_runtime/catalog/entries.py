@@ -1,7 +1,7 @@
-"""One model of the catalogue: what was written of it, and what that means in this process.
+"""One model of the catalogue: the entry as it was written, and its meaning in this process.
 
-What was written is kept whole. What it means hangs on who asks: on this process's settings, and on the backends that
-this version has.
+The entry is stored unchanged. Its meaning depends on the process: on its settings, and on the backends of
+this version.
 """
 
 from __future__ import annotations
@@ -29,75 +29,84 @@ _OPTIONS = (
     "chat_template",
     "thinking",
 )
-MOST_TEMPLATE = 1 << 20  # letters
+MOST_TEMPLATE = 1 << 20  # characters of a chat template's file
 _BY_CATEGORY = {"diffusion": "diffusers"}
 
 
-class Entry(Value):
-    """A model as it stands in the catalogue: `body` is a document of apiVersion, kind, metadata and spec."""
+class CatalogEntry(Value):
+    """A model of the catalogue, as it was written.
+
+    `body` is a document with apiVersion, kind, metadata and spec.
+    """
 
     name: str
     body: dict[str, Any]
-    file: str = ""  # where it stands
+    file: str = ""  # the file that it is in
 
     @property
     def id(self) -> str:
-        """The other name that it answers to; empty where there is none."""
+        """The model's other name; empty if it has none."""
         return str(self.body["spec"].get("id") or "")
 
 
-def spec_of(entry: Entry, settings: Settings) -> ModelSpec:
-    """What the entry means to a process with these settings.
+def spec_of(entry: CatalogEntry, settings: Settings) -> ModelSpec:
+    """The meaning of the `entry` for a process with these `settings`.
 
-    An engine's arguments win over the fields beside them: they are what the engine is told.
+    An engine's arguments override the fields beside them, because the engine gets the arguments.
     """
     fields = Fields.model_validate(entry.body["spec"])
-    words = fields.runtime_args or ()
-    said = {
-        name: getattr(fields, name) for name in (*_OPTIONS, "quantization", "max_tensor_parallel")
-    }
-    said |= {field: value for _, field, value in read_arguments(words) if field}
-    if said["gpu_layers"] is None:
-        said["gpu_layers"] = settings.inference_gpu_layers
-    options = {name: said[name] for name in _OPTIONS if said[name] is not None}
-    if "chat_template" in options:
-        options["chat_template"] = _template(options["chat_template"])
-    if words:
-        options["runtime_args"] = list(passed_on(words, settings))
-    if settings.gpu_trust_remote_code and _asks_for_trust(fields):
-        options["trust_remote_code"] = True
+    values = _values(fields, settings)
     model_type = fields.type or fields.model_type or fields.category or "other"
-    source = _source(entry, fields)
-    named = settings.inference_backend and BACKENDS.get(
-        settings.inference_backend.lower(), settings.inference_backend
-    )
-    backend = fields.runtime or fields.backend or named or _backend(source, model_type)
-    if backend == "fake":
-        source = ""
+    source = fields.path or fields.source or fields.id or entry.name
+    backend = _backend(fields, settings, source, model_type)
     return ModelSpec(
         entry.name,
         backend,
-        source=source,
+        source="" if backend == "fake" else source,
         size=fields.memory or fields.size or fields.vram_mb,
         model_type=model_type,
-        quantization=said["quantization"] or "",
+        quantization=values["quantization"] or "",
         importance=fields.importance or NORMAL,
         keep=bool(fields.keep or fields.pin),
         keep_alive=fields.keep_alive or 0.0,
         layout=fields.layout or "auto",
         devices=fields.gpus if isinstance(fields.gpus, tuple) else (),
-        placement=_placement(fields, said),
+        placement=_placement(fields, values["max_tensor_parallel"]),
         enabled=fields.enabled is not False,
-        options=options,
+        options=_options(fields, values, settings),
     )
 
 
-def _placement(fields: Fields, said: dict[str, Any]) -> dict[str, Any]:
-    """What it says of PlacementRules, by their names."""
+def _values(fields: Fields, settings: Settings) -> dict[str, Any]:
+    """Fields that an engine's argument can override, with their final values."""
+    names = (*_OPTIONS, "quantization", "max_tensor_parallel")
+    values = {name: getattr(fields, name) for name in names}
+    for _, field, value in read_arguments(fields.runtime_args or ()):
+        if field:
+            values[field] = value
+    if values["gpu_layers"] is None:
+        values["gpu_layers"] = settings.inference_gpu_layers
+    return values
+
+
+def _options(fields: Fields, values: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """The options of the model's backend."""
+    options = {name: values[name] for name in _OPTIONS if values[name] is not None}
+    if "chat_template" in options:
+        options["chat_template"] = _template(options["chat_template"])
+    if fields.runtime_args:
+        options["runtime_args"] = list(passed_on(fields.runtime_args, settings))
+    if settings.gpu_trust_remote_code and _requests_trust(fields):
+        options["trust_remote_code"] = True
+    return options
+
+
+def _placement(fields: Fields, most_cards: int | None) -> dict[str, Any]:
+    """The fields of PlacementRules that the entry sets."""
     count = fields.gpus if isinstance(fields.gpus, int) else None
     rules = {
         "least_cards": count,
-        "most_cards": count or said["max_tensor_parallel"],
+        "most_cards": count or most_cards,
         "card_bytes": fields.gpu_memory,
         "factor": fields.gpu_fraction_factor,
         "largest_fraction": fields.fraction_largest_possible,
@@ -105,68 +114,81 @@ def _placement(fields: Fields, said: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in rules.items() if value is not None}
 
 
-def _source(entry: Entry, fields: Fields) -> str:
-    return fields.path or fields.source or fields.id or entry.name
+def _template(given: str) -> str:
+    """The text of a chat template, which is `given` itself or in the file of that name.
 
-
-def _template(said: str) -> str:
-    """The text of a chat template, also where its file is named; a file that cannot be read is told when it is used."""
-    if "{" in said:
-        return said
+    If the file cannot be read, the name is returned; using it raises the error.
+    """
+    if "{" in given:
+        return given
     try:
-        with open(os.path.expanduser(said), encoding="utf-8") as file:
+        with open(os.path.expanduser(given), encoding="utf-8") as file:
             return file.read(MOST_TEMPLATE)
     except (OSError, UnicodeDecodeError):
-        return said
+        return given
 
 
-def _backend(source: str, model_type: str) -> str:
+def _backend(fields: Fields, settings: Settings, source: str, model_type: str) -> str:
+    """The entry's backend, else the one of INFERENCE_BACKEND, else the one for its source."""
+    named = fields.runtime or fields.backend
+    if named:
+        return named
+    preferred = settings.inference_backend
+    if preferred:
+        return BACKENDS.get(preferred.lower(), preferred)
     if source.endswith(".gguf"):
         return "llama_cpp"
     return _BY_CATEGORY.get(model_type, "transformers")
 
 
 def passed_on(words: tuple[str, ...], settings: Settings) -> tuple[str, ...]:
-    """The arguments that an engine is told: its own code only where the process's owner trusts it."""
-    groups = (
-        took
-        for flag, _, took in group_flags(words)
-        if settings.gpu_trust_remote_code or not is_trust(flag)
-    )
-    return tuple(word for took in groups for word in took)
+    """The arguments of `words` that an engine gets.
+
+    --trust-remote-code is removed unless the `settings` of the process allow it.
+    """
+    passed = []
+    for flag, _, group in group_flags(words):
+        if settings.gpu_trust_remote_code or not is_trust(flag):
+            passed += group
+    return tuple(passed)
 
 
-def _asks_for_trust(fields: Fields) -> bool:
-    said = (value for flag, value, _ in group_flags(fields.runtime_args or ()) if is_trust(flag))
-    return bool(fields.trust_remote_code) or any(
-        (value or "").lower() not in ("false", "0", "no") for value in said
-    )
+def _requests_trust(fields: Fields) -> bool:
+    """Whether the entry requests that the model's own code may run."""
+    if fields.trust_remote_code:
+        return True
+    flags = group_flags(fields.runtime_args or ())
+    values = [value or "" for flag, value, _ in flags if is_trust(flag)]
+    return any(value.lower() not in ("false", "0", "no") for value in values)
+
+
+# -- can it be loaded here -----------------------------------------------------------------------
 
 
 def require_loadable(spec: ModelSpec) -> None:
-    """Nothing, where it may be loaded. Raises ModelDisabled, or LoadFailed where no backend can: before anybody
-    leaves."""
+    """Raises ModelDisabled, or LoadFailed if no backend here can load the `spec`.
+
+    It is called before anything is evicted for the model.
+    """
     if not spec.enabled:
         raise ModelDisabled(spec.name)
-    if because := obstacle(spec):
-        install = (
-            missing(spec.backend).partition("\n")[2]
-            or f"  What it would take:  %gpu plan {spec.name}"
-        )
-        raise LoadFailed(
-            f"{spec.name} cannot be loaded: {because}.\n{install}",
-            name=spec.name,
-            source=spec.source,
-        )
+    because = obstacle(spec)
+    if not because:
+        return
+    install = missing(spec.backend).partition("\n")[2]
+    hint = install or f"  What it would take:  %gpu plan {spec.name}"
+    raise LoadFailed(
+        f"{spec.name} cannot be loaded: {because}.\n{hint}", name=spec.name, source=spec.source
+    )
 
 
 def obstacle(spec: ModelSpec) -> str:
-    """Why it would not be loaded whatever the room; empty where it would."""
+    """Why the `spec` cannot be loaded, apart from its size; empty if it can."""
     return cannot_load(spec) if spec.enabled else "it is disabled in the catalogue"
 
 
 def cannot_load(spec: ModelSpec) -> str:
-    """Why no backend here can load it; empty where one can."""
+    """Why no backend here can load the `spec`; empty if one can."""
     known = backend_names()
     if spec.backend not in known:
         return (
@@ -176,7 +198,7 @@ def cannot_load(spec: ModelSpec) -> str:
 
 
 def state(spec: ModelSpec) -> str:
-    """`ready`, `disabled`, or what is missing."""
+    """The state of the `spec` in the catalogue: `ready`, `disabled`, or what is missing."""
     if not spec.enabled:
         return "disabled"
     if spec.backend not in backend_names():
@@ -184,33 +206,52 @@ def state(spec: ModelSpec) -> str:
     return f"{spec.backend} is not installed" if cannot_load(spec) else "ready"
 
 
-def notes(entry: Entry, settings: Settings) -> list[str]:
-    """What whoever applies it should know: what is kept and has no effect here."""
-    spec, written = spec_of(entry, settings), entry.body["spec"]
-    fields = Fields.model_validate(written)
-    words = fields.runtime_args or ()
-    said = []
-    if unknown := unknown_fields(written):
-        said.append(f"unknown here, and kept: {', '.join(unknown)}")
-    flags = [(flag, field) for flag, field, _ in read_arguments(words)]
-    if placed := [flag for flag, _ in flags if flag in RESERVED_FLAGS]:
-        said.append(f"decided by the placement, and kept: {', '.join(placed)}")
-    if others := [
-        flag for flag, field in flags if not field and flag not in RESERVED_FLAGS and not is_trust(flag)
-    ]:
-        said.append(f"kept for an engine's command line: {', '.join(others)}")
-    if _asks_for_trust(fields) and not settings.gpu_trust_remote_code:
-        said.append(
+# -- notes for the person who applies it ---------------------------------------------------------
+
+
+def notes(entry: CatalogEntry, settings: Settings) -> list[str]:
+    """Sentences about the `entry`: what is stored and has no effect with these `settings`."""
+    spec = spec_of(entry, settings)
+    fields = Fields.model_validate(entry.body["spec"])
+    found = []
+    unknown = unknown_fields(entry.body["spec"])
+    if unknown:
+        found.append(f"unknown here, and kept: {', '.join(unknown)}")
+    found += _argument_notes(fields)
+    if _requests_trust(fields) and not settings.gpu_trust_remote_code:
+        found.append(
             f"{TRUST} is kept, and not passed on where GPU_TRUST_REMOTE_CODE is off, as it is here"
         )
-    if cannot_load(spec):
-        known = spec.backend in backend_names()
-        said.append(
-            "planned, and not loaded here: "
-            + (cannot_load(spec) if known else f"this version has no backend {spec.backend}")
-        )
-        if spec.size is None and not os.path.exists(spec.source):
-            said.append("no size is declared and its files are not here; write  memory: 10GiB")
-    elif spec.source and not os.path.exists(spec.source) and not looks_like_hub_id(spec.source):
-        said.append(f"{spec.source} is not there (yet)")
-    return said
+    return found + _load_notes(spec)
+
+
+def _argument_notes(fields: Fields) -> list[str]:
+    """Notes on an engine's arguments that the placement, or the engine alone, decides."""
+    flags = [(flag, field) for flag, field, _ in read_arguments(fields.runtime_args or ())]
+    placed = [flag for flag, _ in flags if flag in RESERVED_FLAGS]
+    for_engine = [
+        flag
+        for flag, field in flags
+        if not field and flag not in RESERVED_FLAGS and not is_trust(flag)
+    ]
+    found = []
+    if placed:
+        found.append(f"decided by the placement, and kept: {', '.join(placed)}")
+    if for_engine:
+        found.append(f"kept for an engine's command line: {', '.join(for_engine)}")
+    return found
+
+
+def _load_notes(spec: ModelSpec) -> list[str]:
+    """Notes on why the model would not load now."""
+    here = os.path.exists(spec.source)
+    because = cannot_load(spec)
+    if not because:
+        absent = spec.source and not here and not looks_like_hub_id(spec.source)
+        return [f"{spec.source} does not exist (yet)"] if absent else []
+    if spec.backend not in backend_names():
+        because = f"this version has no backend {spec.backend}"
+    found = [f"planned, and not loaded here: {because}"]
+    if spec.size is None and not here:
+        found.append("no size is declared and its files are not here; write  memory: 10GiB")
+    return found

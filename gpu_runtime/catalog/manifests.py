@@ -1,4 +1,4 @@
-"""The shapes that a file of models may have, and each model in it, checked.
+"""The shapes that a file of models may have, and the check of each model in it.
 
 Three shapes are read, in YAML or JSON, several in one file:
 
@@ -7,7 +7,7 @@ Three shapes are read, in YAML or JSON, several in one file:
     metadata: {name: qwen3:8b}                     path: phi-4.gguf      memory: 42949672960
     spec: {memory: 10GB, runtime: ollama}          gpu_layers: -1        runtime: ollama
 
-and a bare mapping that has a name. Inside the house all are the first.
+and a bare mapping that has a name. All of them are converted to the first shape.
 
 Sources: Helix, Multi-GPU Scheduling, appendix B; Kitchen Brigade, GPU Allocation Semantics, section 4.
 """
@@ -22,15 +22,16 @@ from pydantic import ValidationError
 
 from ..errors import BadDocument
 from .documents import Document, Path
-from .schema import SAME, Fields, in_words, read_arguments, slips
+from .schema import SYNONYMS, Fields, in_words, misspelled_fields, read_arguments
 
 API_VERSION = "model.aispec.org/v1alpha1"
 KINDS = ("Model", "Agent", "AIApp")
 LONGEST_NAME = 200
+_EXAMPLE = f"a document with apiVersion {API_VERSION}, or an entry under `models:`"
 
 
 class Manifest(NamedTuple):
-    """One model of a file, in the one shape that is kept, and where it stands."""
+    """One model of a file, in the first shape, and its place in the file."""
 
     name: str
     body: dict[str, Any]  # apiVersion, kind, metadata, spec
@@ -38,55 +39,66 @@ class Manifest(NamedTuple):
     path: Path  # of its spec in the document
 
     def wrong(self, problem: str, *path: str | int) -> BadDocument:
+        """The error for a `problem` at this `path` below the spec."""
         return self.document.wrong((*self.path, *path), problem)
 
 
-# -- reading the shapes -------------------------------------------------------------------------------------------
+Found = Manifest | BadDocument  # a model, or the error in its place
+
+# -- reading the shapes --------------------------------------------------------------------------
 
 
 def manifests(documents: tuple[Document, ...], file: str) -> tuple[Manifest, ...]:
-    """Every model that these documents tell of, checked. Raises BadDocument, which names all that is wrong."""
+    """Every model of the `documents` of a `file`, checked.
+
+    Raises BadDocument with all errors, in the order of their lines.
+    """
     found: list[Manifest] = []
-    wrong: list[BadDocument] = []
+    errors: list[BadDocument] = []
     for document in documents:
-        for made in _shapes(document):
-            (wrong if isinstance(made, BadDocument) else found).append(made)  # type: ignore[arg-type]
-    places: dict[str, Manifest] = {}
-    for manifest in found:
-        wrong += complaints(manifest)
-        if (before := places.setdefault(manifest.name, manifest)) is not manifest:
-            line = before.document.line(before.path)
-            wrong.append(
-                manifest.wrong(
-                    f"{manifest.name!r} stands in this file twice; the first time in line {line}"
-                )
-            )
-    if not found and not wrong:
+        for one in _in_document(document):
+            if isinstance(one, BadDocument):
+                errors.append(one)
+            else:
+                found.append(one)
+    if not found and not errors:
         raise BadDocument(file, 1, "", f"there is no model in it. A model is {_EXAMPLE}")
-    if wrong:
-        raise BadDocument.of(sorted(wrong, key=lambda error: error.line))
+    for manifest in found:
+        errors += complaints(manifest)
+    errors += _repeated(found)
+    if errors:
+        raise BadDocument.of(sorted(errors, key=lambda error: error.line))
     return tuple(found)
 
 
-_EXAMPLE = f"a document with apiVersion {API_VERSION}, or stands under `models:`"
+def _repeated(found: list[Manifest]) -> Iterator[BadDocument]:
+    """An error for each model whose name is in the file before it."""
+    first: dict[str, Manifest] = {}
+    for manifest in found:
+        before = first.setdefault(manifest.name, manifest)
+        if before is not manifest:
+            line = before.document.line(before.path)
+            yield manifest.wrong(
+                f"{manifest.name!r} appears twice in this file; the first time in line {line}"
+            )
 
 
-def _shapes(document: Document) -> Iterator[Manifest | BadDocument]:
+def _in_document(document: Document) -> Iterator[Found]:
     value = document.value
-    if isinstance(value, list):  # of documents
-        for index, part in enumerate(value):
-            yield from _shape(document, part, (index,))
-    else:
-        yield from _shape(document, value, ())
+    if not isinstance(value, list):
+        yield from _in_value(document, value, ())
+        return
+    for index, part in enumerate(value):
+        yield from _in_value(document, part, (index,))
 
 
-def _shape(document: Document, value: Any, path: Path) -> Iterator[Manifest | BadDocument]:
+def _in_value(document: Document, value: Any, path: Path) -> Iterator[Found]:
     if not isinstance(value, dict):
         yield document.wrong(path, f"this is no model. A model is {_EXAMPLE}")
     elif "apiVersion" in value or "kind" in value:
-        yield from _resource(document, value, path)
+        yield _resource(document, value, path)
     elif "models" in value:
-        yield from _listed(document, value, path)
+        yield from _in_list(document, value, path)
     elif {"name", "id"} & value.keys():
         yield _named(document, value, path)
     else:
@@ -95,40 +107,43 @@ def _shape(document: Document, value: Any, path: Path) -> Iterator[Manifest | Ba
         yield document.wrong(path, f"this is no model: it has no name.{hint} A model is {_EXAMPLE}")
 
 
-def _resource(
-    document: Document, value: dict[str, Any], path: Path
-) -> Iterator[Manifest | BadDocument]:
-    metadata, spec = value.get("metadata"), value.get("spec")
-    version, kind = value.get("apiVersion"), value.get("kind")
-    if version != API_VERSION:
-        yield document.wrong(
-            (*path, "apiVersion"), f"{version!r} is not read here; it must be {API_VERSION}"
-        )
-    elif kind not in KINDS:
-        yield document.wrong(
-            (*path, "kind"),
-            f"{kind!r} is not read here; it must be {', '.join(KINDS[:-1])} or {KINDS[-1]}",
-        )
-    elif not isinstance(metadata, dict) or "name" not in metadata:
-        yield document.wrong(
-            (*path, "metadata"), "the name is missing; write  metadata: {name: NAME}"
-        )
-    elif problem := bad_name(metadata["name"]):
-        yield document.wrong((*path, "metadata", "name"), problem)
-    elif not isinstance(spec, dict):
-        yield document.wrong((*path, "spec"), "it must be a mapping of fields")
-    else:
-        yield Manifest(metadata["name"], value, document, (*path, "spec"))
+def _resource(document: Document, value: dict[str, Any], path: Path) -> Found:
+    """A document of the first shape."""
+    field, problem = _resource_problem(value)
+    if problem:
+        return document.wrong((*path, *field), problem)
+    return Manifest(value["metadata"]["name"], value, document, (*path, "spec"))
 
 
-def _listed(
-    document: Document, value: dict[str, Any], path: Path
-) -> Iterator[Manifest | BadDocument]:
+def _resource_problem(value: dict[str, Any]) -> tuple[Path, str]:
+    """The first wrong field of a document of the first shape, and what is wrong; empty if nothing."""
+    if value.get("apiVersion") != API_VERSION:
+        return ("apiVersion",), (
+            f"{value.get('apiVersion')!r} is not supported; it must be {API_VERSION}"
+        )
+    if value.get("kind") not in KINDS:
+        return ("kind",), (
+            f"{value.get('kind')!r} is not supported; it must be {', '.join(KINDS[:-1])} "
+            f"or {KINDS[-1]}"
+        )
+    metadata = value.get("metadata")
+    if not isinstance(metadata, dict) or "name" not in metadata:
+        return ("metadata",), "the name is missing; write  metadata: {name: NAME}"
+    problem = bad_name(metadata["name"])
+    if problem:
+        return ("metadata", "name"), problem
+    if not isinstance(value.get("spec"), dict):
+        return ("spec",), "it must be a mapping of fields"
+    return (), ""
+
+
+def _in_list(document: Document, value: dict[str, Any], path: Path) -> Iterator[Found]:
+    """The models under `models:`, which is a mapping of names or a list."""
     for other in value.keys() - {"models"}:
         yield document.wrong(
             (*path, other),
-            "beside `models` nothing else is read; give it a document of its own "
-            "(a line ---), or take it out",
+            "only `models` is read here; put this in a document of its own (a line ---), or remove "
+            "it",
         )
     listed = value["models"]
     if isinstance(listed, list):
@@ -136,31 +151,34 @@ def _listed(
             yield _named(document, part, (*path, "models", index))
     elif isinstance(listed, dict):
         for name, part in listed.items():
-            here = (*path, "models", name)
-            if problem := bad_name(name):
-                yield document.wrong(here, problem)
-            elif not isinstance(part, dict):
-                yield document.wrong(here, "it must be a mapping of fields, such as  {path: FILE}")
-            else:
-                yield Manifest(name, _body(name, part), document, here)
+            yield _under_name(document, name, part, (*path, "models", name))
     else:
         yield document.wrong((*path, "models"), "it must be a mapping of names, or a list")
 
 
-def _named(document: Document, part: Any, path: Path) -> Manifest | BadDocument:
+def _under_name(document: Document, name: Any, part: Any, path: Path) -> Found:
+    """A model of a mapping of names."""
+    problem = bad_name(name)
+    if problem:
+        return document.wrong(path, problem)
+    if not isinstance(part, dict):
+        return document.wrong(path, "it must be a mapping of fields, such as  {path: FILE}")
+    return Manifest(name, _body(name, part), document, path)
+
+
+def _named(document: Document, part: Any, path: Path) -> Found:
+    """A mapping with a name, or with an id as its name."""
     if not isinstance(part, dict):
         return document.wrong(path, "it must be a mapping of fields, with a name")
     key = "name" if "name" in part else "id"
     if key not in part:
         return document.wrong(path, "its name is missing; write  name: NAME")
-    if problem := bad_name(part[key]):
+    name = part[key]
+    problem = bad_name(name)
+    if problem:
         return document.wrong((*path, key), problem)
-    return Manifest(
-        part[key],
-        _body(part[key], {field: said for field, said in part.items() if field != "name"}),
-        document,
-        path,
-    )
+    spec = {field: value for field, value in part.items() if field != "name"}
+    return Manifest(name, _body(name, spec), document, path)
 
 
 def _body(name: str, spec: dict[str, Any]) -> dict[str, Any]:
@@ -168,57 +186,57 @@ def _body(name: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def bad_name(name: Any) -> str:
-    """What is wrong with a name; empty where nothing is.
+    """What is wrong with the `name` of a model; empty if nothing is.
 
     >>> bad_name("Qwen/Qwen3:8b"), bad_name("a@b")
-    ('', "'a@b' cannot be a name: '@' parts a name from a process")
+    ('', "'a@b' cannot be a name: '@' separates a name from a process")
     """
     if not isinstance(name, str):
         return f"{name!r} is not text; put it in quotes"
     if not name.strip() or name != name.strip():
         return f"{name!r} cannot be a name: it is empty, or has spaces around it"
     if "@" in name:
-        return f"{name!r} cannot be a name: '@' parts a name from a process"
+        return f"{name!r} cannot be a name: '@' separates a name from a process"
     if len(name) > LONGEST_NAME or not name.isprintable():
         return f"{name[:40]!r} cannot be a name: it must be at most {LONGEST_NAME} printable characters"
     return ""
 
 
-# -- checking the fields ------------------------------------------------------------------------------------------
+# -- checking the fields -------------------------------------------------------------------------
 
 
 def complaints(manifest: Manifest) -> list[BadDocument]:
-    """All that is wrong with its fields."""
-    wrong = [
+    """An error for each field of the `manifest` that is wrong."""
+    errors = [
         manifest.wrong(
-            f"{unknown} is not a known field; did you mean {nearest}? (What is yours alone is kept under "
-            f"a name like x-{unknown})",
+            f"{unknown} is not a known field; did you mean {nearest}? (Fields of your own are kept "
+            f"under a name like x-{unknown})",
             unknown,
         )
-        for unknown, nearest in slips(manifest.body["spec"])
+        for unknown, nearest in misspelled_fields(manifest.body["spec"])
     ]
     try:
         fields = Fields.model_validate(manifest.body["spec"])
     except ValidationError as error:
-        for complaint in error.errors():
-            field = str(complaint["loc"][0])
-            wrong.append(manifest.wrong(in_words(complaint), field))
-        return wrong
-    for same in SAME:
-        said = {name: value for name in same if (value := getattr(fields, name)) is not None}
-        if len(set(said.values())) > 1:
-            names = list(said)
-            wrong.append(
-                manifest.wrong(
-                    f"{' and '.join(names)} mean the same, and say different things", names[1]
-                )
-            )
+        invalid = [manifest.wrong(in_words(one), str(one["loc"][0])) for one in error.errors()]
+        return errors + invalid
+    errors += _contradictions(manifest, fields)
     if isinstance(fields.gpus, int) and fields.gpus > (fields.max_tensor_parallel or fields.gpus):
-        wrong.append(
-            manifest.wrong(f"{fields.gpus} GPUs are more than max_tensor_parallel allows", "gpus")
-        )
+        problem = f"{fields.gpus} GPUs are more than max_tensor_parallel allows"
+        errors.append(manifest.wrong(problem, "gpus"))
     try:
         list(read_arguments(fields.runtime_args or ()))
     except ValueError as error:
-        wrong.append(manifest.wrong(str(error).rstrip("."), "runtime_args"))
-    return wrong
+        errors.append(manifest.wrong(str(error).rstrip("."), "runtime_args"))
+    return errors
+
+
+def _contradictions(manifest: Manifest, fields: Fields) -> Iterator[BadDocument]:
+    """An error for each group of synonymous fields with different values."""
+    for synonyms in SYNONYMS:
+        values = {name: getattr(fields, name) for name in synonyms}
+        given = {name: value for name, value in values.items() if value is not None}
+        if len(set(given.values())) > 1:
+            names = list(given)
+            problem = f"{' and '.join(names)} mean the same, and have different values"
+            yield manifest.wrong(problem, names[1])

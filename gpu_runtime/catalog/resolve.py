@@ -1,6 +1,7 @@
 """The catalogue as one runtime sees it: its models on this machine's cards.
 
-A catalogue that cannot be read stops only what needs it: what is registered or loaded here goes on.
+If the catalogue cannot be read, only requests that need it fail. Models that are registered or loaded here
+are not affected.
 """
 
 from __future__ import annotations
@@ -19,33 +20,38 @@ log = logging.getLogger("gpu_runtime")
 
 
 class Catalogued:
-    """Looks models up in a catalogue, for a machine with these devices, as they are called by now."""
+    """The models of a catalogue, with their cards by the current ids of this machine's devices."""
 
     def __init__(self, catalog: Catalog, devices: Callable[[], tuple[Device, ...]]) -> None:
+        """Reads the `catalog`; `devices` returns the devices of this machine."""
         self.catalog = catalog
         self._devices = devices
-        self._told = ""
+        self._logged = ""
 
     @property
     def _cards(self) -> tuple[Device, ...]:
         return tuple(device for device in self._devices() if not device.is_host)
 
     def spec(self, name: str) -> ModelSpec | None:
-        """The model of that name; None where there is none. Raises CatalogUnavailable, BadDocument, UnknownDevice."""
+        """The model called `name`, or None.
+
+        Raises CatalogUnavailable, BadDocument, and UnknownDevice if it names a card that is not here.
+        """
         spec = self.catalog.spec(name)
         return self._here(spec) if spec else None
 
     def specs(self) -> tuple[ModelSpec, ...]:
-        """All models; none, and a line in the log, where the catalogue cannot be read."""
+        """All models. If the catalogue cannot be read: none, and the error is logged once."""
         try:
             return self.catalog.specs()
         except (CatalogUnavailable, BadDocument) as error:
-            if str(error) != self._told:
-                self._told = str(error)
+            if str(error) != self._logged:
+                self._logged = str(error)
                 log.warning("%s", error)
             return ()
 
     def names(self) -> tuple[str, ...]:
+        """The names of all models."""
         return tuple(spec.name for spec in self.specs())
 
     def _here(self, spec: ModelSpec) -> ModelSpec:
@@ -58,9 +64,9 @@ class Catalogued:
             placement["card_bytes"] = {card.id: most for card in self._cards}
         return replace(spec, devices=tuple(map(self._card, spec.devices)), placement=placement)
 
-    def _card(self, said: str) -> str:
-        """A card's id, from its index, its id or its UUID. Raises UnknownDevice."""
+    def _card(self, given: str) -> str:
+        """The id of the card with this index, id or UUID. Raises UnknownDevice."""
         for card in self._cards:
-            if said in (str(card.index), card.id, card.uuid):
+            if given in (str(card.index), card.id, card.uuid):
                 return card.id
-        raise UnknownDevice(said, tuple(card.id for card in self._cards))
+        raise UnknownDevice(given, tuple(card.id for card in self._cards))

@@ -1,7 +1,7 @@
-"""The fields that a manifest may have: one table that checks them and that the README shows.
+"""The fields that a manifest may have: one table, which checks them and which the README shows.
 
-Each is read into what the house uses: sizes into bytes, durations into seconds, others' words into ours. A field that
-is not in the table is kept, unless it looks like a slip of the pen.
+Each value is converted to the project's own units and words: sizes to bytes, durations to seconds. A field
+that is not in the table is kept, unless it looks like a misspelled one.
 
 Sources: Helix, Multi-GPU Scheduling, appendix B; Kitchen Brigade, GPU Allocation Semantics, section 4; Model Boss,
 Backend Registry and Model Pinning; NDIF, GPU Fraction Deployment.
@@ -21,7 +21,7 @@ from ..errors import BadSetting
 from ..facts import IMPORTANCE, parse_importance
 from ..units import MIB, parse_bytes, parse_seconds
 
-TYPES = {  # as others call it -> as we do
+TYPES = {  # word in a manifest -> type of model
     "llm": "llm",
     "chat": "llm",
     "text": "llm",
@@ -37,7 +37,7 @@ TYPES = {  # as others call it -> as we do
     "image": "diffusion",
     "other": "other",
 }
-BACKENDS = {  # the same for backends; those that `backends` has not are kept by their names
+BACKENDS = {  # word in a manifest -> backend; a backend that is unknown here is kept by its name
     "transformers": "transformers",
     "fake": "fake",
     "llama_cpp": "llama_cpp",
@@ -70,7 +70,7 @@ def _whole(value: Any) -> Any:
 
 def _size(value: Any) -> int:
     if value == 0:
-        raise ValueError("a size of nothing is no size; leave it out where it is not known")
+        raise ValueError("a size cannot be 0; leave it out if it is not known")
     return parse_bytes(value)
 
 
@@ -93,10 +93,14 @@ def _importance(value: Any) -> int:
         ) from None
 
 
-def _of(
+def _word_of(
     known: Mapping[str, str], otherwise: Callable[[str], str] | None, what: str
 ) -> Callable[[Any], str]:
-    """Reads a word that stands in the table; another is `otherwise`'s, unless it looks like a slip of the pen."""
+    """A function that reads a word of the table `known`.
+
+    Another word is passed to `otherwise`, unless it looks like a misspelled one. `what` names the kind of
+    word in errors.
+    """
 
     def read(value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
@@ -105,58 +109,63 @@ def _of(
         if word in known:
             return known[word]
         close = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
-        if otherwise is None or close:
-            nearest = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(
-                f"{value!r} is not a known {what}{nearest or ': it is one of ' + ', '.join(known)}"
-            )
+        if close:
+            raise ValueError(f"{value!r} is not a known {what}; did you mean {close[0]}?")
+        if otherwise is None:
+            raise ValueError(f"{value!r} is not a known {what}: it is one of {', '.join(known)}")
         return otherwise(value.strip())
 
     return read
 
 
+_WHICH_GPUS = "it must be how many GPUs, such as 2, or which, such as [0, 1] or [cuda:0]"
+
+
 def _gpus(value: Any) -> int | tuple[str, ...]:
     """How many cards, or which."""
     if isinstance(value, list):
-        if not value or not all(
-            isinstance(card, (int, str)) and not isinstance(card, bool) for card in value
-        ):
-            raise ValueError(
-                "it must be how many GPUs, such as 2, or which, such as [0, 1] or [cuda:0]"
-            )
+        named = [isinstance(card, (int, str)) and not isinstance(card, bool) for card in value]
+        if not value or not all(named):
+            raise ValueError(_WHICH_GPUS)
         return tuple(str(card) for card in value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(
-            "it must be how many GPUs, such as 2, or which, such as [0, 1] or [cuda:0]"
-        )
+        raise ValueError(_WHICH_GPUS)
     return value
 
 
 def _card_bytes(value: Any) -> int | dict[str, int]:
-    """The most of each card, or card by card."""
-    if isinstance(value, dict):
-        if not value:
-            raise ValueError(
-                "it names no card; write a size, or a size for each card, such as {0: 20GiB}"
-            )
-        return {str(card): _size(size) for card, size in value.items()}
-    return _size(value)
+    """The most bytes of each card: one number, or one for each card."""
+    if not isinstance(value, dict):
+        return _size(value)
+    if not value:
+        raise ValueError(
+            "it names no card; write a size, or a size for each card, such as {0: 20GiB}"
+        )
+    return {str(card): _size(size) for card, size in value.items()}
 
 
 def _arguments(value: Any) -> tuple[str, ...]:
-    """Command-line arguments: a list, or a mapping of flags to values."""
-    if isinstance(value, dict):
-        value = [
-            word
-            for flag, said in value.items()
-            if said is not False and said is not None
-            for word in ((_flag(flag),) if said is True else (_flag(flag), said))
-        ]
-    if not isinstance(value, list) or not all(
-        isinstance(word, (str, int, float)) and not isinstance(word, bool) for word in value
-    ):
+    """Command-line arguments, from a list or from a mapping of flags to values."""
+    words = _flag_words(value) if isinstance(value, dict) else value
+    if not isinstance(words, list) or not all(map(_is_argument, words)):
         raise ValueError("it must be a list of words, such as ['--max-model-len', '32768']")
-    return tuple(str(word) for word in value)
+    return tuple(str(word) for word in words)
+
+
+def _is_argument(word: Any) -> bool:
+    return isinstance(word, (str, int, float)) and not isinstance(word, bool)
+
+
+def _flag_words(flags: Mapping[str, Any]) -> list[Any]:
+    """The words of a mapping of flags: True is a flag without a value; False and None are left out."""
+    words: list[Any] = []
+    for flag, value in flags.items():
+        if value is False or value is None:
+            continue
+        words.append(_flag(flag))
+        if value is not True:
+            words.append(value)
+    return words
 
 
 def _flag(name: str) -> str:
@@ -166,12 +175,12 @@ def _flag(name: str) -> str:
 Text = Annotated[str, Field(min_length=1)]
 Whole = Annotated[int, BeforeValidator(_whole)]
 Size = Annotated[int, BeforeValidator(_size)]
-ModelType = Annotated[str, BeforeValidator(_of(TYPES, lambda word: "other", "type of model"))]
-Backend = Annotated[str, BeforeValidator(_of(BACKENDS, str.lower, "backend"))]
+ModelType = Annotated[str, BeforeValidator(_word_of(TYPES, lambda word: "other", "type of model"))]
+Backend = Annotated[str, BeforeValidator(_word_of(BACKENDS, str.lower, "backend"))]
 
 
 class Fields(BaseModel):
-    """What a manifest may say of its model. The README's table is made of these lines."""
+    """The fields of a manifest, checked. The README's table has the same descriptions."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -179,11 +188,11 @@ class Fields(BaseModel):
         None, description="What to show beside its name. In a list: its name."
     )
     id: Text | None = Field(
-        None, description="The hub id, or the engine's own name: the source where there is no path."
+        None, description="The hub id, or the engine's own name: the source if there is no path."
     )
     description: str | None = Field(None, description="A sentence for people.")
     path: Text | None = Field(
-        None, description="A file or directory, relative to the file that says so."
+        None, description="A file or directory, relative to the manifest's file."
     )
     source: Text | None = Field(None, description="The same, or a hub id.")
     runtime: Backend | None = Field(
@@ -199,7 +208,8 @@ class Fields(BaseModel):
     category: ModelType | None = Field(None, description="The same.")
     quantization: Text | None = Field(None, description="Such as Q4_K_M or int8.")
     memory: Size | None = Field(
-        None, description="All that it needs: `10GB` decimal, `10GiB` or `10G` binary, or bytes."
+        None,
+        description="All the memory it needs: `10GB` decimal, `10GiB` or `10G` binary, or bytes.",
     )
     size: Size | None = Field(None, description="The same.")
     vram_mb: Annotated[int, BeforeValidator(_mebibytes)] | None = Field(
@@ -209,7 +219,7 @@ class Fields(BaseModel):
         None, description="Tokens of context."
     )
     sequences: Annotated[Whole, Field(gt=0)] | None = Field(
-        None, description="How many such contexts at once."
+        None, description="How many such contexts at the same time."
     )
     cache_dtype: Text | None = Field(
         None, description="Of the KV cache, such as float16, fp8 or q8_0."
@@ -217,7 +227,7 @@ class Fields(BaseModel):
     gpu_layers: Annotated[Whole, Field(ge=-1)] | None = Field(
         None, description="-1: all on the GPU, 0: CPU only, else how many."
     )
-    dtype: Annotated[str, BeforeValidator(_of(DTYPES, None, "dtype"))] | None = Field(
+    dtype: Annotated[str, BeforeValidator(_word_of(DTYPES, None, "dtype"))] | None = Field(
         None, description="auto, bfloat16, float16 or float32."
     )
     gpus: Annotated[int | tuple[str, ...], BeforeValidator(_gpus)] | None = Field(
@@ -225,7 +235,7 @@ class Fields(BaseModel):
     )
     gpu_memory: Annotated[int | dict[str, int], BeforeValidator(_card_bytes)] | None = Field(
         None,
-        description="The most that it may take of each GPU (`20GiB`), or of which (`{0: 20GiB, 1: 10GiB}`).",
+        description="The most memory of each GPU (`20GiB`), or for each one (`{0: 20GiB, 1: 10GiB}`).",
     )
     max_tensor_parallel: Annotated[Whole, Field(gt=0)] | None = Field(
         None, description="The most GPUs to split it over."
@@ -234,10 +244,10 @@ class Fields(BaseModel):
         None, description="How it is split: auto, single, balanced, proportional or whole."
     )
     gpu_fraction_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="Room to take, as a multiple of its weights, in place of the estimate."
+        None, description="Memory to lease, as a multiple of its weights, instead of the estimate."
     )
     fraction_largest_possible: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = (
-        Field(None, description="The part of a GPU above which such a model takes the whole of it.")
+        Field(None, description="The part of a GPU above which such a model gets the whole GPU.")
     )
     importance: Annotated[int, BeforeValidator(_importance)] | None = Field(
         None, description="urgent, high, normal, low, batch or a number."
@@ -246,30 +256,30 @@ class Fields(BaseModel):
     pin: bool | None = Field(None, description="The same.")
     keep_alive: Annotated[float, BeforeValidator(_seconds)] | None = Field(
         None,
-        description="How long after its use it yields only to something more important, such as `10m`.",
+        description="How long after a use only a more important request evicts it, such as `10m`.",
     )
     enabled: bool | None = Field(None, description="`false`: it is listed, and refuses to load.")
     runtime_args: Annotated[tuple[str, ...], BeforeValidator(_arguments)] | None = Field(
         None, description="Arguments of an engine's command line."
     )
     trust_remote_code: bool | None = Field(
-        None, description="Let it run its own code, where GPU_TRUST_REMOTE_CODE allows it."
+        None, description="Let it run its own code, if GPU_TRUST_REMOTE_CODE allows it."
     )
     revision: Text | None = Field(None, description="Of a hub id.")
-    attn_implementation: Text | None = Field(None, description="As transformers takes it.")
+    attn_implementation: Text | None = Field(None, description="Passed to transformers.")
     task: Text | None = Field(
-        None, description="As transformers takes it, where the type does not say."
+        None, description="Passed to transformers, if the type does not give it."
     )
     chat_template: Text | None = Field(
-        None, description="Its chat template, or a file that holds one, in the place of its own."
+        None, description="A chat template, or a file with one, instead of the model's own."
     )
     thinking: bool | None = Field(
         None,
-        description="Whether it thinks aloud before it answers, where the caller does not say.",
+        description="Whether it reasons before it answers, if the request does not set it.",
     )
 
 
-SAME = (
+SYNONYMS = (  # fields that mean the same
     ("path", "source"),
     ("runtime", "backend"),
     ("type", "model_type", "category"),
@@ -278,10 +288,10 @@ SAME = (
 )
 
 
-def slips(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Unknown fields that look like a known one, each with the one that was meant.
+def misspelled_fields(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Unknown fields of the `spec` that look like a known one, each with the known one.
 
-    >>> slips({"memroy": 1, "colour": "red", "x-memroy": 2})
+    >>> misspelled_fields({"memroy": 1, "colour": "red", "x-memroy": 2})
     [('memroy', 'memory')]
     """
     found = []
@@ -294,6 +304,7 @@ def slips(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def unknown_fields(spec: Mapping[str, Any]) -> list[str]:
+    """The fields of the `spec` that are not in the table."""
     return [field for field in spec if field not in Fields.model_fields]
 
 
@@ -311,21 +322,21 @@ _EXPECTED = {
 
 
 def in_words(complaint: Any) -> str:
-    """One complaint of the table's, as a sentence of ours."""
+    """One of pydantic's errors, the `complaint`, as a sentence."""
     kind, given = complaint["type"], complaint["input"]
     if kind == "value_error":
         return str(complaint["ctx"]["error"]).rstrip(".")
     if kind in _EXPECTED:
         return f"{given!r} cannot be used: {_EXPECTED[kind]}"
-    said = complaint["msg"].removeprefix("Input should be ")
-    return f"{given!r} cannot be used: it must be {said}"
+    expected = complaint["msg"].removeprefix("Input should be ")
+    return f"{given!r} cannot be used: it must be {expected}"
 
 
-# -- an engine's arguments ----------------------------------------------------------------------------------------
+# -- an engine's arguments ----------------------------------------------------------------------
 
 
 def _tokens(text: str) -> int:
-    """vLLM's way to write a length: 32768, 32k (thousands), 32K (1024 each)."""
+    """A number of tokens as vLLM accepts it: 32768, 32k (thousands), 32K (1024 each)."""
     match = re.fullmatch(r"(\d+)([kKmM]?)", text)
     if match is None:
         raise ValueError(f"{text!r} is not a number of tokens")
@@ -336,14 +347,13 @@ def _unless_auto(text: str) -> str | None:
     return None if text == "auto" else text
 
 
-# Not --max-num-seqs, nor --parallel: those sequences share the context that is reserved, so they need no more of it.
-_ARGUMENTS: dict[
-    str, tuple[str, Callable[[str], Any]]
-] = {  # flag -> the field it speaks of, and how it is read
+# --max-num-seqs and --parallel are not in it: those sequences share the context that is reserved, so
+# they need no more of it.
+_ARGUMENTS: dict[str, tuple[str, Callable[[str], Any]]] = {  # flag -> its field, and how it is read
     "--max-model-len": ("context_length", _tokens),
     "--ctx-size": ("context_length", _tokens),
     "-c": ("context_length", _tokens),
-    "--dtype": ("dtype", _of(DTYPES, None, "dtype")),
+    "--dtype": ("dtype", _word_of(DTYPES, None, "dtype")),
     "--quantization": ("quantization", str),
     "-q": ("quantization", str),
     "--revision": ("revision", str),
@@ -360,17 +370,17 @@ TRUST = "--trust-remote-code"
 
 
 def read_arguments(words: tuple[str, ...]) -> Iterator[tuple[str, str, Any]]:
-    """Each flag, with the field that it speaks of (empty: none that is known) and the value.
+    """Each flag of `words`, with its field (empty if it has none) and its value.
 
     >>> list(read_arguments(("--max-model-len", "32k", "--trust-remote-code", "--seed=1")))
     [('--max-model-len', 'context_length', 32000), ('--trust-remote-code', '', None), ('--seed', '', '1')]
 
-    Raises ValueError.
+    Raises ValueError if a value is missing or cannot be read.
     """
     for flag, value, _ in group_flags(words):
         field, read = _ARGUMENTS.get(flag, ("", str))
         if field and value is None:
-            raise ValueError(f"{flag} takes a value")
+            raise ValueError(f"{flag} needs a value")
         try:
             yield flag, field, None if value is None else read(value)
         except ValueError as error:
@@ -378,7 +388,9 @@ def read_arguments(words: tuple[str, ...]) -> Iterator[tuple[str, str, Any]]:
 
 
 def is_trust(flag: str) -> bool:
-    """Whether the flag says --trust-remote-code, in whatever spelling an engine takes: underscores, or cut short.
+    """Whether the `flag` is --trust-remote-code, in any spelling that engines accept.
+
+    They accept underscores, and abbreviations.
 
     >>> is_trust("--trust_remote_code"), is_trust("--trust"), is_trust("--seed")
     (True, True, False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpu_runtime.catalog.documents import read
-from gpu_runtime.catalog.entries import Entry, notes, spec_of
+from gpu_runtime.catalog.entries import CatalogEntry, notes, spec_of
 from gpu_runtime.catalog.manifests import API_VERSION, manifests
 from gpu_runtime.errors import BadDocument
 from gpu_runtime.settings import Settings
@@ -94,9 +94,9 @@ models:
 """
 
 
-def entries(text: str) -> dict[str, Entry]:
+def entries(text: str) -> dict[str, CatalogEntry]:
     return {
-        made.name: Entry(made.name, made.body)
+        made.name: CatalogEntry(made.name, made.body)
         for made in manifests(read(text.encode(), "f.yaml"), "f.yaml")
     }
 
@@ -197,7 +197,7 @@ def test_what_was_written_is_kept_whole():
 @pytest.mark.parametrize(
     ("text", "line", "field", "says"),
     [
-        ("apiVersion: v1\nkind: Model\n", 1, "apiVersion", "'v1' is not read here"),
+        ("apiVersion: v1\nkind: Model\n", 1, "apiVersion", "'v1' is not supported"),
         (f"apiVersion: {API_VERSION}\nkind: Pod\n", 2, "kind", "must be Model, Agent or AIApp"),
         (
             f"apiVersion: {API_VERSION}\nkind: Model\nmetadata: {{}}\n",
@@ -221,7 +221,7 @@ def test_what_was_written_is_kept_whole():
         ("models:\n  - memory: 1\n", 2, "models[0]", "its name is missing"),
         ("models:\n  a: 10GB\n", 2, "models.a", "mapping of fields"),
         ("models:\n  a@b: {}\n", 2, "models.a@b", "'@'"),
-        ("models: {a: {memory: 1}}\ndefaults: {}\n", 2, "defaults", "nothing else is read"),
+        ("models: {a: {memory: 1}}\ndefaults: {}\n", 2, "defaults", "only `models` is read here"),
         ("modles:\n  a: {memory: 1}\n", 1, "", "Did you mean models"),
         ("hello\n", 1, "", "this is no model"),
         ("models: {}\n", 1, "", "there is no model in it"),
@@ -229,7 +229,7 @@ def test_what_was_written_is_kept_whole():
             "models: [{name: a}]\n---\nmodels: {a: {memory: 1}}\n",
             3,
             "models.a",
-            "stands in this file twice; the first time in line 1",
+            "appears twice in this file; the first time in line 1",
         ),
     ],
 )
@@ -262,7 +262,7 @@ def test_sizes_are_decimal_binary_or_bytes(written, size):
     [
         ("memory: 10XB", "memory", "'10XB' is not a size"),
         ("memory: -1", "memory", "not a size"),
-        ("memory: 0", "memory", "no size"),
+        ("memory: 0", "memory", "cannot be 0"),
         ("memory: true", "memory", "not a size"),
         ("memory: [1]", "memory", "not a size"),
         ("vram_mb: lots", "vram_mb", "not a number of MiB"),
@@ -293,7 +293,7 @@ def test_sizes_are_decimal_binary_or_bytes(written, size):
         ("path: ''", "path", "empty"),
         ("runtime_args: --max-model-len 3", "runtime_args", "list of words"),
         ("runtime_args: [--max-model-len, many]", "runtime_args", "not a number of tokens"),
-        ("runtime_args: [--dtype]", "runtime_args", "--dtype takes a value"),
+        ("runtime_args: [--dtype]", "runtime_args", "--dtype needs a value"),
         ("gpu_fraction_factor: 0", "gpu_fraction_factor", "greater than 0"),
         ("fraction_largest_possible: 1.5", "fraction_largest_possible", "less than or equal to 1"),
         ("memory: 10GB, size: 11GB", "size", "memory and size mean the same"),

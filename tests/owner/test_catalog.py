@@ -313,7 +313,7 @@ def test_a_write_that_fails_leaves_it_as_it_was(catalog, file, monkeypatch):
         "fsync",
         lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")),
     )
-    with pytest.raises(CatalogUnavailable, match="No space left on device.; it is as it was"):
+    with pytest.raises(CatalogUnavailable, match="No space left on device.; it is unchanged"):
         catalog.apply(file("models: {x: {memory: 1}}"))
     assert catalog.file.read_bytes() == before
     assert [
