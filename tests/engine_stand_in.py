@@ -1,11 +1,14 @@
-"""Stands in for an engine that is not installed: takes the flags that its recorded help has, and speaks its protocol.
+"""A stand-in for an engine that is not installed: it accepts the engine's flags and speaks its protocol.
 
     python engine_stand_in.py vllm serve MODEL --port 8300 …
 
-A flag that is not recorded ends it as argparse would. It writes what it was started with to STAND_IN_RECORD, one JSON
-line a start. Further: STAND_IN_SAYS, words to end with at once; STAND_IN_MUTE, never ready; STAND_IN_SPREAD=N, Ollama's
-model is half in RAM at the first N starts; STAND_IN_CHILD, a file for the number of a grandchild in a session of its
-own.
+It accepts the flags in the engine's recorded help; another flag ends it, as argparse does. Variables:
+
+    STAND_IN_RECORD    a file for the arguments of each start, one JSON line per start
+    STAND_IN_SAYS      it ends at once with this text
+    STAND_IN_MUTE      it never becomes ready
+    STAND_IN_SPREAD=N  Ollama's model is half in RAM at the first N starts
+    STAND_IN_CHILD     a file for the pid of a child process in a session of its own
 """
 
 from __future__ import annotations
@@ -23,24 +26,27 @@ GIB = 2**30
 
 
 def rejected(engine: str, words: list[str]) -> list[str]:
-    """The flags that this engine's help does not have."""
+    """The flags in `words` that are not in the recorded help of `engine`."""
     known = set((RECORDED / f"{engine}.txt").read_text().splitlines()[1:])
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
     return [flag for flag in flags if flag not in known]
 
 
 def option(words: list[str], *names: str) -> str:
+    """The value after one of the flags `names`; empty if there is none."""
     return next((words[i + 1] for i, word in enumerate(words) if word in names), "")
 
 
 class Handler(BaseHTTPRequestHandler):
+    """Answers like the engine; a chat answer is the reversed text of the messages."""
+
     engine, name, key, starts = "", "", "", 1
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
         pass
 
-    def _say(self, status: int, body: object) -> None:
+    def _reply(self, status: int, body: object) -> None:
         text = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -50,33 +56,33 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if os.environ.get("STAND_IN_MUTE"):
-            return self._say(503, {"error": "loading"})
+            return self._reply(503, {"error": "loading"})
         if self.path in ("/health", "/api/version"):
-            return self._say(200, {"status": "ok"})
+            return self._reply(200, {"status": "ok"})
         if self.path == "/api/ps":
             on_card = (
                 2 * GIB if self.starts <= int(os.environ.get("STAND_IN_SPREAD", "0")) else 4 * GIB
             )
-            return self._say(
+            return self._reply(
                 200, {"models": [{"name": self.name, "size": 4 * GIB, "size_vram": on_card}]}
             )
-        if not self._let_in():
+        if not self._has_key():
             return None
-        return self._say(200, {"object": "list", "data": [{"id": self.name, "object": "model"}]})
+        return self._reply(200, {"object": "list", "data": [{"id": self.name, "object": "model"}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", "0"))) or b"{}")
         if self.path == "/api/generate":
             type(self).name = body["model"]
             if body["model"] == "absent":
-                return self._say(404, {"error": "model 'absent' not found"})
-            return self._say(200, {"model": body["model"], "response": "", "done": True})
-        if not self._let_in():
+                return self._reply(404, {"error": "model 'absent' not found"})
+            return self._reply(200, {"model": body["model"], "response": "", "done": True})
+        if not self._has_key():
             return None
         if body.get("model") != self.name:
-            return self._say(404, {"error": f"there is no {body.get('model')}"})
+            return self._reply(404, {"error": f"there is no {body.get('model')}"})
         said = " ".join(str(message.get("content")) for message in body.get("messages", ()))
-        return self._say(
+        return self._reply(
             200,
             {
                 "object": "chat.completion",
@@ -91,9 +97,9 @@ class Handler(BaseHTTPRequestHandler):
             },
         )
 
-    def _let_in(self) -> bool:
+    def _has_key(self) -> bool:
         if self.key and self.headers.get("Authorization") != f"Bearer {self.key}":
-            self._say(401, {"error": "the key is missing or wrong"})
+            self._reply(401, {"error": "the key is missing or wrong"})
             return False
         return True
 

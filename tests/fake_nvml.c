@@ -1,18 +1,18 @@
-/* A libnvidia-ml.so.1 whose cards stand in a text file, so that the real binding can be driven where there is no card.
+/* A libnvidia-ml.so.1 whose cards are described by a text file: it tests the real binding without a card.
  *
- * The file is named by FAKE_NVML and read again at every call; a test replaces it while processes run. One `key value`
- * a line, the last of several counts:
+ * FAKE_NVML names the file. It is read again at every call; a test replaces it while processes run. Each line is
+ * `key value`; of several lines with one key the last counts:
  *     count 8                  cards
- *     init 9                   nvmlInit fails with that error
- *     0.error 15               every call on card 0 fails so
+ *     init 9                   nvmlInit fails with this error
+ *     0.error 15               every call on card 0 fails with this error
  *     0.hang 1                 every call on card 0 sleeps until this line is gone
- *     0.listed 15              card 0 cannot even be listed: its handle fails with that error
- *     0.total, 0.free          bytes; `na`: the card does not tell of memory; `forbidden`: not to us
- *     0.name, 0.uuid           instead of Fake 80GB and GPU-…0
+ *     0.listed 15              the handle of card 0 fails with this error
+ *     0.total, 0.free          bytes; `na`: not supported; `forbidden`: no permission
+ *     0.name, 0.uuid           defaults: Fake 80GB and GPU-…0
  *     0.ats 1                  its addressing mode is ATS
  *     0.processes 41:1024,42:na
  *     0.mig 3                  card 0 is partitioned into three instances; `0.1.free` is the second one's
- * `all.` in place of the number speaks for cards that have no such line of their own.
+ * `all.` in place of the number is the default for all cards.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,7 +22,7 @@
 enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, FORBIDDEN = 4, NOT_FOUND = 6, TOO_SMALL = 7, NOT_LOADED = 9 };
 #define MOST 64
 #define PARTS 8            /* a card and at most seven instances */
-static char cards[MOST * PARTS];   /* a handle is the address of its card's or instance's place here */
+static char cards[MOST * PARTS];   /* a handle is an address in this array: of a card or an instance */
 #define INDEX(card) ((int)((char *)(card) - cards) / PARTS)
 #define PART(card) ((int)((char *)(card) - cards) % PARTS - 1)     /* -1: the whole card */
 static int started;
@@ -187,7 +187,7 @@ int nvmlDeviceGetGraphicsRunningProcesses_v3(void *card, unsigned *count, proces
     *count = 0;
     return SUCCESS;
 }
-/* An instance has neither utilization nor a sensor of its own. */
+/* An instance has no utilization figure and no sensor. */
 int nvmlDeviceGetUtilizationRates(void *card, utilization_t *rates) {
     ENTER(card);
     if (PART(card) >= 0) return NOT_SUPPORTED;

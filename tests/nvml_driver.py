@@ -1,7 +1,7 @@
-"""A driver of ours under the real NVML binding, and processes whose runtimes use its cards.
+"""A fake driver under the real NVML binding, and processes whose runtimes use its cards.
 
-The library is built once with gcc from `fake_nvml.c`; its cards are told by a file that a test replaces while processes
-run. Fixtures: `library`, `driver`, `host`; a conftest imports them.
+The library is built once with gcc from `fake_nvml.c`. Its cards are described by a file that a test replaces
+while processes run. Fixtures: `library`, `driver`, `host`; a conftest imports them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import pytest
 
 from gpu_runtime.devices.sampler_client import Figures, Sampling
 
-PATIENCE = 20.0  # for what must happen at all; what must happen soon has a number of its own
+PATIENCE = 20.0  # seconds for an event that must happen; events that must happen soon have their own limits
 
 
 class Driver:
-    """The cards, as a file says; each change replaces it whole."""
+    """The fake driver's cards, described by a file; each change replaces the whole file."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.state = directory, directory / "cards"
@@ -36,7 +36,7 @@ class Driver:
         self.set()
 
     def set(self, **lines: Any) -> None:
-        """`set(_0_free=5, _0_1_free=4, all_hang=None)`: a line for each, None takes it away."""
+        """Changes lines: `set(_0_free=5, _0_1_free=4, all_hang=None)`; None removes a line."""
         for key, value in lines.items():
             name = re.sub(r"(\d|^all)_", r"\1.", key.lstrip("_"))
             self.lines.pop(name, None)
@@ -48,14 +48,16 @@ class Driver:
 
     @property
     def environment(self) -> dict[str, str]:
+        """Variables that make a process load the fake library and read this file."""
         return {"LD_LIBRARY_PATH": str(self.directory), "FAKE_NVML": str(self.state)}
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The path of the fake library."""
     if not shutil.which("gcc"):
-        pytest.skip("needs gcc, to build a driver of our own")
-    there = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
+        pytest.skip("needs gcc, to build the fake driver")
+    path = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
     source = Path(__file__).with_name("fake_nvml.c")
     subprocess.run(
         [
@@ -67,23 +69,24 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "-fPIC",
             "-Wl,-soname,libnvidia-ml.so.1",
             "-o",
-            there,
+            path,
             source,
         ],
         check=True,
     )
-    return there
+    return path
 
 
 @pytest.fixture
 def driver(library: Path, tmp_path: Path) -> Driver:
+    """The fake driver, with one card."""
     (tmp_path / "driver").mkdir()
     (tmp_path / "driver" / library.name).symlink_to(library)
     return Driver(tmp_path / "driver")
 
 
 class Kernel:
-    """A process with a runtime on the driver's cards; it does what it is told, and tells what an expression is."""
+    """A process with a runtime on the driver's cards. It evaluates Python that a test sends."""
 
     def __init__(
         self, driver: Driver, ledger: str, devices: str = "cuda", **environment: str
@@ -111,30 +114,35 @@ class Kernel:
             start_new_session=True,
             env={**os.environ, **driver.environment, **environment},
         )
-        assert self.hear() == "ready"
+        assert self.read_answer() == "ready"
 
-    def hear(self) -> Any:
+    def read_answer(self) -> Any:
+        """The answer to the oldest line that has none yet; waits for it."""
         assert self.process.stdout
         return json.loads(self.process.stdout.readline())
 
-    def say(self, line: str) -> None:
+    def send(self, line: str) -> None:
+        """Sends an expression or a statement, without waiting for the answer."""
         assert self.process.stdin
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
-    def tell(self, line: str) -> Any:
-        self.say(line)
-        return self.hear()
+    def evaluate(self, line: str) -> Any:
+        """The value of an expression (None for a statement), or the text of the error."""
+        self.send(line)
+        return self.read_answer()
 
     @property
     def degraded(self) -> str:
-        return self.tell("rt.status().degraded")
+        """Why its runtime is degraded; empty if it is not."""
+        return self.evaluate("rt.status().degraded")
 
     def slowest_status_seconds(self, times: int = 20) -> float:
-        self.tell(
+        """The longest of `times` calls of `rt.status()`, in seconds."""
+        self.evaluate(
             "timed = lambda: [began := time.perf_counter(), rt.status(), time.perf_counter() - began][2]"
         )
-        return self.tell(f"max(timed() for _ in range({times}))")
+        return self.evaluate(f"max(timed() for _ in range({times}))")
 
     def end(self) -> None:
         self.process.kill()
@@ -142,7 +150,7 @@ class Kernel:
 
 
 class Host:
-    """One ledger, its kernels and its helper."""
+    """One ledger with its kernels and its helper process (the sampler)."""
 
     def __init__(self, driver: Driver, directory: Path) -> None:
         self.driver, self.url, self.kernels = driver, f"sqlite://{directory}/ledger", list[Kernel]()
@@ -152,11 +160,12 @@ class Host:
         self.sampling = Sampling(self.directory)
 
     def kernel(self, devices: str = "cuda", **environment: str) -> Kernel:
+        """A new kernel on this ledger."""
         self.kernels.append(Kernel(self.driver, self.url, devices, **environment))
         return self.kernels[-1]
 
     def helpers(self) -> list[int]:
-        """Process numbers of this ledger's helpers."""
+        """The pids of this ledger's helpers."""
         found = []
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
@@ -165,6 +174,7 @@ class Host:
         return found
 
     def figures(self) -> Figures:
+        """The helper's latest sample."""
         figures = self.sampling.figures()
         assert figures is not None
         return figures
@@ -178,15 +188,16 @@ class Host:
 
 @pytest.fixture
 def host(driver: Driver, tmp_path: Path) -> Iterator[Host]:
+    """A host with an empty ledger; its processes end with the test."""
     made = Host(driver, tmp_path)
     yield made
     made.end()
 
 
-def until(told: Callable[[], Any], seconds: float = PATIENCE) -> float:
-    """Seconds until it is true; fails where it is not by then."""
+def until(condition: Callable[[], Any], seconds: float = PATIENCE) -> float:
+    """The seconds until `condition()` is true; fails after `seconds`."""
     began = time.monotonic()
-    while not told():
-        assert time.monotonic() - began < seconds, "it has not come true"
+    while not condition():
+        assert time.monotonic() - began < seconds, "the condition did not become true"
         time.sleep(0.01)
     return time.monotonic() - began

@@ -1,21 +1,20 @@
-"""A simulated accelerator for torch: devices `simgpu:0` to `simgpu:3`, each with its own memory and out-of-memory
-error.
+"""A simulated accelerator for torch: devices `simgpu:0` to `simgpu:3`, each with its own memory and limit.
 
-What runs on it is what would run on CUDA: `torch.empty(device=…)`, copies, views, storages, autograd, accelerate's
-hooks. So a model that is spread over two cards, moved to two others, or stopped half-way by a full card is really
-executed, on a machine without any card. Only tests import this.
+It runs what CUDA runs: `torch.empty(device=…)`, copies, views, storages, autograd, accelerate's hooks. So on
+a machine without any card a model can be spread over two cards, moved to two others, or stopped half-way by
+a full card, and it is really executed. Only tests import this.
 
 How it works. torch 2.13 lets Python register a backend under the dispatch key PrivateUse1
-(`torch.utils.backend_registration`, private and experimental). A tensor here is a plain `torch.Tensor` with that key
-whose storage points at ordinary RAM. It is made through DLPack, the one way into torch that takes a device and a
-pointer; when the storage dies, its bytes are given back to the card's account. Every operator
-falls back to one function, which runs the CPU's kernel on CPU tensors over the same bytes (`_alias`), and gives what is
-new a place on the card (`_adopted`). Operands on two cards are refused with CUDA's words, as CUDA refuses them.
+(`torch.utils.backend_registration`, private and experimental). A tensor here is a plain `torch.Tensor` with
+that key whose storage points at ordinary RAM. It is made through DLPack, the only way into torch that takes a
+device and a pointer. When the storage is freed, its bytes are subtracted from the card's account. Every
+operator falls back to one function. It runs the CPU's kernel on CPU tensors over the same bytes (`_alias`),
+and puts new results on the card (`_adopted`). Operands on two cards are refused with CUDA's error message.
 
-What differs from CUDA: such tensors cannot take the place of a CPU tensor through `.data`
-(`torch._has_compatible_shallow_copy_type` says no), so `storages.py` swaps their implementations instead, as
-`nn.Module.to` does for other people's accelerators. Backward passes run on `simgpu:0` only, since the engine believes
-that there is one such card. There are no streams, and nothing is asynchronous.
+What differs from CUDA: such a tensor cannot replace a CPU tensor through `.data`
+(`torch._has_compatible_shallow_copy_type` returns False). So `backends/pytorch/storages.py` swaps their
+implementations, as `nn.Module.to` does for such accelerators. Backward passes run on `simgpu:0` only, since
+the autograd engine assumes a single card. There are no streams, and nothing is asynchronous.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ CARD_BYTES = 64 * MIB
 
 
 class SimOutOfMemory(torch.OutOfMemoryError):
-    """What a card raises that has no room; `torch.OutOfMemoryError`, as on CUDA."""
+    """The error of a full card: a `torch.OutOfMemoryError`, as on CUDA."""
 
 
 class _Card:
@@ -53,22 +52,23 @@ class _Card:
 
 
 _cards = [_Card() for _ in range(CARDS)]
-_backing: dict[int, torch.Tensor] = {}  # address of a storage -> the CPU bytes it lies in
-_lock = threading.RLock()  # a storage may die while another is being made
+_backing: dict[int, torch.Tensor] = {}  # address of a storage -> the CPU tensor with its bytes
+_lock = threading.RLock()  # a storage may be freed while another is made
 
 
 def used_bytes(card: int) -> int:
+    """Bytes in use on that card."""
     return _cards[card].used_bytes
 
 
 def peak_bytes(card: int) -> int:
-    """The most that was used since `limited` began."""
+    """The most bytes in use on that card since `limited` began."""
     return _cards[card].peak_bytes
 
 
 @contextmanager
 def limited(**capacities: int) -> Iterator[None]:
-    """Cards of these sizes for a while: `limited(card1=3 * MIB)`; the others keep theirs."""
+    """Limits cards inside the block: `limited(card1=3 * MIB)`; the others keep their size."""
     sizes = {int(name.removeprefix("card")): size for name, size in capacities.items()}
     try:
         for index, card in enumerate(_cards):
@@ -80,7 +80,7 @@ def limited(**capacities: int) -> Iterator[None]:
 
 
 class SimProbe(Probe):
-    """These cards as the product's probe: torch hands their memory out, as it does a real card's."""
+    """A probe with these cards. As on a real card, torch allocates their memory."""
 
     def __init__(self, host_bytes: int = 256 * MIB) -> None:
         cards = (
@@ -103,7 +103,7 @@ class SimProbe(Probe):
         return held | {f"simgpu:{i}": card.used_bytes for i, card in enumerate(_cards)}
 
 
-# -- tensors whose storage lies on a card -----------------------------------------------------------------------------
+# -- tensors whose storage is on a card ------------------------------------------------------------
 
 
 class _DLTensor(ctypes.Structure):
@@ -126,10 +126,8 @@ class _DLTensor(ctypes.Structure):
 
 
 _EXTENSION_DEVICE = 12  # kDLExtDev, which torch reads as PrivateUse1
-_letter = (
-    _DLTensor()
-)  # the one through which all are made: torch reads it once, and later whether it has a deleter
-_letter_shape = (ctypes.c_int64 * 1)()
+_descriptor = _DLTensor()  # used for every tensor: torch reads it once, and later only its deleter
+_descriptor_shape = (ctypes.c_int64 * 1)()
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = (
     ctypes.py_object,
@@ -137,7 +135,7 @@ _new_capsule.restype, _new_capsule.argtypes = (
 )
 
 
-def _storage_died(card: int, raw: torch.Tensor) -> None:
+def _storage_freed(card: int, raw: torch.Tensor) -> None:
     with _lock:
         _cards[card].used_bytes -= raw.nbytes
         if raw.nbytes:
@@ -158,23 +156,25 @@ def _placed(raw: torch.Tensor, card: int, dtype: torch.dtype = torch.uint8) -> t
         account.peak_bytes = max(account.peak_bytes, account.used_bytes)
         if raw.nbytes:
             _backing[raw.data_ptr()] = raw
-        _letter_shape[0] = raw.nbytes // dtype.itemsize
-        _letter.data, _letter.device_type, _letter.device_id = (
+        _descriptor_shape[0] = raw.nbytes // dtype.itemsize
+        _descriptor.data, _descriptor.device_type, _descriptor.device_id = (
             raw.data_ptr(),
             _EXTENSION_DEVICE,
             card,
         )
-        _letter.ndim, _letter.shape, _letter.lanes = 1, _letter_shape, 1
-        _letter.code, _letter.bits = code, bits
-        tensor = torch._C._from_dlpack(_new_capsule(ctypes.addressof(_letter), b"dltensor", None))
-        # Not DLPack's own deleter: it may run while an error is on its way, and Python must not run then. torch keeps
-        # a storage's Python object for as long as the storage lives.
-        weakref.finalize(tensor.untyped_storage(), _storage_died, card, raw).atexit = False
+        _descriptor.ndim, _descriptor.shape, _descriptor.lanes = 1, _descriptor_shape, 1
+        _descriptor.code, _descriptor.bits = code, bits
+        tensor = torch._C._from_dlpack(
+            _new_capsule(ctypes.addressof(_descriptor), b"dltensor", None)
+        )
+        # Not DLPack's own deleter: it may run while an exception is raised, and Python must not run then.
+        # torch keeps a storage's Python object for as long as the storage exists.
+        weakref.finalize(tensor.untyped_storage(), _storage_freed, card, raw).atexit = False
         return tensor
 
 
 def _kind(dtype: torch.dtype) -> tuple[int, int]:
-    """DLPack's code for that type, and its bits."""
+    """DLPack's code for a type, and its bits."""
     bits = 8 * dtype.itemsize
     if dtype == torch.bool:
         return 6, bits
@@ -188,7 +188,7 @@ def _kind(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    """A tensor over a card's storage, shaped as the CPU tensor that lies in the same bytes."""
+    """A tensor over a card's storage, with the shape of the CPU tensor `like` over the same bytes."""
     view = _placed(_nothing, storage.device.index, like.dtype)
     return _shaped(view, storage, like)
 
@@ -196,7 +196,7 @@ def _over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
 def _shaped(
     tensor: torch.Tensor, storage: torch.UntypedStorage, like: torch.Tensor
 ) -> torch.Tensor:
-    # The CPU's kernel only notes storage and shape; it looks at no byte, and at the device only to compare.
+    # The CPU's kernel only stores storage and shape. It reads no byte, and only compares devices.
     return torch.ops.aten.set_.source_Storage_storage_offset._op_dk(
         torch._C.DispatchKey.CPU, tensor, storage, like.storage_offset(), like.size(), like.stride()
     )
@@ -216,80 +216,83 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _adopted(result: torch.Tensor, card: int) -> torch.Tensor:
-    """What a CPU kernel made, as a tensor of that card: of a storage there already, or of a new one."""
+    """A CPU kernel's new result as a tensor on that card, with a new storage there."""
     raw = torch.empty(0, dtype=torch.uint8).set_(result.untyped_storage())
     base = _placed(raw, card)
     return _over(base.untyped_storage(), result)
 
 
-def _run(op: Any, args: Any, kwargs: Any) -> Any:
-    """The operator, done by the CPU on the same bytes."""
-    leaves, _ = pytree.tree_flatten((args, kwargs))
-    here = [
-        leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == "simgpu"
-    ]
-    cards = {tensor.device.index for tensor in here}
-    strangers = [
+def _is_on_card(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.device.type == "simgpu"
+
+
+def _refuse_several_devices(op: Any, leaves: list[Any]) -> None:
+    """Raises CUDA's error if the operands are on two cards, or on a card and the CPU."""
+    on_cards = [leaf for leaf in leaves if _is_on_card(leaf)]
+    on_cpu = [
         leaf
         for leaf in leaves
         if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.dim()
     ]
-    if len(cards) > 1 or (here and strangers and op not in _MIXED):
-        found = sorted({str(t.device) for t in (*here, *strangers)})
+    several_cards = len({tensor.device.index for tensor in on_cards}) > 1
+    if several_cards or (on_cards and on_cpu and op not in _MIXED):
+        found = sorted({str(tensor.device) for tensor in (*on_cards, *on_cpu)})
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, "
             f"{found[0]} and {found[1]}! ({op})"
         )
-    wanted = kwargs.get("device")
-    to_card = torch.device(wanted).type == "simgpu" if wanted is not None else True
-    card = (
-        (torch.device(wanted).index or 0)
-        if wanted is not None and to_card
-        else next(iter(cards), 0)
-    )
-    if wanted is not None:
+
+
+def _run(op: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operator, computed by the CPU on the same bytes."""
+    leaves, _ = pytree.tree_flatten((args, kwargs))
+    _refuse_several_devices(op, leaves)
+    here = [leaf for leaf in leaves if _is_on_card(leaf)]
+    card, to_card = (here[0].device.index if here else 0), True
+    if kwargs.get("device") is not None:
+        wanted = torch.device(kwargs["device"])
+        to_card = wanted.type == "simgpu"
+        card = wanted.index or 0
         kwargs = {**kwargs, "device": torch.device("cpu")}
     kwargs.pop("pin_memory", None)
-    ours: dict[
-        int, tuple[torch.Tensor, torch.Tensor]
-    ] = {}  # id of an alias -> it, and the tensor it stands for
+    # id of an alias -> the alias, and its tensor
+    aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in here}
 
     def unwrap(leaf: Any) -> Any:
-        if not (isinstance(leaf, torch.Tensor) and leaf.device.type == "simgpu"):
+        if not _is_on_card(leaf):
             return leaf
         alias = _alias(leaf)
-        ours[id(alias)] = alias, leaf
+        aliases[id(alias)] = alias, leaf
         return alias
 
     def wrap(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not to_card:
             return leaf
-        if id(leaf) in ours:
-            alias, tensor = ours[id(leaf)]
-            if (
-                alias.untyped_storage().nbytes() > tensor.untyped_storage().nbytes()
-            ):  # out= was made larger
-                fresh = _adopted(alias, card)
-                return _shaped(tensor, fresh.untyped_storage(), alias)
-            if alias.size() != tensor.size() or alias.stride() != tensor.stride():
-                return _shaped(tensor, tensor.untyped_storage(), alias)
-            return tensor
-        storage = (
-            storages.get(leaf.untyped_storage().data_ptr())
-            if leaf.untyped_storage().nbytes()
-            else None
-        )
+        if id(leaf) in aliases:
+            return _updated(*aliases[id(leaf)], card)
+        own = leaf.untyped_storage()
+        storage = storages.get(own.data_ptr()) if own.nbytes() else None
         return _over(storage, leaf) if storage is not None else _adopted(leaf, card)
 
     args, kwargs = pytree.tree_map(unwrap, (args, kwargs))
     return pytree.tree_map(wrap, op(*args, **kwargs))
 
 
+def _updated(alias: torch.Tensor, tensor: torch.Tensor, card: int) -> torch.Tensor:
+    """The card's tensor, with the shape and the storage that an operator gave its alias."""
+    if alias.untyped_storage().nbytes() > tensor.untyped_storage().nbytes():
+        enlarged = _adopted(alias, card)  # the operator enlarged out=
+        return _shaped(tensor, enlarged.untyped_storage(), alias)
+    if alias.size() != tensor.size() or alias.stride() != tensor.stride():
+        return _shaped(tensor, tensor.untyped_storage(), alias)
+    return tensor
+
+
 def _copy_from(
     source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
 ) -> torch.Tensor:
-    """Between cards, to a card and from one: where `copy_` ends."""
+    """Copies between cards, to a card and from a card; `copy_` calls it."""
     one, other = (_alias(t) if t.device.type == "simgpu" else t for t in (source, target))
     other.copy_(one)
     return target
@@ -302,7 +305,7 @@ def _set_storage(tensor: torch.Tensor, storage: torch.UntypedStorage, *shape: An
     )
 
 
-# -- torch learns of it -----------------------------------------------------------------------------------------------
+# -- registration with torch -----------------------------------------------------------------------
 
 
 class _Module(backend_registration._DummyBackendModule):
@@ -328,7 +331,7 @@ backend_registration._setup_privateuseone_for_python_backend("simgpu", backend_m
 _MIXED = {
     torch.ops.aten.index.Tensor,
     torch.ops.aten.index_put_.default,
-}  # CUDA too takes indices from the CPU
+}  # CUDA also accepts indices on the CPU
 _every, _some = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
 _every.fallback(lambda op, *args, **kwargs: _run(op, args, kwargs), "PrivateUse1")
 for _name in ("empty.memory_format", "empty_strided", "_to_copy"):

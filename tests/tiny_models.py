@@ -1,4 +1,4 @@
-"""The small models of `gpu_runtime.samples`, and what is done to them in tests."""
+"""The small models of `gpu_runtime.samples`, and helpers that damage or rearrange their files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
 
 def hub_cache(home: Path, repository: str, directory: Path) -> None:
-    """Puts the model where a download of `org/name` would have left it, under that HF_HUB_CACHE."""
+    """Copies the model to the place where a download of `repository` puts it, with `home` as HF_HUB_CACHE."""
     import shutil
 
     folder = home / ("models--" + repository.replace("/", "--"))
@@ -26,12 +26,13 @@ def hub_cache(home: Path, repository: str, directory: Path) -> None:
 
 
 def truncate(path: Path, by: int = 1) -> None:
+    """Cuts the last `by` bytes off a file."""
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - by)
 
 
 def pickled(directory: Path) -> Path:
-    """A directory whose weights are a pickle."""
+    """A model directory whose weights are a pickle."""
     directory.mkdir()
     (directory / "config.json").write_text(
         json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})

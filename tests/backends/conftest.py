@@ -1,4 +1,4 @@
-"""Small models on disk, made once a session."""
+"""Fixtures for the backends: small models on disk, made once per session, and simulated devices."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tests import tiny_models
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory):
-    """A causal language model of 0.6 MB. Not to be changed; copy it first."""
+    """The directory of a causal language model of 0.6 MB. Tests must not change it; copy it first."""
     return tiny_models.causal_lm(tmp_path_factory.mktemp("llama") / "model")
 
 
 @pytest.fixture(scope="session")
 def tiny_gguf(tmp_path_factory):
-    """The same in GGUF, 0.5 MB. Not to be changed; copy it first."""
+    """The path of a GGUF model of 0.5 MB. Tests must not change it; copy it first."""
     return tiny_models.gguf_lm(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
 @pytest.fixture
 def probe():
-    """A card and a host of 64 MiB each, simulated."""
+    """Two simulated cards and a simulated host, 64 MiB each."""
     return open_probe("sim:2x64MiB,host:64MiB")

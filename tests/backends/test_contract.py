@@ -1,4 +1,4 @@
-"""What every backend promises, whatever kind of model it handles."""
+"""The contract that every backend fulfils, for every kind of model."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from tests.worlds import footprint
 
 
 class Case(NamedTuple):
-    """A backend, a model for it, and a way to make its load or move fail in the middle."""
+    """A backend, a model for it, and a way to make its next load or move fail in the middle."""
 
     backend: Backend
     probe: Probe
     spec: ModelSpec
     origin: Any
-    trip: Callable[[BaseException | None], None]  # what the next step raises
+    trip: Callable[[BaseException | None], None]  # sets the error of the next step
     run: Callable[[Any], Any]  # the model's answer to a fixed input
-    rough: float = 0.02  # how far the estimate may be from what was measured: an engine's work space is its own affair
+    rough: float = (
+        0.02  # relative error allowed for the estimate; engines choose their own work space
+    )
 
     def on(self, device: str) -> Shares:
         return (Share(device, self.need),)
@@ -53,18 +55,18 @@ def network() -> nn.Module:
     return nn.Sequential(first, nn.BatchNorm1d(256), nn.ReLU(), last).eval()
 
 
-MOVERS = ["fake", "torch", "transformers"]
+MOVING = ["fake", "torch", "transformers"]
 
 
-@pytest.fixture(params=[*MOVERS, "llama_cpp", "llama_cpp in process", "llama-server"])
+@pytest.fixture(params=[*MOVING, "llama_cpp", "llama_cpp in process", "llama-server"])
 def case(request, probe, llama, tiny_gguf) -> Case:
     """Every backend."""
     return _case(request, request.param, probe, llama, tiny_gguf)
 
 
-@pytest.fixture(params=MOVERS)
+@pytest.fixture(params=MOVING)
 def mover(request, probe, llama, tiny_gguf) -> Case:
-    """Those that can carry a model from one memory to another."""
+    """Every backend that can move a model from one memory to another."""
     return _case(request, request.param, probe, llama, tiny_gguf)
 
 
@@ -142,7 +144,7 @@ def same(one: Any, other: Any) -> bool:
 NOTHING = {"sim:0": 0, "sim:1": 0, "host": 0}
 
 
-def test_a_load_takes_what_it_is_measured_to_take_and_a_drop_gives_it_back(case):
+def test_a_load_holds_its_measured_bytes_and_a_drop_frees_them(case):
     model = case.load()
     (share,) = case.backend.measure(model)
     assert share.device == "sim:0" and case.probe.used() == NOTHING | {"sim:0": share.bytes}
@@ -153,8 +155,8 @@ def test_a_load_takes_what_it_is_measured_to_take_and_a_drop_gives_it_back(case)
     assert case.backend.measure(model) == ()
 
 
-def test_the_whole_journey_gives_back_every_byte(mover):
-    """Load, offload, restore, drop: measured is what is held, in one place at a time, and nothing at the end."""
+def test_load_offload_restore_and_drop_free_every_byte(mover):
+    """After each step the measured bytes are those held, on one device only; after the drop none."""
     case = mover
     model = case.load()
     (share,) = case.backend.measure(model)
@@ -169,14 +171,14 @@ def test_the_whole_journey_gives_back_every_byte(mover):
     assert case.backend.measure(model) == ()
 
 
-def test_a_drop_is_done_once(case):
+def test_a_second_drop_does_nothing(case):
     model = case.load()
     case.backend.drop(model)
     case.backend.drop(model)
     assert case.probe.used() == NOTHING
 
 
-def test_a_move_to_where_it_lies_changes_nothing(mover):
+def test_a_move_to_its_own_device_changes_nothing(mover):
     case = mover
     model = case.load()
     held = case.probe.used()
@@ -184,8 +186,8 @@ def test_a_move_to_where_it_lies_changes_nothing(mover):
     assert case.probe.used() == held
 
 
-def test_loaded_again_it_is_the_object_that_was_kept(case):
-    """Whoever kept the model of an earlier load goes on with it."""
+def test_a_reload_fills_the_object_that_users_kept(case):
+    """References to the model from an earlier load stay valid."""
     model = case.load()
     kept, before = case.backend.value(model), answer(case, model)
     case.backend.drop(model)
@@ -196,14 +198,14 @@ def test_loaded_again_it_is_the_object_that_was_kept(case):
     assert case.probe.used() == NOTHING
 
 
-def test_a_forgotten_model_gives_its_bytes_back(case):
-    """However it ends: also when nobody dropped it."""
+def test_a_garbage_collected_model_frees_its_bytes(case):
+    """Also without a drop."""
     case.load()
     assert case.probe.used() == NOTHING
 
 
-def test_what_was_measured_is_the_next_footprint(case):
-    """Exactly: the header, the name or the shapes only served the first time."""
+def test_measured_bytes_are_the_next_footprint(case):
+    """Exactly: the header, the name or the shapes are used only before the first load."""
     model = case.load()
     measured = case.backend.measure(model)[0].bytes
     found = footprint(
@@ -212,7 +214,7 @@ def test_what_was_measured_is_the_next_footprint(case):
     assert found.bytes == measured and found.parts[0].source == "measured"
 
 
-def test_a_declared_size_wins(case):
+def test_a_declared_size_overrides_every_other(case):
     spec = replace(case.spec, size=5 * MIB)
     assert (
         footprint(case.backend, spec, case.origin, measured=Measurement(7 * MIB)).bytes == 5 * MIB
@@ -223,8 +225,8 @@ FAILURES = [OSError("the disk went away"), KeyboardInterrupt(), MemoryError()]
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda f: type(f).__name__)
-def test_a_load_that_fails_in_the_middle_leaves_nothing(case, failure):
-    """Also while the traceback is still held, as a notebook holds its last one."""
+def test_a_load_that_fails_in_the_middle_frees_everything(case, failure):
+    """Also while the traceback is referenced, as a notebook references its last one."""
     case.trip(failure)
     with pytest.raises(type(failure)) as held:
         case.load()
@@ -234,7 +236,7 @@ def test_a_load_that_fails_in_the_middle_leaves_nothing(case, failure):
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda f: type(f).__name__)
-def test_a_move_that_fails_in_the_middle_never_happened(mover, failure):
+def test_a_move_that_fails_in_the_middle_changes_nothing(mover, failure):
     case = mover
     model = case.load()
     before, held = answer(case, model), case.probe.used()
@@ -248,8 +250,8 @@ def test_a_move_that_fails_in_the_middle_never_happened(mover, failure):
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_the_stop_button_during_a_load_leaves_nothing(case, at):
-    """KeyboardInterrupt comes out of the progress callback, at its start or its end."""
+def test_the_stop_button_during_a_load_frees_everything(case, at):
+    """The progress callback raises KeyboardInterrupt, at the start or at the end."""
     calls = []
 
     def progress(done, total):
@@ -263,18 +265,18 @@ def test_the_stop_button_during_a_load_leaves_nothing(case, at):
     assert calls[0][0] == 0
 
 
-def test_progress_goes_from_nothing_to_everything(case):
+def test_progress_runs_from_zero_to_the_total(case):
     calls = []
     model = case.load(progress=lambda done, total: calls.append((done, total)))
     total = case.backend.measure(model)[0].bytes
-    if case.rough > 0.02:  # told before it could be measured
+    if case.rough > 0.02:  # an engine reports the total before it can be measured
         assert calls[0][1] == pytest.approx(total, rel=case.rough)
         total = calls[0][1]
     assert calls[0] == (0, total) and calls[-1] == (total, total)
     assert calls == sorted(calls)
 
 
-def test_out_of_memory_in_a_load_is_recognised_and_leaves_nothing(case):
+def test_out_of_memory_in_a_load_is_recognised_and_frees_everything(case):
     case.probe.place("sim:0").fail_next()
     with pytest.raises(Exception) as error:
         case.load()
@@ -283,7 +285,7 @@ def test_out_of_memory_in_a_load_is_recognised_and_leaves_nothing(case):
     assert case.probe.used() == NOTHING
 
 
-def test_out_of_memory_in_a_move_leaves_all_as_it_was(mover):
+def test_out_of_memory_in_a_move_changes_nothing(mover):
     case = mover
     model = case.load()
     case.probe.place("host").squeeze(64 * MIB)
@@ -293,8 +295,8 @@ def test_out_of_memory_in_a_move_leaves_all_as_it_was(mover):
     assert case.backend.measure(model)[0].device == "sim:0"
 
 
-def test_what_cannot_move_says_so_and_stays(case):
-    """Its lease says it too (`movable`), so the planner never asks: it drops it, and loads it again."""
+def test_a_backend_that_cannot_move_raises_and_changes_nothing(case):
+    """Its lease is not `movable` either, so the planner drops and reloads such a model instead."""
     if case.backend.can_move:
         return
     model = case.load()
@@ -304,8 +306,8 @@ def test_what_cannot_move_says_so_and_stays(case):
     assert case.probe.used() == held and answer(case, model) == before
 
 
-def test_a_card_of_exactly_its_size_is_enough(case):
-    """Rounding is the allocator's own affair."""
+def test_a_card_of_exactly_the_measured_size_is_enough(case):
+    """The allocator's rounding does not count."""
     model = case.load()
     exactly = case.backend.measure(model)[0].bytes
     case.backend.drop(model)
@@ -317,8 +319,8 @@ def test_a_card_of_exactly_its_size_is_enough(case):
     assert is_out_of_memory(error.value)
 
 
-def test_over_several_devices_it_lies_where_the_shares_say_and_answers_the_same(case):
-    """Cut between its pieces, or anywhere where it has none; bit for bit, and every byte is given back."""
+def test_over_several_devices_bytes_follow_the_shares_and_answers_are_equal(case):
+    """It is cut between its pieces, or anywhere if it has none. Answers are bit-equal; a drop frees all."""
     model = case.load()
     before = answer(case, model)
     pieces = case.backend.pieces(case.spec, case.origin, model)
@@ -350,7 +352,7 @@ def test_over_several_devices_it_lies_where_the_shares_say_and_answers_the_same(
 
 
 def test_the_registry_imports_no_framework():
-    """Neither torch nor transformers, until a backend that needs them is opened."""
+    """torch and transformers load when a backend that needs them is opened."""
     import subprocess
 
     code = (

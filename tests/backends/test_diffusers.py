@@ -1,4 +1,4 @@
-"""Pictures by a real diffusers pipeline, tiny and random, in our own worker."""
+"""Pictures from a real diffusers pipeline, tiny and with random weights, in our own server program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PNG = b"\x89PNG"
 
 
 def tiny_pipeline(directory):
-    """A Stable Diffusion of some 100,000 random weights that draws 32 × 32 points."""
+    """A Stable Diffusion pipeline of about 100,000 random weights for pictures of 32 × 32 pixels."""
     import torch
     from diffusers import (
         AutoencoderKL,
@@ -93,7 +93,7 @@ def tiny_pipeline(directory):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """The pipeline, loaded once for all tests here."""
+    """The pipeline's server, loaded once for all tests in this file."""
     path = tiny_pipeline(tmp_path_factory.mktemp("diffusion") / "tiny")
     backend = open_backend("diffusers", open_probe("sim:64MiB,host:64MiB"))
     spec = ModelSpec("painter", "diffusers", source=str(path), model_type="diffusion")
@@ -107,7 +107,7 @@ def served(tmp_path_factory):
 
 
 def post(served, path, body, headers=None):
-    """Status and answer."""
+    """The HTTP status and the JSON answer."""
     request = urllib.request.Request(
         served.base_url.removesuffix("/v1") + path,
         json.dumps(body).encode(),
@@ -129,8 +129,8 @@ def draw(served, **words):
     ] if status == 200 else said["detail"]
 
 
-def test_pictures_come_as_openai_s_api_gives_them(served):
-    """The same seed is the same picture, another is another."""
+def test_pictures_have_the_form_of_openai_s_api(served):
+    """The same seed gives the same picture, another seed another picture."""
     status, pictures = draw(served, seed=1, n=2)
     assert (
         status == 200
@@ -140,7 +140,7 @@ def test_pictures_come_as_openai_s_api_gives_them(served):
     assert draw(served, seed=1, n=2)[1] == pictures and draw(served, seed=2, n=2)[1] != pictures
 
 
-def test_the_pipeline_s_own_words_are_taken_too(served):
+def test_generate_accepts_the_pipeline_s_own_parameters(served):
     status, said = post(
         served,
         "/generate",
@@ -165,24 +165,24 @@ def test_the_pipeline_s_own_words_are_taken_too(served):
         {"size": "33x32"},
     ],
 )
-def test_what_cannot_be_drawn_is_refused_in_words(served, words):
+def test_an_invalid_request_is_refused_with_a_reason(served, words):
     status, said = draw(served, **words)
     assert status in (400, 422) and said
 
 
-def test_words_that_it_does_not_know_are_named(served):
+def test_unknown_parameters_are_named(served):
     assert post(served, "/generate", {"promt": "a fox"}) == (
         422,
         {"detail": "this pipeline has no parameter promt"},
     )
 
 
-def test_nobody_gets_in_without_the_key(served):
+def test_requests_without_the_key_are_rejected(served):
     for headers in ({}, {"Authorization": "Bearer wrong"}):
         assert post(served, "/v1/images/generations", {"prompt": "a fox"}, headers)[0] == 401
 
 
-def test_a_directory_that_is_no_pipeline_is_refused(tmp_path):
+def test_a_directory_without_a_pipeline_is_refused(tmp_path):
     backend = open_backend("diffusers", open_probe("sim:64MiB,host:64MiB"))
     with pytest.raises(NotAModel, match="has no model_index.json"):
         backend.evidence(ModelSpec("painter", "diffusers", source=str(tmp_path)))

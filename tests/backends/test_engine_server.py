@@ -1,7 +1,8 @@
-"""Engines that are servers: real processes, started, watched, started again and ended. Two are stood in for.
+"""Engines that are servers: real processes, started, watched, restarted and ended; some are stand-ins.
 
-vLLM and Ollama are not installed where the tests run: `tests/engine_stand_in.py` takes their command lines, rejects
-flags that their recorded help does not have, and speaks their protocol. What a real one does beyond that is not tested.
+vLLM and Ollama are not installed on the test machine. `tests/engine_stand_in.py` accepts their command
+lines, rejects flags that are not in their recorded help, and speaks their protocol. Other behaviour of the
+real engines is not tested.
 """
 
 from __future__ import annotations
@@ -39,27 +40,27 @@ PORTS = range(18700, 18720)
 
 
 def alive(pid: int) -> bool:
-    """Whether the process computes still; a zombie does not."""
+    """Whether process `pid` still runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def soon(true, seconds: float = 15.0) -> bool:
-    """Whether that comes true in time."""
+def soon(condition, seconds: float = 15.0) -> bool:
+    """Whether `condition()` is true within `seconds`."""
     until = time.monotonic() + seconds
     waiting = threading.Event()
     while time.monotonic() < until:
-        if true():
+        if condition():
             return True
         waiting.wait(0.02)
-    return bool(true())
+    return bool(condition())
 
 
 @pytest.fixture
 def record(tmp_path, monkeypatch):
-    """Stand-ins for the engines on the PATH; a call gives what each start was told."""
+    """Stand-ins for the engines on the PATH; a call returns the arguments of each start."""
     for engine in ("vllm", "ollama", "llama-server"):
         file = tmp_path / "bin" / engine
         file.parent.mkdir(exist_ok=True)
@@ -72,7 +73,7 @@ def record(tmp_path, monkeypatch):
 
 @pytest.fixture
 def server(record):
-    """Makes servers, and ends them."""
+    """A factory of servers, which ends them after the test."""
     made: list[Server] = []
 
     def make(
@@ -114,7 +115,9 @@ def get(server: Server, path: str, headers: dict[str, str] | None = None) -> int
 
 
 @pytest.mark.parametrize("engine", ["vllm", "ollama", "llama-server"])
-def test_from_idle_to_ready_and_back_and_no_other_state(server, record, engine, tiny_gguf):
+def test_a_server_goes_from_idle_to_ready_and_back_and_has_no_other_state(
+    server, record, engine, tiny_gguf
+):
     one = server(engine, source=str(tiny_gguf))
     one.start()
     assert one.healthy() and one.state is ServerState.READY
@@ -131,8 +134,8 @@ def test_from_idle_to_ready_and_back_and_no_other_state(server, record, engine, 
     assert not any(map(alive, pids)) and len(record()) == 1
 
 
-def test_the_states_are_those_and_lead_nowhere_else():
-    """What does not get ready stops as well; nothing else may follow."""
+def test_no_other_state_changes_are_allowed():
+    """A server that never becomes ready stops as well."""
     assert NEXT_STATES == {
         ServerState.IDLE: {ServerState.LOADING},
         ServerState.LOADING: {ServerState.READY, ServerState.STOPPING},
@@ -141,15 +144,15 @@ def test_the_states_are_those_and_lead_nowhere_else():
     }
 
 
-def test_only_whoever_shows_the_key_is_let_in(server):
-    """The port is open to everybody on the machine."""
+def test_requests_without_the_key_are_rejected(server):
+    """Every user of the machine can reach the port."""
     one = server()
     one.start()
     assert get(one, "/v1/models") == 401 and get(one, "/v1/models", one.headers) == 200
 
 
-def test_an_end_takes_along_what_the_server_started(server, tmp_path, monkeypatch):
-    """Also what went into a session of its own, out of reach of a signal to the group."""
+def test_the_processes_that_a_server_started_end_with_it(server, tmp_path, monkeypatch):
+    """Also those in sessions of their own, which a signal to the group does not reach."""
     monkeypatch.setenv("STAND_IN_CHILD", str(tmp_path / "child"))
     one = server()
     one.start()
@@ -159,7 +162,7 @@ def test_an_end_takes_along_what_the_server_started(server, tmp_path, monkeypatc
     assert not alive(child)
 
 
-def test_killed_it_is_started_again_on_the_same_cards_and_as_often_as_three_times(server, record):
+def test_a_killed_server_is_restarted_on_the_same_cards_at_most_three_times(server, record):
     one = server()
     lost = []
     one.watch(lambda kind, because: lost.append((kind, because)))
@@ -182,12 +185,12 @@ def test_killed_it_is_started_again_on_the_same_cards_and_as_often_as_three_time
     )
     assert len(record()) == 1 + MOST_RESTARTS
     port = claim(PORTS, "next")
-    assert port.number == PORTS[0], "killed again and again, it has kept no port"
+    assert port.number == PORTS[0], "after four kills no port is still claimed"
     port.close()
 
 
-def test_a_guard_that_is_killed_takes_the_server_along(server):
-    """Else nobody would watch over it."""
+def test_a_server_ends_when_its_guard_is_killed(server):
+    """Otherwise no process would watch it."""
     one = server()
     one.start()
     guard, engine = one.pids
@@ -195,15 +198,15 @@ def test_a_guard_that_is_killed_takes_the_server_along(server):
     assert soon(lambda: not alive(engine))
 
 
-def test_ollama_is_started_again_until_its_model_lies_on_the_card(server, record, monkeypatch):
-    """Helix: up to three times. Elsewhere a part in RAM would only be slow, and its lease larger than what it holds."""
+def test_ollama_is_restarted_until_its_model_is_on_the_card(server, record, monkeypatch):
+    """Up to three times, as Helix does. Otherwise the model is slow, and its lease larger than its memory."""
     monkeypatch.setenv("STAND_IN_SPREAD", "2")
     one = server("ollama", source="qwen3:8b", simulated=False)
     one.start()
     assert one.state is ServerState.READY and one.restarts == 2 and len(record()) == 3
 
 
-def test_ollama_that_never_gets_there_fails_with_the_figures(server, record, monkeypatch):
+def test_ollama_with_a_model_that_stays_in_ram_fails_with_the_figures(server, record, monkeypatch):
     monkeypatch.setenv("STAND_IN_SPREAD", "9")
     one = server("ollama", source="qwen3:8b", simulated=False)
     with pytest.raises(
@@ -214,13 +217,13 @@ def test_ollama_that_never_gets_there_fails_with_the_figures(server, record, mon
     assert len(record()) == 1 + MOST_RESTARTS and one.state is ServerState.IDLE and not one.pids
 
 
-def test_ollama_without_the_model_says_what_to_type(server):
+def test_ollama_without_the_model_names_the_command_to_type(server):
     with pytest.raises(LoadFailed, match="ollama pull absent"):
         server("ollama", source="absent").start()
 
 
-def test_what_never_gets_ready_is_given_up_after_its_time(server, monkeypatch):
-    """By the clock that it was given: no second of the test's own passes."""
+def test_a_server_that_never_becomes_ready_fails_after_its_time_out(server, monkeypatch):
+    """By the injected clock: no real time passes."""
     monkeypatch.setenv("STAND_IN_MUTE", "1")
     one, now = server(seconds=600.0), [0.0]
     one._clock = lambda: now[0]
@@ -234,7 +237,7 @@ def test_what_never_gets_ready_is_given_up_after_its_time(server, monkeypatch):
     assert now[0] == 600.0 and one.state is ServerState.IDLE
 
 
-def test_an_end_while_it_loads_is_told_with_the_server_s_own_words(server, monkeypatch):
+def test_an_end_during_the_load_is_reported_with_the_server_s_last_line(server, monkeypatch):
     monkeypatch.setenv(
         "STAND_IN_SAYS", "ValueError: The model's max seq len is larger than the KV cache"
     )
@@ -245,7 +248,7 @@ def test_an_end_while_it_loads_is_told_with_the_server_s_own_words(server, monke
     assert Path(error.value.log).read_text().startswith("ValueError")
 
 
-def test_out_of_memory_while_it_loads_is_known_as_such(server, monkeypatch):
+def test_out_of_memory_during_the_load_is_recognised(server, monkeypatch):
     monkeypatch.setenv(
         "STAND_IN_SAYS", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
     )
@@ -254,13 +257,13 @@ def test_out_of_memory_while_it_loads_is_known_as_such(server, monkeypatch):
     assert is_out_of_memory(error.value) and "2.00 GiB" in str(error.value)
 
 
-def test_a_flag_that_the_engine_does_not_know_ends_it(server):
-    """The stand-in is as strict as the engine."""
+def test_an_unknown_flag_fails_the_start(server):
+    """The stand-in is as strict as the real engine."""
     with pytest.raises(LoadFailed, match="unrecognized arguments: --max-modl-len"):
         server(runtime_args=["--max-modl-len", "32k"]).start()
 
 
-def test_whoever_is_interrupted_leaves_nothing(server, monkeypatch):
+def test_an_interrupted_start_leaves_no_process_and_no_port(server, monkeypatch):
     monkeypatch.setenv("STAND_IN_MUTE", "1")
     one = server()
 
@@ -274,10 +277,10 @@ def test_whoever_is_interrupted_leaves_nothing(server, monkeypatch):
     claim(PORTS, "next").close()
 
 
-# -- ports -------------------------------------------------------------------------------------------------------------
+# -- ports -----------------------------------------------------------------------------------------
 
 
-def test_two_servers_never_get_one_port_and_an_ended_one_gives_it_back(server):
+def test_two_servers_have_different_ports_and_an_end_frees_the_port(server):
     first, second = server(), server()
     first.start()
     second.start()
@@ -288,8 +291,8 @@ def test_two_servers_never_get_one_port_and_an_ended_one_gives_it_back(server):
     assert third.order.port == PORTS[0]
 
 
-def test_a_port_is_claimed_for_all_processes_at_once():
-    """By the kernel: no file stays behind, and no two see it free."""
+def test_a_claim_holds_for_all_processes():
+    """The kernel guarantees it: no file remains, and no two processes get the same port."""
     held = claim(range(18730, 18732), "a")
     trial = "from gpu_runtime.backends.engines.ports import claim; print(claim(range(18730, 18732), 'b').number)"
     other = subprocess.run(
@@ -302,7 +305,7 @@ def test_a_port_is_claimed_for_all_processes_at_once():
     again.close()
 
 
-def test_a_port_that_a_stranger_listens_on_is_passed_over():
+def test_a_port_that_another_program_listens_on_is_skipped():
     with socket.create_server(("127.0.0.1", 18740)):
         mine = claim(range(18740, 18742), "a")
         assert mine.number == 18741
@@ -314,8 +317,8 @@ def test_a_port_that_a_stranger_listens_on_is_passed_over():
         mine.close()
 
 
-def test_a_port_that_a_stranger_takes_meanwhile_costs_another_try(server, monkeypatch):
-    """Nobody can claim against who does not ask: the engine finds out, and gets the next port."""
+def test_a_port_that_another_program_takes_meanwhile_costs_one_more_attempt(server, monkeypatch):
+    """A program that makes no claims can take the port first. The engine fails to bind, and gets the next."""
     monkeypatch.setattr("gpu_runtime.backends.engines.ports._listened_on", lambda number: False)
     with socket.create_server(("127.0.0.1", PORTS[0])):
         one = server()
@@ -324,16 +327,16 @@ def test_a_port_that_a_stranger_takes_meanwhile_costs_another_try(server, monkey
 
 
 @pytest.mark.parametrize("text", ["", "80", "9000-8000", "8300-99999", "a-b"])
-def test_a_range_that_is_none_is_one_clear_error(text):
+def test_an_invalid_range_is_one_clear_error(text):
     with pytest.raises(BadSetting, match="GPU_ENGINE_PORTS"):
         ports(text)
 
 
-# -- the backend -------------------------------------------------------------------------------------------------------
+# -- the backend -----------------------------------------------------------------------------------
 
 
-def test_what_use_yields_is_where_it_answers(record):
-    """And nothing, once it is dropped."""
+def test_the_value_gives_the_server_s_address_and_key(record):
+    """After a drop it raises NotResident."""
     backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
     spec = ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB)
     loaded = backend.load(spec, SHARES)
@@ -345,11 +348,11 @@ def test_what_use_yields_is_where_it_answers(record):
     backend.drop(loaded)
     assert not served.health() and backend.probe.used()["sim:0"] == 0
     with pytest.raises(NotResident, match="qwen is not loaded"):
-        served.base_url  # noqa: B018 - to ask is to fail
+        served.base_url  # noqa: B018 - the read raises
 
 
-def test_while_it_is_started_again_whoever_asks_where_it_answers_waits(record):
-    """They would be sent to a port on which nobody listens yet."""
+def test_a_read_of_the_address_waits_for_a_restart(record):
+    """Otherwise the caller would use a port on which no server listens yet."""
     backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
     loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB), SHARES)
     served = backend.value(loaded)
@@ -360,7 +363,7 @@ def test_while_it_is_started_again_whoever_asks_where_it_answers_waits(record):
     assert not served.starting
 
 
-def test_a_lost_server_says_so_to_whoever_asks(record, monkeypatch):
+def test_a_read_of_a_lost_server_s_address_raises(record, monkeypatch):
     monkeypatch.setattr("gpu_runtime.backends.engines.server.MOST_RESTARTS", 0)
     backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
     loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB), SHARES)
@@ -373,7 +376,7 @@ def test_a_lost_server_says_so_to_whoever_asks(record, monkeypatch):
     backend.drop(loaded)
 
 
-def test_an_engine_that_is_not_installed_says_what_to_install(monkeypatch):
+def test_an_error_names_what_to_install(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
     with pytest.raises(
@@ -384,7 +387,7 @@ def test_an_engine_that_is_not_installed_says_what_to_install(monkeypatch):
 
 @pytest.fixture
 def owner(record):
-    """Another process with a server of its own; and the numbers of its guard, its engine and its port."""
+    """Another process with a server; also the pids of its guard and engine, and its port."""
     program = textwrap.dedent("""
         import time
         from gpu_runtime.backends.registry import open_backend
@@ -401,20 +404,20 @@ def owner(record):
     yield process, guard, engine, port
     process.kill()
     process.wait(20)
-    if alive(guard):  # a test that failed may have left it stopped
+    if alive(guard):  # a failed test may have left it stopped
         os.kill(guard, signal.SIGCONT)
 
 
-def test_when_the_owner_is_killed_its_server_ends(owner):
-    """With -9: nothing of the owner runs any more. The guard sees its line close."""
+def test_a_server_ends_when_its_owner_is_killed(owner):
+    """By SIGKILL, so no code of the owner runs. The guard sees its socket close."""
     process, guard, engine, _ = owner
     process.kill()
     process.wait(20)
     assert soon(lambda: not alive(guard) and not alive(engine))
 
 
-def test_a_server_does_not_outlive_its_guard_though_its_owner_is_stopped(owner):
-    """Nobody is left to end it then but the system."""
+def test_a_server_ends_with_its_guard_while_its_owner_is_stopped(owner):
+    """Then only the operating system can end it."""
     process, guard, engine, _ = owner
     process.send_signal(signal.SIGSTOP)
     os.kill(guard, signal.SIGKILL)
@@ -422,10 +425,8 @@ def test_a_server_does_not_outlive_its_guard_though_its_owner_is_stopped(owner):
     process.send_signal(signal.SIGCONT)
 
 
-def test_a_port_stays_claimed_until_the_server_has_ended_though_its_owner_is_gone(
-    owner, monkeypatch
-):
-    """The guard holds the claim as well: else the next server would be sent to a port that is still answered."""
+def test_a_port_stays_claimed_until_the_server_has_ended_even_without_its_owner(owner, monkeypatch):
+    """The guard holds the claim too. Otherwise the next server would get a port that is still in use."""
     monkeypatch.setattr("gpu_runtime.backends.engines.ports._listened_on", lambda number: False)
     process, guard, engine, port = owner
     os.kill(guard, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Estimates against what real models take: weights, the cache of a real forward pass, what it keeps alive."""
+"""Estimates compared with real models: weights, the cache of a forward pass, and its activations."""
 
 from __future__ import annotations
 
@@ -82,15 +82,15 @@ def model_of(family: str) -> torch.nn.Module:
 
 
 def said(model: torch.nn.Module, *, without: tuple[str, ...] = ()) -> dict:
-    """The config as it would lie in a file."""
+    """The config as a file would hold it."""
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     return {key: value for key, value in config.items() if key not in without}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_cache_is_what_a_forward_pass_leaves(family):
-    """With and without the list of layer types that newer configs carry; the engine keeps one token less than its
-    window, since the next one is always at hand."""
+def test_the_estimated_cache_is_that_of_a_forward_pass(family):
+    """With and without the list of layer types that newer configs have. transformers keeps one token less
+    than the window, because the next token is always at hand."""
     model = model_of(family)
     with torch.no_grad():
         cache = model(torch.zeros(2, TOKENS, dtype=torch.long), use_cache=True).past_key_values
@@ -104,8 +104,8 @@ def test_the_cache_is_what_a_forward_pass_leaves(family):
         )
 
 
-class Alive(TorchDispatchMode):
-    """Counts the bytes of the storages that are alive at once."""
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that exist at the same time, and their peak."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -149,8 +149,8 @@ class Alive(TorchDispatchMode):
     ],
     ids=["llama", "wide inside", "wide", "qwen", "experts", "eager", "gpt2"],
 )
-def test_activations_are_what_a_forward_pass_keeps_alive(family, shape, eager):
-    """Within a tenth, beside weights and cache, for a context read in one pass."""
+def test_estimated_activations_are_those_of_a_forward_pass(family, shape, eager):
+    """Within a tenth, without weights and cache, for a context that is read in one pass."""
     shape = dict(shape)
     attention = shape.pop("attn_implementation", "sdpa")
     model = transformers.AutoModelForCausalLM.from_config(
@@ -158,11 +158,11 @@ def test_activations_are_what_a_forward_pass_keeps_alive(family, shape, eager):
         dtype=torch.float32,
         attn_implementation=attention,
     ).eval()
-    with torch.no_grad(), Alive(model) as alive:
+    with torch.no_grad(), LiveBytes(model) as live:
         answer = model(torch.zeros(2, 512, dtype=torch.long), use_cache=True, logits_to_keep=1)
     cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in answer.past_key_values.layers)
     estimate = activation_bytes(said(model), PlannedUse(512, 2, 32.0, 4, eager))
-    assert estimate == pytest.approx(alive.peak - cache, rel=0.1)
+    assert estimate == pytest.approx(live.peak - cache, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,10 @@ def test_activations_are_what_a_forward_pass_keeps_alive(family, shape, eager):
     ids=["llama", "tied", "sharded", "embedder", "reranker"],
 )
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_weights_are_within_two_per_cent_of_what_is_resident(probe, tmp_path, make, dtype):
-    """The figure to reach; the same evidence whether the backend gives it or the path alone."""
+def test_estimated_weights_are_within_two_per_cent_of_the_resident_bytes(
+    probe, tmp_path, make, dtype
+):
+    """The evidence is the same from the backend and from the path alone."""
     backend = open_backend("transformers", probe)
     options = {"dtype": dtype} if dtype else {}
     spec = ModelSpec("m", "transformers", str(make(tmp_path / "m")), options=options)
@@ -202,7 +204,7 @@ DTYPES = [
 
 
 def test_a_file_of_many_dtypes_is_exact(tmp_path):
-    """Quantised checkpoints keep codes, scales and norms in dtypes of their own."""
+    """Quantised checkpoints store codes, scales and norms in different dtypes."""
     tensors = {f"t{n}": torch.zeros(n + 3, 257, dtype=dtype) for n, dtype in enumerate(DTYPES)}
     save_file(tensors, tmp_path / "m.safetensors")
     found = sources.evidence(str(tmp_path / "m.safetensors"), "m")
@@ -214,7 +216,7 @@ def test_a_file_of_many_dtypes_is_exact(tmp_path):
 
 
 def test_a_changed_source_has_another_fingerprint(tmp_path):
-    """What was measured of the old one is not believed of it."""
+    """Measurements of the old source then do not count for the new one."""
     directory = tiny_models.causal_lm(tmp_path / "m")
     before = sources.evidence(str(directory), "m")
     assert sources.evidence(str(directory), "m") == before and before.fingerprint
@@ -222,8 +224,8 @@ def test_a_changed_source_has_another_fingerprint(tmp_path):
     assert sources.evidence(str(directory), "m").fingerprint != before.fingerprint
 
 
-def test_a_factory_of_a_transformers_model_tells_its_config(probe):
-    """So that a context can be reserved for it."""
+def test_evidence_of_a_transformers_factory_has_its_config(probe):
+    """So a context can be reserved for it."""
     backend = open_backend("torch", probe)
     config = transformers.LlamaConfig(**SHAPE)
     spec = ModelSpec("m", "torch", options=dict(context_length=64))

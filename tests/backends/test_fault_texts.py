@@ -1,4 +1,4 @@
-"""Errors that drivers and engines tell only in words: each is known by its text, and nothing else is taken for one."""
+"""Faults of drivers and engines that only a text shows: each is recognised, and other errors are not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from gpu_runtime.backends.fault_texts import Kind, recognise
 KNOWN = {
     Kind.ASSERT: [
         "RuntimeError: CUDA error: device-side assert triggered",
-        "torch.AcceleratorError: CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported",
+        "torch.AcceleratorError: CUDA error: device-side assert triggered\n"
+        "CUDA kernel errors might be asynchronously reported",
         "cudaErrorAssert",
     ],
     Kind.STICKY: [
@@ -29,16 +30,19 @@ KNOWN = {
         "NVRM: Xid (PCI:0000:65:00): 79, pid=4121, GPU has fallen off the bus.",
         "vk::DeviceLostError: vk::Queue::submit: ErrorDeviceLost",
         "CUDA error: uncorrectable ECC error encountered",
-        "CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA-capable device(s) is/are busy or unavailable",
+        "CUDA error: all CUDA-capable devices are busy or unavailable\n"
+        "CUDA-capable device(s) is/are busy or unavailable",
     ],
     Kind.OUT_OF_MEMORY: [
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
         "CUDA out of memory",
-        "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 4096.00 MiB on device 0: cudaMalloc failed: out of memory",
+        "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 4096.00 MiB on device 0: "
+        "cudaMalloc failed: out of memory",
         "llama_model_load: error loading model: unable to allocate CUDA0 buffer",
         "llama_init_from_model: failed to initialize the context: failed to allocate buffer for kv cache",
         "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.",
-        "ValueError: Free memory on device cuda:0 (4.2/24.0 GiB) on startup is less than desired GPU memory utilization",
+        "ValueError: Free memory on device cuda:0 (4.2/24.0 GiB) on startup is "
+        "less than desired GPU memory utilization",
     ],
     Kind.DECODE: [
         "RuntimeError: llama_decode returned -3",
@@ -50,8 +54,8 @@ KNOWN = {
 @pytest.mark.parametrize(
     ("kind", "text"), [(kind, text) for kind, texts in KNOWN.items() for text in texts]
 )
-def test_it_is_known_by_its_text(kind, text):
-    """Those of the documents and of the libraries' sources, word for word."""
+def test_each_fault_is_recognised_by_its_text(kind, text):
+    """The texts are quoted from the documents and from the libraries' sources."""
     fault = recognise(text)
     assert fault is not None and fault.kind is kind and fault.line in text
 
@@ -68,13 +72,13 @@ def test_it_is_known_by_its_text(kind, text):
         "RuntimeError: CUDA error: invalid configuration argument",
     ],
 )
-def test_other_errors_are_left_alone(text):
-    """A wrong call is its caller's to mend; loading anew would not help."""
+def test_other_errors_are_no_fault(text):
+    """The caller must correct a wrong call; a reload would not help."""
     assert recognise(text) is None
 
 
-def test_a_lost_context_is_told_before_what_failed_because_of_it():
-    """After an assert every call fails, an allocation too: room would not help."""
+def test_a_lost_context_is_reported_before_its_consequences():
+    """After an assert every call fails, an allocation too. More free memory would not help."""
     log = (
         "CUDA error: out of memory\n  in ggml_cuda_pool\nCUDA error: device-side assert triggered\n"
     )
@@ -92,7 +96,7 @@ def test_a_lost_context_is_told_before_what_failed_because_of_it():
         (Kind.ASSERT, True, True),
     ],
 )
-def test_what_each_asks_for(kind, clears, loses):
-    """Room, another try, a fresh model, or a fresh process."""
+def test_the_remedy_of_each_fault(kind, clears, loses):
+    """Free memory, a retry, a reload of the model, or a new process."""
     fault = recognise(KNOWN[kind][0])
     assert (fault.clears_model, fault.loses_context) == (clears, loses)

@@ -1,4 +1,4 @@
-"""The fingerprint that stands between a changed weight and its loss."""
+"""The fingerprint that proves, before a drop, that no weight was changed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def content(size: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 4, ROW - 1, ROW, ROW + 1, 3 * ROW + 5])
-def test_equal_bytes_have_equal_fingerprints_wherever_they_lie(size):
-    """Two sums for each row, begun rows included; alignment plays no part."""
+def test_equal_bytes_have_equal_fingerprints_at_any_address(size):
+    """Two sums for each row, incomplete rows included, whatever the alignment."""
     one = content(size)
     other = torch.empty(size + 8, dtype=torch.uint8)[4 : 4 + size].copy_(one).clone()
     assert digest(one).shape == (-(-size // ROW), 2)
@@ -29,7 +29,7 @@ def test_equal_bytes_have_equal_fingerprints_wherever_they_lie(size):
 
 
 @given(size=st.sampled_from([5, 1000, ROW + 77]), at=st.integers(0, 10**9), bit=st.integers(0, 7))
-def test_one_bit_anywhere_shows(size, at, bit):
+def test_a_change_of_one_bit_is_detected(size, at, bit):
     one, other = content(size), content(size)
     other[at % size] ^= 1 << bit
     assert not torch.equal(digest(one), digest(other))
@@ -54,8 +54,8 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_accidents_that_fool_plain_sums_show(edit):
-    """Sign flips are multiples of 2^31, swaps keep every sum, and rows could change places."""
+def test_changes_that_plain_sums_miss_are_detected(edit):
+    """A sign flip is a multiple of 2^31, a swap keeps every plain sum, and rows can be exchanged."""
     weights = torch.randn(3 * WORDS, generator=torch.Generator().manual_seed(0))
     weights[0] = 0.0
     before = digest(weights.view(torch.uint8))
@@ -63,8 +63,8 @@ def test_accidents_that_fool_plain_sums_show(edit):
     assert not torch.equal(digest(weights.view(torch.uint8)), before)
 
 
-def test_both_ways_to_sum_agree():
-    """A card sums products, the CPU multiplies matrices; the fingerprint of a model moves with it."""
+def test_both_ways_to_compute_the_sums_agree():
+    """A card sums products, the CPU multiplies matrices. A model keeps its fingerprint when it moves."""
     rows = content(4 * ROW).view(torch.int32).view(-1, WORDS)
     keys = fingerprint._keys(torch.device("cpu"))
     products = torch.stack([(rows.long() * key).sum(1) for key in keys], dim=1)

@@ -1,4 +1,4 @@
-"""GGUF headers: exact sizes for every type, no weight read, and one clear error for a file that lies."""
+"""GGUF headers: exact sizes for every type, no weight read, one clear error for a false header."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write(
     rows: int = 4,
     **numbers: object,
 ) -> Path:
-    """A file with one tensor of each kind, of `rows` × 512 weights, as the `gguf` package writes it."""
+    """A file, written by the `gguf` package, with one tensor of `rows` × 512 weights for each of `kinds`."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(32)
     writer.add_embedding_length(4096)
@@ -57,20 +57,20 @@ def write(
 
 
 def real_bytes(path: Path) -> int:
-    """Of the tensors, as the `gguf` package finds them."""
+    """Bytes of the tensors as the `gguf` package reads them."""
     return sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors)
 
 
 @pytest.mark.parametrize("kind", list(GGML_QUANT_SIZES), ids=lambda kind: kind.name)
 def test_every_type_is_exact(tmp_path, kind):
-    """All that the `gguf` package knows; a type that is missing here would be guessed from the file's size."""
+    """All types of the `gguf` package. A type missing here would be estimated from the file's size."""
     path = write(tmp_path / "m.gguf", [kind])
     assert ours.read(path, "m").weight_bytes == real_bytes(path)
     assert ours.BLOCKS[int(kind)] == (kind.name, *GGML_QUANT_SIZES[kind])
 
 
 def test_a_file_of_many_types_is_exact(tmp_path):
-    """As quantised models are: norms in full precision, the head larger than the layers."""
+    """Like quantised models: norms in full precision, and a head of a larger type than the layers."""
     path = write(
         tmp_path / "m.gguf", [Type.Q6_K, Type.F32, *[Type.Q4_K] * 20, *[Type.Q5_K] * 4, Type.BF16]
     )
@@ -104,14 +104,14 @@ def test_a_file_of_many_types_is_exact(tmp_path):
         ("bert", {}, 0),
     ],
 )
-def test_the_metadata_tells_the_cache(tmp_path, arch, numbers, values):
-    """The same reckoning as from a config.json."""
+def test_the_metadata_gives_the_size_of_the_cache(tmp_path, arch, numbers, values):
+    """The same calculation as from a config.json."""
     config = sources.evidence(str(write(tmp_path / "m.gguf", arch=arch, **numbers)), "m").config
     assert kv_cache_bytes(cache_layers(config), tokens=8192) == 2 * values
 
 
 def test_activations_are_those_of_a_batch(tmp_path):
-    """llama.cpp reads 512 tokens at once, and scores all of them: with a large vocabulary that is the most."""
+    """llama.cpp reads 512 tokens at once and scores all of them; a large vocabulary makes that the peak."""
     found = footprint(
         "m",
         sources.evidence(
@@ -129,7 +129,7 @@ def bytes_read() -> int:
 
 
 def test_only_the_header_is_read(tmp_path):
-    """Of 64 GiB: the pages of a sparse file that nobody read stay holes."""
+    """A sparse file of 64 GiB: almost nothing of it is read."""
     path = write(tmp_path / "m.gguf", vocabulary=150_000)
     os.truncate(path, 64 << 30)
     before = bytes_read()
@@ -138,7 +138,7 @@ def test_only_the_header_is_read(tmp_path):
 
 
 def test_the_parts_of_a_split_model_are_one(tmp_path):
-    """Whichever of them is named, or the directory."""
+    """Whether one of the files or their directory is given."""
     parts = [write(tmp_path / f"m-0000{n}-of-00002.gguf", [Type.Q8_0] * n) for n in (1, 2)]
     whole = sum(map(real_bytes, parts))
     for path in (*parts, tmp_path):
@@ -151,18 +151,18 @@ def test_the_parts_of_a_split_model_are_one(tmp_path):
         ours.read(parts[0], "m")
 
 
-def test_of_several_models_in_a_directory_one_must_be_named(tmp_path):
+def test_a_directory_of_several_models_is_refused(tmp_path):
     for name in ("a", "b"):
         write(tmp_path / f"{name}.gguf")
     with pytest.raises(NotAModel, match="holds 2 models; name the file: a.gguf, b.gguf"):
         sources.evidence(str(tmp_path), "m")
 
 
-# -- files that lie -----------------------------------------------------------------------------------------------
+# -- files with false headers ----------------------------------------------------------------------
 
 
-def test_a_type_that_came_after_this_reader_is_told_by_the_files_size(tmp_path):
-    """A guess, and it says so; the metadata still serves."""
+def test_a_file_with_an_unknown_type_is_estimated_by_its_size(tmp_path):
+    """The parts are marked as estimates; the metadata still counts."""
     path = write(tmp_path / "m.gguf", [Type.F32], vocabulary=1)
     data = bytearray(path.read_bytes())
     at = data.index(b"blk.0.weight") + len("blk.0.weight") + 4 + 2 * 8
@@ -174,8 +174,8 @@ def test_a_type_that_came_after_this_reader_is_told_by_the_files_size(tmp_path):
     assert cache_layers(found.config)
 
 
-def test_a_pointer_of_git_lfs_tells_the_size_of_what_it_stands_for(tmp_path):
-    """A clone made without LFS: the files are not there, their sizes are."""
+def test_a_git_lfs_pointer_gives_the_size_of_its_file(tmp_path):
+    """A clone made without LFS has only pointers, which state the sizes."""
     pointer = (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:"
         + b"0" * 64
@@ -197,7 +197,7 @@ def refused(path: Path, data: bytes) -> str:
     return str(error.value)
 
 
-def test_a_file_cut_off_anywhere_is_one_clear_error(tmp_path):
+def test_a_truncated_file_is_one_clear_error(tmp_path):
     whole = write(tmp_path / "whole.gguf", vocabulary=3).read_bytes()
     for end in range(len(whole) - 1, 0, -7):
         refused(tmp_path / "m.gguf", whole[:end])
@@ -259,7 +259,7 @@ BIG = struct.pack("<Q", 2**63)
     ],
 )
 def test_a_hostile_header_costs_one_error_and_no_memory(tmp_path, data, said):
-    """Sizes beyond the file, arrays beyond the world, names without end."""
+    """Sizes beyond the file, huge arrays, endless names."""
     assert said in refused(tmp_path / "m.gguf", data)
 
 
@@ -269,8 +269,8 @@ def test_a_hostile_header_costs_one_error_and_no_memory(tmp_path, data, said):
         st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=6
     )
 )
-def test_no_byte_that_changed_can_do_harm(tmp_path, changes):
-    """A header is believed as far as it is sound; else it is a damaged file, and nothing worse."""
+def test_changed_bytes_cause_at_most_a_load_error(tmp_path, changes):
+    """A changed header gives a plausible size or LoadFailed, and nothing else."""
     path = tmp_path / "sound.gguf"
     data = bytearray((path if path.exists() else write(path, vocabulary=3)).read_bytes())
     for place, value in changes:

@@ -1,4 +1,4 @@
-"""The stop button, at every line of ours: a step has happened or it has not."""
+"""The stop button at every line of our code: each step happens completely or not at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ X = torch.ones(1, 8)
 
 
 def network() -> nn.Module:
-    """Without gradients: an answer's graph would hold on to the weights it was made with."""
+    """A module without gradients: the graph of an answer would keep the weights alive."""
     torch.manual_seed(0)
     first, last = nn.Linear(8, 8), nn.Linear(8, 8)
     last.weight = first.weight
@@ -27,10 +27,10 @@ def network() -> nn.Module:
 
 
 def interrupted_at(line: int, act: Callable[[], object]) -> bool:
-    """Acts, with a KeyboardInterrupt before that many lines of gpu_runtime have run; False where it ended sooner.
+    """Calls `act` with a KeyboardInterrupt at that line of gpu_runtime; False if `act` ended before it.
 
-    Lines that begin with `with` are passed over: tracing stops there again on the way out, where the interpreter itself
-    looks at no signal before it has called the lock's own `__exit__`.
+    Lines that begin with `with` are skipped: tracing stops there again when the block ends, and there the
+    interpreter handles no signal before it has called the lock's own `__exit__`.
     """
     left = line
 
@@ -57,8 +57,8 @@ def interrupted_at(line: int, act: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("watched", [False, True], ids=["alone", "watched"])
-def test_a_load_leaves_nothing_at_whatever_line_it_is_stopped(probe, watched):
-    """Every byte comes back once the traceback is gone; nothing is left for good."""
+def test_a_load_stopped_at_any_line_frees_everything(probe, watched):
+    """Every byte is free once the traceback is gone."""
     backend, line = open_backend("torch", probe), 0
     progress = (lambda done, total: None) if watched else None
 
@@ -71,8 +71,8 @@ def test_a_load_leaves_nothing_at_whatever_line_it_is_stopped(probe, watched):
     assert line > 100
 
 
-def test_a_move_has_happened_or_has_not_at_whatever_line_it_is_stopped(probe):
-    """Values, account and place agree, and the next move works."""
+def test_a_move_stopped_at_any_line_is_complete_or_did_not_happen(probe):
+    """Values, account and device agree, and the next move works."""
     backend, line = open_backend("torch", probe), 0
     model = backend.load(ModelSpec("net", "torch"), CARD, network)
     module = backend.value(model)
@@ -92,7 +92,7 @@ def test_a_move_has_happened_or_has_not_at_whatever_line_it_is_stopped(probe):
     assert not any(probe.used().values())
 
 
-def test_a_drop_has_happened_or_has_not_at_whatever_line_it_is_stopped(probe):
+def test_a_drop_stopped_at_any_line_is_complete_or_did_not_happen(probe):
     backend, line = open_backend("torch", probe), 0
     model = None
 

@@ -1,4 +1,4 @@
-"""What llama.cpp is told for a lease, and what it is taken to hold: decisions, values in and values out."""
+"""The arguments of llama.cpp for a lease, and the account of its bytes: values in, values out."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def shares(*gib: float) -> tuple[Share, ...]:
     return tuple(Share(f"cuda:{number}", int(size * GIB)) for number, size in enumerate(gib))
 
 
-def told(*gib: float, cards=None, **options):
+def arguments(*gib: float, cards=None, **options):
     return llama_arguments(spec(**options), shares(*gib), "/m/phi.gguf", CONFIG, cards)
 
 
-def test_on_one_card_all_of_it_goes_there():
-    assert told(8) == {
+def test_on_one_card_all_layers_go_to_it():
+    assert arguments(8) == {
         "model_path": "/m/phi.gguf",
         "name": "phi",
         "n_gpu_layers": -1,
@@ -40,31 +40,31 @@ def test_on_one_card_all_of_it_goes_there():
     }
 
 
-def test_over_several_cards_it_is_split_as_the_shares_are():
-    """A worker sees just its own cards, so they count from 0."""
-    said = told(9, 3, cards=(4, 6))
-    assert (said["split_mode"], said["tensor_split"], said["main_gpu"]) == (1, [0.75, 0.25], 0)
-    assert told(9, 3, split_mode="row", main_gpu=1)["split_mode"] == 2
-    assert told(9, 3, main_gpu=1)["main_gpu"] == 1
+def test_over_several_cards_it_is_split_like_the_shares():
+    """A worker sees only its own cards, so they count from 0."""
+    found = arguments(9, 3, cards=(4, 6))
+    assert (found["split_mode"], found["tensor_split"], found["main_gpu"]) == (1, [0.75, 0.25], 0)
+    assert arguments(9, 3, split_mode="row", main_gpu=1)["split_mode"] == 2
+    assert arguments(9, 3, main_gpu=1)["main_gpu"] == 1
 
 
-def test_in_process_the_cards_have_the_numbers_that_this_process_knows():
-    said = told(9, 3, cards=(1, 3), isolated=False, main_gpu=1)
-    assert (said["tensor_split"], said["main_gpu"]) == ([0.0, 0.75, 0.0, 0.25], 3)
-    assert told(8, cards=(2,), isolated=False)["main_gpu"] == 2
+def test_in_process_the_cards_have_this_process_s_numbers():
+    found = arguments(9, 3, cards=(1, 3), isolated=False, main_gpu=1)
+    assert (found["tensor_split"], found["main_gpu"]) == ([0.0, 0.75, 0.0, 0.25], 3)
+    assert arguments(8, cards=(2,), isolated=False)["main_gpu"] == 2
 
 
 @pytest.mark.parametrize(
     ("layers", "cards", "needs"),
     [(-1, (0,), True), (20, (0,), True), (0, (0,), False), (-1, None, False)],
 )
-def test_a_gpu_is_needed_where_a_real_card_is_to_hold_layers(layers, cards, needs):
-    """A build without GPU support would accept them and compute on the CPU."""
-    assert told(8, cards=cards, gpu_layers=layers)["needs_gpu"] is needs
+def test_a_gpu_is_required_if_a_real_card_gets_layers(layers, cards, needs):
+    """A build without GPU support would accept the layers and compute on the CPU."""
+    assert arguments(8, cards=cards, gpu_layers=layers)["needs_gpu"] is needs
 
 
 def test_a_build_without_gpu_support_is_refused_for_a_real_card(tmp_path, tiny_gguf):
-    """By the real library, which here is such a build."""
+    """With the real library, if it is such a build."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     if llama_cpp.llama_supports_gpu_offload():
         pytest.skip("this build of llama-cpp-python has GPU support")
@@ -82,14 +82,14 @@ def test_a_build_without_gpu_support_is_refused_for_a_real_card(tmp_path, tiny_g
         )
 
 
-def test_a_context_is_as_long_as_asked_for_times_the_sequences():
-    assert told(8, context_length=8192, sequences=2)["n_ctx"] == 16384
+def test_the_context_is_the_requested_length_times_the_sequences():
+    assert arguments(8, context_length=8192, sequences=2)["n_ctx"] == 16384
 
 
-def test_a_quantised_cache_takes_flash_attention_along():
-    said = told(8, cache_dtype="q8_0")
-    assert (said["type_k"], said["type_v"], said["flash_attn"]) == (8, 8, True)
-    assert told(8, cache_dtype="float16")["flash_attn"] is False
+def test_a_quantised_cache_switches_flash_attention_on():
+    found = arguments(8, cache_dtype="q8_0")
+    assert (found["type_k"], found["type_v"], found["flash_attn"]) == (8, 8, True)
+    assert arguments(8, cache_dtype="float16")["flash_attn"] is False
 
 
 @pytest.mark.parametrize(
@@ -107,14 +107,13 @@ def test_a_quantised_cache_takes_flash_attention_along():
         ("main_gpu", "0"),
     ],
 )
-def test_an_option_that_cannot_be_is_one_clear_error(option, value):
+def test_an_invalid_option_is_one_clear_error(option, value):
     with pytest.raises(BadSetting, match=option):
         check(spec(**{option: value}))
 
 
-def test_its_bytes_are_what_it_says_that_it_allocated_on_each_card():
-    """What lies in RAM beside them is not theirs; the driver counts the context too, and is believed if it says
-    more."""
+def test_on_real_cards_its_bytes_are_the_reported_buffers():
+    """Buffers in RAM do not count. The driver's figure includes the CUDA context; the larger one counts."""
     facts = {
         "weight_bytes": 9 * MIB,
         "buffers": {
@@ -129,8 +128,8 @@ def test_its_bytes_are_what_it_says_that_it_allocated_on_each_card():
     assert taken(facts, both, 1.0, {"cuda:0": 500 * MIB})[0] == Share("cuda:0", 500 * MIB)
 
 
-def test_on_simulated_cards_it_is_what_would_have_gone_there():
-    """Weights to the byte, cache and work space as llama.cpp tells; over several cards in proportion to the shares."""
+def test_on_simulated_cards_its_bytes_are_those_a_real_card_would_hold():
+    """Weights to the byte, cache and work space as reported; over several cards in proportion to the shares."""
     facts = {"weight_bytes": 1000, "buffers": {"CPU": {"model": 1048, "KV": 200, "compute": 300}}}
     assert taken(facts, (Share("sim:0", 9),), 1.0, {}) == (Share("sim:0", 1500),)
     assert taken(facts, (Share("sim:0", 9),), 0.5, {}) == (Share("sim:0", 750),)
@@ -140,8 +139,8 @@ def test_on_simulated_cards_it_is_what_would_have_gone_there():
     )
 
 
-def test_a_worker_sees_its_own_cards_by_what_they_are_and_no_others():
-    """A number would mean another card in a process that sees others; a simulated card is none."""
+def test_a_worker_sees_only_its_own_cards_by_uuid():
+    """A card's number differs in a process that sees other cards. A simulated card is not visible."""
     cards = (
         Device("cuda:0", GIB, uuid="GPU-a", index=0),
         Device("cuda:1", GIB, uuid="GPU-b", index=1),

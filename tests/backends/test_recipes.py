@@ -1,8 +1,9 @@
-"""How each engine is started for a lease: whole command lines, and nothing that its own help does not have.
+"""The command line of each engine for a lease; it has only flags that are in the engine's own help.
 
-vLLM, Ollama and llama-server are not installed where the tests run. Their command lines are compared with recorded
-ones, every flag is looked up in the engine's own recorded help (`recorded/engines`), and `test_server.py` starts a
-stand-in that rejects the others. llama-cpp-python's server, which is installed, is started itself.
+vLLM, Ollama and llama-server are not installed on the test machine. Their command lines are compared with
+expected ones, every flag is looked up in the engine's recorded help (`recorded/engines`), and
+`test_engine_server.py` starts a stand-in that rejects other flags. llama-cpp-python's server is installed,
+so its own help is read.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def order(
     model_type: str = "llm",
     **options,
 ) -> LaunchOrder:
-    """A lease of so many GiB on each card, from the first on."""
+    """A launch order with a share of `gib[n]` GiB on card n."""
     shares = tuple(Share(f"cuda:{number}", int(size * GIB)) for number, size in enumerate(gib))
     spec = ModelSpec(name, backend, source=source, model_type=model_type, options=options)
     return LaunchOrder(spec, shares, CARDS, source, 8300, False, "k3y", config or {})
@@ -52,7 +53,7 @@ def installed(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: f"/opt/{name}")
 
 
-def test_vllm_takes_its_share_of_the_card_and_no_more(installed):
+def test_vllm_takes_its_share_of_the_card(installed):
     command = recipe("vllm").command(order("vllm", context_length=32768, dtype="bfloat16"))
     assert command.words == (
         "/opt/vllm",
@@ -77,15 +78,15 @@ def test_vllm_takes_its_share_of_the_card_and_no_more(installed):
 
 
 def test_vllm_over_two_cards_is_tensor_parallel(installed):
-    """By the smaller share, since it takes as much of each."""
+    """The smaller share decides, since vLLM takes the same part of each card."""
     words = recipe("vllm").command(order("vllm", gib=(40, 36))).words
     assert words[words.index("--tensor-parallel-size") + 1] == "2"
     assert words[words.index("--gpu-memory-utilization") + 1] == "0.45"
 
 
 @given(st.integers(0, 200 * GIB), st.integers(1, 200 * GIB))
-def test_the_part_of_a_card_is_within_bounds_and_within_the_share(size, total):
-    """Clamped to 0.01–0.99; between these it never is more than the share."""
+def test_the_part_of_a_card_is_within_its_bounds_and_the_share(size, total):
+    """Clamped to 0.01–0.99; between these it never exceeds the share."""
     from gpu_runtime.backends.engines.vllm import utilization
 
     one = LaunchOrder(
@@ -96,7 +97,7 @@ def test_the_part_of_a_card_is_within_bounds_and_within_the_share(size, total):
     assert part == 0.01 or part * total <= size
 
 
-def test_a_model_s_own_arguments_are_passed_on_except_what_the_lease_decides(installed):
+def test_user_arguments_are_passed_on_except_those_that_the_lease_decides(installed):
     own = [
         "--max-model-len",
         "32768",
@@ -111,8 +112,8 @@ def test_a_model_s_own_arguments_are_passed_on_except_what_the_lease_decides(ins
     assert words[-4:] == ("--max-model-len", "32768", "--limit-mm-per-prompt", '{"image":10}')
 
 
-def test_ollama_is_told_by_its_environment(installed):
-    """A server of its own for each model, which keeps it loaded."""
+def test_ollama_gets_its_options_from_the_environment(installed):
+    """Each model has a server of its own, which keeps it loaded."""
     command = recipe("ollama").command(
         order("ollama", source="qwen3:8b", gib=(10, 10), context_length=40960)
     )
@@ -174,7 +175,7 @@ def test_llama_server_gets_layers_context_and_the_split_of_the_shares(installed)
 
 
 @pytest.mark.parametrize(("layers", "said"), [(-1, "999"), (0, "0"), (20, "20"), (None, "999")])
-def test_how_many_layers_go_to_the_card(installed, layers, said):
+def test_the_number_of_layers_on_the_card(installed, layers, said):
     given_ = {} if layers is None else {"gpu_layers": layers}
     words = (
         recipe("llama-server").command(order("llama-server", source="/m/phi.gguf", **given_)).words
@@ -182,7 +183,7 @@ def test_how_many_layers_go_to_the_card(installed, layers, said):
     assert words[words.index("--n-gpu-layers") + 1] == said
 
 
-def test_without_llama_server_the_python_package_serves(nothing_installed):
+def test_without_llama_server_llama_cpp_python_serves(nothing_installed):
     command = recipe("llama-server").command(
         order(
             "llama-server",
@@ -215,8 +216,8 @@ def test_without_llama_server_the_python_package_serves(nothing_installed):
     assert command.environment == {"API_KEY": "k3y"}
 
 
-def test_the_python_server_s_flags_are_those_of_its_help(nothing_installed):
-    """It is installed here, so it is asked itself."""
+def test_the_flags_of_llama_cpp_python_s_server_are_in_its_help(nothing_installed):
+    """It is installed, so the test reads its real help."""
     pytest.importorskip("sse_starlette", reason="llama-cpp-python[server] is not installed")
     one = order(
         "llama-server", source="/m/phi.gguf", gib=(1, 1), cache_dtype="q8_0", model_type="embedding"
@@ -230,8 +231,8 @@ def test_the_python_server_s_flags_are_those_of_its_help(nothing_installed):
     assert flags <= set(re.findall(r"--\w+", said))
 
 
-def test_a_template_of_the_catalogue_goes_on_the_command_line(installed):
-    """Requests may bring none: vLLM refuses them, and llama-server does not look."""
+def test_a_chat_template_of_the_catalogue_is_on_the_command_line(installed):
+    """Not in requests: vLLM refuses a template there, and llama-server ignores it."""
     for chat, engine, flag in (
         ("{{ messages }}", "vllm", "--chat-template"),
         ("/m/a.jinja", "vllm", "--chat-template"),
@@ -244,19 +245,19 @@ def test_a_template_of_the_catalogue_goes_on_the_command_line(installed):
         assert words[words.index(flag) + 1] == chat
 
 
-def test_a_server_that_takes_no_template_is_not_started_with_one(nothing_installed):
-    """The model would be talked to by another, and nobody would notice."""
+def test_a_server_that_cannot_use_a_custom_template_is_not_started(nothing_installed):
+    """Otherwise it would silently use the model's own template."""
     with pytest.raises(LoadFailed, match="takes no chat template but the model's own"):
         recipe("llama-server").command(
             order("llama-server", source="/m/phi.gguf", chat_template="{{ messages }}")
         )
 
 
-def test_the_template_that_requests_switch_is_the_model_s_own(installed, tmp_path):
+def test_the_template_for_switches_is_the_model_s_own(installed, tmp_path):
     file = samples.gguf_lm(tmp_path / "phi.gguf")
     assert "message" in recipe("llama-server").template(order("llama-server", source=str(file)))
     assert recipe("vllm").template(order("vllm", source="org/name")) is None, (
-        "its files lie elsewhere"
+        "its files are not on this machine"
     )
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ one }}"}')
     assert recipe("vllm").template(order("vllm", source=str(tmp_path))) == "{{ one }}"
@@ -265,13 +266,13 @@ def test_the_template_that_requests_switch_is_the_model_s_own(installed, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["ollama", "diffusers", "llama-server"])
-def test_where_requests_switch_nothing_there_is_no_template_to_switch(nothing_installed, name):
+def test_engines_without_template_switches_return_no_template(nothing_installed, name):
     assert recipe(name).template(order(name, source="/m/phi.gguf")) == ""
 
 
 @pytest.mark.parametrize("engine", ["vllm", "ollama", "llama-server"])
-def test_no_flag_that_the_engine_s_help_does_not_have(installed, engine):
-    """With every option that we have a flag for."""
+def test_every_flag_is_in_the_engine_s_help(installed, engine):
+    """With every option that becomes a flag."""
     one = order(
         engine,
         source="/m/phi.gguf",
@@ -292,17 +293,17 @@ def test_no_flag_that_the_engine_s_help_does_not_have(installed, engine):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_no_key_stands_on_a_command_line(installed, name):
-    """Everybody on the machine can read those."""
+def test_no_key_is_on_a_command_line(installed, name):
+    """Every user of the machine can read command lines."""
     assert "k3y" not in " ".join(recipe(name).command(order(name, source="/m/phi.gguf")).words)
 
 
 @pytest.mark.parametrize("name", ["vllm", "ollama"])
-def test_what_is_missing_is_said_with_what_to_install(nothing_installed, name):
+def test_a_missing_engine_is_named_with_what_to_install(nothing_installed, name):
     assert name in recipe(name).missing() and "Install" in recipe(name).missing()
 
 
-def test_diffusers_runs_our_own_worker():
+def test_diffusers_runs_our_own_server_program():
     words = (
         recipe("diffusers")
         .command(order("diffusers", source="/m/sdxl", gib=(8, 8), dtype="float16"))

@@ -1,7 +1,7 @@
-"""Models over several cards: really cut, moved, stopped half-way and run, through the code that serves CUDA.
+"""Models over several cards: cut, moved, interrupted and run, by the same code as on CUDA.
 
-On the product's own simulated cards, whose bytes lie on the CPU, and on a simulated accelerator, where torch sees as
-many devices as there are cards and accelerate's hooks carry activations between them (tests/simgpu.py).
+The tests run on the product's own simulated cards, whose bytes are on the CPU, and on a simulated
+accelerator (tests/simgpu.py), where torch sees one device per card and accelerate's hooks move activations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IDS = torch.tensor([[5, 6, 7, 8]])
 
 
 class Box(NamedTuple):
-    """Four cards of one kind."""
+    """Four cards of one kind, and the bytes used before the test."""
 
     probe: Probe
     kind: str
@@ -51,7 +51,7 @@ class Box(NamedTuple):
 
 
 def boxed(kind: str) -> Box:
-    gc.collect()  # what an earlier test has left goes now, not in the middle of this one
+    gc.collect()  # free what an earlier test left now, not in the middle of this one
     if kind == "sim":
         probe = open_probe("sim:4x64MiB,host:256MiB")
     else:
@@ -59,7 +59,7 @@ def boxed(kind: str) -> Box:
         for card in range(simgpu.CARDS):
             fingerprint._keys(
                 torch.device("simgpu", card)
-            )  # fingerprints need them on the card, once for all models
+            )  # fingerprints need their keys on each card; they stay there
     return Box(probe, kind, probe.used())
 
 
@@ -78,7 +78,7 @@ def spec(directory: Any, **options: Any) -> ModelSpec:
 
 
 def run(module: nn.Module, x: torch.Tensor) -> Any:
-    """Its answer; over several cards the input may come from anywhere, on one the caller brings it there."""
+    """The module's answer. Over several cards the input may be anywhere; on one card it must be there."""
     devices = {parameter.device for parameter in module.parameters()}
     with torch.no_grad():
         return module(x if len(devices) > 1 else x.to(devices.pop()))
@@ -102,20 +102,20 @@ def stack() -> nn.Module:
     return nn.Sequential(*(Layer() for _ in range(4))).eval()
 
 
-LAYER = (32 * 32 + 3 * 32) * 4  # bytes of one of the stack's
+LAYER = (32 * 32 + 3 * 32) * 4  # bytes of one layer of the stack
 X = torch.linspace(-1, 1, 64).view(2, 32)
 
 
-def where_tensors_lie(module: nn.Module) -> dict[str, str]:
+def tensor_devices(module: nn.Module) -> dict[str, str]:
     return {slot.name: str(slot.tensor.device) for slot in slots(module)}
 
 
-# -- the journey ------------------------------------------------------------------------------------------------------
+# -- loads and moves -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_transformers_model_goes_card_to_cards_to_host_to_other_cards(box, tmp_path, tied):
-    """Answers are bit-identical to those on one card, the measured shares are the account, and the objects stay."""
+def test_a_transformers_model_moves_between_cards_and_host(box, tmp_path, tied):
+    """Answers are bit-equal to those on one card, the account has the measured shares, the objects stay."""
     backend = open_backend("transformers", box.probe)
     directory = tiny_models.causal_lm(tmp_path / "m", tied=tied)
     model = backend.load(spec(directory), box.shares(0))
@@ -144,7 +144,7 @@ def test_a_transformers_model_goes_card_to_cards_to_host_to_other_cards(box, tmp
 
 
 def test_a_model_generates_over_two_cards(box, llama):
-    """The cache of keys and values lies on both."""
+    """The key/value cache is on both."""
     backend = open_backend("transformers", box.probe)
     one = backend.load(spec(llama), box.shares(3))
     expected = (
@@ -160,18 +160,18 @@ def test_a_model_generates_over_two_cards(box, llama):
     assert box.used == {}
 
 
-def test_weights_lie_where_the_shares_say(accelerator, llama):
-    """Layer by layer, to the byte; what holds embeddings comes first, the head last."""
+def test_weights_are_where_the_shares_put_them(accelerator, llama):
+    """Layer by layer, to the byte; the embeddings first, the head last."""
     backend = open_backend("transformers", accelerator.probe)
     sizes = backend.pieces(spec(llama))
     front, behind = sum(sizes[:2]), sum(sizes[2:])
     model = backend.load(spec(llama), accelerator.shares(2, 0, sizes=(front, behind)))
     measured = backend.measure(model)
-    assert measured[1] == Share("simgpu:0", behind), "the header told the bytes of the last pieces"
+    assert measured[1] == Share("simgpu:0", behind), "the header gives the bytes of the last pieces"
     assert measured[0].device == "simgpu:2" and 0 <= measured[0].bytes - front < 1024, (
-        "… and of the first, bar angles"
+        "… and of the first, without rotary angles"
     )
-    where = where_tensors_lie(backend.value(model))
+    where = tensor_devices(backend.value(model))
     assert (
         where["model.embed_tokens.weight"]
         == where["model.layers.0.mlp.up_proj.weight"]
@@ -182,7 +182,7 @@ def test_weights_lie_where_the_shares_say(accelerator, llama):
     backend.drop(model)
 
 
-def test_a_tied_head_lies_once_and_runs_where_the_embeddings_are(accelerator, tmp_path):
+def test_a_tied_head_is_stored_once_and_runs_where_the_embeddings_are(accelerator, tmp_path):
     backend = open_backend("transformers", accelerator.probe)
     model = backend.load(
         spec(tiny_models.causal_lm(tmp_path / "m", tied=True)), accelerator.shares(0, 1)
@@ -190,7 +190,7 @@ def test_a_tied_head_lies_once_and_runs_where_the_embeddings_are(accelerator, tm
     module = backend.value(model)
     assert module.lm_head.weight is module.model.embed_tokens.weight
     assert str(module.lm_head.weight.device) == "simgpu:0"
-    assert where_tensors_lie(module)["model.norm.weight"] == "simgpu:1"
+    assert tensor_devices(module)["model.norm.weight"] == "simgpu:1"
     assert module.hf_device_map["lm_head"] == "simgpu:0"
     logits(module)
     backend.drop(model)
@@ -207,14 +207,14 @@ def test_a_module_from_live_python_is_cut_between_its_layers(box):
         model = backend.load(net, box.shares(1, 2, sizes=(3 * LAYER, LAYER)), stack)
         assert backend.measure(model) == box.shares(1, 2, sizes=(3 * LAYER, LAYER))
         answer = backend.value(model)(X)
-    assert answer.device == X.device, "the answer comes back to where the question was asked"
+    assert answer.device == X.device, "the answer is on the device of the input"
     assert torch.equal(answer, expected)
     backend.drop(model)
     assert box.used == {}
 
 
-def test_what_lies_there_already_does_not_travel(accelerator):
-    """From cards 0 and 1 to 0 and 2: card 0 keeps its half where it is, and needs no room for it twice."""
+def test_pieces_that_are_there_already_are_not_copied(accelerator):
+    """From cards 0 and 1 to 0 and 2: card 0 keeps its half, and needs no memory for a second copy."""
     backend = open_backend("torch", accelerator.probe)
     model = backend.load(ModelSpec("net", "torch"), accelerator.shares(0, 1), stack)
     held = simgpu.used_bytes(0)
@@ -225,8 +225,8 @@ def test_what_lies_there_already_does_not_travel(accelerator):
     backend.drop(model)
 
 
-def test_a_tensor_that_lies_elsewhere_is_named(accelerator):
-    """Whatever put it there: the load reports it."""
+def test_a_tensor_on_another_device_is_named(accelerator):
+    """Whatever moved it, the load reports it."""
     backend = open_backend("torch", accelerator.probe)
     model = backend.load(ModelSpec("net", "torch"), accelerator.shares(0, 1), stack)
     module = backend.value(model)
@@ -240,27 +240,27 @@ def test_a_tensor_that_lies_elsewhere_is_named(accelerator):
     backend.drop(model)
 
 
-# -- when it goes wrong -----------------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 
 
-def test_out_of_memory_half_way_leaves_everything_as_it_was(accelerator, llama):
-    """The first card had room, the second has not: on both, and on the host, not a byte has changed."""
+def test_out_of_memory_half_way_changes_nothing(accelerator, llama):
+    """The first card had enough memory, the second has not. Nothing changes on either, nor on the host."""
     backend = open_backend("transformers", accelerator.probe)
     with simgpu.limited(card1=1024), pytest.raises(Exception) as error:
         backend.load(spec(llama), accelerator.shares(0, 1))
     assert is_out_of_memory(error.value) and "simgpu:1" in str(error.value)
-    assert accelerator.used == {}, "while the traceback is still held"
+    assert accelerator.used == {}, "while the traceback is still referenced"
     model = backend.load(spec(llama), accelerator.shares(0, 1))
     module, held, where = (
         backend.value(model),
         accelerator.used,
-        where_tensors_lie(backend.value(model)),
+        tensor_devices(backend.value(model)),
     )
     expected = logits(module)
     with simgpu.limited(card3=1024), pytest.raises(Exception) as error:
         backend.move(model, accelerator.shares(2, 3))
     assert is_out_of_memory(error.value) and "simgpu:3" in str(error.value)
-    assert accelerator.used == held and where_tensors_lie(module) == where
+    assert accelerator.used == held and tensor_devices(module) == where
     assert torch.equal(logits(module), expected)
     backend.move(model, accelerator.shares(2, 3))
     backend.drop(model)
@@ -271,7 +271,7 @@ def test_out_of_memory_half_way_leaves_everything_as_it_was(accelerator, llama):
     [RuntimeError("a hook would not go on"), KeyboardInterrupt()],
     ids=lambda failure: type(failure).__name__,
 )
-def test_a_failure_after_the_bytes_have_travelled_takes_them_back(
+def test_a_failure_after_the_copies_restores_the_old_bytes(
     accelerator, llama, monkeypatch, failure
 ):
     import accelerate
@@ -281,26 +281,26 @@ def test_a_failure_after_the_bytes_have_travelled_takes_them_back(
     module, held, where = (
         backend.value(model),
         accelerator.used,
-        where_tensors_lie(backend.value(model)),
+        tensor_devices(backend.value(model)),
     )
     expected, real = logits(module), accelerate.dispatch_model
 
     def fails_once(*args: Any, **kwargs: Any) -> None:
         monkeypatch.setattr(accelerate, "dispatch_model", real)
-        real(*args, **kwargs)  # half of the hooks may be on
+        real(*args, **kwargs)  # some of the hooks may be installed
         raise failure
 
     monkeypatch.setattr(accelerate, "dispatch_model", fails_once)
     with pytest.raises(type(failure)):
         backend.move(model, accelerator.shares(2, 3))
-    assert accelerator.used == held and where_tensors_lie(module) == where
+    assert accelerator.used == held and tensor_devices(module) == where
     assert backend.measure(model) == tuple(Share(device, size) for device, size in held.items())
     assert torch.equal(logits(module), expected)
     backend.drop(model)
     assert accelerator.used == {}
 
 
-def test_loaded_again_over_cards_it_is_the_object_that_was_kept(accelerator, llama):
+def test_a_reload_over_cards_fills_the_object_that_users_kept(accelerator, llama):
     backend = open_backend("transformers", accelerator.probe)
     model = backend.load(spec(llama), accelerator.shares(0, 1))
     kept, expected = backend.value(model), logits(backend.value(model))
@@ -311,11 +311,11 @@ def test_loaded_again_over_cards_it_is_the_object_that_was_kept(accelerator, lla
     assert accelerator.used == {}
 
 
-# -- hooks ------------------------------------------------------------------------------------------------------------
+# -- hooks -----------------------------------------------------------------------------------------
 
 
-def test_hooks_that_somebody_else_put_on_are_refused_by_name_and_left_alone(accelerator, llama):
-    """Ours come off and go on again; a stranger's would be lost, or would move what we have counted."""
+def test_foreign_hooks_are_refused_by_name_and_left_alone(accelerator, llama):
+    """Our hooks are removed and installed again. Others would be lost, or would move counted bytes."""
     from accelerate.hooks import ModelHook, add_hook_to_module
 
     backend = open_backend("transformers", accelerator.probe)
@@ -328,7 +328,7 @@ def test_hooks_that_somebody_else_put_on_are_refused_by_name_and_left_alone(acce
     backend.drop(model)
 
 
-def test_a_deep_copy_over_two_cards_is_a_model_of_its_own(accelerator):
+def test_a_deep_copy_over_two_cards_is_independent(accelerator):
     backend = open_backend("torch", accelerator.probe)
     model = backend.load(ModelSpec("net", "torch"), accelerator.shares(0, 1), stack)
     module = backend.value(model)
@@ -360,7 +360,7 @@ def test_the_users_own_hooks_and_forward_survive(accelerator):
     backend.drop(model)
 
 
-# -- where a module may be cut ----------------------------------------------------------------------------------------
+# -- where a module may be cut ---------------------------------------------------------------------
 
 
 def names(module: nn.Module) -> list[tuple[str, ...]]:
@@ -387,7 +387,7 @@ def test_a_module_is_cut_between_its_children_and_the_items_of_its_lists():
     assert names(Trunk()) == [("embed",), ("layers.0",), ("layers.1",), ("layers.2",), ("head",)]
 
 
-def test_what_shares_a_storage_stays_together_at_the_first_ones_place():
+def test_modules_that_share_a_storage_stay_together_at_the_first_place():
     module = Trunk()
     module.head.weight = module.embed.weight
     assert names(module) == [("embed", "head"), ("layers.0",), ("layers.1",), ("layers.2",)]
@@ -395,13 +395,13 @@ def test_what_shares_a_storage_stays_together_at_the_first_ones_place():
     assert names(module) == [("embed", "head"), ("layers.0",), ("layers.1", "layers.2")]
 
 
-def test_a_module_used_twice_is_one_piece_under_both_its_names():
+def test_a_module_used_twice_is_one_piece_with_both_names():
     shared = nn.Linear(4, 4)
     assert names(nn.Sequential(shared, nn.Linear(4, 4), shared)) == [("0", "2"), ("1",)]
 
 
 def test_a_module_with_weights_at_its_root_stays_whole(accelerator):
-    """No hook would carry them from card to card."""
+    """No hook would move them from card to card."""
     module = Trunk()
     module.scale = nn.Parameter(torch.ones(8))
     assert names(module) == [("",)]
@@ -416,8 +416,8 @@ def test_a_module_with_weights_at_its_root_stays_whole(accelerator):
         )
 
 
-def test_gradients_and_optimizer_state_lie_with_their_parameters(box):
-    """On the product's cards, where training is known; they count there and travel along."""
+def test_gradients_and_optimizer_state_are_with_their_parameters(box):
+    """Only on the product's simulated cards, where training works; they count and move with them."""
     if box.kind == "simgpu":
         pytest.skip("the simulated accelerator runs backward passes on its first card only")
     backend, module = open_backend("torch", box.probe), stack().train()
@@ -446,7 +446,7 @@ def test_gradients_and_optimizer_state_lie_with_their_parameters(box):
         ([3], [7], [0]),
     ],
 )
-def test_pieces_go_to_the_shares_that_they_fill(sizes, shares, expected):
+def test_pieces_are_divided_like_the_shares(sizes, shares, expected):
     assert cut(sizes, shares) == expected
 
 
@@ -488,22 +488,22 @@ ARCHITECTURES = {
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_before_loading_the_pieces_are_those_of_the_loaded_model(box, tmp_path, architecture):
-    """From the names in the header, or from the module without data: every cut that they name can be made."""
+def test_pieces_before_the_load_are_those_of_the_loaded_model(box, tmp_path, architecture):
+    """From the names in the header, or from the module without data: each cut is also one of the module."""
     import transformers
 
     config, kind, sizes = ARCHITECTURES[architecture]
     torch.manual_seed(0)
     getattr(transformers, kind)(getattr(transformers, config)(**sizes)).save_pretrained(tmp_path)
     backend = open_backend("transformers", box.probe)
-    foretold = backend.pieces(spec(tmp_path))
+    expected_sizes = backend.pieces(spec(tmp_path))
     model = backend.load(spec(tmp_path), box.shares(0))
     found = backend.pieces(spec(tmp_path), model=model)
     ends = {sum(found[:at]) for at in range(len(found) + 1)}
-    slack = 0.01 * sum(found)  # tables of angles and positions are in no header
-    assert len(foretold) > 2
+    slack = 0.01 * sum(found)  # rotary angles and positions are not in a header
+    assert len(expected_sizes) > 2
     assert all(
-        min(abs(sum(foretold[:at]) - end) for end in ends) <= slack
-        for at in range(len(foretold) + 1)
+        min(abs(sum(expected_sizes[:at]) - end) for end in ends) <= slack
+        for at in range(len(expected_sizes) + 1)
     )
     backend.drop(model)

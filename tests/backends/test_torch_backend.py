@@ -1,4 +1,7 @@
-"""Modules from live Python: storages travel once, objects stay, training goes on, the unmovable is refused by name."""
+"""Modules from live Python: each storage moves once, objects stay, training continues.
+
+Modules that cannot be moved safely are refused by name.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def backend(probe):
 
 
 def there_and_back(backend, module, optimizer=None):
-    """The handle of a module that was adopted, went to a card, back to the host, and to the card again."""
+    """The handle of an adopted module after moves to a card, to the host, and to the card again."""
     model = backend.adopt(SPEC, module, optimizer)
     for shares in (CARD, HOST, CARD):
         backend.move(model, shares)
@@ -34,7 +37,7 @@ def there_and_back(backend, module, optimizer=None):
 
 
 class Odd(nn.Module):
-    """Everything that makes a module's storages differ from its tensors."""
+    """A module whose storages differ from its tensors in every possible way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +55,7 @@ class Odd(nn.Module):
         self.scalar = nn.Parameter(torch.tensor(3.0))
 
 
-def test_tied_shared_strided_mixed_and_empty_tensors_survive(backend):
+def test_tied_shared_strided_mixed_and_empty_tensors_survive_moves(backend):
     """Values, strides, dtypes, flags and object identity; each storage counted once."""
     module = Odd().eval()
     tensors = {
@@ -77,11 +80,13 @@ def test_tied_shared_strided_mixed_and_empty_tensors_survive(backend):
     expected = 400 + 24 + 2 + 2 * 3 * 16 * 4 + 70 + 8 * 8 * 8 + 2 * 8 * 8 + 4
     assert backend.measure(model) == (Share("sim:0", expected),)
     module.rows.add_(1)
-    assert torch.equal(module.turned.t()[2:4], module.rows), "two views of one storage parted ways"
+    assert torch.equal(module.turned.t()[2:4], module.rows), (
+        "two views of one storage were separated"
+    )
 
 
-def test_every_tensor_has_a_storage_of_its_own_bytes_and_nobody_elses(backend):
-    """Saving one weight must not save the whole arena."""
+def test_a_moved_tensor_s_storage_holds_only_its_own_bytes(backend):
+    """Saving one weight must not save the memory of all weights."""
     module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).eval()
     there_and_back(backend, module)
     for tensor in module.parameters():
@@ -89,7 +94,7 @@ def test_every_tensor_has_a_storage_of_its_own_bytes_and_nobody_elses(backend):
         assert tensor.data_ptr() % 64 == 0
 
 
-def test_modules_made_or_moved_under_inference_mode_go_on_working(backend):
+def test_modules_created_or_moved_under_inference_mode_still_work(backend):
     x = torch.ones(1, 8)
     for made in (False, True):
         with torch.inference_mode(made):
@@ -119,8 +124,8 @@ def same_weights(one, other):
 
 
 @pytest.mark.parametrize("how", ["plain", "fused", "amsgrad"])
-def test_training_goes_on_as_if_it_had_never_moved(backend, probe, how):
-    """Frozen and trained weights, BatchNorm, gradients and AdamW's state: bit-equal to a twin that stayed."""
+def test_training_continues_after_moves(backend, probe, how):
+    """Frozen and trained weights, BatchNorm, gradients and AdamW state: bit-equal to an unmoved twin."""
     options = {"plain": {}, "fused": {"fused": True}, "amsgrad": {"amsgrad": True}}[how]
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
@@ -148,8 +153,8 @@ def test_training_goes_on_as_if_it_had_never_moved(backend, probe, how):
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
 
 
-def test_gradients_and_states_that_came_later_are_counted(backend, probe):
-    """They grew on the card; measuring enters them in its account, room or not, for they are facts."""
+def test_gradients_and_states_created_later_are_counted(backend, probe):
+    """They exist on the card already, so `measure` counts them even beyond its capacity."""
     module = nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(module.parameters())
     model = backend.adopt(SPEC, module, optimizer)
@@ -164,8 +169,8 @@ def test_gradients_and_states_that_came_later_are_counted(backend, probe):
     assert probe.used()["sim:0"] == weights
 
 
-def test_backward_after_a_move_in_between_is_right(backend):
-    """What autograd saved keeps its old bytes; the gradients arrive at the Parameters, where they now lie."""
+def test_backward_after_a_move_gives_the_right_gradients(backend):
+    """Autograd's saved tensors keep the old bytes; gradients go to the Parameters on the new device."""
     torch.manual_seed(0)
     module = nn.Linear(8, 8).eval()
     twin, x = copy.deepcopy(module), torch.randn(2, 8)
@@ -177,8 +182,8 @@ def test_backward_after_a_move_in_between_is_right(backend):
     assert torch.equal(module.weight.grad, twin.weight.grad)
 
 
-def test_a_kept_tensor_holds_exactly_its_own_bytes(backend, probe):
-    """A detached weight outlives the move with its old values, and nothing but it stays behind."""
+def test_a_kept_tensor_keeps_only_its_own_bytes(backend, probe):
+    """A detached weight keeps its old values after the move, and nothing else stays on the card."""
     module = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100)).eval()
     model = backend.load(SPEC, CARD, lambda: module)
     kept = module[1].bias.detach()
@@ -192,7 +197,7 @@ def test_a_kept_tensor_holds_exactly_its_own_bytes(backend, probe):
     assert probe.used()["sim:0"] == 0
 
 
-def test_a_kept_parameter_follows(backend):
+def test_a_kept_parameter_moves_with_the_module(backend):
     module = nn.Linear(4, 4).eval()
     model = backend.load(SPEC, CARD, lambda: module)
     weight = module.weight
@@ -203,8 +208,8 @@ def test_a_kept_parameter_follows(backend):
     assert not module.weight.any()
 
 
-def test_a_drop_frees_the_bytes_also_where_the_module_is_kept(backend, probe):
-    """A later call fails in words about shapes; it does not crash."""
+def test_a_drop_frees_the_bytes_even_if_the_module_is_kept(backend, probe):
+    """A later call raises an error about shapes; it does not crash."""
     model = backend.load(SPEC, CARD, lambda: nn.Linear(50, 50))
     module = backend.value(model)
     module.weight.grad = torch.ones(50, 50)
@@ -215,7 +220,7 @@ def test_a_drop_frees_the_bytes_also_where_the_module_is_kept(backend, probe):
         module(torch.ones(1, 50))
 
 
-def test_adopting_counts_a_module_where_it_lies(backend, probe):
+def test_an_adopted_module_counts_where_it_is(backend, probe):
     module = nn.Linear(64, 64).eval()
     model = backend.adopt(SPEC, module)
     assert backend.measure(model) == (Share("host", 64 * 65 * 4),)
@@ -226,7 +231,7 @@ def test_adopting_counts_a_module_where_it_lies(backend, probe):
     assert not backend.droppable(model) and not backend.unchanged(model)
     del model
     assert module(torch.ones(1, 64)).shape == (1, 64)
-    assert probe.used()["sim:0"] == 64 * 65 * 4, "the module is alive, and so are its bytes"
+    assert probe.used()["sim:0"] == 64 * 65 * 4, "the module still exists, and so do its bytes"
     del module
     gc.collect()
     assert probe.used()["sim:0"] == 0
@@ -243,7 +248,7 @@ def test_a_module_in_training_needs_its_optimizer(backend):
     backend.adopt(SPEC, nn.Linear(2, 2).requires_grad_(False))
 
 
-# -- refused by name -------------------------------------------------------------------------------------------------
+# -- refused by name -------------------------------------------------------------------------------
 
 
 def hooked():
@@ -284,7 +289,7 @@ def tensor_subclass():
 
 
 def named(name, base=nn.Module):
-    """A module of a class of that name, as the wrappers of torch.distributed are recognised."""
+    """A module of a class called `name`: the wrappers of torch.distributed are recognised by name."""
     wrapper = type(name, (base,), {})()
     wrapper.module = nn.Linear(2, 2)
     return wrapper
@@ -349,7 +354,9 @@ def sparse():
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_cannot_be_moved_safely_is_refused_with_its_reason(backend, probe, build, why):
+def test_a_module_that_cannot_be_moved_safely_is_refused_with_the_reason(
+    backend, probe, build, why
+):
     module = build().eval()
     for attempt in (
         lambda: backend.adopt(SPEC, module),
@@ -361,7 +368,7 @@ def test_what_cannot_be_moved_safely_is_refused_with_its_reason(backend, probe, 
     assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0}
 
 
-def test_a_module_compiled_after_it_was_adopted_stays_where_it_is(backend):
+def test_a_module_compiled_after_its_adoption_cannot_be_moved(backend):
     module = nn.Linear(2, 2).eval()
     model = backend.adopt(SPEC, module)
     module.compile()
@@ -369,8 +376,8 @@ def test_a_module_compiled_after_it_was_adopted_stays_where_it_is(backend):
         backend.move(model, CARD)
 
 
-def test_the_wrappers_real_names_are_those_that_are_refused():
-    """A rename in torch would otherwise pass unseen."""
+def test_the_refused_names_are_the_wrappers_real_names():
+    """Otherwise a rename in torch would go unnoticed."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
@@ -382,19 +389,19 @@ def test_the_wrappers_real_names_are_those_that_are_refused():
     assert "make_graphed_callables" in torch.cuda.make_graphed_callables.__name__
 
 
-# -- factories -------------------------------------------------------------------------------------------------------
+# -- factories -------------------------------------------------------------------------------------
 
 
 def test_a_factory_is_sized_without_data(backend):
-    """By shapes, tied weights once; no memory is taken and no random number drawn."""
+    """By shapes, tied weights once. It allocates no memory and draws no random number."""
     state = torch.random.get_rng_state()
     found = footprint(backend, SPEC, lambda: nn.Linear(1000, 1000))
     assert found.bytes == 1001 * 1000 * 4 and found.parts[0].source == "shapes"
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-def test_a_factory_that_cannot_be_sized_asks_for_a_size(backend):
-    """And shows what the factory itself said."""
+def test_a_factory_that_cannot_be_sized_needs_a_declared_size(backend):
+    """The error quotes the factory's own error."""
 
     def factory():
         raise RuntimeError("needs a card")
@@ -408,7 +415,7 @@ def test_a_factory_must_return_a_module(backend):
         backend.load(SPEC, CARD, dict)
 
 
-def test_a_factorys_own_error_is_its_own(backend, probe):
+def test_a_factory_s_own_error_reaches_the_caller(backend, probe):
     def factory():
         raise ZeroDivisionError("mine")
 
@@ -426,15 +433,15 @@ def test_a_factorys_own_error_is_its_own(backend, probe):
         ("org/absent", "transformers"),
     ],
 )
-def test_the_source_names_its_backend(source, name):
+def test_the_source_decides_the_backend(source, name):
     assert backend_for(source) == name
     assert backend_for(source, "fake") == "fake"
 
 
-def test_other_sources_are_no_models(tmp_path):
+def test_other_sources_are_refused(tmp_path):
     assert backend_for(tmp_path) == backend_for(str(tmp_path)) == "transformers"
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    assert backend_for(tmp_path) == "llama_cpp", "a directory of nothing else"
+    assert backend_for(tmp_path) == "llama_cpp", "a directory with only GGUF files"
     for source in (tmp_path / "model.txt", "nowhere", 7, None, ""):
         with pytest.raises(NotAModel, match="Supported: a Hugging Face directory"):
             backend_for(source)
@@ -444,8 +451,8 @@ def test_other_sources_are_no_models(tmp_path):
         open_backend("onnx", None)
 
 
-def test_the_account_survives_many_small_models(backend, probe):
-    """Fifty come and go in changing order; the pages of one are used by the next."""
+def test_the_account_is_right_after_many_small_models(backend, probe):
+    """Fifty are loaded and dropped in different orders; freed pages are used again."""
     models = [
         backend.load(ModelSpec(f"m{i}", "torch"), CARD, lambda i=i: nn.Linear(10 + i, 10))
         for i in range(50)

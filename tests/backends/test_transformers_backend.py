@@ -1,4 +1,4 @@
-"""Model directories: what is loaded, what is refused by name, and that a changed weight is never lost."""
+"""Model directories: loads, refusals by name, and the rule that a changed weight is never lost."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def answer(module):
 
 @pytest.fixture
 def copy(llama, tmp_path):
-    """The model's directory, to be changed."""
+    """A copy of the model's directory that a test may change."""
     return shutil.copytree(llama, tmp_path / "copy")
 
 
-def test_logits_are_those_of_transformers_itself_after_every_journey(backend, llama):
-    """Bit for bit: loaded, card to host to card, and dropped to disk and back into the same object."""
+def test_logits_equal_those_of_transformers_after_every_move(backend, llama):
+    """Bit for bit: after a load, after moves, and after a drop and a reload into the same object."""
     from transformers import AutoModelForCausalLM
 
     expected = answer(AutoModelForCausalLM.from_pretrained(llama, local_files_only=True))
@@ -66,8 +66,8 @@ def test_logits_are_those_of_transformers_itself_after_every_journey(backend, ll
     [("float32", None), ("bfloat16", None), ("float32", "bfloat16"), ("bfloat16", "float32")],
 )
 @pytest.mark.parametrize("shard", [None, "100KB"], ids=["one file", "sharded"])
-def test_the_header_tells_the_bytes(backend, tmp_path, tied, dtype, option, shard):
-    """As stored or as converted, tied weights once, whatever the number of files: within 2 %."""
+def test_the_header_gives_the_bytes(backend, tmp_path, tied, dtype, option, shard):
+    """As stored or converted, tied weights once, in one file or several: within 2 %."""
     directory = tiny_models.causal_lm(tmp_path / "m", tied=tied, dtype=dtype, shard=shard)
     assert len(list(directory.glob("*.safetensors"))) > 1 or not shard
     given = spec(directory, **({"dtype": option} if option else {}))
@@ -81,8 +81,8 @@ def test_the_header_tells_the_bytes(backend, tmp_path, tied, dtype, option, shar
     assert (module.lm_head.weight.data_ptr() == module.model.embed_tokens.weight.data_ptr()) == tied
 
 
-def test_tied_weights_that_a_file_holds_twice_count_once(backend, tmp_path):
-    """Some checkpoints store the head although it is tied."""
+def test_tied_weights_stored_twice_count_once(backend, tmp_path):
+    """Some checkpoints store a tied head too."""
     from safetensors.torch import load_file, save_file
 
     directory = tiny_models.causal_lm(tmp_path / "m", tied=True)
@@ -94,7 +94,7 @@ def test_tied_weights_that_a_file_holds_twice_count_once(backend, tmp_path):
     assert footprint(backend, spec(directory)).bytes == before
 
 
-def test_the_architecture_chooses_the_class_and_task_or_type_overrule_it(backend, tmp_path, llama):
+def test_the_architecture_decides_the_class_unless_task_or_type_do(backend, tmp_path, llama):
     def kind(given):
         return type(backend.value(backend.load(given, CARD))).__name__
 
@@ -109,7 +109,7 @@ def test_the_architecture_chooses_the_class_and_task_or_type_overrule_it(backend
         backend.load(spec(llama, task="poetry"), CARD)
 
 
-def test_the_tokenizer_comes_along(backend, llama):
+def test_the_tokenizer_is_attached(backend, llama):
     module = backend.value(backend.load(spec(llama), CARD))
     ids = module.tokenizer("the quick brown", return_tensors="pt")
     assert (
@@ -118,13 +118,13 @@ def test_the_tokenizer_comes_along(backend, llama):
     )
 
 
-def test_a_directory_without_a_tokenizer_is_a_model_too(backend, copy):
+def test_a_directory_without_a_tokenizer_can_be_loaded(backend, copy):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (copy / file).unlink()
     assert not hasattr(backend.value(backend.load(spec(copy), CARD)), "tokenizer")
 
 
-def test_a_load_is_silent_and_leaves_the_users_settings(backend, llama, capfd):
+def test_a_load_is_silent_and_restores_the_user_s_settings(backend, llama, capfd):
     from transformers.utils import logging
 
     logging.enable_progress_bar()
@@ -152,8 +152,8 @@ def test_options_are_passed_on_or_refused(backend, llama):
             footprint(backend, spec(llama, dtype=dtype))
 
 
-def test_remote_code_is_not_trusted_by_itself(backend, copy):
-    """A repository's own Python runs only where the caller says so."""
+def test_remote_code_does_not_run_by_default(backend, copy):
+    """A repository's own Python runs only if the caller allows it."""
     config = json.loads((copy / "config.json").read_text())
     config.update(
         model_type="custom",
@@ -166,7 +166,7 @@ def test_remote_code_is_not_trusted_by_itself(backend, copy):
         backend.load(spec(copy), CARD)
 
 
-# -- a changed weight is never lost ------------------------------------------------------------------------------------
+# -- a changed weight is never lost ----------------------------------------------------------------
 
 
 def fused(module):
@@ -210,21 +210,21 @@ CHANGES = {
 
 @pytest.mark.parametrize("where", ["card", "host"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_weight_changed_in_any_way_is_not_dropped(backend, llama, change, where):
-    """`_version` stays as it was for half of these."""
+def test_a_model_changed_in_any_way_is_not_droppable(backend, llama, change, where):
+    """For half of these changes `_version` stays the same."""
     model = backend.load(spec(llama), CARD)
     if where == "host":
         backend.move(model, HOST)
     assert backend.droppable(model) and backend.unchanged(model)
     change(backend.value(model))
     assert not backend.unchanged(model)
-    assert not backend.droppable(model), "once seen, it need not be looked for again"
+    assert not backend.droppable(model), "after one difference it stays undroppable"
     backend.move(model, CARD if where == "host" else HOST)
-    assert not backend.unchanged(model), "a move must not launder a change"
+    assert not backend.unchanged(model), "a move must not hide a change"
 
 
-def test_use_without_change_keeps_it_droppable(backend, llama):
-    """Forward, generate, a round trip, requires_grad: the bytes are the source's."""
+def test_use_without_a_change_keeps_it_droppable(backend, llama):
+    """After forward, generate, moves and requires_grad the bytes are still those of the source."""
     model = backend.load(spec(llama), CARD)
     module = backend.value(model)
     answer(module)
@@ -235,8 +235,8 @@ def test_use_without_change_keeps_it_droppable(backend, llama):
     assert backend.droppable(model) and backend.unchanged(model)
 
 
-def test_running_statistics_that_went_on_are_weights_too(backend, tmp_path):
-    """BatchNorm writes into its buffers in training mode, and no version counter may tell."""
+def test_changed_running_statistics_make_it_undroppable(backend, tmp_path):
+    """BatchNorm writes to its buffers in training mode; a version counter may not show it."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     directory = tmp_path / "resnet"
@@ -252,8 +252,8 @@ def test_running_statistics_that_went_on_are_weights_too(backend, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["touched", "replaced", "gone", "rewritten"])
-def test_a_model_whose_source_changed_is_not_dropped(backend, copy, how):
-    """Its files could no longer bring it back."""
+def test_a_model_whose_source_changed_is_not_droppable(backend, copy, how):
+    """Its files could no longer restore it."""
     model = backend.load(spec(copy), CARD)
     weights = copy / "model.safetensors"
     if how == "touched":
@@ -268,13 +268,13 @@ def test_a_model_whose_source_changed_is_not_dropped(backend, copy, how):
     assert not backend.droppable(model) and not backend.unchanged(model)
 
 
-def test_weights_that_the_source_lacks_make_it_undroppable(backend, copy):
-    """They were made up when it was loaded, and would be made up otherwise the next time."""
+def test_weights_missing_in_the_source_make_it_undroppable(backend, copy):
+    """They were initialised at random, and the next load would initialise them differently."""
     module = backend.load(spec(copy, task="reranker"), CARD)
     assert not backend.droppable(module) and not backend.unchanged(module)
 
 
-def test_an_object_that_was_rebuilt_meanwhile_is_not_filled_with_the_wrong_weights(
+def test_an_object_that_was_changed_meanwhile_is_not_filled_with_wrong_weights(
     backend, probe, llama
 ):
     model = backend.load(spec(llama), CARD)
@@ -286,11 +286,11 @@ def test_an_object_that_was_rebuilt_meanwhile_is_not_filled_with_the_wrong_weigh
     assert not any(probe.used().values())
 
 
-# -- sources that are damaged or none ----------------------------------------------------------------------------------
+# -- damaged and unusable sources ------------------------------------------------------------------
 
 
 def header(edit):
-    """Damages a file by that edit of its header."""
+    """A function that damages a file by applying `edit` to its header."""
 
     def rewrite(path):
         data = path.read_bytes()
@@ -336,8 +336,8 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage, why", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_file_is_named_with_what_is_wrong(backend, probe, copy, damage, why):
-    """Before it is mapped: a truncated mapping ends the process."""
+def test_an_error_names_the_damaged_file_and_the_damage(backend, probe, copy, damage, why):
+    """Before the file is mapped: a read past the end of a mapped file ends the process."""
     damage(copy / "model.safetensors")
     for attempt in (lambda: footprint(backend, spec(copy)), lambda: backend.load(spec(copy), CARD)):
         with pytest.raises(LoadFailed, match=why) as error:
@@ -380,7 +380,7 @@ def test_an_unknown_architecture_fails_in_one_line(backend, copy, probe):
     assert not any(probe.used().values())
 
 
-def test_a_directory_that_is_no_model_says_what_was_looked_for(backend, tmp_path):
+def test_an_error_names_the_files_that_a_model_directory_needs(backend, tmp_path):
     with pytest.raises(NotAModel, match="looked for config.json beside .*found nothing"):
         footprint(backend, spec(tmp_path))
     (tmp_path / "config.json").write_text("{}")
@@ -403,7 +403,7 @@ def test_a_quantised_checkpoint_is_refused_by_name(backend, copy):
         backend.load(spec(copy), CARD)
 
 
-def test_a_hub_id_that_was_not_downloaded_says_so_in_one_line(backend):
+def test_a_hub_id_that_was_not_downloaded_is_an_error_of_one_line(backend):
     said = r"org/absent is neither a directory \(there is no /.*/org/absent\) nor a hub id .*hf download org/absent"
     with pytest.raises(LoadFailed, match=said) as error:
         footprint(backend, spec("org/absent"))

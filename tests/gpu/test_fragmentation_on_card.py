@@ -1,4 +1,4 @@
-"""The map of a real card's allocator: every figure as torch itself gives it, and what was promised comes back."""
+"""The map of a real card's allocator: its figures are torch's own, and defragmenting frees what it states."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def tensor(megabytes: int):
     return torch.empty(megabytes * MIB, dtype=torch.uint8, device="cuda")
 
 
-def test_the_map_is_what_torch_says_and_defragmenting_gives_what_it_promised(rt):
-    """Holes between kept tensors stay; whole segments go. No figure is a byte off."""
+def test_the_map_has_torch_s_figures_and_defragmenting_frees_the_releasable_bytes(rt):
+    """Holes between kept tensors stay, empty segments are freed. Every figure is exact."""
     kept = [tensor(3) for _ in range(12)]
     whole = [tensor(64) for _ in range(4)]
     del kept[::2], whole
@@ -49,7 +49,7 @@ def test_the_map_is_what_torch_says_and_defragmenting_gives_what_it_promised(rt)
     del kept
 
 
-def test_the_pulse_beats_with_every_allocation_and_rests_without(rt):
+def test_the_pulse_changes_with_every_allocation_and_only_then(rt):
     first = rt.probe.pulse()
     assert rt.probe.pulse() == first
     kept = tensor(1)

@@ -1,4 +1,4 @@
-"""What only real cards show of several of them: whose memory grows, and what torch lets a process take."""
+"""Facts that only several real cards show: which card's memory grows, and torch's limit per process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def logits(module):
 
 @two_cards
 def test_a_model_over_two_cards_answers_as_on_one_and_each_card_holds_its_share(tmp_path):
-    """Logits bit-equal; to the host, to the cards the other way round, and every byte given back."""
+    """Logits are bit-equal, also after moves to the host and to the cards in reverse order."""
     probe = open_probe("cuda")
     one, two = [device.id for device in probe.devices if not device.is_host][:2]
     backend = open_backend("transformers", probe)
@@ -54,8 +54,8 @@ def test_a_model_over_two_cards_answers_as_on_one_and_each_card_holds_its_share(
     backend.drop(model)
 
 
-def test_the_first_context_lands_on_the_models_card(tmp_path):
-    """In a fresh process the card in use is the current one afterwards, and no other has a context of ours."""
+def test_the_first_context_is_created_on_the_model_s_card(tmp_path):
+    """In a new process that card is the current one afterwards, and no other card has a context."""
     last = torch.cuda.device_count() - 1
     program = f"""
 import torch
@@ -75,8 +75,8 @@ print(torch.cuda.current_device(), [torch._C._cuda_hasPrimaryContext(i) for i in
     assert done.stdout.split(maxsplit=1) == [str(last), f"{[False] * last + [True]}\n"], done.stderr
 
 
-def test_torch_may_take_what_nobody_else_has_leased_and_all_of_it_once_the_model_has_left(tmp_path):
-    """The bound is torch's own; a neighbour's lease narrows it, and it ends with the last model."""
+def test_torch_s_limit_excludes_the_leases_of_others_and_ends_with_the_last_model(tmp_path):
+    """It is torch's own limit per process. Another owner's lease lowers it; an eviction removes it."""
     url = f"sqlite://{tmp_path}/ledger"
     rt, neighbour = (Runtime(devices="cuda", ledger=url) for _ in range(2))
     card = rt.probe.devices[0]

@@ -1,4 +1,4 @@
-"""What a simulation cannot show: bytes on a real card, measured by torch and by the driver before and after."""
+"""Bytes on a real card, measured by torch and by the driver before and after each step."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_the_probe_names_the_cards_as_cuda_does(torch, probe):
     assert sample.free_bytes is None or 0 < sample.free_bytes <= probe.devices[0].total_bytes
 
 
-def test_the_whole_journey_on_a_card(torch, probe):
-    """Loaded, offloaded, restored, dropped: torch and the driver see every byte come and go; answers stay bit-equal."""
+def test_load_offload_restore_and_drop_on_a_card(torch, probe):
+    """torch and the driver measure every byte of each step; answers stay bit-equal."""
     backend, spec = open_backend("torch", probe), ModelSpec("net", "torch")
     torch.manual_seed(0)
     x = torch.randn(4, 1024, device="cuda")
@@ -77,7 +77,7 @@ def test_the_whole_journey_on_a_card(torch, probe):
     del expected, x
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() <= before
-    assert free_before - torch.cuda.mem_get_info()[0] < 64 * MIB  # cuBLAS keeps a workspace
+    assert free_before - torch.cuda.mem_get_info()[0] < 64 * MIB  # cuBLAS keeps its workspace
 
 
 def test_offloaded_pages_are_locked_for_the_copy_engine(torch, probe):
@@ -89,8 +89,8 @@ def test_offloaded_pages_are_locked_for_the_copy_engine(torch, probe):
     assert probe.empty_cache() >= 64 * MIB
 
 
-def test_training_goes_on_after_a_round_trip(torch, probe):
-    """AdamW's state travels, its step counters stay on the CPU; bit-equal to a twin that never moved."""
+def test_training_continues_after_a_round_trip(torch, probe):
+    """AdamW's state moves, its step counters stay on the CPU. Bit-equal to a twin that never moved."""
     import copy
 
     torch.manual_seed(0)
@@ -119,7 +119,7 @@ def test_training_goes_on_after_a_round_trip(torch, probe):
 
 
 def test_a_transformers_model_on_a_card(torch, probe, tmp_path):
-    """Logits bit-equal over card, host and disk, and proof of its bytes without copying them to the host."""
+    """Logits are bit-equal over card, host and disk; the digest is computed where the bytes are."""
     backend = open_backend("transformers", probe)
     spec = ModelSpec("llama", "transformers", source=str(tiny_models.causal_lm(tmp_path / "m")))
     model = backend.load(spec, CARD)
@@ -139,7 +139,7 @@ def test_a_transformers_model_on_a_card(torch, probe, tmp_path):
         module.lm_head.weight[0, 0] += 1
 
 
-def test_out_of_memory_on_a_card_leaves_all_as_it_was(torch, probe):
+def test_out_of_memory_on_a_card_changes_nothing(torch, probe):
     backend = open_backend("torch", probe)
     module = network(torch, 256)
     model = backend.adopt(ModelSpec("net", "torch"), module)
@@ -156,8 +156,8 @@ def test_out_of_memory_on_a_card_leaves_all_as_it_was(torch, probe):
     assert backend.measure(model)[0].device == "host"
 
 
-def test_the_driver_charges_this_process_with_what_it_uses(torch, probe):
-    """Where it tells at all: in a container the process ids are foreign."""
+def test_the_driver_charges_this_process_for_its_memory(torch, probe):
+    """If the driver reports it: in a container it sees other process ids."""
     used = probe.used()["cuda:0"]
     assert used >= torch.cuda.memory_reserved()
     processes = probe.samples(0.0)["cuda:0"].processes

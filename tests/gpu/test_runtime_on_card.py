@@ -1,4 +1,4 @@
-"""The main job on a real card: what a simulation cannot show, measured bytes before and after."""
+"""The runtime on a real card: measured bytes before and after."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture
 def card(tmp_path):
-    """A runtime whose budget on the card holds one of the two models, beside the CUDA context."""
-    torch.zeros(1, device="cuda")  # the context is there before anything is measured
+    """A runtime whose budget on the card has room for the CUDA context and one of two models."""
+    torch.zeros(1, device="cuda")  # creates the CUDA context before the first measurement
     total = torch.cuda.get_device_properties(0).total_memory
     rt = Runtime(devices="cuda", ledger=f"sqlite://{tmp_path}/ledger")
     used = sum(size for device, size in rt.probe.used().items() if device == "cuda:0")
@@ -50,12 +50,12 @@ def test_two_models_that_do_not_fit_together_take_turns_on_the_card(card):
         with card.use(name) as module:
             assert torch.equal(answer(module), expected[name])
             assert abs(torch.cuda.memory_allocated() - before) < 32 * MIB, (
-                "one of them lies there, not both"
+                "one of them is on the card, not both"
             )
     assert card.status().totals["restorations"] >= 3
 
 
-def test_claims_follow_what_is_measured(card):
+def test_a_claim_is_the_measured_size(card):
     allocated = torch.cuda.memory_allocated()
     with card.use("one"):
         grown = torch.cuda.memory_allocated() - allocated
@@ -75,8 +75,8 @@ def test_a_leased_block_is_capped_and_measured(card):
     torch.empty(GIB, dtype=torch.uint8, device="cuda")
 
 
-def test_memory_that_nobody_leased_is_seen_and_not_granted(card):
-    """Another process takes memory without asking: room is what is really there."""
+def test_memory_without_a_lease_is_measured_and_not_granted(card):
+    """Another process allocates without a lease, so only the memory that is really free counts."""
     program = (
         "import sys, torch; held = torch.empty(1024, dtype=torch.uint8, device='cuda'); "
         "free = torch.cuda.mem_get_info()[0]; held = torch.empty(free - 300 * 2**20, dtype=torch.uint8, "
@@ -95,6 +95,6 @@ def test_memory_that_nobody_leased_is_seen_and_not_granted(card):
     assert card.preload("one", timeout=20).done
 
 
-def test_what_can_never_fit_is_refused(card):
+def test_a_request_that_can_never_fit_is_refused(card):
     with pytest.raises(DoesNotFit):
         card.lease("100 TiB", purpose="test").__enter__()

@@ -21,25 +21,25 @@ TORCH = "{device.id: rt.probe.place(device.id).torch for device in rt.probe.devi
 def hold(kernel, name, gib, **options):
     """What came of bringing a model of that size to a card: where it lies, or the error."""
     words = "".join(f", {key}={value!r}" for key, value in options.items())
-    kernel.tell(f"rt.register({name!r}, backend='fake', size='{gib}GiB'{words}) and None")
-    return kernel.tell(f"rt.preload({name!r}, timeout=3).where")
+    kernel.evaluate(f"rt.register({name!r}, backend='fake', size='{gib}GiB'{words}) and None")
+    return kernel.evaluate(f"rt.preload({name!r}, timeout=3).where")
 
 
 def test_two_processes_that_see_different_cards_do_not_take_them_for_one(host, driver):
     """Both call their first card cuda:0 in torch; in the book each is itself, and both can be filled."""
     driver.set(count=2)
     one, other = host.kernel(CUDA_VISIBLE_DEVICES="0"), host.kernel(CUDA_VISIBLE_DEVICES="1")
-    assert one.tell(TORCH) == {"cuda:0": "cuda:0", "host": "cpu"}
-    assert other.tell(TORCH) == {"cuda:1": "cuda:0", "host": "cpu"}
+    assert one.evaluate(TORCH) == {"cuda:0": "cuda:0", "host": "cpu"}
+    assert other.evaluate(TORCH) == {"cuda:1": "cuda:0", "host": "cpu"}
     assert (hold(one, "a", 60), hold(other, "b", 60)) == ("cuda:0", "cuda:1")
-    assert one.tell(WHERE) == other.tell(WHERE) == [["a", "cuda:0"], ["b", "cuda:1"]]
+    assert one.evaluate(WHERE) == other.evaluate(WHERE) == [["a", "cuda:0"], ["b", "cuda:1"]]
 
 
 def test_two_processes_that_order_the_cards_otherwise_share_each(host, driver):
     """60 GiB of an 80 GiB card are taken by one: the other, for whom that is its second card, sees it."""
     driver.set(count=2)
     one, other = host.kernel(CUDA_VISIBLE_DEVICES="0,1"), host.kernel(CUDA_VISIBLE_DEVICES="1,0")
-    assert other.tell(TORCH) == {"cuda:1": "cuda:0", "cuda:0": "cuda:1", "host": "cpu"}
+    assert other.evaluate(TORCH) == {"cuda:1": "cuda:0", "cuda:0": "cuda:1", "host": "cpu"}
     assert hold(one, "a", 60, devices=["cuda:0"], keep=True) == "cuda:0"
     assert "DoesNotFit" in hold(other, "b", 30, devices=["cuda:0"])
     assert hold(other, "c", 30) == "cuda:1"
@@ -49,7 +49,7 @@ def test_a_process_may_not_use_a_card_that_it_does_not_see(host, driver):
     driver.set(count=2)
     one, other = host.kernel(CUDA_VISIBLE_DEVICES="0"), host.kernel(CUDA_VISIBLE_DEVICES="1")
     assert hold(other, "b", 1) == "cuda:1"
-    told = one.tell("rt.register('a', backend='fake', size='1GiB', devices=('cuda:1',))")
+    told = one.evaluate("rt.register('a', backend='fake', size='1GiB', devices=('cuda:1',))")
     assert told.startswith("UnknownDevice") and "This machine has cuda:0" in told
     assert "DoesNotFit" in hold(one, "c", 70) + hold(one, "d", 75), "one card is all it has"
 
@@ -69,13 +69,13 @@ def test_containers_whose_drivers_number_different_cards_alike_agree_by_uuid(
     other = Kernel(contained, host.url)
     host.kernels.append(other)
     assert hold(one, "a", 60) == "cuda:0"
-    assert other.tell(TORCH) in (
+    assert other.evaluate(TORCH) in (
         {"cuda:0": "cuda:0", "host": "cpu"},
         {"cuda:1": "cuda:0", "host": "cpu"},
     )
-    other.tell("rt.register('b', backend='fake', size='60GiB') and None")
-    assert "cuda:1" in other.tell("rt.plan('b').considered[0].because")
-    assert other.tell(TORCH) == {"cuda:1": "cuda:0", "host": "cpu"}
+    other.evaluate("rt.register('b', backend='fake', size='60GiB') and None")
+    assert "cuda:1" in other.evaluate("rt.plan('b').considered[0].because")
+    assert other.evaluate(TORCH) == {"cuda:1": "cuda:0", "host": "cpu"}
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,8 @@ def test_visible_devices_choose_among_eight_cards(host, driver, visible, seen):
     driver.set(count=8)
     kernel = host.kernel(devices="auto", CUDA_VISIBLE_DEVICES=visible)
     assert (
-        kernel.tell("[d.id for d in rt.probe.devices if not d.is_host and not d.simulated]") == seen
+        kernel.evaluate("[d.id for d in rt.probe.devices if not d.is_host and not d.simulated]")
+        == seen
     )
 
 
@@ -102,14 +103,14 @@ def test_instances_of_a_partitioned_card_are_devices_of_their_own(host, driver):
         host.kernel(CUDA_VISIBLE_DEVICES=uuid(0)),
         host.kernel(CUDA_VISIBLE_DEVICES=uuid(1)),
     )
-    assert one.tell(TORCH) == {"cuda:0.0": "cuda:0", "host": "cpu"}
-    assert other.tell(TORCH) == {"cuda:0.1": "cuda:0", "host": "cpu"}
+    assert one.evaluate(TORCH) == {"cuda:0.0": "cuda:0", "host": "cpu"}
+    assert other.evaluate(TORCH) == {"cuda:0.1": "cuda:0", "host": "cpu"}
     view = (
         "[[v.device.total_bytes, v.measured_bytes, v.sample.utilisation_percent, v.sample.temperature_celsius, "
         "v.sample.power_watts] for v in rt.status().devices][0]"
     )
-    assert one.tell(view) == [10 * GIB, 0, None, 61, 412]
-    assert other.tell(view)[:2] == [10 * GIB, 6 * GIB]
+    assert one.evaluate(view) == [10 * GIB, 0, None, 61, 412]
+    assert other.evaluate(view)[:2] == [10 * GIB, 6 * GIB]
     assert (hold(one, "a", 8), hold(other, "b", 3)) == ("cuda:0.0", "cuda:0.1")
     assert "DoesNotFit" in hold(one, "c", 20), "an instance is no whole card"
 
@@ -118,13 +119,13 @@ def test_without_a_choice_cuda_shows_one_instance_and_nothing_beside_it(host, dr
     """Source: MIG User Guide, Device Enumeration."""
     driver.set(count=2, _1_mig=2)
     kernel = host.kernel()
-    assert kernel.tell(TORCH) == {"cuda:1.0": "cuda:0", "host": "cpu"}
+    assert kernel.evaluate(TORCH) == {"cuda:1.0": "cuda:0", "host": "cpu"}
 
 
 def test_of_eight_cards_those_that_can_be_listed_are_used_and_the_others_named(host, driver):
     driver.set(count=8, _3_listed=15, _5_mig=0)
     kernel = host.kernel()
-    assert len(kernel.tell(TORCH)) == 7
+    assert len(kernel.evaluate(TORCH)) == 7
     assert "card 3 cannot be used: GPU is lost" in kernel.degraded
     assert "card 5 cannot be used: it is partitioned (MIG), and has no instance" in kernel.degraded
     assert hold(kernel, "a", 60) == "cuda:0"
@@ -133,7 +134,7 @@ def test_of_eight_cards_those_that_can_be_listed_are_used_and_the_others_named(h
 def test_an_explicit_choice_comes_before_the_visible_devices_and_within_them(host, driver):
     driver.set(count=8)
     kernel = host.kernel(devices="cuda:6", CUDA_VISIBLE_DEVICES="2,6")
-    assert kernel.tell(TORCH) == {"cuda:6": "cuda:1", "host": "cpu"}
+    assert kernel.evaluate(TORCH) == {"cuda:6": "cuda:1", "host": "cpu"}
     kernel = host.kernel(INFERENCE_GPU_INDEX="6", CUDA_VISIBLE_DEVICES="2,6")
     assert hold(kernel, "a", 1) == "cuda:6"
 
@@ -142,15 +143,18 @@ def test_the_cpu_is_used_where_it_is_asked_for_and_never_because_memory_ran_out(
     """What does not fit on any card is refused, with the figures; so is what the card that is full cannot make room
     for."""
     seen = "[d.id for d in rt.probe.devices]"
-    assert host.kernel(devices="auto", INFERENCE_GPU_LAYERS="0").tell(seen) == ["sim:0", "host"]
-    assert host.kernel(devices="auto", DEVELOPMENT_CPU_ONLY="true").tell(seen) == ["sim:0", "host"]
+    assert host.kernel(devices="auto", INFERENCE_GPU_LAYERS="0").evaluate(seen) == ["sim:0", "host"]
+    assert host.kernel(devices="auto", DEVELOPMENT_CPU_ONLY="true").evaluate(seen) == [
+        "sim:0",
+        "host",
+    ]
     kernel = host.kernel(devices="auto", INFERENCE_GPU_LAYERS="-1")
-    assert kernel.tell(seen) == ["cuda:0", "host"]
+    assert kernel.evaluate(seen) == ["cuda:0", "host"]
     assert "DoesNotFit: big needs 100" in hold(kernel, "big", 100)
     assert hold(kernel, "a", 60) == "cuda:0"
-    kernel.tell("held = rt.use('a'); held.__enter__() and None")
+    kernel.evaluate("held = rt.use('a'); held.__enter__() and None")
     assert "a (60.0 GiB) is held by the block that makes the request" in hold(kernel, "b", 60)
-    assert kernel.tell(WHERE) == [["a", "cuda:0"]]
+    assert kernel.evaluate(WHERE) == [["a", "cuda:0"]]
 
 
 def test_where_there_is_no_nvml_the_tool_answers_for_the_helper_too(host, driver, tmp_path):
@@ -162,20 +166,23 @@ def test_where_there_is_no_nvml_the_tool_answers_for_the_helper_too(host, driver
     tool.write_text(f'#!/bin/sh\ncat "{recorded}"\n')
     tool.chmod(0o755)
     kernel = host.kernel(PATH=f"{tool.parent}:{os.environ['PATH']}")
-    view = "[[v.device.id, v.device.total_bytes, v.measured_bytes, v.sample.power_watts] for v in rt.status().devices][0]"
-    until(lambda: kernel.tell(view) == ["cuda:0", 8192 * MIB, 1253 * MIB, 49.44])
-    assert kernel.tell("[[s.pid, s.bytes] for s in rt.status().strangers]") == [[2068, None]]
+    view = (
+        "[[v.device.id, v.device.total_bytes, v.measured_bytes, v.sample.power_watts] "
+        "for v in rt.status().devices][0]"
+    )
+    until(lambda: kernel.evaluate(view) == ["cuda:0", 8192 * MIB, 1253 * MIB, 49.44])
+    assert kernel.evaluate("[[s.pid, s.bytes] for s in rt.status().strangers]") == [[2068, None]]
     assert hold(kernel, "a", 6) == "cuda:0"
 
 
 def test_a_card_that_shows_no_memory_but_is_known_to_share_the_machines_is_unified(host, driver):
     driver.set(_0_name="NVIDIA GB10", _0_total="na")
     kernel = host.kernel()
-    assert kernel.tell("[rt.probe.devices[0].unified, rt.probe.devices[0].total_bytes]") == [
+    assert kernel.evaluate("[rt.probe.devices[0].unified, rt.probe.devices[0].total_bytes]") == [
         True,
         psutil.virtual_memory().total,
     ]
-    until(lambda: kernel.tell("rt.status().devices[0].measured_bytes"))
+    until(lambda: kernel.evaluate("rt.status().devices[0].measured_bytes"))
     assert kernel.degraded == ""
 
 
@@ -184,5 +191,5 @@ def test_a_card_that_does_not_say_how_much_memory_it_has_is_not_used(host, drive
     """Nor is it taken for one that shares the machine's."""
     driver.set(count=2, _0_total=how)
     kernel = host.kernel()
-    assert list(kernel.tell(TORCH)) == ["cuda:1", "host"]
+    assert list(kernel.evaluate(TORCH)) == ["cuda:1", "host"]
     assert "card 0 cannot be used" in kernel.degraded

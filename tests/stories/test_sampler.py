@@ -29,9 +29,9 @@ def test_two_kernels_share_one_helper_and_its_figures(host, driver):
         "[(v.device.id, v.measured_bytes, v.sample.utilisation_percent, v.sample.temperature_celsius) "
         "for v in rt.status().devices][0]"
     )
-    assert one.tell(view) == other.tell(view) == ["cuda:0", 10 * GIB, 37, 61]
+    assert one.evaluate(view) == other.evaluate(view) == ["cuda:0", 10 * GIB, 37, 61]
     driver.set(_0_free=60 * GIB)
-    until(lambda: one.tell(view)[1] == other.tell(view)[1] == 20 * GIB, 3.0)
+    until(lambda: one.evaluate(view)[1] == other.evaluate(view)[1] == 20 * GIB, 3.0)
     assert host.helpers() == [helper]
     assert os.getsid(helper) == helper, "the stop button signals a kernel's whole group"
 
@@ -66,7 +66,7 @@ def test_eight_kernels_that_start_at_once_elect_one(host, driver):
 def test_a_killed_helper_is_replaced_within_two_seconds(host):
     kernel = host.kernel()
     assert (
-        kernel.tell("rt.register('m', backend='fake', size='1GiB') and None") is None
+        kernel.evaluate("rt.register('m', backend='fake', size='1GiB') and None") is None
     )  # with it the monitor starts
     for _ in range(3):
         before = host.figures().pid
@@ -109,23 +109,23 @@ def test_a_pipe_in_the_place_of_a_file_keeps_no_reader_waiting(tmp_path, name):
 def test_a_hanging_driver_freezes_no_kernel_and_grants_nothing(host, driver):
     """The helper hangs and is killed; the next one hangs too. All that the kernels see is that the figures age."""
     kernel = host.kernel()
-    kernel.tell("rt.register('m', backend='fake', size='1GiB') and None")
+    kernel.evaluate("rt.register('m', backend='fake', size='1GiB') and None")
     [helper] = host.helpers()
     driver.set(all_hang=1)
     until(lambda: helper not in host.helpers())
     assert kernel.slowest_status_seconds() < 0.2
     until(lambda: "the driver may hang" in kernel.degraded)
-    told = kernel.tell("rt.preload('m', timeout=0.5)")
+    told = kernel.evaluate("rt.preload('m', timeout=0.5)")
     assert told.startswith("Busy") and "the last measurement of cuda:0 is" in told
     until(lambda: len(host.helpers()) == 1)
     driver.set(all_hang=None)
     until(lambda: kernel.degraded == "", 5.0)
-    assert kernel.tell("rt.preload('m', timeout=5).done") is True
+    assert kernel.evaluate("rt.preload('m', timeout=5).done") is True
 
 
 def test_a_stopped_helper_is_replaced(host):
     kernel = host.kernel()
-    kernel.tell("rt.register('m', backend='fake', size='1GiB') and None")
+    kernel.evaluate("rt.register('m', backend='fake', size='1GiB') and None")
     [helper] = host.helpers()
     os.kill(helper, signal.SIGSTOP)
     until(lambda: host.figures().pid != helper)
@@ -139,11 +139,11 @@ def test_one_card_that_hangs_blinds_nobody_to_the_others(host, driver):
     driver.set(_3_hang=1, all_free=50 * GIB)
     until(lambda: "cuda:3 (Fake 80GB) was last measured" in kernel.degraded)
     used = "[v.measured_bytes for v in rt.status().devices][:-1]"
-    assert kernel.tell(used) == [30 * GIB] * 3 + [0] + [30 * GIB] * 4
+    assert kernel.evaluate(used) == [30 * GIB] * 3 + [0] + [30 * GIB] * 4
     assert host.helpers() == [helper], "it serves the others, and a new one could do no more"
-    assert kernel.tell("rt.health().healthy") is False
+    assert kernel.evaluate("rt.health().healthy") is False
     driver.set(_3_hang=None)
-    until(lambda: kernel.tell(used)[3] == 30 * GIB and kernel.degraded == "", 5.0)
+    until(lambda: kernel.evaluate(used)[3] == 30 * GIB and kernel.degraded == "", 5.0)
 
 
 def test_a_lost_card_is_named_and_not_granted_on(host, driver):
@@ -151,29 +151,29 @@ def test_a_lost_card_is_named_and_not_granted_on(host, driver):
     kernel = host.kernel()
     driver.set(_0_error=15)
     until(lambda: "cuda:0 (Fake 80GB) does not answer: GPU is lost" in kernel.degraded)
-    kernel.tell("rt.register('m', backend='fake', size='1GiB', devices=('cuda:0',)) and None")
-    kernel.tell("rt.register('n', backend='fake', size='1GiB', devices=('cuda:1',)) and None")
-    assert kernel.tell("rt.preload('n', timeout=5).where") == "cuda:1"
-    told = kernel.tell("rt.preload('m', timeout=0.2)")
+    kernel.evaluate("rt.register('m', backend='fake', size='1GiB', devices=('cuda:0',)) and None")
+    kernel.evaluate("rt.register('n', backend='fake', size='1GiB', devices=('cuda:1',)) and None")
+    assert kernel.evaluate("rt.preload('n', timeout=5).where") == "cuda:1"
+    told = kernel.evaluate("rt.preload('m', timeout=0.2)")
     assert (
         told.startswith("Busy")
         and "the driver of cuda:0 does not say how much memory is free" in told
     )
     driver.set(_0_error=None)
     until(lambda: kernel.degraded == "", 5.0)
-    assert kernel.tell("rt.preload('m', timeout=5).where") == "cuda:0"
+    assert kernel.evaluate("rt.preload('m', timeout=5).where") == "cuda:0"
 
 
 def test_memory_that_the_driver_will_not_tell_is_waited_for_with_the_reason(host, driver):
     kernel = host.kernel()
-    kernel.tell("rt.register('m', backend='fake', size='1GiB') and None")
+    kernel.evaluate("rt.register('m', backend='fake', size='1GiB') and None")
     driver.set(_0_free="na")
-    assert "the driver of cuda:0 does not say how much memory is free" in kernel.tell(
+    assert "the driver of cuda:0 does not say how much memory is free" in kernel.evaluate(
         "rt.preload('m', timeout=0.2)"
     )
-    assert kernel.tell("[v.stranger_bytes for v in rt.status().devices][0]") is None
+    assert kernel.evaluate("[v.stranger_bytes for v in rt.status().devices][0]") is None
     driver.set(_0_free=None)
-    assert kernel.tell("rt.preload('m', timeout=5).done") is True
+    assert kernel.evaluate("rt.preload('m', timeout=5).done") is True
 
 
 @pytest.mark.parametrize(
@@ -208,38 +208,41 @@ def test_memory_of_strangers_is_measured_and_named(host, driver):
         _0_free=50 * GIB, _0_processes=f"{os.getpid()}:{20 * GIB},4194000:{5 * GIB},4194001:na"
     )
     kernel = host.kernel()
-    kernel.tell("rt.register('m', backend='fake', size='50GiB') and None")
-    shown = kernel.tell("[[s.device, s.pid, s.bytes, s.user] for s in rt.status().strangers]")
+    kernel.evaluate("rt.register('m', backend='fake', size='50GiB') and None")
+    shown = kernel.evaluate("[[s.device, s.pid, s.bytes, s.user] for s in rt.status().strangers]")
     assert shown == [
         ["cuda:0", os.getpid(), 20 * GIB, name_of(os.geteuid())],
         ["cuda:0", 4194000, 5 * GIB, ""],
         ["cuda:0", 4194001, None, ""],
     ]
-    assert kernel.tell("rt.status().strangers[0].command")
-    assert kernel.tell("[v.stranger_bytes for v in rt.status().devices][0]") == 30 * GIB
-    assert kernel.tell("rt.preload('m', timeout=5).done") is True, "50 GiB are really there"
+    assert kernel.evaluate("rt.status().strangers[0].command")
+    assert kernel.evaluate("[v.stranger_bytes for v in rt.status().devices][0]") == 30 * GIB
+    assert kernel.evaluate("rt.preload('m', timeout=5).done") is True, "50 GiB are really there"
     driver.set(_0_free=0, _0_processes=f"{kernel.process.pid}:{51 * GIB},{os.getpid()}:{20 * GIB}")
-    until(lambda: kernel.tell("[v.residue_bytes for v in rt.status().devices][0]") == GIB)
-    assert kernel.tell("[v.stranger_bytes for v in rt.status().devices][0]") == 29 * GIB
-    assert kernel.tell("[s.pid for s in rt.status().strangers]") == [os.getpid()]
+    until(lambda: kernel.evaluate("[v.residue_bytes for v in rt.status().devices][0]") == GIB)
+    assert kernel.evaluate("[v.stranger_bytes for v in rt.status().devices][0]") == 29 * GIB
+    assert kernel.evaluate("[s.pid for s in rt.status().strangers]") == [os.getpid()]
 
 
 def test_what_a_killed_kernel_held_is_granted_when_the_driver_shows_it_free(host, driver):
     kernel, other = host.kernel(), host.kernel()
-    kernel.tell("rt.register('m', backend='fake', size='60GiB') and None")
-    assert kernel.tell("rt.preload('m', timeout=5).done") is True
+    kernel.evaluate("rt.register('m', backend='fake', size='60GiB') and None")
+    assert kernel.evaluate("rt.preload('m', timeout=5).done") is True
     held = {"_0_free": 20 * GIB, "_0_processes": f"{kernel.process.pid}:{60 * GIB}"}
     driver.set(**held)
-    other.tell("rt.register('n', backend='fake', size='30GiB') and None")
+    other.evaluate("rt.register('n', backend='fake', size='30GiB') and None")
     kernel.end()
-    other.say("rt.preload('n', timeout=20).done")
+    other.send("rt.preload('n', timeout=20).done")
     until(lambda: any(ghost.pid == kernel.process.pid for ghost in _book(host).ghosts))
     until(
-        lambda: any("has not yet freed the memory of pid" in ticket.because for ticket in _book(host).tickets)
+        lambda: any(
+            "has not yet freed the memory of pid" in ticket.because
+            for ticket in _book(host).tickets
+        )
     )
     driver.set(_0_free=None, _0_processes=None)
     began = time.monotonic()
-    assert other.hear() is True
+    assert other.read_answer() is True
     assert time.monotonic() - began < 2.0 and _book(host).ghosts == ()
 
 

@@ -299,7 +299,7 @@ def _damaged(name: str, path: Path, why: str) -> LoadFailed:
     )
 
 
-# -- the metadata as a config -----------------------------------------------------------------------
+# -- the metadata as a config ----------------------------------------------------------------------
 
 _KEYS = {  # Hugging Face's name -> GGUF's name after the architecture
     "num_hidden_layers": "block_count",

@@ -295,7 +295,7 @@ def _described(error: BaseException) -> dict[str, str]:
     return {"type": type(error).__name__, "text": str(error) or type(error).__name__}
 
 
-# -- messages as lines of JSON ------------------------------------------------------------------------
+# -- messages as lines of JSON ---------------------------------------------------------------------
 
 
 def to_line(message: dict[str, Any]) -> bytes:

@@ -120,7 +120,7 @@ def nbytes(groups: Iterable[Group]) -> int:
     return sum(group.nbytes for group in groups)
 
 
-# -- phase one: copies ----------------------------------------------------------------------------------
+# -- phase one: copies -----------------------------------------------------------------------------
 
 
 def copied(
@@ -253,7 +253,7 @@ def _synchronise(*tensors: Sequence[Tensor]) -> None:
         torch.cuda.synchronize(card)
 
 
-# -- phase two: calls into C ----------------------------------------------------------------------------
+# -- phase two: calls into C -----------------------------------------------------------------------
 
 
 def rebinding(groups: Sequence[Group], targets: Sequence[Tensor]) -> list[Callable[[], Any]]:
