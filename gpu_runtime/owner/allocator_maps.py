@@ -1,7 +1,7 @@
-"""The maps of this process's allocators, published beside the book at a calm pace; and those of all owners.
+"""Maps of this process's allocator, published beside the book, and those of all owners.
 
-Drawing a map of thousands of blocks takes milliseconds in which the kernel's own code stands still, so it is drawn
-only when something has changed, and for at most a hundredth of the time.
+Drawing a map of thousands of blocks takes milliseconds in which the kernel's own code cannot run.
+So it is drawn only after a change, and for at most a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -20,28 +20,30 @@ from ..ledgers.base import Ledger
 
 log = logging.getLogger("gpu_runtime")
 
-PACE_SECONDS = 2.0  # between two maps, at least
-CALM = 100  # times as long as drawing the last one took is rested before the next
+PACE_SECONDS = 2.0  # shortest time between two maps
+CALM = 100  # the next map waits this many times as long as drawing the last one took
 
 
 class Maps:
-    """One owner's maps, and its view of the others'. Thread-safe."""
+    """One owner's maps, and its reading of the other owners' maps. Thread-safe."""
 
     def __init__(
         self, ledger: Ledger, probe: Probe, *, clock: Callable[[], float], wall: Callable[[], float]
     ) -> None:
+        """`clock` returns seconds of CLOCK_BOOTTIME, `wall` epoch seconds."""
         self._ledger, self._probe, self._clock, self._wall = ledger, probe, clock, wall
-        self._pulse: object = None  # of what was published last
-        self._drawn: tuple[object, tuple[AllocatorMap, ...]] = (
-            None,
-            (),
-        )  # the pulse, and this process's maps at it
+        self._pulse: object = None  # the probe's pulse when the maps were last published
+        self._drawn_at: object = None  # the probe's pulse when they were last drawn
+        self._drawn: tuple[AllocatorMap, ...] = ()
         self._published = False  # an owner whose allocators were never used publishes nothing
         self._rest_until = float("-inf")
         self._lock = threading.Lock()
 
     def publish(self, *, at_once: bool = False) -> bool:
-        """Publishes the maps where they have changed and the last are old enough, or `at_once`; whether it did."""
+        """Publishes the maps if they have changed and the last are old enough. True if it did.
+
+        `at_once` ignores the age of the last maps.
+        """
         with self._lock:
             now = self._clock()
             if now < self._rest_until and not at_once:
@@ -51,36 +53,34 @@ class Maps:
                 return False
             began = time.thread_time()
             maps = self.own()
-            if maps or self._published:
+            due = bool(maps) or self._published
+            if due:
                 try:
                     self._ledger.publish_maps(maps)
-                except (
-                    OSError
-                ) as error:  # a full disk: others see the last ones, and this process goes on
+                except OSError as error:  # a full disk: others keep the last maps
                     log.debug("the allocators' maps could not be published: %s", error)
                     return False
                 finally:
-                    self._rest_until = now + max(PACE_SECONDS, CALM * (time.thread_time() - began))
-            told = bool(maps) or self._published
+                    drawing_seconds = time.thread_time() - began
+                    self._rest_until = now + max(PACE_SECONDS, CALM * drawing_seconds)
             self._pulse, self._published = pulse, bool(maps)
-            return told
+            return due
 
     def own(self) -> tuple[AllocatorMap, ...]:
-        """The maps of this process as they are now, bounded in size; the same objects while nothing changes."""
+        """The maps of this process as they are now, bounded in size.
+
+        The same objects while nothing changes.
+        """
         pulse = self._probe.pulse()
-        if pulse != self._drawn[0]:
+        if pulse != self._drawn_at:
             me, wall = self._ledger.owner.id, self._wall()
-            self._drawn = (
-                pulse,
-                bounded([replace(one, owner=me, wall=wall) for one in self._probe.maps()]),
-            )
-        return self._drawn[1]
+            maps = [replace(map, owner=me, wall=wall) for map in self._probe.maps()]
+            self._drawn_at, self._drawn = pulse, bounded(maps)
+        return self._drawn
 
     def all(self, book: Book) -> tuple[AllocatorMap, ...]:
-        """The maps of every owner in the book, this process's as they are now; in the book's order."""
-        told = self._ledger.maps() | {self._ledger.owner.id: self.own()}
-        return tuple(
-            one
-            for id in dict.fromkeys([*book.sections, self._ledger.owner.id])
-            for one in told.get(id, ())
-        )
+        """The maps of every owner in the book, in the book's order; this process's as of now."""
+        me = self._ledger.owner.id
+        published = self._ledger.maps() | {me: self.own()}
+        owners = dict.fromkeys([*book.sections, me])
+        return tuple(map for id in owners for map in published.get(id, ()))

@@ -1,6 +1,7 @@
-"""What a leased block of code really takes on its device, and the cap that keeps it to what it leased.
+"""A leased block of code: the cap on torch while it runs, and what it really took.
 
-Only torch can tell, and only on a real card it has started; elsewhere the figures are unknown, never zero.
+Only torch can measure that, and only on a real card that it has started. Elsewhere the figures are
+unknown, never zero.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from ..units import show_bytes
 
 
 class LeasedBlock:
-    """Yielded by `rt.lease`. `peak_bytes` and `delta_bytes` are known once the block has ended; None: unknown."""
+    """What `rt.lease` yields: the lease, its device, and after the block its peak and delta.
+
+    `peak_bytes` and `delta_bytes` are None while the block runs, and where they are unknown.
+    """
 
     def __init__(self, lease: Lease, device: Device, torch: str = "") -> None:
-        """`torch`: what torch calls the device in this process."""
+        """`torch` is torch's name of the device in this process, such as cuda:0."""
         self.lease, self.device, self._torch = lease, device, torch
         self.bytes = lease.bytes
         self.peak_bytes: int | None = None
@@ -27,11 +31,14 @@ class LeasedBlock:
             self._before = self._cuda.memory_allocated(self._torch)
             self._cuda.reset_peak_memory_stats(self._torch)
             if self.bytes:  # a lease of nothing only measures
-                reserved = self._cuda.memory_reserved(self._torch)
-                fraction = (reserved + self.bytes) / device.total_bytes
-                self._cuda.set_per_process_memory_fraction(
-                    min(max(fraction, 0.01), 1.0), self._torch
-                )
+                self._cap()
+
+    def _cap(self) -> None:
+        """Limits torch to what it has reserved plus the leased bytes."""
+        reserved = self._cuda.memory_reserved(self._torch)
+        fraction = (reserved + self.bytes) / self.device.total_bytes
+        fraction = min(max(fraction, 0.01), 1.0)
+        self._cuda.set_per_process_memory_fraction(fraction, self._torch)
 
     def end(self) -> None:
         """Takes the last reading and lifts the cap."""
@@ -46,6 +53,7 @@ class LeasedBlock:
 
 
 def _started_cuda(name: str) -> Any:
+    """torch.cuda if torch is imported and `name` is a card it can use, else None."""
     torch = sys.modules.get("torch")
     if torch is None or not name.startswith("cuda") or not torch.cuda.is_available():
         return None

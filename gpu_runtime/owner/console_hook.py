@@ -1,7 +1,7 @@
-"""What a runtime shows of itself without knowing how: whoever can show it says so in an entry point.
+"""Finds the console's package through an entry point, since the owner imports no face.
 
-The house imports no face. A package that has a console names a callable in the group `gpu_runtime`, as `console`; it is
-given the runtime, and what it returns is shown.
+A package that has a console names a callable `console` in the entry-point group `gpu_runtime`. It
+takes the runtime and returns what is shown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ INSTALL = "Install it:  pip install 'gpu-console[console]'"
 
 
 def console(rt: Any) -> Any:
-    """The console over this runtime. Raises GpuError where none is installed."""
+    """The console over the runtime `rt`. Raises GpuError if none is installed."""
     for found in entry_points(group="gpu_runtime", name="console"):
         try:
             make = found.load()

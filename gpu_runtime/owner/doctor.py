@@ -1,7 +1,7 @@
-"""One report to paste into an issue: versions, drivers, devices, ledger, settings, last refusals. No secrets.
+"""A report to paste into an issue: versions, drivers, devices, ledger, settings, refusals. No secrets.
 
-Each chapter is gathered by itself, and where one cannot be, its reason stands in its place: a report is wanted most
-where something does not open.
+Each chapter is gathered by itself. If one fails, its reason is in its place, since a report is
+needed most when something does not open.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from ..devices import drivers
 from ..errors import GpuError, ProbeFailed
-from ..facts import Value
+from ..facts import DeviceView, Value
 from ..ledgers import host_config
 from ..ledgers.access import access_to
 from ..ledgers.liveness import name_of
@@ -31,37 +31,23 @@ from . import status
 from .session import Session
 
 PACKAGES = (
-    "gpu-console",
-    "torch",
-    "transformers",
-    "accelerate",
-    "safetensors",
-    "nvidia-ml-py",
-    "amdsmi",
-    "msgspec",
-    "pydantic-settings",
-    "psutil",
-    "redis",
-    "ipython",
-    "ipykernel",
-    "panel",
-)
+    "gpu-console torch transformers accelerate safetensors nvidia-ml-py amdsmi msgspec "
+    "pydantic-settings psutil redis ipython ipykernel panel"
+).split()
 VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-    "NVIDIA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-    "SLURM_JOB_GPUS",
-)
-REFUSALS = 5
-TELLING = ("refused", "failed", "overstayed", "drained", "undrained")
+    "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER NVIDIA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES "
+    "ROCR_VISIBLE_DEVICES PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF SLURM_JOB_GPUS"
+).split()
+REFUSALS = 5  # how many of the last refusals, failures and drains the report has
+REPORTED_ACTIONS = ("refused", "failed", "overstayed", "drained", "undrained")
+
+_TOKEN = re.compile(r"\b(?:hf|sk|ghp|github_pat|glpat)[_-][A-Za-z0-9_-]{16,}")
+
+Rows = list[tuple[str, str]]
 
 
 class Chapter(Value):
-    """A title, and its rows: what, and how it is."""
+    """A title, and its rows: a name and its value."""
 
     title: str
     rows: tuple[tuple[str, str], ...]
@@ -74,31 +60,24 @@ class Report(Value):
 
     @property
     def text(self) -> str:
-        """Aligned, as it is pasted."""
+        """The report as aligned text, to be pasted."""
         blocks = []
         for chapter in self.chapters:
-            width = max((len(what) for what, _ in chapter.rows), default=0)
-            rows = (
-                f"{what:{width}}  {how}".rstrip() if what else how for what, how in chapter.rows
-            )
-            blocks.append("\n".join([chapter.title, *(f"  {row}" for row in rows)]))
+            width = max((len(name) for name, _ in chapter.rows), default=0)
+            lines = [chapter.title]
+            for name, value in chapter.rows:
+                row = f"{name:{width}}  {value}".rstrip() if name else value
+                lines.append(f"  {row}")
+            blocks.append("\n".join(lines))
         return "\n\n".join(blocks)
 
 
-Rows = list[tuple[str, str]]
-
-
 def report(session: Session | None, error: GpuError | None = None) -> Report:
-    """What there is to say; `error` is why no runtime opened."""
-    settings = (lambda: session.settings) if session is not None else Settings.load
+    """The report. Without a `session`, `error` is why the runtime does not open."""
     chapters = [_chapter("versions", _versions), _chapter("drivers", _drivers)]
     if error is not None:
-        chapters.append(
-            Chapter(
-                "the runtime does not open",
-                tuple(("", line.strip()) for line in str(error).splitlines()),
-            )
-        )
+        lines = tuple(("", line.strip()) for line in str(error).splitlines())
+        chapters.append(Chapter("the runtime does not open", lines))
     if session is not None:
         chapters += [
             _chapter("devices", lambda: _devices(session)),
@@ -106,6 +85,10 @@ def report(session: Session | None, error: GpuError | None = None) -> Report:
             _chapter("ledger", lambda: _ledger(session)),
             _chapter("last refusals, failures and drains", lambda: _refusals(session)),
         ]
+
+    def settings() -> Settings:
+        return Settings.load() if session is None else session.settings
+
     chapters += [
         _chapter("settings", lambda: _settings(settings())),
         _chapter("machine", lambda: _machine(settings())),
@@ -116,66 +99,54 @@ def report(session: Session | None, error: GpuError | None = None) -> Report:
 def _chapter(title: str, gather: Callable[[], Rows]) -> Chapter:
     try:
         return Chapter(title, tuple(gather()))
-    except Exception as error:  # whatever is broken must not hide the rest
-        return Chapter(title, (("cannot be told", f"{type(error).__name__}: {first_line(error)}"),))
+    except Exception as error:  # one broken chapter must not hide the rest
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        return Chapter(title, (("not known", reason),))
 
 
 def _without_secrets(chapter: Chapter) -> Chapter:
-    return Chapter(
-        chapter.title, tuple((what, _TOKEN.sub("***", masked(how))) for what, how in chapter.rows)
-    )
-
-
-_TOKEN = re.compile(r"\b(?:hf|sk|ghp|github_pat|glpat)[_-][A-Za-z0-9_-]{16,}")
+    rows = tuple((name, _TOKEN.sub("***", masked(value))) for name, value in chapter.rows)
+    return Chapter(chapter.title, rows)
 
 
 def _versions() -> Rows:
-    rows: Rows = [
-        (
-            "python",
-            f"{platform.python_version()} on {platform.system()} {platform.release()} {platform.machine()}",
-        )
-    ]
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    rows: Rows = [("python", f"{platform.python_version()} on {system}")]
     for name in PACKAGES:
         try:
             rows.append((name, metadata.version(name)))
         except metadata.PackageNotFoundError:
             continue
     torch = sys.modules.get("torch")
-    if torch is not None:  # it is not imported for this: that takes seconds, and memory on the card
-        rows.append(
-            (
-                "torch was built for",
-                f"CUDA {torch.version.cuda}"
-                if torch.version.cuda
-                else f"ROCm {torch.version.hip}"
-                if getattr(torch.version, "hip", None)
-                else "the CPU",
-            )
-        )
+    if torch is not None:  # not imported for this: that takes seconds, and memory on the card
+        rows.append(("torch was built for", _build_of(torch)))
     return rows
 
 
+def _build_of(torch: Any) -> str:
+    if torch.version.cuda:
+        return f"CUDA {torch.version.cuda}"
+    if getattr(torch.version, "hip", None):
+        return f"ROCm {torch.version.hip}"
+    return "the CPU"
+
+
 def _drivers() -> Rows:
-    """Whom each kind of card was asked of, and what each said."""
+    """Each kind of card, the driver that was asked for it, and its answer."""
     rows: Rows = []
     for name in drivers.SOURCES:
         source = drivers.source(name)
+        title = f"{source.KIND} by {source.NAME}"
         try:
-            rows.append(
-                (
-                    f"{source.KIND} by {source.NAME}",
-                    drivers.with_time_limit(source.NAME, lambda source=source: _said(source)),
-                )
-            )
+            answer = drivers.with_time_limit(source.NAME, lambda source=source: _answer_of(source))
         except ProbeFailed as error:
-            rows.append((f"{source.KIND} by {source.NAME}", str(error).splitlines()[0]))
-    return rows + [
-        (name, os.environ[name] or "(empty)") for name in VARIABLES if name in os.environ
-    ]
+            answer = str(error).splitlines()[0]
+        rows.append((title, answer))
+    set_here = [name for name in VARIABLES if name in os.environ]
+    return rows + [(name, os.environ[name] or "(empty)") for name in set_here]
 
 
-def _said(source: Any) -> str:
+def _answer_of(source: Any) -> str:
     try:
         listing = source.list_cards()
         if listing.absent:
@@ -189,52 +160,57 @@ def _said(source: Any) -> str:
 
 def _devices(session: Session) -> Rows:
     book, world = session.look()
-    out = drained(book, world)
+    drained_by = drained(book, world)
     rows: Rows = []
     for view in views(book, world):
-        device, sample = view.device, view.sample
-        words = [
-            device.name,
-            f"total {show_bytes(device.total_bytes)}",
-            f"budget {show_bytes(view.limit_bytes)}",
-            f"claimed {show_bytes(view.claimed_bytes)}",
-            "free not known"
-            if not device.simulated and (sample is None or sample.free_bytes is None)
-            else f"free {show_bytes(sample.free_bytes)}"
-            if sample
-            else "",
-            str(view.level),
-        ]
-        if sample is not None:
-            words += [
-                f"{sample.utilisation_percent:.0f} % busy"
-                if sample.utilisation_percent is not None
-                else "",
-                f"{sample.temperature_celsius:.0f} °C"
-                if sample.temperature_celsius is not None
-                else "",
-                f"{sample.power_watts:.0f} W" if sample.power_watts is not None else "",
-            ]
-        if not device.is_host and not device.simulated:
-            words += [
-                device.uuid,
-                f"{session.probe.place(device.id).torch} in torch here"
-                if device in session.probe.devices
-                else "not seen by this process",
-            ]
-        words += ["shares the machine's memory" if device.unified else "", out.get(device.id, "")]
-        rows.append((device.id, ", ".join(word for word in words if word)))
+        words = _words_on(session, view)
+        words.append(drained_by.get(view.device.id, ""))
+        rows.append((view.device.id, ", ".join(word for word in words if word)))
     if trouble := status.snapshot(session).degraded:
         rows.append(("trouble", trouble))
     return rows
 
 
+def _words_on(session: Session, view: DeviceView) -> list[str]:
+    """What the report says of one device; some words may be empty."""
+    device, sample = view.device, view.sample
+    words = [
+        device.name,
+        f"total {show_bytes(device.total_bytes)}",
+        f"budget {show_bytes(view.limit_bytes)}",
+        f"claimed {show_bytes(view.claimed_bytes)}",
+        _free_of(view),
+        str(view.level),
+    ]
+    if sample is not None:
+        if sample.utilisation_percent is not None:
+            words.append(f"{sample.utilisation_percent:.0f} % busy")
+        if sample.temperature_celsius is not None:
+            words.append(f"{sample.temperature_celsius:.0f} °C")
+        if sample.power_watts is not None:
+            words.append(f"{sample.power_watts:.0f} W")
+    if not device.is_host and not device.simulated:
+        seen = device in session.probe.devices
+        here = f"{session.probe.place(device.id).torch} in torch here" if seen else ""
+        words += [device.uuid, here or "not seen by this process"]
+    if device.unified:
+        words.append("shares the machine's memory")
+    return words
+
+
+def _free_of(view: DeviceView) -> str:
+    sample = view.sample
+    known = sample is not None and sample.free_bytes is not None
+    if not view.device.simulated and not known:
+        return "free not known"
+    return f"free {show_bytes(sample.free_bytes)}" if sample else ""
+
+
 def _helper(session: Session) -> Rows:
     if session.probe.simulated:
-        return [("", "nobody: the devices are simulated")]
-    return list(session.probe.helper().items()) or [
-        ("", "this process itself: the ledger is in memory")
-    ]
+        return [("", "nothing: the devices are simulated")]
+    helper = list(session.probe.helper().items())
+    return helper or [("", "this process: the ledger is in memory")]
 
 
 def _ledger(session: Session) -> Rows:
@@ -243,16 +219,13 @@ def _ledger(session: Session) -> Rows:
     directory = getattr(ledger, "directory", None)
     if directory is not None:
         group = access_to(directory).group
-        rows += [
-            ("file system", files.file_system_of(directory)),
-            (
-                "shared by",
-                f"group {group}" if group is not None else "nobody: it is private to this user",
-            ),
-        ]
+        private = "nobody: it is private to this user"
+        rows.append(("file system", files.file_system_of(directory)))
+        rows.append(("shared by", private if group is None else f"group {group}"))
     dead = ledger.dead(book)
+    owners = f"{len(book.sections)}" + (f", {len(dead)} of them dead" if dead else "")
     rows += [
-        ("owners", f"{len(book.sections)}" + (f", {len(dead)} of them dead" if dead else "")),
+        ("owners", owners),
         ("leases and tickets", f"{book.entries} ({len(book.tickets)} tickets)"),
         ("events so far", str(book.seq)),
         ("ghosts", str(len(book.ghosts))),
@@ -260,48 +233,40 @@ def _ledger(session: Session) -> Rows:
     for id, section in book.sections.items():
         owner = section.owner
         me = " (this process)" if id == session.me else ""
-        rows.append(
-            (
-                owner.label,
-                f"{len(section.leases)} leases, user {owner.user}{me}{', dead' if id in dead else ''}",
-            )
-        )
+        gone = ", dead" if id in dead else ""
+        value = f"{len(section.leases)} leases, user {owner.user}{me}{gone}"
+        rows.append((owner.label, value))
     return rows
 
 
 def _refusals(session: Session) -> Rows:
-    events = [event for event in session.history() if event.action in TELLING][-REFUSALS:]
-    return [
-        (
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.wall)),
-            f"{event.model} {event.action} ({event.reason}): {event.because}",
-        )
-        for event in events
-    ] or [("", "none")]
+    found = [event for event in session.history() if event.action in REPORTED_ACTIONS]
+    rows: Rows = []
+    for event in found[-REFUSALS:]:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.wall))
+        rows.append((when, f"{event.model} {event.action} ({event.reason}): {event.because}"))
+    return rows or [("", "none")]
 
 
 def _settings(settings: Settings) -> Rows:
-    return [
-        (row.name, row.value if row.source == "default" else f"{row.value}  ({row.source})")
-        for row in settings.sources()
-    ]
+    rows: Rows = []
+    for row in settings.sources():
+        source = "" if row.source == "default" else f"  ({row.source})"
+        rows.append((row.name, f"{row.value}{source}"))
+    return rows
 
 
 def _machine(settings: Settings) -> Rows:
     file = settings.gpu_config_file
     if not os.path.exists(file):
-        return [(file, "there is none")]
+        return [(file, "does not exist")]
     known = host_config.read(file)
     user = name_of(os.geteuid())
-    cap = known.cap(user, host_config.groups_of(user))
-    limits = ", ".join(f"[{table}] {key}" for key, table in cap.tables.items()) if cap else "none"
+    groups = host_config.groups_of(user)
+    cap = known.cap(user, groups)
+    limits = [f"[{table}] {key}" for key, table in cap.tables.items()] if cap else []
     return [
         (file, f"ledger {known.ledger or 'not named'}"),
-        (f"caps on {user}", limits),
-        (
-            f"{user} is",
-            "an operator"
-            if known.is_operator(user, host_config.groups_of(user))
-            else "no operator",
-        ),
+        (f"caps on {user}", ", ".join(limits) if cap else "none"),
+        (f"{user} is", "an operator" if known.is_operator(user, groups) else "no operator"),
     ]

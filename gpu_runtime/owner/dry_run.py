@@ -1,8 +1,4 @@
-"""What `plan` is asked about: a model of ours, one that another process holds, a size, or what nobody has registered
-yet: a path, a hub id, or a name that tells its size.
-
-Here the words become a request; what would come of it is the planner's to say.
-"""
+"""What a dry run (`plan`) is about: a model, a size, or a source that is not registered."""
 
 from __future__ import annotations
 
@@ -23,71 +19,71 @@ from . import demand
 from .resident import Resident
 from .session import Session
 
-_PARAMETERS = re.compile(
-    r"(\d+x)?\d+(\.\d+)?[bB]"
-)  # 7B, as people call a model's size: not seven bytes
+# A number of parameters such as 7B, as in a model's name; it does not mean seven bytes.
+_PARAMETERS = re.compile(r"(\d+x)?\d+(\.\d+)?[bB]")
+_LIKE_A_SIZE = re.compile(r"\s*[-+]?[\d.]+\s*[a-zA-Z]{0,3}\s*$")
 
 
 class Subject(NamedTuple):
-    """What would be asked of the book."""
+    """The request that a dry run decides."""
 
     wanted: Lease
     footprint: Footprint
     rules: PlacementRules
-    obstacle: str = ""  # why it would not be loaded even if there were room
+    obstacle: str = ""  # why it could not be loaded even if there were room
 
 
 def size_in(words: str | int) -> int | None:
-    """The size that the words name; None where they name none. Raises BadSize for zero and below."""
+    """The bytes that `words` name; None if they name no size. Raises BadSize for zero and below."""
     if isinstance(words, str) and _PARAMETERS.fullmatch(words.strip()):
         return None
     try:
         return parse_room(words)
     except BadSize:
-        if not isinstance(words, str) or re.match(r"\s*[-+]?[\d.]+\s*[a-zA-Z]{0,3}\s*$", words):
-            raise  # a slip in a size, not a name
+        if not isinstance(words, str) or _LIKE_A_SIZE.match(words):
+            raise  # a mistyped size, not a name
         return None
 
 
 def of_bytes(size: int, session: Session) -> Subject:
-    """A lease of bytes for code."""
+    """A lease of `size` bytes for code."""
     wanted = Lease(session.me, f"a lease of {show_bytes(size)}", kind="block")
-    return Subject(
-        wanted, Footprint.of(size), PlacementRules(policy=session.settings.gpu_placement)
-    )
+    rules = PlacementRules(policy=session.settings.gpu_placement)
+    return Subject(wanted, Footprint.of(size), rules)
 
 
 def of_resident(resident: Resident, session: Session, options: dict[str, Any]) -> Subject:
-    """A model of ours, with these options in the place of its own. Raises UnknownSize, BadSetting, LoadFailed."""
+    """A model of this process, with `options` instead of its own.
+
+    Raises UnknownSize, BadSetting, LoadFailed.
+    """
     rules = demand.placement(session, resident)
     footprint = session.sizing.footprint(resident, rules.devices, options)
-    return Subject(
-        demand.wanted_lease(session, resident), footprint, rules, obstacle(resident.spec)
-    )
+    wanted = demand.wanted_lease(session, resident)
+    return Subject(wanted, footprint, rules, obstacle(resident.spec))
 
 
 def of_nobody(resident: Resident, session: Session) -> Subject:
-    """What nobody has registered. Raises NotAModel where there is nothing of that name that tells a size."""
+    """A source that is not registered. Raises NotAModel if nothing of that name gives a size."""
     name = resident.spec.name
     try:
         found = of_resident(resident, session, {})
     except UnknownSize as error:
         raise NotAModel(f"{error.why}.", name=name, source=name) from None
     guessed = any(part.source == "name" for part in found.footprint.parts)
-    return (
-        found._replace(obstacle=f"{name} is not here, and only its name tells its size")
-        if guessed
-        else found
-    )
+    if guessed:
+        return found._replace(obstacle=f"{name} is not here, and only its name gives its size")
+    return found
 
 
 def of_lease(lease: Lease, owner: Owner) -> Subject:
-    """A model of another process, as large as it measured it. Raises UnknownSize where it only registered it."""
+    """Another owner's model, as large as that owner measured it.
+
+    Raises UnknownSize if the owner has registered it and not loaded it.
+    """
     if not lease.bytes:
-        raise UnknownSize(
-            lease.name,
-            f"{owner.label} has registered it and not loaded it, so that process alone can tell",
-        )
+        why = f"{owner.label} has registered it and not loaded it, so only that process knows"
+        raise UnknownSize(lease.name, why)
     footprint = Footprint((Part("all", lease.bytes, "measured", f"by {owner.label}"),))
     return Subject(lease, footprint, PlacementRules())
 
@@ -95,27 +91,24 @@ def of_lease(lease: Lease, owner: Owner) -> Subject:
 def unregistered(
     words: str, known: Iterable[str], session: Session, options: dict[str, Any]
 ) -> Resident:
-    """A path, a hub id or a telling name, as a model of ours that nobody may load. Raises UnknownModel for any other.
+    """A path, a hub id or a name that contains its size, as a model that is never loaded.
 
-    A name close to a known one is a slip, whatever size it tells.
+    `known` are the names of known models: `words` close to one of them are a typing mistake, whatever
+    size they contain. Raises UnknownModel for a mistake, and for words that give no size.
     """
     known = tuple(known)
-    a_path = (
-        "/" in words
-        or words.endswith((".gguf", ".safetensors"))
-        or os.path.isdir(os.path.expanduser(words))
-    )
-    if not a_path and (from_name(words) is None or difflib.get_close_matches(words, known, n=1)):
-        raise UnknownModel(words, known)
-    spec = ModelSpec(
-        words,
-        "llama_cpp" if words.endswith(".gguf") else "transformers",
-        source=words,
-        options=options,
-    )
-    backend = (
-        open_backend(spec.backend, session.probe)
-        if spec.backend == "llama_cpp"
-        else AbsentBackend(spec.backend)
-    )
+    if not _is_path(words):
+        mistyped = difflib.get_close_matches(words, known, n=1)
+        if mistyped or from_name(words) is None:
+            raise UnknownModel(words, known)
+    is_gguf = words.endswith(".gguf")
+    kind = "llama_cpp" if is_gguf else "transformers"
+    spec = ModelSpec(words, kind, source=words, options=options)
+    backend = open_backend(kind, session.probe) if is_gguf else AbsentBackend(kind)
     return Resident(spec, backend, session.me, session.clock)
+
+
+def _is_path(words: str) -> bool:
+    if "/" in words or words.endswith((".gguf", ".safetensors")):
+        return True
+    return os.path.isdir(os.path.expanduser(words))

@@ -1,6 +1,7 @@
-"""How large a model of this process is: the estimate, fed with its source's evidence and with what was measured.
+"""How large a model of this process is, from its source's evidence and from measurements.
 
-The estimate decides (`estimate.py`); the backends and the file of measurements know. Here they meet.
+The estimate is computed in `estimation/footprint.py`. Backends and the file of measurements supply
+what it needs.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ from msgspec.structs import replace
 from ..devices.probe import Probe
 from ..errors import GpuError
 from ..estimation.footprint import CONTEXT_BYTES, footprint
-from ..facts import HOST, Evidence, Footprint, Measurement, Shares
+from ..facts import HOST, Evidence, Footprint, Measurement, ModelSpec, Shares
 from ..telemetry.measurements import Measurements
 from .resident import Resident
 
-_WORTH_TELLING = 0.01  # a peak that is higher by less is not written down again
+_LEAST_INCREASE = 0.01  # a peak that is higher by a smaller fraction is not written again
 
 
 class Sizing:
-    """Footprints of this process's models, and what is learnt from loading them."""
+    """Footprints of this process's models, and what is learnt from loading and using them."""
 
     def __init__(
         self, measurements: Measurements, probe: Probe, wall: Callable[[], float] = time.time
     ) -> None:
+        """`wall` returns epoch seconds."""
         self.measurements, self.probe, self.wall = measurements, probe, wall
-        self._contexts: dict[str, int] = {}  # at the last look
+        self._contexts: dict[str, int] = {}  # device -> bytes of the CUDA context, as last seen
 
     def footprint(
         self,
@@ -36,29 +38,21 @@ class Sizing:
         places: tuple[str, ...] = (),
         options: dict[str, Any] | None = None,
     ) -> Footprint:
-        """The bytes that it needs on a device: those it has where it is loaded, else the best that is known.
+        """The bytes it needs on a device: as measured if it is loaded, else the best estimate.
 
-        `places` are the cards it may go to; empty: any. `options` stand in the place of its own, for a plan.
-        Raises UnknownSize, NotAModel, LoadFailed, BadSetting.
+        `places` are ids of the cards it may be placed on; empty means any. `options` replace its own,
+        for a dry run. Raises UnknownSize, NotAModel, LoadFailed, BadSetting.
         """
-        spec = (
-            replace(resident.spec, options={**resident.spec.options, **options})
-            if options
-            else resident.spec
-        )
-        asked = any(
-            spec.options.get(option) is not None for option in ("context_length", "sequences")
-        )
-        try:
-            evidence = resident.backend.evidence(spec, resident.origin)
-        except GpuError as error:
-            if resident.handle is None and spec.size is None:
-                raise
-            evidence = Evidence(why_unknown=str(error))
-        evidence = replace(evidence, pieces=resident.pieces() or evidence.pieces)
-        if resident.handle is not None:
+        spec = resident.spec
+        if options:
+            spec = replace(spec, options={**spec.options, **options})
+        loaded = resident.handle is not None
+        evidence = self._require_evidence(resident, spec)
+        if loaded:
             held = sum(share.bytes for share in resident.backend.measure(resident.handle))
-            measured, declared = Measurement(held), spec.size if asked else None
+            sized_use = ("context_length", "sequences")
+            wants_use = any(spec.options.get(option) is not None for option in sized_use)
+            measured, declared = Measurement(held), spec.size if wants_use else None
         else:
             measured = resident.measured or self.measurements.of(spec, evidence)
             declared = spec.size
@@ -69,13 +63,24 @@ class Sizing:
             measured=measured,
             options=spec.options,
             quantization=spec.quantization,
-            context_bytes=0
-            if resident.handle is not None
-            else self._context(places, evidence.at_load),
+            context_bytes=0 if loaded else self._context(places, evidence.at_load),
         )
 
+    def _require_evidence(self, resident: Resident, spec: ModelSpec) -> Evidence:
+        """What the source reveals. Raises GpuError if nothing else gives the size either."""
+        try:
+            evidence = resident.backend.evidence(spec, resident.origin)
+        except GpuError as error:
+            if resident.handle is None and spec.size is None:
+                raise
+            evidence = Evidence(why_unknown=str(error))
+        return replace(evidence, pieces=resident.pieces() or evidence.pieces)
+
     def learn(self, resident: Resident, shares: Shares) -> None:
-        """Remembers what a model takes, now that it is loaded, and what it took on the way."""
+        """Remembers the bytes of a model that was just loaded, and its peak while loading.
+
+        `shares` are the bytes measured on each device.
+        """
         size = sum(share.bytes for share in shares)
         peak_bytes = self._peak(shares)
         names = {device.id: device.name for device in self.probe.devices if not device.simulated}
@@ -86,69 +91,71 @@ class Sizing:
         if known is not None and known.peak_bytes is not None and known.resident_bytes == size:
             peak_bytes = max(known.peak_bytes, peak_bytes or 0)
         measured = Measurement(size, peak_bytes, day, device, resident.spec.name)
-        if not evidence.fingerprint:  # live Python: known again only by this very registration
+        if not evidence.fingerprint:
+            # Live Python code has no fingerprint: only this registration can use the measurement.
             resident.measured = measured
         elif known is None or replace(known, day=day) != measured:
             self.measurements.remember(resident.spec, evidence, measured)
 
     def saw(self, resident: Resident, *, alone: bool) -> None:
-        """Remembers a new peak of a model that was used; torch's own counts where no other was used meanwhile."""
+        """Remembers a new peak of a model that was used.
+
+        torch's own peak counts only if no other model was used meanwhile (`alone`).
+        """
         shares = resident.backend.measure(resident.handle) if resident.handle is not None else ()
         size = sum(share.bytes for share in shares)
         peak = max(size, (self._peak(shares) or 0) if alone else 0)
         evidence = self._evidence(resident)
         known = resident.measured or self.measurements.of(resident.spec, evidence)
-        if known is None or peak <= max(known.peak_bytes or 0, known.resident_bytes) * (
-            1 + _WORTH_TELLING
-        ):
+        if known is None:
             return
+        highest = max(known.peak_bytes or 0, known.resident_bytes)
+        if peak <= highest * (1 + _LEAST_INCREASE):
+            return
+        measured = replace(known, peak_bytes=peak)
         if resident.measured:
-            resident.measured = replace(known, peak_bytes=peak)
+            resident.measured = measured
         else:
-            self.measurements.remember(resident.spec, evidence, replace(known, peak_bytes=peak))
+            self.measurements.remember(resident.spec, evidence, measured)
 
     def saw_contexts(self) -> None:
-        """Remembers what a CUDA context takes, once two looks in a row agree: the driver is a little late."""
+        """Remembers the bytes of a CUDA context once two looks agree: the driver lags a little."""
         contexts = self.probe.contexts()
         for device in self.probe.devices:
             size = contexts.get(device.id, 0)
-            if (
-                size
-                and size == self._contexts.get(device.id)
-                and size != self.measurements.context_bytes(device.name)
-            ):
+            steady = size and size == self._contexts.get(device.id)
+            if steady and size != self.measurements.context_bytes(device.name):
                 self.measurements.remember_context(device.name, size)
         self._contexts = contexts
 
     def _peak(self, shares: Shares) -> int | None:
-        """Its bytes and the most that torch held beyond what it holds now, on its cards; None: nothing tells."""
+        """Its bytes plus the most that torch held beyond its present use; None if unknown."""
         beyond = [self.probe.beyond_now(share.device) for share in shares]
-        return (
-            None
-            if not beyond or None in beyond
-            else sum(share.bytes for share in shares) + sum(beyond)
-        )
+        if not beyond or None in beyond:
+            return None
+        return sum(share.bytes for share in shares) + sum(beyond)
 
     def _evidence(self, resident: Resident) -> Evidence:
         try:
             return resident.backend.evidence(resident.spec, resident.origin)
-        except GpuError as error:  # its source has gone since it was loaded
+        except GpuError as error:  # its source is gone since it was loaded
             return Evidence(why_unknown=str(error))
 
     def _context(self, places: tuple[str, ...], own: bool = False) -> int:
-        """What a first use of these cards will take beyond the model: the CUDA context.
+        """Bytes of the CUDA context that a first use of these cards adds to the model.
 
-        Nothing where this process has one on any of them already, since it may be that card it goes to; a second
-        card's shows as residue once it is there. An engine has one of its `own`, whatever this process has.
+        Zero if this process has a context on any of them, since the model may go there; a second
+        card's context counts as residue once it exists. An engine has a context of its `own`.
         """
         cards = {
             device.id: device.name
             for device in self.probe.devices
             if not device.simulated and device.id != HOST and (not places or device.id in places)
         }
-        used = self.probe.used() if cards else {}
-        if not cards or not own and any(used.get(card) for card in cards):
+        if not cards:
             return 0
-        return max(
-            self.measurements.context_bytes(name) or CONTEXT_BYTES for name in cards.values()
-        )
+        used = self.probe.used()
+        if not own and any(used.get(card) for card in cards):
+            return 0
+        known = (self.measurements.context_bytes(name) for name in cards.values())
+        return max(size or CONTEXT_BYTES for size in known)

@@ -14,59 +14,17 @@ from ..facts import AllocatorMap, DeviceView, Event, Lease, ModelSpec, Owner, Se
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-MODELS = [
-    "name",
-    "backend",
-    "where",
-    "bytes",
-    "idle_seconds",
-    "uses",
-    "importance",
-    "keep",
-    "owner",
-]
-CATALOG = [
-    "name",
-    "type",
-    "backend",
-    "bytes",
-    "context_length",
-    "importance",
-    "keep",
-    "state",
-    "source",
-]
-LEASES = [
-    "model",
-    "device",
-    "bytes",
-    "measured_bytes",
-    "owner",
-    "user",
-    "pid",
-    "notebook",
-    "importance",
-    "pins",
-    "idle_seconds",
-]
-EVENTS = ["time", "model", "action", "reason", "bytes", "device", "owner"]
-FRAGMENTATION = [
-    "device",
-    "allocated_bytes",
-    "reserved_bytes",
-    "fragmentation_bytes",
-    "fragmentation_percent",
-    "alloc_retries",
-    "ooms",
-    "inactive_bytes",
-    "releasable_bytes",
-    "largest_free_bytes",
-    "largest_request_bytes",
-    "owner",
-    "user",
-    "pid",
-    "notebook",
-]
+MODELS = "name backend where bytes idle_seconds uses importance keep owner".split()
+CATALOG = "name type backend bytes context_length importance keep state source".split()
+LEASES = (
+    "model device bytes measured_bytes owner user pid notebook importance pins idle_seconds"
+).split()
+EVENTS = "time model action reason bytes device owner".split()
+FRAGMENTATION = (
+    "device allocated_bytes reserved_bytes fragmentation_bytes fragmentation_percent "
+    "alloc_retries ooms inactive_bytes releasable_bytes largest_free_bytes "
+    "largest_request_bytes owner user pid notebook"
+).split()
 
 
 def models(
@@ -77,57 +35,58 @@ def models(
     now: float,
     catalogued: Iterable[ModelSpec] = (),
 ) -> DataFrame:
-    """Every model registered here, held by anybody or in the catalogue: columns `name backend where bytes …`.
+    """Every model that is registered here (`specs`), held by any owner, or in the catalogue.
 
-    A model of the catalogue that somebody holds is theirs, and has no row of its own.
+    `sections` are the book's, `me` is this owner's id, `sizes` maps names to bytes, and `now` is in
+    seconds of CLOCK_BOOTTIME. A model of the catalogue (`catalogued`) that an owner holds has that
+    owner's row only. Columns: MODELS.
     """
-    rows = []
     held = {
         (section.owner.id, lease.name): (section.owner, lease)
         for section in sections.values()
         for lease in section.leases
         if lease.kind == "model"
     }
+    rows = []
     for spec in specs:
-        owner_lease = held.pop((me, spec.name), None)
-        if owner_lease:
-            rows.append(_held(*owner_lease, now))
+        owner_and_lease = held.pop((me, spec.name), None)
+        if owner_and_lease:
+            rows.append(_held(*owner_and_lease, now))
         else:
-            rows.append(
-                [
-                    spec.name,
-                    spec.backend,
-                    "disk",
-                    sizes.get(spec.name),
-                    None,
-                    0,
-                    spec.importance,
-                    spec.keep,
-                    "me",
-                ]
-            )
+            rows.append(_on_disk(spec, sizes.get(spec.name), "me"))
     rows += [_held(owner, lease, now, mine=owner.id == me) for owner, lease in held.values()]
     names = {row[0] for row in rows}
-    rows += [
-        [
-            spec.name,
-            spec.backend,
-            "disk",
-            sizes.get(spec.name, spec.size),
-            None,
-            0,
-            spec.importance,
-            spec.keep,
-            "catalogue",
-        ]
-        for spec in catalogued
-        if spec.name not in names
-    ]
+    for spec in catalogued:
+        if spec.name not in names:
+            rows.append(_on_disk(spec, sizes.get(spec.name, spec.size), "catalogue"))
     return _frame(rows, MODELS, {"bytes": "Int64"})
 
 
+def _held(owner: Owner, lease: Lease, now: float, mine: bool = True) -> list[Any]:
+    """A row of `models` for a model in memory."""
+    return [
+        lease.name,
+        lease.backend,
+        lease.where,
+        lease.bytes,
+        round(lease.idle_seconds(now), 3),
+        lease.uses,
+        lease.importance,
+        lease.keep,
+        "me" if mine else owner.label,
+    ]
+
+
+def _on_disk(spec: ModelSpec, size: int | None, owner: str) -> list[Any]:
+    """A row of `models` for a model that is not loaded; `size` in bytes, None if unknown."""
+    return [spec.name, spec.backend, "disk", size, None, 0, spec.importance, spec.keep, owner]
+
+
 def catalog(specs: Iterable[ModelSpec]) -> DataFrame:
-    """The models of the catalogue, by name; `state` is `ready`, `disabled`, or what is missing."""
+    """The catalogue's models (`specs`). `state` is `ready`, `disabled`, or what is missing.
+
+    Columns: CATALOG.
+    """
     rows = [
         [
             spec.name,
@@ -145,49 +104,45 @@ def catalog(specs: Iterable[ModelSpec]) -> DataFrame:
     return _frame(rows, CATALOG, {"bytes": "Int64", "context_length": "Int64"})
 
 
-def _held(owner: Owner, lease: Lease, now: float, mine: bool = True) -> list[Any]:
-    return [
-        lease.name,
-        lease.backend,
-        lease.where,
-        lease.bytes,
-        round(lease.idle_seconds(now), 3),
-        lease.uses,
-        lease.importance,
-        lease.keep,
-        "me" if mine else owner.label,
-    ]
-
-
 def leases(sections: Mapping[str, Section], now: float) -> DataFrame:
-    """Who holds what on which device, one row a share."""
-    rows = []
-    for section in sections.values():
-        owner = section.owner
-        for lease in section.leases:
-            own = {share.device: share.bytes for share in lease.filled}
-            for share in lease.claims():
-                measured = lease.measured_bytes or own.get(share.device, share.bytes)
-                rows.append(
-                    [
-                        lease.name,
-                        share.device,
-                        share.bytes,
-                        measured,
-                        f"{lease.name}@{owner.pid}",
-                        owner.user,
-                        owner.pid,
-                        owner.notebook,
-                        lease.importance,
-                        lease.pins,
-                        round(lease.idle_seconds(now), 3),
-                    ]
-                )
+    """Who holds what on which device, one row a share. Columns: LEASES.
+
+    `sections` are the book's by owner id, `now` is in seconds of CLOCK_BOOTTIME.
+    """
+    rows = [
+        row
+        for section in sections.values()
+        for lease in section.leases
+        for row in _shares(section.owner, lease, now)
+    ]
     return _frame(rows, LEASES, {"bytes": "int64", "pid": "int64", "pins": "int64"})
 
 
+def _shares(owner: Owner, lease: Lease, now: float) -> list[list[Any]]:
+    """The rows of `leases` for one lease."""
+    filled = {share.device: share.bytes for share in lease.filled}
+    rows = []
+    for share in lease.claims():
+        measured = lease.measured_bytes or filled.get(share.device, share.bytes)
+        row = [
+            lease.name,
+            share.device,
+            share.bytes,
+            measured,
+            f"{lease.name}@{owner.pid}",
+            owner.user,
+            owner.pid,
+            owner.notebook,
+            lease.importance,
+            lease.pins,
+            round(lease.idle_seconds(now), 3),
+        ]
+        rows.append(row)
+    return rows
+
+
 def events(rows: Iterable[Event]) -> DataFrame:
-    """What happened, the newest last; `time` is aware, in UTC."""
+    """The events in `rows`; `time` is time-zone aware, in UTC. Columns: EVENTS."""
     import pandas
 
     frame = _frame(
@@ -202,64 +157,52 @@ def events(rows: Iterable[Event]) -> DataFrame:
 def fragmentation(
     maps: Iterable[AllocatorMap], sections: Mapping[str, Section], views: Iterable[DeviceView]
 ) -> DataFrame:
-    """What each process's allocator holds on each card, and cannot use; one that does not tell has a row of unknowns.
+    """What each process's allocator holds on each card, and cannot use. Columns: FRAGMENTATION.
 
-    `fragmentation_bytes` are reserved and not allocated. Of these `inactive_bytes` are free for this process to use
-    again, `releasable_bytes` also for others once they are given back (`defrag`), `largest_free_bytes` in one piece.
+    `maps` are the published ones, `sections` the book's by owner id, `views` the devices. A process
+    that publishes no map has a row of unknowns. `fragmentation_bytes` are reserved and not
+    allocated. Of these `inactive_bytes` can be used again by the process itself, `releasable_bytes`
+    also by others after `defrag`, and `largest_free_bytes` is the largest single piece.
     """
-    by_card = {view.device.id: view for view in views if not view.device.is_host}
-    told = {(one.owner, one.device): one for one in maps}
-    silent = {
+    cards = {view.device.id: view for view in views if not view.device.is_host}
+    known: dict[tuple[str, str], AllocatorMap | None] = {
         (id, share.device): None
         for id, section in sections.items()
         for lease in section.leases
         for share in lease.shares
-        if share.device in by_card
     }
-    listed = []
-    for (id, device), one in (silent | told).items():
-        section = sections.get(id)
-        if section is None or device not in by_card:
+    known |= {(map.owner, map.device): map for map in maps}
+    rows = []
+    for (id, device), map in known.items():
+        if id not in sections or device not in cards:
             continue
-        owner = section.owner
-        listed.append(
-            [
-                device,
-                *_cut(one, by_card[device]),
-                owner.label,
-                owner.user,
-                owner.pid,
-                owner.notebook,
-            ]
-        )
-    listed.sort(key=lambda row: (row[0], row[FRAGMENTATION.index("pid")]))
-    counts = {
-        name: "Int64"
-        for name in FRAGMENTATION
-        if name.endswith("_bytes") or name in ("alloc_retries", "ooms")
-    }
-    return _frame(
-        listed, FRAGMENTATION, counts | {"fragmentation_percent": "Float64", "pid": "int64"}
-    )
+        owner = sections[id].owner
+        figures = _figures(map, cards[device])
+        rows.append([device, *figures, owner.label, owner.user, owner.pid, owner.notebook])
+    rows.sort(key=lambda row: (row[0], row[FRAGMENTATION.index("pid")]))
+    types = {name: "Int64" for name in FRAGMENTATION if name.endswith("_bytes")}
+    types |= {"alloc_retries": "Int64", "ooms": "Int64"}
+    types |= {"fragmentation_percent": "Float64", "pid": "int64"}
+    return _frame(rows, FRAGMENTATION, types)
 
 
-def _cut(one: AllocatorMap | None, view: DeviceView) -> list[Any]:
-    """A row's figures, from allocated_bytes to largest_request_bytes."""
-    if one is None:
+def _figures(map: AllocatorMap | None, view: DeviceView) -> list[Any]:
+    """The columns from allocated_bytes to largest_request_bytes; unknown without a map."""
+    if map is None:
         return [None] * 10
-    idle = one.reserved_bytes - one.allocated_bytes
-    percent = round(100 * idle / one.reserved_bytes, 1) if one.reserved_bytes else 0.0
+    unused = map.reserved_bytes - map.allocated_bytes
+    percent = round(100 * unused / map.reserved_bytes, 1) if map.reserved_bytes else 0.0
     return [
-        one.allocated_bytes,
-        one.reserved_bytes,
-        idle,
+        map.allocated_bytes,
+        map.reserved_bytes,
+        unused,
         percent,
-        one.alloc_retries,
-        one.ooms,
-        one.inactive_bytes,
-        one.releasable_bytes,
-        one.largest_free_bytes,
-        one.largest_request_bytes(view),
+        map.alloc_retries,
+        map.ooms,
+        map.inactive_bytes,
+        map.releasable_bytes,
+        map.largest_free_bytes,
+        map.largest_request_bytes(view),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Calls of a governed module pin it for their length, and restore it first."""
+"""Calls of a governed module pin it while they run, and restore it first if it is away."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .resident import Resident
-
-_residents: weakref.WeakKeyDictionary[Any, Resident] = weakref.WeakKeyDictionary()
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 
-def govern_calls(value: Any, resident: Resident) -> None:
-    """Makes a call of a module, its `forward` and its `generate` pin it for the length of the call, and bring it back
-    if away.
+class Governed(Protocol):
+    """What a call needs of the model: the block to run in, and whether a thread pins it."""
 
-    The module's class becomes a subclass of itself. An attribute on the instance would be simpler, but a deep copy
-    would carry it along and call the original's weights.
+    calling: Callable[[], AbstractContextManager[Any]]
+
+    def pinned_by(self, thread: int) -> bool: ...
+
+
+_governed: weakref.WeakKeyDictionary[Any, Governed] = weakref.WeakKeyDictionary()
+
+
+def govern_calls(value: Any, resident: Governed) -> None:
+    """Makes a call of the module `value`, its `forward` and its `generate` pin `resident`.
+
+    The module's class becomes a subclass of itself. An attribute on the instance would be simpler,
+    but a deep copy would carry it along and call the original's weights.
     """
-    if hasattr(value, "_calls_under"):  # a proxy of ours: it pins by itself
+    if hasattr(value, "_calls_under"):  # a proxy of ours pins by itself
         value._calls_under = resident.calling
         return
     torch = sys.modules.get("torch")
@@ -32,18 +38,18 @@ def govern_calls(value: Any, resident: Resident) -> None:
         return
     if not hasattr(type(value), "_gpu_base"):
         value.__class__ = _governed_class(type(value))
-    _residents[value] = resident
+    _governed[value] = resident
 
 
 def release_calls(value: Any) -> None:
-    """Gives a module that leaves our care its own class back; a proxy of ours governs its calls no more."""
+    """Gives the module `value` its own class back; a proxy of ours no longer pins."""
     if hasattr(value, "_calls_under"):
         value._calls_under = contextlib.nullcontext
         return
     base = getattr(type(value), "_gpu_base", None)
     if base is not None:
         value.__class__ = base
-        _residents.pop(value, None)
+        _governed.pop(value, None)
 
 
 @functools.cache
@@ -55,7 +61,8 @@ def _governed_class(base: type) -> type:
         "_gpu_base": base,
         "__reduce_ex__": _reduce_as_base,
     }
-    # A call as well as its `forward`: what brings inputs to a model's card asks first where that is now.
+    # `__call__` as well as `forward`: hooks that move inputs to the model's card first look where
+    # the model is.
     for name in ("__call__", "forward", "generate"):
         original = getattr(base, name, None)
         if callable(original):
@@ -64,16 +71,15 @@ def _governed_class(base: type) -> type:
 
 
 def _pinning(original: Callable[..., Any]) -> Callable[..., Any]:
-    inner = original.__name__ == "forward"
+    is_forward = original.__name__ == "forward"
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        resident = _residents.get(self)
-        if resident is None:  # a copy of a governed module is nobody's
+        resident = _governed.get(self)
+        if resident is None:  # a copy of a governed module is not governed
             return original(self, *args, **kwargs)
-        if inner and resident.pinned_by(
-            threading.get_ident()
-        ):  # by the call that has led here: it is one use
+        if is_forward and resident.pinned_by(threading.get_ident()):
+            # The call that led here has pinned it: both are one use.
             return original(self, *args, **kwargs)
         with resident.calling():
             return original(self, *args, **kwargs)
@@ -82,11 +88,10 @@ def _pinning(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reduce_as_base(self: Any, protocol: int) -> Any:
-    """Pickles and copies as the class that the user wrote."""
+    """Pickles and copies the module as the class that the user wrote."""
     governed = type(self)
     made, args, *rest = super(governed, self).__reduce_ex__(protocol)
-    if (
-        args and args[0] is governed and made is copyreg.__newobj__
-    ):  # pickle insists on the object's own class there
+    if args and args[0] is governed and made is copyreg.__newobj__:
+        # pickle requires the object's own class there, so rebuild without `__newobj__`.
         made, args = copyreg._reconstructor, (governed._gpu_base, object, None)
     return made, args, *rest

@@ -1,7 +1,7 @@
-"""One daemon thread a runtime: publishes pins, obeys recalls, relieves pressure, reaps the dead.
+"""The monitor thread: one daemon thread a runtime that calls the tick.
 
-It holds no opinion: each tick asks the keeper to do what was decided. Where the devices cannot be read it backs off and
-says so, and never takes a kernel down with it.
+It decides nothing. If the devices cannot be read it backs off and logs why. No error ends the
+thread or the kernel.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ MOST_REST_SECONDS = 300.0
 
 
 class Breaker:
-    """After 5 failures in a row nothing is tried for 30 s, then once; each further failure doubles the rest, to 300
-    s."""
+    """Stops measuring for 30 s after 5 failures in a row, then tries once.
+
+    Each further failure doubles the rest, up to 300 s.
+    """
 
     def __init__(self) -> None:
         self.failures = 0
@@ -34,36 +36,39 @@ class Breaker:
 
     @property
     def open(self) -> bool:
+        """Whether measuring is suspended."""
         return self.failures >= FAILURES
 
     def allows(self, now: float) -> bool:
+        """Whether to measure at `now`, in seconds of the session's clock."""
         return not self.open or now >= self._until
 
     def failed(self, now: float, why: str) -> None:
+        """Counts a failure at `now`; `why` is the driver's first line."""
         self.failures += 1
         self.why = why
-        if self.failures >= FAILURES:
-            if self.failures > FAILURES:
-                self._rest = min(self._rest * 2, MOST_REST_SECONDS)
+        if self.failures > FAILURES:
+            self._rest = min(self._rest * 2, MOST_REST_SECONDS)
+        if self.open:
             self._until = now + self._rest
 
     def succeeded(self) -> None:
+        """Starts again from no failures."""
         self.__init__()  # type: ignore[misc]
 
     def trouble(self) -> str:
-        """Why the devices cannot be seen; empty while they can."""
-        return (
-            f"the devices have not answered {self.failures} times in a row ({self.why})"
-            if self.open
-            else ""
-        )
+        """Why the devices cannot be measured; empty while they can."""
+        if not self.open:
+            return ""
+        return f"the devices have not answered {self.failures} times in a row ({self.why})"
 
 
 class _Promptly:
-    """While it lasts, a thread that runs Python lets others have the GIL after 0.5 ms instead of 5.
+    """Inside the block, a thread that runs Python yields the GIL after 0.5 ms instead of 5.
 
-    A recall takes some sixty calls of the operating system, each of which gives up the GIL: beside a main thread in a
-    pure-Python loop that came to 400 ms. Runtimes share it, and whatever somebody else has set meanwhile stays.
+    A recall makes about sixty system calls, and each gives up the GIL. Beside a main thread in a
+    pure-Python loop that added up to 400 ms. Runtimes share this object. If other code has changed
+    the switch interval meanwhile, its value stays.
     """
 
     SECONDS = 0.0005
@@ -83,9 +88,8 @@ class _Promptly:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._inside -= 1
-            if not self._inside and math.isclose(
-                sys.getswitchinterval(), self.SECONDS, rel_tol=1e-3
-            ):
+            ours = math.isclose(sys.getswitchinterval(), self.SECONDS, rel_tol=1e-3)
+            if not self._inside and ours:
                 sys.setswitchinterval(self._usual)
 
 
@@ -93,18 +97,20 @@ promptly = _Promptly()
 
 
 class Monitor:
-    """Calls `tick` about once a second, at once when somebody rings, until stopped."""
+    """Calls `tick` about once a second, and at once when a doorbell rings, until it is stopped."""
 
-    def __init__(self, tick: Callable[[], float], wait: Callable[[float], bool]) -> None:
+    def __init__(self, tick: Callable[[], float], wait: Callable[[float], object]) -> None:
+        """`tick` returns the seconds until the next round; `wait(seconds)` sleeps that long."""
         self._tick, self._wait = tick, wait
         self._stopping = threading.Event()
         self._running: threads.Running | None = None
 
     def start(self) -> None:
+        """Starts the thread."""
         self._running = threads.start(self._run)
 
     def stop(self, ring: Callable[[], None]) -> None:
-        """Ends the thread; `ring` wakes it."""
+        """Ends the thread, and waits for it at most 5 s; `ring` wakes it."""
         self._stopping.set()
         ring()
         if self._running and self._running.ident != threading.get_ident():
@@ -118,10 +124,8 @@ class Monitor:
             except (GpuError, ProbeFailed) as error:
                 log.warning("%s", error)
                 delay = 1.0
-            except (
-                Exception
-            ):  # a kernel must outlive its monitor's worst day, and the monitor its own
-                log.exception("the monitor stumbled; it goes on")
+            except Exception:  # the kernel and its monitor must survive any error here
+                log.exception("the monitor failed; it tries again in 5 s")
                 delay = 5.0
             if not self._stopping.is_set():
                 self._safe_wait(delay)

@@ -1,4 +1,11 @@
-"""Pins: what keeps a model where it is while a block of code uses it."""
+"""Pins: objects that keep a model on its device while a block of code uses it.
+
+A pin must end with its `with` block, even if the stop button strikes inside `__exit__`, where a
+release written in Python would never run. So a pin is no counter. It is the life of a small object
+that only the interpreter's stack refers to while the block runs. When the block ends, in any way,
+the object dies. A weak reference's callback, C code that no signal handler can interrupt, then
+removes the pin from the set.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +17,7 @@ from typing import Any
 
 
 class Anchor:
-    """Lives exactly as long as a `with` block runs, and knows the thread that runs it."""
+    """Lives exactly as long as a `with` block runs, and records the thread that runs it."""
 
     __slots__ = ("thread", "__weakref__")
 
@@ -19,11 +26,12 @@ class Anchor:
 
 
 class Pin(weakref.ref):
-    """A user of a model, known by the life of its anchor, and the thread it runs in."""
+    """One use of a model: a weak reference to its anchor, and the thread it runs in."""
 
     __slots__ = ("thread",)
 
     def __new__(cls, anchor: Anchor, ended: Callable[[Any], None]) -> Pin:
+        """`ended(pin)` is called when the anchor dies."""
         pin = super().__new__(cls, anchor, ended)
         pin.thread = anchor.thread
         return pin
@@ -32,9 +40,10 @@ class Pin(weakref.ref):
 class _Leave:
     """`__exit__`, looked up on a `Held`: a C callable that alone keeps the anchor alive.
 
-    The interpreter looks `__exit__` up before it calls `__enter__`, keeps what it got on its stack, and drops it
-    when the block has ended, at whatever instruction an interrupt strikes. `contextlib.ExitStack` looks it up on the
-    class instead; it gets a plain function, and the anchor lives as long as the stack holds the `Held`.
+    The interpreter looks `__exit__` up before it calls `__enter__`. It keeps the result on its stack
+    and drops it when the block has ended, at whatever instruction an interrupt strikes.
+    `contextlib.ExitStack` looks it up on the class instead. It gets a plain function, and the anchor
+    lives as long as the stack holds the `Held`.
     """
 
     def __get__(self, held: Held | None, kind: type | None = None) -> Any:
@@ -59,11 +68,7 @@ def _leave_late(held: Held, kind: Any, error: Any, trace: Any) -> None:
 
 
 class Held:
-    """A `with` block that holds something for exactly as long as it runs, whatever interrupts it.
-
-    `start(anchor)` gives what the block yields, and registers the anchor (a weak reference) with whatever is held;
-    `finish(error)` runs at the end for what is better done at once, but nothing may depend on its running.
-    """
+    """A `with` block that holds something for exactly as long as it runs, also when interrupted."""
 
     __slots__ = ("_start", "_finish", "_anchor", "_kept")
 
@@ -72,13 +77,18 @@ class Held:
         start: Callable[[Callable[[], Anchor | None]], Any],
         finish: Callable[[BaseException | None], None],
     ) -> None:
+        """`start(anchor)` returns what the block yields, and registers the weak reference `anchor`.
+
+        `finish(error)` runs at the end for what is better done at once. Nothing may depend on its
+        running.
+        """
         self._start, self._finish = start, finish
         self._anchor: Callable[[], Anchor | None] | None = None
         self._kept: Anchor | None = None
 
     def __enter__(self) -> Any:
         anchor, self._anchor = self._anchor, None
-        if anchor is None:  # entered by hand, or by an ExitStack
+        if anchor is None:  # `__enter__` was called by hand or by an ExitStack
             self._kept = Anchor()
             anchor = weakref.ref(self._kept)
         return self._start(anchor)

@@ -1,12 +1,7 @@
-"""The live models of this process: who uses them now, and one step at a time on each.
+"""One model of this process: its place, its pins, and one movement at a time.
 
-Nothing is decided here. A `Resident` is the owner's own truth about one model: where it lies, who has it pinned, when
-it was last used. The ledger learns of it when it is published.
-
-*Pins.* A pin must end with its `with` block even when the stop button strikes inside `__exit__`, where a release
-written in Python would never run. So a pin is no counter: it is the life of a small object that only the interpreter's
-stack refers to while the block runs. When the block ends, however it ends, the object dies, and a weak reference's
-callback, C code that no signal handler can interrupt, takes it off the set.
+Nothing is decided here. A `Resident` is the owner's own truth about one model: where it is, which
+blocks pin it, when it was last used. The session publishes that in the ledger.
 """
 
 from __future__ import annotations
@@ -28,16 +23,24 @@ from .pins import Anchor, Held, Pin
 
 
 class Place(enum.Enum):
-    """Where a model is, as far as `use` is concerned."""
+    """Where a model is."""
 
     HERE = "on its device"
     AWAY = "in host memory"
     GONE = "not loaded"
-    MOVING = "on its way"
+    MOVING = "being moved"
 
 
 class Stays(Exception):
-    """A step must not be taken after all, and why: weights that exist nowhere else, or more bytes than reserved for."""
+    """A step must not be taken: the weights exist nowhere else, or more bytes than reserved."""
+
+
+def _ignore_loss(kind: str, because: str) -> None:
+    """Stands for `report_loss` until the registry sets it."""
+
+
+def _nothing() -> None:
+    """Stands for a weak reference to nothing."""
 
 
 class Resident:
@@ -51,42 +54,36 @@ class Resident:
         clock: Callable[[], float],
         origin: Any = None,
     ) -> None:
+        """`origin` is the factory it was registered with; `clock` returns seconds."""
         self.spec = spec
         self.backend = backend
-        self.origin = origin  # the factory it was registered with
-        self.adopted = False  # the user's own module: never emptied, only let go
-        self.catalogued: ModelSpec | None = (
-            None  # as the catalogue last said, where it was not registered here
-        )
-        self.calling: Callable[
-            [], Held
-        ]  # what a call on a kept reference runs under; the runtime's to give
-        self.footprint: Callable[[], Footprint]  # the bytes it needs; the runtime's to give
-        self.report_loss: Callable[[str, str], None] = lambda kind, because: (
-            None
-        )  # in the book; the runtime's to give
+        self.origin = origin
+        self.adopted = False  # the user's own module: released, never emptied
+        self.catalogued: ModelSpec | None = None  # the catalogue's specification, if it has one
+        # The registry sets these three.
+        self.calling: Callable[[], Held]  # the block that a call on a kept reference runs in
+        self.footprint: Callable[[], Footprint]  # the bytes it needs
+        self.report_loss: Callable[[str, str], None] = _ignore_loss  # (kind, because)
         self.place = Place.GONE
         self.lease = Lease(owner, spec.name)  # as last settled; meaningful while the model is held
         self.handle: Any = None  # the backend's, while the model is held
         self.value: Any = None  # what `use` yields
-        self.gate = threading.Lock()  # held for a few instructions: place and pins change under it
-        self.work = threading.Lock()  # held while bytes travel
+        self.gate = threading.Lock()  # held for a few instructions, guards place and pins
+        self.work = threading.Lock()  # held while bytes move
         self.pins: set[Pin] = set()
         self.last_used = self.pinned_since = 0.0
         self.uses = self.uses_counted = 0
-        self._pieces: tuple[int, ...] | None = None  # None: not asked yet
-        self.measured: Measurement | None = (
-            None  # after an earlier load, where its source cannot be known again
-        )
+        self.measured: Measurement | None = None  # an earlier load of live code, see footprints
+        self._pieces: tuple[int, ...] | None = None  # None: not computed yet
         self._was_pinned = False
-        self._shell: Callable[[], Any] = lambda: (
-            None
-        )  # the object of an earlier load, if somebody still holds it
+        self._shell: Callable[[], Any] = _nothing  # a weak reference to an earlier load's object
         self._clock = clock
 
     def pieces(self) -> tuple[int, ...]:
-        """Sizes, in proportion, of what it may be cut between; one: it must stay whole; none: it may be cut
-        anywhere."""
+        """Relative sizes of the pieces it may be divided into.
+
+        One piece: it must stay whole. None: it may be divided anywhere.
+        """
         if self._pieces is None:
             self._pieces = self.backend.pieces(self.spec, self.origin)
         return self._pieces
@@ -94,7 +91,10 @@ class Resident:
     # -- using
 
     def enter(self, anchor: Callable[[], Anchor | None]) -> bool:
-        """Pins the model for as long as the anchor lives; False where it is not on its device now."""
+        """Pins the model while the anchor lives. False if it is not on its device now.
+
+        `anchor` is a weak reference.
+        """
         with self.gate:
             if self.place is not Place.HERE:
                 return False
@@ -105,20 +105,21 @@ class Resident:
         self.last_used = self._clock()
         if not self.pins:
             self.pinned_since = self.last_used
-        if anchor() is None:  # whoever asked was interrupted meanwhile
+        if anchor() is None:  # the caller was interrupted meanwhile
             return
-        # The anchor itself is never bound to a name here: a traceback would keep this frame, and the pin, alive.
+        # Never bind the anchor to a name here: a traceback would keep this frame, and the pin, alive.
         self.pins.add(Pin(anchor(), self.pins.discard))
         self.uses += 1
 
     def pinned_by(self, thread: int) -> bool:
+        """Whether a block that this thread runs pins the model; `thread` is its identifier."""
         return any(pin.thread == thread for pin in self.pins.copy())
 
     def truth(self) -> Lease | None:
-        """The lease as this process knows it, pins and last use included; None where nothing is held.
+        """The lease as this process knows it, with pins and last use; None if it is not loaded.
 
-        A pin that ended since the last look counts as use until now: an upper bound, since its end leaves no stamp.
-        Asked for urgently for one block, it is no more than itself again once that ends.
+        A pin that ended since the last call counts as use until now: an upper bound, since its end
+        leaves no time stamp. A one-off importance passed to `use()` ends with the block.
         """
         if self.handle is None:
             return None
@@ -135,10 +136,13 @@ class Resident:
             importance=self.lease.importance if pins else self.spec.importance,
         )
 
-    # -- travelling; the caller has reserved the room
+    # -- moving; the caller has reserved the room
 
     def load(self, shares: Shares, progress: Progress | None) -> tuple[Any, Shares, float]:
-        """The backend's handle, the bytes measured, and the seconds it took. Nothing is installed yet."""
+        """The backend's handle, the shares measured, and the seconds it took.
+
+        The model is not installed yet. `shares` are the bytes reserved on each device.
+        """
         with self.work:
             began = time.perf_counter()
             handle = self.backend.load(
@@ -149,7 +153,7 @@ class Resident:
     def install(
         self, handle: Any, lease: Lease, anchor: Callable[[], Anchor | None] | None
     ) -> None:
-        """Makes the loaded model the one that `use` yields, pinned by its loader."""
+        """Makes the loaded `handle` the model that `use` yields, pinned by `anchor` if given."""
         value = self.backend.value(handle)
         pieces = self.backend.pieces(self.spec, self.origin, handle)
         govern_calls(value, self)
@@ -168,11 +172,11 @@ class Resident:
 
     @property
     def engines(self) -> tuple[int, ...]:
-        """The processes that it runs in, where that is not this one."""
+        """Process ids of the engine it runs in; empty if it runs in this process."""
         return getattr(self.handle, "pids", ())
 
     def _lost(self, of: Callable[[], Any], kind: str, because: str) -> None:
-        """Its engine has ended by itself: nothing is held any more, and the book is told before any caller is."""
+        """Its engine ended by itself: nothing is held any more. The book learns it before any caller."""
         handle = of()
         with self.gate:
             if handle is None or self.handle is not handle:
@@ -181,12 +185,11 @@ class Resident:
         self.report_loss(kind, because)
 
     def lose(self) -> None:
-        """Lets go of what is gone already, or cannot be used any more; whoever kept the object can go on with it
-        later."""
+        """Releases a model that is gone or unusable. A kept reference works again after a reload."""
         self._drop()
 
     def begin_moving(self) -> bool:
-        """Closes the door to new users; False where somebody is inside."""
+        """Refuses new uses from now on. False if it is in use, moving or not loaded."""
         with self.gate:
             if self.pins or self.handle is None or self.place is Place.MOVING:
                 return False
@@ -194,13 +197,16 @@ class Resident:
         return True
 
     def stay(self) -> None:
-        """Opens the door again: the model did not move after all."""
+        """Allows uses again: the model did not move after all."""
         with self.gate:
             if self.handle is not None:
                 self.place = Place.HERE if self.lease.on_device else Place.AWAY
 
     def carry(self, step: Move | Drop) -> Shares:
-        """Performs the step and returns the bytes measured afterwards. Raises Stays instead of losing a weight."""
+        """Performs the step and returns the shares measured afterwards.
+
+        Raises Stays instead of dropping weights that exist nowhere else.
+        """
         with self.work:
             if isinstance(step, Drop):
                 if not self.backend.unchanged(self.handle):
@@ -211,7 +217,7 @@ class Resident:
             return self.backend.measure(self.handle)
 
     def settle_at(self, lease: Lease, anchor: Callable[[], Anchor | None] | None = None) -> None:
-        """The model lies elsewhere now; `anchor` pins it before anybody else can move it on."""
+        """Records where the model is now. `anchor` pins it before anything can move it on."""
         with self.gate:
             self.lease = lease
             self.place = Place.HERE if lease.on_device else Place.AWAY
@@ -219,16 +225,17 @@ class Resident:
                 self._pin(anchor)
 
     def remeasure(self) -> bool:
-        """Whether its bytes have changed since it settled: gradients, optimizer state, new layers."""
-        if self.handle is None or (self.lease.filled or self.lease.shares) == (
-            shares := self.backend.measure(self.handle)
-        ):
+        """Measures again. True if its bytes have changed: gradients, optimizer state, new layers."""
+        if self.handle is None:
+            return False
+        shares = self.backend.measure(self.handle)
+        if shares == (self.lease.filled or self.lease.shares):
             return False
         self.lease = self.lease.holding(shares)
         return True
 
     def forget(self) -> None:
-        """Frees the model's bytes, for good; an adopted module stays with its user, where it lies."""
+        """Frees the model's bytes for good. An adopted module stays with its user, where it is."""
         with self.work:
             if self.adopted:
                 with self.gate:
@@ -240,24 +247,19 @@ class Resident:
         handle, value = self.handle, self.value
         with self.gate:
             self.place, self.handle, self.value = Place.GONE, None, None
-        if handle is None:  # an engine that has ended meanwhile
+        if handle is None:  # its engine has ended meanwhile
             return
         self.backend.drop(handle)
         try:
             self._shell = weakref.ref(value)
-        except TypeError:  # fakes yield values that cannot be referred to weakly
-            self._shell = lambda: None
+        except TypeError:  # the value of a fake allows no weak references
+            self._shell = _nothing
 
     def droppable(self) -> bool:
+        """Whether its weights are proven equal to their source."""
         return self.handle is not None and self.backend.droppable(self.handle)
 
 
 def held_by(residents: Iterable[Resident], thread: int) -> tuple[str, ...]:
-    """Ids of the leases that this thread pins."""
+    """Ids of the leases that `thread` pins, as `owner/name`."""
     return tuple(r.lease.id for r in residents if r.pins and r.pinned_by(thread))
-
-
-# -- calls on a kept reference --------------------------------------------------------------------------------------
-
-
-# -- work that the stop button must not cut in half -----------------------------------------------------------------

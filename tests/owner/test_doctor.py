@@ -99,7 +99,7 @@ def test_a_setting_that_is_wrong_hides_only_the_settings(environment, monkeypatc
 
     monkeypatch.setattr(gpu_runtime, "runtime", Settings.load)
     report = verb_acts.doctor(None, argparse.Namespace())
-    assert "GPU_RELIEF" in chapter(report, "settings")["cannot be told"]
+    assert "GPU_RELIEF" in chapter(report, "settings")["not known"]
     assert chapter(report, "versions")["python"]
 
 

@@ -94,7 +94,7 @@ def test_a_name_that_tells_its_size_can_be_planned(rt, name, gib):
     plan = rt.plan(name)
     assert plan.footprint.bytes == pytest.approx(gib * GIB, rel=1e-6)
     assert parts(plan) == [("weights", "name"), ("margin", "name")]
-    assert plan.obstacle == f"{name} is not here, and only its name tells its size"
+    assert plan.obstacle == f"{name} is not here, and only its name gives its size"
 
 
 def test_a_slip_in_a_known_name_is_no_guess(rt):
