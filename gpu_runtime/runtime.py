@@ -42,6 +42,7 @@ from .ledgers.access import journal_in
 from .ledgers.location import default_url
 from .owner import (
     acquire,
+    blocks,
     console_hook,
     defragment,
     doctor,
@@ -54,6 +55,7 @@ from .owner import (
     status,
 )
 from .owner.governed_calls import release_calls
+from .owner.history import recorded_events
 from .owner.monitor import Monitor
 from .owner.operations import ASK_SECONDS
 from .owner.pins import Held
@@ -334,7 +336,7 @@ class Runtime:
 
         Raises BadSize, DoesNotFit, Busy.
         """
-        return acquire.lease_memory(self._session, size, purpose, importance, timeout)
+        return blocks.lease_memory(self._session, size, purpose, importance, timeout)
 
     # -- acting
 
@@ -460,11 +462,11 @@ class Runtime:
 
     def events(self, limit: int | None = None) -> DataFrame:
         """A table of what happened and why, the newest last; at most `limit` rows."""
-        return status.events(self._session.history(limit))
+        return status.events(recorded_events(self._session, limit))
 
     def evictions(self, limit: int | None = None) -> DataFrame:
         """A table of the last `limit` events in which a model left its device or host memory."""
-        return status.events(self._session.history(limit, actions=books.LEFT))
+        return status.events(recorded_events(self._session, limit, actions=books.LEFT))
 
     def history(self, seconds: str | float = 900.0, points: int = 600) -> History:
         """How every device was used in the last `seconds`, and what happened meanwhile.
@@ -480,7 +482,7 @@ class Runtime:
 
     def decisions(self, limit: int | None = 100) -> tuple[Event, ...]:
         """The last `limit` grants, waits and refusals with their reasons, the newest first."""
-        return self._session.history(limit, actions=books.DECISIONS)[::-1]
+        return recorded_events(self._session, limit, actions=books.DECISIONS)[::-1]
 
     def fragmentation(self) -> DataFrame:
         """A table of what each process's allocator holds on each card; unknown where unpublished."""

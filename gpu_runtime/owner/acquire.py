@@ -6,8 +6,6 @@ If anything goes wrong, an interrupt included, the book is left as it was.
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 import time
 import traceback
@@ -28,7 +26,6 @@ from ..facts import (
     Lease,
     Load,
     Move,
-    Phase,
     PlacementRules,
     Refuse,
     Request,
@@ -40,9 +37,8 @@ from ..facts import (
 from ..scheduler import explain
 from ..scheduler import transitions as books
 from ..scheduler.admission import admit
-from ..units import parse_room, parse_seconds
+from ..units import parse_seconds
 from . import demand, failures, release, requests
-from .blocks import LeasedBlock
 from .pins import Anchor, Held
 from .resident import Place, Resident, held_by
 from .session import POLL_SECONDS, Key, Session
@@ -137,7 +133,7 @@ def _obtain_governed(
     # The key comes last: an interrupt before the `try` must leave nothing to release.
     key = session.new_key(f"use {resident.spec.name}")
     try:
-        for verdict in _grants(session, key, wanted, footprint, rules, timeout, is_here):
+        for verdict in grants(session, key, wanted, footprint, rules, timeout, is_here):
             step = verdict.steps[0]
             attempts += 1
             try:
@@ -162,7 +158,7 @@ def _obtain_governed(
 # -- waiting for a grant
 
 
-def _grants(
+def grants(
     session: Session,
     key: Key,
     wanted: Lease,
@@ -400,87 +396,3 @@ def _load_ungoverned(
         raise failures.load_error(session, resident, Load("", (share,)), error) from error
     lease = replace(resident.lease, shares=shares, reload_seconds=seconds)
     resident.install(handle, lease, anchor)
-
-
-# -- a block of the user's own code
-
-
-def lease_memory(
-    session: Session,
-    size: str | int | None,
-    purpose: str,
-    importance: str | int,
-    timeout: str | float | None,
-) -> Held:
-    """A `with` block that holds `size` bytes for the caller's own code while it runs.
-
-    Raises BadSize, BadSetting at once; DoesNotFit, Busy as the block is entered.
-    """
-    wanted_bytes = 0 if size is None else parse_room(size)
-    rank = parse_importance(importance)
-    seconds = None if timeout is None else parse_seconds(timeout)
-    program = os.path.basename(session.owner.notebook or sys.argv[0]) or "python"
-    name = f"{purpose or program}#{session.new_block_number()}"
-    running: list[LeasedBlock] = []
-
-    def start(anchor: AnchorRef) -> LeasedBlock:
-        session.start_monitor()
-        lease = _lease_block(session, name, wanted_bytes, anchor, rank, seconds)
-        id = lease.shares[0].device
-        device = next(device for device in session.probe.devices if device.id == id)
-        running.append(LeasedBlock(lease, device, session.probe.place(id).torch))
-        return running[0]
-
-    def finish(error: BaseException | None) -> None:
-        for block in running:
-            block.end()
-        _end_block(session, name)
-        failures.finish_block(session, error)
-
-    return Held(start, finish)
-
-
-def _lease_block(
-    session: Session,
-    name: str,
-    size: int,
-    anchor: AnchorRef,
-    importance: int,
-    timeout: float | None,
-) -> Lease:
-    """Claims `size` bytes until the anchor dies or the block ends."""
-    wanted = Lease(session.me, name, kind="block", importance=importance, movable=False)
-    rules = PlacementRules(policy=session.settings.gpu_placement)
-    granted = False  # a grant removes our ticket
-
-    def is_here() -> bool:
-        return name in session.blocks
-
-    key = session.new_key(f"lease {name}")
-    try:
-        grants = _grants(session, key, wanted, Footprint.of(size), rules, timeout, is_here)
-        for verdict in grants:
-            # Nothing is loaded, so no settling write: the monitor or the block's end publishes it.
-            lease = replace(
-                verdict.lease,
-                shares=verdict.lease.target,
-                target=(),
-                phase=Phase.SETTLED,
-                key="",
-                settled_at=session.clock(),
-            )
-            session.blocks[name] = (lease, anchor)
-            granted = True
-            return lease
-        return session.blocks[name][0]
-    finally:
-        session.done_with(key.note)  # first, as in `_obtain_governed`
-        if not granted:
-            session.withdraw(key)
-
-
-def _end_block(session: Session, name: str) -> None:
-    lease, _ = session.blocks.pop(name, (None, None))
-    for share in lease.shares if lease else ():
-        session.forget_torch_limit(share.device)  # the block has lifted the cap
-    session.publish()

@@ -1,4 +1,4 @@
-"""A leased block of code: the cap on torch while it runs, and what it really took.
+"""Blocks of the user's own code that lease memory: the lease, the cap on torch, what they took.
 
 Only torch can measure that, and only on a real card that it has started. Elsewhere the figures are
 unknown, never zero.
@@ -6,11 +6,17 @@ unknown, never zero.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
-from ..facts import Device, Lease
-from ..units import show_bytes
+from msgspec.structs import replace
+
+from ..facts import Device, Footprint, Lease, Phase, PlacementRules, parse_importance
+from ..units import parse_room, parse_seconds, show_bytes
+from . import acquire, failures
+from .pins import Held
+from .session import Session
 
 
 class LeasedBlock:
@@ -58,3 +64,86 @@ def _started_cuda(name: str) -> Any:
     if torch is None or not name.startswith("cuda") or not torch.cuda.is_available():
         return None
     return torch.cuda
+
+
+def lease_memory(
+    session: Session,
+    size: str | int | None,
+    purpose: str,
+    importance: str | int,
+    timeout: str | float | None,
+) -> Held:
+    """A `with` block that holds `size` bytes for the caller's own code while it runs.
+
+    Raises BadSize, BadSetting at once; DoesNotFit, Busy as the block is entered.
+    """
+    wanted_bytes = 0 if size is None else parse_room(size)
+    rank = parse_importance(importance)
+    seconds = None if timeout is None else parse_seconds(timeout)
+    program = os.path.basename(session.owner.notebook or sys.argv[0]) or "python"
+    name = f"{purpose or program}#{session.new_block_number()}"
+    running: list[LeasedBlock] = []
+
+    def start(anchor: acquire.AnchorRef) -> LeasedBlock:
+        session.start_monitor()
+        lease = _lease_block(session, name, wanted_bytes, anchor, rank, seconds)
+        id = lease.shares[0].device
+        device = next(device for device in session.probe.devices if device.id == id)
+        running.append(LeasedBlock(lease, device, session.probe.place(id).torch))
+        return running[0]
+
+    def finish(error: BaseException | None) -> None:
+        for block in running:
+            block.end()
+        _end_block(session, name)
+        failures.finish_block(session, error)
+
+    return Held(start, finish)
+
+
+def _lease_block(
+    session: Session,
+    name: str,
+    size: int,
+    anchor: acquire.AnchorRef,
+    importance: int,
+    timeout: float | None,
+) -> Lease:
+    """Claims `size` bytes until the anchor dies or the block ends."""
+    wanted = Lease(session.me, name, kind="block", importance=importance, movable=False)
+    rules = PlacementRules(policy=session.settings.gpu_placement)
+    granted = False  # a grant removes our ticket
+
+    def is_here() -> bool:
+        return name in session.blocks
+
+    key = session.new_key(f"lease {name}")
+    try:
+        granted_steps = acquire.grants(
+            session, key, wanted, Footprint.of(size), rules, timeout, is_here
+        )
+        for verdict in granted_steps:
+            # Nothing is loaded, so no settling write: the monitor or the block's end publishes it.
+            lease = replace(
+                verdict.lease,
+                shares=verdict.lease.target,
+                target=(),
+                phase=Phase.SETTLED,
+                key="",
+                settled_at=session.clock(),
+            )
+            session.blocks[name] = (lease, anchor)
+            granted = True
+            return lease
+        return session.blocks[name][0]
+    finally:
+        session.done_with(key.note)  # first, as in `acquire.obtain`
+        if not granted:
+            session.withdraw(key)
+
+
+def _end_block(session: Session, name: str) -> None:
+    lease, _ = session.blocks.pop(name, (None, None))
+    for share in lease.shares if lease else ():
+        session.forget_torch_limit(share.device)  # the block has lifted the cap
+    session.publish()

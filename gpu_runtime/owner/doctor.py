@@ -28,6 +28,7 @@ from ..scheduler.pressure import views
 from ..settings import Settings, masked
 from ..units import show_bytes
 from . import status
+from .history import recorded_events
 from .session import Session
 
 PACKAGES = (
@@ -240,7 +241,7 @@ def _ledger(session: Session) -> Rows:
 
 
 def _refusals(session: Session) -> Rows:
-    found = [event for event in session.history() if event.action in REPORTED_ACTIONS]
+    found = [event for event in recorded_events(session) if event.action in REPORTED_ACTIONS]
     rows: Rows = []
     for event in found[-REFUSALS:]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.wall))

@@ -3,8 +3,8 @@
 A `Session` belongs to one `Runtime`. It holds this process's models and blocks of code, publishes
 them, and runs one decision of the scheduler in one transaction of the ledger. What to decide is in
 `acquire`, `release`, `requests`, `maintenance` and their neighbours: functions that take the
-session first. Loads run in the caller's thread, so that tracebacks, progress bars and the stop
-button work as usual. Moves and drops run where no interrupt can cut them in half.
+session first. Loads run in the caller's thread, so that tracebacks and the stop button work as
+usual. Moves and drops run where no interrupt can cut them in half.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -26,7 +26,6 @@ from ..catalog.resolve import Catalogued
 from ..devices.probe import Probe
 from ..errors import GpuError, LedgerUnavailable, ProbeFailed
 from ..facts import (
-    HOST,
     Asker,
     Book,
     Device,
@@ -48,13 +47,14 @@ from ..settings import Settings
 from ..telemetry.journal import Journal
 from ..telemetry.measurements import Measurements
 from ..telemetry.timeline import Record
-from ..threads import uninterrupted
 from ..units import MIB
 from .allocator_maps import Maps
 from .footprints import Sizing
+from .keys import Key, Keys
 from .monitor import Breaker, Monitor
 from .pins import Anchor
 from .resident import Resident
+from .residue import residue
 
 log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")
@@ -62,21 +62,6 @@ Decision = Callable[[Book, World], tuple[Book, T]]
 
 POLL_SECONDS = 1.0  # between two looks at the book where no doorbell rings
 NEAR_SECONDS = 0.05  # between two looks at an own model that a waiting request needs
-IN_TORCH = ("torch", "transformers")  # backends whose bytes torch's allocator holds
-
-
-class Key:
-    """Names a decision in progress. The session knows it while this object lives.
-
-    A KeyboardInterrupt can arrive before a function's first line. The traceback then keeps the
-    frame, and with it the key, alive. So release the key with one C call:
-    `session.done_with(key.note)`.
-    """
-
-    __slots__ = ("text", "note", "__weakref__")
-
-    def __init__(self, text: str) -> None:
-        self.text, self.note = text, weakref.ref(self)
 
 
 class _Renamed(Exception):
@@ -122,7 +107,6 @@ class Session:
         user = ledger.owner.user
         self.rules = replace(settings.rules(), cap=self.machine.cap(user, groups_of(user)))
 
-        # What this process holds.
         self.residents: dict[str, Resident] = {}
         self.blocks: dict[str, tuple[Lease, weakref.ref[Anchor]]] = {}
         self.backends: dict[str, Backend] = {}
@@ -133,16 +117,15 @@ class Session:
         self.process_lost = ""  # why the driver no longer serves this process; empty: it does
         self.on_wait: Callable[[str, Wait | None], None] | None = None
 
-        # Decisions in progress.
-        self._keys: set[weakref.ref[Key]] = set()
-        self.done_with = self._keys.discard
-        self._numbers, self._block_numbers = itertools.count(1), itertools.count(1)
+        self.keys = Keys(self.me)
+        self.new_key, self.done_with = self.keys.new, self.keys.done_with
+        self.uninterrupted = self.keys.uninterrupted
+        self._block_numbers = itertools.count(1)
         self.standing: dict[Key, Ask] = {}  # requests to other owners that no caller waits for
         self.users: dict[str, Asker] = {}  # what each user may request of this process
         self._torch_limits: dict[str, float] = {}  # card -> fraction that torch may allocate here
         self._named: tuple[Device, ...] = ()  # the book's devices when the names last agreed
 
-        # The monitor and its state.
         self.monitor: Monitor | None = None
         self.monitor_started = self.dozing = self.closed = False
         self.breaker = Breaker()
@@ -182,37 +165,9 @@ class Session:
             opened = AbsentBackend(name)
         return self.backends.setdefault(name, opened)
 
-    # -- keys of decisions
-
-    def new_key(self, what: str) -> Key:
-        """A new key for a decision, noted here before it is sent anywhere."""
-        return self._note(Key(f"{self.me}:{next(self._numbers)}:{what}"))
-
     def new_block_number(self) -> int:
         """The number of the next block of code."""
         return next(self._block_numbers)
-
-    def _note(self, key: Key) -> Key:
-        self._keys.add(weakref.ref(key, self._keys.discard))
-        return key
-
-    def uninterrupted(self, key: Key, work: Callable[[], T]) -> T:
-        """Runs `work` where no interrupt reaches it; the key stays known until it is done.
-
-        If the caller was interrupted before the work started, its key is gone and the work is
-        skipped.
-        """
-        wanted = key.note
-
-        def act() -> T:
-            # Note a second key before the check: from here on the key is known, or nothing runs.
-            held = self._note(Key(key.text))
-            try:
-                return work() if wanted in self._keys else None  # type: ignore[return-value]
-            finally:
-                self.done_with(held.note)
-
-        return uninterrupted(act)
 
     # -- what this process knows of itself
 
@@ -221,12 +176,11 @@ class Session:
         residents = list(self.residents.values())
         models = tuple(lease for r in residents if (lease := r.truth()) is not None)
         blocks = tuple(lease for lease, anchor in list(self.blocks.values()) if anchor())
-        keys = tuple(key.text for ref in self._keys.copy() if (key := ref()) is not None)
         engines = tuple(pid for resident in residents for pid in resident.engines)
         return Truth(
             self.owner,
             models + blocks,
-            keys,
+            self.keys.texts(),
             self._residue(models),
             tuple(self.residents),
             *self.activity.state,
@@ -234,29 +188,13 @@ class Session:
         )
 
     def _residue(self, models: tuple[Lease, ...]) -> dict[str, int]:
-        """Device -> bytes that this process holds beyond its leases: context, cache, own tensors.
-
-        What a block's code allocates is what the block leased, so blocks add no residue.
-        """
+        """Device -> bytes that this process holds beyond its leases."""
         if self.probe.simulated:
             return {}
-        leased: dict[str, int] = {}
-        contexts = self.probe.contexts()  # a lease's room for use never contains a context
         engine_models = {r.spec.name for r in list(self.residents.values()) if r.engines}
         in_process = [lease for lease in models if lease.name not in engine_models]
         blocks = [lease for lease, _ in list(self.blocks.values())]
-        for lease in (*in_process, *blocks):
-            outside_torch = lease.kind == "model" and lease.backend not in IN_TORCH
-            for share in lease.shares:
-                leased[share.device] = leased.get(share.device, 0) + share.bytes
-                if outside_torch and share.device in contexts:
-                    contexts[share.device] -= share.bytes
-        beyond = {
-            device: max(used - leased.get(device, 0), contexts.get(device, 0))
-            for device, used in self.probe.used().items()
-            if device != HOST
-        }
-        return {device: size for device, size in beyond.items() if size > 0}
+        return residue((*in_process, *blocks), self.probe.used(), self.probe.contexts())
 
     def holds_memory(self) -> bool:
         """Whether a model or a block of this process occupies memory."""
@@ -294,9 +232,8 @@ class Session:
     ) -> T:
         """Runs `decision` in one transaction, after this owner's section is brought up to date.
 
-        Afterwards the events are journaled and the other owners concerned are notified.
-        `fresh` measures the devices first. `in_full(events, answer)` returns the events with what
-        only the journal keeps. Raises LedgerUnavailable.
+        Then journals the events and notifies the owners concerned. `fresh` measures the devices
+        first. `in_full(events, answer)` adds what only the journal keeps. Raises LedgerUnavailable.
         """
         try:
             return self._decide(decision, self.world(fresh), in_full)
@@ -400,34 +337,6 @@ class Session:
             world = replace(world, devices=book.devices, limits={**world.limits, **book.limits})
         return book, world
 
-    def history(
-        self,
-        limit: int | None = None,
-        model: str | None = None,
-        actions: Collection[str] = (),
-        since: float = 0.0,
-    ) -> tuple[Event, ...]:
-        """Events, the newest last: the journal, and what so far only the book's page holds.
-
-        `limit` is the largest number of events, `since` is in epoch seconds.
-        """
-        journaled = self.journal.tail(limit, model, actions, since)
-        try:
-            page = self.ledger.read().events
-        except LedgerUnavailable:
-            return journaled
-        known = {(event.wall, event.seq) for event in journaled}
-
-        def wanted(event: Event) -> bool:
-            if (event.wall, event.seq) in known or event.wall < since:
-                return False
-            right_model = model is None or event.model == model
-            return right_model and (not actions or event.action in actions)
-
-        merged = [*journaled, *filter(wanted, page)]
-        merged.sort(key=lambda event: (event.wall, event.seq))
-        return tuple(merged if limit is None else merged[max(0, len(merged) - limit) :])
-
     # -- names of devices
 
     def _require_equal_names(self, book: Book) -> None:
@@ -515,10 +424,7 @@ class Session:
     # -- the monitor
 
     def start_monitor(self) -> None:
-        """Starts the monitor with the first model or lease; a process that only reads needs none.
-
-        The runtime has put an unstarted `Monitor` into `self.monitor`, unless it wants none.
-        """
+        """Starts the monitor with the first model or lease; a process that only reads needs none."""
         if not self.settings.enable_memory_governor:
             return
         with self.lock:

@@ -32,6 +32,7 @@ from ..scheduler.unmanaged import stranger_bytes, strangers
 from ..telemetry.moments import moments_of
 from ..units import parse_seconds
 from . import dry_run, permissions, registry
+from .history import recorded_events
 from .session import Session
 
 if TYPE_CHECKING:
@@ -220,14 +221,14 @@ def history(session: Session, found: Snapshot, seconds: str | float, points: int
     since = found.wall - span
     now = moments_of(found.devices, found.sections.values(), found.wall)
     before = session.record.between(since, found.wall, points - 1) if session.record else ()
-    return History((*before, *now), session.history(since=since), span)
+    return History((*before, *now), recorded_events(session, since=since), span)
 
 
 def why(session: Session, name: str) -> tuple[Event, ...]:
     """The last decisions on a model, the newest first. Raises UnknownModel if there was never one."""
     bare = name.partition("@")[0]
     resident = registry.by_key(session, bare)
-    found = session.history(20, resident.spec.name if resident else bare)
+    found = recorded_events(session, 20, resident.spec.name if resident else bare)
     if not found and resident is None and session.catalogue.spec(bare) is None:
         raise UnknownModel(bare, registry.known_names(session))
     return found[::-1]

@@ -136,7 +136,7 @@ def leaks(rt: Runtime) -> str:
         for lease in book.leases()
         if lease.target or lease.pins or lease.key and not lease.shares
     ]
-    keys = [ref().text for ref in keeper._keys.copy() if ref()]
+    keys = list(keeper.keys.texts())
     held: dict[str, int] = {"sim:0": 0, "host": 0}
     for shares in places.values():
         for share in shares:

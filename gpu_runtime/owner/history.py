@@ -1,0 +1,38 @@
+"""Events, from the journal and from the book's page."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ..errors import LedgerUnavailable
+from ..facts import Event
+from .session import Session
+
+
+def recorded_events(
+    session: Session,
+    limit: int | None = None,
+    model: str | None = None,
+    actions: Collection[str] = (),
+    since: float = 0.0,
+) -> tuple[Event, ...]:
+    """Events, the newest last: the journal, and what so far only the book's page holds.
+
+    `limit` is the largest number of events, `since` is in epoch seconds.
+    """
+    journaled = session.journal.tail(limit, model, actions, since)
+    try:
+        page = session.ledger.read().events
+    except LedgerUnavailable:
+        return journaled
+    known = {(event.wall, event.seq) for event in journaled}
+
+    def wanted(event: Event) -> bool:
+        if (event.wall, event.seq) in known or event.wall < since:
+            return False
+        right_model = model is None or event.model == model
+        return right_model and (not actions or event.action in actions)
+
+    merged = [*journaled, *filter(wanted, page)]
+    merged.sort(key=lambda event: (event.wall, event.seq))
+    return tuple(merged if limit is None else merged[max(0, len(merged) - limit) :])

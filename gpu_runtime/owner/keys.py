@@ -1,0 +1,68 @@
+"""Keys: names of decisions in progress, known to this process before they are sent anywhere."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..threads import uninterrupted
+
+T = TypeVar("T")
+
+
+class Key:
+    """Names a decision in progress. The session knows it while this object lives.
+
+    A KeyboardInterrupt can arrive before a function's first line. The traceback then keeps the
+    frame, and with it the key, alive. So release the key with one C call:
+    `session.done_with(key.note)`.
+    """
+
+    __slots__ = ("text", "note", "__weakref__")
+
+    def __init__(self, text: str) -> None:
+        self.text, self.note = text, weakref.ref(self)
+
+
+class Keys:
+    """The keys of one owner. The monitor withdraws tickets whose key is not known here."""
+
+    def __init__(self, owner: str) -> None:
+        """`owner` is the owner's id in the book."""
+        self._owner = owner
+        self._known: set[weakref.ref[Key]] = set()
+        self._numbers = itertools.count(1)
+        self.done_with = self._known.discard  # one C call, see Key
+
+    def new(self, what: str) -> Key:
+        """A new key; `what` describes the decision."""
+        return self._note(Key(f"{self._owner}:{next(self._numbers)}:{what}"))
+
+    def texts(self) -> tuple[str, ...]:
+        """The texts of all keys that are known now."""
+        keys = [ref() for ref in self._known.copy()]
+        return tuple(key.text for key in keys if key is not None)
+
+    def uninterrupted(self, key: Key, work: Callable[[], T]) -> T:
+        """Runs `work` where no interrupt reaches it; the key stays known until it is done.
+
+        If the caller was interrupted before the work started, its key is gone and the work is
+        skipped.
+        """
+        wanted = key.note
+
+        def act() -> T:
+            # Note a second key before the check: from here on the key is known, or nothing runs.
+            held = self._note(Key(key.text))
+            try:
+                return work() if wanted in self._known else None  # type: ignore[return-value]
+            finally:
+                self.done_with(held.note)
+
+        return uninterrupted(act)
+
+    def _note(self, key: Key) -> Key:
+        self._known.add(weakref.ref(key, self._known.discard))
+        return key

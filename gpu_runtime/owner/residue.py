@@ -1,0 +1,34 @@
+"""Residue: memory that this process holds on real cards beyond what it has leased."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ..facts import HOST, Lease
+
+IN_TORCH = ("torch", "transformers")  # backends whose bytes torch's allocator holds
+
+
+def residue(
+    leases: Iterable[Lease], used: Mapping[str, int], contexts: Mapping[str, int]
+) -> dict[str, int]:
+    """Device -> bytes beyond the leases: context, reserved cache, tensors of the user's own code.
+
+    `used` maps devices to the bytes that the driver counts for this process, `contexts` to those
+    outside torch's allocator. What a block's code allocates is what the block leased, so blocks add
+    no residue.
+    """
+    leased: dict[str, int] = {}
+    outside_torch = dict(contexts)  # a lease's room for use never contains a context
+    for lease in leases:
+        own_allocator = lease.kind == "model" and lease.backend not in IN_TORCH
+        for share in lease.shares:
+            leased[share.device] = leased.get(share.device, 0) + share.bytes
+            if own_allocator and share.device in outside_torch:
+                outside_torch[share.device] -= share.bytes
+    beyond = {
+        device: max(bytes_used - leased.get(device, 0), outside_torch.get(device, 0))
+        for device, bytes_used in used.items()
+        if device != HOST
+    }
+    return {device: size for device, size in beyond.items() if size > 0}
