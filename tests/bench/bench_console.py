@@ -28,7 +28,7 @@ from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.websocket import websocket_connect
 
 from gpu_runtime.units import MIB
-from tests.browser.chromium import Watched, running
+from tests.browser.chromium import BrowserPage, running
 from tests.faces.served import OPERATORS, Served, environ, free_port, serving
 from tests.stories.test_views_in_chromium import _ZOOM, SCRIPT
 
@@ -152,7 +152,7 @@ def effect(times: int = 8) -> Waits:
     """From the click that confirms to the frame that shows it: a model of an idle kernel is moved to RAM, and back."""
     taken = []
     with box(kernels=((0, 1, 14, 0.0),)) as (served, _), running() as browser:
-        seen = Watched(browser, entrance(served)).ready()
+        seen = BrowserPage(browser, entrance(served)).ready()
         seen.tab("Models")
         for turn in range(times):
             verb, then = (("Evict", "host"), ("Restore", "GPU: 0"))[turn % 2]
@@ -351,7 +351,7 @@ def zoom() -> Waits:
         (place / "views.py").write_text(SCRIPT)
         words = [sys.executable, str(place / "views.py"), str(port)]
         with serving(words, place, {"GPU_CONSOLE_TOKEN": OPERATORS}, port=port) as served:
-            seen = Watched(browser, entrance(served)).ready()
+            seen = BrowserPage(browser, entrance(served)).ready()
             seen.page.get_by_role("button", name="24 h").click()
             seen.page.wait_for_function("""() => Bokeh.documents.map(doc => doc.get_model_by_name("history")).some(
                 plot => plot && plot.x_range.end - plot.x_range.start > 80_000_000)""")

@@ -1,4 +1,4 @@
-"""A real browser for the tests that need one, and what went wrong in it."""
+"""A real browser for tests, with its errors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
-SHOWN_MS = (
-    30_000.0  # how long anything may take to be seen, on a machine that does other things too
-)
+SHOWN_MS = 30_000.0  # how long anything may take to be visible on a busy machine
 
 
 @contextmanager
 def running() -> Iterator[object]:
-    """The browser, from its start to its end."""
+    """Chromium, closed at the end of the block."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -29,8 +27,8 @@ def running() -> Iterator[object]:
             browser.close()
 
 
-class Watched:
-    """A page of the browser, with its errors and with the requests that went elsewhere than to its server."""
+class BrowserPage:
+    """A page of the browser, with its errors and with requests to hosts other than its server."""
 
     def __init__(self, browser, url: str, **context) -> None:
         self.context = browser.new_context(
@@ -42,10 +40,11 @@ class Watched:
         self.elsewhere: list[str] = []
         host = urlsplit(url).netloc
         self.page.on(
-            "console", lambda said: self.errors.append(said.text) if said.type == "error" else None
+            "console",
+            lambda message: self.errors.append(message.text) if message.type == "error" else None,
         )
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("request", lambda asked: self._note(asked.url, host))
+        self.page.on("request", lambda request: self._note(request.url, host))
         self.page.on("websocket", lambda socket: self._note(socket.url, host))
         self.page.goto(url)
 
@@ -59,7 +58,7 @@ class Watched:
 
     # -- the console
 
-    def ready(self) -> Watched:
+    def ready(self) -> BrowserPage:
         """Waits until the page shows figures."""
         self.page.wait_for_selector("text=/as of \\d/")
         return self
@@ -75,7 +74,7 @@ class Watched:
         return found
 
     def focused(self) -> str:
-        """What the element with the focus says, through all shadows."""
+        """The text of the element with the focus, in shadow roots too."""
         return self.page.evaluate(
             "() => { let one = document.activeElement; "
             "while (one && one.shadowRoot && one.shadowRoot.activeElement) one = one.shadowRoot.activeElement; "

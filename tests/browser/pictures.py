@@ -1,6 +1,7 @@
-"""The pictures of the README and the runbooks, taken anew: `python -m tests.browser.pictures`.
+"""Takes the pictures of the README and the runbooks: `python -m tests.browser.pictures`.
 
-The page is the real one, in a real Chromium, in both themes; what it shows is made up, and so the same each time.
+The page is the real one, in a real Chromium, in both themes. Its data is made up, so that every run
+gives the same pictures.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ from pathlib import Path
 from tests.faces.served import OPERATORS, free_port, serving
 from tests.stories.test_views_in_chromium import SCRIPT
 
-from .chromium import Watched, running
+from .chromium import BrowserPage, running
 
 IMAGES = Path(__file__).parents[2] / "notebooks" / "images"
-SETTLED_MS = 2500  # ripples, tips and the first history
+SETTLED_MS = 2500  # until animations have ended and the first history is drawn
 
 
-def now(seen: Watched) -> None:
+def now(seen: BrowserPage) -> None:
+    """Shows the last 24 hours of the tab Now."""
     seen.page.get_by_role("button", name="24 h").click()
     seen.page.get_by_text("qwen ·").first.wait_for()
 
 
-def evict(seen: Watched) -> None:
+def evict(seen: BrowserPage) -> None:
+    """Opens the dialog of an eviction."""
     seen.tab("Models")
     seen.row("reranker").locator("button", has_text="Evict").first.click()
     seen.page.locator("[role=dialog]").get_by_text("frees").first.wait_for()
@@ -32,10 +35,11 @@ def evict(seen: Watched) -> None:
 PICTURES = {
     "console_now": (now, 790),
     "console_evict": (evict, 560),
-}  # file: what is done first, pixels high
+}  # file -> preparation, height in pixels
 
 
 def main() -> None:
+    """Takes every picture in both themes."""
     with tempfile.TemporaryDirectory() as directory, running() as browser:
         place, port = Path(directory), free_port()
         (place / "views.py").write_text(SCRIPT)
@@ -43,7 +47,7 @@ def main() -> None:
         with serving(words, place, {"GPU_CONSOLE_TOKEN": OPERATORS}, port=port):
             for name, (prepare, height) in PICTURES.items():
                 for theme in ("light", "dark"):
-                    seen = Watched(
+                    seen = BrowserPage(
                         browser,
                         f"http://127.0.0.1:{port}/?token={OPERATORS}",
                         timezone_id="UTC",

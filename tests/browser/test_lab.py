@@ -1,4 +1,6 @@
-"""The console inside a notebook, in a real JupyterLab that Chromium shows: rendered, clicked, live, light to keep."""
+"""The console in a notebook, in a real JupyterLab in Chromium: live, clickable, and small in the
+file.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import pytest
 from tests.faces.conftest import FOUND_BY_CHILDREN
 from tests.faces.served import end, free_port
 
-from .chromium import CHROMIUM, SHOWN_MS, Watched, running
+from .chromium import CHROMIUM, SHOWN_MS, BrowserPage, running
 
 pytest.importorskip("playwright")
 pytest.importorskip("jupyterlab")
@@ -37,7 +39,7 @@ TOKEN = "a-token-of-this-test-alone"
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """A JupyterLab of this test, on loopback, with the notebook open in Chromium."""
+    """A JupyterLab on loopback, with the notebook open in Chromium."""
     home = tmp_path_factory.mktemp("lab")
     (home / "work").mkdir()
     notebook = home / "work" / "console.ipynb"
@@ -72,14 +74,14 @@ def lab(tmp_path_factory):
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         "--LabApp.news_url=",
     ]
-    with (home / "said.txt").open("wb") as out:
+    with (home / "output.txt").open("wb") as out:
         server = subprocess.Popen(
             words, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        _wait(f"http://127.0.0.1:{port}/api?token={TOKEN}", server, home / "said.txt")
+        wait_for_server(f"http://127.0.0.1:{port}/api?token={TOKEN}", server, home / "output.txt")
         with running() as chromium:
-            seen = Watched(
+            seen = BrowserPage(
                 chromium, f"http://127.0.0.1:{port}/lab/tree/console.ipynb?token={TOKEN}"
             )
             seen.notebook = notebook
@@ -90,19 +92,21 @@ def lab(tmp_path_factory):
         end(server)
 
 
-def _wait(url, server, said):
+def wait_for_server(url, server, output):
+    """Waits until the server answers."""
     until = time.monotonic() + 90
     while time.monotonic() < until:
-        assert server.poll() is None, said.read_text()
+        assert server.poll() is None, output.read_text()
         try:
             urllib.request.urlopen(url, timeout=5).close()
             return
         except OSError:
-            time.sleep(0.1)  # the only way to learn that another process listens
-    raise AssertionError(said.read_text())
+            time.sleep(0.1)  # there is no other way to know that another process listens
+    raise AssertionError(output.read_text())
 
 
 def run_next(lab):
+    """Runs the selected cell."""
     lab.page.keyboard.press("Shift+Enter")
 
 
@@ -120,8 +124,8 @@ def live(lab):
     return lab
 
 
-def test_it_is_shown_live_and_what_is_clicked_is_done(live):
-    """The same page as the served one; its rows, dialog and outcome."""
+def test_the_page_is_live_and_a_click_acts(live):
+    """It has the rows, the dialog and the outcomes of the served page."""
     live.tab("Models")
     live.row("qwen", "GPU: 0").locator("button", has_text="Evict").click()
     live.page.locator("button", has_text="Evict, freeing 8.0 GiB").click()
@@ -129,8 +133,8 @@ def test_it_is_shown_live_and_what_is_clicked_is_done(live):
     live.page.locator(".outcome.done", has_text="evict qwen").wait_for()
 
 
-def test_it_asked_no_other_host_for_anything(live):
-    """Panel's scripts and styles come from the kernel, also for what is drawn later."""
+def test_no_request_goes_to_another_host(live):
+    """Panel's scripts and styles come from the kernel, also for later changes."""
     for title in (
         "Now",
         "Leases",
@@ -149,7 +153,7 @@ def test_it_asked_no_other_host_for_anything(live):
 
 
 def test_the_notebooks_file_stays_small_and_holds_a_picture(live):
-    """Whoever opens it without a kernel sees how things stood."""
+    """A reader of the file without a kernel sees the last state."""
     live.page.keyboard.press("Escape")
     live.page.click(".jp-Notebook .jp-CodeCell >> nth=0 >> .jp-InputPrompt")
     until = time.monotonic() + 60
@@ -167,8 +171,8 @@ def test_the_notebooks_file_stays_small_and_holds_a_picture(live):
     assert "1 simulated GPU" in html and "qwen" in "".join(output["data"]["text/plain"])
 
 
-def test_it_goes_on_while_a_long_cell_runs(live):
-    """From a thread: a cell that waits lets it run."""
+def test_the_page_is_updated_while_a_long_cell_runs(live):
+    """By a thread, which runs while the cell waits."""
     page = live.page
     page.click(".jp-Notebook .jp-CodeCell >> nth=2 >> .cm-content")
     run_next(live)
@@ -187,7 +191,7 @@ def test_it_goes_on_while_a_long_cell_runs(live):
 @pytest.mark.skipif(
     int(ipykernel.__version__.split(".")[0]) < 7, reason="needs the subshells of ipykernel 7"
 )
-def test_what_is_clicked_while_a_long_cell_runs_is_done_meanwhile(live):
+def test_a_click_acts_while_a_long_cell_runs(live):
     """In a subshell of the kernel."""
     live.row("qwen", "warm").locator("button", has_text="Restore").click()
     live.page.locator("[role=dialog] button", has_text="Restore").click()

@@ -1,4 +1,4 @@
-"""The served console in a real Chromium, over real kernels: seen, clicked, and seen again by another."""
+"""The served console in a real Chromium, with real kernels and two sessions."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import pytest
 from tests.faces.served import OPERATORS, VIEWERS, free_port, serving
 from tests.stories.test_processes import Kernel
 
-from .chromium import CHROMIUM, SHOWN_MS, Watched, running
+from .chromium import CHROMIUM, SHOWN_MS, BrowserPage, running
 
 pytest.importorskip("playwright")
 pytestmark = pytest.mark.skipif(not shutil.which(CHROMIUM), reason="needs Chromium")
 
-DEVICES = "sim:24GiB,host:64GiB"  # as the served console has them
+DEVICES = "sim:24GiB,host:64GiB"  # the same as of the served console
 TABS = ("Now", "Models", "Leases", "Queue", "Decisions", "Evictions", "Fragmentation", "What if")
 
 
 @pytest.fixture(scope="module")
 def chromium():
+    """Chromium, for all tests of this module."""
     with running() as browser:
         yield browser
 
@@ -57,8 +58,10 @@ def opened(chromium, served):
     """Opens the console: `opened()` as an operator."""
     made = []
 
-    def open(token: str = OPERATORS, **context) -> Watched:
-        made.append(Watched(chromium, f"http://127.0.0.1:{served.port}/?token={token}", **context))
+    def open(token: str = OPERATORS, **context) -> BrowserPage:
+        made.append(
+            BrowserPage(chromium, f"http://127.0.0.1:{served.port}/?token={token}", **context)
+        )
         return made[-1].ready()
 
     yield open
@@ -93,8 +96,8 @@ def pid(kernel: Kernel) -> str:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_tab_renders_without_an_error_or_a_request_elsewhere(opened, kernel, scheme):
-    """In both themes; a box without internet shows the same page."""
+def test_every_tab_renders_without_an_error_or_a_foreign_request(opened, kernel, scheme):
+    """In both themes. A box without internet shows the same page."""
     seen = opened()
     if scheme == "dark":
         seen.page.click("[aria-label='Toggle theme']")
@@ -111,11 +114,15 @@ def test_every_tab_renders_without_an_error_or_a_request_elsewhere(opened, kerne
 
 
 def background(seen) -> str:
+    """The background colour of the page."""
     return seen.page.evaluate("getComputedStyle(document.body).backgroundColor")
 
 
 def test_the_page_takes_the_systems_theme_until_another_is_chosen(opened, kernel):
-    """And keeps the choice over a reload; whoever goes back to the system's follows it again."""
+    """The choice is kept over a reload.
+
+    After choosing the system's theme the page follows the system again.
+    """
     light, dark = background(opened(color_scheme="light")), None
     seen = opened(color_scheme="dark")
     seen.page.wait_for_function(
@@ -125,14 +132,14 @@ def test_the_page_takes_the_systems_theme_until_another_is_chosen(opened, kernel
     seen.page.click("[aria-label='Toggle theme']")
     seen.page.wait_for_function("() => localStorage.getItem('gpu-console-theme') === 'light'")
     seen.page.reload()
-    seen.ready().page.wait_for_timeout(1000)  # in which it would become dark
+    seen.ready().page.wait_for_timeout(1000)  # time in which it would become dark
     assert background(seen) == light
     seen.page.click("[aria-label='Toggle theme']")
     seen.page.wait_for_function("() => localStorage.getItem('gpu-console-theme') === null")
     assert background(seen) == dark != light and seen.errors == []
 
 
-def test_a_narrow_page_keeps_the_buttons_in_reach_and_tells_24_hours(opened, kernel):
+def test_a_narrow_page_shows_its_buttons_and_times_in_24_hours(opened, kernel):
     seen = opened(viewport={"width": 760, "height": 700}, locale="en-US")
     seen.tab("Models")
     seen.row("qwen", pid(kernel)).locator("button", has_text="Pin").wait_for()
@@ -144,8 +151,8 @@ def test_a_narrow_page_keeps_the_buttons_in_reach_and_tells_24_hours(opened, ker
     )
 
 
-def test_a_click_a_dialog_a_confirmation_and_the_model_has_left_in_its_own_kernel(opened, kernel):
-    """And a second session sees it."""
+def test_a_confirmed_click_evicts_the_model_in_its_own_kernel(opened, kernel):
+    """A second session sees it too."""
     seen, second = opened(), opened()
     for page in (seen, second):
         page.tab("Models")
@@ -167,7 +174,7 @@ def test_a_click_a_dialog_a_confirmation_and_the_model_has_left_in_its_own_kerne
 
 @pytest.mark.parametrize("no", ["Enter", "Escape", "click"])
 def test_cancel_has_the_focus_and_changes_nothing(opened, kernel, no):
-    """Enter is a no, as Escape is."""
+    """Enter means no, and so does Escape."""
     seen = opened()
     seen.tab("Models")
     seen.row("qwen", pid(kernel)).locator("button", has_text="Evict").click()
@@ -183,7 +190,7 @@ def test_cancel_has_the_focus_and_changes_nothing(opened, kernel, no):
     assert where(kernel) == "sim:0" and not seen.page.locator(".outcome").count()
 
 
-def test_a_model_that_came_into_use_since_the_click_is_left_alone(opened, kernel):
+def test_a_model_in_use_since_the_click_is_not_evicted(opened, kernel):
     seen = opened()
     seen.tab("Models")
     seen.row("qwen", pid(kernel)).locator("button", has_text="Evict").click()
@@ -205,7 +212,7 @@ def test_a_viewer_has_no_buttons(opened, kernel):
 
 
 def test_a_killed_kernel_disappears_with_its_leases(opened, kernel):
-    """Nobody else is there to notice its death: the page's own process does."""
+    """No other process can notice its death: the server of the page does."""
     seen = opened()
     seen.tab("Leases")
     seen.row("qwen", pid(kernel)).wait_for()
@@ -213,8 +220,8 @@ def test_a_killed_kernel_disappears_with_its_leases(opened, kernel):
     seen.row("qwen", pid(kernel)).wait_for(state="detached", timeout=SHOWN_MS)
 
 
-def test_an_owner_that_does_not_answer_is_named_with_the_time_since_when(opened, kernel):
-    """A stopped process: the page goes on, and says who keeps it waiting."""
+def test_an_owner_that_does_not_answer_is_shown_with_the_time(opened, kernel):
+    """Its process is stopped; the page works on and names it."""
     seen = opened()
     seen.tab("Models")
     seen.row("qwen", pid(kernel)).locator("button", has_text="Evict").click()
@@ -245,7 +252,7 @@ def test_a_table_is_filtered_and_sorted_in_the_browser(opened, kernel):
         return seen.row(pid(kernel)).locator("td:first-child").all_inner_texts()
 
     seen.page.locator("th button", has_text="Size").click()
-    assert names() == ["qwen", "llama", "bge"], "of figures the largest first"
+    assert names() == ["qwen", "llama", "bge"], "numbers: the largest first"
     seen.page.locator("th button", has_text="Size").click()
     assert names() == ["bge", "llama", "qwen"]
     seen.page.locator("input[type=search]").first.fill(f"LLAMA {pid(kernel)}")
@@ -254,8 +261,8 @@ def test_a_table_is_filtered_and_sorted_in_the_browser(opened, kernel):
     seen.page.locator("text=No row contains all these words.").wait_for()
 
 
-def test_a_server_that_is_gone_is_noticed_by_the_page_itself(chromium, tmp_path):
-    """What it shows then is old, and says so."""
+def test_the_page_itself_notices_that_its_server_has_gone(chromium, tmp_path):
+    """It shows the age of its figures."""
     port = free_port()
     words = [
         sys.executable,
@@ -267,6 +274,6 @@ def test_a_server_that_is_gone_is_noticed_by_the_page_itself(chromium, tmp_path)
         "--no-browser",
     ]
     with serving(words, tmp_path, {"GPU_CONSOLE_TOKEN": OPERATORS}, port=port):
-        seen = Watched(chromium, f"http://127.0.0.1:{port}/?token={OPERATORS}").ready()
+        seen = BrowserPage(chromium, f"http://127.0.0.1:{port}/?token={OPERATORS}").ready()
     seen.page.locator("text=/no update from the server for \\d+ s/").wait_for()
     seen.close()

@@ -1,4 +1,4 @@
-"""A Poller over a runtime that gives fixed answers, polled by hand."""
+"""A poller over a runtime that returns fixed answers; the tests poll by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from gpu_runtime.owner import frames
 
 
 class FixedRuntime:
-    """A runtime that has one snapshot, and whatever else it is given: `FixedRuntime(snapshot, history=lambda …)`."""
+    """A runtime with one snapshot.
+
+    Other answers are keywords: `FixedRuntime(snapshot, history=...)`.
+    """
 
     def __init__(self, snapshot: Any, **answers: Any) -> None:
         self.snapshot = snapshot
@@ -23,24 +26,25 @@ class FixedRuntime:
         self.__dict__.update(answers)
 
     def status(self) -> Any:
-        return replace(self.snapshot)  # another one each time, as a runtime's is
+        return replace(self.snapshot)  # a new object each time, as from a runtime
 
     def reap(self) -> None:
-        """Nobody here dies."""
+        """Does nothing: no process of this runtime can die."""
 
 
 VIEWER = SimpleNamespace(may_act=False, propose=lambda verb, id: None)
 
 
-def looked_at(kind: Any, snapshot: Any, *, dark: bool = False, **answers: Any) -> Any:
-    """The tab, as a session has it that looks at this snapshot; `refresh(tab)` after its runtime's answers changed."""
+def opened(kind: Any, snapshot: Any, *, dark: bool = False, **answers: Any) -> Any:
+    """The tab as a session that shows `snapshot` has it, after one poll."""
     tab = kind(Poller(FixedRuntime(snapshot, **answers), start=lambda run: None), VIEWER)
     tab.dark(dark)
-    tab.update(snapshot)  # asks for what it needs beside the snapshot
+    tab.update(snapshot)  # requests other data that it needs
     refresh(tab)
     return tab
 
 
 def refresh(tab: Any) -> None:
+    """Polls once and updates the tab."""
     tab.poller.poll()
     tab.update(tab.poller.result.snapshot)

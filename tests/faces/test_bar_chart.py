@@ -1,4 +1,4 @@
-"""A drawn bar: what its figure holds, and that only what differs is sent."""
+"""The figure of a bar: its data, and that only differences are sent."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_the_figure_shows_every_stretch_and_mark():
     ]
 
 
-def test_nothing_new_sends_nothing_and_five_seconds_send_a_column(monkeypatch):
-    """Twenty sessions look each second."""
+def test_unchanged_data_is_not_sent_and_five_seconds_send_one_column(monkeypatch):
+    """Twenty sessions update each second."""
     chart = shown(samples.busy)
     sent = []
     chart.source.on_change("data", lambda attr, old, new: sent.append(new))
@@ -54,8 +54,8 @@ def test_nothing_new_sends_nothing_and_five_seconds_send_a_column(monkeypatch):
     assert sent == [] and list(patched[0]) == ["tooltip"]
 
 
-def test_words_on_what_the_page_shines_through_take_the_pages_ink():
-    """On a hatched stretch; on a lease's own colour the ink goes by the colour, in both themes."""
+def test_text_on_a_translucent_stretch_has_the_colour_of_the_pages_text():
+    """On a lease's own colour the text colour depends on that colour, in both themes."""
     light, dark = shown(samples.waiting), shown(samples.waiting, dark=True)
     assert light.source.data["ink"][1] == "#000000" and dark.source.data["ink"][1] == "#ffffff"
     assert light.source.data["ink"][0] == dark.source.data["ink"][0]
@@ -65,8 +65,11 @@ ROWS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from("abc")), max_size=6
 
 
 @given(ROWS, ROWS)
-def test_a_source_that_is_brought_up_to_date_holds_the_new_columns(before, after):
-    """Whether by patches or anew; it says whether anything differed; and what it was given, others may hold."""
+def test_an_updated_source_holds_the_new_columns(before, after):
+    """By patches or as a whole.
+
+    The result is whether anything differed, and the given lists are unchanged.
+    """
     first, second = (
         {"n": [n for n, _ in rows], "s": [s for _, s in rows]} for rows in (before, after)
     )

@@ -1,4 +1,4 @@
-"""The stacked bars of the console: no byte lost, none made up, and what is unknown said to be unknown."""
+"""The stacked bars of the console: every byte is counted once, and unknown stays unknown."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from . import samples
 
 
 def stretches(snapshot, device=0):
+    """The stretches of a device's bar, by their titles."""
     return {one.title: one for one in bars.bars(snapshot)[device].stretches}
 
 
 def bar(snapshot, device=0):
+    """The bar of a device."""
     return bars.bars(snapshot)[device]
 
 
-def seen(book, world):
-    """The snapshot of a book, as a face is given it."""
+def snapshot_of(book, world):
+    """The snapshot of a book."""
     return Snapshot(
         world.now,
         world.wall,
@@ -57,10 +59,13 @@ LEASES = st.lists(
 
 @given(LEASES, st.integers(0, 5 * GIB), st.integers(0, 5 * GIB), st.integers(0, 80 * GIB))
 def test_a_bar_is_the_books_claims_to_the_byte(drawn, residue, held_by_the_dead, free):
-    """However many there are, wherever they go, and whatever the dead still hold; what is measured beyond is last."""
+    """For any number of leases and moves, and memory that dead processes still hold.
+
+    Unleased memory is last.
+    """
     leases = []
     for n, (lies, size, phase, goes, pid) in enumerate(drawn):
-        at, to = (bars_device(place) for place in (lies, goes))
+        at, to = (device_id(place) for place in (lies, goes))
         leases.append(
             Lease(
                 worlds.owner(pid).id,
@@ -76,7 +81,9 @@ def test_a_bar_is_the_books_claims_to_the_byte(drawn, residue, held_by_the_dead,
         residue={1: {"cuda:0": residue}},
         ghosts=(Ghost("9.1.0", 9, "cuda:0", held_by_the_dead, 0.0, 1.0),),
     )
-    snapshot = seen(book, worlds.world(cuda0=80, cuda1=80, host=512, free={"cuda0": free / GIB}))
+    snapshot = snapshot_of(
+        book, worlds.world(cuda0=80, cuda1=80, host=512, free={"cuda0": free / GIB})
+    )
     claims = book.claims()
     for view, one in zip(snapshot.devices, bars.bars(snapshot), strict=True):
         assert sum(s.bytes for s in one.stretches if s.kind != "strangers") == claims.get(
@@ -84,15 +91,16 @@ def test_a_bar_is_the_books_claims_to_the_byte(drawn, residue, held_by_the_dead,
         )
         columns = bar_columns.stretch_columns(one, Palette().styles(bar_columns.labels([one])))
         assert sum(columns["bytes"]) == one.used_bytes <= one.scale_bytes
-        assert columns["left"][1:] == columns["right"][:-1], "no gap and no overlap"
+        assert columns["left"][1:] == columns["right"][:-1], "there is no gap and no overlap"
 
 
-def bars_device(word: str) -> str:
+def device_id(word: str) -> str:
+    """`cuda:0` for `cuda0`."""
     return HOST if word == "host" else f"cuda:{word[-1]}"
 
 
-def test_who_holds_what_is_told_on_pointing_at_it():
-    """Model, bytes, owner, use, importance, and that it is pinned."""
+def test_the_tooltip_of_a_lease_shows_its_process_use_and_importance():
+    """And that it is pinned."""
     qwen = stretches(samples.busy)["qwen"]
     assert qwen.notebook == "train.ipynb"
     assert qwen.tooltip == (
@@ -102,7 +110,7 @@ def test_who_holds_what_is_told_on_pointing_at_it():
     assert stretches(samples.busy)["reranker"].tooltip.endswith("idle 10 s\nimportance high")
 
 
-def test_the_state_of_the_kernel_is_told_where_it_is_known():
+def test_the_tooltip_shows_the_state_of_the_kernel_where_it_is_known():
     section = samples.busy.sections[samples.ME.id]
     busy = replace(
         samples.busy, sections={samples.ME.id: replace(section, busy_since=samples.NOW - 90)}
@@ -110,15 +118,15 @@ def test_the_state_of_the_kernel_is_told_where_it_is_known():
     assert "its kernel has been busy for 90 s" in stretches(busy)["qwen"].tooltip
 
 
-def test_a_part_of_a_split_model_says_of_how_much_it_is():
+def test_the_tooltip_of_a_split_model_shows_its_whole_size():
     split = Lease(samples.ME.id, "big", shares=(Share("sim:0", 4 * GIB), Share("sim:1", 4 * GIB)))
     assert stretches(samples.snapshot(split, cards=2))["big"].tooltip.startswith(
         "4.0 GiB of 8.0 GiB on sim:0,1\n"
     )
 
 
-def test_comers_and_goers_are_hatched_and_say_so():
-    """Nobody takes bytes on their way for bytes that lie there."""
+def test_arriving_and_leaving_leases_are_hatched_and_labelled():
+    """They must not look like settled leases."""
     leaving = bar(samples.waiting).stretches
     columns = bar_columns.stretch_columns(bar(samples.waiting), {})
     assert [one.kind for one in leaving] == ["settled", "leaving"]
@@ -126,8 +134,10 @@ def test_comers_and_goers_are_hatched_and_say_so():
     assert "4.0 GiB, leaving" in leaving[1].tooltip
 
 
-def test_small_leases_gather_and_none_is_lost():
-    """Two hundred leases on eight cards stay legible: each bar has a few stretches, and one that counts the others."""
+def test_small_leases_are_gathered_and_none_is_lost():
+    """Two hundred leases on eight cards stay legible: a few stretches in each bar, and one for
+    the others.
+    """
     leases = (samples.lease(f"m{n}", 0.25 + n % 4, f"sim:{n % 8}") for n in range(200))
     crowd = samples.snapshot(*leases, cards=8, gib=80)
     for view, one in zip(crowd.devices, bars.bars(crowd), strict=True):
@@ -140,31 +150,31 @@ def test_small_leases_gather_and_none_is_lost():
     assert "and " in bar(crowd).stretches[-1].tooltip.splitlines()[-1]
 
 
-def test_one_thin_lease_keeps_its_name():
-    """`1 others` would tell less."""
+def test_a_single_thin_lease_keeps_its_name():
+    """`1 others` would show less."""
     assert list(
         stretches(samples.snapshot(samples.lease("big", 10), samples.lease("thin", 0.01)))
     ) == ["big", "thin"]
 
 
-def test_memory_that_nobody_leased_names_its_processes():
-    """The operator asks: whose is it?"""
+def test_unleased_memory_names_its_processes():
+    """The operator needs to know whose memory it is."""
     other = stretches(samples.overdraft)["other programs"]
     assert other.bytes == GIB // 2
     assert "python3, carol, pid 999" in other.tooltip
     assert bar_columns.stretch_columns(bar(samples.overdraft), {})["hatch"][-1] == "x", (
-        "no lease looks like it"
+        "no lease has this hatch"
     )
 
 
-def test_a_strangers_size_that_the_driver_will_not_say_is_unknown():
+def test_a_size_that_the_driver_does_not_report_is_shown_as_unknown():
     held = replace(
         samples.overdraft, strangers=(Stranger("cuda:0", 999, None, "carol", "python3"),)
     )
     assert "size unknown python3, carol, pid 999" in stretches(held)["other programs"].tooltip
 
 
-def test_residue_names_whose_it_is():
+def test_residue_names_its_process():
     section = samples.busy.sections[samples.BOB.id]
     view = samples.busy.devices[0]
     sections = {
@@ -185,8 +195,8 @@ def test_residue_names_whose_it_is():
     )
 
 
-def test_marks_stand_where_the_level_of_the_claims_changes():
-    """At the thresholds of the settings, as parts of the budget."""
+def test_marks_are_where_the_pressure_level_changes():
+    """They are at the thresholds of the settings, as parts of the budget."""
     rules = Rules(moderate=0.5, high=0.7, critical=0.95)
     found = {mark.kind: mark.bytes for mark in bar(replace(samples.busy, rules=rules)).marks}
     limit = samples.busy.devices[0].limit_bytes
@@ -198,8 +208,8 @@ def test_marks_stand_where_the_level_of_the_claims_changes():
     }
 
 
-def test_the_reserve_lies_at_the_end_of_a_measured_card():
-    """A simulated one has none: there the book is the measurement."""
+def test_the_reserve_is_at_the_end_of_a_measured_card():
+    """A simulated card has none: its measurement is the book itself."""
     real = replace(samples.drained, rules=Rules(reserve_bytes=GIB))
     kinds = {one.kind: (one.start, one.end) for one in bar(real).regions}
     total = real.devices[0].device.total_bytes
@@ -223,15 +233,15 @@ def test_the_reserve_lies_at_the_end_of_a_measured_card():
         (None, "", "free memory unknown"),
     ],
 )
-def test_free_room_in_words(room, blind, words):
-    """None is unknown, never 0."""
+def test_free_memory_in_words(room, blind, words):
+    """None means unknown, never 0."""
     assert (
         device_facts.room_words(replace(samples.busy.devices[0], room_bytes=room, blind=blind))
         == words
     )
 
 
-def test_what_the_driver_does_not_tell_is_left_out_not_shown_as_zero():
+def test_a_figure_that_the_driver_does_not_report_is_left_out():
     view = samples.unmeasured.devices[0]
     assert "not measured" in device_facts.facts(samples.unmeasured, view)
     assert not any(
@@ -245,7 +255,7 @@ def test_the_host_counts_its_warm_models():
     assert "1 warm model" in device_facts.facts(samples.busy, samples.busy.devices[1])
 
 
-def test_a_drained_card_says_by_whom_and_since_when():
+def test_a_drained_card_shows_the_person_and_the_time():
     assert device_facts.notices(samples.drained, samples.drained.devices[1]) == [
         "drained by ann 10 min ago: it takes no new leases"
     ]
@@ -253,35 +263,35 @@ def test_a_drained_card_says_by_whom_and_since_when():
     assert device_facts.notices(samples.busy, view)[0].startswith("drained by <b>")
 
 
-def test_a_simulated_card_says_so_among_real_ones():
-    """Where all are simulated the header says it once."""
+def test_a_simulated_card_among_real_ones_is_labelled():
+    """Where all cards are simulated, the status bar shows it once."""
     view = samples.busy.devices[0]
     assert "simulated" in device_facts.notices(replace(samples.busy, simulated=False), view)
     assert device_facts.notices(samples.busy, view) == []
 
 
-def test_a_small_device_has_an_axis_of_its_own_unit():
-    """A card of 96 MiB would be all in the first hundredth of a GiB."""
+def test_a_small_device_has_an_axis_in_mib():
+    """On an axis in GiB, a card of 96 MiB would be in the first tick."""
     small = samples.snapshot(samples.lease("m", 0.0625), gib=0.09375)
     assert bar_columns.unit_of(small.devices[0].device.total_bytes) == (MIB, "MiB")
     assert bar_columns.stretch_columns(bar(small), {})["right"] == [64.0]
 
 
-def test_a_bar_can_be_read_aloud():
+def test_a_bar_has_a_description_for_screen_readers():
     assert bar(samples.busy).description == (
         "sim:0: qwen of train.ipynb 14.0 GiB, reranker of analysis.ipynb 4.0 GiB; budget 21.6 GiB"
     )
     assert bar(samples.empty).description == "sim:0: empty; budget 21.6 GiB"
 
 
-def test_no_name_can_steer_what_shows_it():
-    """Control characters are made visible; markup is the showing side's to escape."""
+def test_control_characters_in_a_name_are_made_visible():
+    """Markup stays: the code that shows the name escapes it."""
     (one,) = bar(samples.hostile).stretches
     assert "\x1b" not in one.title + one.tooltip and one.title.startswith("<img")
 
 
-def test_what_is_free_begins_where_what_is_used_ends():
-    """Nobody is told of free room while pointing at a lease."""
+def test_the_free_region_begins_where_the_used_bytes_end():
+    """So the tooltip of a lease never shows free memory."""
     used = bar(samples.busy).used_bytes
     limit, total = samples.busy.devices[0].limit_bytes, samples.busy.devices[0].device.total_bytes
     assert [(one.kind, one.start, one.end) for one in bar(samples.busy).regions] == [

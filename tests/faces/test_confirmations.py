@@ -1,4 +1,4 @@
-"""What a click stands for, what is asked before it is done, and what is noticed when things have changed meanwhile."""
+"""The proposal of a click, its question, and the check for changes before it is carried out."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from .samples import BOB, HOST, ME, NOW, lease, snapshot
 
 
 def idle(**more):
+    """A snapshot with the idle model qwen."""
     return snapshot(lease("qwen", 14, **{"last_used": NOW - 200, **more}))
 
 
 def at(name="qwen", owner=ME):
+    """The row id of a model."""
     return f"{owner.id}/{name}"
 
 
 def test_a_click_is_resolved_to_one_lease_of_one_owner():
-    """Two processes may hold a model of the same name."""
+    """Two processes can hold models of the same name."""
     both = snapshot(lease("qwen", 14), lease("qwen", 4, owner=BOB))
     assert propose("evict", at(owner=BOB), both) == Proposal(
         "evict", at(owner=BOB), "sim:0", 4 * 2**30, BOB.pid
@@ -29,9 +31,9 @@ def test_a_click_is_resolved_to_one_lease_of_one_owner():
     assert propose("preload", "/catalogued", both).subject == "catalogued"
 
 
-def test_an_eviction_is_asked_with_the_model_the_bytes_who_has_it_and_what_becomes_of_it():
-    asked = propose("evict", at(), idle(restore_seconds=2.5))
-    assert question(asked, idle(restore_seconds=2.5)) == (
+def test_the_question_of_an_eviction_shows_bytes_process_and_consequence():
+    proposal = propose("evict", at(), idle(restore_seconds=2.5))
+    assert question(proposal, idle(restore_seconds=2.5)) == (
         "Evict qwen?",
         (
             "This frees 14.0 GiB on sim:0.",
@@ -45,25 +47,25 @@ def test_an_eviction_is_asked_with_the_model_the_bytes_who_has_it_and_what_becom
 
 
 @pytest.mark.parametrize("verb", ["evict", "restore", "pin", "unpin"])
-def test_every_question_names_the_model_its_bytes_and_the_person(verb):
-    """Whoever looks: who was let in may be another person than who serves the page."""
+def test_every_question_names_the_model_its_bytes_and_its_user(verb):
+    """The visitor can be another user than the one who serves the page."""
     world = snapshot(lease("qwen", 14, HOST if verb == "restore" else "sim:0", owner=BOB))
-    asks = question(propose(verb, at(owner=BOB), world), world)
-    assert "qwen" in asks.title
+    text = question(propose(verb, at(owner=BOB), world), world)
+    assert "qwen" in text.title
     for words in ("analysis.ipynb (pid 4121), bob", "14.0 GiB"):
-        assert words in " ".join(asks.lines)
+        assert words in " ".join(text.lines)
 
 
-def test_of_what_is_not_loaded_it_is_said_whether_its_size_is_known():
+def test_the_question_of_a_preload_shows_an_unknown_size():
     world = snapshot()
-    asks = question(propose("preload", "/catalogued", world), world)
-    assert asks.lines[:2] == (
+    text = question(propose("preload", "/catalogued", world), world)
+    assert text.lines[:2] == (
         "It is not loaded, and its size is not known here.",
         "It is loaded to a device by a process that can load it.",
     )
 
 
-def test_of_a_model_that_cannot_be_moved_it_is_said_that_it_is_loaded_anew():
+def test_the_question_shows_that_an_unmovable_model_is_loaded_again():
     world = idle(movable=False, reload_seconds=20.0)
     assert "unloaded" in question(propose("evict", at(), world), world).lines[-1]
     assert "in about 20 s" in question(propose("evict", at(), world), world).lines[-1]
@@ -79,15 +81,15 @@ def test_of_a_model_that_cannot_be_moved_it_is_said_that_it_is_loaded_anew():
         ("defrag", "returns cached blocks"),
     ],
 )
-def test_every_other_verb_says_what_it_will_do(verb, words):
-    asks = question(propose(verb, at(), idle()), idle())
-    assert words in " ".join(asks.lines) and asks.confirm and not asks.grave
+def test_the_question_of_every_other_verb_shows_its_effect(verb, words):
+    text = question(propose(verb, at(), idle()), idle())
+    assert words in " ".join(text.lines) and text.confirm and not text.grave
 
 
 @pytest.mark.parametrize("verb", ["evict", "pin", "defrag"])
-def test_what_is_as_it_was_may_be_done(verb):
-    asked = propose(verb, at(), idle())
-    assert changed(asked, replace(idle(), now=NOW + 60)) == ""
+def test_an_unchanged_situation_allows_the_action(verb):
+    proposal = propose(verb, at(), idle())
+    assert changed(proposal, replace(idle(), now=NOW + 60)) == ""
 
 
 def test_a_model_that_is_on_disk_may_be_preloaded():
@@ -98,7 +100,7 @@ def test_a_model_that_is_on_disk_may_be_preloaded():
     )
     assert changed(propose("preload", at("llama", BOB), world), world) == ""
     assert changed(propose("preload", "/catalogued", world), world) == "", (
-        "the runtime itself says who could load it"
+        "the runtime itself reports which process could load it"
     )
 
 
@@ -116,12 +118,12 @@ def test_a_model_that_is_on_disk_may_be_preloaded():
         ("evict", snapshot(lease("qwen", 14, owner=BOB)), "no longer holds it"),
     ],
 )
-def test_what_has_changed_since_the_click_is_said_and_nothing_is_done(verb, then, words):
-    """The last: another owner has it now, and the click was not about theirs."""
-    told = changed(propose(verb, at(), idle()), then)
-    assert words in told and told.endswith("Nothing was done.")
+def test_a_change_since_the_click_is_reported_and_nothing_is_done(verb, then, words):
+    """In the last case another owner has a model of that name, which was not meant."""
+    difference = changed(propose(verb, at(), idle()), then)
+    assert words in difference and difference.endswith("Nothing was done.")
 
 
-def test_names_that_could_steer_a_terminal_are_made_visible():
+def test_control_characters_in_a_name_are_made_visible():
     world = snapshot(lease("a\x1b[31m\nb", 4))
     assert "\x1b" not in str(question(propose("evict", at("a\x1b[31m\nb"), world), world))

@@ -1,4 +1,4 @@
-"""One session's page, without a browser: what it shows, what a click does, what it costs, and that it ends."""
+"""One session's page, without a browser: what it shows, what a click does, how it ends."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from . import samples
 
 
 @pytest.fixture(autouse=True)
-def light():
-    """A page that was toggled leaves Panel's theme so, where there is no session to keep it."""
+def reset_theme():
+    """Restores Panel's theme: without a session to keep it, a changed theme stays."""
     yield
     pn.config.theme = "default"
 
@@ -45,7 +45,7 @@ OPERATOR, VIEWER = Visitor("ann", True), Visitor("eve", False)
 
 @pytest.fixture
 def poller(rt):
-    """Its thread never starts: the test polls."""
+    """A poller whose thread never starts: the test polls."""
     rt.register("qwen", backend="fake", size="14GiB")
     rt.preload("qwen")
     poller = Poller(rt, start=lambda work: None)
@@ -56,36 +56,39 @@ def poller(rt):
 
 @pytest.fixture
 def waiting_threads():
-    """What would run in threads, to be run when the test says so."""
+    """Functions that would run in threads; the test runs them."""
     return []
 
 
 @pytest.fixture
 def page(poller, waiting_threads, monkeypatch):
-    only(monkeypatch, "Models")
+    """The page of an operator, with the tab Models alone."""
+    only_tabs(monkeypatch, "Models")
     made = Console(poller, OPERATOR)
     made.actions._start = waiting_threads.append
     return made
 
 
-def only(monkeypatch, *titles):
+def only_tabs(monkeypatch, *titles):
+    """Limits the console to the tabs with these titles."""
     monkeypatch.setattr(registry, "titles", lambda: list(titles))
 
 
 def target(poller, name="qwen"):
+    """The row id of a model."""
     return next(lease.id for lease in poller.result.snapshot.leases() if lease.name == name)
 
 
 def click(page, answer):
-    """An answer in the dialog, as a browser sends it."""
+    """Answers the dialog, as a browser does."""
     page.actions._form._handle_msg({"answer": answer, "question": page.actions._form.question})
 
 
-# -- tabs ---------------------------------------------------------------------------------------------------------
+# -- tabs ------------------------------------------------------------------------------------------
 
 
-class Counted(Tab):
-    """A tab that counts what is asked of it."""
+class CountingTab(Tab):
+    """A tab that counts its calls."""
 
     title = "Counted"
     made = updates = 0
@@ -103,7 +106,9 @@ class Counted(Tab):
         self.themes.append(on)
 
 
-class Failing(Counted):
+class FailingTab(CountingTab):
+    """A tab whose update fails."""
+
     title = "Failing"
 
     def update(self, snapshot):
@@ -111,22 +116,19 @@ class Failing(Counted):
 
 
 @pytest.fixture
-def two(poller, monkeypatch):
-    Counted.made = Counted.updates = 0
-    Counted.themes = []
-    only(monkeypatch, "Models", "Counted")
-    monkeypatch.setattr(
-        registry, "kind", {"Counted": Counted, "Failing": Failing, "Models": Counted}.__getitem__
-    )
-    monkeypatch.setattr(
-        registry,
-        "kind",
-        lambda title, known=registry.kind: known(title) if title != "Models" else Other,
-    )
+def two_tabs(poller, monkeypatch):
+    """A console with an empty tab in front and a CountingTab behind it."""
+    CountingTab.made = CountingTab.updates = 0
+    CountingTab.themes = []
+    only_tabs(monkeypatch, "Models", "Counted")
+    kinds = {"Counted": CountingTab, "Models": EmptyTab}
+    monkeypatch.setattr(registry, "kind", kinds.__getitem__)
     return Console(poller, VIEWER)
 
 
-class Other(Tab):
+class EmptyTab(Tab):
+    """A tab that shows nothing."""
+
     title = "Models"
 
     def __init__(self, poller, actions):
@@ -134,38 +136,41 @@ class Other(Tab):
         self.panel = pn.pane.HTML("other")
 
 
-def test_a_tab_that_nobody_looks_at_is_not_even_made(two, poller):
+def test_a_tab_is_made_when_it_is_first_opened_and_updated_while_in_front(two_tabs, poller):
+    """A tab that is not open costs nothing."""
     poller.poll()
-    two.tick()
-    assert Counted.made == 0
-    two._tabs.active = 1
-    assert (Counted.made, Counted.updates) == (1, 1)
-    two._tabs.active = 0
-    updates = Counted.updates
-    renew(poller)
-    two.tick()
-    assert (Counted.made, Counted.updates) == (1, updates), "hidden again, it is left alone"
+    two_tabs.tick()
+    assert CountingTab.made == 0
+    two_tabs._tabs.active = 1
+    assert (CountingTab.made, CountingTab.updates) == (1, 1)
+    two_tabs._tabs.active = 0
+    updates = CountingTab.updates
+    poll_again(poller)
+    two_tabs.tick()
+    assert (CountingTab.made, CountingTab.updates) == (1, updates), (
+        "a tab that is not in front is not updated"
+    )
 
 
-def test_nothing_is_done_while_nothing_is_new(two, poller):
-    two._tabs.active = 1
-    updates = Counted.updates
+def test_a_tick_without_news_updates_nothing(two_tabs, poller):
+    two_tabs._tabs.active = 1
+    updates = CountingTab.updates
     for _ in range(10):
-        two.tick()
-    assert Counted.updates == updates
+        two_tabs.tick()
+    assert CountingTab.updates == updates
 
 
-def test_a_tab_takes_the_theme_when_it_is_made_and_when_it_is_toggled(two):
-    two._tabs.active = 1
-    two.page.dark_theme = True
-    assert Counted.themes == [False, True]
+def test_a_tab_gets_the_theme_when_it_is_made_and_at_each_change(two_tabs):
+    two_tabs._tabs.active = 1
+    two_tabs.page.dark_theme = True
+    assert CountingTab.themes == [False, True]
 
 
-def test_a_served_page_takes_the_theme_that_its_browser_wants_and_a_notebooks_does_not_ask(poller):
-    """A notebook's page follows the notebook. What a browser says may be anything."""
+def test_a_served_page_takes_the_theme_of_its_browser_and_one_in_a_notebook_does_not(poller):
+    """A page in a notebook follows the notebook. A message from a browser can be anything."""
     served = Console(poller, VIEWER)
-    for said, dark in (("dark", True), ({"dark": 1}, True), ("light", False)):
-        served.status_bar._handle_msg(said)
+    for text, dark in (("dark", True), ({"dark": 1}, True), ("light", False)):
+        served.status_bar._handle_msg(text)
         assert served.page.dark_theme is served.status_bar.dark is dark
     assert (
         served.status_bar.chooses
@@ -173,20 +178,22 @@ def test_a_served_page_takes_the_theme_that_its_browser_wants_and_a_notebooks_do
     )
 
 
-def test_a_tab_that_fails_says_so_and_the_others_go_on(poller, monkeypatch, caplog):
-    only(monkeypatch, "Failing", "Counted")
-    monkeypatch.setattr(registry, "kind", {"Counted": Counted, "Failing": Failing}.__getitem__)
+def test_the_failure_of_one_tab_is_shown_there_and_the_others_work(poller, monkeypatch, caplog):
+    only_tabs(monkeypatch, "Failing", "Counted")
+    monkeypatch.setattr(
+        registry, "kind", {"Counted": CountingTab, "Failing": FailingTab}.__getitem__
+    )
     made = Console(poller, VIEWER)
     assert (
         "division by zero" in made._holders["Failing"].objects[0].object
         and "Traceback" in caplog.text
     )
     made._tabs.active = 1
-    assert Counted.made
+    assert CountingTab.made
 
 
-def test_every_tab_of_the_table_can_be_made_and_shows_a_busy_an_empty_and_a_strange_box(poller):
-    """Whatever the snapshot says: no tab fails on a world that it did not expect."""
+def test_every_tab_can_show_every_sample_snapshot(poller):
+    """No tab fails on an unusual snapshot."""
     made = Console(poller, OPERATOR)
     for n, title in enumerate(made._titles):
         made._tabs.active = n
@@ -204,32 +211,33 @@ def test_every_tab_of_the_table_can_be_made_and_shows_a_busy_an_empty_and_a_stra
             assert title in made._made, f"{title} failed: {made._holders[title].objects}"
 
 
-def renew(poller):
+def poll_again(poller):
+    """Polls, and publishes the result even if nothing changed."""
     poller._published_at = -1e9
     poller.poll()
 
 
-# -- the strip and the banner -------------------------------------------------------------------------------------
+# -- the status bar and the banner -----------------------------------------------------------------
 
 
-def test_the_strip_says_level_box_ledger_and_who_looks():
-    said = header.status_html(samples.busy, OPERATOR)
+def test_the_status_bar_shows_level_devices_ledger_and_visitor():
+    text = header.status_html(samples.busy, OPERATOR)
     for words in ("HIGH", "1 simulated GPU", "memory:", "ann · operator"):
-        assert words in said
+        assert words in text
     assert "viewer, read only" in header.status_html(samples.busy, VIEWER)
     assert ">viewer, read only<" in header.status_html(samples.busy, Visitor("viewer", False)), (
-        "not: viewer · viewer"
+        "the role is not written twice"
     )
 
 
-def test_names_in_the_strip_are_escaped():
-    said = header.status_html(
+def test_names_in_the_status_bar_are_escaped():
+    text = header.status_html(
         replace(samples.busy, ledger="sqlite:///<img src=x>"), Visitor("<script>", True)
     )
-    assert "<img" not in said and "<script>" not in said
+    assert "<img" not in text and "<script>" not in text
 
 
-def test_a_ledger_that_fails_is_told_above_the_last_figures(page, poller, rt, monkeypatch):
+def test_a_failing_ledger_is_reported_above_the_last_figures(page, poller, rt, monkeypatch):
     def fails():
         raise LedgerUnavailable("the disk is full", path="/x")
 
@@ -243,7 +251,7 @@ def test_a_ledger_that_fails_is_told_above_the_last_figures(page, poller, rt, mo
         and "No new figures since " in page._banner.object
     )
     assert page.status_bar.beat == beat, (
-        "the strip's own clock goes on, and says how old the figures are"
+        "the browser's clock goes on and shows the age of the figures"
     )
     monkeypatch.undo()
     poller.poll()
@@ -251,15 +259,17 @@ def test_a_ledger_that_fails_is_told_above_the_last_figures(page, poller, rt, mo
     assert not page._banner.visible and page.status_bar.beat != beat
 
 
-# -- acting -------------------------------------------------------------------------------------------------------
+# -- acting ----------------------------------------------------------------------------------------
 
 
-def test_confirming_does_it_in_a_thread_and_says_what_came_of_it(page, poller, rt, waiting_threads):
+def test_a_confirmed_action_runs_in_a_thread_and_its_outcome_is_shown(
+    page, poller, rt, waiting_threads
+):
     page.actions.propose("evict", target(poller))
     assert page.actions.dialog.open and page.actions.dialog.title == "Evict qwen?"
     click(page, "confirm")
     assert not page.actions.dialog.open and "waiting for" in page.actions.outcomes.object
-    assert where(rt) == "sim:0", "the page's own thread does nothing"
+    assert where(rt) == "sim:0", "the thread of the page does not act"
     waiting_threads.pop()()
     page.actions.update(None)
     assert (
@@ -268,7 +278,7 @@ def test_confirming_does_it_in_a_thread_and_says_what_came_of_it(page, poller, r
     )
 
 
-def test_what_went_well_is_told_for_a_while(page, poller, waiting_threads):
+def test_a_successful_outcome_is_shown_for_some_seconds(page, poller, waiting_threads):
     now = [1000.0]
     page.actions._wall = lambda: now[0]
     page.actions.propose("pin", target(poller))
@@ -281,10 +291,10 @@ def test_what_went_well_is_told_for_a_while(page, poller, waiting_threads):
     assert not page.actions.outcomes.visible
 
 
-def test_what_is_still_waited_for_is_not_pushed_out_by_what_was_asked_since(
-    page, poller, waiting_threads
-):
-    """Its outcome would never be told; a process that does not answer is what an operator must not lose sight of."""
+def test_an_action_in_progress_stays_on_the_page_after_newer_ones(page, poller, waiting_threads):
+    """Otherwise its outcome would never be shown, and an owner that does not answer would be
+    overlooked.
+    """
     page.actions.propose("evict", target(poller))
     click(page, "confirm")
     for n in range(MOST_REPORTS + 1):
@@ -300,12 +310,13 @@ def test_what_is_still_waited_for_is_not_pushed_out_by_what_was_asked_since(
 
 
 def where(rt, name="qwen"):
+    """Where the runtime has the model."""
     return next(lease.where for lease in rt.status().leases() if lease.name == name)
 
 
 def test_evict_on_a_row_evicts_the_model_of_that_row(tmp_path, waiting_threads, monkeypatch):
     """Two runtimes of one process have the same pid, so `qwen@4121` would name both models."""
-    only(monkeypatch, "Models")
+    only_tabs(monkeypatch, "Models")
     ledger = f"sqlite://{tmp_path}/ledger"
     runtimes = [Runtime(devices="sim:24GiB,host:64GiB", ledger=ledger) for _ in range(2)]
     try:
@@ -334,12 +345,12 @@ def test_cancel_and_escape_change_nothing(page, poller, rt, waiting_threads, ans
     if answer == "cancel":
         click(page, "cancel")
     else:
-        page.actions.dialog.open = False  # as the browser closes it
+        page.actions.dialog.open = False  # as when the browser closes it
         click(page, "confirm")
     assert waiting_threads == [] and where(rt) == "sim:0"
 
 
-def test_a_question_is_answered_once(page, poller, waiting_threads):
+def test_a_second_click_on_confirm_does_nothing(page, poller, waiting_threads):
     page.actions.propose("evict", target(poller))
     click(page, "confirm")
     click(page, "confirm")
@@ -347,7 +358,7 @@ def test_a_question_is_answered_once(page, poller, waiting_threads):
 
 
 def test_an_answer_to_another_question_does_nothing(page, poller, waiting_threads):
-    """A click that was on its way while the dialog changed."""
+    """A click can be under way while the dialog changes."""
     page.actions.propose("pin", target(poller))
     late = page.actions._form.question
     page.actions.propose("evict", target(poller))
@@ -355,10 +366,10 @@ def test_an_answer_to_another_question_does_nothing(page, poller, waiting_thread
     assert waiting_threads == [] and page.actions.dialog.open
 
 
-def test_what_was_confirmed_is_looked_at_once_more_before_it_is_done(
+def test_the_situation_is_checked_again_before_a_confirmed_action(
     page, poller, rt, waiting_threads
 ):
-    """Between the click and the confirmation somebody has begun to use it."""
+    """Here the model comes into use between the click and the confirmation."""
     page.actions.propose("evict", target(poller))
     with rt.use("qwen"):
         click(page, "confirm")
@@ -367,7 +378,7 @@ def test_what_was_confirmed_is_looked_at_once_more_before_it_is_done(
     assert where(rt) == "sim:0" and "is in use now" in page.actions.outcomes.object
 
 
-def test_what_the_runtime_refuses_is_told_in_its_words(
+def test_an_error_of_the_runtime_is_shown_with_its_own_text(
     page, poller, rt, waiting_threads, monkeypatch
 ):
     page.actions.propose("evict", target(poller))
@@ -382,7 +393,7 @@ def test_what_the_runtime_refuses_is_told_in_its_words(
     assert "&lt;b&gt;full" in page.actions.outcomes.object
 
 
-def test_who_did_it_is_in_the_journal(page, poller, rt, waiting_threads):
+def test_the_journal_names_the_visitor(page, poller, rt, waiting_threads):
     page.actions.propose("evict", target(poller))
     click(page, "confirm")
     waiting_threads.pop()()
@@ -392,7 +403,7 @@ def test_who_did_it_is_in_the_journal(page, poller, rt, waiting_threads):
 def test_a_viewer_has_no_buttons_and_no_dialog_and_a_forged_click_does_nothing(
     poller, rt, waiting_threads, monkeypatch
 ):
-    only(monkeypatch, "Models")
+    only_tabs(monkeypatch, "Models")
     page = Console(poller, VIEWER)
     assert '"Evict"' not in page._made["Models"].table.rows
     page._made["Models"].table._handle_msg({"verb": "evict", "id": target(poller)})
@@ -401,14 +412,16 @@ def test_a_viewer_has_no_buttons_and_no_dialog_and_a_forged_click_does_nothing(
     assert page.actions.dialog not in page.actions.panel.objects
 
 
-def test_whether_they_may_act_is_asked_when_it_is_done(poller, rt, waiting_threads, monkeypatch):
-    """A role that was taken away between the question and the answer is no role."""
+def test_the_visitors_right_to_act_is_checked_at_the_confirmation(
+    poller, rt, waiting_threads, monkeypatch
+):
+    """The operator role can be withdrawn while the dialog is open."""
 
-    class Fickle:
+    class ChangingVisitor:
         name, may_act = "ann", True
 
-    only(monkeypatch, "Models")
-    visitor = Fickle()
+    only_tabs(monkeypatch, "Models")
+    visitor = ChangingVisitor()
     page = Console(poller, visitor)
     page.actions._start = waiting_threads.append
     page.actions.propose("evict", target(poller))
@@ -417,17 +430,17 @@ def test_whether_they_may_act_is_asked_when_it_is_done(poller, rt, waiting_threa
     assert waiting_threads == []
 
 
-def test_an_unknown_verb_is_none(page, poller):
+def test_an_unknown_verb_opens_no_dialog(page, poller):
     page.actions.propose("__class__", target(poller))
     assert not page.actions.dialog.open
 
 
-# -- the end ------------------------------------------------------------------------------------------------------
+# -- the end ---------------------------------------------------------------------------------------
 
 
-def test_a_session_that_ends_leaves_nothing_behind(poller, monkeypatch):
-    """A thousand of them would."""
-    only(monkeypatch, "Models", "Leases", "Queue")
+def test_a_closed_session_is_freed(poller, monkeypatch):
+    """Otherwise the memory of a server would grow with each session."""
+    only_tabs(monkeypatch, "Models", "Leases", "Queue")
     made = Console(poller, OPERATOR)
     for n in range(3):
         made._tabs.active = n
@@ -439,15 +452,15 @@ def test_a_session_that_ends_leaves_nothing_behind(poller, monkeypatch):
 
 
 class Context(SimpleNamespace):
-    """What a server keeps of one session."""
+    """The part of a session that the server keeps."""
 
 
-@pytest.mark.parametrize("first", ["destroyed", "told"])
-def test_a_served_session_leaves_nothing_behind_when_its_browser_has_gone(
-    poller, monkeypatch, caplog, first
-):
-    """Its page with all that was drawn, its callbacks and its place in the poller; also what Panel would keep."""
-    only(monkeypatch, "Now", "Models", "Leases", "Queue")
+@pytest.mark.parametrize("first", ["destroyed", "notified"])
+def test_a_served_session_is_freed_after_its_browser_has_gone(poller, monkeypatch, caplog, first):
+    """That is its page, its charts, its callbacks, its place in the poller, and entries of
+    Panel's own.
+    """
+    only_tabs(monkeypatch, "Now", "Models", "Leases", "Queue")
     made = []
     monkeypatch.setattr(console, "Console", lambda *given: made.append(Console(*given)) or made[-1])
     doc, request = Document(), SimpleNamespace(arguments={}, path="/", headers={})
@@ -465,16 +478,16 @@ def test_a_served_session_leaves_nothing_behind_when_its_browser_has_gone(
         for n in range(4):
             made[0]._tabs.active = n
     gone = weakref.ref(made.pop())
-    loop = IOLoop()  # and the thread's current one: its sleeps are futures of that
+    loop = IOLoop()  # also the thread's current loop, whose futures the sleeps are
     session = ServerSession("1", doc, io_loop=loop)
     assert len(poller._sessions) == 1
-    if first == "destroyed":  # as Bokeh's server does; or it shuts down
+    if first == "destroyed":  # by Bokeh's server, or at its shutdown
         session.destroy()
     _on_session_destroyed(context)
     state._destroy_session(context)
-    if first == "told":
+    if first == "notified":
         session.destroy()
-    loop.close()  # a tick that was under way would have let go by itself
+    loop.close()  # a tick in progress would have released the session by itself
     del doc, context, session, loop
     gc.collect()
     assert (
@@ -498,12 +511,12 @@ def test_importing_the_package_imports_neither_panel_nor_bokeh(child_environment
     assert found.stdout.strip() == "set()", found
 
 
-def test_the_page_is_the_material_one(page):
+def test_the_page_is_a_material_page(page):
     assert type(page.page).__name__ == "Page" and console.TICK_MILLISECONDS <= 500
 
 
-def test_a_browser_that_took_long_gets_its_styles_from_here_too(poller):
-    """Its session is made anew, without a page; Panel would send it to the CDN."""
+def test_a_slow_browser_gets_its_style_sheets_from_this_server_too(poller):
+    """Its session is made again without a page, and for that Panel would use its CDN."""
     from bokeh.document import Document
     from panel.io.resources import LOCAL_DIST
     from panel.io.state import set_curdoc

@@ -1,4 +1,4 @@
-"""The tab Decisions: each verdict with its because and what else was considered."""
+"""The tab Decisions: each verdict with its reason and the places that were also considered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from gpu_runtime.facts import Event
 
 from . import samples
-from .polling import looked_at, refresh
+from .polling import opened, refresh
 
 REFUSED = Event(
     7,
@@ -38,14 +38,14 @@ GRANTED = Event(
     by="ann, console",
 )
 WAITED = replace(GRANTED, seq=5, action="waiting", because="llama is in use", bytes=0)
-TOLD = (REFUSED, GRANTED, WAITED)
+DECISIONS = (REFUSED, GRANTED, WAITED)
 
 
 def texts(row):
     return [cell.text for cell in row.cells]
 
 
-def test_a_decision_tells_verdict_model_process_need_because_and_what_lost():
+def test_a_row_shows_verdict_model_process_need_reason_and_other_places():
     (row,) = rows((REFUSED,), samples.busy)
     assert texts(row)[1:] == [
         "✗ refused",
@@ -57,46 +57,46 @@ def test_a_decision_tells_verdict_model_process_need_because_and_what_lost():
     ]
 
 
-def test_its_time_is_a_number_that_the_browser_tells_by_its_own_clock():
-    """The server may stand in another time zone than who looks."""
+def test_the_time_is_sent_as_a_number():
+    """The server can be in another time zone than the viewer."""
     assert rows((REFUSED,), samples.busy)[0].cells[0] == Cell("", samples.WALL, kind="time")
 
 
-def test_who_asked_is_named_also_when_their_process_is_gone():
+def test_the_person_is_named_even_if_the_process_has_ended():
     assert texts(rows((GRANTED,), samples.busy)[0])[3] == "pid 9, ended, requested by ann, console"
 
 
-def test_what_was_not_needed_is_not_shown_as_zero():
+def test_a_wait_without_bytes_is_not_shown_as_zero():
     assert texts(rows((WAITED,), samples.busy)[0])[4] == "–"
 
 
-def test_verdicts_can_be_told_apart_and_chosen():
-    assert [texts(row)[1] for row in rows(TOLD, samples.busy)] == [
+def test_verdicts_are_labelled_and_can_be_selected():
+    assert [texts(row)[1] for row in rows(DECISIONS, samples.busy)] == [
         "✗ refused",
         "✓ granted",
         "◷ waits",
     ]
-    assert [texts(row)[1] for row in rows(TOLD, samples.busy, "waiting")] == ["◷ waits"]
+    assert [texts(row)[1] for row in rows(DECISIONS, samples.busy, "waiting")] == ["◷ waits"]
     assert rows((replace(REFUSED, action="loaded"),), samples.busy) == ()
 
 
-def test_the_tab_shows_what_was_decided_and_follows_the_filter():
-    tab = looked_at(DecisionsTab, samples.busy, decisions=lambda limit: TOLD)
+def test_the_tab_shows_the_decisions_and_follows_the_filter():
+    tab = opened(DecisionsTab, samples.busy, decisions=lambda limit: DECISIONS)
     assert len(decode(tab.table.rows)) == 3
     tab._verdict.value = "refused"
     assert [row[1][2][0] for row in decode(tab.table.rows)] == ["gemma"]
 
 
 def test_a_new_decision_appears():
-    told = [(GRANTED,)]
-    tab = looked_at(DecisionsTab, samples.busy, decisions=lambda limit: told[0])
-    told[0] = TOLD
+    decided = [(GRANTED,)]
+    tab = opened(DecisionsTab, samples.busy, decisions=lambda limit: decided[0])
+    decided[0] = DECISIONS
     tab.poller._fetched["decisions"].fetched_at -= 60
     refresh(tab)
     assert len(decode(tab.table.rows)) == 3
 
 
-def test_names_are_data():
-    """Whatever a model is called, its cell is text."""
+def test_names_are_text():
+    """Whatever a model is called."""
     (row,) = rows((replace(REFUSED, model="<b>\x1b"),), samples.busy)
     assert texts(row)[2] == "<b>\N{REPLACEMENT CHARACTER}"

@@ -1,4 +1,4 @@
-"""The tab Evictions: filtered, counted, over time, and as a file that no spreadsheet runs."""
+"""The tab Evictions: filters, counters, chart, and a CSV file that is safe in a spreadsheet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from gpu_runtime.facts import Event, History, Share
 
 from . import pasts, samples
-from .polling import looked_at, refresh
+from .polling import opened, refresh
 from .test_now import words
 
 GIB, WALL = samples.GIB, samples.WALL
@@ -50,7 +50,7 @@ def texts(row):
     return [cell.text for cell in row.cells]
 
 
-# -- filters
+# -- filters ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def texts(row):
         (Filter(model="nobody"), []),
     ],
 )
-def test_a_filter_lets_through_what_it_says(wanted, found):
-    """By model, reason, action and time; unasked, the evictions."""
+def test_a_filter_selects_by_model_reason_action_and_time(wanted, found):
+    """The default is all evictions."""
     assert list(matching(PAST, wanted)) == found
 
 
-def test_reasons_to_choose_from_are_those_that_occurred():
+def test_the_choices_of_reasons_are_those_that_occurred():
     assert evictions.reasons((*PAST, event(4, "granted", reason="cap"))) == [
         ANY,
         "memory_pressure",
@@ -80,13 +80,13 @@ def test_reasons_to_choose_from_are_those_that_occurred():
 
 
 @given(st.lists(st.integers(0, 20)), st.lists(st.integers(0, 20)))
-def test_journal_and_page_together_tell_each_event_once_the_newest_first(past, recent):
-    """What the page has is of now; what the journal has goes further back; they overlap."""
-    told = merged([event(n, ago=100 - n) for n in past], [event(n, ago=100 - n) for n in recent])
-    assert [one.seq for one in told] == sorted({*past, *recent}, reverse=True)
+def test_journal_and_snapshot_are_merged_without_duplicates_newest_first(past, recent):
+    """The snapshot has the newest events, the journal goes further back, and both overlap."""
+    found = merged([event(n, ago=100 - n) for n in past], [event(n, ago=100 - n) for n in recent])
+    assert [one.seq for one in found] == sorted({*past, *recent}, reverse=True)
 
 
-def test_a_row_tells_what_left_from_where_why_and_what_coming_back_took():
+def test_a_row_shows_model_action_place_reason_process_and_duration():
     off, _, back = evictions.rows(PAST, samples.busy)
     assert texts(off)[1:] == [
         "llama",
@@ -106,17 +106,17 @@ def test_a_split_model_names_all_its_devices():
     assert texts(evictions.rows([split], samples.busy)[0])[4] == "sim:0, sim:1"
 
 
-# -- counted
+# -- counted ---------------------------------------------------------------------------------------
 
 
-def test_evictions_are_offloads_and_unloads():
-    """Law 10, as it stands on the page."""
+def test_evictions_are_shown_as_offloads_plus_unloads():
+    """Law 10 on the page."""
     assert words(counters_html(samples.busy)).startswith(
         "3 evictions = 2 offloads + 1 unload 2 restored 4 loads 0 refusals"
     )
 
 
-def test_the_counters_of_a_real_house_add_up(rt):
+def test_the_counters_of_a_real_runtime_add_up(rt):
     rt.register("a", backend="fake", size="14GiB")
     rt.register("b", backend="fake", size="14GiB")
     for name in "abab":
@@ -131,7 +131,7 @@ def test_the_counters_of_a_real_house_add_up(rt):
     assert len(returns) == 2 and all(event.seconds >= 0 for event in returns)
 
 
-# -- over time
+# -- over time -------------------------------------------------------------------------------------
 
 
 @given(
@@ -144,30 +144,30 @@ def test_the_counters_of_a_real_house_add_up(rt):
         max_size=60,
     )
 )
-def test_every_event_of_the_time_is_counted_once(drawn):
+def test_every_event_of_the_period_is_counted_once(drawn):
     events = [
         event(n, action, ago=ago, seconds=float(took))
         for n, (action, ago, took) in enumerate(drawn)
     ]
-    told = binned(events, WALL - 3600, WALL)
+    bins = binned(events, WALL - 3600, WALL)
     inside = [one for one in events if one.wall >= WALL - 3600]
     for action in ("offloaded", "unloaded", "restored"):
-        assert sum(getattr(told, action)) == sum(one.action == action for one in inside)
-    assert sum(told.seconds) == sum(
+        assert sum(getattr(bins, action)) == sum(one.action == action for one in inside)
+    assert sum(bins.seconds) == sum(
         one.seconds for one in inside if one.action in ("loaded", "restored")
     )
-    columns = evictions.eviction_columns(told)
+    columns = evictions.eviction_columns(bins)
     assert sum(
         top - bottom for top, bottom in zip(columns["top"], columns["bottom"], strict=True)
     ) == sum(one.action in evictions.STYLES for one in inside)
-    assert max(columns["top"], default=0) <= evictions.top(told)
+    assert max(columns["top"], default=0) <= evictions.top(bins)
 
 
-def test_offloads_and_unloads_of_one_time_stand_upon_each_other_and_returns_beside_them():
+def test_a_bin_stacks_offloads_and_unloads_and_has_restores_beside_them():
     columns = evictions.eviction_columns(binned(PAST, WALL - 4800, WALL))
     assert [
-        (told, bottom, top)
-        for told, bottom, top in zip(
+        (found, bottom, top)
+        for found, bottom, top in zip(
             columns["tooltip"], columns["bottom"], columns["top"], strict=True
         )
     ] == [("1 offloaded", 0, 1), ("1 unloaded", 1, 2), ("1 restored", 0, 1)]
@@ -176,14 +176,14 @@ def test_offloads_and_unloads_of_one_time_stand_upon_each_other_and_returns_besi
     )
 
 
-# -- as a file
+# -- as a file -------------------------------------------------------------------------------------
 
 
 def read(text):
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def test_the_file_has_what_is_filtered_in_utc():
+def test_the_file_has_the_filtered_events_with_times_in_utc():
     (row,) = read(csv_of(matching(PAST, Filter(action="restored")), samples.busy))
     assert row == {
         "time": "2025-11-20T12:02:24.000+00:00",
@@ -201,13 +201,13 @@ def test_the_file_has_what_is_filtered_in_utc():
 
 @given(st.text(max_size=12))
 def test_no_cell_is_a_formula(name):
-    """Whatever a model is called; and what was not one is not changed."""
+    """Whatever a model is called; other names are unchanged."""
     (row,) = read(csv_of([event(1, model=name)], samples.busy))
     assert not row["model"].lstrip().startswith(("=", "+", "-", "@", "|", "%"))
     assert row["model"].removeprefix("'") == evictions.clean(name).removeprefix("'")
 
 
-# -- the tab
+# -- the tab ---------------------------------------------------------------------------------------
 
 
 def shown(tab):
@@ -216,7 +216,7 @@ def shown(tab):
 
 def tab_of(*events, snapshot=samples.busy, **answers):
     page = replace(snapshot, events=())
-    return looked_at(
+    return opened(
         EvictionsTab, page, history=lambda seconds, points: History((), events, seconds), **answers
     )
 
@@ -238,25 +238,25 @@ def test_the_tab_shows_the_evictions_and_follows_its_filters():
     assert shown(tab) == []
 
 
-def test_the_file_is_of_what_is_shown():
+def test_the_saved_file_has_the_events_that_are_shown():
     tab = tab_of(*PAST)
     tab.model.value_input = "big"
     assert [row["model"] for row in read(tab._file().read().decode())] == ["Qwen/big"]
 
 
-def test_what_just_happened_is_shown_before_the_journal_is_read_again():
+def test_the_newest_event_is_shown_before_the_journal_is_read_again():
     tab = tab_of()
     tab.poller.rt.snapshot = replace(samples.busy, events=(OFF,))
     refresh(tab)
     assert shown(tab) == ["llama"]
 
 
-def test_the_axis_of_seconds_is_there_only_where_any_were_measured():
+def test_the_axis_of_seconds_is_visible_only_if_seconds_were_measured():
     assert not any(part.visible for part in tab_of(OFF).chart._timed)
     assert all(part.visible for part in tab_of(*PAST).chart._timed)
 
 
-def test_a_day_of_evictions_stays_in_the_chart():
+def test_a_day_of_evictions_fits_in_the_chart():
     day = pasts.day()
     tab = tab_of(*day.events)
     assert len(tab.chart.spent.data["x"]) == BINS
@@ -267,12 +267,12 @@ def test_a_day_of_evictions_stays_in_the_chart():
     )
 
 
-def test_the_parts_of_the_time_stay_where_they_are_until_the_next_begins():
-    """Else every bar would have to be drawn anew each second."""
+def test_the_bins_stay_the_same_until_the_next_one_begins():
+    """Otherwise every bar would be drawn again each second."""
     ends = {evictions.window(86_400, WALL + second)[1] for second in range(1800)}
     assert len(ends) == 2 and all(0 <= end - WALL < 3600 for end in ends)
 
 
-def test_nothing_evicted_says_so():
+def test_an_empty_table_shows_that_nothing_was_evicted():
     tab = tab_of()
     assert shown(tab) == [] and tab.table.empty.startswith("No evictions in this period")

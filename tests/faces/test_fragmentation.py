@@ -1,4 +1,4 @@
-"""The tab Fragmentation: maps and a Snapshot in, a table, words and a picture out; and what its buttons ask for."""
+"""The tab Fragmentation: its table, report and picture, and the actions of its buttons."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def table(maps, snapshot=here, acts=True, chosen=""):
     return rows(process_memories(maps, snapshot), snapshot, acts, chosen)
 
 
-def test_a_row_a_process_and_card_the_most_inactive_first():
-    """The largest free block stands beside the largest request that would fit."""
+def test_each_process_and_card_is_a_row_the_most_inactive_first():
+    """The largest free block is beside the largest request that would fit."""
     first, second = table((adapters, mine))
     assert texts(first) == [
         "this process",
@@ -86,8 +86,8 @@ def test_a_row_a_process_and_card_the_most_inactive_first():
     assert len(first.cells) == len(COLUMNS)
 
 
-def test_who_does_not_tell_is_unknown_and_not_empty():
-    """It holds memory on the card, and has published no map; the host has no allocator of a card's."""
+def test_a_process_without_a_map_is_shown_as_unknown():
+    """It holds memory on the card and has published no map. Host memory has no allocator map."""
     (bob,) = [row for row in table((mine,)) if "bob" in row.cells[0].text]
     assert texts(bob)[1:] == ["sim:0", *["unknown"] * 8]
     assert bob.buttons[0].why_not == "This process publishes no map of its memory"
@@ -95,22 +95,22 @@ def test_who_does_not_tell_is_unknown_and_not_empty():
 
 
 def test_unknown_figures_stay_unknown():
-    """A card whose driver does not tell; an allocator that tells only sums."""
+    """For a card whose driver reports nothing, and an allocator that reports only sums."""
     sums = AllocatorMap(samples.ME.id, "sim:0", 1.0, 3 * GIB, 4 * GIB)
     row = table((sums,))[0]
     assert texts(row)[2:8] == ["3.0 GiB", "4.0 GiB", "unknown", "unknown", "unknown", "unknown"]
     assert "is unknown" in report(process_memories((sums,), here)[0], here)
 
 
-def test_a_map_of_somebody_who_has_left_is_not_shown():
+def test_the_map_of_a_process_that_has_ended_is_not_shown():
     assert [row.id for row in table((replace(mine, owner="1.2.3"),))] == [
         f"{samples.ME.id}/sim:0",
         f"{samples.BOB.id}/sim:0",
     ]
 
 
-def test_buttons_are_for_those_who_may_act_and_say_why_they_cannot_be_pressed():
-    """Everybody may look at a map."""
+def test_only_an_operator_has_defragment_and_disabled_buttons_show_why():
+    """Viewers can look at a map too."""
     bob = next(
         row
         for row in table((adapters, mine), chosen=f"{samples.BOB.id}/sim:0")
@@ -125,26 +125,28 @@ def test_buttons_are_for_those_who_may_act_and_say_why_they_cannot_be_pressed():
     assert stuck.buttons[1].why_not.startswith("Nothing to release")
 
 
-def test_the_report_says_what_the_map_shows():
-    said = report(process_memories((mine,), here)[0], here)
-    assert "14.0 GiB of 15.0 GiB reserved are allocated" in said
-    assert "512 MiB in one piece at most: defrag releases them." in said
-    assert "The largest request that would fit now: 3.0 GiB." in said
+def test_the_report_describes_the_map():
+    text = report(process_memories((mine,), here)[0], here)
+    assert "14.0 GiB of 15.0 GiB reserved are allocated" in text
+    assert "512 MiB in one piece at most: defrag releases them." in text
+    assert "The largest request that would fit now: 3.0 GiB." in text
 
 
-def test_a_notebook_named_like_a_script_is_only_a_name():
+def test_the_name_of_a_notebook_is_escaped():
     owner = replace(samples.BOB, notebook="<script>alert(1)</script>")
     section = replace(here.sections[owner.id], owner=owner)
     hostile = replace(here, sections={**here.sections, owner.id: section})
-    cut = next(cut for cut in process_memories((adapters,), hostile) if cut.owner == owner.id)
-    assert "<script>" not in report(cut, hostile)
+    memory = next(
+        memory for memory in process_memories((adapters,), hostile) if memory.owner == owner.id
+    )
+    assert "<script>" not in report(memory, hostile)
 
 
-# -- the picture --------------------------------------------------------------------------------------------------
+# -- the picture -----------------------------------------------------------------------------------
 
 
 def test_every_piece_of_a_map_is_in_its_place():
-    """The first row on top; a row is as long as the figure is wide."""
+    """The first row is at the top, and a row is as long as the figure is wide."""
     chart = MapChart()
     assert chart.show(picture(adapters))
     data = chart.source.data
@@ -164,7 +166,7 @@ def test_every_piece_of_a_map_is_in_its_place():
     assert chart.figure.yaxis[0].major_label_overrides == {-0.5: "0 B", -1.5: "20.0 MiB"}
 
 
-def test_the_same_map_sends_nothing(monkeypatch):
+def test_an_unchanged_map_is_not_sent(monkeypatch):
     chart = MapChart()
     chart.show(picture(adapters))
     monkeypatch.setattr(ColumnDataSource, "patch", lambda *_: pytest.fail("sent"))
@@ -172,11 +174,11 @@ def test_the_same_map_sends_nothing(monkeypatch):
     assert not chart.show(picture(adapters))
 
 
-def test_a_map_of_thousands_of_blocks_is_drawn_in_bounded_pieces():
-    """And a figure is as high as its map has rows."""
-    cut_up = drawn(*(segment(n << 40, *[(0.3, USED), (0.7, FREE)] * 4000) for n in range(8)))
+def test_a_map_of_thousands_of_blocks_is_drawn_in_a_bounded_number_of_pieces():
+    """And the height of a figure follows its number of rows."""
+    fragmented = drawn(*(segment(n << 40, *[(0.3, USED), (0.7, FREE)] * 4000) for n in range(8)))
     chart = MapChart()
-    chart.show(picture(bounded([cut_up])[0]))
+    chart.show(picture(bounded([fragmented])[0]))
     assert len(chart.source.data["left"]) < 13_000
     tall = chart.figure.height
     chart.show(picture(adapters))
@@ -184,8 +186,11 @@ def test_a_map_of_thousands_of_blocks_is_drawn_in_bounded_pieces():
 
 
 @pytest.mark.parametrize("sight", SIGHT)
-def test_neighbours_are_told_apart_by_everybody_on_both_pages(sight):
-    """A free block lies beside one in use; its edge stands out from the page, and what is stuck is hatched too."""
+def test_blocks_can_be_told_apart_with_every_kind_of_colour_blindness(sight):
+    """Free blocks are beside used ones.
+
+    Edges stand out from both pages, and stuck blocks are also hatched.
+    """
     from gpu_runtime.rendering.allocator_map import ALLOCATED, COLOURS, RELEASABLE, STUCK
 
     assert distance(COLOURS[ALLOCATED], COLOURS[STUCK], sight) > 25
@@ -193,21 +198,21 @@ def test_neighbours_are_told_apart_by_everybody_on_both_pages(sight):
     assert min(contrast(EDGE, page) for page in ("#ffffff", "#121212")) >= 3
 
 
-# -- the tab ------------------------------------------------------------------------------------------------------
+# -- the tab ---------------------------------------------------------------------------------------
 
 
 class FakePoller:
-    """Tells these maps."""
+    """A poller with these maps."""
 
     def __init__(self, maps, snapshot=here):
-        self.told, self.result = maps if maps is None else FetchedMaps(maps), PollResult(snapshot)
+        self.maps, self.result = maps if maps is None else FetchedMaps(maps), PollResult(snapshot)
 
     def latest(self, key, fetch, every):
-        return self.told
+        return self.maps
 
 
 class FakeActions:
-    """Notes what is proposed."""
+    """Actions that record what is proposed."""
 
     def __init__(self, may_act=True):
         self.may_act, self.proposed = may_act, []
@@ -226,15 +231,13 @@ def shown(made) -> list[str]:
     return [row[0] for row in json.loads(made.table.rows)]
 
 
-def test_the_worst_is_drawn_until_another_is_chosen():
+def test_the_worst_map_is_drawn_until_another_is_chosen():
     made = tab((adapters, mine))
     assert shown(made) == [f"{samples.ME.id}/sim:0", f"{samples.BOB.id}/sim:0"]
     assert "train.ipynb" in made._head.object
     made._pressed("show", f"{samples.BOB.id}/sim:0")
     assert "analysis.ipynb" in made._head.object and made._plot in list(made._below)
-    made.poller.told = FetchedMaps(
-        (mine,)
-    )  # it no longer tells: that is said, and no old picture stays
+    made.poller.maps = FetchedMaps((mine,))  # bob's map is gone, and with it its picture
     made.update(here)
     assert "has published no map" in made._head.object and made._plot not in list(made._below)
 
@@ -247,35 +250,35 @@ def test_a_click_on_defragment_names_the_owner_of_its_row():
 
 @pytest.mark.parametrize("id", ["", "/", "1.2.3/sim:0", "nobody"])
 def test_a_forged_id_proposes_nothing(id):
-    """What a browser sends is a request like any other."""
+    """A message from a browser is untrusted input."""
     made = tab((adapters, mine))
     made._pressed("defrag", id)
     made._pressed("show", id)
     assert made.actions.proposed == [] and made._chosen == ""
 
 
-def test_before_the_maps_have_come_it_says_so_and_where_there_are_none_what_to_do():
+def test_an_empty_table_shows_that_maps_are_being_read_or_what_to_do():
     assert tab(None).table.empty == "Reading …"
     made = FragmentationTab(FakePoller((), samples.empty), FakeActions())
     made.update(samples.empty)
     assert made.table.empty == EMPTY and shown(made) == [] and list(made._below) == []
 
 
-def test_what_has_not_changed_is_the_same_object_and_reckoned_once(monkeypatch):
-    """Twenty sessions that look at one picture cost one."""
+def test_unchanged_maps_are_the_same_object_and_computed_once(monkeypatch):
+    """So twenty sessions cost as much as one."""
     fetch, rt = MapFetcher(), type("Rt", (), {"allocator_maps": lambda self: tuple([mine])})()
-    told = fetch(rt)
-    first = told.rows(here, True, ""), told.picture(mine)
+    fetched = fetch(rt)
+    first = fetched.rows(here, True, ""), fetched.picture(mine)
     monkeypatch.setattr(fragmentation, "rows", pytest.fail)
     monkeypatch.setattr(fragmentation.allocator_map, "picture", pytest.fail)
-    assert fetch(rt) is told and (told.rows(here, True, ""), told.picture(mine)) == first
+    assert fetch(rt) is fetched and (fetched.rows(here, True, ""), fetched.picture(mine)) == first
 
 
-def test_a_newer_snapshot_is_another_table():
-    """Its room may have changed, and with it the largest request that fits."""
-    told = FetchedMaps((mine,))
+def test_a_newer_snapshot_gives_a_new_table():
+    """Its free memory can differ, and with it the largest request that fits."""
+    fetched = FetchedMaps((mine,))
     fuller = replace(here, devices=tuple(replace(view, room_bytes=GIB) for view in here.devices))
-    assert told.rows(here, True, "") != told.rows(fuller, True, "")
+    assert fetched.rows(here, True, "") != fetched.rows(fuller, True, "")
 
 
 def test_the_console_finds_the_tab():

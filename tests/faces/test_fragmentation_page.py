@@ -1,4 +1,6 @@
-"""The tab Fragmentation in a real browser: another kernel's memory, drawn, and given back at a click."""
+"""The tab Fragmentation in a real browser: another kernel's memory is drawn, and released by a
+click.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.stories.test_processes import DEVICES, Kernel
 
 playwright = pytest.importorskip("playwright.sync_api")
 CONSOLE = "from gpu_panels import server; server.run(port={port}, browser=False)"
-# Five models of 3 MiB in a segment of 20 MiB, and 64 MiB that code has used and is done with.
+# Five models of 3 MiB in a segment of 20 MiB, and 64 MiB of cache that is no longer in use.
 WORK = (
     "; ".join(
         f"rt.register('a{n}', backend='fake', size='3MiB'); rt.preload('a{n}')" for n in range(5)
@@ -26,12 +28,13 @@ WORK = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
+    """The directory of this module's ledger."""
     return tmp_path_factory.mktemp("console")
 
 
 @pytest.fixture(scope="module")
 def served(place):
-    """A console of its own process."""
+    """A console in a process of its own."""
     port, tokens = (
         free_port(),
         {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CONSOLE_VIEWER_TOKEN": VIEWERS},
@@ -44,6 +47,7 @@ def served(place):
 
 @pytest.fixture(scope="module")
 def browser():
+    """Chromium."""
     if not Path("/usr/bin/chromium").exists():
         pytest.skip("needs Debian's chromium")
     with playwright.sync_playwright() as driver:
@@ -57,7 +61,7 @@ def browser():
 
 @pytest.fixture
 def kernel(place):
-    """Another notebook, that holds memory and a cache."""
+    """Another notebook, with memory and a cache."""
     one = Kernel(environ(place)["GPU_LEDGER"], DEVICES)
     assert one.tell(WORK) == "done"
     yield one
@@ -65,32 +69,35 @@ def kernel(place):
 
 
 @pytest.fixture
-def here(place):
-    """An onlooker, by whose account things are as they are."""
+def observer(place):
+    """A runtime of the test's own, to check the real state."""
     rt = Runtime(devices=DEVICES, ledger=environ(place)["GPU_LEDGER"])
     yield rt
     rt.close()
 
 
-class Page:
-    """A visitor at the tab, and what the browser complained of or asked of others."""
+class VisitorPage:
+    """A visitor's page with this tab in front.
+
+    `problems` are browser errors and foreign requests.
+    """
 
     def __init__(self, browser, served, token: str) -> None:
         self.page = browser.new_page(viewport={"width": 1280, "height": 900})
-        self.amiss: list[str] = []
+        self.problems: list[str] = []
         ours = f"127.0.0.1:{served.port}"
         self.page.on(
             "console",
-            lambda said: (
-                self.amiss.append(said.text) if said.type in ("error", "warning") else None
+            lambda message: (
+                self.problems.append(message.text) if message.type in ("error", "warning") else None
             ),
         )
-        self.page.on("pageerror", lambda error: self.amiss.append(str(error)))
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.page.on(
             "request",
-            lambda asked: (
-                self.amiss.append(asked.url)
-                if asked.url.startswith(("http", "ws")) and ours not in asked.url
+            lambda request: (
+                self.problems.append(request.url)
+                if request.url.startswith(("http", "ws")) and ours not in request.url
                 else None
             ),
         )
@@ -100,64 +107,66 @@ class Page:
     def row(self, kernel: Kernel):
         return self.page.locator("tr", has_text=f"pid {kernel.process.pid}")
 
-    def sees(self, kernel: Kernel, words: str) -> None:
+    def shows(self, kernel: Kernel, words: str) -> None:
         self.row(kernel).get_by_text(words, exact=True).first.wait_for(timeout=30_000)
 
 
-def reserved(rt: Runtime) -> int:
+def reserved_bytes(rt: Runtime) -> int:
+    """The bytes that all allocators have reserved."""
     return sum(map.reserved_bytes for map in rt.allocator_maps())
 
 
 def until(true) -> bool:
+    """Waits until `true()` is true, at most 20 s."""
     deadline = time.monotonic() + 20
     while not true() and time.monotonic() < deadline:
         time.sleep(0.05)
     return true()
 
 
-def test_another_kernels_memory_is_drawn_with_nothing_amiss(browser, served, kernel):
-    """In both themes, with no complaint of the browser's and no request to anybody else."""
-    visitor = Page(browser, served, OPERATORS)
-    visitor.sees(kernel, "84.0 MiB")
+def test_another_kernels_memory_is_drawn_without_errors(browser, served, kernel):
+    """In both themes, without a request to another host."""
+    visitor = VisitorPage(browser, served, OPERATORS)
+    visitor.shows(kernel, "84.0 MiB")
     visitor.page.get_by_text("inactive, released by defrag").wait_for(timeout=30_000)
     assert visitor.page.locator("canvas").count() >= 1
     visitor.page.get_by_role("button", name="theme").click()
     visitor.page.wait_for_function(
         "getComputedStyle(document.body).backgroundColor === 'rgb(18, 18, 18)'"
     )
-    visitor.sees(kernel, "84.0 MiB")
-    assert visitor.amiss == []
+    visitor.shows(kernel, "84.0 MiB")
+    assert visitor.problems == []
     visitor.page.close()
 
 
-def test_cancel_changes_nothing_and_confirm_gives_the_cache_back(browser, served, kernel, here):
-    """Its own kernel does it; the page that asked shows it, and so does another session."""
-    asker, other = Page(browser, served, OPERATORS), Page(browser, served, VIEWERS)
-    asker.sees(kernel, "84.0 MiB")
-    other.sees(kernel, "84.0 MiB")
+def test_cancel_changes_nothing_and_confirm_releases_the_cache(browser, served, kernel, observer):
+    """The kernel itself does it. The visitor's page shows it, and so does another session."""
+    asker, other = VisitorPage(browser, served, OPERATORS), VisitorPage(browser, served, VIEWERS)
+    asker.shows(kernel, "84.0 MiB")
+    other.shows(kernel, "84.0 MiB")
     for answer, after in (("Cancel", 84 * MIB), ("Defragment", 20 * MIB)):
         asker.row(kernel).get_by_role("button", name="Defragment").click()
         dialog = asker.page.get_by_role("dialog")
         dialog.get_by_text(f"Defragment pid {kernel.process.pid}").wait_for(timeout=20_000)
         dialog.get_by_role("button", name=answer).click()
         dialog.wait_for(state="hidden", timeout=20_000)
-        assert until(lambda after=after: reserved(here) == after)
+        assert until(lambda after=after: reserved_bytes(observer) == after)
     for visitor in (asker, other):
-        visitor.sees(kernel, "20.0 MiB")
-        assert visitor.amiss == []
+        visitor.shows(kernel, "20.0 MiB")
+        assert visitor.problems == []
         visitor.page.close()
 
 
 def test_a_viewer_sees_the_map_and_no_button_that_acts(browser, served, kernel):
-    visitor = Page(browser, served, VIEWERS)
-    visitor.sees(kernel, "84.0 MiB")
+    visitor = VisitorPage(browser, served, VIEWERS)
+    visitor.shows(kernel, "84.0 MiB")
     assert visitor.row(kernel).get_by_role("button").all_inner_texts() == ["Map"]
     visitor.page.close()
 
 
-def test_a_killed_kernel_disappears_and_an_empty_page_says_what_to_do(browser, served, kernel):
-    visitor = Page(browser, served, VIEWERS)
-    visitor.sees(kernel, "84.0 MiB")
+def test_a_killed_kernel_disappears_and_an_empty_page_shows_what_to_do(browser, served, kernel):
+    visitor = VisitorPage(browser, served, VIEWERS)
+    visitor.shows(kernel, "84.0 MiB")
     kernel.end()
     visitor.page.get_by_text("No process holds memory on a card yet").wait_for(timeout=30_000)
     visitor.page.get_by_text("inactive, released by defrag").wait_for(

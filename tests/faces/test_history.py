@@ -1,4 +1,4 @@
-"""The chart of a device's past: every byte of every moment, in as few rectangles as hold it."""
+"""The chart of a device's history: every byte of every moment, in as few rectangles as possible."""
 
 from __future__ import annotations
 
@@ -34,20 +34,21 @@ def evicted(
     return Event(1, wall, model, action, "request", because, 8 * GIB, device, "1.1.0", **more)
 
 
-def of(*moments, events=(), start=0.0, end=None):
+def history_of(*moments, events=(), start=0.0, end=None):
+    """The history of sim:0 with these moments."""
     return device_history(
         moments, events, "sim:0", start, moments[-1].wall + 10 if end is None else end
     )
 
 
-def test_what_was_held_for_a_while_is_one_rectangle():
-    """Whatever the number of moments that show it."""
-    drawn = of(*(moment(wall, qwen=8) for wall in range(0, 100, 10)))
+def test_memory_held_without_a_change_is_one_rectangle():
+    """However many moments show it."""
+    drawn = history_of(*(moment(wall, qwen=8) for wall in range(0, 100, 10)))
     assert drawn.intervals == (HeldInterval("qwen@1", 0, 100, 0, 8 * GIB),)
 
 
-def test_a_lease_lies_upon_those_that_held_more_over_the_time():
-    drawn = of(moment(0, qwen=8), moment(10, qwen=8, llama=4), moment(20, llama=4))
+def test_a_lease_is_stacked_on_those_that_held_more_over_time():
+    drawn = history_of(moment(0, qwen=8), moment(10, qwen=8, llama=4), moment(20, llama=4))
     assert drawn.intervals == (
         HeldInterval("qwen@1", 0, 20, 0, 8 * GIB),
         HeldInterval("llama@1", 10, 20, 8 * GIB, 12 * GIB),
@@ -66,12 +67,12 @@ CLAIMS = st.dictionaries(
     )
 )
 def test_at_each_moment_the_stack_is_what_was_claimed_and_measured(drawn):
-    """Nothing lost and nothing made up, also where many gather as others; and nothing overlaps."""
+    """No byte is lost, added or drawn twice, even where many leases are gathered."""
     moments = [
         Moment(10.0 * n, "sim:0", 80 * GIB, 72 * GIB, measured, Level.LOW, claims=claims)
         for n, (claims, measured) in enumerate(drawn)
     ]
-    runs = of(*moments).intervals
+    runs = history_of(*moments).intervals
     for one in moments:
         now = sorted(
             (run for run in runs if run.start <= one.wall < run.end), key=lambda run: run.low
@@ -82,27 +83,29 @@ def test_at_each_moment_the_stack_is_what_was_claimed_and_measured(drawn):
         assert len(now) <= history.MOST_LEASES + 1
 
 
-def test_those_that_held_least_gather():
-    """A day sees many kernels; a chart tells a dozen leases apart."""
-    drawn = of(moment(0, **{f"m{n}": 0.1 + n / 10 for n in range(20)}))
+def test_the_leases_that_held_least_are_gathered():
+    """A day has many kernels; a chart can show a dozen leases apart."""
+    drawn = history_of(moment(0, **{f"m{n}": 0.1 + n / 10 for n in range(20)}))
     assert len(drawn.labels) == history.MOST_LEASES - 1 and drawn.labels[0] == "m19@1"
     assert drawn.intervals[-1].label == OTHERS
 
 
-def test_what_is_in_use_beyond_all_leases_lies_on_top():
-    assert of(moment(0, measured=9.5, qwen=8)).intervals[-1] == HeldInterval(
+def test_unleased_memory_is_on_top_of_the_stack():
+    assert history_of(moment(0, measured=9.5, qwen=8)).intervals[-1] == HeldInterval(
         UNLEASED, 0, 10, 8 * GIB, int(9.5 * GIB)
     )
 
 
-def test_an_unknown_measurement_is_no_zero():
-    """Only what was claimed is drawn: of the rest nothing is known."""
-    assert [run.label for run in of(moment(0, measured=None, qwen=8)).intervals] == ["qwen@1"]
+def test_an_unknown_measurement_is_not_zero():
+    """Only claims are drawn; the rest is unknown."""
+    assert [run.label for run in history_of(moment(0, measured=None, qwen=8)).intervals] == [
+        "qwen@1"
+    ]
 
 
 def test_a_gap_in_the_record_stays_a_gap():
-    """Nobody sampled for an hour: what was held then is not known."""
-    drawn = of(
+    """Where nothing was sampled for an hour, the use in that hour is unknown."""
+    drawn = history_of(
         moment(0, qwen=8),
         moment(10, qwen=8),
         moment(20, qwen=8),
@@ -112,8 +115,8 @@ def test_a_gap_in_the_record_stays_a_gap():
     assert [(run.start, run.end) for run in drawn.intervals] == [(0, 30), (3600, 3620)]
 
 
-def test_pressure_stands_behind_it_as_long_as_it_lasted():
-    drawn = of(
+def test_a_band_of_pressure_is_as_long_as_the_pressure_lasted():
+    drawn = history_of(
         moment(0),
         moment(10, level=Level.HIGH),
         moment(20, level=Level.HIGH),
@@ -124,15 +127,15 @@ def test_pressure_stands_behind_it_as_long_as_it_lasted():
 
 
 def test_the_budget_is_a_line_in_steps():
-    assert of(moment(0), moment(10), moment(20, limit=10)).limits == (
+    assert history_of(moment(0), moment(10), moment(20, limit=10)).limits == (
         (0, 20 * GIB),
         (20, 10 * GIB),
         (30, 10 * GIB),
     )
 
 
-def test_an_eviction_is_a_mark_that_says_why():
-    columns = history.mark_columns(of(moment(0), moment(60), events=(evicted(30),)))
+def test_an_eviction_is_a_mark_with_its_reason():
+    columns = history.mark_columns(history_of(moment(0), moment(60), events=(evicted(30),)))
     assert columns["x"] == [30_000] and columns["title"] == ["llama offloaded"]
     assert columns["tooltip"] == ["was offloaded from sim:0, freeing 8.0 GiB: qwen needs room."]
     assert columns["y"][0] > 24, "above the device's top"
@@ -140,7 +143,7 @@ def test_an_eviction_is_a_mark_that_says_why():
 
 def test_only_evictions_of_this_device_and_time_are_marked():
     shares = (Share("sim:1", GIB), Share("sim:0", GIB))
-    drawn = of(
+    drawn = history_of(
         moment(0),
         moment(60),
         events=(
@@ -153,9 +156,11 @@ def test_only_evictions_of_this_device_and_time_are_marked():
     assert [event.wall for event in drawn.events] == [31]
 
 
-def test_marks_too_close_to_be_told_apart_are_one_that_counts():
-    """Ten thousand events in a day are still a few hundred marks."""
-    drawn = of(moment(0), moment(86_390), events=[evicted(float(n)) for n in range(0, 86_400, 10)])
+def test_marks_that_are_too_close_become_one_with_their_number():
+    """Ten thousand events in a day are a few hundred marks."""
+    drawn = history_of(
+        moment(0), moment(86_390), events=[evicted(float(n)) for n in range(0, 86_400, 10)]
+    )
     columns = history.mark_columns(drawn)
     assert len(columns["x"]) <= history.MOST_MARKS + 1
     assert columns["title"][0] == "36 × offloaded" and columns["tooltip"][0].endswith(
@@ -164,26 +169,26 @@ def test_marks_too_close_to_be_told_apart_are_one_that_counts():
 
 
 def test_a_lease_is_named_by_its_notebook_where_that_is_known():
-    """Of a process that is gone only the number is left."""
+    """For a process that has ended only the pid is known."""
     assert history.lease_titles(["qwen@4000", "qwen@9"], samples.busy) == {
         "qwen@4000": "qwen · train.ipynb",
         "qwen@9": "qwen · pid 9",
     }
 
 
-def test_nothing_to_draw_says_why():
+def test_an_empty_chart_shows_why_it_is_empty():
     assert "No history of sim:0 is recorded yet" in history.empty_note(
         device_history((), (), "sim:0", 0, 900)
     )
     assert (
-        history.empty_note(of(moment(0), moment(10)))
+        history.empty_note(history_of(moment(0), moment(10)))
         == "No process held memory on sim:0 in this period."
     )
-    assert history.empty_note(of(moment(0, qwen=1))) == ""
+    assert history.empty_note(history_of(moment(0, qwen=1))) == ""
 
 
 def test_a_day_of_600_moments_is_a_few_hundred_rectangles():
-    """What has to be drawn on each zoom."""
+    """The browser draws them all again at each zoom."""
     day = pasts.day()
     assert (
         100
@@ -196,7 +201,7 @@ def test_a_day_of_600_moments_is_a_few_hundred_rectangles():
     )
 
 
-# -- the figure
+# -- the figure ------------------------------------------------------------------------------------
 
 
 def drawn_at(end, shown=None, home=False):
@@ -218,19 +223,19 @@ def test_the_window_moves_on_with_the_time():
     assert window(drawn_at(1010, shown)) == (110, 1010)
 
 
-def test_what_was_zoomed_stays_until_all_is_asked_for():
-    """The page must not run away from under whoever reads it."""
+def test_a_zoomed_window_stays_until_it_is_reset():
+    """Otherwise the chart would move away while it is read."""
     shown = drawn_at(1000)
     shown.time.update(start=500_000, end=600_000)
     assert window(drawn_at(1010, shown)) == (500, 600)
     assert (shown.time.reset_start, shown.time.reset_end) == (110_000, 1010_000), (
-        "the reset button shows all"
+        "the reset button shows the whole window"
     )
     assert window(drawn_at(1020, shown, home=True)) == (120, 1020)
     assert window(drawn_at(1030, shown)) == (130, 1030)
 
 
-def test_nothing_new_sends_nothing():
+def test_unchanged_data_is_not_sent():
     shown = drawn_at(1000)
     drawn = device_history(
         [moment(wall, qwen=8) for wall in range(0, 1000, 10)], (), "sim:0", 100, 1000

@@ -1,4 +1,6 @@
-"""The console as a Panel object over a notebook's own runtime: where nothing can be live, and what it leaves."""
+"""The console as a Panel object in a notebook: where it cannot be live, and what stays in the
+file.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from .test_magics import run
 
 @pytest.fixture
 def installed(monkeypatch):
-    """As the package's metadata has it."""
+    """The entry point `console`, as the package's metadata has it."""
     entry = SimpleNamespace(load=lambda: Inline)
     monkeypatch.setattr(
         console_hook,
@@ -35,24 +37,25 @@ def installed(monkeypatch):
 
 @pytest.fixture
 def shown(rt):
+    """A console that is closed after the test."""
     made = Inline(rt)
     yield made
     made._console.close()
 
 
-def test_the_runtime_gives_its_console_as_a_panel_object(rt, installed):
+def test_the_runtime_returns_its_console_as_a_panel_object(rt, installed):
     found = rt.console()
     assert isinstance(found, pn.viewable.Viewable)
     found._console.close()
 
 
-def test_without_a_console_it_says_what_to_install(rt, monkeypatch):
+def test_without_a_console_the_error_shows_what_to_install(rt, monkeypatch):
     monkeypatch.setattr(console_hook, "entry_points", lambda **_: [])
     with pytest.raises(GpuError, match=r"pip install 'gpu-console\[console\]'"):
         rt.console()
 
 
-def test_where_panel_is_missing_it_names_what_is_missing(rt, monkeypatch):
+def test_without_panel_the_error_names_the_missing_package(rt, monkeypatch):
     def load():
         raise ImportError("No module named 'panel'", name="panel")
 
@@ -61,14 +64,14 @@ def test_where_panel_is_missing_it_names_what_is_missing(rt, monkeypatch):
         rt.console()
 
 
-def test_the_magic_gives_the_same(shell, rt, installed):
+def test_the_magic_returns_the_console(shell, rt, installed):
     found = run(shell, "%gpu console")
     assert isinstance(found, Inline) and found._rt is rt
     found._console.close()
 
 
-def test_a_front_end_without_comms_is_shown_a_picture_of_the_moment(shown, rt):
-    """A terminal, nbconvert, papermill: text, and HTML without a script."""
+def test_a_front_end_without_comms_gets_a_static_picture(shown, rt):
+    """A terminal, nbconvert and papermill get text, and HTML without a script."""
     bundle = shown._repr_mimebundle_()
     assert bundle == render.shown("status", rt.status())._repr_mimebundle_()
     assert "<script" not in bundle["text/html"]
@@ -83,22 +86,22 @@ def test_a_front_end_without_comms_is_shown_a_picture_of_the_moment(shown, rt):
         ({}, False),
     ],
 )
-def test_only_a_browser_is_shown_it_live(monkeypatch, header, live):
-    """Jupyter's pages name no user in their requests; whoever runs notebooks from Python does."""
+def test_only_a_browser_gets_the_live_page(monkeypatch, header, live):
+    """Jupyter's pages name no user in their requests; programs that run notebooks do."""
     shell = SimpleNamespace(kernel=SimpleNamespace(get_parent=lambda: {"header": header}))
     monkeypatch.setattr("IPython.get_ipython", lambda: shell)
     assert (inline._browser() is shell) == live
 
 
-def test_it_is_served_to_nobody_without_asking_who_they_are(shown):
-    """`rt.console().show()` would open the kernel's own console to everybody on the machine."""
+def test_it_cannot_be_served_without_authentication(shown):
+    """`rt.console().show()` would open the kernel's console to every user of the machine."""
     with pytest.raises(NotAllowed, match="gpu console"):
         doc = Document()
         doc._session_context = lambda: object()
         shown.get_root(doc)
 
 
-def test_what_was_never_shown_leaves_nothing_behind(rt):
+def test_a_console_that_was_never_shown_is_freed(rt):
     made = Inline(rt)
     gone = weakref.ref(made), weakref.ref(made._console)
     made._console.close()
@@ -107,10 +110,11 @@ def test_what_was_never_shown_leaves_nothing_behind(rt):
     assert [ref() for ref in gone] == [None, None]
 
 
-# -- what stays in the notebook's file ----------------------------------------------------------------------------
+# -- what stays in the notebook's file -------------------------------------------------------------
 
 PAGE = (
-    '<div id="x" data-root-id="y"></div>\n<script type="application/javascript">(function(root) {\n  var docs_json = {document};\n'
+    '<div id="x" data-root-id="y"></div>\n<script type="application/javascript">'
+    "(function(root) {\n  var docs_json = {document};\n"
     "  root.embed(docs_json)\n})(window);</script>"
 )
 LONG = "x" * (inline_assets.LONG + 1) + '</script><!--"'
@@ -120,18 +124,18 @@ def page(document):
     return PAGE.replace("{document}", json.dumps(document).replace("</", "<\\/"))
 
 
-def test_a_long_text_is_said_once_and_outside_the_page():
+def test_a_long_text_is_sent_once_and_outside_the_page():
     found, texts = inline_assets.split(
         page({"a": [LONG, "short"], "b": {"esm": LONG}}), "<p>still</p>"
     )
     (key,) = (key for key, text in texts.items() if text == LONG)
     assert found.count(f'root.gpuc["{key}"]') == 2 and LONG[:50] not in found and '"short"' in found
-    assert found.startswith("<div data-gpuc="), "the picture is there until the page is"
-    assert 'document.getElementById("x")' in found, "and that is not before its place is there"
+    assert found.startswith("<div data-gpuc="), "the picture is shown until the page is drawn"
+    assert 'document.getElementById("x")' in found, "the page is drawn only when its place exists"
     assert len(found) < 1500
 
 
-def test_texts_cannot_end_the_script_that_they_are_in():
+def test_a_text_cannot_end_its_script_element():
     shown = []
     publisher = SimpleNamespace(publish=lambda data, *_, **__: shown.append(data))
     resources = inline_assets.Resources(SimpleNamespace(display_pub=publisher))
@@ -142,15 +146,15 @@ def test_texts_cannot_end_the_script_that_they_are_in():
     )
 
 
-def test_a_page_that_is_made_otherwise_is_left_as_it_is():
-    """A later Panel may write it in another way: then it is large, and works."""
+def test_a_page_in_an_unknown_format_is_unchanged():
+    """A later Panel may write it differently; then the page is large and still works."""
     assert inline_assets.split("<div>something else</div>", "still") == (
         "<div>something else</div>",
         {},
     )
 
 
-def test_what_a_browser_has_taken_is_taken_out_of_the_output():
+def test_resources_are_removed_from_the_output():
     published = []
     shell = SimpleNamespace(
         display_pub=SimpleNamespace(
@@ -166,8 +170,8 @@ def test_what_a_browser_has_taken_is_taken_out_of_the_output():
     assert id == again and (update, updated) == (False, True) and data == {"text/plain": ""}
 
 
-def test_panels_own_styles_come_with_the_page():
-    """Panel names its CDN where a part of the page changes later: without internet a page without style."""
+def test_panels_style_sheets_are_sent_inline():
+    """For later changes Panel uses its CDN; without internet the page would have no style."""
     styles = inline_assets.LocalStyles()
     url = f"{CDN_DIST}css/loading.css?v=1"
     assert (

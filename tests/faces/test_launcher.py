@@ -1,4 +1,4 @@
-"""The tile in JupyterLab's launcher: clicked in a real one, and tried by those who have no part in it."""
+"""The tile in JupyterLab's launcher: clicked in a real JupyterLab, and closed to strangers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUP = "jupyter_serverproxy_servers"
 def as_installed(place: Path) -> Path:
     """A folder whose metadata declares the entry points of this checkout, as an installation of it would.
 
-    It has the distribution's own name, and comes first on the path: what is installed, of whatever age, counts once.
+    It has the distribution's own name and is first on the path, so it hides an installed version.
     """
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
         GROUP
@@ -38,7 +38,7 @@ def as_installed(place: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def jupyter(tmp_path_factory):
-    """A JupyterLab with the tile: its port."""
+    """The port of a JupyterLab with the tile."""
     place, port = tmp_path_factory.mktemp("lab"), free_port()
     environ = served.environ(place) | {
         "PYTHONPATH": f"{as_installed(place)}:{FOUND_BY_CHILDREN}",
@@ -73,13 +73,14 @@ def jupyter(tmp_path_factory):
         until = time.monotonic() + 90
         while get(port, "/api", Authorization=f"token {JUPYTERS}")[0] != 200:
             assert time.monotonic() < until and process.poll() is None, said.read_text()
-            time.sleep(0.2)  # the only way to learn that another process listens
+            time.sleep(0.2)  # there is no other way to know that another process listens
         yield port
     finally:
         served.end(process)
 
 
 def get(port, path, **headers):
+    """Status and body of the answer; status 0 if there is none."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=90)
     try:
         connection.request("GET", path, headers=headers)
@@ -103,8 +104,8 @@ def test_the_launcher_has_a_tile_with_title_and_icon(jupyter):
     assert status == 200 and icon.startswith("<svg")
 
 
-def test_jupyters_own_token_guards_it(jupyter):
-    """Without it nobody even starts the console; with it nobody is asked for another one."""
+def test_jupyters_token_guards_the_console(jupyter):
+    """Without it the console does not even start; with it no other token is needed."""
     status, body = get(jupyter, "/gpu-console/")
     assert status in (302, 403) and "GPU console" not in body
     status, body = get(jupyter, "/gpu-console/", Authorization=f"token {JUPYTERS}")
@@ -112,7 +113,7 @@ def test_jupyters_own_token_guards_it(jupyter):
 
 
 def test_the_tile_opens_the_console_in_a_tab_of_jupyterlab(jupyter):
-    """Clicked in a real browser: the page draws, its websocket opens through the proxy, and nothing is amiss."""
+    """In a real browser: the page is drawn, and its websocket opens through the proxy."""
     playwright = pytest.importorskip("playwright.sync_api")
     if not Path("/usr/bin/chromium").exists():
         pytest.skip("needs Debian's chromium")
@@ -138,8 +139,6 @@ def test_the_tile_opens_the_console_in_a_tab_of_jupyterlab(jupyter):
         assert tile.locator("img").evaluate("image => image.naturalWidth") > 0
         tile.click()
         frame = page.frame_locator("iframe[src*='gpu-console']")
-        frame.get_by_text("simulated").first.wait_for(
-            timeout=60_000
-        )  # of the header, which says how things stand
+        frame.get_by_text("simulated").first.wait_for(timeout=60_000)  # in the status bar
         assert any("/gpu-console/ws" in url for url in sockets) and outside == []
         browser.close()

@@ -1,4 +1,4 @@
-"""The console's colours: told apart by everybody, in the dark and in the light, and kept."""
+"""The console's colours: they can be told apart by every viewer, in both themes, and are kept."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ LABELS = st.lists(st.from_regex(r"[a-e]{1,3}@[1-9]", fullmatch=True), max_size=3
 
 
 @pytest.mark.parametrize("sight", SIGHT)
-def test_any_two_colours_are_told_apart(sight):
-    """Ten times what can just be told apart side by side, whatever the eyes."""
+def test_any_two_colours_can_be_told_apart(sight):
+    """Ten times the just noticeable difference, for every kind of colour-blindness."""
     nearest = min(distance(one, other, sight) for one, other in itertools.combinations(COLOURS, 2))
     assert nearest >= 10
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_edge_of_every_stretch_stands_out_from_the_page(page):
-    """The fill alone would not: yellow on white has 1.3."""
+    """The fill alone does not: yellow on white has a contrast of 1.3."""
     assert contrast(EDGE, PAGES[page]) >= 3
 
 
-def test_words_upon_a_colour_can_be_read():
-    """Names in the bars, and the words of the levels."""
+def test_text_on_a_colour_is_legible():
+    """That is names in the bars, and the words of the levels."""
     looks = [style_of(slot) for slot in range(SLOTS)]
     assert min(contrast(look.colour, look.ink) for look in (*looks, *LEVELS.values())) >= 4.5
 
 
 def test_levels_differ_without_colour():
-    """By mark and word; and the bands behind a chart by their hatch, or by how strongly they are laid on."""
+    """By mark and word; the bands behind a chart by their hatch and strength."""
     assert len({look.mark for look in LEVELS.values()}) == len(LEVELS) == len(Level)
     assert len({(look.alpha, look.hatch) for look in LEVELS.values()}) == len(Level)
     assert level_word(Level.HIGH) == "◕ HIGH"
 
 
 def test_a_model_has_the_colour_that_it_has_in_a_notebook():
-    """As long as nobody else beside it has that one."""
+    """As long as no other lease has taken that colour."""
     from gpu_runtime.rendering.elements import look
 
     for name in ("qwen", "llama", "BAAI/bge-m3", "a"):
@@ -65,12 +65,12 @@ def test_a_model_has_the_colour_that_it_has_in_a_notebook():
 
 
 def test_a_lease_is_named_by_model_and_process():
-    """Two notebooks may hold the same model."""
+    """Two notebooks can hold the same model."""
     assert label(Lease("4121.10.0", "qwen")) == "qwen@4121"
 
 
-def test_a_lease_keeps_its_look_whoever_comes_and_goes():
-    """Over time, and in every tab that asks the same palette."""
+def test_a_lease_keeps_its_style_while_others_change():
+    """Over time, and in every tab that uses the same palette."""
     palette = Palette()
     before = palette.styles(["qwen@1", "llama@2"])
     palette.styles([f"model-{n}@3" for n in range(40)])
@@ -80,8 +80,10 @@ def test_a_lease_keeps_its_look_whoever_comes_and_goes():
 
 
 @given(LABELS)
-def test_as_many_as_there_are_looks_all_differ(labels):
-    """No two leases of one bar look alike, and no two of the first seven are of one colour."""
+def test_leases_differ_as_long_as_there_are_free_styles(labels):
+    """No two leases of one bar have the same style, and no two of the first seven the same
+    colour.
+    """
     chosen = assign_slots({}, labels)
     few = dict(list(chosen.items())[:SLOTS])
     assert len(set(few.values())) == len(few)
@@ -90,7 +92,7 @@ def test_as_many_as_there_are_looks_all_differ(labels):
 
 
 @given(LABELS, LABELS)
-def test_what_was_chosen_stays_and_new_ones_keep_clear_of_the_last_seen(first, then):
+def test_assigned_styles_stay_and_new_leases_avoid_recent_styles(first, then):
     kept = assign_slots({}, first)
     again = assign_slots(kept, then)
     assert {one: again[one] for one in again if one in kept} == {
@@ -102,7 +104,7 @@ def test_what_was_chosen_stays_and_new_ones_keep_clear_of_the_last_seen(first, t
 
 
 def test_memory_is_bounded():
-    """A month of kernels is many labels."""
+    """A month of kernels gives many labels."""
     palette = Palette()
     for pid in range(KEPT + 200):
         palette.styles([f"qwen@{pid}"])
@@ -117,6 +119,6 @@ def test_memory_is_bounded():
         ((2.0776, 0.0795, -1.1350), (0.9033, -0.0636, -0.5514), 0.9082),
     ],
 )
-def test_the_measure_of_distance_is_the_published_one(one, other, expected):
-    """Pairs of the paper's own table: Sharma, Wu & Dalal 2005."""
+def test_the_colour_distance_is_the_published_one(one, other, expected):
+    """Pairs from the paper's table: Sharma, Wu & Dalal 2005."""
     assert ciede2000(np.array(one), np.array(other)) == pytest.approx(expected, abs=1e-4)

@@ -1,4 +1,6 @@
-"""One poller for all sessions: it asks once, only while somebody looks, and outlives a ledger that fails."""
+"""One poller for all sessions: it polls only while a session is open, and survives ledger
+failures.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +20,29 @@ from . import samples
 
 
 class Session:
-    """Somebody who looks."""
+    """A session of the console."""
 
 
 class FakeRuntime:
-    """Tells a snapshot, and counts how often it was asked."""
+    """A runtime with one snapshot that counts its calls."""
 
     def __init__(self):
-        self.snapshot, self.asked, self.reaped, self.failure = samples.busy, 0, 0, None
+        self.snapshot, self.status_calls, self.reap_calls, self.failure = samples.busy, 0, 0, None
 
     def reap(self):
-        self.reaped += 1
+        self.reap_calls += 1
         return 0
 
     def status(self):
-        self.asked += 1
+        self.status_calls += 1
         if self.failure:
             raise self.failure
-        return replace(self.snapshot, now=self.snapshot.now + self.asked)
+        return replace(self.snapshot, now=self.snapshot.now + self.status_calls)
 
 
 class Clock:
+    """A clock that the test sets."""
+
     now = 0.0
 
     def __call__(self):
@@ -57,12 +61,12 @@ def rt():
 
 @pytest.fixture
 def poller(rt, clock):
-    """Its thread never starts: the test polls."""
+    """A poller whose thread never starts: the test polls."""
     return Poller(rt, clock=clock, wall=lambda: 1000.0 + clock.now, start=lambda work: None)
 
 
-def test_a_snapshot_that_says_the_same_is_published_at_once_a_second(poller, rt, clock):
-    """Sessions redraw what depends on the time alone, no more often than anybody can read it."""
+def test_an_unchanged_snapshot_is_published_once_a_second(poller, rt, clock):
+    """Sessions then redraw what depends on the time alone, no more often than a person can read."""
     poller.poll()
     first = poller.result.revision
     clock.now += REFRESH_SECONDS / 2
@@ -73,26 +77,26 @@ def test_a_snapshot_that_says_the_same_is_published_at_once_a_second(poller, rt,
     assert poller.result.revision == first + 1
 
 
-def test_what_has_changed_is_published_at_at_once(poller, rt):
+def test_a_changed_queue_is_published_at_once(poller, rt):
     poller.poll()
     rt.snapshot = samples.waiting
     poller.poll()
     assert poller.result.snapshot.tickets == samples.waiting.tickets
 
 
-def changed(snapshot, **more):
-    """The snapshot with its first lease changed."""
+def with_first_lease(snapshot, **more):
+    """The snapshot with changed fields of its first lease."""
     owner, section = next(iter(snapshot.sections.items()))
     first, *others = section.leases
     leases = (replace(first, **more), *others)
     return replace(snapshot, sections=snapshot.sections | {owner: replace(section, leases=leases)})
 
 
-def test_that_models_are_being_used_is_published_at_with_the_next_second(poller, rt, clock):
-    """On a box at work it changes with every look; twenty sessions would draw all of it twice a second."""
+def test_the_use_of_models_is_published_with_the_next_second(poller, rt, clock):
+    """On a busy box it changes with each poll, and twenty sessions would redraw twice a second."""
     poller.poll()
     first = poller.result.revision
-    rt.snapshot = changed(samples.busy, pins=3, uses=99, last_used=samples.busy.now)
+    rt.snapshot = with_first_lease(samples.busy, pins=3, uses=99, last_used=samples.busy.now)
     poller.poll()
     assert poller.result.revision == first
     clock.now += REFRESH_SECONDS
@@ -103,18 +107,16 @@ def test_that_models_are_being_used_is_published_at_with_the_next_second(poller,
 @pytest.mark.parametrize(
     "news", [{"shares": ()}, {"keep": True}, {"phase": Phase.LEAVING}, {"importance": 1}]
 )
-def test_where_a_model_lies_and_what_may_be_done_with_it_is_published_at_at_once(poller, rt, news):
-    """Whoever has just clicked waits for it."""
+def test_the_place_and_the_settings_of_a_model_are_published_at_once(poller, rt, news):
+    """An operator who has just clicked waits for it."""
     poller.poll()
-    rt.snapshot = changed(samples.busy, **news)
+    rt.snapshot = with_first_lease(samples.busy, **news)
     poller.poll()
     assert poller.result.snapshot.sections == rt.snapshot.sections
 
 
-def test_a_ledger_that_fails_is_told_with_the_time_since_when_and_the_last_figures_stay(
-    poller, rt, clock
-):
-    """A page that went blank would say less than one that says how old it is."""
+def test_a_failing_ledger_is_reported_with_its_time_and_the_last_figures_stay(poller, rt, clock):
+    """Old figures with their age are more useful than an empty page."""
     poller.poll()
     rt.failure = LedgerUnavailable("the disk is full", path="/x")
     for clock.now in (10.0, 20.0):
@@ -126,43 +128,41 @@ def test_a_ledger_that_fails_is_told_with_the_time_since_when_and_the_last_figur
     assert (poller.result.error, poller.result.since) == ("", 0.0)
 
 
-def test_whatever_else_goes_wrong_does_not_end_the_watch(poller, rt, caplog):
+def test_an_unexpected_error_does_not_end_the_polling(poller, rt, caplog):
     rt.failure = ZeroDivisionError("division by zero")
     poller.poll()
     assert poller.result.error == "division by zero" and poller.result.snapshot is None
-    assert "Traceback" in caplog.text, "a fault of ours is in the log with its place"
+    assert "Traceback" in caplog.text, "a defect is logged with its traceback"
 
 
-def test_whoever_looks_also_looks_for_the_dead(poller, rt, clock):
-    """A box whose last kernel was killed has nobody else to end its leases."""
+def test_the_poller_reaps_dead_processes(poller, rt, clock):
+    """On a box whose last kernel was killed no other process ends its leases."""
     for clock.now in (10.0, 10.1, 11.5):
         poller.poll()
-    assert (rt.asked, rt.reaped) == (3, 2)
+    assert (rt.status_calls, rt.reap_calls) == (3, 2)
 
 
-def test_what_is_asked_beside_the_snapshot_is_fetched_once_for_all_and_anew_when_it_is_due(
-    poller, rt, clock
-):
+def test_other_data_is_fetched_once_for_all_sessions_and_again_when_due(poller, rt, clock):
     fetched = []
 
-    def history(asked):
-        fetched.append(asked)
+    def history(runtime):
+        fetched.append(runtime)
         return len(fetched)
 
-    def ask():
+    def latest():
         return poller.latest("history", history, every=5.0)
 
-    assert (ask(), ask()) == (None, None), "nobody waits for it"
+    assert (latest(), latest()) == (None, None), "it does not wait"
     poller.poll()
-    assert (ask(), ask(), fetched) == (1, 1, [rt])
+    assert (latest(), latest(), fetched) == (1, 1, [rt])
     clock.now = 4.0
     poller.poll()
     clock.now = 6.0
     poller.poll()
-    assert (ask(), len(fetched)) == (2, 2)
+    assert (latest(), len(fetched)) == (2, 2)
 
 
-def test_what_came_beside_the_snapshot_is_news(poller):
+def test_newly_fetched_data_counts_as_news(poller):
     poller.poll()
     before = poller.result.revision
     poller.latest("history", lambda rt: object(), every=5.0)
@@ -170,8 +170,8 @@ def test_what_came_beside_the_snapshot_is_news(poller):
     assert poller.result.revision == before + 1
 
 
-def test_what_nobody_asks_for_any_more_is_not_fetched_and_is_forgotten(poller, clock):
-    """A tab that is not looked at costs nothing."""
+def test_data_that_no_session_requests_is_not_fetched_and_is_forgotten(poller, clock):
+    """A tab that is not open costs nothing."""
     fetched = []
     poller.latest("history", fetched.append, every=1.0)
     poller.poll()
@@ -180,7 +180,7 @@ def test_what_nobody_asks_for_any_more_is_not_fetched_and_is_forgotten(poller, c
     assert len(fetched) == 1 and not poller._fetched
 
 
-def test_what_cannot_be_fetched_is_told_and_its_last_value_stays(poller, clock):
+def test_a_failed_fetch_is_reported_and_the_last_value_stays(poller, clock):
     answers = iter([7, OSError("no such file")])
 
     def fetch(rt):
@@ -189,21 +189,21 @@ def test_what_cannot_be_fetched_is_told_and_its_last_value_stays(poller, clock):
             raise answer
         return answer
 
-    for clock.now in (0.0, 5.0, 6.0):  # the last of these fetches nothing, and forgets nothing
+    for clock.now in (0.0, 5.0, 6.0):  # the last poll fetches nothing and forgets nothing
         poller.latest("x", fetch, every=5.0)
         poller.poll()
     assert poller.latest("x", fetch, every=5.0) == 7 and poller.result.error == "no such file"
 
 
-def test_a_figure_is_reckoned_once_for_all_sessions(poller):
+def test_a_value_is_computed_once_for_all_sessions(poller):
     made = []
     for snapshot in (samples.busy, samples.busy, samples.waiting):
         poller.once("bars", snapshot, lambda seen: made.append(seen))
     assert len(made) == 2
 
 
-def test_it_asks_only_while_somebody_looks(rt):
-    """Twenty sessions are one thread; none is none."""
+def test_it_polls_only_while_a_session_is_open(rt):
+    """One thread serves twenty sessions; without a session there is none."""
     running = []
     poller = Poller(
         rt, start=lambda work: running.append(threading.Thread(target=work)) or running[-1].start()
@@ -217,13 +217,13 @@ def test_it_asks_only_while_somebody_looks(rt):
     running[0].join(10)
     assert not running[0].is_alive()
     poller.join(sessions[0])
-    assert len(running) == 2, "and it begins again"
+    assert len(running) == 2, "polling starts again"
     poller.leave(sessions[0])
     running[1].join(10)
 
 
-def test_a_session_that_was_never_closed_does_not_keep_it_asking(rt):
-    """A browser that vanishes leaves no goodbye."""
+def test_a_session_that_was_never_closed_does_not_keep_it_polling(rt):
+    """A browser can vanish without closing its session."""
     running = []
     poller = Poller(
         rt, start=lambda work: running.append(threading.Thread(target=work)) or running[-1].start()
@@ -239,7 +239,7 @@ def test_a_session_that_was_never_closed_does_not_keep_it_asking(rt):
     assert not running[0].is_alive()
 
 
-def test_a_runtime_has_one_watch_and_it_goes_with_those_who_hold_it(rt):
+def test_a_runtime_has_one_poller_which_is_freed_with_its_users(rt):
     one = pollers.of(rt)
     assert pollers.of(rt) is one
     gone = weakref.ref(one)

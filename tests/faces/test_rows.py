@@ -1,4 +1,4 @@
-"""Snapshot in, rows out: what stands in the tables of models, leases and the queue."""
+"""The rows of the tables of models, leases and the queue, from a snapshot."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def texts(row):
 
 
 def column(found, columns, title):
+    """The texts of one column."""
     n = [column.title for column in columns].index(title)
     return [row.cells[n].text for row in found]
 
 
-# -- models -------------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
-def test_a_model_is_shown_with_where_it_lies_and_who_has_it():
+def test_a_model_is_shown_with_its_place_and_its_owner():
     world = snapshot(lease("qwen", 14, uses=3, last_used=NOW - 200, importance=5, keep=True))
     (row,) = models(world)
     assert row.id == f"{ME.id}/qwen"
@@ -57,12 +58,12 @@ def test_a_model_is_shown_with_where_it_lies_and_who_has_it():
         ("fake", (Share(HOST, 8),), "host"),
     ],
 )
-def test_a_place_is_told_as_the_seeds_tell_it(backend, shares, words):
+def test_a_place_is_written_as_in_the_seeds(backend, shares, words):
     """Equal shares alone are not tensor parallel: the engine has to compute that way."""
     assert place(Lease("1", "qwen", shares=shares, backend=backend)) == words
 
 
-def test_models_on_devices_come_first_then_the_warm_ones_then_what_lies_on_disk_then_the_catalogue():
+def test_models_are_ordered_on_devices_warm_not_loaded_in_the_catalogue():
     world = snapshot(lease("zeta", 1), lease("alpha", 1, HOST))
     section = world.sections[BOB.id]
     world = replace(world, sections={**world.sections, BOB.id: replace(section, names=("mid",))})
@@ -70,7 +71,7 @@ def test_models_on_devices_come_first_then_the_warm_ones_then_what_lies_on_disk_
         world, (ModelSpec("anew", "fake", size=GIB), ModelSpec("zeta", "fake", size=GIB))
     )
     assert column(found, MODELS, "Model") == ["zeta", "alpha", "mid", "anew"], (
-        "zeta has no second row"
+        "zeta has one row only"
     )
     assert [[button.verb for button in row.buttons] for row in found] == [
         ["evict", "pin"],
@@ -93,7 +94,7 @@ def test_models_on_devices_come_first_then_the_warm_ones_then_what_lies_on_disk_
         ),
     ],
 )
-def test_a_button_that_would_be_refused_says_why(more, buttons):
+def test_a_button_that_cannot_be_pressed_shows_why(more, buttons):
     (row,) = models(snapshot(lease("qwen", 14, **more)))
     assert row.buttons == buttons
 
@@ -103,23 +104,23 @@ def test_a_disabled_model_of_the_catalogue_cannot_be_preloaded():
     assert row.buttons[0].why_not and "disabled" in texts(row)
 
 
-def test_what_is_registered_here_is_listed_before_anything_was_published():
+def test_a_model_registered_here_is_listed_before_it_is_published():
     (row,) = models(replace(snapshot(specs=(ModelSpec("qwen", "fake", size=GIB),)), sections={}))
     assert texts(row)[:4] == ["qwen", "disk", "1.0 GiB", "registered"]
 
 
-def test_blocks_of_code_are_no_models():
+def test_a_block_of_code_is_a_lease_and_no_model():
     code = Lease(ME.id, "cell#1", shares=(Share("sim:0", GIB),), kind="block", pins=1)
     assert models(snapshot(code)) == ()
     (row,) = leases(snapshot(code))
     assert row.cells[4] == Cell("cell#1", None, "memory for running code", "strong")
 
 
-# -- leases -------------------------------------------------------------------------------------------------------
+# -- leases ----------------------------------------------------------------------------------------
 
 
-def test_a_lease_is_shown_with_its_notebook_and_with_what_it_really_takes():
-    """A whole card may be leased for a model that fills half of it."""
+def test_a_lease_is_shown_with_its_notebook_and_its_measured_bytes():
+    """A whole card can be leased for a model that fills half of it."""
     whole = lease(
         "qwen", 20, owner=BOB, filled=(Share("sim:0", 14 * GIB),), pins=1, pinned_since=NOW - 70
     )
@@ -146,14 +147,14 @@ def test_a_model_on_two_cards_has_a_row_for_each():
     ]
 
 
-def test_what_a_process_holds_beside_its_leases_is_listed_and_was_leased_by_nobody():
+def test_residue_is_listed_without_leased_bytes():
     world = snapshot(lease("qwen", 14))
     mine = replace(world.sections[ME.id], residue={"sim:0": GIB})
     found = leases(replace(world, sections={**world.sections, ME.id: mine}))
     assert texts(found[1])[4:8] == ["context and cache", "sim:0", "–", "1.0 GiB"]
 
 
-def test_programs_that_lease_nothing_are_named():
+def test_programs_without_a_lease_are_listed():
     last = leases(
         snapshot(lease("qwen", 4, "cuda:0"), simulated=False, strangers=3, processes={777: 3 * GIB})
     )[-1]
@@ -166,7 +167,7 @@ def test_programs_that_lease_nothing_are_named():
     assert last.cells[0].kind == "alarm"
 
 
-def test_memory_whose_holder_the_driver_does_not_name_is_told_as_that():
+def test_memory_of_an_unknown_process_is_listed_as_other_programs():
     last = leases(snapshot(lease("qwen", 4, "cuda:0"), simulated=False, strangers=3))[-1]
     assert (
         texts(last)[0] == "other programs"
@@ -179,22 +180,22 @@ def test_memory_whose_holder_the_driver_does_not_name_is_told_as_that():
     ("busy", "idle", "words"),
     [(NOW - 200, 0.0, "busy 3 min"), (0.0, NOW - 17, "idle 15 s"), (0.0, 0.0, "–")],
 )
-def test_a_kernel_is_busy_or_idle_or_does_not_say(busy, idle, words):
+def test_a_kernel_is_busy_idle_or_unknown(busy, idle, words):
     section = replace(snapshot(lease("qwen", 1)).sections[ME.id], busy_since=busy, idle_since=idle)
     assert kernel_cell(section, NOW).text == words
 
 
-def test_a_table_of_idle_models_says_the_same_for_five_seconds():
-    """Two hundred rows that change each second would be sent each second, to each session."""
+def test_a_table_of_idle_models_stays_the_same_for_five_seconds():
+    """Otherwise two hundred rows would be sent each second to each session."""
     world = replace(samples.eight, now=5000.0)
-    told = [encoded(leases(replace(world, now=world.now + passed))) for passed in (0, 2.9)]
-    assert told[0] == told[1]
+    encodings = [encoded(leases(replace(world, now=world.now + passed))) for passed in (0, 2.9)]
+    assert encodings[0] == encodings[1]
 
 
-# -- the queue ----------------------------------------------------------------------------------------------------
+# -- the queue -------------------------------------------------------------------------------------
 
 
-def test_the_queue_is_told_in_order_each_with_what_it_waits_for():
+def test_the_queue_is_in_order_and_shows_what_each_request_waits_for():
     first, second = queue(samples.waiting)
     assert texts(first) == [
         "1",
@@ -215,18 +216,20 @@ def test_the_queue_is_told_in_order_each_with_what_it_waits_for():
         "an answer from analysis.ipynb (pid 4121), bob",
     ]
     assert all("prose" in row.cells[-1].kind for row in (first, second)), (
-        "a reason is wrapped, never cut"
+        "a reason is wrapped and never cut"
     )
 
 
-def test_a_request_of_a_stopped_process_is_said_to_be_passed():
+def test_the_request_of_a_stopped_process_is_shown_as_overtaken():
     ticket = Ticket("k", BOB.id, "use", "llama", NOW - 60, NOW - 30, because="room")
     (row,) = queue(snapshot(tickets=(ticket,)))
     assert "Its process has been stopped for 30 s" in texts(row)[-1]
 
 
-def test_who_does_not_answer_is_named_with_since_when_beside_what_was_asked_and_what_it_holds():
-    """An operator who clicked evict sees that the process is stopped, and that the click is not lost."""
+def test_a_process_that_does_not_answer_is_named_in_the_queue_and_in_its_leases():
+    """An operator who clicked Evict sees that the process is stopped and that the request is
+    kept.
+    """
     asked = Ticket(
         "k",
         BOB.id,
@@ -239,18 +242,16 @@ def test_who_does_not_answer_is_named_with_since_when_beside_what_was_asked_and_
     )
     silent = snapshot(lease("qwen", 4), tickets=(asked,))
     (row,) = queue(silent)
-    assert "No answer since" in texts(row)[-1] and texts(row)[-1].endswith(
-        ". Requested by ann."
-    )
+    assert "No answer since" in texts(row)[-1] and texts(row)[-1].endswith(". Requested by ann.")
     assert row.cells[-1].kind == "prose alarm" and "when it runs again" in row.cells[-1].hint
     (held,) = leases(silent)
     assert (held.cells[3].text, held.cells[3].kind) == ("no answer, 40 s", "alarm")
     recent = snapshot(lease("qwen", 4), tickets=(replace(asked, arrived=NOW - 1),))
     (held,) = leases(recent)
-    assert held.cells[3].text == "–", "too soon to say"
+    assert held.cells[3].text == "–", "too early to know"
 
 
-def test_a_request_names_who_does_not_make_room_for_it():
+def test_a_request_names_the_process_that_does_not_answer_its_recall():
     wants = Ticket(
         "k",
         BOB.id,
@@ -268,34 +269,34 @@ def test_a_request_names_who_does_not_make_room_for_it():
     )
 
 
-# -- the sheet ----------------------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
 
-def test_who_may_not_act_is_sent_no_buttons():
+def test_a_viewer_is_sent_no_buttons():
     found = models(samples.busy)
     assert any(row[2] for row in json.loads(encoded(found)))
     assert not any(row[2] for row in json.loads(encoded(found, buttons=False)))
 
 
 def test_the_same_rows_are_not_sent_again():
-    sheet, sent = Table(MODELS), []
-    sheet.param.watch(sent.append, "rows")
+    table, sent = Table(MODELS), []
+    table.param.watch(sent.append, "rows")
     for _ in range(3):
-        sheet.show(encoded(models(samples.busy)))
+        table.show(encoded(models(samples.busy)))
     assert len(sent) == 1
 
 
 @pytest.mark.parametrize(
     "said", [None, "evict", ["evict"], {}, {"verb": 1, "id": "x"}, {"verb": "evict", "id": None}]
 )
-def test_a_message_that_is_no_press_of_a_button_does_nothing(said):
-    """Whoever has a websocket can send anything over it."""
+def test_a_malformed_message_does_nothing(said):
+    """A client can send anything over its websocket."""
     pressed = []
     Table(MODELS, lambda *press: pressed.append(press))._handle_msg(said)
     assert pressed == []
 
 
-def test_a_press_names_the_row_by_its_id():
+def test_a_pressed_button_sends_the_id_of_its_row():
     pressed = []
     Table(MODELS, lambda *press: pressed.append(press))._handle_msg(
         {"verb": "evict", "id": "1/qwen"}
@@ -303,8 +304,8 @@ def test_a_press_names_the_row_by_its_id():
     assert pressed == [("evict", "1/qwen")]
 
 
-def test_names_are_text_whatever_they_say():
-    """The browser is given JSON, and writes text nodes: nothing in a name is ever read as HTML."""
+def test_a_name_is_sent_as_text():
+    """The browser gets JSON and makes text nodes; it never parses a name as HTML."""
     (row,) = json.loads(encoded(models(samples.hostile)))
     assert (
         row[1][0][0]

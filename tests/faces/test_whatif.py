@@ -1,4 +1,4 @@
-"""The tab What if: a plan in words and as the bars that it would leave, with nothing done."""
+"""The tab What if: a plan in words, and the bars after it; nothing is changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_runtime.facts import HOST, Drop, Lease, Load, ModelSpec, Move, Plan, Sh
 from gpu_runtime.units import GIB
 
 from . import samples
-from .polling import looked_at, refresh
+from .polling import opened, refresh
 from .test_now import words
 
 OUT = Move(f"{samples.ME.id}/qwen", (Share("sim:0", 14 * GIB),), (Share(HOST, 14 * GIB),))
@@ -21,6 +21,7 @@ PLAN = replace(samples.fits, steps=(OUT, IN))
 
 
 def drawn(snapshot):
+    """Title, bytes and kind of every stretch, by device."""
     return {
         bar.device.id: [(one.title, one.bytes, one.kind) for one in bar.stretches]
         for bar in bars.bars(snapshot)
@@ -28,20 +29,20 @@ def drawn(snapshot):
 
 
 def test_the_bars_after_a_plan_are_those_of_its_steps():
-    """Who steps aside lies in host memory; what would come is hatched, since it is not there."""
+    """The evicted model is in host memory; the new one is hatched, since it is not there yet."""
     assert drawn(after(samples.busy, PLAN.steps)) == {
         "sim:0": [("gemma", 12 * GIB, "arriving"), ("reranker", 4 * GIB, "settled")],
         "host": [("qwen", 14 * GIB, "settled"), ("llama", 8 * GIB, "settled")],
     }
 
 
-def test_what_is_dropped_is_gone():
+def test_an_unloaded_model_is_gone_from_the_bar():
     gone = after(samples.busy, (Drop(f"{samples.BOB.id}/reranker", (Share("sim:0", 4 * GIB),)),))
     assert drawn(gone)["sim:0"] == [("qwen", 14 * GIB, "settled")]
 
 
-def test_bytes_are_conserved_in_what_would_be():
-    """The claims of each device are those of now, less what leaves, and with what comes; unknown stays unknown."""
+def test_bytes_are_conserved_by_a_plan():
+    """The claims of a device change by what leaves and arrives; unknown figures stay unknown."""
     then = after(samples.unmeasured, (Load("5.1.0/gemma", (Share("cuda:0", 2 * GIB),)),))
     assert then.devices[0].claimed_bytes == 16 * GIB and then.devices[0].measured_bytes is None
     then = after(samples.busy, PLAN.steps)
@@ -52,7 +53,7 @@ def test_bytes_are_conserved_in_what_would_be():
     ] == [2 * GIB, -14 * GIB]
 
 
-def test_who_would_be_displaced_is_named_with_owner_and_way():
+def test_an_evicted_model_is_named_with_its_process_and_its_move():
     assert evicted(PLAN, samples.busy) == [
         "qwen (14.0 GiB) of train.ipynb (pid 4000), ann would move from sim:0 to host"
     ]
@@ -69,23 +70,23 @@ def test_who_would_be_displaced_is_named_with_owner_and_way():
     assert evicted(PLAN, known_to_return)[0].endswith("; restoring it again takes 1.4 s")
 
 
-def test_the_answer_tells_verdict_because_and_who_steps_aside():
-    told = words(answer(PlanAnswer(PLAN), samples.busy))
-    assert told.startswith("✓ gemma fits once 1 other is evicted qwen was used least recently.")
-    assert "Would be evicted qwen (14.0 GiB) of train.ipynb" in told
+def test_the_answer_shows_verdict_reason_and_evicted_models():
+    found = words(answer(PlanAnswer(PLAN), samples.busy))
+    assert found.startswith("✓ gemma fits once 1 other is evicted qwen was used least recently.")
+    assert "Would be evicted qwen (14.0 GiB) of train.ipynb" in found
     more = words(details(PlanAnswer(PLAN), samples.busy))
     assert "move qwen (14.0 GiB) from sim:0 to host load gemma (12.0 GiB) on sim:0" in more
     assert "weights 11.0 GiB header" in more and "sim:1 2.0 GiB free of 12.0 GiB needed" in more
 
 
-def test_a_refusal_is_told_and_draws_nothing():
+def test_a_refusal_is_shown_without_bars():
     assert words(answer(PlanAnswer(samples.refused), samples.busy)).startswith(
         "✗ gemma does not fit now"
     )
     assert whatif.touched(samples.refused.steps) == []
 
 
-def test_no_name_is_markup():
+def test_names_are_escaped():
     plan = Plan(False, (), (), "<script>alert(1)</script>", name="<b>x</b>")
     assert "<script" not in answer(PlanAnswer(plan), samples.busy) + details(
         PlanAnswer(plan), samples.busy
@@ -93,11 +94,11 @@ def test_no_name_is_markup():
     assert "<i>" not in answer(PlanAnswer(error="<i>"), samples.busy)
 
 
-# -- asking
+# -- asking ----------------------------------------------------------------------------------------
 
 
-def test_models_to_choose_from_are_all_that_can_be_planned_for():
-    """One that two processes have is told apart."""
+def test_the_choices_are_all_models_that_can_be_planned_for():
+    """A name that two processes have is listed for each of them."""
     twice = samples.snapshot(
         samples.lease("qwen", 1),
         samples.lease("qwen", 1, owner=samples.BOB),
@@ -109,14 +110,14 @@ def test_models_to_choose_from_are_all_that_can_be_planned_for():
 
 @pytest.mark.parametrize("typed", ["14 Gob", "0", "-3 GiB", "<b>", "nobody"])
 def test_bad_input_gets_one_clear_message(rt, typed):
-    told = request_plan(rt, typed, ["qwen"])
-    assert told.plan is None
-    assert "is not a size" in told.error and told.error.endswith("Or choose one of the models.")
+    found = request_plan(rt, typed, ["qwen"])
+    assert found.plan is None
+    assert "is not a size" in found.error and found.error.endswith("Or choose one of the models.")
 
 
-def test_no_file_is_looked_at_because_somebody_typed_its_name(rt, monkeypatch, tmp_path):
-    """A viewer of the page may not make the server read what they name."""
-    monkeypatch.setattr(rt, "plan", lambda *_: pytest.fail("asked"))
+def test_a_typed_path_is_not_read(rt, monkeypatch, tmp_path):
+    """A viewer must not make the server read files that they name."""
+    monkeypatch.setattr(rt, "plan", lambda *_: pytest.fail("planned"))
     assert "is not a size" in request_plan(rt, str(tmp_path), ["qwen"]).error
 
 
@@ -125,22 +126,22 @@ def test_a_plan_for_a_model_or_a_size_changes_nothing(rt):
     rt.register("b", backend="fake", size="14GiB")
     rt.preload("a")
     before = rt.status()
-    told, size = (
+    found, size = (
         request_plan(rt, "b", model_choices(before)).plan,
         request_plan(rt, "2 GiB", model_choices(before)).plan,
     )
-    assert told.granted and size.granted
-    then = after(before, told.steps)
+    assert found.granted and size.granted
+    then = after(before, found.steps)
     assert [title for title, _, _ in drawn(then)["sim:0"]] == ["b"]
     assert rt.status().sections == before.sections and rt.status().events == before.events
 
 
-# -- the tab
+# -- the tab ---------------------------------------------------------------------------------------
 
 
-def test_the_tab_asks_answers_and_draws_the_devices_that_change():
-    asked = []
-    tab = looked_at(WhatIfTab, samples.busy, plan=lambda words: asked.append(words) or PLAN)
+def test_the_tab_shows_the_plan_and_the_devices_that_change():
+    planned = []
+    tab = opened(WhatIfTab, samples.busy, plan=lambda words: planned.append(words) or PLAN)
     assert "Choose a model" in tab.answer.html and tab.model.options == [
         NO_MODEL,
         "llama",
@@ -150,7 +151,7 @@ def test_the_tab_asks_answers_and_draws_the_devices_that_change():
     tab.model.value = "qwen"
     assert "Computing" in tab.answer.html
     refresh(tab)
-    assert asked == ["qwen"] and "fits once 1 other" in tab.answer.html
+    assert planned == ["qwen"] and "fits once 1 other" in tab.answer.html
     assert list(tab._pairs) == ["sim:0", "host"]
     pair = tab._pairs["sim:0"]
     assert (pair.now.source.data["title"], pair.then.source.data["title"]) == (
@@ -159,15 +160,15 @@ def test_the_tab_asks_answers_and_draws_the_devices_that_change():
     )
 
 
-def test_a_size_takes_the_place_of_the_model_and_the_other_way_round():
-    asked = []
-    tab = looked_at(
-        WhatIfTab, samples.busy, plan=lambda words: asked.append(words) or samples.refused
+def test_a_typed_size_replaces_the_chosen_model_and_the_other_way_round():
+    planned = []
+    tab = opened(
+        WhatIfTab, samples.busy, plan=lambda words: planned.append(words) or samples.refused
     )
     tab.model.value = "qwen"
     tab.size.value = "3 GiB"
     refresh(tab)
-    assert tab.model.value == NO_MODEL and asked[-1] == 3 * GIB
+    assert tab.model.value == NO_MODEL and planned[-1] == 3 * GIB
     assert tab._pairs == {} and "does not fit now" in tab.answer.html
     tab.model.value = "llama"
     assert tab.size.value == ""

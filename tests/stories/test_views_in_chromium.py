@@ -1,4 +1,4 @@
-"""The views in a real browser: drawn in both themes, told on pointing, zoomed, filtered, saved, in the viewer's time."""
+"""The views in a real browser: both themes, tooltips, zoom, filters, files, the viewer's time zone."""
 
 from __future__ import annotations
 
@@ -64,12 +64,14 @@ def browser():
 
 @contextmanager
 def page_at(browser, url, tab="Now", **context):
-    """A page whose tab is in front and drawn; at the end nothing was complained of and nobody outside was asked."""
+    """A page with this tab in front; at its end there was no error and no foreign request."""
     made = browser.new_context(viewport={"width": 1280, "height": 900}, **context)
     page, complaints = made.new_page(), []
     page.on(
         "console",
-        lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None,
+        lambda message: (
+            complaints.append(message.text) if message.type in ("error", "warning") else None
+        ),
     )
     page.on("pageerror", lambda error: complaints.append(f"{error}\n{error.stack}"))
     page.on(
@@ -111,7 +113,7 @@ def test_each_view_is_drawn_in_both_themes(browser, url, tab):
             page.locator("canvas").first.wait_for()
 
 
-def test_pointing_at_a_lease_tells_who_holds_it(browser, url):
+def test_the_tooltip_of_a_lease_shows_its_process(browser, url):
     with page_at(browser, url) as page:
         page.get_by_text("18.0 of 21.6 GiB leased").wait_for(timeout=30_000)
         box = page.locator("canvas").first.bounding_box()
@@ -127,7 +129,7 @@ _ZOOM = """async () => {
     const began = performance.now();
     range.setv({start: start + (end - start) * n / 40, end: end - (end - start) * n / 60});
     await new Promise((done) => requestAnimationFrame(() => {
-      const after = new MessageChannel();  // when it has been handed to the screen
+      const after = new MessageChannel();  // after the frame was handed to the screen
       after.port1.onmessage = done;
       after.port2.postMessage(0);
     }));
@@ -138,7 +140,7 @@ _ZOOM = """async () => {
 
 
 def test_a_day_is_repainted_within_a_tenth_of_a_second_when_zoomed(browser, url):
-    """From the change of the range to the painted frame; the best of twelve, since others use this machine too."""
+    """From the change of the range to the painted frame; the best of twelve on a busy machine."""
     with page_at(browser, url) as page:
         page.get_by_role("button", name="24 h").click(timeout=30_000)
         page.wait_for_function("""() => Bokeh.documents.map((doc) => doc.get_model_by_name("history")).some((plot) =>
@@ -148,13 +150,13 @@ def test_a_day_is_repainted_within_a_tenth_of_a_second_when_zoomed(browser, url)
         assert min(told["took"]) <= 100, told
 
 
-def test_times_are_told_by_the_viewers_clock(browser, url):
-    """12:03:04 in London, where the server may stand, is half past five in Kolkata."""
+def test_times_are_shown_in_the_viewers_time_zone(browser, url):
+    """12:03:04 on a server in London is 17:33:04 in Kolkata."""
     with page_at(browser, url, "Decisions", timezone_id="Asia/Kolkata", locale="en-GB") as page:
         page.get_by_text("17:33:04").first.wait_for(timeout=30_000)
 
 
-def test_what_is_filtered_can_be_saved(browser, url):
+def test_the_filtered_events_can_be_saved(browser, url):
     day = pasts.day(busy=1.5)
     expected = [event for event in day.events if event.action == "unloaded"]
     with page_at(browser, url, "Evictions", accept_downloads=True) as page:
@@ -168,7 +170,7 @@ def test_what_is_filtered_can_be_saved(browser, url):
     assert lines[0].startswith("time,model,action") and len(lines) == len(expected) + 1
 
 
-def test_a_plan_is_told_and_drawn(browser, url):
+def test_a_plan_is_shown_and_drawn(browser, url):
     with page_at(browser, url, "What if") as page:
         page.get_by_label("or a size, such as 14 GiB").fill("12 GiB", timeout=30_000)
         page.keyboard.press("Enter")
