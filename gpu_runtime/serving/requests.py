@@ -81,7 +81,8 @@ class Events(Protocol):
 
     def __aiter__(self) -> AsyncIterator[dict[str, Any]]: ...
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Ends the stream and frees everything."""
 
 
 @dataclass

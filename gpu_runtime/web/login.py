@@ -53,7 +53,7 @@ def page(text: str, *, form: bool) -> str:
 
 
 def as_json(text: str, status: int) -> dict[str, Any]:
-    """The sentence `text` for programs, in the shape in which OpenAI's clients read errors."""
+    """The sentence `text` for programs, with the HTTP `status`, in the shape in which OpenAI's clients read errors."""
     kind = "rate_limit_error" if status == 429 else "invalid_request_error"
     return {"error": {"message": text, "type": kind, "code": None, "param": None}}
 
@@ -64,7 +64,10 @@ class RefusalHandler(RequestHandler):
     def initialize(
         self, gate: TokenChecker, status: int, text: str, form: bool = False, wait: float = 0.0
     ) -> None:
-        """`status` and `text` of the answer; `wait` is the seconds before it is sent, to slow down guesses."""
+        """`status` and `text` of the answer, sent after `wait` seconds, which slows down guesses.
+
+        With `form` the page has a field for a token, which `gate` checks.
+        """
         self._gate = gate
         self._status = status
         self._text = text
@@ -129,7 +132,7 @@ class RedirectHandler(RequestHandler):
     """Redirects a request with a token in its URL to the same page without the token."""
 
     def initialize(self, gate: TokenChecker, role: Role) -> None:
-        """`role` is the role that the token gave."""
+        """The redirect by `gate`; `role` is the role that the token gave."""
         self._gate = gate
         self._role = role
 

@@ -1,4 +1,4 @@
-"""Consoles served by real processes, and clients that bring what they like."""
+"""Consoles served by real processes, and clients that send what they like."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.faces.conftest import FOUND_BY_CHILDREN
 
 OPERATORS, VIEWERS = "operator-0123456789abcdef", "viewer-0123456789abcdef"
 START_SECONDS = 60.0
-# The page of these tests: it says who looks, counts what was done, and has a button that a forged click can reach.
+# The page of these tests: it shows the visitor, counts the actions, and has a button for a forged click.
 PAGE = """
 import panel as pn
 from gpu_panels import server
@@ -45,7 +45,7 @@ COMMAND = PAGE + "import sys\nserver.run(**eval(sys.argv[1]), page=page, browser
 
 
 class Conversation:
-    """A client of Bokeh's protocol that says what it likes: `async with`, once the server has greeted it."""
+    """A client of Bokeh's protocol that sends any message: `async with`, once the server has acknowledged it."""
 
     def __init__(
         self,
@@ -67,17 +67,17 @@ class Conversation:
 
     async def __aenter__(self) -> Conversation:
         self._socket = await websocket_connect(self._request, subprotocols=self._subprotocols)
-        assert "ACK" in (await self._heard())[0]
+        assert "ACK" in (await self._receive())[0]
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._socket.close()
 
     async def document(self) -> str:
-        return await self._asked("PULL-DOC-REQ", {})
+        return await self._request_reply("PULL-DOC-REQ", {})
 
     async def forge(self, event: str, model: str, data: dict[str, object] | None = None) -> None:
-        """An event such as a browser sends when a button is clicked, and the server's word that it was taken."""
+        """Sends an event as a browser does for a click, and waits for the server's acknowledgement."""
         entries: list[list[object]] = [["model", {"id": model}]]
         if data is not None:
             entries.append(
@@ -85,11 +85,11 @@ class Conversation:
             )
         sent = {"type": "event", "name": event, "values": {"type": "map", "entries": entries}}
         message = {"kind": "MessageSent", "msg_type": "bokeh_event", "msg_data": sent}
-        await self._asked("PATCH-DOC", {"events": [message]})
+        await self._request_reply("PATCH-DOC", {"events": [message]})
 
     async def change(self, model: str, attr: str, new: object) -> None:
-        """A property of a model set anew, as by a widget."""
-        await self._asked(
+        """Sets a property of a model, as a widget does."""
+        await self._request_reply(
             "PATCH-DOC",
             {
                 "events": [
@@ -103,7 +103,7 @@ class Conversation:
         """The ids of the document's models of that kind."""
         return re.findall(rf'"name":"{re.escape(model)}","id":"([^"]+)"', document)
 
-    async def _heard(self) -> list[str]:
+    async def _receive(self) -> list[str]:
         """The three parts of one message of Bokeh's protocol."""
         parts: list[str] = []
         while len(parts) < 3:
@@ -113,11 +113,11 @@ class Conversation:
             parts.append(part)
         return parts
 
-    async def _asked(self, kind: str, content: dict) -> str:
+    async def _request_reply(self, kind: str, content: dict) -> str:
         for part in ({"msgid": "1000", "msgtype": kind}, {}, content):
             await self._socket.write_message(json.dumps(part))
         while True:
-            header, _, body = await self._heard()
+            header, _, body = await self._receive()
             if json.loads(header).get("reqid") == "1000":
                 return body
 
@@ -152,17 +152,17 @@ class Answer:
 
 @dataclass
 class Served:
-    """A server that runs, and what it has said so far."""
+    """A running server, and its output so far."""
 
     process: subprocess.Popen
     port: int = 0
     socket: str = ""
     path: str = "/"
-    said: Path = field(default_factory=Path)
+    output_file: Path = field(default_factory=Path)
 
     @property
     def output(self) -> str:
-        return self.said.read_text()
+        return self.output_file.read_text()
 
     def get(
         self,
@@ -198,7 +198,7 @@ class Served:
             connection.close()
 
     def enter(self, token: str = OPERATORS, path: str = "") -> tuple[str, str]:
-        """In by the token, as a browser: the path where the page lies then, and the cookie."""
+        """Opens the page by the token, as a browser does: the page's path, and the cookie."""
         path = path or self.path
         answer = self.get(f"{path}?token={token}")
         assert answer.status == 302, (answer, self.output)
@@ -216,10 +216,10 @@ def serving(
     socket_path: str = "",
     path: str = "/",
 ) -> Iterator[Served]:
-    """A server, from when it answers to the end of the block."""
+    """A server, from its first answer to the end of the block."""
     name = f"served-{port or Path(socket_path).name}"
-    said = tmp_path / f"{name}.txt"
-    with said.open("wb") as out:
+    output_file = tmp_path / f"{name}.txt"
+    with output_file.open("wb") as out:
         process = subprocess.Popen(
             words,
             stdout=out,
@@ -229,7 +229,7 @@ def serving(
             env=environ(tmp_path) | dict(environment),
             start_new_session=True,
         )
-    served = Served(process, port, socket_path, path, said)
+    served = Served(process, port, socket_path, path, output_file)
     try:
         _wait(served)
         yield served
@@ -248,7 +248,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ends it, and whatever it has started: it leads a process group of its own."""
+    """Ends the process and all that it started: it leads its own process group."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -282,14 +282,14 @@ def free_port() -> int:
 
 
 def console(tmp_path: Path, **options: object) -> list[str]:
-    """The words that serve the page of these tests as `gpu console` does."""
+    """The command that serves the page of these tests as `gpu console` does."""
     script = tmp_path / "command.py"
     script.write_text(COMMAND)
     return [sys.executable, str(script), repr(options)]
 
 
 def panel_serve(tmp_path: Path, *flags: str) -> list[str]:
-    """The words that serve the page of these tests as `panel serve` does."""
+    """The command that serves the page of these tests as `panel serve` does."""
     script = tmp_path / "console.py"
     script.write_text(SCRIPT)
     return [sys.executable, "-m", "panel", "serve", str(script), *flags]

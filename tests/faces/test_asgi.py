@@ -1,4 +1,4 @@
-"""An ASGI application behind Tornado: requests whole, answers as they come, and word of whoever hangs up."""
+"""An ASGI application behind Tornado: whole requests, streamed answers, and notice of a disconnect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FINE = {
 
 
 def serving(app, talk, **options):
-    """Runs `talk(port, client)` against a server of that application, bounded in time."""
+    """Runs `talk(url, client)` against a server of that application, within bounded time."""
 
     async def story():
         [sock] = bind_sockets(0, "127.0.0.1", family=socket.AF_INET)
@@ -48,7 +48,7 @@ async def body_of(receive) -> bytes:
     return (await receive())["body"]
 
 
-def test_a_request_arrives_whole_and_the_answer_is_its_own():
+def test_a_request_arrives_whole_and_the_answer_is_unchanged():
     seen = {}
 
     async def app(scope, receive, send):
@@ -75,7 +75,7 @@ def test_a_request_arrives_whole_and_the_answer_is_its_own():
     )
 
 
-def test_parts_are_sent_when_they_are_there():
+def test_each_part_is_sent_at_once():
     more = asyncio.Event()
 
     async def app(scope, receive, send):
@@ -97,7 +97,7 @@ def test_parts_are_sent_when_they_are_there():
     serving(app, talk)
 
 
-def test_the_application_hears_of_whoever_hangs_up():
+def test_the_application_learns_of_a_disconnect():
     heard = []
 
     async def app(scope, receive, send):
@@ -119,8 +119,8 @@ def test_the_application_hears_of_whoever_hangs_up():
     assert heard == ["http.disconnect"]
 
 
-def test_a_write_to_somebody_who_reads_nothing_and_leaves_comes_to_an_end():
-    """A task that did not would stay for good."""
+def test_a_write_to_a_client_that_reads_nothing_and_disconnects_ends():
+    """Otherwise its task would stay for ever."""
     ended = []
 
     async def app(scope, receive, send):
@@ -141,7 +141,7 @@ def test_a_write_to_somebody_who_reads_nothing_and_leaves_comes_to_an_end():
     serving(app, talk)
 
 
-def test_one_that_fails_is_a_server_error_and_no_more(caplog):
+def test_a_failing_application_is_a_server_error_without_details(caplog):
     async def app(scope, receive, send):
         raise ValueError("of its own")
 

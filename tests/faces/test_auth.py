@@ -1,4 +1,4 @@
-"""Who is let in, and as what: decided from what a request brings along, and from nothing else."""
+"""Which role a request has, decided from its credentials and from nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RULES = AccessRules("ann", operator_token=OPERATORS, viewer_token=VIEWERS)
 PLACES = ("authorization", "cookie", "query")
 
 
-def brought(place: str, token: str) -> dict[str, str]:
+def credentials(place: str, token: str) -> dict[str, str]:
     return {place: f"Bearer {token}" if place == "authorization" else token}
 
 
@@ -36,19 +36,19 @@ def test_the_examples_hold():
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_token_gives_its_role_wherever_it_is_brought(place):
+def test_a_token_gives_its_role_in_every_place(place):
     """Header for programs, cookie for browsers, query for the first click."""
-    assert role_of_tokens(RULES, **brought(place, OPERATORS)) == OPERATOR
-    assert role_of_tokens(RULES, **brought(place, VIEWERS)) == VIEWER
+    assert role_of_tokens(RULES, **credentials(place, OPERATORS)) == OPERATOR
+    assert role_of_tokens(RULES, **credentials(place, VIEWERS)) == VIEWER
 
 
 @pytest.mark.parametrize("first", PLACES)
 @pytest.mark.parametrize("second", PLACES)
 def test_of_two_tokens_the_higher_counts(first, second):
-    """An operator who once followed a viewer's link is an operator again by following their own."""
+    """An operator who once followed a viewer's link is an operator again after following their own."""
     if first != second:
         assert (
-            role_of_tokens(RULES, **brought(first, OPERATORS), **brought(second, VIEWERS))
+            role_of_tokens(RULES, **credentials(first, OPERATORS), **credentials(second, VIEWERS))
             == OPERATOR
         )
 
@@ -58,14 +58,14 @@ NEARLY = [OPERATORS[:-1], OPERATORS + "a", OPERATORS.swapcase(), "\ud800"]
 
 @given(st.one_of(st.text(max_size=60), st.sampled_from(NEARLY)), st.sampled_from(PLACES))
 def test_nothing_else_gives_a_role(text, place):
-    """Not the empty text, though no viewer's token may be set; not a beginning, nor what is not text."""
+    """Not the empty text, even if no viewer's token is set; not a part of a token, and no invalid text."""
     for rules in (RULES, AccessRules("ann", operator_token=OPERATORS)):
-        assert role_of_tokens(rules, **brought(place, text)) is None
-    assert role_of_tokens(AccessRules("ann", operator_token=""), **brought(place, text)) is None
+        assert role_of_tokens(rules, **credentials(place, text)) is None
+    assert role_of_tokens(AccessRules("ann", operator_token=""), **credentials(place, text)) is None
 
 
 def test_tokens_are_compared_in_constant_time_and_none_is_skipped(monkeypatch):
-    """Each that was brought with each that there is, whether or not one fitted already."""
+    """Each offered token with each known one, also after a match."""
     compared = []
     monkeypatch.setattr(
         auth.hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b
@@ -79,8 +79,8 @@ def test_tokens_are_in_no_repr():
     assert OPERATORS not in repr(RULES) and VIEWERS not in repr(RULES)
 
 
-def test_a_role_says_who_may_act_and_under_which_name():
-    """The token's holder acts in the name of whoever started the server, and a login's in their own."""
+def test_a_role_decides_who_may_act_and_under_which_name():
+    """A token acts under the name of the user who started the server, a login under its own name."""
     assert RULES.visitor(OPERATOR) == Visitor("ann", may_act=True)
     assert RULES.visitor(OPERATOR, "bob") == Visitor("bob", may_act=True)
     assert RULES.visitor(VIEWER) == Visitor("viewer", may_act=False)
@@ -89,7 +89,7 @@ def test_a_role_says_who_may_act_and_under_which_name():
 
 
 def test_a_login_gives_no_role_by_itself():
-    """Whoever has an account at the provider can log in; only those who are named are let in. A guest is nobody."""
+    """Everybody with an account at the provider can log in. Only names in the settings have a role; guests do not."""
     named = AccessRules(
         "ann", "", operators=frozenset({"bob", "guest"}), viewers=frozenset({"eve"})
     )
@@ -113,19 +113,19 @@ def test_a_login_gives_no_role_by_itself():
     ],
 )
 @pytest.mark.parametrize("also", [(), ("*",), ("*:8211",), ("good.example",)])
-def test_a_foreign_origin_is_foreign_whatever_wildcard_was_given(origin, also):
-    """`--allow-websocket-origin=*` is typed to be rid of an error, not to let every page in."""
+def test_no_wildcard_admits_a_foreign_origin(origin, also):
+    """`--allow-websocket-origin=*` is typed to get rid of an error, not to admit every page."""
     assert not same_origin(origin, "box:8211", also)
 
 
-def test_an_origin_that_was_named_is_not_foreign():
-    for named in ("good.example", "Good.example:80"):  # as it is typed, and as Bokeh notes it
+def test_an_origin_named_in_the_options_is_admitted():
+    for named in ("good.example", "Good.example:80"):  # as it is typed, and as Bokeh stores it
         assert same_origin("https://good.example", "box:8211", [named])
     assert same_origin("http://BOX:8211", "box:8211")
 
 
-def test_guesses_are_slowed_and_a_flood_is_not_looked_at():
-    """Five at once are free; then one a second, with ten waiting at most; a minute later all is forgotten."""
+def test_guesses_are_slowed_and_a_flood_is_not_checked():
+    """Five at once are free; then one a second, with at most ten waiting; a minute later all is forgotten."""
     now = 100.0
     guesses = GuessLimiter(lambda: now)
     waits = []
@@ -140,8 +140,8 @@ def test_guesses_are_slowed_and_a_flood_is_not_looked_at():
 
 
 @given(st.lists(st.floats(0, 5), max_size=200))
-def test_however_guesses_are_timed_they_are_looked_at_once_a_second(gaps):
-    """Beyond a head start: what waits and what was free."""
+def test_however_guesses_are_timed_one_a_second_is_checked(gaps):
+    """After the free ones and the waiting ones."""
     now, looked_at = 0.0, 0
     guesses = GuessLimiter(lambda: now)
     for gap in gaps:
@@ -152,8 +152,8 @@ def test_however_guesses_are_timed_they_are_looked_at_once_a_second(gaps):
     assert looked_at <= 16 + now
 
 
-def test_without_a_page_in_the_making_there_is_no_visitor():
-    """Fail closed: what the gate did not let in is nobody, whoever asks."""
+def test_outside_a_page_there_is_no_visitor():
+    """Fail closed: without the gate's admission there is none."""
     panel_gate = pytest.importorskip("gpu_panels.panel_gate")
     with pytest.raises(NotAllowed, match="token"):
         panel_gate.visitor()

@@ -1,4 +1,4 @@
-"""The real console, spoken to by a client that has no buttons and forges what they would send."""
+"""The real console with a client that has no buttons and forges their messages."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("forged")
 
 
 @pytest.fixture
-def kernel(place):
-    """Another process, which holds qwen: what it says when it is asked where that lies."""
-    environ = served.environ(place) | {"EVICTION_GRACE_SECONDS": "0"}
+def kernel(folder):
+    """Another process, which holds qwen; the function returns where qwen is and who acted."""
+    environ = served.environ(folder) | {"EVICTION_GRACE_SECONDS": "0"}
     process = subprocess.Popen(
         [sys.executable, "-c", KERNEL],
         env=environ,
-        cwd=place,
+        cwd=folder,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -56,7 +56,7 @@ def kernel(place):
 
 
 @pytest.fixture(scope="module")
-def one(place):
+def server(folder):
     port = free_port()
     environ = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CONSOLE_VIEWER_TOKEN": VIEWERS}
     words = [
@@ -68,12 +68,12 @@ def one(place):
         str(port),
         "--no-browser",
     ]
-    with serving(words, place, environ, port=port) as server:
+    with serving(words, folder, environ, port=port) as server:
         yield server
 
 
 def components(document, kind):
-    """Panel's components of that class: their models, as they stand in the document."""
+    """The models of Panel's components of that class, as they are in the document."""
 
     def within(thing):
         if isinstance(thing, dict):
@@ -94,19 +94,17 @@ def data_of(component):
 
 
 async def evicts(server, token):
-    """All that a browser sends when somebody evicts qwen in the table and confirms it, whoever they are."""
+    """Sends everything that a browser sends when a visitor evicts qwen in the table and confirms it."""
     path, cookie = server.enter(token)
     page = server.get(path, Cookie=cookie)
-    async with Conversation(server, path + "ws", page.session_token, cookie=cookie) as said:
-        (tabs,) = components(await said.document(), "Tabs")
+    async with Conversation(server, path + "ws", page.session_token, cookie=cookie) as client:
+        (tabs,) = components(await client.document(), "Tabs")
         for turn in range(100):
-            await said.change(
+            await client.change(
                 data_of(tabs)["id"], "active", turn % len(tabs["attributes"]["children"])
             )
-            await asyncio.sleep(
-                0.3
-            )  # until the page has been told of the model, and has drawn the tab
-            document = await said.document()
+            await asyncio.sleep(0.3)  # until the page has received the model and drawn the tab
+            document = await client.document()
             rows = {
                 id: sheet["id"]
                 for sheet in components(document, "Sheet")
@@ -116,28 +114,28 @@ async def evicts(server, token):
             if rows:
                 break
         for lease, sheet in rows.items():
-            await said.forge("data_event", sheet, {"verb": "evict", "id": lease})
-        document = await said.document()
-        for dialog in components(document, "Dialog"):  # a viewer's page need not have one
+            await client.forge("data_event", sheet, {"verb": "evict", "id": lease})
+        document = await client.document()
+        for dialog in components(document, "Dialog"):  # a viewer's page may have none
             if not data_of(dialog)["attributes"].get("open"):
-                await said.change(data_of(dialog)["id"], "open", True)
+                await client.change(data_of(dialog)["id"], "open", True)
         for asks in components(document, "Ask"):
             number = data_of(asks)["attributes"].get("question", 0)
-            await said.forge("data_event", asks["id"], {"answer": "confirm", "question": number})
-        await asyncio.sleep(1.0)  # what was asked is done in a thread of the server's
+            await client.forge("data_event", asks["id"], {"answer": "confirm", "question": number})
+        await asyncio.sleep(1.0)  # the action runs in a thread of the server
         return rows
 
 
 def until(says, expected, seconds):
     end = time.monotonic() + seconds
     while not (answer := says()).startswith(expected) and time.monotonic() < end:
-        time.sleep(0.1)  # another process acts
+        time.sleep(0.1)  # another process does it
     return answer
 
 
-def test_a_viewers_forged_eviction_is_refused_and_an_operators_is_done_in_their_name(one, kernel):
-    """The same messages: from a viewer's session nothing comes of them, from an operator's qwen steps aside."""
-    assert asyncio.run(evicts(one, VIEWERS))
+def test_a_viewers_forged_eviction_is_refused_and_an_operators_is_done(server, kernel):
+    """The same messages: in a viewer's session nothing happens; in an operator's, qwen is offloaded in their name."""
+    assert asyncio.run(evicts(server, VIEWERS))
     assert kernel().startswith("sim:0")
-    assert asyncio.run(evicts(one, OPERATORS))
+    assert asyncio.run(evicts(server, OPERATORS))
     assert "console" in until(kernel, "host", 20)

@@ -1,4 +1,4 @@
-"""Other ways in than a token: Panel's own login, with roles for names; and a Unix socket of one's own."""
+"""Other ways in than a token: Panel's own login, with roles for names; and a private Unix socket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bokeh.util.token import get_token_payload
 from gpu_runtime.errors import GpuError
 from gpu_runtime.web import http_server, sockets
 from tests.faces.served import OPERATORS, console, free_port, panel_serve, serving
-from tests.faces.test_gate import opened, refused, talk, websocket_of
+from tests.faces.test_gate import document_from, open_page, refused_status, websocket_of
 
 PEOPLE = {
     "ann": "anns-password",
@@ -38,16 +38,16 @@ FORM = {"Content_Type": "application/x-www-form-urlencoded"}
 
 @pytest.fixture(scope="module")
 def asking(tmp_path_factory):
-    """A console that asks for names and passwords: ann may act, bob may look, eve has an account and no role."""
-    place, port = tmp_path_factory.mktemp("login"), free_port()
-    (place / "people.json").write_text(json.dumps(PEOPLE))
+    """A console with names and passwords: ann may act, bob may read, eve has an account and no role."""
+    folder, port = tmp_path_factory.mktemp("login"), free_port()
+    (folder / "people.json").write_text(json.dumps(PEOPLE))
     environ = {
         "PANEL_COOKIE_SECRET": "c" * 32,
         "GPU_CONSOLE_OPERATORS": "ann, guest",
         "GPU_CONSOLE_VIEWERS": "bob",
     }
     words = panel_serve(
-        place,
+        folder,
         "--warm",
         "--port",
         str(port),
@@ -56,13 +56,13 @@ def asking(tmp_path_factory):
         "--oauth-optional",
         "--allow-websocket-origin=*",
     )
-    with serving(words, place, environ, port=port, path="/console") as one:
-        yield one
+    with serving(words, folder, environ, port=port, path="/console") as server:
+        yield server
 
 
-def cookies_of(one, name):
-    """The cookies of somebody who has typed their password."""
-    connection = http.client.HTTPConnection("127.0.0.1", one.port, timeout=20)
+def cookies_of(server, name):
+    """The cookies of a person who typed their password."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     connection.request(
         "POST",
         "/login",
@@ -80,28 +80,28 @@ def cookies_of(one, name):
 
 
 def test_a_login_gives_the_role_of_its_name(asking):
-    """And the page is theirs: what they do is done in their name."""
+    """Their actions have their name."""
     for name, may_act in (("ann", True), ("bob", False)):
         cookies = cookies_of(asking, name)
         page = asking.get(Cookie=cookies)
         assert page.status == 200
-        document = talk(asking, "/console/ws", page.session_token, cookie=cookies)
+        document = document_from(asking, "/console/ws", page.session_token, cookie=cookies)
         assert f"SECRET of {name}, may act: {may_act}" in document
 
 
-def test_an_account_without_a_role_is_told_so(asking):
-    """With OAuth everybody has an account somewhere. A guest is nobody, though an account be called so."""
+def test_an_account_without_a_role_is_refused(asking):
+    """With OAuth everybody has an account somewhere. A guest has no role, even if an account has that name."""
     cookies = cookies_of(asking, "eve")
     answer = asking.get(Cookie=cookies)
     assert answer.status == 403 and "eve has logged in, and has no role here" in answer.body
     guest = asking.get(Cookie=cookies_of(asking, "guest"))
     assert guest.status == 403 and "SECRET" not in guest.body
     bobs = asking.get(Cookie=cookies_of(asking, "bob")).session_token
-    assert refused(asking, "/console/ws", bobs, cookie=cookies) == 403
+    assert refused_status(asking, "/console/ws", bobs, cookie=cookies) == 403
 
 
-def test_who_has_not_logged_in_sees_the_way_to_the_login_and_no_more(asking):
-    """`--oauth-optional` would let guests in: they come to a page of Panel's, and nothing of ours is on it."""
+def test_without_a_login_only_the_login_page_answers(asking):
+    """`--oauth-optional` would admit guests: they get a page of Panel's without any content of ours."""
     for path in (
         "/console/metadata",
         "/console/autoload.js?bokeh-autoload-element=1",
@@ -113,12 +113,12 @@ def test_who_has_not_logged_in_sees_the_way_to_the_login_and_no_more(asking):
     page = asking.get()
     assert page.status == 200
     for cookie in ("is_guest=1", "is_guest=1; user=ann"):
-        assert refused(asking, "/console/ws", page.session_token, cookie=cookie) == 403
-    assert refused(asking, "/console/ws", "anything.at-all") == 403
+        assert refused_status(asking, "/console/ws", page.session_token, cookie=cookie) == 403
+    assert refused_status(asking, "/console/ws", "anything.at-all") == 403
 
 
 def test_a_forged_login_is_no_login(asking):
-    """The cookie is signed; a token has no place here."""
+    """The cookie is signed, and tokens do not count here."""
     page = asking.get(Cookie=cookies_of(asking, "bob")).session_token
     for forged in (
         "user=ann",
@@ -126,24 +126,27 @@ def test_a_forged_login_is_no_login(asking):
         "is_guest=1",
         f"gpu-console={OPERATORS}",
     ):
-        assert refused(asking, "/console/ws", page, cookie=forged) == 403
+        assert refused_status(asking, "/console/ws", page, cookie=forged) == 403
         assert asking.get("/static/js/bokeh.min.js", Cookie=forged).status == 403
-    assert refused(asking, "/console/ws", page, Authorization=f"Bearer {OPERATORS}") == 403
+    assert refused_status(asking, "/console/ws", page, Authorization=f"Bearer {OPERATORS}") == 403
 
 
 def test_a_viewer_does_not_join_the_session_of_an_operator_who_logged_in(asking):
     anns = asking.get(Cookie=cookies_of(asking, "ann")).session_token
-    assert refused(asking, "/console/ws", anns, cookie=cookies_of(asking, "bob")) == 403
+    assert refused_status(asking, "/console/ws", anns, cookie=cookies_of(asking, "bob")) == 403
 
 
 def test_a_foreign_page_opens_no_websocket_with_a_logins_cookie(asking):
     cookies = cookies_of(asking, "ann")
     page = asking.get(Cookie=cookies).session_token
-    assert refused(asking, "/console/ws", page, cookie=cookies, origin="http://evil.example") == 403
+    assert (
+        refused_status(asking, "/console/ws", page, cookie=cookies, origin="http://evil.example")
+        == 403
+    )
 
 
-def test_passwords_are_not_tried_as_fast_as_they_can_be_typed(asking):
-    """A head start, then one a second; whoever is logged in goes on."""
+def test_passwords_are_slowed(asking):
+    """A few are free, then one a second. Logged-in visitors continue."""
     cookies = cookies_of(asking, "ann")
     body = urlencode({"username": "ann", "password": "guess"})
     answers = [asking.get("/login", method="POST", body=body, **FORM).status for _ in range(20)]
@@ -155,7 +158,7 @@ def test_passwords_are_not_tried_as_fast_as_they_can_be_typed(asking):
 
 
 class Provider(BaseHTTPRequestHandler):
-    """The least of an OAuth provider: the code that it was sent is the token, and the token the name."""
+    """A minimal OAuth provider: the code that it gets is the token, and the token is the name."""
 
     def do_POST(self):
         body = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
@@ -179,8 +182,8 @@ class Provider(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def oauth(tmp_path_factory):
-    """A console that sends people to a provider, by Panel's own options. Its cookie secret is in the environment."""
-    place, port = tmp_path_factory.mktemp("oauth"), free_port()
+    """A console with a provider, by Panel's own options. Its cookie secret is in the environment."""
+    folder, port = tmp_path_factory.mktemp("oauth"), free_port()
     provider = ThreadingHTTPServer(("127.0.0.1", 0), Provider)
     threading.Thread(target=provider.serve_forever, daemon=True).start()
     at = f"http://127.0.0.1:{provider.server_port}"
@@ -195,7 +198,7 @@ def oauth(tmp_path_factory):
         "GPU_CONSOLE_VIEWERS": "bob",
     }
     words = panel_serve(
-        place,
+        folder,
         "--warm",
         "--port",
         str(port),
@@ -204,18 +207,18 @@ def oauth(tmp_path_factory):
         "--oauth-jwt-user",
         "login",
     )
-    with serving(words, place, environ, port=port, path="/console") as one:
-        yield one
+    with serving(words, folder, environ, port=port, path="/console") as server:
+        yield server
     provider.shutdown()
     provider.server_close()
 
 
-def by_oauth(one, name):
-    """The cookies of somebody whom the provider calls so, got as a browser gets them."""
-    asked = one.get("/login?next=/console")
+def by_oauth(server, name):
+    """The cookies of a person with this name at the provider, obtained as a browser obtains them."""
+    asked = server.get("/login?next=/console")
     assert asked.status == 302 and "/authorize?" in asked.headers["location"]
     state = parse_qs(urlsplit(asked.headers["location"]).query)["state"][0]
-    connection = http.client.HTTPConnection("127.0.0.1", one.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
     connection.request(
         "GET",
         "/login?" + urlencode({"code": name, "state": state}),
@@ -228,25 +231,25 @@ def by_oauth(one, name):
         if header.lower() == "set-cookie"
     ]
     connection.close()
-    assert answer.status == 302, one.output
+    assert answer.status == 302, server.output
     return "; ".join(cookie for cookie in kept if not cookie.endswith('=""'))
 
 
 def test_a_provider_proves_names_and_the_settings_give_them_roles(oauth):
-    """Everybody has an account at the provider. By which field they are known is the operator's to say."""
+    """Everybody has an account at the provider. The operator chooses the field that is the name."""
     assert oauth.get().status == 302 and "/login" in oauth.get().headers["location"]
     for name, may_act in (("ann", True), ("bob", False)):
         cookies = by_oauth(oauth, name)
         page = oauth.get(Cookie=cookies)
         assert page.status == 200, page
-        document = talk(oauth, "/console/ws", page.session_token, cookie=cookies)
+        document = document_from(oauth, "/console/ws", page.session_token, cookie=cookies)
         assert f"SECRET of {name}, may act: {may_act}" in document
-    eve = oauth.get(Cookie=by_oauth(oauth, "eve"))  # whose email the provider tells to be ann
+    eve = oauth.get(Cookie=by_oauth(oauth, "eve"))  # whose email at the provider is "ann"
     assert eve.status == 403 and "eve has logged in, and has no role here" in eve.body
 
 
-def test_a_name_that_the_provider_tells_is_shown_as_text(oauth):
-    """Whoever may choose it there might choose markup."""
+def test_a_name_from_the_provider_is_shown_as_text(oauth):
+    """A person who chooses their name there might choose markup."""
     answer = oauth.get(Cookie=by_oauth(oauth, "<img src=x onerror=alert(1)>"))
     assert answer.status == 403 and "&lt;img src=x" in answer.body and "<img" not in answer.body
 
@@ -256,37 +259,37 @@ def test_a_name_that_the_provider_tells_is_shown_as_text(oauth):
 
 @pytest.fixture(scope="module", params=["gpu console", "panel serve"])
 def private(request, tmp_path_factory):
-    """A console on a socket in a directory of one's own, as JupyterLab's launcher starts it."""
-    place = tmp_path_factory.mktemp("socket")
-    place.chmod(0o700)
-    path = str(place / "s")
+    """A console on a socket in a private directory, as JupyterLab's launcher starts it."""
+    folder = tmp_path_factory.mktemp("socket")
+    folder.chmod(0o700)
+    path = str(folder / "s")
     if request.param == "gpu console":
-        with serving(console(place, socket_path=path), place, socket_path=path) as one:
-            yield one
+        with serving(console(folder, socket_path=path), folder, socket_path=path) as server:
+            yield server
     else:
         with serving(
-            panel_serve(place, "--unix-socket", path), place, socket_path=path, path="/console"
-        ) as one:
-            one.get()
-            yield one
+            panel_serve(folder, "--unix-socket", path), folder, socket_path=path, path="/console"
+        ) as server:
+            server.get()
+            yield server
 
 
-def test_on_a_socket_of_ones_own_no_token_is_asked_for(private):
-    """The kernel says who is at the other end; others cannot even connect."""
+def test_a_private_socket_needs_no_token(private):
+    """The kernel reports the user of the connection; other users cannot even connect."""
     assert stat.S_IMODE(os.stat(private.socket).st_mode) == 0o600
     page = private.get()
     assert page.status == 200 and page.session_token
     assert "token=" not in private.output
 
 
-def test_a_foreign_page_is_refused_there_too(private):
-    """Jupyter's proxy passes on what the browser says of itself."""
+def test_a_foreign_page_is_refused_on_the_socket_too(private):
+    """Jupyter's proxy passes on the browser's origin."""
     assert private.get(Origin="http://evil.example", Host="localhost:8888").status == 403
     assert private.get(Origin="http://localhost:8888", Host="localhost:8888").status == 200
 
 
-def test_what_the_proxy_sends_along_is_not_written_into_the_page(private):
-    """It passes on Jupyter's own cookies and token; a script in the page could read them there."""
+def test_the_proxys_credentials_are_not_in_the_page(private):
+    """It passes on Jupyter's own cookies and token; a script in the page could read them."""
     page = private.get(
         f"{private.path}?token=jupyters",
         Cookie="username-localhost-8888=jupyters",
@@ -302,7 +305,7 @@ def test_what_the_proxy_sends_along_is_not_written_into_the_page(private):
 
 
 def status_for_nobody(path):
-    """What a process of the user nobody is answered on that socket."""
+    """The status that a process of the user `nobody` gets on that socket, or its error."""
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
@@ -321,28 +324,28 @@ def status_for_nobody(path):
             os._exit(0)
     os.close(writes)
     os.waitpid(child, 0)
-    with os.fdopen(reads) as told:
-        return told.read()
+    with os.fdopen(reads) as rules:
+        return rules.read()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be somebody else")
-def test_another_user_is_asked_for_the_token_though_the_socket_was_opened_to_them(tmp_path):
-    """They cannot connect; and where a mode or a directory was changed, who is there is asked of the kernel."""
-    place = Path(tempfile.mkdtemp(prefix="gpu-"))
-    path = str(place / "s")
+def test_another_user_needs_the_token_even_if_the_socket_is_open_to_them(tmp_path):
+    """Normally they cannot connect. If its mode or directory was changed, the kernel reports their user id."""
+    folder = Path(tempfile.mkdtemp(prefix="gpu-"))
+    path = str(folder / "s")
     try:
-        with serving(console(tmp_path, socket_path=path), tmp_path, socket_path=path) as one:
+        with serving(console(tmp_path, socket_path=path), tmp_path, socket_path=path) as server:
             assert status_for_nobody(path) == "Permission denied"
-            place.chmod(0o755)
+            folder.chmod(0o755)
             assert status_for_nobody(path) == "Permission denied"
             os.chmod(path, 0o666)
             assert status_for_nobody(path) == "403"
-            assert one.get().status == 200
+            assert server.get().status == 200
     finally:
-        shutil.rmtree(place)
+        shutil.rmtree(folder)
 
 
-# -- where a socket may lie
+# -- where a socket may be
 
 
 @pytest.fixture
@@ -351,7 +354,7 @@ def mine(tmp_path):
     return tmp_path
 
 
-def test_a_directory_is_made_for_nobody_else(mine):
+def test_a_new_directory_is_private(mine):
     """Whatever the umask is."""
     before = os.umask(0)
     try:
@@ -370,7 +373,7 @@ def test_a_directory_that_others_may_enter_is_refused(mine, mode):
 
 
 def test_a_directory_that_others_could_replace_is_refused(mine):
-    """Whoever may rename a step of the way puts a server of theirs at its end, and is sent Jupyter's cookies."""
+    """A user who may rename a directory above it could put their own server there, and would get Jupyter's cookies."""
     inner = mine / "shared" / "mine"
     inner.mkdir(parents=True)
     inner.chmod(0o700)
@@ -380,12 +383,12 @@ def test_a_directory_that_others_could_replace_is_refused(mine):
     (mine / "link").symlink_to(inner)
     with pytest.raises(GpuError, match="could be replaced by others"):
         sockets.prepare(str(mine / "link" / "s"))
-    (mine / "shared").chmod(0o1777)  # as /tmp: nobody renames what is another's
+    (mine / "shared").chmod(0o1777)  # like /tmp: a user cannot rename another user's files
     assert sockets.prepare(str(inner / "s"))
 
 
-def test_what_exists_there_is_not_overwritten(mine):
-    """A file stays, a link is not followed, a server that listens is not pushed aside; what a dead one left goes."""
+def test_an_existing_file_or_server_is_not_replaced(mine):
+    """A file stays, a link is not followed, a listening server stays. A socket without a server is removed."""
     (mine / "file").write_text("precious")
     (mine / "link").symlink_to(mine / "elsewhere")
     for name in ("file", "link"):
@@ -400,7 +403,7 @@ def test_what_exists_there_is_not_overwritten(mine):
     assert (mine / "file").read_text() == "precious"
 
 
-def test_a_path_that_is_too_long_for_a_socket_is_refused_in_words(mine):
+def test_a_path_that_is_too_long_for_a_socket_is_refused(mine):
     with pytest.raises(GpuError, match="107 are the most"):
         sockets.prepare(str(mine / ("x" * 120)))
 
@@ -408,8 +411,8 @@ def test_a_path_that_is_too_long_for_a_socket_is_refused_in_words(mine):
 # -- the port, and the end
 
 
-def test_the_first_free_port_is_taken_unless_one_was_asked_for():
-    """On a shared box the first ones are others' consoles."""
+def test_the_first_free_port_is_used_unless_one_was_named():
+    """On a shared machine the first ones belong to other users' consoles."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -422,24 +425,26 @@ def test_the_first_free_port_is_taken_unless_one_was_asked_for():
             sockets.free_port("127.0.0.1", port, tries=1)
 
 
-def test_a_console_ends_when_it_is_interrupted_and_leaves_nothing(tmp_path):
-    """No traceback, and the socket is gone."""
+def test_an_interrupted_console_leaves_nothing(tmp_path):
+    """No traceback, and the socket is removed."""
     tmp_path.chmod(0o700)
     path = str(tmp_path / "s")
-    with serving(console(tmp_path, socket_path=path), tmp_path, socket_path=path) as one:
-        assert one.get().status == 200
-        one.process.send_signal(signal.SIGINT)
-        one.process.wait(20)
-        assert "Traceback" not in one.output and not os.path.exists(path)
+    with serving(console(tmp_path, socket_path=path), tmp_path, socket_path=path) as server:
+        assert server.get().status == 200
+        server.process.send_signal(signal.SIGINT)
+        server.process.wait(20)
+        assert "Traceback" not in server.output and not os.path.exists(path)
 
 
-def test_read_only_makes_viewers_of_all(tmp_path):
+def test_read_only_makes_every_visitor_a_viewer(tmp_path):
     """The operator too: it is for a screen on the wall."""
     port = free_port()
     environ = {"GPU_CONSOLE_TOKEN": OPERATORS}
-    with serving(console(tmp_path, port=port, read_only=True), tmp_path, environ, port=port) as one:
-        path, cookie, token = opened(one)
-        document = talk(one, websocket_of(path), token, cookie=cookie, click=True)
+    with serving(
+        console(tmp_path, port=port, read_only=True), tmp_path, environ, port=port
+    ) as server:
+        path, cookie, token = open_page(server)
+        document = document_from(server, websocket_of(path), token, cookie=cookie, click=True)
         assert "done by nobody" in document
 
 
@@ -447,8 +452,8 @@ def test_the_examples_of_the_server_hold():
     assert doctest.testmod(http_server).failed == 0
 
 
-def test_each_start_makes_a_token_of_its_own(environment):
-    """Unless one is set; and none is shown where the settings are."""
+def test_each_start_makes_a_new_token(environment):
+    """Unless one is set. No settings page shows a token."""
     first, second = http_server.access_rules(), http_server.access_rules()
     assert (
         len(first.operator_token) > 40
@@ -458,16 +463,16 @@ def test_each_start_makes_a_token_of_its_own(environment):
     environment.setenv("GPU_CONSOLE_TOKEN", OPERATORS)
     environment.setenv("GPU_CONSOLE_OPERATORS", " ann,bob ,")
     environment.setenv("GPU_CONSOLE_READ_ONLY", "true")
-    told = http_server.access_rules()
-    assert (told.operator_token, told.operators, told.read_only) == (
+    rules = http_server.access_rules()
+    assert (rules.operator_token, rules.operators, rules.read_only) == (
         OPERATORS,
         {"ann", "bob"},
         True,
     )
 
 
-def test_a_browser_is_sent_the_token_by_a_file_and_not_on_its_command_line(environment, tmp_path):
-    """What stands on a command line every user of the machine can read."""
+def test_a_browser_gets_the_token_from_a_file_not_from_its_command_line(environment, tmp_path):
+    """Every user of the machine can read a command line."""
     opened_with = []
     environment.setenv("DISPLAY", ":0")
     environment.setattr(http_server.webbrowser, "open", opened_with.append)

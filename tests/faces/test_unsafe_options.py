@@ -1,4 +1,4 @@
-"""Servers that were started so that no gate could help: they show no console, and say which option to leave out."""
+"""Servers with options that no gate can make safe: they show no console and name the option to remove."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    place = tmp_path_factory.mktemp("flags")
-    (place / "plugin.py").write_text(PLUGIN)
-    (place / "auth.py").write_text(AUTH)
-    (place / "another.py").write_text("import panel as pn\npn.panel('another').servable()\n")
-    (place / "people.json").write_text(json.dumps({"ann": "anns", "bob": "bobs"}))
-    return place
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("flags")
+    (folder / "plugin.py").write_text(PLUGIN)
+    (folder / "auth.py").write_text(AUTH)
+    (folder / "another.py").write_text("import panel as pn\npn.panel('another').servable()\n")
+    (folder / "people.json").write_text(json.dumps({"ann": "anns", "bob": "bobs"}))
+    return folder
 
 
 @pytest.fixture(scope="module")
-def ended(place):
-    """What each server said with `--warm`, and how it ended. They start together, which takes two cores 20 s."""
-    environ = served.environ(place) | {"PANEL_COOKIE_SECRET": "a" * 32}
+def ended(folder):
+    """What each server printed with `--warm`, and its exit status. They start together, which takes two cores 20 s."""
+    environ = served.environ(folder) | {"PANEL_COOKIE_SECRET": "a" * 32}
     running = {}
     for flags in REFUSED:
-        words = panel_serve(place, *flags, "--warm", "--port", str(free_port()))
+        words = panel_serve(folder, *flags, "--warm", "--port", str(free_port()))
         env = {
             name: value
             for name, value in environ.items()
@@ -72,7 +72,7 @@ def ended(place):
         }
         running[flags] = subprocess.Popen(
             words,
-            cwd=place,
+            cwd=folder,
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -80,60 +80,66 @@ def ended(place):
             text=True,
             start_new_session=True,
         )
-    said = {}
+    output = {}
     for flags, process in running.items():
         try:
-            said[flags] = process.communicate(timeout=100)[0], process.returncode
+            output[flags] = process.communicate(timeout=100)[0], process.returncode
         except subprocess.TimeoutExpired:
-            said[flags] = "it went on", None
+            output[flags] = "it went on", None
         finally:
             served.end(process)
-    return said
+    return output
 
 
 @pytest.mark.parametrize("flags", REFUSED, ids=" ".join)
-def test_such_a_server_does_not_start(ended, flags):
-    """With `--warm` the script runs at the start, and ends it."""
-    said, code = ended[flags]
-    assert code == 1 and REFUSED[flags] in said, said
-    assert "token=" not in said
+def test_a_server_with_an_unsafe_option_does_not_start(ended, flags):
+    """With `--warm` the script runs at the start, and ends the process."""
+    output, code = ended[flags]
+    assert code == 1 and REFUSED[flags] in output, output
+    assert "token=" not in output
 
 
-def test_without_warm_it_refuses_everything_from_the_first_page_on(place):
-    """The script runs then only; what was open before is shut too."""
+def test_without_warm_every_request_after_the_first_page_is_refused(folder):
+    """The script runs only then; routes that were open before are closed too."""
     port = free_port()
-    words = panel_serve(place, "--port", str(port), "--plugins", "plugin")
-    with serving(words, place, port=port, path="/console") as one:
-        assert one.get("/told").body == "told"  # it knew nothing of the console yet
-        assert one.get().status == 302
+    words = panel_serve(folder, "--port", str(port), "--plugins", "plugin")
+    with serving(words, folder, port=port, path="/console") as server:
+        assert server.get("/told").body == "told"  # the script has not run yet
+        assert server.get().status == 302
         for path in ("/console", "/told", "/", "/static/js/bokeh.js"):
-            answer = one.get(path)
+            answer = server.get(path)
             assert answer.status == 503 and "--plugins (plugin.Telling)" in answer.body, answer
-        assert "gpu: no console is served. --plugins" in one.output and "token=" not in one.output
+        assert (
+            "gpu: no console is served. --plugins" in server.output
+            and "token=" not in server.output
+        )
 
 
-def test_more_than_one_process_is_refused(place):
-    """Each would have a token of its own, and a visitor's requests go to any of them."""
+def test_more_than_one_process_is_refused(folder):
+    """Each would have its own token, and a visitor's requests reach any of them."""
     port = free_port()
-    words = panel_serve(place, "--port", str(port), "--num-procs", "2")
-    with serving(words, place, port=port, path="/console") as one:
-        assert {one.get().status for _ in range(20)} <= {
+    words = panel_serve(folder, "--port", str(port), "--num-procs", "2")
+    with serving(words, folder, port=port, path="/console") as server:
+        assert {server.get().status for _ in range(20)} <= {
             302,
             503,
-        }  # each process learns of its first page
-        assert "gpu: no console is served. --num-procs" in one.output and "token=" not in one.output
+        }  # the script runs in each process at its first page
+        assert (
+            "gpu: no console is served. --num-procs" in server.output
+            and "token=" not in server.output
+        )
 
 
-def test_a_token_that_is_too_short_serves_nothing(place):
-    """A setting that cannot be used is no reason to serve without it."""
+def test_with_a_token_that_is_too_short_nothing_is_served(folder):
+    """An invalid setting must not lead to a server without it."""
     port = free_port()
-    words = panel_serve(place, "--port", str(port), "--warm")
-    environ = served.environ(place) | {"GPU_CONSOLE_TOKEN": "short"}
-    said = subprocess.run(
-        words, cwd=place, env=environ, capture_output=True, text=True, timeout=100
+    words = panel_serve(folder, "--port", str(port), "--warm")
+    environ = served.environ(folder) | {"GPU_CONSOLE_TOKEN": "short"}
+    output = subprocess.run(
+        words, cwd=folder, env=environ, capture_output=True, text=True, timeout=100
     )
     assert (
-        said.returncode == 1
-        and "text of 16 characters or more" in said.stderr
-        and "'short'" not in said.stderr
+        output.returncode == 1
+        and "text of 16 characters or more" in output.stderr
+        and "'short'" not in output.stderr
     )

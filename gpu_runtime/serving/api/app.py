@@ -1,7 +1,7 @@
 """The HTTP API as one application: `/memory/*`, `/v1/*`, `/api/v1/config`, `/health`, `/metrics`, and its description.
 
-It reads the visitor from `scope["state"]["visitor"]`, which the gate of the server sets, and answers nobody without
-one. Every admitted visitor may read. Any method but GET needs a visitor who may act.
+It reads the visitor from `scope["state"]["visitor"]`, which the gate of the server sets, and refuses every request
+without one. Every admitted visitor may read. Any method but GET needs a visitor who may act.
 """
 
 from __future__ import annotations

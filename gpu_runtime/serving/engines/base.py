@@ -35,7 +35,7 @@ class EngineAdapter(Protocol):
     def stream(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of the answer; the parameters are those of `answer`."""
+        """The chunks of the answer; `kind`, `body` and `think` as in `answer`."""
 
 
 class EngineFailed(GpuError):

@@ -15,7 +15,7 @@ RETRY_SECONDS = 5.0  # until a model that was in use is tried again
 
 
 def stay_warm_seconds(seconds: float | None, model_type: str) -> float:
-    """The `seconds` that the caller set; None: those of the model's type.
+    """The `seconds` that the caller set; None: those of the `model_type`.
 
     >>> stay_warm_seconds(None, "diffusion"), stay_warm_seconds(None, "embedding"), stay_warm_seconds(0.0, "llm")
     (900.0, 300.0, 0.0)
