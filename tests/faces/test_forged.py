@@ -43,14 +43,14 @@ def kernel(folder):
         start_new_session=True,
     )
 
-    def says():
+    def ask():
         process.stdin.write("?\n")
         process.stdin.flush()
         return process.stdout.readline()
 
     try:
         assert process.stdout.readline() == "ready\n"
-        yield says
+        yield ask
     finally:
         served.end(process)
 
@@ -106,29 +106,29 @@ async def evicts(server, token):
             await asyncio.sleep(0.3)  # until the page has received the model and drawn the tab
             document = await client.document()
             rows = {
-                id: sheet["id"]
-                for sheet in components(document, "Sheet")
-                for id, *_ in json.loads(data_of(sheet)["attributes"]["rows"])
+                id: table["id"]
+                for table in components(document, "Table")
+                for id, *_ in json.loads(data_of(table)["attributes"]["rows"])
                 if id.endswith("/qwen")
             }
             if rows:
                 break
-        for lease, sheet in rows.items():
-            await client.forge("data_event", sheet, {"verb": "evict", "id": lease})
+        for lease, table in rows.items():
+            await client.forge("data_event", table, {"verb": "evict", "id": lease})
         document = await client.document()
         for dialog in components(document, "Dialog"):  # a viewer's page may have none
             if not data_of(dialog)["attributes"].get("open"):
                 await client.change(data_of(dialog)["id"], "open", True)
-        for asks in components(document, "Ask"):
-            number = data_of(asks)["attributes"].get("question", 0)
-            await client.forge("data_event", asks["id"], {"answer": "confirm", "question": number})
+        for form in components(document, "ConfirmationForm"):
+            number = data_of(form)["attributes"].get("question", 0)
+            await client.forge("data_event", form["id"], {"answer": "confirm", "question": number})
         await asyncio.sleep(1.0)  # the action runs in a thread of the server
         return rows
 
 
-def until(says, expected, seconds):
+def until(ask, expected, seconds):
     end = time.monotonic() + seconds
-    while not (answer := says()).startswith(expected) and time.monotonic() < end:
+    while not (answer := ask()).startswith(expected) and time.monotonic() < end:
         time.sleep(0.1)  # another process does it
     return answer
 
