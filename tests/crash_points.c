@@ -1,7 +1,7 @@
-/* Kills this process before the n-th change that it makes to files below a directory: see stories/test_crash_points.py.
+/* Kills this process before its n-th change of files below a directory: see stories/test_crash_points.py.
 
-   LD_PRELOADed. Nothing is counted until crash_arm(directory, n) is called; n = 0 only counts. Changes are writes,
-   truncations, locks taken and let go, names given, changed and taken away, and syncs. */
+   Loaded with LD_PRELOAD. Nothing is counted until crash_arm(directory, n) is called; with n = 0 it only counts.
+   Changes are writes, truncations, locks and unlocks, syncs, and names that are made, changed or removed. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -30,17 +30,17 @@ void crash_arm(const char *directory, long n) {
 
 long crash_counted(void) { return counted; }
 
-static void one_more(void) {
+static void count_change(void) {
     if (++counted == last) {
         kill(getpid(), SIGKILL);
         for (;;) pause();
     }
 }
 
-static void by_path(const char *path) {
+static void change_by_path(const char *path) {
     char link[64], base[PATH_MAX];
     if (!under_length) return;
-    if (!strncmp(path, "/proc/self/fd/", 14)) {  /* a name in a directory that is known by its descriptor */
+    if (!strncmp(path, "/proc/self/fd/", 14)) {  /* a path through the descriptor of its directory */
         const char *rest = strchr(path + 14, '/');
         snprintf(link, sizeof link, "%.*s", rest ? (int)(rest - path) : 60, path);
         ssize_t length = readlink(link, base, sizeof base - 1);
@@ -48,24 +48,24 @@ static void by_path(const char *path) {
         base[length] = 0;
         path = base;
     }
-    if (!strncmp(path, under, under_length)) one_more();
+    if (!strncmp(path, under, under_length)) count_change();
 }
 
-static void by_fd(int fd) {
+static void change_by_fd(int fd) {
     char link[64], path[PATH_MAX];
     if (!under_length) return;
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     ssize_t length = readlink(link, path, sizeof path - 1);
     if (length < 0) return;
     path[length] = 0;
-    if (!strncmp(path, under, under_length)) one_more();
+    if (!strncmp(path, under, under_length)) count_change();
 }
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 #define BY_FD(type, name, parameters, arguments) \
-    type name parameters { by_fd(fd); return REAL(name) arguments; }
+    type name parameters { change_by_fd(fd); return REAL(name) arguments; }
 #define BY_PATH(type, name, parameters, arguments) \
-    type name parameters { by_path(path); return REAL(name) arguments; }
+    type name parameters { change_by_path(path); return REAL(name) arguments; }
 
 BY_FD(ssize_t, write, (int fd, const void *data, size_t size), (fd, data, size))
 BY_FD(ssize_t, pwrite, (int fd, const void *data, size_t size, off_t at), (fd, data, size, at))
@@ -83,13 +83,13 @@ BY_PATH(int, chmod, (const char *path, mode_t mode), (path, mode))
 BY_PATH(int, rename, (const char *path, const char *to), (path, to))
 BY_PATH(int, link, (const char *path, const char *to), (path, to))
 
-int symlink(const char *what, const char *path) { by_path(path); return REAL(symlink)(what, path); }
+int symlink(const char *what, const char *path) { change_by_path(path); return REAL(symlink)(what, path); }
 int linkat(int from, const char *path, int to, const char *name, int flags) {
-    by_path(path);
+    change_by_path(path);
     return REAL(linkat)(from, path, to, name, flags);
 }
 int bind(int fd, const struct sockaddr *address, socklen_t length) {
-    by_path(((const char *)address) + sizeof(sa_family_t));
+    change_by_path(((const char *)address) + sizeof(sa_family_t));
     return REAL(bind)(fd, address, length);
 }
 
@@ -101,7 +101,7 @@ int fcntl(int fd, int what, ...) {
     va_start(rest, what);
     void *argument = va_arg(rest, void *);
     va_end(rest);
-    if (is_change(what)) by_fd(fd);
+    if (is_change(what)) change_by_fd(fd);
     return REAL(fcntl)(fd, what, argument);
 }
 int fcntl64(int fd, int what, ...) {
@@ -109,18 +109,18 @@ int fcntl64(int fd, int what, ...) {
     va_start(rest, what);
     void *argument = va_arg(rest, void *);
     va_end(rest);
-    if (is_change(what)) by_fd(fd);
+    if (is_change(what)) change_by_fd(fd);
     return REAL(fcntl64)(fd, what, argument);
 }
 
-static int made(const char *path, int flags) { if (flags & (O_CREAT | O_TRUNC)) by_path(path); return flags; }
+static int count_if_created(const char *path, int flags) { if (flags & (O_CREAT | O_TRUNC)) change_by_path(path); return flags; }
 #define OPENS(name) \
     int name(const char *path, int flags, ...) { \
         va_list rest; \
         va_start(rest, flags); \
         mode_t mode = va_arg(rest, mode_t); \
         va_end(rest); \
-        return REAL(name)(path, made(path, flags), mode); \
+        return REAL(name)(path, count_if_created(path, flags), mode); \
     }
 OPENS(open)
 OPENS(open64)

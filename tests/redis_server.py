@@ -1,4 +1,4 @@
-"""A Redis of the tests' own: on a socket of its own in a directory of its own, and gone with them."""
+"""A Redis for tests, with its own socket and directory, which are removed with it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import pytest
 
 
 class RedisServer:
-    """A redis-server that can be killed and started again, and as many databases as there are tests."""
+    """A redis-server that can be killed and started again, with a database for each test."""
 
     def __init__(self, *options: str) -> None:
-        self.directory = tempfile.mkdtemp(
-            prefix="gpu-redis-"
-        )  # a short path: a socket's may have 107 bytes
+        # A short path, because that of a socket is limited to 107 bytes.
+        self.directory = tempfile.mkdtemp(prefix="gpu-redis-")
         self.socket = f"{self.directory}/redis.sock"
         self.options = options
         self.databases = 0
@@ -42,7 +41,7 @@ class RedisServer:
             start_new_session=True,
         )
         deadline = time.monotonic() + 20
-        while not self.say("PING").startswith(("PONG", "NOAUTH")):
+        while not self.cli("PING").startswith(("PONG", "NOAUTH")):
             assert self.process.poll() is None and time.monotonic() < deadline, (
                 "redis-server does not start"
             )
@@ -52,23 +51,23 @@ class RedisServer:
         self.process.kill()
         self.process.wait(20)
 
-    def say(self, *words: str, database: int = 0) -> str:
-        """What redis-cli answers."""
+    def cli(self, *words: str, database: int = 0) -> str:
+        """The output of redis-cli for the command `words`."""
         return subprocess.run(
             ["redis-cli", "-s", self.socket, "-n", str(database), *words],
             text=True,
             capture_output=True,
         ).stdout.strip()
 
-    def virgin(self) -> str:
-        """The URL of a database in which nobody has been."""
+    def empty(self) -> str:
+        """The URL of a database that was never used."""
         self.databases += 1
         return f"unix://{self.socket}?db={self.databases}"
 
     def fresh(self) -> str:
-        """The URL of a database that another host uses already: here it need not be feared that all was lost."""
-        url = self.virgin()
-        self.say("HSET", "gpu-console:ledger", "schema", "1", database=self.databases)
+        """The URL of a database that another host uses already, so that it may not have lost data."""
+        url = self.empty()
+        self.cli("HSET", "gpu-console:ledger", "schema", "1", database=self.databases)
         return url
 
     def end(self) -> None:
@@ -78,7 +77,7 @@ class RedisServer:
 
 @contextmanager
 def redis_server(*options: str) -> Iterator[RedisServer]:
-    """A running server; skips the test where none is installed."""
+    """A running server; skips the test if none is installed."""
     if not shutil.which("redis-server"):
         pytest.skip("needs redis-server:  apt install redis-server")
     server = RedisServer(*options)

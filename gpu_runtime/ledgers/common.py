@@ -83,7 +83,7 @@ class SharedLedger:
         files.fill_ballast(directory)
 
     def _make_store(self, owner_file: OwnerFile) -> BookStore:
-        """The connection to the page, for the owner who holds `owner_file`."""
+        """The connection to the page, for the owner that holds `owner_file`."""
         raise NotImplementedError
 
     def _timed_out(self) -> LedgerUnavailable:

@@ -38,7 +38,7 @@ _FULLEST = """SELECT id FROM (SELECT rowid AS id, max(peak) FROM moments WHERE w
 
 
 class Record:
-    """The history in one file, which every call opens anew.
+    """The history in one file, which every call opens again.
 
     If it is damaged or not ours, its writer sets it aside, and its readers find nothing.
     """

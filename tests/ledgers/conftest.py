@@ -1,4 +1,4 @@
-"""Small builders for the ledgers' tests: doors, decisions, and processes that hold a door open."""
+"""Builders for the ledgers' tests: owners, decisions, and other processes with a ledger."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gpu_runtime.facts import (
-    AllocatorMap as AllocatorMap,
-)  # for what other processes are told to do
+from gpu_runtime.facts import AllocatorMap as AllocatorMap  # used by code in other processes
 from gpu_runtime.facts import Book, Lease, Section, Share, Ticket
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.base import Ledger
@@ -59,10 +57,10 @@ def count(ledger: Ledger) -> int:
 
 
 def reach(ledger: Ledger, most: int) -> str:
-    """Counts to `most`, and says whether a count that was acknowledged was ever missing.
+    """Counts to `most`, and returns whether an acknowledged count was ever missing.
 
-    Decided as the laws ask: a decision that finds its own effect (in a book rebuilt from a roster that was ahead of the
-    commit) does not make it twice.
+    A decision that finds its own effect does not repeat it. That happens in a book that was rebuilt
+    from a roster ahead of the commit.
     """
     for n in range(1, most + 1):
 
@@ -91,7 +89,10 @@ def names(ledger: Ledger) -> list[str]:
 
 
 def in_a_child(act: Callable[[], object]) -> str:
-    """The error that a forked child of this process meets; it closes its copy of the door, and lives on."""
+    """The name of the error in a forked child of this process.
+
+    The child closes its copy of the ledger and stays alive.
+    """
     inbox, outbox = os.pipe()
     if os.fork() == 0:
         try:
@@ -106,7 +107,7 @@ def in_a_child(act: Callable[[], object]) -> str:
 
 
 def looping(ledger: Ledger) -> None:
-    """Two threads that use the ledger without pause: one looks, one writes."""
+    """Starts two threads that use the ledger without pause: one reads, one writes."""
 
     def loop(act: Callable[[], object]) -> None:
         while True:
@@ -117,13 +118,13 @@ def looping(ledger: Ledger) -> None:
 
 
 def keep_the_gil(seconds: float) -> None:
-    """What a library does that computes for long without letting other threads run."""
+    """Keeps other threads from running for so long, as some libraries do."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
 @pytest.fixture
-def doors() -> Iterator[Callable[[str], Ledger]]:
-    """Opens doors, and closes them when the test is done."""
+def open_at() -> Iterator[Callable[[str], Ledger]]:
+    """Opens ledgers by URL, and closes them after the test."""
     opened: list[Ledger] = []
 
     def open_(url: str) -> Ledger:
@@ -143,21 +144,21 @@ def redis() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(params=["memory", "sqlite", "redis"])
-def door(
-    request: pytest.FixtureRequest, tmp_path: Path, doors: Callable[[str], Ledger]
+def new_owner(
+    request: pytest.FixtureRequest, tmp_path: Path, open_at: Callable[[str], Ledger]
 ) -> Callable[[], Ledger]:
-    """Opens another owner's door to one book, on each kind of ledger."""
+    """Opens one book as a new owner each time; the test runs for each kind of ledger."""
     if request.param == "redis":
         url = request.getfixturevalue("redis").fresh()
     else:
         url = {"memory": f"memory:{tmp_path.name}", "sqlite": f"sqlite://{tmp_path}/ledger"}[
             request.param
         ]
-    return lambda: doors(url)
+    return lambda: open_at(url)
 
 
 class Notebook:
-    """Another process with a door of its own. It obeys lines of Python, in which `ledger` is its door."""
+    """Another process with a ledger of its own. It evaluates lines of Python that use `ledger`."""
 
     def __init__(self, url: str) -> None:
         code = (
@@ -178,8 +179,8 @@ class Notebook:
         )
         self.id = self.answer()
 
-    def say(self, line: str) -> str:
-        """What the other process answers."""
+    def run(self, line: str) -> str:
+        """What the other process prints for the line."""
         self.send(line)
         return self.answer()
 
@@ -200,7 +201,7 @@ class Notebook:
 
 @pytest.fixture
 def notebook(tmp_path: Path) -> Iterator[Callable[..., Notebook]]:
-    """Starts other processes at the book in tmp_path/ledger, or another, and ends them when the test is done."""
+    """Starts processes with the book in tmp_path/ledger, or another; kills them after the test."""
     started: list[Notebook] = []
 
     def start(url: str = f"sqlite://{tmp_path}/ledger") -> Notebook:
@@ -215,6 +216,6 @@ def notebook(tmp_path: Path) -> Iterator[Callable[..., Notebook]]:
 
 
 @pytest.fixture
-def here(tmp_path: Path, doors: Callable[[str], Ledger]) -> Callable[[], Ledger]:
-    """Opens a door of this process to the same book."""
-    return lambda: doors(f"sqlite://{tmp_path}/ledger")
+def new_owner_here(tmp_path: Path, open_at: Callable[[str], Ledger]) -> Callable[[], Ledger]:
+    """Opens the book in tmp_path/ledger as a new owner in this process."""
+    return lambda: open_at(f"sqlite://{tmp_path}/ledger")

@@ -1,4 +1,4 @@
-"""Real users of this machine, made for a test and removed after it, each with processes of their own."""
+"""Real users of this machine, made for a test and removed after it, and their processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 COMMANDS = ("groupadd", "useradd", "userdel", "groupdel")
 
-# Everything is imported while the process is still root: the interpreter may lie where other users cannot read.
+# Everything is imported while the process is still root: the interpreter may be in a directory that
+# other users cannot read.
 CHILD = """
 import os, sys, fcntl, struct, time
 from pathlib import Path
@@ -41,7 +42,7 @@ for line in sys.stdin:
 
 
 class Person:
-    """A process of a user, under umask 077. It obeys lines of Python."""
+    """A process of a user, under umask 077. It evaluates lines of Python."""
 
     def __init__(self, user: str, uid: int, gids: list[int], state: str) -> None:
         self.user = user
@@ -67,7 +68,7 @@ class Person:
     def answer(self) -> str:
         return self.process.stdout.readline().strip()
 
-    def say(self, line: str) -> str:
+    def run(self, line: str) -> str:
         self.send(line)
         return self.answer()
 
@@ -89,5 +90,5 @@ def require_root() -> None:
             pytest.skip(f"this machine has no {command}")
 
 
-def run(*words: str) -> None:
+def run_command(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, timeout=30)

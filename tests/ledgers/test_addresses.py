@@ -1,4 +1,4 @@
-"""What may stand in GPU_LEDGER, and what is said of what may not."""
+"""Which values GPU_LEDGER may have, and the errors for others."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ def test_three_slashes_or_more_name_one_directory(tmp_path, slashes):
         ("~/ledger", "{home}/ledger"),
     ],
 )
-def test_a_relative_path_is_refused_with_the_address_that_was_meant(
-    tmp_path, monkeypatch, url, meant
-):
+def test_the_error_for_a_relative_path_shows_the_absolute_url(tmp_path, monkeypatch, url, meant):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadSetting) as error:
         open_ledger(url)
@@ -52,7 +50,7 @@ def test_a_relative_path_is_refused_with_the_address_that_was_meant(
 
 
 @pytest.mark.parametrize("url", ["postgres://ops:s3cret@box/db", "", "sqlite:"])
-def test_what_is_no_address_is_refused_with_those_that_are(url):
+def test_the_error_for_an_unknown_url_lists_the_known_ones(url):
     with pytest.raises(
         BadSetting,
         match="memory:, memory:NAME, sqlite:///ABSOLUTE/DIRECTORY or redis://HOST:PORT/DB",

@@ -1,4 +1,4 @@
-"""What every ledger promises, whatever it is made of."""
+"""What every ledger promises, whatever store it uses."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from gpu_runtime.ledgers import open_ledger
 from .conftest import GIB, count, lease, names, put, section, ticket, without
 
 
-def test_what_was_written_is_read_by_all(door):
-    """One book, two doors."""
-    a, b = door(), door()
+def test_every_owner_reads_what_was_written(new_owner):
+    """One book, two owners."""
+    a, b = new_owner(), new_owner()
     put(a, "qwen")
     assert a.read() == b.read()
     assert b.read().lease(a.owner.id, "qwen") == lease(a, "qwen")
 
 
-def test_the_answer_is_the_decisions(door):
-    a = door()
+def test_transact_returns_the_answer_of_the_decision(new_owner):
+    a = new_owner()
     assert count(a) == 1
     assert count(a) == 2
 
 
-def test_doors_are_owners(door):
+def test_each_open_ledger_is_another_owner(new_owner):
     """Several runtimes in a process are several owners."""
-    assert door().owner.id != door().owner.id
+    assert new_owner().owner.id != new_owner().owner.id
 
 
-def test_a_lost_race_is_decided_again(door):
+def test_a_lost_race_is_decided_again(new_owner):
     """The second decision sees what the winner wrote; neither write is lost."""
-    a, b = door(), door()
+    a, b = new_owner(), new_owner()
     seen = []
 
     def decide(book: Book) -> tuple[Book, None]:
@@ -62,9 +62,9 @@ def test_a_lost_race_is_decided_again(door):
     assert names(a) == ["first", "second"]
 
 
-def test_the_same_book_is_not_written(door):
-    """A look costs the others no lost race."""
-    a, b = door(), door()
+def test_the_same_book_is_not_written(new_owner):
+    """Reading causes no lost race for others."""
+    a, b = new_owner(), new_owner()
     put(a, "qwen")
     runs = []
 
@@ -77,17 +77,17 @@ def test_the_same_book_is_not_written(door):
     assert len(runs) == 1
 
 
-def test_a_decision_that_fails_leaves_the_book_as_it_was(door):
-    a = door()
+def test_a_failing_decision_leaves_the_book_unchanged(new_owner):
+    a = new_owner()
     put(a, "qwen")
     with pytest.raises(ZeroDivisionError):
         a.transact(lambda book: (book.with_section(section(a)), 1 / 0))
     assert names(a) == ["qwen"]
 
 
-def test_no_increment_is_lost(door):
-    """Six threads at two doors."""
-    a, b = door(), door()
+def test_no_increment_is_lost(new_owner):
+    """Six threads of two owners."""
+    a, b = new_owner(), new_owner()
 
     def many(ledger) -> None:
         for _ in range(50):
@@ -108,7 +108,7 @@ def event(seq: int) -> Event:
 
 
 def shared_book(a, b) -> None:
-    """A book with something of everything: sections and tickets of both, a device, a limit, a sample, an event."""
+    """A book with sections and tickets of both, a device, a limit, a sample and events."""
 
     def decide(book: Book) -> tuple[Book, None]:
         return replace(
@@ -131,7 +131,10 @@ def arriving(book: Book, a, gib: int) -> Book:
 
 
 UNLAWFUL = {
-    "another's section": (lambda book, a, b: book.with_section(section(b)), "only be written by its owner"),
+    "another's section": (
+        lambda book, a, b: book.with_section(section(b)),
+        "only be written by its owner",
+    ),
     "another's lease": (
         lambda book, a, b: book.with_section(replace(section(a), leases=(lease(b, "x"),))),
         "its owner's",
@@ -152,7 +155,10 @@ UNLAWFUL = {
         lambda book, a, b: book.with_ticket(replace(ticket(b, "b1"), because="x")),
         "only be written by",
     ),
-    "a ticket for another": (lambda book, a, b: book.with_ticket(ticket(b, "b2")), "only be written by"),
+    "a ticket for another": (
+        lambda book, a, b: book.with_ticket(ticket(b, "b2")),
+        "only be written by",
+    ),
     "another's ticket removed": (
         lambda book, a, b: book.without_ticket("b1"),
         "withdrawn by itself",
@@ -200,9 +206,9 @@ UNLAWFUL = {
 
 
 @pytest.mark.parametrize("wrong", UNLAWFUL)
-def test_an_unlawful_write_is_refused(door, wrong):
-    """Whatever a decision says, the ledger checks; the book stays as it was and the door stays usable."""
-    a, b = door(), door()
+def test_an_unlawful_write_is_refused(new_owner, wrong):
+    """The ledger checks every decision. The book stays unchanged, the ledger usable."""
+    a, b = new_owner(), new_owner()
     shared_book(a, b)
     before = a.read()
     change, because = UNLAWFUL[wrong]
@@ -233,42 +239,42 @@ LAWFUL = {
 
 
 @pytest.mark.parametrize("right", LAWFUL)
-def test_a_lawful_write_is_accepted(door, right):
-    a, b = door(), door()
+def test_a_lawful_write_is_accepted(new_owner, right):
+    a, b = new_owner(), new_owner()
     shared_book(a, b)
     expected = LAWFUL[right](a.read(), a)
     a.transact(lambda book: (LAWFUL[right](book, a), None))
     assert b.read() == expected
 
 
-def test_who_is_alone_may_change_the_limits(door):
-    """They are the first owner's word; the last may set them anew."""
-    a = door()
+def test_a_single_owner_may_change_the_limits(new_owner):
+    """The first owner sets them; the last one left may change them."""
+    a = new_owner()
     a.transact(lambda book: (replace(book.with_section(section(a)), limits={"sim:0": GIB}), None))
     a.transact(lambda book: (replace(book, limits={"sim:0": 2 * GIB}), None))
     assert a.read().limits == {"sim:0": 2 * GIB}
 
 
-def test_a_crowded_page_still_shrinks(door):
-    """Beyond the cap nothing is added; what is there may change and leave."""
-    a = door()
+def test_a_full_page_can_still_shrink(new_owner):
+    """Beyond the limit nothing is added; existing entries may change and be removed."""
+    a = new_owner()
     put(a, *map(str, range(MOST_ENTRIES)), gib=0)
     put(a, *map(str, range(MOST_ENTRIES)), gib=1)
     put(a, "one")
     assert names(a) == ["one"]
 
 
-def test_the_living_are_not_reaped(door):
-    a, b = door(), door()
+def test_living_owners_are_not_reaped(new_owner):
+    a, b = new_owner(), new_owner()
     put(b, "llama")
     assert a.dead(a.read()) == frozenset()
     with pytest.raises(LedgerRefused, match="proof of death"):
         without(a, b.owner.id)
 
 
-def test_the_dead_are_reaped_whole(door):
-    """A door that closed with its section still in the book is as dead as a killed process."""
-    a, b = door(), door()
+def test_a_dead_owner_is_reaped_whole(new_owner):
+    """A ledger that was closed with its section in the book is as dead as a killed process."""
+    a, b = new_owner(), new_owner()
     shared_book(a, b)
     b.close()
     assert a.dead(a.read()) == {b.owner.id}
@@ -282,9 +288,9 @@ def test_the_dead_are_reaped_whole(door):
     ]
 
 
-def test_the_ticket_of_a_dead_owner_without_a_section_goes_too(door):
-    """Somebody who only asked leaves no section behind, and must not be waited for."""
-    a, b = door(), door()
+def test_the_ticket_of_a_dead_owner_without_a_section_goes_too(new_owner):
+    """An owner with a request only has no section, and must not be waited for."""
+    a, b = new_owner(), new_owner()
     b.transact(lambda book: (book.with_ticket(ticket(b, "b1")), None))
     with pytest.raises(LedgerRefused, match="proof of death"):
         without(a, b.owner.id)
@@ -294,8 +300,8 @@ def test_the_ticket_of_a_dead_owner_without_a_section_goes_too(door):
     assert a.read().tickets == ()
 
 
-def test_a_closed_door_says_so(door):
-    a = door()
+def test_a_closed_ledger_raises(new_owner):
+    a = new_owner()
     a.close()
     a.close()
     for use in (a.read, lambda: put(a, "x"), lambda: a.wait(0)):
@@ -304,8 +310,8 @@ def test_a_closed_door_says_so(door):
     a.ring([a.owner.id])
 
 
-def test_a_ring_is_heard_once(door):
-    a, b = door(), door()
+def test_a_ring_wakes_once(new_owner):
+    a, b = new_owner(), new_owner()
     assert not a.wait(0)
     b.ring([a.owner.id, "1.2.3", b.owner.id])
     assert a.wait(5)
@@ -313,42 +319,42 @@ def test_a_ring_is_heard_once(door):
     assert b.wait(5)
 
 
-def test_a_ring_between_two_looks_is_not_lost(door):
-    """Whoever reads the book and then waits must hear what came in between, though another thread heard it first."""
-    a, b = door(), door()
+def test_a_ring_between_two_looks_is_not_lost(new_owner):
+    """A thread that reads and then waits must wake, although another thread woke first."""
+    a, b = new_owner(), new_owner()
     a.wait(0)
     b.ring([a.owner.id])
-    heard = []
-    other = threading.Thread(target=lambda: heard.append(a.wait(5)))
+    woken = []
+    other = threading.Thread(target=lambda: woken.append(a.wait(5)))
     other.start()
     other.join()
-    assert heard == [True] and a.wait(0)
+    assert woken == [True] and a.wait(0)
 
 
-def test_one_ring_wakes_all_who_wait(door):
-    a, b = door(), door()
-    heard = []
-    threads = [threading.Thread(target=lambda: heard.append(a.wait(10))) for _ in range(4)]
+def test_one_ring_wakes_all_waiting_threads(new_owner):
+    a, b = new_owner(), new_owner()
+    woken = []
+    threads = [threading.Thread(target=lambda: woken.append(a.wait(10))) for _ in range(4)]
     started = time.monotonic()
     for thread in threads:
         thread.start()
     b.ring([a.owner.id])
     for thread in threads:
         thread.join()
-    assert heard == [True] * 4
+    assert woken == [True] * 4
     assert time.monotonic() - started < 5
 
 
-def test_nobody_rings_and_the_wait_ends(door):
-    a = door()
+def test_a_wait_without_a_ring_times_out(new_owner):
+    a = new_owner()
     started = time.monotonic()
     assert not a.wait(0.05)
     assert 0.05 <= time.monotonic() - started < 2
 
 
-def test_closing_wakes_who_waits(door):
-    """A monitor thread must not outstay its door."""
-    a = door()
+def test_closing_wakes_waiting_threads(new_owner):
+    """A monitor thread must not outlive its ledger."""
+    a = new_owner()
     waiting = threading.Event()
 
     def wait() -> None:
@@ -375,13 +381,13 @@ def test_plain_memory_is_a_book_of_its_own():
 @pytest.mark.parametrize(
     "url", ["", "http://localhost", "redis:6379", "sqlite:relative", "/var/tmp/x"]
 )
-def test_another_url_names_the_known_ones(url):
+def test_the_error_for_an_unknown_url_names_the_known_ones(url):
     with pytest.raises(BadSetting, match="sqlite:///"):
         open_ledger(url)
 
 
-def test_an_ear_that_is_being_closed_cannot_be_heard_of_again(monkeypatch):
-    """Else a thread that rings just then writes to a descriptor that is closed, or another file's by now."""
+def test_a_waiter_that_is_being_closed_cannot_be_reached(monkeypatch):
+    """Otherwise a thread that rings then writes to a closed descriptor, or to another file."""
     import os
     import weakref
 
@@ -391,13 +397,13 @@ def test_an_ear_that_is_being_closed_cannot_be_heard_of_again(monkeypatch):
     monkeypatch.setattr(
         os, "close", lambda fd: (alive_at_close.append(ref() is not None), close(fd))
     )
-    ear = _Waiter()
-    ref = weakref.ref(ear)
-    del ear
+    waiter = _Waiter()
+    ref = weakref.ref(waiter)
+    del waiter
     assert alive_at_close == [False]
 
 
-def drawn(ledger, *segments: SegmentMap, wall: float = 1.0) -> AllocatorMap:
+def allocator_map(ledger, *segments: SegmentMap, wall: float = 1.0) -> AllocatorMap:
     """A map of a ledger's owner."""
     reserved = sum(segment.bytes for segment in segments)
     return AllocatorMap(
@@ -405,9 +411,9 @@ def drawn(ledger, *segments: SegmentMap, wall: float = 1.0) -> AllocatorMap:
     )
 
 
-def test_an_owners_maps_are_seen_by_all_and_replaced_whole(door):
-    """What an owner publishes is its last word: nothing of what it said before is left."""
-    a, b = door(), door()
+def test_all_owners_see_a_map_and_it_is_replaced_whole(new_owner):
+    """A new map replaces the earlier ones completely."""
+    a, b = new_owner(), new_owner()
     assert b.maps() == {}
     cut = SegmentMap(
         0,
@@ -418,38 +424,38 @@ def test_an_owners_maps_are_seen_by_all_and_replaced_whole(door):
             AllocatorBlock(19 << 20, BlockState.INACTIVE),
         ),
     )
-    a.publish_maps((drawn(a, cut), drawn(a)))
-    assert b.maps() == a.maps() == {a.owner.id: (drawn(a, cut), drawn(a))}
-    a.publish_maps((drawn(a, wall=2.0),))
+    a.publish_maps((allocator_map(a, cut), allocator_map(a)))
+    assert b.maps() == a.maps() == {a.owner.id: (allocator_map(a, cut), allocator_map(a))}
+    a.publish_maps((allocator_map(a, wall=2.0),))
     b.publish_maps(())
-    assert b.maps() == {a.owner.id: (drawn(a, wall=2.0),), b.owner.id: ()}
+    assert b.maps() == {a.owner.id: (allocator_map(a, wall=2.0),), b.owner.id: ()}
 
 
-def test_an_owners_maps_go_with_it(door):
-    a, b = door(), door()
-    a.publish_maps((drawn(a),))
+def test_maps_are_removed_with_their_owner(new_owner):
+    a, b = new_owner(), new_owner()
+    a.publish_maps((allocator_map(a),))
     assert a.owner.id in b.maps()
     a.close()
     assert b.maps() == {}
 
 
-def test_a_map_writes_nothing_in_the_book(door):
-    """Nobody decides by it, so nobody's decision is lost for it."""
-    a, b = door(), door()
+def test_publishing_a_map_does_not_write_the_book(new_owner):
+    """No decision uses it, so it causes no lost race."""
+    a, b = new_owner(), new_owner()
     put(a, "qwen")
     runs = []
 
     def decide(book: Book) -> tuple[Book, None]:
         runs.append(1)
-        b.publish_maps((drawn(b),))
+        b.publish_maps((allocator_map(b),))
         return book.with_section(section(a)), None
 
     a.transact(decide)
     assert len(runs) == 1
 
 
-def test_a_closed_door_publishes_and_shows_no_maps(door):
-    a = door()
+def test_a_closed_ledger_neither_publishes_nor_returns_maps(new_owner):
+    a = new_owner()
     a.close()
     for act in (a.maps, lambda: a.publish_maps(())):
         with pytest.raises(LedgerUnavailable):

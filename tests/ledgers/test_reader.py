@@ -1,4 +1,4 @@
-"""A look at the book that leaves no trace."""
+"""Reading the book without being an owner, and without a trace."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ def redis():
 
 
 @pytest.fixture(params=["sqlite", "redis"])
-def door(request, tmp_path):
+def ledger(request, tmp_path):
     url = (
         f"sqlite://{tmp_path}/ledger"
         if request.param == "sqlite"
         else f"{request.getfixturevalue('redis').fresh()}&owners={tmp_path}/owners"
     )
     ledger = open_ledger(url)
-    ledger.asked_for = url
+    ledger.url_given = url
     yield ledger
     ledger.close()
 
 
-def write(door, count):
-    door.transact(lambda book: (replace(book, counts={"loaded": count}), None))
+def write(ledger, count):
+    ledger.transact(lambda book: (replace(book, counts={"loaded": count}), None))
 
 
-def test_every_write_is_seen_and_no_trace_is_left(door):
-    looker = peek(door.asked_for, door.directory)
-    write(door, 0)
-    here = sorted(os.listdir(door.directory)), sorted(os.listdir(door.directory / "owners"))
+def test_every_write_is_seen_and_no_trace_is_left(ledger):
+    looker = peek(ledger.url_given, ledger.directory)
+    write(ledger, 0)
+    here = sorted(os.listdir(ledger.directory)), sorted(os.listdir(ledger.directory / "owners"))
     for count in range(1, 30):
-        write(door, count)
-        assert looker.look() == looker.look() == door.read()
+        write(ledger, count)
+        assert looker.look() == looker.look() == ledger.read()
     assert looker.look().counts == {"loaded": 29}
     assert (
-        sorted(os.listdir(door.directory)),
-        sorted(os.listdir(door.directory / "owners")),
+        sorted(os.listdir(ledger.directory)),
+        sorted(os.listdir(ledger.directory / "owners")),
     ) == here
 
 
-def test_a_book_that_nobody_wrote_is_not_read_again(tmp_path, monkeypatch):
-    door = open_ledger(f"sqlite://{tmp_path}/ledger")
-    write(door, 1)
-    stat = os.stat(door.path)
-    os.utime(door.path, ns=(stat.st_atime_ns, stat.st_mtime_ns - 10**9))
-    looker = peek(door.url, door.directory)
+def test_an_unchanged_book_is_not_read_again(tmp_path, monkeypatch):
+    ledger = open_ledger(f"sqlite://{tmp_path}/ledger")
+    write(ledger, 1)
+    stat = os.stat(ledger.path)
+    os.utime(ledger.path, ns=(stat.st_atime_ns, stat.st_mtime_ns - 10**9))
+    looker = peek(ledger.url, ledger.directory)
     first = looker.look()
     monkeypatch.setattr(looker, "_read", None)
     assert looker.look() is first
-    door.close()
+    ledger.close()
 
 
 @pytest.mark.parametrize(
@@ -71,29 +71,29 @@ def test_a_book_that_nobody_wrote_is_not_read_again(tmp_path, monkeypatch):
         lambda path: os.truncate(path, 5000),
     ],
 )
-def test_a_damaged_book_is_nothing_to_look_at_and_is_left_as_it_is(tmp_path, harm):
-    """To mend it is its owners' business."""
-    door = open_ledger(f"sqlite://{tmp_path}/ledger")
-    write(door, 1)
-    path, looker = Path(door.path), peek(door.url, door.directory)
+def test_a_damaged_book_is_not_read_and_not_changed(tmp_path, harm):
+    """Only its owners repair it."""
+    ledger = open_ledger(f"sqlite://{tmp_path}/ledger")
+    write(ledger, 1)
+    path, looker = Path(ledger.path), peek(ledger.url, ledger.directory)
     harm(path)
     there = path.read_bytes() if path.exists() else None
     assert looker.look() is None
     assert (path.read_bytes() if path.exists() else None) == there
-    write(door, 2)
+    write(ledger, 2)
     assert looker.look().counts == {"loaded": 2}
-    door.close()
+    ledger.close()
 
 
-def test_a_redis_that_is_away_is_nothing_to_look_at(tmp_path):
+def test_a_redis_that_does_not_run_is_not_read(tmp_path):
     with redis_server() as server:
         url = f"{server.fresh()}&owners={tmp_path}/owners"
-        door = open_ledger(url)
-        write(door, 1)
-        looker = peek(url, door.directory)
+        ledger = open_ledger(url)
+        write(ledger, 1)
+        looker = peek(url, ledger.directory)
         assert looker.look().counts == {"loaded": 1}
         server.kill()
         assert looker.look() is None
         server.start()
         assert looker.look().counts == {"loaded": 1}
-        door.close()
+        ledger.close()

@@ -1,4 +1,4 @@
-"""A ledger that two real users share: they lease, recall and reap across users, and nobody speaks for another."""
+"""A ledger that real users share: they lease, recall and reap across users, and cannot forge."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpu_runtime.errors import BadSetting, GpuError, LedgerUnavailable, NotAllow
 from gpu_runtime.ledgers.setup import init
 from gpu_runtime.ledgers.sqlite import files
 
-from .people import Person, require_root, run
+from .people import Person, require_root, run_command
 
 WORLD = "sim:8GiB,host:32GiB"
 GROUP, STRANGERS = f"gpug{os.getpid()}", f"gpus{os.getpid()}"
@@ -33,16 +33,16 @@ def users() -> Iterator[None]:
     require_root()
     try:
         for group in (GROUP, STRANGERS):
-            run("groupadd", group)
+            run_command("groupadd", group)
         for user in (ANN, BOB, OPS):
-            run("useradd", "-M", "-N", "-g", STRANGERS, "-G", GROUP, user)
-        run("useradd", "-M", "-N", "-g", STRANGERS, EVE)
+            run_command("useradd", "-M", "-N", "-g", STRANGERS, "-G", GROUP, user)
+        run_command("useradd", "-M", "-N", "-g", STRANGERS, EVE)
         yield
     finally:
         for user in (ANN, BOB, OPS, EVE):
-            run("bash", "-c", f"userdel {user} 2>/dev/null || true")
+            run_command("bash", "-c", f"userdel {user} 2>/dev/null || true")
         for group in (GROUP, STRANGERS):
-            run("bash", "-c", f"groupdel {group} 2>/dev/null || true")
+            run_command("bash", "-c", f"groupdel {group} 2>/dev/null || true")
 
 
 class Box:
@@ -53,8 +53,8 @@ class Box:
         self.people: list[Person] = []
         init(str(self.ledger), GROUP, str(self.config))
 
-    def say(self, more: str) -> None:
-        """Adds to the configuration."""
+    def configure(self, more: str) -> None:
+        """Adds lines to the configuration."""
         self.config.write_text(f"{self.config.read_text()}\n{more}\n")
 
     def person(self, user: str) -> Person:
@@ -64,22 +64,22 @@ class Box:
         return self.people[-1]
 
     def kernel(self, user: str, **sizes: str) -> Person:
-        """A process of the user with a runtime `rt`, which finds the ledger by the configuration."""
+        """A process of the user with a runtime `rt`, which finds the ledger in the configuration."""
         person = self.person(user)
-        told = person.say(
+        reply = person.run(
             f"rt = Runtime(devices={WORLD!r}, gpu_config_file={str(self.config)!r}, "
             "eviction_grace_seconds=0)"
         )
-        assert told == "None", told
+        assert reply == "None", reply
         for name, size in sizes.items():
-            person.say(f"rt.register({name!r}, backend='fake', size={size!r})")
+            person.run(f"rt.register({name!r}, backend='fake', size={size!r})")
         return person
 
     def writer(self, user: str, claims: str = "") -> Person:
-        """A process of the user with a bare `ledger`, whose every write goes through."""
+        """A process of the user with a plain `ledger`; `claims` is a user name that it pretends."""
         person = self.person(user)
-        told = person.say(f"ledger = open_ledger({self.url!r}, user={claims!r})")
-        assert told == "None", told
+        reply = person.run(f"ledger = open_ledger({self.url!r}, user={claims!r})")
+        assert reply == "None", reply
         return person
 
     @property
@@ -106,35 +106,35 @@ def box(users: None) -> Iterator[Box]:
     shutil.rmtree(root, ignore_errors=True)
 
 
-# Together
+# Sharing
 
 
 def test_members_lease_recall_and_reap_across_users(box):
-    """Bob's model makes Ann's idle one step aside; when he is killed, his bytes are hers again."""
+    """Bob's model evicts Ann's idle one; when his process is killed, his bytes are free again."""
     ann, bob = box.kernel(ANN, writer="5GiB"), box.kernel(BOB, ranker="5GiB")
-    assert ann.say("rt.preload('writer').where") == "'sim:0'"
-    assert bob.say("rt.preload('ranker', timeout=20).where") == "'sim:0'"
-    assert ann.say("[l.where for l in rt.status().leases() if l.name == 'writer']") == "['host']"
+    assert ann.run("rt.preload('writer').where") == "'sim:0'"
+    assert bob.run("rt.preload('ranker', timeout=20).where") == "'sim:0'"
+    assert ann.run("[l.where for l in rt.status().leases() if l.name == 'writer']") == "['host']"
     assert (
-        ann.say("[e.by for e in rt.why('writer') if e.action == 'offloaded']")
+        ann.run("[e.by for e in rt.why('writer') if e.action == 'offloaded']")
         == f"['{BOB}, pid {bob.pid}']"
     )
-    held = ann.say("sorted(map(tuple, rt.leases()[['model', 'user', 'pid']].values.tolist()))")
+    held = ann.run("sorted(map(tuple, rt.leases()[['model', 'user', 'pid']].values.tolist()))")
     assert held == repr([("ranker", BOB, bob.pid), ("writer", ANN, ann.pid)])
     bob.kill()
-    assert ann.say("rt.preload('writer', timeout=20).where") == "'sim:0'"
-    assert ann.say("[s.owner.user for s in rt.status().sections.values()]") == f"['{ANN}']"
+    assert ann.run("rt.preload('writer', timeout=20).where") == "'sim:0'"
+    assert ann.run("[s.owner.user for s in rt.status().sections.values()]") == f"['{ANN}']"
 
 
-def test_who_comes_first_makes_it_for_all_whatever_the_umask(box):
-    """Four processes of two users open a world that is not there yet, all at once, under umask 077."""
+def test_the_first_process_makes_the_files_for_all_whatever_the_umask(box):
+    """Four processes of two users open a new ledger at once, under umask 077."""
     people = [box.person(user) for user in (ANN, BOB, ANN, BOB)]
     for person in people:
         person.send(f"rt = Runtime(devices={WORLD!r}, gpu_config_file={str(box.config)!r})")
     assert [person.answer() for person in people] == ["None"] * 4
     for person in people:
         assert (
-            person.say("(rt.register('m', backend='fake', size='1GiB'), rt.preload('m').where)[1]")
+            person.run("(rt.register('m', backend='fake', size='1GiB'), rt.preload('m').where)[1]")
             == "'sim:0'"
         )
     group = grp.getgrnam(GROUP).gr_gid
@@ -153,18 +153,18 @@ def test_who_comes_first_makes_it_for_all_whatever_the_umask(box):
         assert (path, oct(mode), is_.st_gid) == (path, oct(expected), group)
 
 
-def test_who_is_not_in_the_group_is_told_so(box):
+def test_a_user_outside_the_group_gets_a_clear_error(box):
     box.kernel(ANN)
     eve = box.person(EVE)
-    told = eve.say(f"Runtime(devices={WORLD!r}, gpu_config_file={str(box.config)!r})")
-    assert told.startswith(
+    reply = eve.run(f"Runtime(devices={WORLD!r}, gpu_config_file={str(box.config)!r})")
+    assert reply.startswith(
         f"LedgerUnavailable: the ledger {box.ledger} is shared by the group {GROUP}, and {EVE} is not "
         f"in it.   The operator can add you:  usermod -aG {GROUP} {EVE}"
     )
 
 
-def test_which_ledger(box, monkeypatch, tmp_path):
-    """GPU_LEDGER, else the machine's, else one's own."""
+def test_which_ledger_is_opened(box, monkeypatch, tmp_path):
+    """GPU_LEDGER, else the machine's, else the user's own."""
     from gpu_runtime import Runtime
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -179,25 +179,24 @@ def test_which_ledger(box, monkeypatch, tmp_path):
             assert rt.status().ledger == url
 
 
-# Apart
+# Protection
 
 
-def test_nobody_touches_another_users_proof_of_life(box):
+def test_no_member_can_change_another_users_lock_file(box):
     ann, bob = box.kernel(ANN), box.kernel(BOB)
-    file = box.boot() / "owners" / ann.say("rt._session.me").strip("'")
-    assert bob.say(f"open({str(file)!r}, 'rb').close()") == "None"
+    file = box.boot() / "owners" / ann.run("rt._session.me").strip("'")
+    assert bob.run(f"open({str(file)!r}, 'rb').close()") == "None"
     for attempt in (
         f"os.unlink({str(file)!r})",
         f"open({str(file)!r}, 'r+b')",
         f"os.rename({str(file)!r}, '/tmp/away')",
         f"os.replace({str(box.config)!r}, {str(file)!r})",
     ):
-        assert bob.say(attempt).startswith("PermissionError"), attempt
+        assert bob.run(attempt).startswith("PermissionError"), attempt
 
 
-def test_nobody_is_led_elsewhere(box):
-    """A member puts links in the place of the ledger's files: nothing that they lead to is opened, closed or
-    changed."""
+def test_links_of_a_member_are_not_followed(box):
+    """A member replaces the ledger's files by links: their targets are not opened or changed."""
     ann, bob = box.kernel(ANN, writer="1GiB"), box.kernel(BOB)
     precious = box.root / "precious"
     precious.mkdir()
@@ -207,22 +206,22 @@ def test_nobody_is_led_elsewhere(box):
     os.chown(diary, pwd.getpwnam(ANN).pw_uid, -1)
     diary.chmod(0o600)
     journal = box.world() / "journal" / "journal.db"
-    bob.say(f"os.path.lexists({str(journal)!r}) and os.unlink({str(journal)!r})")
-    assert bob.say(f"os.symlink({str(diary)!r}, {str(journal)!r})") == "None"
+    bob.run(f"os.path.lexists({str(journal)!r}) and os.unlink({str(journal)!r})")
+    assert bob.run(f"os.symlink({str(diary)!r}, {str(journal)!r})") == "None"
     book = box.boot() / os.readlink(box.boot() / "CURRENT")
-    bob.say(f"os.unlink({str(book)!r})")
-    assert bob.say(f"os.symlink({str(diary)!r}, {str(book)!r})") == "None"
-    assert ann.say("rt.preload('writer').where") == "'sim:0'"
+    bob.run(f"os.unlink({str(book)!r})")
+    assert bob.run(f"os.symlink({str(diary)!r}, {str(book)!r})") == "None"
+    assert ann.run("rt.preload('writer').where") == "'sim:0'"
     is_ = diary.stat()
     assert (is_.st_size, oct(stat.S_IMODE(is_.st_mode)), is_.st_gid) == (0, oct(0o600), 0)
     for taken in (box.boot(), box.world(), box.ledger / ".shared"):
-        assert bob.say(f"os.rename({str(taken)!r}, '{box.ledger}/away')").startswith(
+        assert bob.run(f"os.rename({str(taken)!r}, '{box.ledger}/away')").startswith(
             "PermissionError"
         ) is (taken.stat().st_uid != pwd.getpwnam(BOB).pw_uid), taken
 
 
 def test_init_follows_no_link_of_a_member(box):
-    """It runs as root: a member's link in the place of a directory must not hand anything over."""
+    """It runs as root: a member's link in place of a directory must not change its target."""
     box.kernel(ANN)
     here = next(path for path in box.ledger.iterdir() if re.fullmatch("[0-9a-f-]{36}", path.name))
     shutil.rmtree(here / "owners")
@@ -234,17 +233,17 @@ def test_init_follows_no_link_of_a_member(box):
     assert (after.st_mode, after.st_gid) == (before.st_mode, before.st_gid)
 
 
-def test_a_reader_does_not_keep_the_dead_alive(box):
-    """Members may read an owner's file, and lock it for reading once its owner is dead; that is no life."""
+def test_a_read_lock_does_not_keep_a_dead_owner_alive(box):
+    """Members may take a read lock on an owner's file once the owner is dead; that proves nothing."""
     ann, bob, witness = box.kernel(ANN, writer="5GiB"), box.kernel(BOB), box.writer(OPS)
-    bob.say("rt.close()")  # nobody but the witness is to look
-    ann.say("rt.preload('writer')")
-    me = ann.say("rt._session.me").strip("'")
-    bob.say(f"f = open({str(box.boot() / 'owners' / me)!r}, 'rb')")
-    assert witness.say("ledger.dead(ledger.read())") == "frozenset()"
+    bob.run("rt.close()")  # only the witness is to read the book
+    ann.run("rt.preload('writer')")
+    me = ann.run("rt._session.me").strip("'")
+    bob.run(f"f = open({str(box.boot() / 'owners' / me)!r}, 'rb')")
+    assert witness.run("ledger.dead(ledger.read())") == "frozenset()"
     ann.kill()
-    bob.say("fcntl.fcntl(f, fcntl.F_OFD_SETLK, struct.pack('hhqqi4x', fcntl.F_RDLCK, 0, 0, 0, 0))")
-    assert witness.say("ledger.dead(ledger.read())") == f"frozenset({{'{me}'}})"
+    bob.run("fcntl.fcntl(f, fcntl.F_OFD_SETLK, struct.pack('hhqqi4x', fcntl.F_RDLCK, 0, 0, 0, 0))")
+    assert witness.run("ledger.dead(ledger.read())") == f"frozenset({{'{me}'}})"
 
 
 FORGE = """ledger.transact = lambda decide: ledger._decide_until_written(decide)
@@ -253,212 +252,217 @@ s.refuse_unlawful = lambda *a: None
 """.replace("\n", "; ").rstrip("; ")
 
 
-def test_a_row_in_anothers_name_is_not_believed(box):
-    """Bob writes into the page, as Ann, that she wants her model evicted and kept: her process knows better."""
+def test_a_request_in_another_users_name_is_ignored(box):
+    """Bob writes requests into the page in Ann's name. Her process did not make them."""
     ann, ann2, bob = box.kernel(ANN, writer="5GiB"), box.kernel(ANN), box.writer(BOB)
-    ann.say("rt.preload('writer')")
-    ann2.say("(rt.register('m', backend='fake', size='1GiB'), rt.preload('m'))[1].where")
-    me, other = (person.say("rt._session.me").strip("'") for person in (ann, ann2))
-    bob.say(FORGE)
+    ann.run("rt.preload('writer')")
+    ann2.run("(rt.register('m', backend='fake', size='1GiB'), rt.preload('m'))[1].where")
+    me, other = (person.run("rt._session.me").strip("'") for person in (ann, ann2))
+    bob.run(FORGE)
     for verb, recalls in (("evict", (f"{me}/writer",)), ("pin", ())):
         assert (
-            bob.say(
+            bob.run(
                 f"ledger.transact(lambda book: (book.with_ticket(Ticket('{other}:99:x', '{other}', {verb!r}, "
                 f"'{me}/writer', 0.0, 0.0, recalls={recalls!r})), 'written'))"
             )
             == "'written'"
         )
-        ann.say("rt.tick()")
+        ann.run("rt.tick()")
         assert (
-            ann.say("[(l.where, l.keep) for l in rt.status().leases() if l.name == 'writer']")
+            ann.run("[(l.where, l.keep) for l in rt.status().leases() if l.name == 'writer']")
             == "[('sim:0', False)]"
         )
 
 
-def test_a_claimed_user_is_not_believed(box):
-    """Bob says he is Ann: what he asks in her name is not done, and the table shows that it is unproven."""
+def test_a_claimed_user_name_is_ignored(box):
+    """Bob pretends to be Ann: his requests are not carried out, and the table shows `unproven`."""
     ann, bob = box.kernel(ANN, writer="5GiB"), box.writer(BOB, claims=ANN)
-    ann.say("rt.preload('writer')")
-    me = ann.say("rt._session.me").strip("'")
-    bob.say("put(ledger, 'x')")
+    ann.run("rt.preload('writer')")
+    me = ann.run("rt._session.me").strip("'")
+    bob.run("put(ledger, 'x')")
     assert (
-        bob.say(
+        bob.run(
             f"ledger.transact(lambda book: (book.with_ticket(Ticket('k', ledger.owner.id, 'pin', '{me}/writer', "
             f"0.0, 0.0)), 'written'))"
         )
         == "'written'"
     )
-    ann.say("rt.tick()")
-    assert ann.say("[l.keep for l in rt.status().leases() if l.name == 'writer']") == "[False]"
-    assert ann.say("sorted(set(rt.leases()['user']))") == repr([ANN, f"{ANN} (unproven)"])
+    ann.run("rt.tick()")
+    assert ann.run("[l.keep for l in rt.status().leases() if l.name == 'writer']") == "[False]"
+    assert ann.run("sorted(set(rt.leases()['user']))") == repr([ANN, f"{ANN} (unproven)"])
 
 
-def test_another_user_may_ask_to_step_aside_and_nothing_else(box):
-    """Loading, pinning, restoring and defragmenting run something in a process: they are its user's to ask."""
+def test_another_user_may_request_an_eviction_and_nothing_else(box):
+    """Loading, pinning and restoring run something in a process, so only its user may request them."""
     ann, ann2, bob = box.kernel(ANN, writer="5GiB"), box.kernel(ANN), box.kernel(BOB, ranker="1GiB")
-    ann.say("rt.preload('writer')")
+    ann.run("rt.preload('writer')")
     for verb in ("pin", "unpin", "preload", "restore"):
-        refused = bob.say(f"rt.{verb}('writer')")
+        refused = bob.run(f"rt.{verb}('writer')")
         assert (
             refused.startswith("NotAllowed: ")
             and f"in pid {ann.pid}: only {ANN} or an operator may" in refused
         )
-    assert bob.say("rt.defrag().done") == "True"
-    assert bob.say("rt.evict('writer').done") == "True"
+    assert bob.run("rt.defrag().done") == "True"
+    assert bob.run("rt.evict('writer').done") == "True"
     assert (
-        ann.say("[e.by for e in rt.why('writer') if e.action == 'offloaded']")
+        ann.run("[e.by for e in rt.why('writer') if e.action == 'offloaded']")
         == f"['{BOB}, pid {bob.pid}']"
     )
-    assert ann2.say("rt.preload('writer').done") == "True"
-    assert ann2.say("rt.pin('writer').done") == "True"
-    assert bob.say("rt.evict('writer')").startswith("StillInUse: writer is kept")
+    assert ann2.run("rt.preload('writer').done") == "True"
+    assert ann2.run("rt.pin('writer').done") == "True"
+    assert bob.run("rt.evict('writer')").startswith("StillInUse: writer is kept")
 
 
-def test_members_see_each_others_maps_and_nobody_forges_one(box):
-    """Under everybody's umask of 077 the group reads them. Bob may put a file in Ann's name: it is not hers."""
+def test_members_see_each_others_maps_and_cannot_forge_one(box):
+    """The group reads them despite umask 077.
+
+    A file that Bob makes in Ann's name does not count.
+    """
     ann, bob = box.kernel(ANN, writer="5GiB"), box.kernel(BOB)
-    ann.say("rt.preload('writer')")
-    ann.say("rt.tick()")
-    me = ann.say("rt._session.me").strip("'")
+    ann.run("rt.preload('writer')")
+    ann.run("rt.tick()")
+    me = ann.run("rt._session.me").strip("'")
     seen = "[(m.owner, m.allocated_bytes >> 30) for m in rt.allocator_maps()]"
-    assert bob.say(seen) == f"[('{me}', 5)]"
+    assert bob.run(seen) == f"[('{me}', 5)]"
     file = box.boot() / "owners" / f"{me}.map"
     assert (stat.S_IMODE(file.stat().st_mode), grp.getgrgid(file.stat().st_gid).gr_name) == (
         0o640,
         GROUP,
     )
-    assert bob.say(f"os.replace({str(file)!r}, '/tmp/x')").startswith("PermissionError")
-    ann.say("rt._session.maps._ledger._maps.withdraw(rt._session.me)")
-    assert bob.say(f"Path({str(file)!r}).write_bytes(b'[]')") == "2"
-    assert bob.say(seen) == "[]"
+    assert bob.run(f"os.replace({str(file)!r}, '/tmp/x')").startswith("PermissionError")
+    ann.run("rt._session.maps._ledger._maps.withdraw(rt._session.me)")
+    assert bob.run(f"Path({str(file)!r}).write_bytes(b'[]')") == "2"
+    assert bob.run(seen) == "[]"
 
 
-def test_the_owner_refuses_whoever_did_not_refuse_himself(box):
-    """Bob's process has had its own check taken out; Ann's has not."""
+def test_the_owner_refuses_what_the_caller_should_have_refused(box):
+    """Bob's process has its own check removed; Ann's has not."""
     ann, bob = box.kernel(ANN, writer="5GiB"), box.kernel(BOB)
-    ann.say("rt.preload('writer')")
-    bob.say("from gpu_runtime.owner import permissions")
-    bob.say("permissions.refusal_of_request = lambda *a: ''")
-    told = bob.say("rt.pin('writer')")
-    assert told.startswith(f"GpuError: {BOB} may not pin writer in pid {ann.pid}"), told
-    assert ann.say("[l.keep for l in rt.status().leases()]") == "[False]"
+    ann.run("rt.preload('writer')")
+    bob.run("from gpu_runtime.owner import permissions")
+    bob.run("permissions.refusal_of_request = lambda *a: ''")
+    reply = bob.run("rt.pin('writer')")
+    assert reply.startswith(f"GpuError: {BOB} may not pin writer in pid {ann.pid}"), reply
+    assert ann.run("[l.keep for l in rt.status().leases()]") == "[False]"
 
 
-def test_a_name_from_the_page_only_chooses_among_registered_models(box):
-    """It is no path, no code and no way to a third process."""
+def test_a_name_in_the_book_only_selects_a_registered_model(box):
+    """It is not used as a path, as code, or to reach a third process."""
     ann, other = box.kernel(ANN, writer="1GiB"), box.kernel(ANN, reader="1GiB")
-    other.say("rt.preload('reader')"), other.say("rt.evict('reader')")
+    other.run("rt.preload('reader')"), other.run("rt.evict('reader')")
     evil = box.root / "evil"
-    ann.say("from gpu_runtime.owner import maintenance")
-    ann.say("from gpu_runtime.scheduler.recall import Order")
-    other.say("from gpu_runtime.facts import LeaseId")
-    other.say("from gpu_runtime.owner import requests")
+    ann.run("from gpu_runtime.owner import maintenance")
+    ann.run("from gpu_runtime.scheduler.recall import Order")
+    other.run("from gpu_runtime.facts import LeaseId")
+    other.run("from gpu_runtime.owner import requests")
     for name in (str(evil), f"reader@{other.pid}", f"__import__('os').system('touch {evil}')"):
-        assert "has not registered" in other.say(
-            f"requests.request(rt._session, 'preload', LeaseId({ann.say('rt._session.me')}, {name!r}), "
+        assert "has not registered" in other.run(
+            f"requests.request(rt._session, 'preload', LeaseId({ann.run('rt._session.me')}, {name!r}), "
             "timeout=10).because"
         )
-        ann.say(f"maintenance.carry_out_order(rt._session, Order('k', 'preload', {name!r}))")
-        assert ann.say("rt.status().events[-1].action") == "'failed'"
-    assert other.say("[l.where for l in rt.status().leases()]") == "['host']" and not evil.exists()
+        ann.run(f"maintenance.carry_out_order(rt._session, Order('k', 'preload', {name!r}))")
+        assert ann.run("rt.status().events[-1].action") == "'failed'"
+    assert other.run("[l.where for l in rt.status().leases()]") == "['host']" and not evil.exists()
 
 
-def test_operators_may_ask_everything(box):
-    box.say(f'[operators]\nusers = ["{OPS}"]')
+def test_operators_may_request_everything(box):
+    box.configure(f'[operators]\nusers = ["{OPS}"]')
     ann, ops = box.kernel(ANN, writer="5GiB"), box.kernel(OPS)
-    ann.say("rt.preload('writer')")
-    assert ops.say("rt.pin('writer').done") == "True"
-    told, until = (
-        f"writer is kept on its device, as {OPS}, pid {ops.pid} asked",
+    ann.run("rt.preload('writer')")
+    assert ops.run("rt.pin('writer').done") == "True"
+    expected, deadline = (
+        f"writer is kept on its device, as {OPS}, pid {ops.pid} requested",
         time.monotonic() + 10,
     )
-    while told not in ann.say(
-        "[e.because for e in rt.status().events]"
-    ):  # the answer follows the deed
-        assert time.monotonic() < until
-    assert ops.say("rt.unpin('writer').done") == "True"
+    # The answer is written after the action.
+    while expected not in ann.run("[e.because for e in rt.status().events]"):
+        assert time.monotonic() < deadline
+    assert ops.run("rt.unpin('writer').done") == "True"
 
 
-def test_nobody_speaks_for_another_when_the_book_is_rebuilt(box):
-    """Bob's own file says that Ann holds 7 GiB and wants more. It is his file: it counts for him alone."""
+def test_a_rebuilt_book_takes_from_each_roster_its_owners_part_only(box):
+    """Bob's own file claims that Ann holds 7 GiB and requests more. It counts for him only."""
     box.kernel(OPS)
     ann, bob = box.writer(ANN), box.writer(BOB)
-    ann.say("put(ledger, 'writer')")
-    id = ann.say("ledger.owner.id").strip("'")
-    bob.say(f"lie = Book(sections={{{id!r}: ledger.read().sections[{id!r}]}})")
-    bob.say(
+    ann.run("put(ledger, 'writer')")
+    id = ann.run("ledger.owner.id").strip("'")
+    bob.run(f"lie = Book(sections={{{id!r}: ledger.read().sections[{id!r}]}})")
+    bob.run(
         f"lie = replace(lie.with_lease(Lease({id!r}, 'lie', shares=(Share('sim:0', 7 << 30),))), "
         f"tickets=(Ticket('k', {id!r}, 'use', 'more', 0.0, 0.0),))"
     )
-    assert bob.say("ledger._store.owner_file.write_roster(encode(lie), rev=5, schema=1)") == "None"
+    assert bob.run("ledger._store.owner_file.write_roster(encode(lie), rev=5, schema=1)") == "None"
     os.unlink(box.boot() / os.readlink(box.boot() / "CURRENT"))
-    assert ann.say("(names(ledger), ledger.read().tickets)") == "(['writer'], ())"
+    assert ann.run("(names(ledger), ledger.read().tickets)") == "(['writer'], ())"
 
 
 # The operator's caps
 
 
-def test_bytes_count_for_all_of_a_users_processes(box):
-    """Ann's idle model in another kernel steps aside for her; with both in use, the cap is named."""
-    box.say(f'[users.{ANN}]\nbytes_per_device = "5 GiB"')
+def test_a_cap_on_bytes_counts_all_processes_of_a_user(box):
+    """Ann's idle model in another kernel is evicted for her.
+
+    With both in use, the error names the cap.
+    """
+    box.configure(f'[users.{ANN}]\nbytes_per_device = "5 GiB"')
     one, two = box.kernel(ANN, a="3GiB"), box.kernel(ANN, b="3GiB")
-    one.say("rt.preload('a')")
-    assert two.say("rt.preload('b', timeout=20).where") == "'sim:0'"
-    assert one.say("[l.where for l in rt.status().leases() if l.name == 'a']") == "['host']"
-    two.say("held = rt.use('b')")
-    two.say("model = held.__enter__()")
-    two.say("rt.tick()")
-    told = one.say("rt.preload('a')")
-    assert told.startswith(
+    one.run("rt.preload('a')")
+    assert two.run("rt.preload('b', timeout=20).where") == "'sim:0'"
+    assert one.run("[l.where for l in rt.status().leases() if l.name == 'a']") == "['host']"
+    two.run("held = rt.use('b')")
+    two.run("model = held.__enter__()")
+    two.run("rt.tick()")
+    reply = one.run("rt.preload('a')")
+    assert reply.startswith(
         f"NotAllowed: a needs 3.0 GiB; {ANN} may hold at most 5.0 GiB on sim:0 (cap [users.{ANN}] "
         f"bytes_per_device in {box.config}); 3.0 GiB there cannot leave now."
-    ), told
+    ), reply
 
 
-def test_a_groups_caps_hold_for_each_member(box):
-    box.say(f'[groups.{GROUP}]\nimportance = "normal"\nkeep = false')
+def test_a_groups_caps_apply_to_each_member(box):
+    box.configure(f'[groups.{GROUP}]\nimportance = "normal"\nkeep = false')
     ann = box.kernel(ANN, a="1GiB")
-    assert f"(cap [groups.{GROUP}] importance in {box.config})" in ann.say(
+    assert f"(cap [groups.{GROUP}] importance in {box.config})" in ann.run(
         "rt.use('a', importance='high').__enter__()"
     )
-    assert f"{ANN} may not keep a on a device (cap [groups.{GROUP}] keep in" in ann.say(
+    assert f"{ANN} may not keep a on a device (cap [groups.{GROUP}] keep in" in ann.run(
         "rt.pin('a')"
     )
-    assert ann.say("rt.preload('a').done") == "True"
+    assert ann.run("rt.preload('a').done") == "True"
 
 
-def test_a_block_held_for_too_long_is_told_and_nothing_new_is_granted(box):
-    """Its memory is in use, so it is not taken away; its user waits for it, in every kernel of theirs."""
-    box.say(f'[users.{ANN}]\nlongest_lease = "1s"')
+def test_a_block_held_for_too_long_is_logged_and_nothing_new_is_granted(box):
+    """Its memory is in use, so it stays. Its user gets nothing new in any kernel until it ends."""
+    box.configure(f'[users.{ANN}]\nlongest_lease = "1s"')
     one, two = box.kernel(ANN), box.kernel(ANN, a="1GiB")
-    one.say("held = rt.lease('1GiB', purpose='training')")
-    one.say("block = held.__enter__()")
-    assert two.say("rt.preload('a').done") == "True"
-    two.say("rt.evict('a')")
+    one.run("held = rt.lease('1GiB', purpose='training')")
+    one.run("block = held.__enter__()")
+    assert two.run("rt.preload('a').done") == "True"
+    two.run("rt.evict('a')")
     time.sleep(1.1)
-    one.say("rt.tick()")
-    assert "training#1 (1.0 GiB)" in one.say(
+    one.run("rt.tick()")
+    assert "training#1 (1.0 GiB)" in one.run(
         "[e.because for e in rt.status().events if e.action == 'overstayed']"
     )
-    told = two.say("rt.preload('a')")
+    reply = two.run("rt.preload('a')")
     assert (
-        told.startswith("NotAllowed: ")
-        and f"(cap [users.{ANN}] longest_lease in {box.config})" in told
+        reply.startswith("NotAllowed: ")
+        and f"(cap [users.{ANN}] longest_lease in {box.config})" in reply
     )
-    one.say("held.__exit__(None, None, None)")
-    assert two.say("rt.preload('a', timeout=20).done") == "True"
+    one.run("held.__exit__(None, None, None)")
+    assert two.run("rt.preload('a', timeout=20).done") == "True"
 
 
 # gpu ledger init
 
 
-def test_init_twice_is_init_once(box):
+def test_init_can_be_repeated(box):
     before = box.config.read_text()
-    told = init(str(box.ledger), GROUP, str(box.config))
-    assert "is shared already by" in told.because and box.config.read_text() == before
+    reply = init(str(box.ledger), GROUP, str(box.config))
+    assert "is shared already by" in reply.because and box.config.read_text() == before
 
 
-def test_init_adds_the_ledger_to_a_configuration_that_is_there(users, tmp_path):
+def test_init_adds_the_ledger_to_an_existing_configuration(users, tmp_path):
     root = Path(tempfile.mkdtemp(prefix="gpu-", dir="/tmp"))
     root.chmod(0o755)
     try:
@@ -476,8 +480,8 @@ def test_init_adds_the_ledger_to_a_configuration_that_is_there(users, tmp_path):
         shutil.rmtree(root)
 
 
-def test_init_refuses_what_makes_no_sense(box, monkeypatch):
-    """Nothing is made then."""
+def test_init_refuses_unsuitable_places(box, monkeypatch):
+    """Then nothing is made."""
     root = box.root
     (root / "full").mkdir()
     (root / "full" / "thesis.tex").touch()
@@ -508,7 +512,7 @@ def test_init_refuses_what_makes_no_sense(box, monkeypatch):
     assert not (root / "new").exists() and not (root / "other.toml").exists()
 
 
-def test_init_is_roots(monkeypatch):
+def test_init_requires_root(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(NotAllowed, match="As root:  gpu ledger init --group gpu /srv/ledger"):
         init("/srv/ledger", "gpu", "/etc/gpu-console/config.toml")

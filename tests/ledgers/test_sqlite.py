@@ -1,4 +1,4 @@
-"""What only real files and real processes can show: death, damage, forks and the stop button."""
+"""What only real files and processes can show: death, damage, forks and the stop button."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime.errors import LedgerNewer, LedgerRefused, LedgerUnavailable
-from gpu_runtime.ledgers.location import default_url
-from gpu_runtime.ledgers import liveness as owner_module
+from gpu_runtime.ledgers import liveness
+from gpu_runtime.ledgers.book_store import DamagedBook, LostRace
 from gpu_runtime.ledgers.liveness import start_ticks
+from gpu_runtime.ledgers.location import default_url
 from gpu_runtime.ledgers.sqlite import files
 from gpu_runtime.ledgers.sqlite.ledger import SqliteLedger
-from gpu_runtime.ledgers.book_store import LostRace
-from gpu_runtime.ledgers.book_store import DamagedBook
 from gpu_runtime.ledgers.sqlite.revision_hint import RevisionHint
 
 from .conftest import REPO, Notebook, count, lease, names, put, section, ticket, without
 
 
-def until(true) -> None:
-    """Waits for what another process is about to bring about."""
+def wait_until(condition) -> None:
+    """Waits until `condition()` is true, because of another process."""
     deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline, "it never came about"
+    while not condition():
+        assert time.monotonic() < deadline, "it never became true"
         time.sleep(0.002)
 
 
 def copy_of(path: Path, to: Path) -> Path:
-    """Copied by another process: to open and close the file here would drop SQLite's locks on it."""
+    """`path` copied to `to` by another process.
+
+    Opening and closing the file in this process would drop SQLite's locks on it.
+    """
     subprocess.run(["cp", path, to], check=True)
     return to
 
@@ -48,10 +50,10 @@ def copy_of(path: Path, to: Path) -> Path:
 # Life and death
 
 
-def test_a_killed_holder_is_proven_dead(here, notebook):
-    """And only then may its bytes be given away."""
-    ledger, other = here(), notebook()
-    other.say("put(ledger, 'qwen')")
+def test_a_killed_owner_is_proven_dead(new_owner_here, notebook):
+    """Only then may its bytes be granted to others."""
+    ledger, other = new_owner_here(), notebook()
+    other.run("put(ledger, 'qwen')")
     with pytest.raises(LedgerRefused, match="proof of death"):
         without(ledger, other.id)
     other.kill()
@@ -60,20 +62,20 @@ def test_a_killed_holder_is_proven_dead(here, notebook):
     assert names(ledger) == []
 
 
-def test_a_stopped_process_is_not_dead(here, notebook):
-    """It still occupies its bytes, and may go on at any moment."""
-    ledger, other = here(), notebook()
-    other.say("put(ledger, 'qwen')")
+def test_a_stopped_process_is_not_dead(new_owner_here, notebook):
+    """It still occupies its bytes, and may continue at any moment."""
+    ledger, other = new_owner_here(), notebook()
+    other.run("put(ledger, 'qwen')")
     other.signal(signal.SIGSTOP)
-    until(lambda: " (stopped)" in Path(f"/proc/{other.process.pid}/status").read_text())
+    wait_until(lambda: " (stopped)" in Path(f"/proc/{other.process.pid}/status").read_text())
     assert ledger.dead(ledger.read()) == frozenset()
     other.signal(signal.SIGCONT)
-    assert other.say("names(ledger)") == "['qwen']"
+    assert other.run("names(ledger)") == "['qwen']"
 
 
-def test_a_missing_or_another_lock_file_proves_nothing(here, notebook):
-    ledger, other = here(), notebook()
-    other.say("put(ledger, 'qwen')")
+def test_a_missing_or_another_lock_file_proves_nothing(new_owner_here, notebook):
+    ledger, other = new_owner_here(), notebook()
+    other.run("put(ledger, 'qwen')")
     book = ledger.read()
     other.kill()
     lock = ledger.directory / "owners" / other.id
@@ -86,26 +88,26 @@ def test_a_missing_or_another_lock_file_proves_nothing(here, notebook):
     assert ledger.dead(book) == {other.id}
 
 
-def test_a_forked_child_neither_owns_nor_outlives(here, notebook):
-    """The child of a killed notebook does not keep its parent alive, and cannot use its door."""
-    ledger, other = here(), notebook()
-    other.say("put(ledger, 'qwen')")
-    assert other.say("in_a_child(ledger.read)") == "LedgerUnavailable"
+def test_a_forked_child_owns_nothing_and_does_not_keep_its_parent_alive(new_owner_here, notebook):
+    """The child of a killed notebook cannot use its parent's ledger."""
+    ledger, other = new_owner_here(), notebook()
+    other.run("put(ledger, 'qwen')")
+    assert other.run("in_a_child(ledger.read)") == "LedgerUnavailable"
     assert ledger.dead(ledger.read()) == frozenset()
     other.kill()
     try:
-        until(lambda: ledger.dead(ledger.read()) == {other.id})
+        wait_until(lambda: ledger.dead(ledger.read()) == {other.id})
     finally:
         os.killpg(other.process.pid, signal.SIGKILL)
 
 
-def test_the_dead_are_swept(here, notebook):
-    """Files of dead owners go when the book no longer needs them as proof; those that it needs stay."""
-    ledger, reaped, unreaped = here(), notebook(), notebook()
-    unreaped.say("put(ledger, 'qwen')")
+def test_files_of_dead_owners_are_removed(new_owner_here, notebook):
+    """They are removed when the book no longer needs them as proof."""
+    ledger, reaped, unreaped = new_owner_here(), notebook(), notebook()
+    unreaped.run("put(ledger, 'qwen')")
     reaped.kill()
     unreaped.kill()
-    another = here()
+    another = new_owner_here()
     left = {path.name for path in (ledger.directory / "owners").iterdir()}
     assert {name.removesuffix(".bell") for name in left} == {
         ledger.owner.id,
@@ -114,8 +116,8 @@ def test_the_dead_are_swept(here, notebook):
     }
 
 
-def test_an_orderly_end_leaves_nothing(here):
-    ledger = here()
+def test_closing_leaves_no_files(new_owner_here):
+    ledger = new_owner_here()
     ledger.close()
     assert list((ledger.directory / "owners").iterdir()) == []
 
@@ -134,7 +136,7 @@ def garble_the_page(path: Path) -> None:
 
 
 def change_one_digit(path: Path) -> None:
-    """What results is a page like any other, that says something else."""
+    """The result is a valid page with a different number."""
     with sqlite3.connect(path) as db:
         (body,) = db.execute("SELECT body FROM book").fetchone()
         at = body.index(b'"leases":[')
@@ -161,15 +163,15 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_book_is_rebuilt_from_the_living(here, notebook, caplog, how):
-    """Set aside and named, never silently emptied: the living keep their leases and tickets, and none is lost."""
-    ledger, other, dead = here(), notebook(), notebook()
-    dead.say("put(ledger, 'ghost')")
+def test_a_damaged_book_is_rebuilt_from_the_living_owners(new_owner_here, notebook, caplog, how):
+    """It is set aside, never emptied; living owners keep their leases and tickets."""
+    ledger, other, dead = new_owner_here(), notebook(), notebook()
+    dead.run("put(ledger, 'ghost')")
     copy_of(Path(ledger.path), Path(f"{ledger.path}.old"))
     put(ledger, "qwen")
     ledger.transact(lambda book: (book.with_ticket(ticket(ledger, "mine")), None))
-    other.say("put(ledger, 'llama')")
-    other.say("count(ledger)")
+    other.run("put(ledger, 'llama')")
+    other.run("count(ledger)")
     dead.kill()
     path = Path(ledger.path)
     subprocess.run(
@@ -189,30 +191,30 @@ def test_a_damaged_book_is_rebuilt_from_the_living(here, notebook, caplog, how):
     assert book.lease(ledger.owner.id, "qwen") == lease(ledger, "qwen")
     assert [one.key for one in book.tickets] == ["mine"]
     assert Path(ledger.path).name == "book-2.db"
-    assert other.say("count(ledger)") == "2"
+    assert other.run("count(ledger)") == "2"
     assert count(ledger) == 1
     assert "was damaged" in caplog.text and "2 living owners" in caplog.text
     if how != "deleted":
         assert (path.parent / "book-1.damaged").exists() and "book-1.damaged" in caplog.text
 
 
-def test_an_old_copy_is_seen_by_a_newcomer(here, notebook):
-    """Who has no memory of the book compares it with the rosters of the living."""
-    ledger = here()
+def test_a_new_owner_notices_an_old_copy(new_owner_here, notebook):
+    """It has not seen the book before, so it compares it with the rosters of living owners."""
+    ledger = new_owner_here()
     path = Path(ledger.path)
     old = copy_of(path, Path(f"{path}.old"))
     put(ledger, "qwen")
     put(ledger, "qwen", "llama")
     os.replace(old, path)
-    assert notebook().say("names(ledger)") == "['llama', 'qwen']"
+    assert notebook().run("names(ledger)") == "['llama', 'qwen']"
 
 
-def test_all_find_the_same_new_book(here, notebook):
-    """Many notice the damage at once; one rebuilds, and nobody's lease is lost."""
-    ledger = here()
+def test_all_processes_find_the_same_new_book(new_owner_here, notebook):
+    """Many notice the damage at once; one rebuilds the book, and no lease is lost."""
+    ledger = new_owner_here()
     others = [notebook() for _ in range(4)]
     for number, other in enumerate(others):
-        other.say(f"put(ledger, 'm{number}')")
+        other.run(f"put(ledger, 'm{number}')")
     garble(Path(ledger.path))
     for other in others:
         other.send("reach(ledger, 50)")
@@ -223,14 +225,14 @@ def test_all_find_the_same_new_book(here, notebook):
     assert books == {"book-1.damaged", "book-2.db"}
 
 
-def test_no_damage_loses_what_was_acknowledged(here, notebook):
-    """The book is deleted and truncated again and again under four writers."""
-    ledger = here()
+def test_damage_loses_no_acknowledged_write(new_owner_here, notebook):
+    """The book is deleted and truncated ten times while four processes write."""
+    ledger = new_owner_here()
     others = [notebook() for _ in range(4)]
     for other in others:
         other.send("reach(ledger, 1500)")
     for number in range(10):
-        time.sleep(0.03)  # let them write; nothing is waited for
+        time.sleep(0.03)  # let them write; no condition is awaited
         path = Path(ledger.directory / files.current(ledger.directory))
         subprocess.run(
             ["truncate", "-s", "5000", path] if number % 2 else ["rm", "-f", path], check=True
@@ -239,9 +241,9 @@ def test_no_damage_loses_what_was_acknowledged(here, notebook):
     assert [one.counts for one in ledger.read().sections.values()] == [{"n": 1500}] * 4
 
 
-def test_a_grant_in_an_abandoned_book_is_void(here):
-    """While one writes into the old book another makes a new one: the write is decided again, in the new."""
-    ledger, runs = here(), []
+def test_a_grant_in_a_replaced_book_is_void(new_owner_here):
+    """A new book is made during a write into the old one: the write is decided again."""
+    ledger, runs = new_owner_here(), []
 
     def decide(book):
         runs.append(Path(ledger.path).name)
@@ -251,12 +253,12 @@ def test_a_grant_in_an_abandoned_book_is_void(here):
 
     ledger.transact(decide)
     assert runs == ["book-1.db", "book-8.db"]
-    assert names(here()) == ["qwen"]
+    assert names(new_owner_here()) == ["qwen"]
 
 
-def test_a_grant_while_a_new_book_is_made_is_in_it(here, monkeypatch):
-    """Its writer looked at CURRENT just before it changed, and believes in its grant: so must the new book."""
-    ledger, rebuilder = here(), here()
+def test_a_grant_during_a_rebuild_is_in_the_new_book(new_owner_here, monkeypatch):
+    """Its writer read CURRENT just before it changed, so its grant is valid."""
+    ledger, rebuilder = new_owner_here(), new_owner_here()
     page = rebuilder._store.look()
     change = files.point_current_at
 
@@ -265,13 +267,13 @@ def test_a_grant_while_a_new_book_is_made_is_in_it(here, monkeypatch):
         change(directory, name)
 
     monkeypatch.setattr(files, "point_current_at", late)
-    rebuilder._store.mend(DamagedBook(page.name, page.inode, "said the test"), 1)
+    rebuilder._store.mend(DamagedBook(page.name, page.inode, "for this test"), 1)
     assert names(rebuilder) == ["qwen"]
 
 
-def test_a_grant_that_was_not_to_be_is_not_rebuilt(here):
-    """It stood in the roster when the race was lost, and the second decision was to write nothing."""
-    ledger, other, runs = here(), here(), []
+def test_a_grant_that_lost_its_race_is_not_in_a_rebuilt_book(new_owner_here):
+    """It was in the roster when the race was lost; the second decision writes nothing."""
+    ledger, other, runs = new_owner_here(), new_owner_here(), []
 
     def decide(book):
         runs.append(1)
@@ -287,7 +289,7 @@ def test_a_grant_that_was_not_to_be_is_not_rebuilt(here):
 
 @pytest.fixture
 def damaged_once(monkeypatch):
-    """Has the book deleted, and rebuilt by another owner, when a door's first write has lost its race."""
+    """Deletes the book when a ledger's first write has lost its race; another owner rebuilds it."""
 
     def arrange(ledger, other):
         write, left = ledger._store.put, [1]
@@ -300,7 +302,7 @@ def damaged_once(monkeypatch):
                     left.clear()
                     os.unlink(ledger.path)
                     other.read()
-                    assert "ghost" in names(other), "it is what the roster says"
+                    assert "ghost" in names(other), "it is in the roster"
                 raise
 
         monkeypatch.setattr(ledger._store, "put", put_and_lose)
@@ -310,14 +312,14 @@ def damaged_once(monkeypatch):
 
 @pytest.mark.parametrize("races_lost", [1, 2, 3])
 @pytest.mark.parametrize("others", ["another's grant", "nobody's"])
-def test_a_grant_that_lost_its_race_just_before_the_book_was_damaged_is_taken_back(
-    here, damaged_once, others, races_lost
+def test_a_grant_that_lost_its_race_just_before_the_damage_is_taken_back(
+    new_owner_here, damaged_once, others, races_lost
 ):
-    """Whoever rebuilds finds it in the roster, and cannot know that somebody else has that memory by now.
+    """The rebuilding process finds it in the roster, and another owner may have that memory by now.
 
-    Also where the race for the new book is lost: what was read there again is no more to be believed.
+    It is also taken back if the race for the new book is lost.
     """
-    ledger, other, seen = here(), here(), []
+    ledger, other, seen = new_owner_here(), new_owner_here(), []
     put(ledger, "mine")
     damaged_once(ledger, other)
 
@@ -333,11 +335,9 @@ def test_a_grant_that_lost_its_race_just_before_the_book_was_damaged_is_taken_ba
     assert "ghost" not in names(other) and "mine" in names(other)
 
 
-def test_another_thread_keeps_what_it_is_granted_while_a_void_grant_is_taken_back(
-    here, damaged_once
-):
-    """All of an owner's threads write one section: what one of them takes back is its own grant alone."""
-    ledger, other = here(), here()
+def test_taking_back_a_void_grant_keeps_the_grant_of_another_thread(new_owner_here, damaged_once):
+    """All threads of an owner write one section. Each takes back only its own grant."""
+    ledger, other = new_owner_here(), new_owner_here()
     put(ledger, "mine")
     damaged_once(ledger, other)
     seen = []
@@ -363,11 +363,11 @@ def test_another_thread_keeps_what_it_is_granted_while_a_void_grant_is_taken_bac
 
 
 @pytest.mark.parametrize("seen_by_the_other", ["before the copy was taken", "while it decided"])
-def test_an_old_copy_is_not_believed_by_who_has_seen_nothing_newer(
-    here, tmp_path, seen_by_the_other
+def test_an_old_copy_is_rejected_by_an_owner_that_saw_nothing_newer(
+    new_owner_here, tmp_path, seen_by_the_other
 ):
-    """To its eyes the copy is the book as it knows it; and what was granted since would be granted once more."""
-    ledger, other, tries = here(), here(), []
+    """The copy is the book that it knows. Without the hint, it would grant the same bytes again."""
+    ledger, other, tries = new_owner_here(), new_owner_here(), []
     put(other, "theirs")
 
     def damage():
@@ -390,9 +390,9 @@ def test_an_old_copy_is_not_believed_by_who_has_seen_nothing_newer(
 
 
 @pytest.mark.parametrize("what", ["nothing", "a link", "nonsense", "another book's"])
-def test_the_newest_revision_is_only_a_hint(here, tmp_path, what):
-    """Without it, or with a wrong one, the book is as good as before."""
-    ledger = here()
+def test_the_revision_hint_may_be_missing_or_wrong(new_owner_here, tmp_path, what):
+    """The book remains usable."""
+    ledger = new_owner_here()
     put(ledger, "one")
     file = ledger.directory / "newest"
     if what == "nonsense":
@@ -404,16 +404,16 @@ def test_the_newest_revision_is_only_a_hint(here, tmp_path, what):
         if what == "a link":
             (tmp_path / "precious").write_text("kept")
             file.symlink_to(tmp_path / "precious")
-    other = here()
+    other = new_owner_here()
     put(other, "two")
     put(ledger, "one", "three")
     assert names(other) == ["one", "three", "two"]
     assert what != "a link" or (tmp_path / "precious").read_text() == "kept"
 
 
-def test_a_rebuilt_book_forgets_what_was_said_of_another_of_its_name(here):
-    """Else it would be damaged for ever."""
-    ledger = here()
+def test_a_rebuilt_book_ignores_the_hint_of_an_older_book_with_its_name(new_owner_here):
+    """Otherwise the new book would count as damaged for ever."""
+    ledger = new_owner_here()
     put(ledger, "one")
     RevisionHint(ledger.directory).record("book-2.db", 1 << 40)
     os.unlink(ledger.path)
@@ -424,28 +424,31 @@ def ours(book, ledger):
     return [lease.name for lease in book.sections[ledger.owner.id].leases]
 
 
-def test_a_deleted_directory_is_made_anew(here, notebook):
-    """`rm -rf` of the ledger loses no lease of a process that comes back to it; and it can be proven alive again."""
-    ledger = here()
+def test_a_deleted_directory_is_made_again(new_owner_here, notebook):
+    """`rm -rf` of the ledger loses no lease of a process that uses it again.
+
+    That process can be proven alive again.
+    """
+    ledger = new_owner_here()
     put(ledger, "qwen")
     shutil.rmtree(ledger.directory)
     assert names(ledger) == ["qwen"]
     count(ledger)
     other = notebook()
-    assert other.say("ledger.dead(ledger.read())") == "frozenset()"
+    assert other.run("ledger.dead(ledger.read())") == "frozenset()"
     assert (
         ledger.read().owner(ledger.owner.id).inode
         == (ledger.directory / "owners" / ledger.owner.id).stat().st_ino
     )
-    other.say(f"ledger.ring(['{ledger.owner.id}'])")
-    ledger.wait(0)  # the ring that the move itself made
-    other.say(f"ledger.ring(['{ledger.owner.id}'])")
+    other.run(f"ledger.ring(['{ledger.owner.id}'])")
+    ledger.wait(0)  # the ring of the move to the new directory
+    other.run(f"ledger.ring(['{ledger.owner.id}'])")
     assert ledger.wait(5)
 
 
-def test_a_deleted_lock_file_is_made_anew(here):
-    """Without it nobody could tell whether its owner lives; the section names the new one."""
-    ledger, other = here(), here()
+def test_a_deleted_lock_file_is_made_again(new_owner_here):
+    """Without it nobody could prove its owner alive; the section names the new inode."""
+    ledger, other = new_owner_here(), new_owner_here()
     put(ledger, "qwen")
     (ledger.directory / "owners" / ledger.owner.id).unlink()
     count(ledger)
@@ -455,29 +458,29 @@ def test_a_deleted_lock_file_is_made_anew(here):
     assert other.dead(other.read()) == {ledger.owner.id}
 
 
-def test_what_two_find_damaged_is_mended_once(here):
-    """The second sees, when its turn has come, that there is a new book."""
-    ledger, other = here(), here()
+def test_a_book_that_two_owners_find_damaged_is_rebuilt_once(new_owner_here):
+    """The second one sees, when it has the lock, that there is a new book."""
+    ledger, other = new_owner_here(), new_owner_here()
     page = ledger._store.look()
-    damage = DamagedBook(page.name, page.inode, "said the test")
+    damage = DamagedBook(page.name, page.inode, "for this test")
     ledger._store.mend(damage, 1)
     other._store.mend(damage, 1)
     other.read()
     assert Path(other.path).name == "book-2.db"
 
 
-def test_a_killed_rebuilder_is_followed_by_another(here):
-    """It had pointed CURRENT at a book that it never made."""
-    ledger = here()
+def test_another_process_finishes_an_interrupted_rebuild(new_owner_here):
+    """The killed one had pointed CURRENT at a book that it never made."""
+    ledger = new_owner_here()
     put(ledger, "qwen")
     files.point_current_at(ledger.directory, "book-2.db")
     assert names(ledger) == ["qwen"]
     assert Path(ledger.path).name == "book-3.db"
 
 
-def test_a_half_written_roster_falls_back_to_the_one_before(here):
-    """The disk was full, or somebody wrote into it: the last whole one counts."""
-    ledger = here()
+def test_a_half_written_roster_falls_back_to_the_previous_one(new_owner_here):
+    """The disk was full, or the file was damaged: the last complete roster counts."""
+    ledger = new_owner_here()
     put(ledger, "qwen")
     put(ledger, "qwen", "llama")
     owner_file = ledger._store.owner_file
@@ -486,9 +489,11 @@ def test_a_half_written_roster_falls_back_to_the_one_before(here):
     assert names(ledger) == ["qwen"]
 
 
-def test_a_roster_that_is_written_while_it_is_read_is_none_yet():
-    """The first roster goes to the second slot, and leaves zeros in the first: seen half before and half after, their
-    check sum is right."""
+def test_a_roster_that_is_written_while_it_is_read_is_ignored():
+    """The first roster is written to the second slot and leaves zeros in the first.
+
+    Read half before and half after that, their checksum is right.
+    """
 
     class Growing:
         size = 0
@@ -499,20 +504,23 @@ def test_a_roster_that_is_written_while_it_is_read_is_none_yet():
             size, self.size = self.size, 4096
             return b"\0" * min(count, size)
 
-    assert owner_module._slot(Growing(), 0) is None
+    assert liveness._slot(Growing(), 0) is None
 
 
-def test_who_reaps_what_another_has_just_reaped_decides_again(here, notebook):
-    """The file that proved the death is gone by then: whoever opens a door sweeps. That is no fault of the decision."""
-    ledger, other, dead, seen = here(), here(), notebook(), []
-    dead.say("put(ledger, 'qwen')")
+def test_reaping_an_owner_that_another_process_just_reaped_decides_again(new_owner_here, notebook):
+    """The file that proved the death is gone by then, removed by an owner that opened the ledger.
+
+    That is no fault of the decision.
+    """
+    ledger, other, dead, seen = new_owner_here(), new_owner_here(), notebook(), []
+    dead.run("put(ledger, 'qwen')")
     dead.kill()
 
     def reap(book):
         seen.append([lease.name for lease in book.leases()])
         if len(seen) == 1:
             without(other, dead.id)
-            here()
+            new_owner_here()
         return replace(
             book, sections={id: it for id, it in book.sections.items() if id != dead.id}
         ), None
@@ -521,27 +529,32 @@ def test_who_reaps_what_another_has_just_reaped_decides_again(here, notebook):
     assert seen == [["qwen"], []]
 
 
-def test_who_dies_while_another_sweeps_can_be_proven_dead(here, notebook, monkeypatch):
-    """Its last word came after the sweeper had looked at the book; without its file its lease would stay for ever."""
-    ledger, dying, looked_at = here(), notebook(), files.life
+def test_an_owner_that_dies_during_a_cleanup_can_be_proven_dead(
+    new_owner_here, notebook, monkeypatch
+):
+    """It wrote after the cleanup had read the book.
+
+    Without its file its lease would stay for ever.
+    """
+    ledger, dying, looked_at = new_owner_here(), notebook(), files.life
 
     def late(path, inode=0):
         if path.name == dying.id and dying.process.poll() is None:
-            dying.say("put(ledger, 'qwen')")
+            dying.run("put(ledger, 'qwen')")
             dying.kill()
         return looked_at(path, inode)
 
     monkeypatch.setattr(files, "life", late)
-    here()
+    new_owner_here()
     assert ledger.dead(ledger.read()) == {dying.id}
 
 
 # Places that cannot keep a book
 
 
-def test_a_newer_books_schema_is_respected(here, notebook):
-    """It is not read, not rebuilt, not set aside; the error says what to do."""
-    ledger, path = here(), None
+def test_a_book_of_a_newer_schema_is_left_alone(new_owner_here, notebook):
+    """It is not read, rebuilt or set aside, and the error says what to do."""
+    ledger, path = new_owner_here(), None
     put(ledger, "qwen")
     path = ledger.path
     subprocess.run(
@@ -572,32 +585,32 @@ def test_a_network_file_system_is_refused_by_name(tmp_path, monkeypatch):
     assert not (tmp_path / "ledger").exists()
 
 
-def test_a_network_home_moves_the_default(monkeypatch):
-    """Homes on NFS are common; the default must work there too."""
+def test_the_default_avoids_a_home_on_a_network_file_system(monkeypatch):
+    """Home directories on NFS are common; the default must work there too."""
     monkeypatch.setattr(files, "file_system_of", lambda path: "nfs4")
     assert default_url("sim") == f"sqlite:///var/tmp/gpu-console-{os.geteuid()}/ledger/sim"
 
 
-def test_the_default_lies_in_the_state_directory(monkeypatch, tmp_path):
+def test_the_default_is_in_the_state_directory(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert default_url() == f"sqlite://{tmp_path}/gpu-console/ledger"
 
 
-def test_a_place_that_is_no_directory_is_named(tmp_path):
+def test_the_error_names_a_path_that_is_no_directory(tmp_path):
     (tmp_path / "ledger").touch()
     with pytest.raises(LedgerUnavailable, match="cannot be written.*\n.*GPU_LEDGER"):
         SqliteLedger(tmp_path / "ledger")
 
 
-def test_files_are_their_owners_alone(here):
-    ledger = here()
+def test_files_are_private_to_their_user(new_owner_here):
+    ledger = new_owner_here()
     put(ledger, "qwen")
     for path in ledger.directory.rglob("*"):
         if not path.is_symlink():
             assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_long_paths_have_doorbells_too(tmp_path):
+def test_a_doorbell_works_at_a_long_path(tmp_path):
     """A socket's path is limited to 107 bytes; a home directory is not."""
     url = tmp_path / ("x" * 120)
     a, b = SqliteLedger(url), SqliteLedger(url)
@@ -607,8 +620,8 @@ def test_long_paths_have_doorbells_too(tmp_path):
     b.close()
 
 
-def test_old_boots_are_swept(tmp_path):
-    """Only what is by its name another boot's, and untouched for a day."""
+def test_books_of_old_boots_are_removed(tmp_path):
+    """Only directories named by another boot, and unchanged for a day."""
     boots = [tmp_path / f"{number}3570074-f799-4d7e-a08f-84fbbe7bb98d" for number in range(3)]
     for boot in (*boots, tmp_path / "notes"):
         (boot / "owners").mkdir(parents=True)
@@ -651,8 +664,8 @@ print("released")
 """
 
 
-def test_a_full_disk_refuses_grants_and_lets_release(tmp_path):
-    """A grant must not be written by halves; what is given back must be, or the card stays full as well."""
+def test_a_full_disk_refuses_grants_and_accepts_releases(tmp_path):
+    """A release must be written on a full disk, or the card stays full as well."""
     done = subprocess.run(
         ["unshare", "-rm", "bash", "-c", FULL_DISK, "-", tmp_path, sys.executable],
         capture_output=True,
@@ -669,11 +682,11 @@ def test_a_full_disk_refuses_grants_and_lets_release(tmp_path):
     assert done.stdout == "released\n", done.stderr
 
 
-# Stopped writers, the stop button, many at once
+# Stopped writers, the stop button, many processes at once
 
 
-def test_a_writer_stopped_in_the_act_is_named(tmp_path):
-    """Nobody can write until it goes on; whoever waits learns its number."""
+def test_the_error_names_a_stopped_writer(tmp_path):
+    """Nobody can write until it continues; the error names its process number."""
     ledger = SqliteLedger(tmp_path, patience_seconds=0.3)
     holder = subprocess.Popen(
         [
@@ -697,9 +710,9 @@ def test_a_writer_stopped_in_the_act_is_named(tmp_path):
     ledger.close()
 
 
-def test_the_stop_button_leaves_the_ledger_usable(here, notebook):
-    """A storm of interrupts at any instruction: no lock is left held, by a thread, a statement or a file."""
-    ledger, other = here(), notebook()
+def test_the_stop_button_leaves_the_ledger_usable(new_owner_here, notebook):
+    """Many interrupts at any instruction: no thread, statement or file keeps a lock."""
+    ledger, other = new_owner_here(), notebook()
     dice = random.Random(1)
     caught, counted = [], 0
     deadline = time.monotonic() + 15
@@ -707,23 +720,23 @@ def test_the_stop_button_leaves_the_ledger_usable(here, notebook):
     try:
         while (counted < 400 or len(caught) < 400) and time.monotonic() < deadline:
             try:
-                # Once for each time it is armed: a second one could meet the line that catches the first.
+                # One signal each time: a second one could arrive in the line that catches the
+                # first.
                 signal.setitimer(signal.ITIMER_REAL, dice.uniform(0.0001, 0.001))
-                until = (
-                    time.monotonic() + 0.02
-                )  # it may be lost: in a destructor the interpreter passes over it
-                while time.monotonic() < until:
+                # The interrupt may be lost: the interpreter ignores it in a destructor.
+                end = time.monotonic() + 0.02
+                while time.monotonic() < end:
                     count(ledger)
                     counted += 1
                     ledger.wait(0)
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                time.sleep(0)  # what has struck by now strikes here
+                time.sleep(0)  # a signal that has arrived by now is raised here
             except KeyboardInterrupt as interrupt:
                 caught.append(interrupt)  # kept with its traceback, as IPython keeps the last one
     finally:
         signal.signal(signal.SIGALRM, old)
     assert len(caught) >= 100
-    assert other.say("count(ledger)") == "1"
+    assert other.run("count(ledger)") == "1"
     written = ledger.read().sections[ledger.owner.id].counts["n"]
     assert written >= counted
     assert count(ledger) == written + 1
@@ -731,9 +744,9 @@ def test_the_stop_button_leaves_the_ledger_usable(here, notebook):
     assert ledger.read().sections[ledger.owner.id].counts == {"n": written + 1}
 
 
-def test_killed_writers_lose_nothing_that_was_acknowledged(here, notebook):
-    """Kill -9 at any write: the book stays whole, and what was answered stands."""
-    ledger = here()
+def test_killed_writers_lose_no_acknowledged_write(new_owner_here, notebook):
+    """Kill -9 at any write: the book stays complete, and acknowledged writes remain."""
+    ledger = new_owner_here()
     for _ in range(6):
         other = notebook()
         other.send("[print(count(ledger), flush=True) for _ in range(100000)]")
@@ -748,11 +761,11 @@ def test_killed_writers_lose_nothing_that_was_acknowledged(here, notebook):
     assert Path(ledger.path).name == "book-1.db"
 
 
-def test_a_kernel_that_keeps_the_gil_holds_up_nobody(here, notebook):
-    """It loads a library or copies a model, and its monitor thread has a statement on the way all the while."""
-    ledger, other = here(), notebook()
+def test_a_kernel_that_keeps_the_gil_delays_nobody(new_owner_here, notebook):
+    """It loads a library or copies a model while its monitor thread executes statements."""
+    ledger, other = new_owner_here(), notebook()
     put(ledger, "qwen")
-    other.say("looping(ledger)")
+    other.run("looping(ledger)")
     other.send("[keep_the_gil(0.2) for _ in range(15)]")
     slowest = 0.0
     deadline = time.monotonic() + 2.9
@@ -772,14 +785,14 @@ def test_processes_lose_no_increment(notebook):
     assert [other.answer() for other in others] == ["200"] * 4
 
 
-def test_whoever_waits_is_woken_by_the_death_of_another(here, notebook):
-    """Nobody rings for the dead: without this a waiter would find their memory free only at its next look."""
-    a, other, bystander = here(), notebook(), notebook()
+def test_the_death_of_an_owner_wakes_a_waiting_one(new_owner_here, notebook):
+    """A killed process does not ring: its memory would be noticed only at the next look."""
+    a, other, bystander = new_owner_here(), notebook(), notebook()
     ends = [
         replace(a.owner, pid=one.process.pid, started=_started(one)) for one in (other, bystander)
     ]
     other.signal(signal.SIGSTOP)
-    assert not a.wait(0.05, ends), "who is stopped lives"
+    assert not a.wait(0.05, ends), "a stopped process is alive"
     threading.Timer(0.05, other.kill).start()
     began = time.monotonic()
     assert a.wait(30, ends)
@@ -787,9 +800,12 @@ def test_whoever_waits_is_woken_by_the_death_of_another(here, notebook):
     assert not a.wait(0.05, ends), "once is enough"
 
 
-def test_a_process_that_cannot_be_seen_wakes_who_waits_once(here):
-    """It may have ended just before; or it is another container's, and then looking every second must do."""
-    a = here()
+def test_a_process_that_cannot_be_seen_wakes_a_waiting_owner_once(new_owner_here):
+    """It may have ended just before, or it is in another container.
+
+    Then a look every second must be enough.
+    """
+    a = new_owner_here()
     unseen = [replace(a.owner, pid=2**22 + 1), replace(a.owner, serial=99, started=1)]
     assert a.wait(0, unseen)
     assert not a.wait(0.05, unseen)

@@ -1,4 +1,4 @@
-"""The line before the book: it helps those who wait in it, and nobody depends on whoever is inside."""
+"""The queue of writers: it saves failed attempts, and nobody depends on the process with the turn."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ import pytest
 from gpu_runtime.errors import LedgerUnavailable
 from gpu_runtime.facts import Ticket
 from gpu_runtime.ledgers import open_ledger
-from gpu_runtime.ledgers.common import MOST_LOST_INSIDE
 from gpu_runtime.ledgers.book_store import LostRace
+from gpu_runtime.ledgers.common import MOST_LOST_INSIDE
 from gpu_runtime.ledgers.sqlite.writer_queue import STALLED_SECONDS, WriterQueue, writer_queue_in
 
 from .conftest import REPO
 
-INSIDE = """
+OTHER_PROCESS = """
 import sys; from pathlib import Path; from gpu_runtime.ledgers.sqlite.writer_queue import writer_queue_in
 queue = writer_queue_in(Path(sys.argv[1]))
-say = {"enter": queue.try_enter, "leave": queue.leave, "require": queue.require_queue}
+actions = {"enter": queue.try_enter, "leave": queue.leave, "require": queue.require_queue}
 for line in sys.stdin:
-    print(say[line.strip()](), flush=True)
+    print(actions[line.strip()](), flush=True)
 """
 
 
 class Other:
-    """Another process at the same turnstile."""
+    """Another process at the same queue."""
 
     def __init__(self, directory: Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", INSIDE, directory],
+            [sys.executable, "-c", OTHER_PROCESS, directory],
             cwd=REPO,
             text=True,
             stdin=subprocess.PIPE,
@@ -43,7 +43,7 @@ class Other:
             env=os.environ | {"PYTHONPATH": str(REPO)},
         )
 
-    def say(self, word: str) -> str:
+    def run(self, word: str) -> str:
         self.process.stdin.write(word + "\n")
         self.process.stdin.flush()
         return self.process.stdout.readline().strip()
@@ -67,18 +67,18 @@ def ours(tmp_path) -> WriterQueue:
     return writer_queue_in(tmp_path)
 
 
-def test_one_process_is_inside_at_a_time(ours, other):
-    assert other.say("enter") == "True"
+def test_one_process_has_the_turn_at_a_time(ours, other):
+    assert other.run("enter") == "True"
     assert not ours.try_enter()
-    other.say("leave")
+    other.run("leave")
     assert ours.try_enter()
-    assert other.say("enter") == "False"
+    assert other.run("enter") == "False"
 
 
-def test_whoever_waits_is_woken_when_the_one_inside_leaves(ours, other, monkeypatch):
+def test_the_end_of_a_turn_wakes_a_waiting_process(ours, other, monkeypatch):
     monkeypatch.setattr("gpu_runtime.ledgers.sqlite.writer_queue.STALLED_SECONDS", 30.0)
-    other.say("enter")
-    leaving = threading.Timer(0.05, other.say, ["leave"])
+    other.run("enter")
+    leaving = threading.Timer(0.05, other.run, ["leave"])
     leaving.start()
     began = time.monotonic()
     assert ours.enter()
@@ -87,9 +87,9 @@ def test_whoever_waits_is_woken_when_the_one_inside_leaves(ours, other, monkeypa
 
 
 @pytest.mark.parametrize("how", ["stopped", "thinking"])
-def test_whoever_does_not_come_out_is_walked_past(ours, other, how):
-    """It may be stopped, or wait for a GIL that another of its threads keeps: the book does not need its leave."""
-    other.say("enter")
+def test_a_process_that_does_not_end_its_turn_is_passed(ours, other, how):
+    """It may be stopped, or wait for a GIL that another of its threads keeps."""
+    other.run("enter")
     if how == "stopped":
         other.process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
@@ -98,85 +98,88 @@ def test_whoever_does_not_come_out_is_walked_past(ours, other, how):
     began = time.monotonic()
     assert not any(ours.enter() for _ in range(100))
     assert time.monotonic() - began < 100 * STALLED_SECONDS, (
-        "and nobody waits for the same one twice"
+        "no process waits for the same turn twice"
     )
     if how == "thinking":
-        other.say("leave")
-        assert ours.try_enter(), "the line is in order again"
+        other.run("leave")
+        assert ours.try_enter(), "the queue works again"
 
 
-def test_who_is_inside_and_not_served_holds_the_others_up_until_it_leaves(ours, other):
+def test_a_process_with_the_turn_that_loses_makes_the_others_queue_until_it_leaves(ours, other):
     assert not ours.must_queue
-    other.say("enter")
+    other.run("enter")
     assert not ours.must_queue
-    other.say("require")
+    other.run("require")
     assert ours.must_queue
-    other.say("leave")
+    other.run("leave")
     assert not ours.must_queue
 
 
 @pytest.fixture
 def ledger(tmp_path, monkeypatch):
     monkeypatch.setattr("gpu_runtime.ledgers.sqlite.writer_queue.STALLED_SECONDS", 30.0)
-    door = open_ledger(f"sqlite://{tmp_path}/ledger")
-    yield door
-    door.close()
+    ledger = open_ledger(f"sqlite://{tmp_path}/ledger")
+    yield ledger
+    ledger.close()
 
 
 @pytest.fixture
-def inside(ledger):
-    """Another process, inside the turnstile of that ledger."""
+def other_with_turn(ledger):
+    """Another process that has the turn in the queue of that ledger."""
     one = Other(ledger.directory)
-    one.say("enter")
+    one.run("enter")
     yield one
     one.end()
 
 
-def writing(door, decided: threading.Semaphore) -> threading.Thread:
-    """A thread that writes once; each time it decides is counted."""
+def writing(ledger, decided: threading.Semaphore) -> threading.Thread:
+    """A thread that writes once; `decided` counts its decisions."""
 
     def decide(book):
         decided.release()
         return book.with_ticket(
-            Ticket("ours", door.owner.id, "use", "qwen", arrived=0, refreshed=0)
+            Ticket("ours", ledger.owner.id, "use", "qwen", arrived=0, refreshed=0)
         ), None
 
-    thread = threading.Thread(target=door.transact, args=[decide])
+    thread = threading.Thread(target=ledger.transact, args=[decide])
     thread.start()
     return thread
 
 
-def test_who_comes_while_nobody_is_held_up_does_not_wait_for_the_one_inside(ledger, inside):
+def test_a_writer_does_not_wait_for_the_turn_while_nobody_must_queue(ledger, other_with_turn):
     writing(ledger, threading.Semaphore(0)).join(20)
     assert ledger.read().ticket("ours")
 
 
-def test_who_comes_while_one_is_held_up_lines_up_and_decides_on_what_that_one_wrote(
-    ledger, inside, tmp_path
+def test_a_writer_that_must_queue_decides_on_what_the_process_with_the_turn_wrote(
+    ledger, other_with_turn, tmp_path
 ):
-    inside.say("require")
-    decided, held_up = threading.Semaphore(0), open_ledger(f"sqlite://{tmp_path}/ledger")
+    other_with_turn.run("require")
+    decided, favoured = threading.Semaphore(0), open_ledger(f"sqlite://{tmp_path}/ledger")
     thread = writing(ledger, decided)
     assert decided.acquire(timeout=20)
     thread.join(0.05)
-    assert not held_up.read().tickets
-    held_up._queue = None  # it is inside, so to speak
-    held_up.transact(
+    assert not favoured.read().tickets
+    favoured._queue = None  # as if it had the turn
+    favoured.transact(
         lambda book: (
-            book.with_ticket(Ticket("theirs", held_up.owner.id, "use", "qwen", 0, 0)),
+            book.with_ticket(Ticket("theirs", favoured.owner.id, "use", "qwen", 0, 0)),
             None,
         )
     )
-    inside.say("leave")
+    other_with_turn.run("leave")
     thread.join(20)
     assert {ticket.key for ticket in ledger.read().tickets} == {"ours", "theirs"}
     assert decided.acquire(blocking=False), "it decided again before it wrote"
     assert not decided.acquire(blocking=False), "once: it lost no race"
-    held_up.close()
+    favoured.close()
 
 
-def test_who_is_inside_and_cannot_write_at_all_does_not_spin(ledger, monkeypatch):
-    """A writer that is stopped holds SQLite's lock for as long as it is: then it waits as everybody does."""
+def test_a_process_with_the_turn_that_cannot_write_does_not_spin(ledger, monkeypatch):
+    """A stopped writer holds SQLite's lock.
+
+    Then the process with the turn waits like the others.
+    """
     ledger.patience_seconds, decided, slept = 0.2, [], []
     sleep = time.sleep
 
@@ -202,21 +205,21 @@ def test_who_is_inside_and_cannot_write_at_all_does_not_spin(ledger, monkeypatch
     assert all(slept)
 
 
-def test_death_lets_go(ours, other):
-    other.say("enter")
+def test_death_ends_a_turn(ours, other):
+    other.run("enter")
     other.process.kill()
     other.process.wait(10)
     assert ours.try_enter()
 
 
-def test_where_there_can_be_none_all_push(tmp_path):
-    """A full or read-only disk keeps nobody from the book."""
+def test_without_a_queue_all_write_directly(tmp_path):
+    """A full or read-only disk keeps nobody from writing."""
     (tmp_path / "turn.pipe").mkdir()
     assert writer_queue_in(tmp_path) is None
     assert writer_queue_in(tmp_path / "missing") is None
 
 
-def test_what_a_member_puts_in_its_place_is_not_followed(tmp_path):
+def test_a_link_in_place_of_the_queues_file_is_not_followed(tmp_path):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "turn").symlink_to(tmp_path / "precious")
     assert writer_queue_in(tmp_path) is None

@@ -45,7 +45,7 @@ def here(ledger: str) -> Iterator[Runtime]:
 def test_a_flushed_redis_does_not_free_a_card_in_use(redis, other, here):
     assert other.tell(HOLD) == "done"
     fakes(here, llama="14GiB")
-    redis.say("FLUSHALL")
+    redis.cli("FLUSHALL")
     with (
         pytest.raises(Busy, match=f"qwen .* is in use by pid {other.process.pid}"),
         here.use("llama", timeout=1.5),

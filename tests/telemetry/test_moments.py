@@ -1,4 +1,4 @@
-"""One look at the devices, as a line of their history."""
+"""One line of the devices' history, and which lines are kept."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from gpu_runtime.units import GIB
 from tests.worlds import WALL, book, lease, world
 
 
-def test_a_moment_says_who_claims_what_of_a_device():
-    """Two processes may hold models of one name; a model on its way counts where it lies and where it goes."""
+def test_a_moment_lists_the_claims_on_a_device():
+    """Two processes may hold models of one name. A model that moves counts on both devices."""
     page = book(
         lease("a", sim0=4),
         lease("a", by=2, sim0=8),
         lease("b", by=2, sim1=1, target=(Share("sim:0", GIB),)),
     )
-    there = world(sim0=20, sim1=20, host=64)
-    zero, one, host = moments_of(views(page, there), page.sections.values(), WALL)
+    devices = world(sim0=20, sim1=20, host=64)
+    zero, one, host = moments_of(views(page, devices), page.sections.values(), WALL)
     assert zero == Moment(
         WALL,
         "sim:0",
@@ -33,19 +33,19 @@ def test_a_moment_says_who_claims_what_of_a_device():
     assert (zero.claimed_bytes, zero.peak_bytes) == (13 * GIB, 13 * GIB)
 
 
-def test_what_nobody_leased_is_what_was_measured_beyond_the_claims():
-    page, there = book(lease("a", cuda0=4)), world(cuda0=20, free={"cuda:0": 10})
-    card, _ = moments_of(views(page, there), page.sections.values(), WALL)
+def test_memory_without_a_lease_is_measured_minus_claimed():
+    page, devices = book(lease("a", cuda0=4)), world(cuda0=20, free={"cuda:0": 10})
+    card, _ = moments_of(views(page, devices), page.sections.values(), WALL)
     assert (card.measured_bytes - card.claimed_bytes, card.peak_bytes) == (6 * GIB, 10 * GIB)
 
 
-def test_a_driver_that_will_not_say_leaves_a_gap_and_no_zero():
-    page, there = book(lease("a", cuda0=4)), world(cuda0=20, free={"cuda:0": None})
-    card, _ = moments_of(views(page, there), page.sections.values(), WALL)
+def test_a_driver_without_an_answer_leaves_a_gap_and_no_zero():
+    page, devices = book(lease("a", cuda0=4)), world(cuda0=20, free={"cuda:0": None})
+    card, _ = moments_of(views(page, devices), page.sections.values(), WALL)
     assert (card.measured_bytes, card.peak_bytes) == (None, 4 * GIB)
 
 
-# -- which are worth keeping --------------------------------------------------------------------------------------
+# Which moments are kept
 
 
 def moment(wall, measured=4, device="cuda:0", **fields):
@@ -58,7 +58,7 @@ def test_while_nothing_changes_a_moment_is_kept_once_in_a_while():
     assert kept == [0, 30, 60, 90]
 
 
-def test_before_a_change_the_last_moment_without_it_is_kept_so_that_it_is_no_slope():
+def test_the_last_moment_before_a_change_is_kept_so_that_the_chart_shows_a_step():
     changes = ChangeFilter(30.0)
     kept = [
         one
@@ -78,15 +78,15 @@ def test_before_a_change_the_last_moment_without_it_is_kept_so_that_it_is_no_slo
         dict(power_watts=111.0),
     ],
 )
-def test_what_a_chart_would_show_is_a_change(change):
+def test_a_change_that_a_chart_shows_is_kept(change):
     figures = dict(utilisation_percent=20.0, temperature_celsius=60.0, power_watts=100.0)
     changes = ChangeFilter(30.0)
     changes.select([moment(0.0, **figures)])
     assert changes.select([moment(2.0, **{**figures, **change})])
 
 
-def test_figures_that_tremble_are_no_change_and_figures_that_creep_are():
-    """They are compared with what was kept, not with the last."""
+def test_noise_is_no_change_and_drift_is():
+    """Figures are compared with the last moment kept, not with the last one seen."""
     changes = ChangeFilter(1000.0)
     changes.select([moment(0.0, power_watts=100.0)])
     assert not any(
@@ -95,7 +95,7 @@ def test_figures_that_tremble_are_no_change_and_figures_that_creep_are():
     assert any(changes.select([moment(20.0 + n, power_watts=100.0 + 3 * n)]) for n in range(1, 5))
 
 
-def test_each_device_has_a_story_of_its_own():
+def test_each_device_is_filtered_for_itself():
     changes = ChangeFilter(30.0)
     changes.select([moment(0.0), moment(0.0, device="cuda:1")])
     assert [

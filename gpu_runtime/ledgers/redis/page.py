@@ -191,7 +191,7 @@ class RedisBook(BookStore):
         if seen.rev < least:
             return f"it is at revision {seen.rev}, and {least} has been seen"
         if known and known.name != seen.generation:
-            # The owner who made it may not have seen the rosters in our directory.
+            # The owner that made it may not have seen the rosters in our directory.
             with_section = {id for id, (_, part) in living.items() if part.sections}
             missing = with_section - seen.book.sections.keys()
             if missing:
@@ -223,7 +223,7 @@ class RedisBook(BookStore):
         why = self._fault(seen, living)
         if not why:
             return
-        # In this order: the owner who makes the first page makes the marker with it.
+        # In this order: the owner that makes the first page makes the marker with it.
         keys, is_ours = ask("DBSIZE"), ask("EXISTS", MARKER)
         if seen is None and keys and not is_ours:
             raise self._foreign(f"it holds {keys} keys of something else, and no book")

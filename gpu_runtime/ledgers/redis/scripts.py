@@ -85,7 +85,7 @@ class Seen(NamedTuple):
 
 
 class HostPage(NamedTuple):
-    """One host's page, for those who read the pages of all hosts.
+    """One host's page, for a reader of the pages of all hosts.
 
     Its time stamps are that host's own clock.
     """
