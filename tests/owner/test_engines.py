@@ -268,7 +268,7 @@ def test_in_process_is_a_choice(rt, file):
             "hello", max_tokens=3, logits_processor=LogitsProcessorList([listen])
         )
         assert near.pid is None and len(heard) == 3
-        with pytest.raises(ProcessLost, match="Restart the kernel. A model that runs in a worker"):
+        with pytest.raises(ProcessLost, match="Restart the kernel. With a worker of its own"):
             near.drill("CUDA error: device-side assert triggered")
     assert claims(rt) == {}
     with pytest.raises(ProcessLost), rt.use("near"):
