@@ -29,6 +29,7 @@ class _Parser(argparse.ArgumentParser):
     """Reports a wrong command line in one line, with the verb's usage."""
 
     def error(self, message: str) -> NoReturn:
+        """Raises an error with the `message`, which becomes one line of the command's output."""
         raise _NotUnderstood(f"{message}. Usage: {self.usage}")
 
 

@@ -55,17 +55,25 @@ class Argument(NamedTuple):
 
 
 def positional(name: str, metavar: str, help: str, completes: str = "", **options: Any) -> Argument:
-    """An argument that is typed by its position. `options` go to `argparse`."""
+    """An argument that is typed by its position.
+
+    `name` is its attribute in the parsed arguments, `metavar` its name in a synopsis, `help` its line in
+    the help. `completes` is what Tab offers for it. `options` are further keywords of `argparse`.
+    """
     return Argument((name,), {"metavar": metavar, "help": help, **options}, completes)
 
 
 def option(flags: str, metavar: str, help: str, completes: str = "", **options: Any) -> Argument:
-    """An option with a value. `flags` are separated by spaces; `options` go to `argparse`."""
+    """An option with a value, shown as `metavar`; `flags` are separated by spaces.
+
+    `help` is its line in the help, `completes` what Tab offers for its value. `options` are further
+    keywords of `argparse`.
+    """
     return Argument(tuple(flags.split()), {"metavar": metavar, "help": help, **options}, completes)
 
 
 def switch(flag: str, help: str) -> Argument:
-    """An option without a value: True if it is typed."""
+    """An option without a value: True if the `flag` is typed. `help` is its line in the help."""
     return Argument((flag,), {"action": "store_true", "help": help})
 
 
@@ -145,6 +153,6 @@ def fill(parser: Any, arguments: Iterable[Argument]) -> Any:
 
 
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """The arguments among `names` that were typed; for the others the runtime's defaults apply."""
+    """Those of `names` that `args` has a value for; for the others the runtime's defaults apply."""
     values = {name: getattr(args, name) for name in names}
     return {name: value for name, value in values.items() if value not in (None, False)}

@@ -131,11 +131,11 @@ class _Builder:
         self.lines: dict[Path, int] = {}
 
     def begin(self, loader: Any) -> None:
-        """Starts the next document of the loader."""
+        """Starts the next document of the `loader`."""
         self.loader, self.lines = loader, {}
 
     def value(self, node: Any, path: Path) -> Any:
-        """The value of the node at this path. Raises BadDocument."""
+        """The value of the `node` at this `path`. Raises BadDocument."""
         line = node.start_mark.line + 1
         self.lines.setdefault(path, line)
         self.count += 1
@@ -156,7 +156,7 @@ class _Builder:
         raise self._wrong(line, path, _not_plain(node.tag))
 
     def mapping(self, node: Any, path: Path) -> dict[str, Any]:
-        """The fields of a mapping. Its own fields override those that `<<` merges into it."""
+        """The fields of the mapping `node` at `path`. They override those that `<<` merges into it."""
         own: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         seen: dict[str, int] = {}
@@ -186,7 +186,7 @@ class _Builder:
         return merged
 
     def scalar(self, node: Any, path: Path) -> Any:
-        """The text, number or truth value of a node."""
+        """The text, number or truth value of the `node` at `path`."""
         if node.tag in _AS_TEXT:
             return node.value
         line = node.start_mark.line + 1

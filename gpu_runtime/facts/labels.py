@@ -61,10 +61,10 @@ def lease_state(lease: Lease, now: float) -> LeaseState:
 
 
 def holder_label(owner: Owner, viewer: Owner | None = None) -> str:
-    """The process that holds a lease: `this process`, or `train.ipynb (pid 4121), ann`.
+    """The process `owner` of a lease: `this process`, or `train.ipynb (pid 4121), ann`.
 
-    The user is left out if it is that of `viewer`, the process in which a person reads the label. Without
-    a `viewer` the label is the same for every reader.
+    The user is left out if `viewer`, the process in which a person reads the label, has the same user.
+    Without a `viewer` the label is the same for every reader.
     """
     if viewer is not None and owner.id == viewer.id:
         return THIS_PROCESS

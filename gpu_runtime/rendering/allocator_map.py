@@ -103,6 +103,7 @@ class _Stretch(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """All its bytes."""
         return sum(self.sizes)
 
     def with_next(self, other: _Stretch) -> _Stretch:

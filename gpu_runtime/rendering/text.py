@@ -38,7 +38,7 @@ def status(snapshot: Snapshot, prompt: str = "%gpu") -> str:
 
 
 def host(snapshot: Snapshot, prompt: str = "%gpu") -> str:
-    """The `status` of one host of several, with commands after `prompt`, under the host's name."""
+    """The `snapshot` of one host of several, under its name; commands are typed after `prompt`."""
     return f"── {words.host_title(snapshot)} ──\n{status(snapshot, prompt)}"
 
 

@@ -192,7 +192,7 @@ def fill(view: DeviceView) -> str:
 
 
 def remarks(snapshot: Snapshot, view: DeviceView) -> list[str]:
-    """Facts about the device in `view` that its bar does not show."""
+    """Facts of the `snapshot` about the device in `view` that its bar does not show."""
     found = []
     if view.drained is not None:
         found.append(f"drained by {view.drained.by} since {clock(view.drained.wall)}")
