@@ -1,4 +1,4 @@
-"""Reading YAML and JSON that anybody may have written: plain values with their lines, and one clear error else."""
+"""Reading YAML and JSON from any author: plain values with their lines, or one clear error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def wrong(text: str | bytes, file: str = "f.yaml") -> BadDocument:
     return caught.value
 
 
-def test_a_file_holds_several_documents_and_empty_ones_are_none():
+def test_a_file_has_several_documents_and_empty_ones_are_left_out():
     assert values("a: 1\n---\n---\nb: [x, 2.5, true, null]\n...\n") == [
         {"a": 1},
         {"b": ["x", 2.5, True, None]},
@@ -31,20 +31,20 @@ def test_a_file_holds_several_documents_and_empty_ones_are_none():
     assert values("# nothing\n") == values("") == []
 
 
-def test_every_value_knows_its_line():
+def test_every_value_has_its_line():
     (document,) = read(b"models:\n  - name: a\n    memory: 1\n  - name: b\n", "f.yaml")
     assert document.line(("models", 0, "memory")) == 3 and document.line(("models", 1, "name")) == 4
-    assert document.line(("models", 1, "no such")) == 4  # of what is around it
+    assert document.line(("models", 1, "no such")) == 4  # the line of the value around it
 
 
-def test_a_name_or_a_date_stays_the_text_it_was():
-    """YAML would make a number of 10:30, a date of 2024-01-02, and true of a key that says on."""
+def test_names_and_dates_remain_text():
+    """YAML reads 10:30 as a number, 2024-01-02 as a date, and a key `on` as true."""
     assert values("released: 2024-01-02\n10:30: x\non: y\n1: z\n") == [
         {"released": "2024-01-02", "10:30": "x", "on": "y", "1": "z"}
     ]
 
 
-def test_an_alias_stands_for_what_it_names_and_a_merge_gives_way_to_what_is_written():
+def test_aliases_are_resolved_and_written_fields_override_merged_ones():
     text = "base: &b {memory: 1, keep: true}\none: {<<: *b, memory: 2}\ntwo: *b\nthree: {<<: *b, memory: 3}\n"
     (value,) = values(text)
     assert value["one"] == {"memory": 2, "keep": True} and value["two"] == {
@@ -55,7 +55,7 @@ def test_an_alias_stands_for_what_it_names_and_a_merge_gives_way_to_what_is_writ
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "says"),
+    ("text", "line", "message"),
     [
         ("a: 1\nb:\n  c: 1\n  c: 2\n", 4, "appears here twice; the first time in line 3"),
         ("a: [1, 2\nb: 3\n", 2, "not YAML"),
@@ -70,20 +70,20 @@ def test_an_alias_stands_for_what_it_names_and_a_merge_gives_way_to_what_is_writ
         ("a: *nobody\n", 1, "not YAML"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_line(text, line, says):
+def test_an_error_names_the_line(text, line, message):
     error = wrong(text)
-    assert error.line == line and says in str(error)
+    assert error.line == line and message in str(error)
 
 
 @pytest.mark.parametrize(
     "text", ["[" * 50_000 + "]" * 50_000, "{a: " * 5000 + "1" + "}" * 5000, "- " * 20_000 + "x"]
 )
-def test_what_is_nested_too_deep_is_refused_and_ends_no_process(text):
-    """PyYAML's fast parser ends the process there, by a fault of segmentation."""
+def test_deep_nesting_is_refused_and_does_not_crash(text):
+    """PyYAML's fast parser crashes on it with a segmentation fault."""
     assert f"deeper than {DEEPEST}" in str(wrong(text))
 
 
-def test_an_alias_to_what_it_lies_in_is_refused():
+def test_an_alias_to_a_value_around_it_is_refused():
     assert "deeper than" in str(wrong("a: &a [*a]\n"))
 
 
@@ -94,24 +94,24 @@ def test_an_alias_to_what_it_lies_in_is_refused():
         "{{<<: [*{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}, *{0}]}}",
     ],
 )
-def test_a_page_that_grows_through_its_aliases_is_refused(use):
-    """A billion laughs: nine of nine of nine …"""
+def test_a_file_that_grows_through_its_aliases_is_refused(use):
+    """The attack called a billion laughs: nine times nine times nine …"""
     first = "{x: 1}" if "<<" in use else "[lol]"
     lines = [f"a0: &a0 {first}"] + [f"a{n}: &a{n} {use.format(f'a{n - 1}')}" for n in range(1, 12)]
     assert "more than" in str(wrong("\n".join(lines)))
 
 
-def test_a_file_that_is_too_large_or_no_text_is_refused():
+def test_a_file_that_is_too_large_or_not_text_is_refused():
     assert "larger than" in str(wrong(b"a" * (MOST_BYTES + 1)))
     error = wrong(b"a: 1\nb: \xff\n")
     assert error.line == 2 and "UTF-8" in str(error)
 
 
-# -- JSON ---------------------------------------------------------------------------------------------------------
+# -- JSON ------------------------------------------------------------------------------------------
 
 
 def test_json_with_tabs_and_exponents_and_several_in_a_row():
-    """It is YAML but for these."""
+    """JSON is YAML except for these."""
     text = '{\n\t"a": 1e3,\n\t"b": "\\/"\n}\n{"c": null}\n'
     assert values(text, "f.json") == values(text, "-") == [{"a": 1000.0, "b": "/"}, {"c": None}]
     first, second = read(text.encode(), "f.json")
@@ -119,7 +119,7 @@ def test_json_with_tabs_and_exponents_and_several_in_a_row():
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "says"),
+    ("text", "line", "message"),
     [
         ('{"a": 1,\n "a": 2}', 2, "twice"),
         ('{"a":\n oops}', 2, "not JSON"),
@@ -128,9 +128,9 @@ def test_json_with_tabs_and_exponents_and_several_in_a_row():
         ('{"a": ' * 40 + "1" + "}" * 40, 1, "deeper than"),
     ],
 )
-def test_json_that_cannot_be_read_is_named_with_its_line(text, line, says):
+def test_an_error_in_json_names_the_line(text, line, message):
     error = wrong(text, "f.json")
-    assert error.line == line and says in str(error)
+    assert error.line == line and message in str(error)
 
 
 plain = st.recursive(
@@ -153,7 +153,7 @@ def test_json_is_read_as_it_was_written(value):
     | st.text(alphabet="{}[]:,-&*<!|>'\" \n\tab1", max_size=60).map(str.encode)
 )
 def test_any_bytes_at_all_are_read_or_refused(data):
-    """Nothing else comes out: no other error, no hanging."""
+    """There is no other error, and no endless loop."""
     for file in ("f.yaml", "f.json"):
         try:
             read(data, file)

@@ -1,4 +1,4 @@
-"""Files of models: the three documents' shapes as their authors wrote them, and every field's limits."""
+"""Files of models: the shapes of the three source documents, and the limits of every field."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def entries(text: str) -> dict[str, CatalogEntry]:
 
 
 def spec(fields: str, **settings):
-    """The spec of one model with these fields, written in a line."""
+    """The spec of one model with these fields, written in one line."""
     (entry,) = entries(f"models: {{m: {{{fields}}}}}").values()
     return spec_of(entry, Settings.load(**settings))
 
@@ -113,7 +113,7 @@ def wrong(text: str) -> BadDocument:
     return caught.value
 
 
-# -- the shapes ---------------------------------------------------------------------------------------------------
+# -- the shapes ------------------------------------------------------------------------------------
 
 
 def test_the_documents_of_helix():
@@ -150,7 +150,7 @@ def test_the_mapping_of_kitchen_brigade():
 
 
 def test_the_manifests_of_model_boss():
-    """The backend follows from the category where it is not said; pinned is kept."""
+    """Without a backend, the category decides it. `pinned` is kept."""
     found = {name: spec_of(entry, Settings.load()) for name, entry in entries(BOSS).items()}
     assert {name: (s.backend, s.size, s.keep, s.model_type) for name, s in found.items()} == {
         "siglip2": ("transformers", 2048 * MIB, True, "vision"),
@@ -179,8 +179,8 @@ def test_a_bare_manifest_and_json_and_all_shapes_in_one_file():
     assert all(entry.body["apiVersion"] == API_VERSION for entry in found.values())
 
 
-def test_what_was_written_is_kept_whole():
-    """What means nothing here too: labels, a status, fields of somebody else's."""
+def test_a_manifest_is_stored_unchanged():
+    """Also fields without a meaning here: labels, a status, fields of other tools."""
     text = (
         f"apiVersion: {API_VERSION}\nkind: Agent\nmetadata: {{name: a, labels: {{team: x}}}}\n"
         "spec: {memory: 10GB, colour: red, x-memroy: 1}\nstatus: {phase: ready}\n"
@@ -195,7 +195,7 @@ def test_what_was_written_is_kept_whole():
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "field", "says"),
+    ("text", "line", "field", "message"),
     [
         ("apiVersion: v1\nkind: Model\n", 1, "apiVersion", "'v1' is not supported"),
         (f"apiVersion: {API_VERSION}\nkind: Pod\n", 2, "kind", "must be Model, Agent or AIApp"),
@@ -233,12 +233,14 @@ def test_what_was_written_is_kept_whole():
         ),
     ],
 )
-def test_a_shape_that_cannot_be_is_named_with_file_line_and_field(text, line, field, says):
+def test_an_invalid_shape_is_reported_with_file_line_and_field(text, line, field, message):
     error = wrong(text)
-    assert (error.file, error.line, error.field) == ("f.yaml", line, field) and says in str(error)
+    assert (error.file, error.line, error.field) == ("f.yaml", line, field) and message in str(
+        error
+    )
 
 
-# -- the fields ---------------------------------------------------------------------------------------------------
+# -- the fields ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -258,7 +260,7 @@ def test_sizes_are_decimal_binary_or_bytes(written, size):
 
 
 @pytest.mark.parametrize(
-    ("fields", "field", "says"),
+    ("fields", "field", "message"),
     [
         ("memory: 10XB", "memory", "'10XB' is not a size"),
         ("memory: -1", "memory", "not a size"),
@@ -304,26 +306,26 @@ def test_sizes_are_decimal_binary_or_bytes(written, size):
         ("Memory: 10GB", "Memory", "did you mean memory"),
     ],
 )
-def test_a_field_that_cannot_be_is_named_with_file_line_and_field(fields, field, says):
+def test_an_invalid_field_is_reported_with_file_line_and_field(fields, field, message):
     error = wrong(f"models:\n  other: {{memory: 1}}\n  m:\n    {{{fields}}}\n")
     assert (error.file, error.line, error.field) == (
         "f.yaml",
         4,
         f"models.m.{field}",
-    ) and says in str(error)
+    ) and message in str(error)
 
 
-def test_all_that_is_wrong_is_told_at_once():
+def test_all_errors_are_reported_at_once():
     error = wrong("models:\n  a:\n    memory: x\n    keep: 3\n  b:\n    memroy: 1\n")
     assert (error.line, [other.line for other in error.others]) == (3, [4, 6])
     assert all(f"line {line}" in str(error) for line in (3, 4, 6))
 
 
-def test_what_means_the_same_may_be_said_twice():
+def test_synonyms_with_the_same_value_are_accepted():
     assert spec("memory: 10GiB, size: 10G, runtime: llama.cpp, backend: llamacpp").size == 10 * GIB
 
 
-def test_fields_become_what_a_model_is():
+def test_fields_become_a_spec():
     made = spec(
         "path: /m, memory: 10GB, type: embedding, quantization: int8, importance: high, pin: true, keep_alive: 10m, "
         "layout: balanced, dtype: bf16, gpus: [0, 'cuda:1'], max_tensor_parallel: 2, gpu_memory: 20GiB, "
@@ -347,7 +349,7 @@ def test_fields_become_what_a_model_is():
     }
 
 
-def test_a_number_of_gpus_is_how_many_it_goes_over():
+def test_a_number_of_gpus_is_the_number_of_cards():
     assert spec("gpus: 2").placement == {"least_cards": 2, "most_cards": 2}
 
 
@@ -362,16 +364,16 @@ def test_a_number_of_gpus_is_how_many_it_goes_over():
         ("tts", "other"),
     ],
 )
-def test_a_type_is_ours_or_other(written, becomes):
-    """`type`, as Helix says it, and `category`, as Model Boss does."""
+def test_a_type_is_a_known_one_or_other(written, becomes):
+    """`type` is the field of Helix, `category` that of Model Boss."""
     assert spec(f"type: {written}").model_type == spec(f"category: {written}").model_type == becomes
 
 
-# -- settings -----------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 
-def test_layers_and_backend_come_from_the_settings_where_the_model_does_not_say():
-    """INFERENCE_GPU_LAYERS and INFERENCE_BACKEND of Kitchen Brigade: the model's own word wins."""
+def test_layers_and_backend_default_to_the_settings():
+    """INFERENCE_GPU_LAYERS and INFERENCE_BACKEND of Kitchen Brigade: the manifest overrides them."""
     settings = {"inference_gpu_layers": 0, "inference_backend": "llamacpp"}
     silent, own = (
         spec("path: a.gguf", **settings),
@@ -381,8 +383,8 @@ def test_layers_and_backend_come_from_the_settings_where_the_model_does_not_say(
     assert (own.options["gpu_layers"], own.backend) == (20, "vllm")
 
 
-def test_trust_takes_both_the_file_and_the_owner_of_the_process():
-    """A file that somebody else wrote cannot make this process run code."""
+def test_trust_needs_both_the_file_and_the_setting():
+    """A file of another author cannot make this process run code."""
     words = "runtime_args: [--trust-remote-code, --seed, '1']"
     for fields, trusted, told in (
         (words, False, ["--seed", "1"]),
@@ -409,7 +411,7 @@ def test_trust_is_not_passed_on_in_another_spelling(smuggled):
     assert spec(smuggled, gpu_trust_remote_code=True).options["trust_remote_code"] is True
 
 
-# -- an engine's arguments ----------------------------------------------------------------------------------------
+# -- an engine's arguments -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -423,7 +425,7 @@ def test_trust_is_not_passed_on_in_another_spelling(smuggled):
         ("{max_model_len: 8192, enforce_eager: true}", "context_length", 8192),
     ],
 )
-def test_an_argument_takes_effect_and_wins_over_the_field_beside_it(words, what, value):
+def test_an_argument_overrides_the_field_beside_it(words, what, value):
     assert (
         spec(f"context_length: 1, gpu_layers: 7, dtype: float32, runtime_args: {words}").options[
             what
@@ -432,7 +434,7 @@ def test_an_argument_takes_effect_and_wins_over_the_field_beside_it(words, what,
     )
 
 
-def test_arguments_that_no_backend_here_reads_are_kept_and_said():
+def test_arguments_without_an_effect_are_kept_and_noted():
     (entry,) = entries(
         "models: {m: {runtime: tgi, memory: 1, "
         "runtime_args: [--seed, '1', --gpu-memory-utilization, '0.9'], colour: red}}"

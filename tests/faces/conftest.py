@@ -28,7 +28,7 @@ def utc(monkeypatch):
 
 @pytest.fixture
 def rt(monkeypatch, tmp_path):
-    """The runtime that every face of this test finds: one simulated card of 24 GiB, 21.6 of them usable."""
+    """The runtime of every face in this test: one simulated card of 24 GiB, of which 21.6 are usable."""
     monkeypatch.setenv("GPU_CATALOG", str(tmp_path / "catalog"))
     runtime = gpu_runtime.Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:", monitor=False)
     monkeypatch.setattr(gpu_runtime, "runtime", lambda: runtime)
@@ -49,12 +49,11 @@ def bare_shell():
 
 @pytest.fixture
 def fresh_shell(bare_shell):
-    """An IPython shell in which nothing was named yet."""
+    """An IPython shell without names of other tests."""
     before = set(bare_shell.user_ns)
     yield bare_shell
-    for name in (
-        set(bare_shell.user_ns) - before
-    ):  # `shell.reset` collects garbage, and takes half a second for it
+    # Not `shell.reset`: it collects garbage, which takes half a second.
+    for name in set(bare_shell.user_ns) - before:
         del bare_shell.user_ns[name]
 
 
@@ -70,7 +69,7 @@ def shell(fresh_shell, rt):
 
 @pytest.fixture
 def child_environment(tmp_path):
-    """For processes of this test: a ledger of their own, and this checkout."""
+    """The environment for child processes: a ledger of their own, and this checkout."""
     return {
         **os.environ,
         "PYTHONPATH": FOUND_BY_CHILDREN,

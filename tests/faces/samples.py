@@ -1,4 +1,4 @@
-"""Snapshots to look at: a busy afternoon, an empty morning, and what goes wrong in between."""
+"""Sample snapshots: a busy one, an empty one, and several kinds of trouble."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def snapshot(
     measured=True,
     **more,
 ):
-    """The world in one line: the leases, and what differs from one simulated card of 24 GiB."""
+    """A snapshot with these leases; the keywords are its differences from one simulated card of 24 GiB."""
     sections = {
         owner.id: Section(owner, tuple(one for one in leases if one.owner == owner.id))
         for owner in (ME, BOB)

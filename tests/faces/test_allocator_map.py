@@ -1,4 +1,4 @@
-"""An allocator's map as a picture: area is bytes, and nothing that matters is too small to be seen."""
+"""An allocator's map as a picture: area is bytes, and nothing important is too small to be seen."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ unknown = AllocatorMap(samples.ME.id, "cuda:0", 1.0, 3 * GIB, 4 * GIB)
 
 
 def test_a_map_reads_as_text():
-    """In a terminal too: what is in use, what is stuck between, and what will come back."""
+    """It shows bytes in use, bytes stuck between them, and bytes that defrag releases."""
     assert as_text(adapters, "analysis.ipynb (pid 4121) on sim:0").splitlines() == [
         "analysis.ipynb (pid 4121) on sim:0",
         "9.0 MiB of 40.0 MiB reserved are allocated. 31.0 MiB are inactive, 20.0 MiB in one piece at most: defrag "
@@ -83,12 +83,12 @@ def test_a_map_reads_as_text():
         ),
     ],
 )
-def test_what_a_map_says_in_words(map, said):
+def test_the_verdict_of_a_map(map, said):
     """Unknown is not 0."""
     assert verdict(map) == said
 
 
-def test_what_is_not_drawn_is_told():
+def test_segments_that_are_not_drawn_are_counted():
     (map,) = bounded([drawn(*(segment(n * MIB, (1, USED)) for n in range(40)))], 20)
     assert left_out(map) == "Not drawn: 35 smaller segments, 35.0 MiB in all."
     assert left_out(adapters) == ""
@@ -108,7 +108,7 @@ wide = st.lists(
 
 @given(rows=st.lists(wide, min_size=1, max_size=8))
 def test_area_is_bytes(rows):
-    """As long as everything is wide enough to be seen; and no two pieces lie upon each other."""
+    """If everything is wide enough to be seen. No two pieces overlap."""
     map = drawn(*(segment(n << 20, *row) for n, row in enumerate(rows)))
     shown = picture(map)
     assert {kind: size for kind, size in area(map).items() if size} == pytest.approx(
@@ -122,8 +122,8 @@ def test_area_is_bytes(rows):
     assert shown.rows <= allocator_map.MOST_ROWS
 
 
-def test_one_small_tensor_in_a_large_segment_is_seen():
-    """It may be all that keeps 10 GiB from being given back: it is drawn as wide as can be seen, and on top."""
+def test_one_small_tensor_in_a_large_segment_is_visible():
+    """It may be all that keeps 10 GiB from being released. It is drawn wide enough to be seen, and on top."""
     map = drawn(segment(0, (5 * KIB, FREE), (1 / 1024, USED), (5 * KIB, FREE)))
     last = picture(map).pieces[-1]
     assert (last.kind, last.right - last.left) == (
@@ -132,8 +132,8 @@ def test_one_small_tensor_in_a_large_segment_is_seen():
     )
 
 
-def test_blocks_too_small_to_be_told_apart_are_told_by_how_much_of_them_is_in_use():
-    """Half in use is drawn half as high, not as a solid wall."""
+def test_blocks_too_small_to_be_drawn_apart_are_drawn_by_the_part_in_use():
+    """A row that is half in use is drawn half as high, not as a solid wall."""
     row = [(0.25, USED), (0.75, FREE)] * 4
     map = drawn(segment(0, *row), segment(1 << 40, (8000, USED)))
     few = [
@@ -147,28 +147,28 @@ def test_blocks_too_small_to_be_told_apart_are_told_by_how_much_of_them_is_in_us
 
 
 def test_thousands_of_blocks_make_a_bounded_picture():
-    """What a page draws and a notebook keeps does not grow with the number of blocks."""
+    """The size of a page, and of a notebook, does not grow with the number of blocks."""
     row = [(0.3, USED), (0.7, FREE)] * 4000
     (map,) = bounded([drawn(*(segment(n << 40, *row) for n in range(8)))])
     assert len(picture(map).pieces) < 2 * allocator_map.MOST_ROWS * allocator_map.CELLS
     assert len(allocator_map.as_svg(map, "")) < 400 * KIB
 
 
-def test_a_private_pools_memory_is_not_shown_as_coming_back():
-    """defrag leaves it to its CUDA graph."""
+def test_the_memory_of_a_private_pool_is_not_shown_as_releasable():
+    """defrag does not release it: it belongs to a CUDA graph."""
     assert dict(legend(drawn(segment(0, (20, FREE), kind="private")))) == {STUCK: 20 * MIB}
     assert dict(legend(drawn(segment(0, (20, FREE))))) == {RELEASABLE: 20 * MIB}
 
 
 @pytest.mark.parametrize("sight", SIGHT)
-def test_the_kinds_are_told_apart_by_everybody(sight):
+def test_colour_blind_people_can_tell_the_kinds_apart(sight):
     colours = [colour for colour in COLOURS.values() if colour]
     assert (
         min(distance(one, other, sight) for one, other in itertools.combinations(colours, 2)) >= 10
     )
 
 
-def test_all_maps_are_shown_with_whose_they_are_the_worst_first():
+def test_all_maps_are_shown_with_their_owner_the_worst_first():
     shown = allocator_map.mapped((empty, adapters), samples.busy)
     assert shown.titles == ("analysis.ipynb (pid 4121) on sim:0", "train.ipynb (pid 4000) on sim:0")
     page = render.shown("fragmentation", shown)
@@ -176,12 +176,12 @@ def test_all_maps_are_shown_with_whose_they_are_the_worst_first():
     assert tree(page._repr_mimebundle_()["text/html"]).tags >= {"svg", "path"}
 
 
-def test_a_notebook_named_like_a_script_is_only_a_name():
+def test_the_name_of_a_notebook_is_escaped():
     page = allocator_map.as_html(adapters, '<script>alert("1")</script>')
     assert "<script>" not in page and "&lt;script&gt;" in page
 
 
-def test_where_nobody_holds_anything_it_says_what_to_type():
+def test_without_maps_it_says_what_to_type():
     assert "Load a model" in repr(
         render.shown("fragmentation", allocator_map.mapped((), samples.empty))
     )

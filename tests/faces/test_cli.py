@@ -1,4 +1,4 @@
-"""The `gpu` command: the verbs of the table, one line for each failure, and exit codes that scripts can trust."""
+"""The `gpu` command: the verbs of the table, one line for each failure, and its exit codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIB = 2**30
 
 @pytest.fixture
 def gpu(rt, monkeypatch, capsys, tmp_path):
-    """Runs the command in this process, where two models live; gives (exit code, output, errors)."""
+    """Runs the command in this process, which holds two models; returns (exit code, output, errors)."""
     closed = []
     monkeypatch.setattr(rt, "close", lambda: closed.append(True))
     for name, size in (("llama", "9GiB"), ("qwen", "14GiB")):
@@ -43,7 +43,7 @@ def gpu(rt, monkeypatch, capsys, tmp_path):
     monkeypatch.undo()
 
 
-SAYS = {
+ANSWERS = {
     (): "1 simulated GPU",
     ("status",): "qwen",
     ("models",): "NAME",
@@ -88,14 +88,14 @@ SAYS = {
 }
 
 
-@pytest.mark.parametrize("words", SAYS, ids=" ".join)
+@pytest.mark.parametrize("words", ANSWERS, ids=" ".join)
 def test_a_verb_answers_on_standard_output(gpu, words):
     code, out, err = gpu(*words)
-    assert (code, err) == (0, "") and SAYS[words] in out
+    assert (code, err) == (0, "") and ANSWERS[words] in out
 
 
-def test_every_verb_of_the_table_is_tried_here():
-    tried = {words[0] for words in SAYS if words}
+def test_every_verb_of_the_table_is_tested_here():
+    tried = {words[0] for words in ANSWERS if words}
     assert {verb.name for verb in verbs.verbs(verbs.CLI)} == tried - {"-h"}
 
 
@@ -106,8 +106,8 @@ def test_every_verb_without_an_act_has_one_in_each_face():
     assert {name for name in without if verbs.MAGIC in verbs.VERBS[name].places} == set(IN_NOTEBOOK)
 
 
-def test_a_terminal_holds_no_models_and_tells_of_everybodys_allocators(rt, monkeypatch, capsys):
-    """Not of its own empty one, as if that were the card's."""
+def test_fragmentation_in_a_terminal_shows_the_allocators_of_all_processes(rt, monkeypatch, capsys):
+    """The command's own empty allocator is not shown as if it were the card's."""
     monkeypatch.setattr(rt, "close", lambda: None)
     assert cli.main(["fragmentation"]) == 0
     assert "No process holds memory on a card yet" in capsys.readouterr().out
@@ -121,7 +121,7 @@ def test_a_terminal_holds_no_models_and_tells_of_everybodys_allocators(rt, monke
         (("ledger", "share", "--group", "g", "/x"), "invalid choice: 'share'"),
     ],
 )
-def test_setting_up_a_shared_ledger_takes_a_group_and_a_directory(gpu, words, told):
+def test_setting_up_a_shared_ledger_needs_a_group_and_a_directory(gpu, words, told):
     code, out, err = gpu(*words)
     assert (code, out) == (2, "") and told in err and "Usage: gpu ledger init --group G DIR" in err
 
@@ -164,7 +164,7 @@ def test_json_parses(gpu, words):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "says"),
+    ("words", "code", "message"),
     [
         (("evict", "nobody"), 1, "no model is called 'nobody'"),
         (("config", "--preset", "3GB"), 1, "'3GB' cannot be used"),
@@ -204,15 +204,15 @@ def test_json_parses(gpu, words):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_a_failure_is_one_line_on_standard_error(gpu, words, code, says):
-    """1: it failed, 2: it was not understood."""
+def test_a_failure_is_one_line_on_standard_error(gpu, words, code, message):
+    """The exit code is 1 for a failure, and 2 for a command that is not understood."""
     returned, out, err = gpu(*words)
-    assert (returned, out) == (code, "") and says in err
+    assert (returned, out) == (code, "") and message in err
     assert err.startswith("gpu: ") and err.count("\n") == 1
 
 
-def test_without_panel_the_console_says_what_to_install(gpu, monkeypatch):
-    """It is an extra: who only asks from a terminal has no use for it."""
+def test_without_panel_the_console_names_the_package_to_install(gpu, monkeypatch):
+    """Panel is an extra: a user who works in a terminal only does not need it."""
     monkeypatch.setitem(sys.modules, "panel", None)
     monkeypatch.delitem(sys.modules, "gpu_panels.server", raising=False)
     monkeypatch.delattr("gpu_panels.server", raising=False)
@@ -236,7 +236,7 @@ def test_an_unset_setting_of_a_wrong_type_is_one_line(gpu, environment):
 
 
 def test_the_runtime_is_closed_whatever_happens(gpu):
-    """The command leaves no owner behind in the book."""
+    """The command leaves no owner in the book."""
     gpu("status")
     gpu("evict", "nobody")
     assert gpu.closed == [True, True]
@@ -250,15 +250,14 @@ def test_an_interrupt_is_one_line(gpu, monkeypatch):
     assert gpu("status") == (1, "", "gpu: interrupted\n")
 
 
-def test_help_says_how_each_setting_is_shown(gpu):
-    """`gpu config` has every setting."""
+def test_config_lists_every_setting(gpu):
     _, out, _ = gpu("config")
     assert {line.split()[0] for line in out.splitlines()[1:]} == {
         name.upper() for name in Settings.model_fields
     }
 
 
-# -- real processes -----------------------------------------------------------------------------------------------
+# -- real processes --------------------------------------------------------------------------------
 
 
 def command(environment, *words, **more):
@@ -272,8 +271,8 @@ def command(environment, *words, **more):
     )
 
 
-def test_another_process_is_asked_through_the_ledger(child_environment):
-    """The command sees our model, with our pid, and evicts it; we obey."""
+def test_a_request_to_another_process_goes_through_the_ledger(child_environment):
+    """The command shows this process's model with its pid, and evicts it."""
     ledger = child_environment["GPU_LEDGER"]
     with gpu_runtime.Runtime(
         devices="sim:24GiB,host:64GiB", ledger=ledger, eviction_grace_seconds=0.0
@@ -296,8 +295,8 @@ def test_another_process_is_asked_through_the_ledger(child_environment):
         )
 
 
-def test_looking_imports_neither_torch_nor_pandas(child_environment):
-    """`gpu status` in a prompt or a loop must not cost a second."""
+def test_status_imports_neither_torch_nor_pandas(child_environment):
+    """`gpu status` in a prompt or a loop must be fast: an import of torch takes a second."""
     code = (
         "import sys; from gpu_runtime.cli import main; code = main(['status']);"
         "print(code, [m for m in ('torch', 'transformers', 'pandas', 'IPython', 'panel') if m in sys.modules])"
@@ -312,8 +311,8 @@ def test_looking_imports_neither_torch_nor_pandas(child_environment):
     assert done.stdout.splitlines()[-1] == "0 []", done.stderr
 
 
-def test_a_reader_that_went_away_is_no_error(child_environment):
-    """`gpu config | head -1`."""
+def test_a_closed_pipe_is_no_error(child_environment):
+    """As in `gpu config | head -1`."""
     shell = f"set -o pipefail; {sys.executable} -m gpu_runtime.cli help | head -c 1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", shell], env=child_environment, capture_output=True, text=True, timeout=60

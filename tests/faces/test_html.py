@@ -1,4 +1,4 @@
-"""What a notebook shows: safe, the same each time, and readable without colours."""
+"""The HTML of a notebook: safe, the same each time, and readable without colours."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VOID = {"br", "img", "hr"}
 
 
 class Tree(HTMLParser):
-    """Collects the tags, and fails on one that is not closed where it should be."""
+    """Collects the tags, and fails if one is not closed in the right place."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ def tree(page: str) -> Tree:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_answer_has_text_and_well_formed_html(name):
-    """text/plain always: a notebook is also read as a file, and in a terminal."""
+    """There is always text/plain: notebooks are also read as files, and in terminals."""
     bundle = PAGES[name]._repr_mimebundle_()
     assert set(bundle) == {"text/plain", "text/html"} and bundle["text/plain"].strip()
     assert tree(bundle["text/html"]).tags <= {
@@ -91,23 +91,23 @@ def test_every_answer_has_text_and_well_formed_html(name):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_nothing_in_a_page_is_random_or_comes_from_outside(name):
-    """So that executed notebooks can be compared, and open without a network."""
+def test_nothing_in_a_page_is_random_or_loaded_from_elsewhere(name):
+    """Executed notebooks can be compared, and can be opened without a network."""
     page = PAGES[name]._repr_mimebundle_()["text/html"]
     assert page == PAGES[name]._repr_mimebundle_()["text/html"]
     assert not re.search(r"\bid=|<script|https?://|url\(|@import", page)
 
 
 def test_names_are_escaped_wherever_they_are_shown():
-    """In tables, bars, tool tips and sentences alike."""
+    """In tables, bars, tooltips and sentences."""
     found = tree(PAGES["hostile"]._repr_mimebundle_()["text/html"])
     assert "img" not in found.tags and "script" not in found.tags
     assert not [value for key, value in found.attributes if key.startswith("on")]
     assert any("<img src=x onerror=alert(1)>" in words for words in found.words)
 
 
-def test_status_is_a_table_of_who_holds_what():
-    """Every name, size, place, holder and state stands in a cell of its own."""
+def test_status_has_a_table_of_holders():
+    """Every name, size, place, holder and state has a cell of its own."""
     page = PAGES["busy"]._repr_mimebundle_()["text/html"]
     table = page[page.index('<table class="gpuc-table"') :]
     rows = [
@@ -122,8 +122,8 @@ def test_status_is_a_table_of_who_holds_what():
     ]
 
 
-def test_every_style_rule_holds_in_our_own_scope_only():
-    """A rule that reached beyond `.gpuc` would restyle the user's notebook."""
+def test_every_style_rule_applies_in_its_own_scope_only():
+    """A rule without `.gpuc` would change the style of the user's notebook."""
     css = re.sub(
         r"@media[^{]*{(.*})}",
         r"\1",
@@ -133,13 +133,13 @@ def test_every_style_rule_holds_in_our_own_scope_only():
     assert len(selectors) > 20 and [one for one in selectors if not one.startswith(".gpuc")] == []
 
 
-def test_a_bar_says_in_words_what_it_shows_in_colour():
+def test_the_label_of_a_bar_has_its_content_in_words():
     found = tree(PAGES["busy"]._repr_mimebundle_()["text/html"])
     assert ("aria-label", "sim:0: qwen 14.0 GiB, reranker 4.0 GiB") in found.attributes
 
 
-def test_the_stretches_of_a_bar_fill_it_and_no_more():
-    """In an overdraft the scale grows with what is claimed."""
+def test_the_segments_of_a_bar_are_not_longer_than_the_bar():
+    """In an overdraft the scale grows with the claimed bytes."""
     for name in ("busy", "overdraft", "eight"):
         page = PAGES[name]._repr_mimebundle_()["text/html"]
         bars = page.split('<div class="gpuc-fill"')[1:]
@@ -151,8 +151,8 @@ def test_the_stretches_of_a_bar_fill_it_and_no_more():
             )
 
 
-def test_a_model_keeps_its_colour():
-    """By its name alone: in another notebook, on another day, beside other models."""
+def test_the_colour_of_a_model_is_always_the_same():
+    """It depends on the name only: not on the notebook, the day, or the other models."""
     assert {name: elements.look(name) for name in ("qwen", "reranker", "mistral")} == {
         "qwen": ("#e69f00", "#000000", "gpuc-t0"),
         "reranker": ("#f0e442", "#000000", "gpuc-t1"),
@@ -162,13 +162,13 @@ def test_a_model_keeps_its_colour():
         assert "background-color:#e69f00" in PAGES[name]._repr_mimebundle_()["text/html"]
 
 
-def test_a_notebook_that_is_not_trusted_yet_still_has_its_bars():
-    """JupyterLab takes the style sheet out and leaves inline styles."""
+def test_a_notebook_that_is_not_trusted_yet_has_its_bars():
+    """JupyterLab removes the style sheet, and keeps inline styles."""
     page = PAGES["busy"]._repr_mimebundle_()["text/html"].split("</style>")[1]
     assert page.count("float:left;width:") == 3 and page.count("text-align:") > 10
 
 
-def test_simulated_devices_are_said_so_on_every_page():
+def test_every_page_shows_that_devices_are_simulated():
     for name in ("busy", "empty", "plan", "refused"):
         bundle = PAGES[name]._repr_mimebundle_()
         assert "simulated" in bundle["text/plain"] and "simulated" in " ".join(
@@ -177,7 +177,7 @@ def test_simulated_devices_are_said_so_on_every_page():
     assert "simulated" not in PAGES["eight"]._repr_mimebundle_()["text/plain"]
 
 
-def test_an_answer_lends_its_values_attributes():
+def test_an_answer_has_the_attributes_of_its_value():
     """`(%gpu plan gemma).granted` works as on the plan itself."""
     assert PAGES["plan"].granted and PAGES["plan"].value is samples.fits
     assert [event.model for event in PAGES["why"]] == ["llama", "llama", "qwen", "qwen"]

@@ -1,4 +1,4 @@
-"""%gpu and %%gpu in a shell: every verb, every way to get it wrong, and what is left behind."""
+"""%gpu and %%gpu in a shell: every verb, every kind of error, and the state after them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIB = 2**30
 
 @pytest.fixture
 def models(rt, monkeypatch, tmp_path):
-    """Two models of which one fits at a time; qwen is on the card, llama in RAM."""
+    """Two models that do not fit together; qwen is on the card, llama in RAM."""
     for name, size in (("llama", "9GiB"), ("qwen", "14GiB")):
         rt.register(name, backend="fake", size=size)
         rt.preload(name)
@@ -37,7 +37,7 @@ def models(rt, monkeypatch, tmp_path):
 
 
 def run(shell, cell):
-    """The value of a cell; what it raised, raised."""
+    """The value of a cell. Raises the cell's error."""
     with capture_output(display=False):
         outcome = shell.run_cell(cell)
     outcome.raise_error()
@@ -50,7 +50,7 @@ def printed(shell, cell):
     return captured.stdout
 
 
-# -- the verbs ----------------------------------------------------------------------------------------------------
+# -- the verbs -------------------------------------------------------------------------------------
 
 SHOWN = {
     "": "1 simulated GPU",
@@ -96,7 +96,7 @@ FRAMES = {
 
 
 @pytest.mark.parametrize("words", SHOWN)
-def test_a_verb_answers_with_a_value_that_shows_itself(shell, models, words):
+def test_a_verb_returns_a_value_that_displays_itself(shell, models, words):
     """As text, and as HTML for a browser."""
     answer = run(shell, f"%gpu {words}")
     assert SHOWN[words] in repr(answer)
@@ -105,29 +105,29 @@ def test_a_verb_answers_with_a_value_that_shows_itself(shell, models, words):
 
 @pytest.mark.parametrize("words", FRAMES)
 def test_a_table_is_a_plain_dataframe(shell, models, words):
-    """`df = %gpu models` works, with the columns that notebooks build on."""
+    """`df = %gpu models` works, with the columns that notebooks use."""
     frame = run(shell, f"df = %gpu {words}\ndf")
     assert type(frame) is pandas.DataFrame and list(frame.columns) == FRAMES[words].split()
 
 
-def test_every_verb_is_tried_here():
+def test_every_verb_is_tested_here():
     tried = {words.split()[0] for words in (*SHOWN, *FRAMES) if words} | {
         "console"
-    }  # that one in test_inline.py
+    }  # console is tested in test_inline.py
     assert {verb.name for verb in verbs.verbs(verbs.MAGIC)} == tried - {"-h"}
 
 
-def test_evictions_are_what_left_and_all_of_them_what_happened(shell, models):
+def test_evictions_lists_evictions_and_with_all_every_event(shell, models):
     assert set(run(shell, "%gpu evictions").action) == {"offloaded"}
     assert "loaded" in set(run(shell, "%gpu evictions --all").action)
 
 
-def test_gpuctl_is_the_same_under_a_second_name(shell, models):
+def test_gpuctl_is_a_second_name_for_the_magic(shell, models):
     assert repr(run(shell, "%gpuctl health")) == repr(run(shell, "%gpu health"))
 
 
 def test_an_answer_can_be_stored_and_silenced(shell, models):
-    """-o stores it under a name as well; a semicolon keeps it quiet."""
+    """-o also stores the answer under a name; a semicolon hides it."""
     answer = run(shell, "%gpu plan qwen -o planned")
     assert shell.user_ns["planned"] is answer and answer.value.granted
     assert printed(shell, "%gpu health;") == ""
@@ -150,13 +150,13 @@ def test_an_answer_can_be_stored_and_silenced(shell, models):
         "defrag",
     ],
 )
-def test_json_is_text_that_parses_and_a_tree(shell, models, words):
+def test_json_is_valid_text_and_a_tree(shell, models, words):
     answer = run(shell, f"%gpu {words} --json")
     assert answer._repr_mimebundle_()["application/json"] == json.loads(answer)
 
 
-def test_json_of_the_empty_and_the_unknown_is_null(shell, models):
-    """NaN would be no JSON."""
+def test_unknown_values_are_null_in_json(shell, models):
+    """JSON has no NaN."""
     models.register("new", backend="fake", size="1GiB")
     row = next(row for row in json.loads(run(shell, "%gpu models --json")) if row["name"] == "new")
     assert row["where"] == "disk" and row["idle_seconds"] is None
@@ -164,7 +164,7 @@ def test_json_of_the_empty_and_the_unknown_is_null(shell, models):
 
 @pytest.mark.parametrize("verb", render.EMPTY)
 def test_an_empty_table_says_what_to_type(shell, verb):
-    """The frame itself stays plain; the sentence is shown beside it."""
+    """The frame itself is unchanged; the sentence is a display of its own."""
     with capture_output(display=False) as captured:
         frame = shell.run_cell(f"%gpu {verb}").result
     if frame.empty:
@@ -173,14 +173,14 @@ def test_an_empty_table_says_what_to_type(shell, verb):
         assert verb == "fragmentation"
 
 
-def test_python_values_show_themselves_like_the_magics(shell, models):
+def test_python_values_are_displayed_like_the_magics(shell, models):
     """`rt.status()` at the end of a cell looks as `%gpu` does."""
     assert "1 simulated GPU" in printed(shell, "rt.status()")
     assert "qwen is loaded already" in printed(shell, "rt.plan('qwen')")
 
 
 def test_a_path_with_spaces_is_one_word(shell, models, tmp_path):
-    """Quotes are taken off, as a shell does."""
+    """Quotes are removed, as in a shell."""
     (tmp_path / "my model").mkdir()
     with pytest.raises(errors.NotAModel) as caught:
         run(shell, f"%gpu load new '{tmp_path}/my model'")
@@ -189,8 +189,8 @@ def test_a_path_with_spaces_is_one_word(shell, models, tmp_path):
     )
 
 
-def test_a_load_that_failed_leaves_the_name_free(shell, models, tmp_path):
-    """The next try, with the right source, is not told that the name is taken."""
+def test_a_failed_load_leaves_the_name_free(shell, models, tmp_path):
+    """The next try, with the right source, does not fail because the name is in use."""
     with pytest.raises(errors.LoadFailed):
         run(shell, f"%gpu load new {tmp_path}")
     run(shell, "%gpu load new --backend fake --size 1GiB --importance high --keep")
@@ -198,7 +198,7 @@ def test_a_load_that_failed_leaves_the_name_free(shell, models, tmp_path):
     assert (spec.size, spec.importance, spec.keep) == (GIB, 5, True)
 
 
-# -- getting it wrong ---------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -235,8 +235,8 @@ def test_a_typo_suggests_the_nearest_verb(shell, typed, nearest):
         ("load qwen --backend fake --size 1GiB", errors.AlreadyRegistered),
     ],
 )
-def test_a_failure_is_our_own_error_and_shows_as_one_sentence(shell, models, line, kind):
-    """Never a traceback of ours; and raised, so that nbval sees it."""
+def test_a_failure_is_a_gpu_error_and_is_shown_as_one_sentence(shell, models, line, kind):
+    """It has no traceback of the magic. It is raised, so that nbval sees it."""
     with pytest.raises(kind):
         run(shell, f"%gpu {line}")
     shown = printed(shell, f"%gpu {line}")
@@ -244,7 +244,7 @@ def test_a_failure_is_our_own_error_and_shows_as_one_sentence(shell, models, lin
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("evict", "required: NAME"),
         ("evict qwen --frobnicate", "unrecognized arguments: --frobnicate"),
@@ -256,21 +256,21 @@ def test_a_failure_is_our_own_error_and_shows_as_one_sentence(shell, models, lin
         ("status extra", "unrecognized arguments: extra"),
     ],
 )
-def test_bad_syntax_says_how_it_is_typed(shell, models, line, says):
+def test_bad_syntax_shows_the_usage(shell, models, line, message):
     with pytest.raises(UsageError) as caught:
         run(shell, f"%gpu {line}")
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
-# -- %%gpu --------------------------------------------------------------------------------------------------------
+# -- %%gpu -----------------------------------------------------------------------------------------
 
 
 def held(rt):
     return [(lease.name, lease.pins) for lease in rt.status().leases() if lease.pins]
 
 
-def test_a_cell_runs_in_the_users_names_under_a_lease(shell, rt):
-    """Its last expression is shown, as in any cell, and then what it took."""
+def test_a_cell_runs_in_the_users_namespace_under_a_lease(shell, rt):
+    """Its last expression is displayed, as in any cell, and then the memory that it used."""
     shown = printed(
         shell, "%%gpu 8GiB\nkind = [(l.kind, l.bytes) for l in rt.status().leases()]\nlen(kind)"
     )
@@ -292,8 +292,8 @@ def test_a_semicolon_silences_the_last_expression_only(shell, rt):
     "raises", ["1/0", "raise KeyboardInterrupt", "raise SystemExit(3)", "import nothing_such"]
 )
 @pytest.mark.parametrize("line", ["8GiB", "--model llama", "1GiB --model llama --importance high"])
-def test_a_cell_gives_back_whatever_happens(shell, models, line, raises):
-    """The lease, the pin, and the name `model`."""
+def test_a_cell_releases_everything_whatever_it_raises(shell, models, line, raises):
+    """It releases the lease, the pin, and the name `model`."""
     printed(shell, f"%%gpu {line}\nseen = [l.pins for l in rt.status().leases()]\n{raises}")
     assert any(shell.user_ns["seen"])
     assert held(models) == [] and "model" not in shell.user_ns
@@ -301,15 +301,15 @@ def test_a_cell_gives_back_whatever_happens(shell, models, line, raises):
 
 
 def test_a_traceback_shows_the_users_own_lines_once(shell, rt):
-    """Counted as the notebook counts them, the magic's line included; none of ours."""
+    """Lines are counted as in the notebook, with the magic's line. No line of the magic's code is shown."""
     shown = printed(shell, "%%gpu 1GiB\ndef f():\n    1 / 0\n\nf()")
     assert shown.count("ZeroDivisionError") == 2  # its head and its last line
     assert "line 5" in shown and "line 3, in f()" in shown
     assert "magics.py" not in shown and "cell.py" not in shown and "run_cell_magic" not in shown
 
 
-def test_a_traceback_is_let_go_with_its_error(shell, rt):
-    """What we hang on an error refers to no frame: the user's tensors end with the error."""
+def test_a_traceback_ends_with_its_error(shell, rt):
+    """The function added to an error refers to no frame, so the user's tensors end with the error."""
     printed(shell, "%%gpu 1GiB\nraise ValueError('x')")
     render_own = sys.last_value._render_traceback_
     assert not [
@@ -317,14 +317,14 @@ def test_a_traceback_is_let_go_with_its_error(shell, rt):
     ]
 
 
-def test_a_cell_that_is_not_python_fails_with_pythons_own_words(shell, rt):
+def test_a_cell_that_is_not_python_fails_with_pythons_message(shell, rt):
     with pytest.raises(errors.GpuError):
         run(shell, "%%gpu 1GiB\nx = (")
     shown = printed(shell, "%%gpu 1GiB\nx = (")
     assert "SyntaxError" in shown and "line 2" in shown and "magics.py" not in shown
 
 
-def test_top_level_await_is_refused_in_plain_words(shell, rt):
+def test_top_level_await_is_refused(shell, rt):
     with pytest.raises(errors.GpuError, match="awaits at its top level"):
         run(shell, "%%gpu 1GiB\nimport asyncio\nawait asyncio.sleep(0)")
 
@@ -334,8 +334,8 @@ def test_magics_and_shell_lines_work_inside_a_cell(shell, rt):
     assert shell.user_ns["inner"].value.healthy
 
 
-def test_a_cell_can_hold_a_model_and_finds_it_under_its_name(shell, models):
-    """`model`, while the cell runs; what the user had there comes back."""
+def test_a_cell_can_hold_a_model_under_the_name_model(shell, models):
+    """The user's own value of `model` is restored after the cell."""
     shell.user_ns["model"] = "mine"
     run(
         shell,
@@ -346,7 +346,7 @@ def test_a_cell_can_hold_a_model_and_finds_it_under_its_name(shell, models):
     )
 
 
-def test_a_cell_keeps_the_name_that_it_gave_another_meaning(shell, models):
+def test_a_value_that_the_cell_assigns_to_model_is_kept(shell, models):
     run(shell, "%%gpu --model llama\nmodel = 7")
     assert shell.user_ns["model"] == 7
 
@@ -362,13 +362,13 @@ def test_a_cell_keeps_the_name_that_it_gave_another_meaning(shell, models):
         ("1GiB --importance vital", UsageError),
     ],
 )
-def test_a_cell_that_cannot_have_its_room_does_not_run(shell, models, line, kind):
+def test_a_cell_whose_lease_is_refused_does_not_run(shell, models, line, kind):
     with pytest.raises(kind):
         run(shell, f"%%gpu {line}\nran = True")
     assert "ran" not in shell.user_ns
 
 
-# -- progress -----------------------------------------------------------------------------------------------------
+# -- progress --------------------------------------------------------------------------------------
 
 
 class Terminal(list):
@@ -381,10 +381,10 @@ class Terminal(list):
         pass
 
 
-def test_in_a_terminal_progress_is_one_line_that_goes_away():
+def test_in_a_terminal_progress_is_one_line_that_is_removed():
     terminal = Terminal()
     with progress.TerminalProgress("qwen", terminal, clock=iter((0.0, 0.05, 0.2)).__next__) as told:
-        for done in (0, GIB, 2 * GIB):  # the second comes too soon after the first to be drawn
+        for done in (0, GIB, 2 * GIB):  # the second is too soon after the first to be drawn
             told(done, 4 * GIB)
     assert terminal == [
         f"\rloading qwen  {'·' * 32}  0 B of 4.0 GiB\x1b[K",
@@ -393,13 +393,13 @@ def test_in_a_terminal_progress_is_one_line_that_goes_away():
     ]
 
 
-def test_a_stream_that_is_no_terminal_gets_no_progress(tmp_path):
+def test_no_progress_is_written_to_a_stream_that_is_no_terminal(tmp_path):
     with open(tmp_path / "log", "w") as stream, progress.TerminalProgress("qwen", stream) as told:
         told(1, 2)
     assert (tmp_path / "log").read_text() == ""
 
 
-# -- completion ---------------------------------------------------------------------------------------------------
+# -- completion ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,7 @@ def test_a_stream_that_is_no_terminal_gets_no_progress(tmp_path):
     ],
 )
 def test_tab_offers_verbs_options_and_models(shell, models, text, offered):
-    """In a line magic, a cell magic and an assignment; and nothing else beside them."""
+    """It works in a line magic, a cell magic and an assignment, and offers nothing else."""
     with capture_output(display=False):
         found = [one.text for one in shell.Completer.completions(text, len(text))]
     assert set(found) == offered
@@ -459,7 +459,7 @@ def test_tab_leaves_python_and_the_body_of_a_cell_alone(shell, models):
     assert asked("%gpu ev")
 
 
-# -- loading and unloading ----------------------------------------------------------------------------------------
+# -- loading and unloading -------------------------------------------------------------------------
 
 
 def test_loading_prints_nothing_and_offers_the_runtime(fresh_shell, rt):
@@ -488,8 +488,8 @@ def state(shell):
     )
 
 
-def test_unloading_takes_everything_back(fresh_shell, rt):
-    """Also what another extension had registered under our name."""
+def test_unloading_removes_everything(fresh_shell, rt):
+    """It also restores a magic that another extension had registered under the same name."""
     theirs = fresh_shell.magics_manager.magics["line"]["gpu"] = lambda line: "theirs"
     before = state(fresh_shell)
     for _ in range(2):  # loading twice is loading once
@@ -501,8 +501,8 @@ def test_unloading_takes_everything_back(fresh_shell, rt):
     )
 
 
-def test_loading_opens_nothing_and_the_first_use_tells_what_is_wrong(fresh_shell, monkeypatch):
-    """A bad setting is said by the cell that needs the runtime, and may be mended without loading again."""
+def test_loading_opens_nothing_and_the_first_use_raises_the_error(fresh_shell, monkeypatch):
+    """A bad setting fails in the cell that needs the runtime. It can be corrected without another load."""
     opened = []
 
     def fails():
@@ -519,14 +519,14 @@ def test_loading_opens_nothing_and_the_first_use_tells_what_is_wrong(fresh_shell
     assert "rt" not in fresh_shell.user_ns
 
 
-def test_the_runtime_takes_its_place_before_the_first_cell_that_names_it(shell, rt):
+def test_rt_is_the_runtime_in_the_first_cell_that_names_it(shell, rt):
     assert shell.user_ns["rt"] is not rt
     shell.run_cell("found = rt")
     assert shell.user_ns["found"] is rt is shell.user_ns["rt"]
 
 
 def test_help_is_the_table_of_verbs(shell):
-    """`%gpu?` shows it: every verb, a line each."""
+    """`%gpu?` shows it: one line for each verb."""
     doc = shell.find_magic("gpu").__doc__
     assert all(
         f"  %gpu {verb.name}" in doc or verb.name == "status" for verb in verbs.verbs(verbs.MAGIC)
@@ -534,7 +534,7 @@ def test_help_is_the_table_of_verbs(shell):
 
 
 def test_loading_imports_nothing_heavy(child_environment):
-    """What a model or a table needs comes with the first one."""
+    """The packages of models and tables are imported when the first one is needed."""
     code = (
         "from IPython.core.interactiveshell import InteractiveShell as S; import sys; s = S.instance();"
         "s.run_cell('%load_ext gpu'); s.run_cell('%gpu'); assert 'rt' in s.user_ns;"
@@ -554,11 +554,11 @@ def test_values_for_display_are_facts():
     assert set(magics._SHOWN) == {facts.Snapshot, facts.Plan, facts.Outcome, facts.Health}
 
 
-# -- the kernel's state -------------------------------------------------------------------------------------------
+# -- the kernel's state ----------------------------------------------------------------------------
 
 
-def test_a_cell_that_runs_is_told_and_its_end_too(shell, models):
-    """So that others see whether this notebook works, and since when it does not."""
+def test_the_book_shows_that_a_cell_runs_and_when_it_ended(shell, models):
+    """Other processes see whether this notebook runs a cell, and how long it has been idle."""
     state = "(lambda s: (s.busy_since, s.idle_since))(rt.status().sections[rt.status().owner.id])"
     run(shell, "1")
     busy, idle = run(shell, state)
@@ -572,7 +572,7 @@ def test_a_cell_that_runs_is_told_and_its_end_too(shell, models):
     )
 
 
-def test_a_kernel_without_the_extension_says_nothing_of_cells(shell, models):
+def test_a_kernel_without_the_extension_records_no_cells(shell, models):
     run(shell, "1")
     magics.unload(shell)
     run(shell, "2")

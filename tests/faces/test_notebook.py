@@ -1,4 +1,4 @@
-"""In a real kernel: what a notebook keeps, and that a failing cell is seen to fail."""
+"""A real kernel: the outputs that a notebook keeps, and the errors of failing cells."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """The outputs of each cell, run once for all tests here."""
+    """The outputs of each cell, run once for all tests of this module."""
     environment = {"GPU_DEVICES": "sim:24GiB,host:64GiB", "GPU_LEDGER": "memory:", "TZ": "UTC"}
     notebook = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(source) for source in CELLS]
@@ -49,8 +49,8 @@ def test_loading_the_extension_leaves_no_output(outputs):
     assert outputs[0] == []
 
 
-def test_a_load_settles_to_done_and_says_what_it_took(outputs):
-    """The moving bar is gone; what is kept depends on the outcome alone."""
+def test_a_load_settles_to_done_and_shows_its_bytes(outputs):
+    """The bar that remains depends on the outcome only."""
     progress, outcome = outputs[1]
     assert progress.data["text/plain"] == f"loading qwen  {'█' * 32}  14.0 GiB, done"
     assert "width:100.00%" in progress.data["text/html"]
@@ -71,26 +71,26 @@ def test_a_magic_can_be_assigned(outputs):
     ("cell", "kind"),
     [(4, "ZeroDivisionError"), (5, "UnknownVerb"), (6, "DoesNotFit"), (8, "KeyboardInterrupt")],
 )
-def test_a_failing_cell_is_seen_to_fail(outputs, cell, kind):
-    """As an error output, once: that is what nbval looks for."""
+def test_a_failing_cell_has_one_error_output(outputs, cell, kind):
+    """nbval looks for error outputs."""
     errors = [output for output in outputs[cell] if output.output_type == "error"]
     assert [error.ename for error in errors] == [kind]
     shown = "\n".join(errors[0].traceback)
     assert "magics.py" not in shown and "interactiveshell.py" not in shown
 
 
-def test_our_own_failures_are_a_sentence(outputs):
+def test_the_errors_of_the_magic_are_a_sentence(outputs):
     assert outputs[5][0].traceback == [
         "UnknownVerb: no verb is called 'evcit'. Did you mean evict? All of them:  %gpu help"
     ]
 
 
 def test_bad_syntax_goes_to_standard_error(outputs):
-    """As IPython shows all usage errors; nbval does not take it for a failure."""
+    """As IPython shows all usage errors. For nbval it is no failure."""
     assert "Usage: %gpu evict NAME" in "".join(output.get("text", "") for output in outputs[7])
 
 
-def test_failing_cells_gave_back_what_they_held(outputs):
+def test_failing_cells_release_their_leases(outputs):
     assert outputs[10][0].data["text/plain"] == "[('qwen', 0)]"
 
 

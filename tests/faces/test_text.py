@@ -1,4 +1,4 @@
-"""What a terminal shows, as whole strings: alignment is part of the meaning."""
+"""The text of a terminal, as whole strings: alignment is part of the meaning."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from . import samples
 from .samples import GIB, lease, snapshot
 
 
-def test_status_tells_at_a_glance_how_full_who_and_why():
-    """Devices, then holders, then the last decision and the counters."""
+def test_status_shows_devices_holders_and_the_last_decision():
+    """In that order, and the counters at the end."""
     assert (
         text.status(samples.busy)
         == """\
@@ -35,8 +35,8 @@ Last decision  12:02:08  qwen was loaded, 14.0 GiB on sim:0: qwen needs 14.0 GiB
     )
 
 
-def test_status_shows_an_overdraft_strangers_and_a_blind_monitor():
-    """On a real card what nobody leased is seen too, with its process."""
+def test_status_shows_an_overdraft_other_programs_and_a_failing_monitor():
+    """On a real card, memory without a lease is shown with its process."""
     assert (
         text.status(samples.overdraft)
         == """\
@@ -55,8 +55,8 @@ other programs   512 MiB  cuda:0  python3, carol, pid 999         not governed""
     )
 
 
-def test_status_names_who_waits_for_what():
-    """A request in the queue, and a thing asked of another process, each with its reason."""
+def test_status_lists_the_queue():
+    """A request that waits, and a request to another process."""
     assert (
         text.status(samples.waiting).partition("Waiting")[2].partition("\n\n")[0]
         == """\
@@ -82,12 +82,12 @@ def test_status_names_who_waits_for_what():
         ),
     ],
 )
-def test_an_empty_state_says_what_to_type(seen, prompt, hint):
+def test_an_empty_status_says_what_to_type(seen, prompt, hint):
     assert text.status(seen, prompt).splitlines()[-1] == hint
 
 
-def test_unknown_is_said_and_never_shown_as_zero():
-    """A driver that does not answer has measured nothing."""
+def test_unknown_is_never_shown_as_zero():
+    """Nothing is measured if the driver does not answer."""
     assert "not measured" in text.status(samples.unmeasured)
     assert text.size(None) == "unknown"
 
@@ -116,7 +116,7 @@ Nothing was done. Do it:  %gpu preload gemma"""
 
 @pytest.mark.parametrize("path", ["models/gemma", "gemma.Q4_K_M.gguf"])
 def test_a_plan_for_a_path_says_how_to_load_it(path):
-    """Nobody has registered it, so there is nothing to preload."""
+    """It is not registered, so it cannot be preloaded."""
     assert text.plan(replace(samples.fits, name=path), samples.busy, path).endswith(
         f"Do it:  %gpu load {path}"
     )
@@ -132,7 +132,7 @@ Needs 40.0 GiB (declared)"""
     )
 
 
-def test_why_tells_the_last_decisions_the_newest_first():
+def test_why_shows_the_last_decisions_newest_first():
     assert (
         text.why("qwen", samples.EVENTS[:0:-1])
         == """\
@@ -141,7 +141,7 @@ def test_why_tells_the_last_decisions_the_newest_first():
     )
 
 
-def test_what_a_verb_did_is_one_line():
+def test_an_outcome_is_one_line():
     evicted = Outcome(
         "evict",
         "qwen",
@@ -184,13 +184,13 @@ export EVICTION_IDLE_THRESHOLD_SECONDS=60"""
     )
 
 
-def test_config_says_where_a_value_came_from():
+def test_config_shows_the_source_of_a_value():
     lines = text.config(Settings.load(gpu_policy="cost_aware").sources()).splitlines()
     line = next(line for line in lines if line.startswith("GPU_POLICY"))
     assert line.split()[:3] == ["GPU_POLICY", "cost_aware", "argument"]
 
 
-def test_a_name_cannot_steer_the_terminal():
+def test_a_name_cannot_control_the_terminal():
     """Escape codes and newlines in a model's name are made visible."""
     shown = text.status(samples.hostile)
     assert "\x1b" not in shown and "\N{REPLACEMENT CHARACTER}[31m" in shown
@@ -198,18 +198,18 @@ def test_a_name_cannot_steer_the_terminal():
 
 @pytest.mark.parametrize("cells", [8, 16, 32])
 @pytest.mark.parametrize("name", ["busy", "overdraft", "eight", "empty", "waiting"])
-def test_a_bar_is_as_long_as_promised_whatever_it_holds(name, cells):
-    """Also in an overdraft, where more is claimed than there is."""
+def test_a_bar_is_as_long_as_requested(name, cells):
+    """Also in an overdraft, in which more is claimed than the device has."""
     assert {len(text.draw(bar, cells)[0]) for bar in views.bars(getattr(samples, name))} == {cells}
 
 
-def test_a_small_lease_beside_a_large_one_is_seen():
+def test_a_small_lease_beside_a_large_one_is_visible():
     (card, _) = views.bars(snapshot(lease("tiny", 0.001), lease("large", 20)))
     assert text.draw(card)[0].startswith("█▓▓▓")
 
 
 def test_wide_letters_do_not_break_the_columns():
-    """A Chinese name takes two columns a letter."""
+    """A Chinese character takes two columns."""
     lines = text.table([("千问", "1"), ("qwen", "2")], ("MODEL", "N"))
     assert [text.width(line) for line in lines] == [8, 8, 8]
 
@@ -225,7 +225,7 @@ def test_a_plan_for_a_size_says_how_to_run_a_cell_under_it(rt):
 
 
 def test_the_bars_after_a_plan_conserve_bytes():
-    """What a step takes from one device it puts on another."""
+    """The bytes that a move removes from one device are added to another."""
     before = {bar.device.id: bar.used_bytes for bar in views.bars(samples.busy)}
     after = {
         bar.device.id: bar.used_bytes for bar in views.bars_after(samples.busy, samples.fits.steps)
@@ -233,8 +233,8 @@ def test_the_bars_after_a_plan_conserve_bytes():
     assert sum(after.values()) == sum(before.values()) + 12 * GIB
 
 
-def test_a_drained_card_says_by_whom_and_since_when():
-    """In both, with the name as text."""
+def test_a_drained_card_shows_the_user_and_the_time():
+    """In text and in HTML."""
     seen = samples.drained
     line = next(line for line in text.status(seen).splitlines() if line.startswith("cuda:1"))
     assert "drained by ann since " + views.clock(samples.WALL - 600) in line
@@ -243,7 +243,7 @@ def test_a_drained_card_says_by_whom_and_since_when():
 
 
 def test_json_has_every_field_and_plain_values():
-    """Also those that are empty; times are epoch seconds, idle times are counted from now."""
+    """Also empty fields. Times are epoch seconds; idle times are counted from now."""
     status = plain.status(samples.busy)
     assert status["devices"][0] == {
         "id": "sim:0",

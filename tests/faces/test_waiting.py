@@ -1,4 +1,4 @@
-"""While a model waits the cell says for whom; when it has come, the line is gone."""
+"""The line that a cell shows while its model waits; it is removed when the model is loaded."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ WAIT = Wait(
 )
 
 
-def test_the_line_says_what_is_waited_for_who_holds_it_and_who_comes_first():
+def test_the_line_has_the_need_the_holder_and_the_requests_ahead():
     assert sentence("qwen", WAIT) == (
         "qwen waits for 12.0 GiB on cuda:0: llama (14.0 GiB on cuda:0) is in use by train.ipynb (pid 4121) for 3 min; "
         "2 ahead of you"
     )
 
 
-def test_a_short_wait_shows_nothing_and_a_long_one_is_gone_when_it_is_over(monkeypatch):
+def test_a_short_wait_shows_nothing_and_the_line_of_a_long_one_is_removed(monkeypatch):
     now, shown = [0.0], []
     line = WaitLine(notebook=False, clock=lambda: now[0])
     monkeypatch.setattr(line, "_show", shown.append)
@@ -40,7 +40,7 @@ def test_a_short_wait_shows_nothing_and_a_long_one_is_gone_when_it_is_over(monke
     assert shown == ["", sentence("qwen", WAIT), ""]
 
 
-def test_other_threads_wait_in_silence(monkeypatch):
+def test_waits_of_other_threads_show_nothing(monkeypatch):
     shown = []
     line = WaitLine(notebook=False)
     monkeypatch.setattr(line, "_show", shown.append)

@@ -1,4 +1,4 @@
-"""The catalogue: written once, used by name everywhere, and never half changed."""
+"""The catalogue: written once, used by name in every process, and never half changed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def catalog(place) -> Catalog:
 
 @pytest.fixture
 def file(tmp_path):
-    """Writes a file of models, and gives its path."""
+    """Writes a file of models, and returns its path."""
 
     def write(text: str, name: str = "models.yaml") -> str:
         (tmp_path / name).write_text(text)
@@ -63,11 +63,11 @@ def file(tmp_path):
     return write
 
 
-# -- applying -----------------------------------------------------------------------------------------------------
+# -- applying --------------------------------------------------------------------------------------
 
 
-def test_what_is_applied_is_there_for_every_process_and_boot(catalog, place, file):
-    """A second catalogue object is what another process, or the next boot, would have."""
+def test_applied_models_are_in_every_process_and_after_a_boot(catalog, place, file):
+    """A second catalogue object stands for another process, or the next boot."""
     done = catalog.apply(file(DRILLS))
     assert done.added == ("qwen3:8b", "org/llama") and not done.changed
     other = Catalog(Settings.load(gpu_catalog=str(place)))
@@ -77,7 +77,7 @@ def test_what_is_applied_is_there_for_every_process_and_boot(catalog, place, fil
     }
 
 
-def test_applying_again_changes_only_what_differs(catalog, file):
+def test_applying_again_changes_only_the_models_that_differ(catalog, file):
     catalog.apply(file(DRILLS))
     done = catalog.apply(file(DRILLS.replace("14GiB", "15GiB")))
     assert (done.added, done.changed, done.unchanged) == ((), ("qwen3:8b",), ("org/llama",))
@@ -87,7 +87,7 @@ def test_applying_again_changes_only_what_differs(catalog, file):
 
 
 def test_a_bad_document_changes_nothing_at_all(catalog, file):
-    """Not the good ones before it, nor those after it."""
+    """Neither the valid models before the error nor those after it are applied."""
     catalog.apply(file(DRILLS))
     before = catalog.file.read_bytes()
     with pytest.raises(BadDocument) as caught:
@@ -101,7 +101,7 @@ def test_a_bad_document_changes_nothing_at_all(catalog, file):
     assert catalog.file.read_bytes() == before
 
 
-def test_what_is_to_be_said_of_several_models_is_said_once(catalog, file):
+def test_a_note_on_several_models_appears_once(catalog, file):
     done = catalog.apply(
         file("models: {a: {runtime: tgi, memory: 1}, b: {runtime: tgi, memory: 1, colour: red}}")
     )
@@ -112,7 +112,7 @@ def test_what_is_to_be_said_of_several_models_is_said_once(catalog, file):
 
 
 def test_a_chat_template_is_text_or_a_file_beside_the_one_that_names_it(catalog, file, tmp_path):
-    """Read when the model is looked up, so that every engine is given its text; whether it thinks is passed on too."""
+    """It is read when the model is looked up, so that every engine gets its text. `thinking` is passed on too."""
     (tmp_path / "brief.jinja").write_text("{{ messages[-1].content }}")
     catalog.apply(
         file("""
@@ -126,7 +126,7 @@ models:
     assert specs["b"] == {"chat_template": "{{ messages }}"}
 
 
-def test_paths_are_relative_to_the_file_that_says_them(catalog, file, tmp_path):
+def test_paths_are_relative_to_their_file(catalog, file, tmp_path):
     catalog.apply(
         file(
             "models: {a: {path: sub/../a.gguf}, b: {path: /abs/b}, c: {source: ./c}, d: {source: org/d}}"
@@ -140,7 +140,7 @@ def test_paths_are_relative_to_the_file_that_says_them(catalog, file, tmp_path):
     }
 
 
-def test_a_file_that_is_not_there_is_named(catalog, tmp_path):
+def test_the_error_for_a_missing_file_names_it(catalog, tmp_path):
     with pytest.raises(BadDocument, match="cannot be read .No such file"):
         catalog.apply(tmp_path / "nothing.yaml")
 
@@ -190,7 +190,7 @@ written = st.fixed_dictionaries(
     st.sampled_from(["yaml", "json"]),
 )
 def test_a_round_trip_loses_nothing(tmp_path_factory, models, form):
-    """File, catalogue, inspect, apply elsewhere: every field as it was written, the unknown ones too."""
+    """From file to catalogue, inspect, and apply elsewhere: every field is unchanged, also unknown ones."""
     here = tmp_path_factory.mktemp("trip")
     one, two = (Catalog(Settings.load(gpu_catalog=str(here / name))) for name in ("one", "two"))
     (here / "first.json").write_text(json.dumps({"models": models}))
@@ -202,10 +202,10 @@ def test_a_round_trip_loses_nothing(tmp_path_factory, models, form):
     assert one.specs() == two.specs()
 
 
-# -- inspecting and deleting --------------------------------------------------------------------------------------
+# -- inspecting and deleting -----------------------------------------------------------------------
 
 
-def test_inspect_gives_a_document_that_is_the_callers_own(catalog, file):
+def test_inspect_returns_a_copy(catalog, file):
     catalog.apply(file(DRILLS))
     body = catalog.inspect("org/llama")
     assert body["spec"] == {"backend": "fake", "memory": "10GiB", "importance": "high"}
@@ -216,8 +216,8 @@ def test_inspect_gives_a_document_that_is_the_callers_own(catalog, file):
         catalog.inspect("org/llama", "toml")
 
 
-def test_a_model_answers_to_its_id_too(catalog, file):
-    """As Helix's users call it; not where two have the same."""
+def test_a_model_can_be_named_by_its_id(catalog, file):
+    """As in Helix. If two models have the same id, it names neither."""
     catalog.apply(
         file(
             "models: [{name: a, id: Org/A, memory: 1}, {name: b, id: Org/B}, {name: c, id: Org/B}]"
@@ -226,7 +226,7 @@ def test_a_model_answers_to_its_id_too(catalog, file):
     assert catalog.spec("Org/A").name == "a" and catalog.spec("Org/B") is None
 
 
-def test_what_is_deleted_is_gone_and_a_name_that_is_not_there_is_said(catalog, file):
+def test_a_deleted_model_is_gone_and_deleting_it_again_fails(catalog, file):
     catalog.apply(file(DRILLS))
     catalog.delete("qwen3:8b")
     assert list(catalog.entries()) == ["org/llama"]
@@ -236,7 +236,7 @@ def test_what_is_deleted_is_gone_and_a_name_that_is_not_there_is_said(catalog, f
         catalog.delete("qwen3:8b")
 
 
-# -- what lies on the disk ----------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def test_files_written_by_hand_in_its_directory_are_read_and_never_written(catalog, place, file):
@@ -261,7 +261,7 @@ def test_a_name_in_two_files_of_the_directory_is_an_error_that_names_both(catalo
         catalog.entries()
 
 
-def test_one_file_by_hand_is_read_and_one_that_is_not_there_is_ours(tmp_path, file):
+def test_a_hand_written_file_is_read_only_and_a_missing_one_is_created(tmp_path, file):
     by_hand = Catalog(Settings.load(gpu_catalog=file(DRILLS, "hand.yaml")))
     assert by_hand.spec("qwen3:8b").size == 14 * GIB
     with pytest.raises(CatalogUnavailable, match="written by hand, and is not overwritten"):
@@ -285,7 +285,9 @@ def test_one_file_by_hand_is_read_and_one_that_is_not_there_is_ours(tmp_path, fi
         b'{"gpu_console_catalog": "x"}',
     ],
 )
-def test_a_damaged_catalogue_is_named_and_set_aside_by_the_next_apply(catalog, place, file, damage):
+def test_a_damaged_catalogue_is_an_error_and_set_aside_by_the_next_apply(
+    catalog, place, file, damage
+):
     catalog.apply(file(DRILLS))
     (place / "catalog.json").write_bytes(damage)
     with pytest.raises(CatalogUnavailable, match="is damaged .*\n  Apply your files again"):
@@ -304,8 +306,8 @@ def test_a_newer_catalogue_is_neither_read_nor_overwritten(catalog, place, file)
     assert os.listdir(place) == ["catalog.json"] or "catalog.damaged-1" not in os.listdir(place)
 
 
-def test_a_write_that_fails_leaves_it_as_it_was(catalog, file, monkeypatch):
-    """A full disk, at the last moment."""
+def test_a_failed_write_changes_nothing(catalog, file, monkeypatch):
+    """The disk is full at the last moment."""
     catalog.apply(file(DRILLS))
     before = catalog.file.read_bytes()
     monkeypatch.setattr(
@@ -321,8 +323,8 @@ def test_a_write_that_fails_leaves_it_as_it_was(catalog, file, monkeypatch):
     ] == []
 
 
-def test_whoever_reads_finds_the_old_one_or_the_new_one(catalog, place, file, monkeypatch):
-    """At the very moment before the new file takes the old one's place, the old one is whole."""
+def test_a_reader_finds_the_old_file_or_the_new_one(catalog, place, file, monkeypatch):
+    """At the moment before the new file replaces the old one, the old one is complete."""
     catalog.apply(file(DRILLS))
     seen = []
 
@@ -335,7 +337,7 @@ def test_whoever_reads_finds_the_old_one_or_the_new_one(catalog, place, file, mo
     assert seen == [["org/llama", "qwen3:8b"]] and "x" in catalog.entries()
 
 
-def test_who_waits_too_long_for_the_lock_is_told(catalog, file, monkeypatch):
+def test_waiting_too_long_for_the_lock_is_an_error(catalog, file, monkeypatch):
     catalog.apply(file(DRILLS))
     monkeypatch.setattr(catalogs, "PATIENCE_SECONDS", 0.05)
     with (
@@ -345,7 +347,7 @@ def test_who_waits_too_long_for_the_lock_is_told(catalog, file, monkeypatch):
         catalog.apply(file(DRILLS))
 
 
-def test_it_is_private_unless_its_directory_is_shared(catalog, place, file):
+def test_the_file_is_private_unless_its_directory_is_shared(catalog, place, file):
     catalog.apply(file(DRILLS))
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
     catalog.file.chmod(0o664)
@@ -353,7 +355,7 @@ def test_it_is_private_unless_its_directory_is_shared(catalog, place, file):
     assert stat.S_IMODE(catalog.file.stat().st_mode) == 0o664
 
 
-def test_by_default_it_lies_in_the_state_directory(environment, tmp_path):
+def test_by_default_it_is_in_the_state_directory(environment, tmp_path):
     environment.setenv("XDG_STATE_HOME", str(tmp_path))
     assert Catalog(Settings.load()).file == tmp_path / "gpu-console" / "catalog" / "catalog.json"
 
@@ -372,7 +374,7 @@ for number in range(6):
 """
 
 
-def test_applies_of_several_processes_at_once_lose_nothing(catalog, place, tmp_path):
+def test_concurrent_applies_of_several_processes_lose_nothing(catalog, place, tmp_path):
     environment = {**os.environ, "GPU_CATALOG": str(place), "PYTHONPATH": str(ROOT)}
     racers = [
         subprocess.Popen([sys.executable, "-c", APPLY, who, str(tmp_path)], env=environment)
@@ -384,7 +386,7 @@ def test_applies_of_several_processes_at_once_lose_nothing(catalog, place, tmp_p
     }
 
 
-# -- in a runtime -------------------------------------------------------------------------------------------------
+# -- in a runtime ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -416,7 +418,7 @@ def test_every_kernel_that_shares_the_catalogue_has_it(shelf, shared_book):
     assert two.preload("qwen3:8b").where == "sim:0" and one.preload("org/llama").done
 
 
-def test_every_verb_knows_it_before_it_is_loaded(shelf):
+def test_every_verb_knows_a_catalogued_model_before_it_is_loaded(shelf):
     rt = shelf()
     assert rt.plan("qwen3:8b").footprint.bytes == 14 * GIB and rt.plan("qwen3:8b").granted
     assert rt.why("qwen3:8b") == () and rt.evict("org/llama").because == "org/llama is on no device"
@@ -424,16 +426,16 @@ def test_every_verb_knows_it_before_it_is_loaded(shelf):
     assert claims(rt) == {"sim:0": 10 * GIB}
 
 
-def test_looking_makes_nothing_a_model_of_this_process(shelf):
-    """plan, why and models leave no trace."""
+def test_reading_registers_no_model_in_this_process(shelf):
+    """plan, why and models change nothing."""
     rt = shelf()
     rt.plan("qwen3:8b")
     rt.models()
     assert rt.specs() == () and rt.status().sections == {}
 
 
-def test_models_lists_the_catalogue_once_and_as_lying_on_disk(shelf, shared_book):
-    """What another process has loaded is shown as theirs, not twice."""
+def test_models_lists_the_catalogue_once_and_as_on_disk(shelf, shared_book):
+    """A model that another process has loaded has one row, with that owner."""
     one, two = shelf(ledger=shared_book), shelf("", ledger=shared_book)
     one.preload("org/llama")
     two.register("own", backend="fake", size="1GiB")
@@ -446,8 +448,8 @@ def test_models_lists_the_catalogue_once_and_as_lying_on_disk(shelf, shared_book
     assert list(frame["owner"][[0, 2]]) == ["me", "catalogue"] and frame["bytes"][2] == 14 * GIB
 
 
-def test_a_change_counts_from_the_next_load_on(shelf, file):
-    """What is loaded stays as it was loaded."""
+def test_a_change_takes_effect_at_the_next_load(shelf, file):
+    """A loaded model does not change."""
     rt = shelf()
     rt.preload("qwen3:8b")
     rt.apply(file(DRILLS.replace("14GiB", "12GiB")))
@@ -458,7 +460,7 @@ def test_a_change_counts_from_the_next_load_on(shelf, file):
     assert claims(rt) == {"sim:0": 12 * GIB}
 
 
-def test_a_change_of_one_that_was_looked_up_and_not_loaded_counts_at_once(shelf, file):
+def test_a_change_of_a_model_that_is_not_loaded_takes_effect_at_once(shelf, file):
     rt = shelf()
     rt.pin("org/llama")
     rt.apply(file(DRILLS.replace("10GiB", "9GiB")))
@@ -466,7 +468,7 @@ def test_a_change_of_one_that_was_looked_up_and_not_loaded_counts_at_once(shelf,
     assert claims(rt) == {"sim:0": 9 * GIB}
 
 
-def test_deleting_a_loaded_model_says_that_it_stays_until_it_leaves(shelf):
+def test_a_deleted_model_stays_loaded_until_it_is_evicted(shelf):
     rt = shelf()
     rt.preload("qwen3:8b")
     told = rt.delete("qwen3:8b").because
@@ -478,7 +480,7 @@ def test_deleting_a_loaded_model_says_that_it_stays_until_it_leaves(shelf):
         pass
 
 
-def test_one_that_was_deleted_before_it_was_loaded_is_unknown(shelf):
+def test_a_model_deleted_before_its_load_is_unknown(shelf):
     rt = shelf()
     rt.pin("qwen3:8b")
     rt.delete("qwen3:8b")
@@ -486,7 +488,7 @@ def test_one_that_was_deleted_before_it_was_loaded_is_unknown(shelf):
         rt.preload("qwen3:8b")
 
 
-def test_what_is_registered_here_wins_over_the_catalogue(shelf):
+def test_a_registration_overrides_the_catalogue(shelf):
     rt = shelf()
     fakes(rt, **{"qwen3:8b": "2GiB"})
     rt.preload("qwen3:8b")
@@ -498,7 +500,7 @@ def test_what_is_registered_here_wins_over_the_catalogue(shelf):
     fakes(rt, **{"org/llama": "3GiB"})
 
 
-def test_a_disabled_model_says_so_and_nobody_leaves_for_it(shelf):
+def test_a_disabled_model_is_refused_and_nothing_is_evicted_for_it(shelf):
     rt = shelf(DRILLS + "  off: {backend: fake, memory: 20GiB, enabled: false}\n")
     rt.preload("qwen3:8b")
     with pytest.raises(ModelDisabled, match="off is disabled in the catalogue"):
@@ -506,10 +508,8 @@ def test_a_disabled_model_says_so_and_nobody_leaves_for_it(shelf):
     assert where(rt)["qwen3:8b"] == "sim:0"
 
 
-def test_a_model_whose_engine_is_not_installed_refuses_before_anybody_leaves_for_it(
-    shelf, monkeypatch
-):
-    """What to install is said; the card is left to whoever can use it."""
+def test_a_model_without_its_engine_is_refused_and_nothing_is_evicted_for_it(shelf, monkeypatch):
+    """The error names the package to install. Models on the card stay."""
     monkeypatch.setattr("shutil.which", lambda name: None)
     rt = shelf(DRILLS + "  far: {runtime: ollama, memory: 20GiB}\n")
     rt.preload("qwen3:8b")
@@ -525,8 +525,8 @@ def test_a_model_whose_engine_is_not_installed_refuses_before_anybody_leaves_for
 
 
 @pytest.mark.parametrize("backend", ["tgi", "sglang"])
-def test_a_model_whose_backend_is_not_here_is_planned_and_refuses_to_load(shelf, backend):
-    """By its declared size; and nobody leaves for it."""
+def test_a_model_with_an_unknown_backend_is_planned_and_not_loaded(shelf, backend):
+    """It is planned by its declared size, and nothing is evicted for it."""
     rt = shelf(DRILLS + f"  far: {{runtime: {backend}, memory: 20GiB}}\n")
     rt.preload("qwen3:8b")
     plan = rt.plan("far")
@@ -545,8 +545,8 @@ def test_a_model_whose_backend_is_not_here_is_planned_and_refuses_to_load(shelf,
     )
 
 
-def test_a_model_whose_size_nothing_tells_asks_for_it(shelf):
-    """What is missing first: its file, not the cache that its header would tell of."""
+def test_a_model_of_unknown_size_needs_a_declared_one(shelf):
+    """The error names its file, which is missing, not the cache that a header would give."""
     with pytest.raises(BadSize, match="there is no .*phi.gguf.*\n.*memory: 8GiB  in the catalogue"):
         shelf("models: {phi: {path: phi.gguf, context_length: 16384}}").plan("phi")
 
@@ -556,7 +556,7 @@ def test_a_model_too_large_for_the_card_does_not_fit(shelf):
         shelf("models: {big: {backend: fake, memory: 30GiB}}").preload("big")
 
 
-def test_its_cards_are_named_by_index_or_id_and_must_be_there(shelf):
+def test_its_cards_are_named_by_index_or_id_and_must_exist(shelf):
     rt = shelf(
         "models: {a: {backend: fake, memory: 1GiB, gpus: [1]}, b: {backend: fake, memory: 1GiB, gpus: ['sim:1']}, "
         "c: {backend: fake, memory: 1GiB, gpus: [7]}}",
@@ -586,14 +586,14 @@ def test_its_cards_are_named_by_index_or_id_and_must_be_there(shelf):
         ("memory: 3GiB, layout: whole", {"sim:0": 21.6}),
     ],
 )
-def test_what_it_says_of_its_placement_decides_where_it_would_go(shelf, fields, shares):
-    """Each override, on three cards of 21.6 GiB; no shares: it is refused."""
+def test_the_fields_of_placement_decide_its_cards(shelf, fields, shares):
+    """Each override, on three cards of 21.6 GiB. Without shares it is refused."""
     rt = shelf(f"models: {{m: {{backend: fake, {fields}}}}}", devices="sim:3x24GiB,host:64GiB")
     planned = {share.device: share.bytes / GIB for share in rt.plan("m").shares}
     assert planned == pytest.approx(shares, abs=0.01)
 
 
-def test_a_catalogue_that_cannot_be_read_stops_only_what_needs_it(shelf, place, caplog):
+def test_an_unreadable_catalogue_fails_only_requests_that_need_it(shelf, place, caplog):
     rt = shelf()
     fakes(rt, own="1GiB")
     (place / "catalog.json").write_text("{")
@@ -604,8 +604,8 @@ def test_a_catalogue_that_cannot_be_read_stops_only_what_needs_it(shelf, place, 
         pass
 
 
-def test_a_command_does_not_load_what_would_end_with_it(shelf, shared_book):
-    """It asks whoever has it; where nobody has, it says what to type in a notebook."""
+def test_a_command_does_not_load_a_model_that_would_end_with_it(shelf, shared_book):
+    """It sends a request to the process that has the model. Without one, it shows what to type in a notebook."""
     rt, command = shelf(ledger=shared_book), shelf("", ledger=shared_book)
     command.guest = True
     with pytest.raises(NotLoaded, match="%gpu load qwen3:8b"):
