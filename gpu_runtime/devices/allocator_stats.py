@@ -1,7 +1,7 @@
-"""Maps of allocators: how torch, or a simulated card's segments, have cut what they took of a device.
+"""Maps of allocators: how torch, or a simulated card's segments, have cut the memory of a device.
 
-Pure: an allocator's account of itself goes in, facts.AllocatorMap comes out. Whose map it is, and when it was drawn,
-is the house's to add. Where a map goes, ledgers/maps.py knows.
+Pure: an allocator's own figures go in, facts.AllocatorMap comes out. The owner of a map and its
+time are added in `owner/allocator_maps.py`; maps are stored by `ledgers/allocator_files.py`.
 """
 
 from __future__ import annotations
@@ -17,97 +17,100 @@ from ..units import MIB
 from .simulated_allocator import FREE, HOLE, Segment, Segments
 
 MOST_BLOCKS = 8192  # of all of one owner's maps: 500 KiB as JSON at most
-PAGE_BYTES = {
-    "small": 2 * MIB,
-    "large": 20 * MIB,
-}  # what torch maps and unmaps of an expandable segment at a time
-_STATES = {
-    "active_allocated": BlockState.ALLOCATED,
-    "inactive": BlockState.INACTIVE,
-}  # else: waits for a stream
+# What torch maps and unmaps of an expandable segment at a time.
+PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}
+# Any other state waits for a stream.
+_STATES = {"active_allocated": BlockState.ALLOCATED, "inactive": BlockState.INACTIVE}
 
 
 def of_segments(
-    device: str, state: Segments, *, alloc_retries: int = 0, ooms: int = 0
+    device: str,
+    state: Segments,
+    *,
+    alloc_retries: int = 0,
+    ooms: int = 0,
 ) -> AllocatorMap:
-    """A simulated card's map. Its segments are addressed one after another, since no real address is behind them."""
+    """The map of a simulated card, from the `state` of its allocator.
+
+    Its segments get addresses one after another, since they have no real ones. `alloc_retries` and
+    `ooms` are the allocator's counters for this `device`.
+    """
     starts = itertools.accumulate((segment.span for segment in state.segments), initial=0)
-    told = tuple(
-        SegmentMap(start, segment.span, "small" if segment.small else "large", _runs(segment))
-        for start, segment in zip(starts, state.segments, strict=False)
-    )
-    free = sum(segment.span for segment in state.segments if not segment.in_use)
-    holes = sum(
-        run.size
-        for segment in state.segments
-        if not segment.in_use
-        for run in segment.runs
-        if run.key == HOLE
-    )
+    segments = []
+    releasable = 0
+    for start, segment in zip(starts, state.segments, strict=False):
+        kind = "small" if segment.small else "large"
+        segments.append(SegmentMap(start, segment.span, kind, _runs(segment)))
+        if not segment.in_use:
+            releasable += sum(run.size for run in segment.runs if run.key != HOLE)
     return AllocatorMap(
-        "",
-        device,
-        0.0,
-        state.allocated,
-        state.reserved,
-        state.reserved - state.allocated,
-        free - holes,
-        state.largest_free,
-        alloc_retries,
-        ooms,
-        told,
+        owner="",
+        device=device,
+        wall=0.0,
+        allocated_bytes=state.allocated,
+        reserved_bytes=state.reserved,
+        inactive_bytes=state.reserved - state.allocated,
+        releasable_bytes=releasable,
+        largest_free_bytes=state.largest_free,
+        alloc_retries=alloc_retries,
+        ooms=ooms,
+        segments=tuple(segments),
     )
 
 
 def of_torch(
-    device: str, number: int, segments: Iterable[Mapping[str, Any]], stats: Mapping[str, Any]
+    device: str,
+    number: int,
+    segments: Iterable[Mapping[str, Any]],
+    stats: Mapping[str, Any],
 ) -> AllocatorMap:
-    """The map of the card that torch numbers so, from `torch.cuda.memory_snapshot()` and `torch.cuda.memory_stats()`.
+    """The map of the card that torch calls `cuda:NUMBER` and the book calls `device`.
 
-    Whatever can be counted in the snapshot is: the statistics are of another moment.
+    `segments` are from `torch.cuda.memory_snapshot()`, `stats` from `torch.cuda.memory_stats()`.
+    All that can be counted in the snapshot is: the statistics are of another moment.
     Source: torch/cuda/memory.py, `_snapshot`; c10/cuda/CUDACachingAllocator.cpp, `release_blocks`.
     """
-    said = sorted(
-        (segment for segment in segments if segment["device"] == number),
-        key=lambda one: one["address"],
-    )
-    told = tuple(
-        SegmentMap(
-            one["address"],
-            one["total_size"],
-            _kind(one),
-            _joined(
-                AllocatorBlock(block["size"], _STATES.get(block["state"], BlockState.PENDING))
-                for block in one["blocks"]
-            ),
-        )
-        for one in said
-    )
-    blocks = [block for segment in told for block in segment.blocks]
+    own = [segment for segment in segments if segment["device"] == number]
+    own.sort(key=lambda segment: segment["address"])
+    maps = tuple(_torch_segment(segment) for segment in own)
+    blocks = [block for segment in maps for block in segment.blocks]
     free = [block.bytes for block in blocks if block.state is BlockState.INACTIVE]
+    releasable = 0
+    for segment, described in zip(maps, own, strict=True):
+        releasable += _releasable(segment, described["segment_type"])
     return AllocatorMap(
-        "",
-        device,
-        0.0,
-        sum(block.bytes for block in blocks if block.state is BlockState.ALLOCATED),
-        sum(segment.bytes for segment in told),
-        sum(free),
-        sum(
-            _releasable(segment, one["segment_type"])
-            for segment, one in zip(told, said, strict=True)
-        ),
-        max(free, default=0),
-        stats.get("num_alloc_retries", 0),
-        stats.get("num_ooms", 0),
-        told,
+        owner="",
+        device=device,
+        wall=0.0,
+        allocated_bytes=sum(b.bytes for b in blocks if b.state is BlockState.ALLOCATED),
+        reserved_bytes=sum(segment.bytes for segment in maps),
+        inactive_bytes=sum(free),
+        releasable_bytes=releasable,
+        largest_free_bytes=max(free, default=0),
+        alloc_retries=stats.get("num_alloc_retries", 0),
+        ooms=stats.get("num_ooms", 0),
+        segments=maps,
+    )
+
+
+def _torch_segment(described: Mapping[str, Any]) -> SegmentMap:
+    blocks = []
+    for block in described["blocks"]:
+        state = _STATES.get(block["state"], BlockState.PENDING)
+        blocks.append(AllocatorBlock(block["size"], state))
+    return SegmentMap(
+        described["address"],
+        described["total_size"],
+        _kind(described),
+        _joined(blocks),
     )
 
 
 def bounded(maps: Sequence[AllocatorMap], most: int = MOST_BLOCKS) -> tuple[AllocatorMap, ...]:
-    """The maps with at most that many blocks in all; their figures stay exact.
+    """The `maps` with at most `most` blocks in all; their figures stay exact.
 
-    Of too many segments the largest are told, and how much is left out; in one of too many blocks, small neighbours
-    are told as one.
+    Of too many segments the largest are kept, with the number and bytes of the others. In a segment
+    of too many blocks, small neighbours become one.
     """
     each = most // max(1, len(maps))
     return tuple(_bounded(one, each) for one in maps)
@@ -115,19 +118,19 @@ def bounded(maps: Sequence[AllocatorMap], most: int = MOST_BLOCKS) -> tuple[Allo
 
 def _runs(segment: Segment) -> tuple[AllocatorBlock, ...]:
     states = {FREE: BlockState.INACTIVE, HOLE: BlockState.RELEASED}
-    return _joined(
-        AllocatorBlock(run.size, states.get(run.key, BlockState.ALLOCATED)) for run in segment.runs
-    )
+    blocks = []
+    for run in segment.runs:
+        blocks.append(AllocatorBlock(run.size, states.get(run.key, BlockState.ALLOCATED)))
+    return _joined(blocks)
 
 
 def _joined(blocks: Iterable[AllocatorBlock]) -> tuple[AllocatorBlock, ...]:
-    """The blocks, neighbours of one state told as one. Two free neighbours would be one already."""
+    """The blocks; neighbours of one state become one. (The allocator joins free ones itself.)"""
     joined: list[AllocatorBlock] = []
     for block in blocks:
-        if joined and joined[-1].state is block.state:
-            joined[-1] = AllocatorBlock(
-                joined[-1].bytes + block.bytes, block.state, joined[-1].count + 1
-            )
+        last = joined[-1] if joined else None
+        if last is not None and last.state is block.state:
+            joined[-1] = AllocatorBlock(last.bytes + block.bytes, block.state, last.count + 1)
         else:
             joined.append(block)
     return tuple(joined)
@@ -140,15 +143,28 @@ def _kind(segment: Mapping[str, Any]) -> str:
 
 
 def _releasable(segment: SegmentMap, type: str) -> int:
-    """What `torch.cuda.empty_cache()` gives back of a segment: all or nothing, but whole pages of an expandable one."""
+    """Bytes that `torch.cuda.empty_cache()` gives back of a segment.
+
+    All or nothing, but whole pages of an expandable one.
+    """
     if segment.kind == "expandable":
-        page, at, released = PAGE_BYTES[type], 0, 0
-        for block in segment.blocks:
-            if block.state is BlockState.INACTIVE:
-                released += max(0, (at + block.bytes) // page - -(-at // page)) * page
-            at += block.bytes
-        return released
-    return segment.bytes if segment.kind != "private" and not segment.in_use else 0
+        return _whole_free_pages(segment, PAGE_BYTES[type])
+    if segment.kind == "private" or segment.in_use:
+        return 0
+    return segment.bytes
+
+
+def _whole_free_pages(segment: SegmentMap, page_bytes: int) -> int:
+    """Bytes of the pages that are wholly free."""
+    released = start = 0
+    for block in segment.blocks:
+        end = start + block.bytes
+        if block.state is BlockState.INACTIVE:
+            first_page = -(-start // page_bytes)
+            pages = max(0, end // page_bytes - first_page)
+            released += pages * page_bytes
+        start = end
+    return released
 
 
 def _bounded(one: AllocatorMap, most: int) -> AllocatorMap:
@@ -168,7 +184,7 @@ def _bounded(one: AllocatorMap, most: int) -> AllocatorMap:
 
 
 def _quota(counts: Sequence[int], most: int) -> int:
-    """The largest number of blocks a segment may tell, so that together they tell no more than `most`.
+    """The largest number of blocks for each segment that keeps all of them within `most`.
 
     >>> _quota([2, 3, 100], 25)
     20
@@ -182,9 +198,9 @@ def _quota(counts: Sequence[int], most: int) -> int:
 
 
 def _coarse(segment: SegmentMap, most: int) -> tuple[AllocatorBlock, ...]:
-    """The segment's blocks, at most so many: small neighbours are told as one of mixed state.
+    """The segment's blocks, at most `most`: small neighbours become one of mixed state.
 
-    Of two groups that follow each other the sum is above the step, so there are at most 2 * bytes / step + 1.
+    The sum of two consecutive groups is above the step, so there are at most 2 * bytes / step + 1.
     """
     if len(segment.blocks) <= most:
         return segment.blocks
@@ -192,7 +208,7 @@ def _coarse(segment: SegmentMap, most: int) -> tuple[AllocatorBlock, ...]:
     groups: list[list[AllocatorBlock]] = [[]]
     size = 0
     for block in segment.blocks:
-        if groups[-1] and (size + block.bytes > step and most > 1):
+        if groups[-1] and most > 1 and size + block.bytes > step:
             groups.append([])
             size = 0
         groups[-1].append(block)

@@ -1,19 +1,20 @@
 """A caching segment allocator as a value: what torch does with a card's memory, in numbers alone.
 
-Pure: a state goes in, a state comes out, and a state replaced in one assignment cannot be interrupted half-way.
-Nothing here owns memory; memory.py does.
+Pure: a state goes in, a state comes out. A state is replaced in one assignment, so an interrupt
+cannot leave it half-changed. Nothing here owns memory; `process_memory` does.
 
-Requests are rounded to 512 bytes and cut from segments: of 2 MiB for requests below 1 MiB, of 20 MiB up to 10 MiB, and
-one of its own, in steps of 2 MiB, for anything larger. A freed run joins its free neighbours and stays reserved.
+Requests are rounded to 512 bytes and cut from segments: of 2 MiB for requests below 1 MiB, of
+20 MiB up to 10 MiB, and one of its own, in steps of 2 MiB, for anything larger. A freed run joins
+its free neighbours and stays reserved.
 
-Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp. Two things differ, so that what fits by its bytes always fits: the
-capacity counts requested bytes, not rounded ones; and where room is short, free runs inside segments in use are given
-back too, as torch does with expandable segments.
+Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp. Two things differ, so that what fits by its
+bytes always fits: the capacity counts requested bytes, not rounded ones; and if room is short, free
+runs inside segments in use are given back too, as torch does with expandable segments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..units import MIB
@@ -26,7 +27,7 @@ class Run(NamedTuple):
     """A stretch of a segment."""
 
     size: int
-    key: int  # FREE, HOLE, or the positive key of whoever allocated it
+    key: int  # FREE, HOLE, or the positive key of its allocation
     requested: int = 0
 
 
@@ -39,10 +40,12 @@ class Segment(NamedTuple):
 
     @property
     def span(self) -> int:
+        """Bytes of all its runs."""
         return sum(run.size for run in self.runs)
 
     @property
     def in_use(self) -> bool:
+        """Whether any of its runs is allocated."""
         return any(run.key > FREE for run in self.runs)
 
 
@@ -52,35 +55,41 @@ class Segments(NamedTuple):
     segments: tuple[Segment, ...] = ()
     next_id: int = 1
 
+    def runs(self) -> Iterator[Run]:
+        """The runs of all segments."""
+        for segment in self.segments:
+            yield from segment.runs
+
     @property
     def requested(self) -> int:
-        return sum(run.requested for segment in self.segments for run in segment.runs)
+        """Bytes that callers asked for."""
+        return sum(run.requested for run in self.runs())
 
     @property
     def allocated(self) -> int:
-        return sum(run.size for segment in self.segments for run in segment.runs if run.key > FREE)
+        """The same, rounded up to whole steps."""
+        return sum(run.size for run in self.runs() if run.key > FREE)
 
     @property
     def reserved(self) -> int:
-        return sum(run.size for segment in self.segments for run in segment.runs if run.key != HOLE)
+        """Bytes taken from the device, allocated or free."""
+        return sum(run.size for run in self.runs() if run.key != HOLE)
 
     @property
     def largest_free(self) -> int:
-        return max(
-            (run.size for segment in self.segments for run in segment.runs if run.key == FREE),
-            default=0,
-        )
+        """Bytes of the largest free run."""
+        return max((run.size for run in self.runs() if run.key == FREE), default=0)
 
 
 class Spot(NamedTuple):
-    """Where a run lies."""
+    """The position of a run: a segment's id and an offset in bytes."""
 
     segment: int
     offset: int
 
 
 def rounded(size: int, step: int = STEP) -> int:
-    """The size in whole steps.
+    """The `size` in whole steps of `step` bytes.
 
     >>> rounded(1), rounded(512), rounded(0)
     (512, 512, 0)
@@ -89,11 +98,16 @@ def rounded(size: int, step: int = STEP) -> int:
 
 
 def allocate(
-    state: Segments, sizes: Sequence[int], keys: Sequence[int], room: int
+    state: Segments,
+    sizes: Sequence[int],
+    keys: Sequence[int],
+    room: int,
 ) -> tuple[Segments, Spot, bool]:
-    """The state with one run per size, side by side; where the first one lies; and whether cached memory had to go.
+    """The `state` with one run per size, side by side; the first one's spot; whether it retried.
 
-    `room` is how many bytes may be reserved in all. The caller has checked that the requested bytes fit into it.
+    It retries if cached memory has to be given back first. `keys` name the runs, one for each of
+    `sizes`. `room` is how many bytes may be reserved in all. The caller has checked that the
+    requested bytes fit into it.
     """
     runs = tuple(Run(rounded(size), key, size) for size, key in zip(sizes, keys, strict=True))
     need = sum(run.size for run in runs)
@@ -109,42 +123,36 @@ def allocate(
         state = trimmed(state)
     size = max(need, min(size, room - state.reserved))
     segment = Segment(state.next_id, small, _joined((*runs, Run(size - need, FREE))))
-    return Segments((*state.segments, segment), state.next_id + 1), Spot(segment.id, 0), retried
+    after = Segments((*state.segments, segment), state.next_id + 1)
+    return after, Spot(segment.id, 0), retried
 
 
 def release(state: Segments, keys: Collection[int]) -> Segments:
-    """The state with these keys' runs free, and joined with their free neighbours. Unknown keys change nothing."""
-    return state._replace(
-        segments=tuple(
-            segment._replace(
-                runs=_joined(
-                    Run(run.size, FREE) if run.key in keys else run for run in segment.runs
-                )
-            )
-            if any(run.key in keys for run in segment.runs)
-            else segment
-            for segment in state.segments
-        )
-    )
+    """The `state` with the runs of these `keys` free and joined with their free neighbours.
+
+    Unknown keys change nothing.
+    """
+    segments = []
+    for segment in state.segments:
+        if any(run.key in keys for run in segment.runs):
+            runs = [Run(run.size, FREE) if run.key in keys else run for run in segment.runs]
+            segment = segment._replace(runs=_joined(runs))
+        segments.append(segment)
+    return state._replace(segments=tuple(segments))
 
 
 def emptied(state: Segments) -> Segments:
-    """The state without the segments that nobody uses: torch.cuda.empty_cache()."""
+    """The `state` without unused segments: torch.cuda.empty_cache()."""
     return state._replace(segments=tuple(segment for segment in state.segments if segment.in_use))
 
 
 def trimmed(state: Segments) -> Segments:
-    """The state with every free run given back, in segments in use too: reserved is allocated."""
-    return state._replace(
-        segments=tuple(
-            segment._replace(
-                runs=_joined(
-                    Run(run.size, HOLE) if run.key == FREE else run for run in segment.runs
-                )
-            )
-            for segment in emptied(state).segments
-        )
-    )
+    """The `state` with every free run given back, in segments in use too: reserved is allocated."""
+    segments = []
+    for segment in emptied(state).segments:
+        runs = [Run(run.size, HOLE) if run.key == FREE else run for run in segment.runs]
+        segments.append(segment._replace(runs=_joined(runs)))
+    return state._replace(segments=tuple(segments))
 
 
 def _segment_size(need: int) -> int:
@@ -154,11 +162,13 @@ def _segment_size(need: int) -> int:
 
 
 def _best_fit(state: Segments, need: int, small: bool) -> Spot | None:
-    """Where the smallest free run of sufficient size lies."""
+    """The spot of the smallest free run of sufficient size."""
     best: tuple[int, Spot] | None = None
     for segment in state.segments:
+        if segment.small != small:
+            continue
         offset = 0
-        for run in segment.runs if segment.small == small else ():
+        for run in segment.runs:
             if run.key == FREE and run.size >= need and (best is None or run.size < best[0]):
                 best = run.size, Spot(segment.id, offset)
             offset += run.size
@@ -167,27 +177,30 @@ def _best_fit(state: Segments, need: int, small: bool) -> Spot | None:
 
 def _cut(state: Segments, spot: Spot, runs: tuple[Run, ...], need: int) -> Segments:
     """The state with these runs at the start of the free run at that spot."""
-
-    def cut(segment: Segment) -> Segment:
-        after, offset = [], 0
-        for run in segment.runs:
-            after += (
-                [*runs, Run(run.size - need, FREE)]
-                if offset == spot.offset and run.key == FREE
-                else [run]
-            )
-            offset += run.size
-        return segment._replace(runs=_joined(after))
-
-    return state._replace(
-        segments=tuple(cut(s) if s.id == spot.segment else s for s in state.segments)
-    )
+    segments = []
+    for segment in state.segments:
+        if segment.id == spot.segment:
+            segment = _cut_segment(segment, spot.offset, runs, need)
+        segments.append(segment)
+    return state._replace(segments=tuple(segments))
 
 
-def _joined(runs: Collection[Run] | object) -> tuple[Run, ...]:
-    """The runs without empty ones, neighbours that are free (or given back) made one."""
+def _cut_segment(segment: Segment, at: int, runs: tuple[Run, ...], need: int) -> Segment:
+    after: list[Run] = []
+    offset = 0
+    for run in segment.runs:
+        if offset == at and run.key == FREE:
+            after += [*runs, Run(run.size - need, FREE)]
+        else:
+            after.append(run)
+        offset += run.size
+    return segment._replace(runs=_joined(after))
+
+
+def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """The runs without empty ones; neighbours that are free (or given back) become one."""
     joined: list[Run] = []
-    for run in runs:  # type: ignore[attr-defined]
+    for run in runs:
         if not run.size:
             continue
         if joined and run.key <= FREE and joined[-1].key == run.key:
