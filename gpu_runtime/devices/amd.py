@@ -1,8 +1,9 @@
-"""AMD's cards, as ROCm's own Python binding tells of them. `amdsmi` comes with ROCm; where it is not installed there is
-no AMD card for us.
+"""AMD's cards, as `amdsmi` (ROCm's own Python binding) describes them.
 
-Written from the binding's source and documentation, and tested against its documented answers: not run on hardware.
-Memory is told in MiB, a process's in bytes, power in W; what the driver does not know is "N/A".
+`amdsmi` comes with ROCm. Without it no AMD card is found. The module was written from the binding's
+source and documentation and is tested against its documented answers; it was not run on hardware.
+Memory is in MiB, a process's in bytes, power in W; "N/A" is what the driver does not know.
+
 Source: ROCm/amdsmi, py-interface/amdsmi_interface.py.
 """
 
@@ -26,22 +27,12 @@ def list_cards() -> Listing:
         import amdsmi
     except ImportError:
         return Listing(here, absent="ROCm's Python binding amdsmi is not installed")
-    except Exception as error:  # the binding loads its library as it is imported, and says in many ways that it cannot
+    except Exception as error:  # it loads its library on import, and fails in many ways
         return Listing(here, absent=f"amdsmi cannot be imported ({error})")
-    handles = _heard(
-        amdsmi, lambda: (amdsmi.amdsmi_init(), amdsmi.amdsmi_get_processor_handles())[1]
-    )
-    numbered = [
-        (_enumeration(amdsmi, handle).get("hip_id", place), handle)
-        for place, handle in enumerate(handles)
-    ]
-    if len({number for number, _ in numbered}) < len(numbered) or not all(
-        isinstance(n, int) for n, _ in numbered
-    ):
-        numbered = list(enumerate(handles))
+    handles = _answer(amdsmi, lambda: _handles(amdsmi))
     cards: list[Card] = []
     failed: dict[str, str] = {}
-    for index, handle in sorted(numbered, key=lambda one: one[0]):
+    for index, handle in _numbered(amdsmi, handles):
         try:
             cards.append(_card(amdsmi, index, handle))
         except NoAnswer as error:
@@ -50,62 +41,67 @@ def list_cards() -> Listing:
     return Listing(here, tuple(cards), failed, absent)
 
 
+def _handles(smi: Any) -> list[Any]:
+    smi.amdsmi_init()
+    return smi.amdsmi_get_processor_handles()
+
+
+def _numbered(smi: Any, handles: list[Any]) -> list[tuple[int, Any]]:
+    """The cards with HIP's numbers, in their order; with their positions if HIP has no such numbers."""
+    numbers = []
+    for position, handle in enumerate(handles):
+        numbers.append(_enumeration(smi, handle).get("hip_id", position))
+    distinct = len(set(numbers)) == len(numbers)
+    if not distinct or not all(isinstance(number, int) for number in numbers):
+        return list(enumerate(handles))
+    return sorted(zip(numbers, handles, strict=True), key=lambda one: one[0])
+
+
 def _card(smi: Any, index: int, handle: Any) -> Card:
-    total = _heard(smi, lambda: smi.amdsmi_get_gpu_vram_usage(handle))["vram_total"]
+    """The card with that index. Raises NoAnswer."""
+    total = _answer(smi, lambda: smi.amdsmi_get_gpu_vram_usage(handle))["vram_total"]
     asic = _or_none(smi, lambda: smi.amdsmi_get_gpu_asic_info(handle)) or {}
-    # HIP's own UUID, since HIP_VISIBLE_DEVICES goes by it; the driver's is another.
-    uuid = _enumeration(smi, handle).get("hip_uuid") or _heard(
-        smi, lambda: smi.amdsmi_get_gpu_device_uuid(handle)
-    )
-    return Card(
-        Device(
-            f"{KIND}:{index}", int(total) * MIB, str(asic.get("market_name", "AMD")), uuid, index
-        ),
-        handle,
-        uuid,
-    )
+    # HIP's own UUID, which HIP_VISIBLE_DEVICES uses; the driver's is another.
+    uuid = _enumeration(smi, handle).get("hip_uuid")
+    if not uuid:
+        uuid = _answer(smi, lambda: smi.amdsmi_get_gpu_device_uuid(handle))
+    name = str(asic.get("market_name", "AMD"))
+    device = Device(f"{KIND}:{index}", int(total) * MIB, name, uuid, index)
+    return Card(device, handle, uuid)
 
 
 def _enumeration(smi: Any, handle: Any) -> Mapping[str, Any]:
-    """The card's number and UUID for HIP; nothing from a binding that does not tell them (before ROCm 6.4)."""
+    """The card's number and UUID for HIP; empty from a binding without them (before ROCm 6.4)."""
     ask = getattr(smi, "amdsmi_get_gpu_enumeration_info", None)
-    return (_or_none(smi, lambda: ask(handle)) if ask else None) or {}
+    if ask is None:
+        return {}
+    return _or_none(smi, lambda: ask(handle)) or {}
 
 
 def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
-    """Those that HIP shows this process: of those that ROCR_VISIBLE_DEVICES leaves, those that HIP_VISIBLE_DEVICES
-    names, or where it is unset CUDA_VISIBLE_DEVICES. torch calls ROCm's cards cuda:0 too."""
+    """The cards of the `listing` that HIP shows a process with this `environment`.
+
+    Of those that ROCR_VISIBLE_DEVICES leaves, those that HIP_VISIBLE_DEVICES names, or
+    CUDA_VISIBLE_DEVICES if that is not set. torch names ROCm's cards cuda:0 too.
+    """
     left = named_by(environment.get("ROCR_VISIBLE_DEVICES"), listing.cards, "")
-    return named_by(
-        environment.get("HIP_VISIBLE_DEVICES", environment.get("CUDA_VISIBLE_DEVICES")),
-        left,
-        "cuda",
-    )
+    named = environment.get("HIP_VISIBLE_DEVICES", environment.get("CUDA_VISIBLE_DEVICES"))
+    return named_by(named, left, "cuda")
 
 
 def measure(card: Card, now: float) -> Sample:
-    """What the driver says of the card. Raises NoAnswer."""
+    """The driver's figures of the `card`, stamped with `now`. Raises NoAnswer."""
     import amdsmi as smi
 
     handle = card.handle
-    memory = _heard(smi, lambda: smi.amdsmi_get_gpu_vram_usage(handle))
+    memory = _answer(smi, lambda: smi.amdsmi_get_gpu_vram_usage(handle))
     used, total = _number(memory.get("vram_used")), _number(memory.get("vram_total"))
     free = None if used is None or total is None else int(total - used) * MIB
-    processes = {
-        int(process["pid"]): _vram(process)
-        for process in _or_none(smi, lambda: smi.amdsmi_get_gpu_process_list(handle)) or ()
-        if isinstance(process, Mapping)
-    }
+    processes = {}
+    for process in _or_none(smi, lambda: smi.amdsmi_get_gpu_process_list(handle)) or ():
+        if isinstance(process, Mapping):
+            processes[int(process["pid"])] = _vram(process)
     activity = _or_none(smi, lambda: smi.amdsmi_get_gpu_activity(handle)) or {}
-    power = _or_none(smi, lambda: smi.amdsmi_get_power_info(handle)) or {}
-    watts = next(
-        (
-            said
-            for key in ("socket_power", "current_socket_power", "average_socket_power")
-            if (said := _number(power.get(key))) is not None
-        ),
-        None,
-    )
     return Sample(
         card.device.id,
         now,
@@ -113,44 +109,54 @@ def measure(card: Card, now: float) -> Sample:
         processes,
         _number(activity.get("gfx_activity")),
         _temperature(smi, handle),
-        watts,
+        _watts(smi, handle),
     )
 
 
 def _vram(process: Mapping[str, Any]) -> int | None:
-    said = _number(process.get("memory_usage", {}).get("vram_mem", process.get("mem")))
-    return None if said is None else int(said)
+    used = process.get("memory_usage", {}).get("vram_mem", process.get("mem"))
+    size = _number(used)
+    return None if size is None else int(size)
+
+
+def _watts(smi: Any, handle: Any) -> float | None:
+    """The power that the card draws, by the first of the keys that has a number."""
+    power = _or_none(smi, lambda: smi.amdsmi_get_power_info(handle)) or {}
+    for key in ("socket_power", "current_socket_power", "average_socket_power"):
+        watts = _number(power.get(key))
+        if watts is not None:
+            return watts
+    return None
 
 
 def _temperature(smi: Any, handle: Any) -> float | None:
-    """At the hottest spot, which all cards have; accelerators have no sensor at the edge."""
-    for sensor in ("HOTSPOT", "EDGE"):
-        said = _or_none(
-            smi,
-            lambda sensor=sensor: smi.amdsmi_get_temp_metric(
-                handle,
-                getattr(smi.AmdSmiTemperatureType, sensor),
-                smi.AmdSmiTemperatureMetric.CURRENT,
-            ),
+    """At the hottest spot, which all cards measure; accelerators have no sensor at the edge."""
+    current = smi.AmdSmiTemperatureMetric.CURRENT
+    for name in ("HOTSPOT", "EDGE"):
+        sensor = getattr(smi.AmdSmiTemperatureType, name)
+        answer = _or_none(
+            smi, lambda sensor=sensor: smi.amdsmi_get_temp_metric(handle, sensor, current)
         )
-        if _number(said) is not None:
-            return _number(said)
+        celsius = _number(answer)
+        if celsius is not None:
+            return celsius
     return None
 
 
 def versions() -> dict[str, str]:
-    """Raises NoAnswer."""
+    """The versions of driver and binding. Raises NoAnswer."""
     import amdsmi as smi
 
-    handles = _heard(smi, lambda: (smi.amdsmi_init(), smi.amdsmi_get_processor_handles())[1])
-    said = _or_none(smi, lambda: smi.amdsmi_get_gpu_driver_info(handles[0])) if handles else None
+    handles = _answer(smi, lambda: _handles(smi))
+    info = _or_none(smi, lambda: smi.amdsmi_get_gpu_driver_info(handles[0])) if handles else None
     return {
-        "driver": str((said or {}).get("driver_version", "unknown")),
+        "driver": str((info or {}).get("driver_version", "unknown")),
         NAME: getattr(smi, "__version__", "unknown"),
     }
 
 
-def _heard(smi: Any, ask: Callable[[], Any]) -> Any:
+def _answer(smi: Any, ask: Callable[[], Any]) -> Any:
+    """The answer. Raises NoAnswer."""
     try:
         return ask()
     except smi.AmdSmiException as error:
@@ -158,12 +164,14 @@ def _heard(smi: Any, ask: Callable[[], Any]) -> Any:
 
 
 def _or_none(smi: Any, ask: Callable[[], Any]) -> Any:
-    """The answer, or None where this card or driver does not offer it."""
+    """The answer, or None if this card or driver does not offer it."""
     try:
         return ask()
     except smi.AmdSmiException:
         return None
 
 
-def _number(said: Any) -> float | None:
-    return said if isinstance(said, (int, float)) and not isinstance(said, bool) else None
+def _number(value: Any) -> float | None:
+    """The value if it is a number; None for "N/A" and the like."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number else None

@@ -1,7 +1,8 @@
-"""Apple's GPU under Metal, as system_profiler tells of it.
+"""Apple's GPU under Metal, as system_profiler describes it.
 
-Apple silicon has one GPU, and its memory is the machine's. An Intel Mac's discrete card is used where there is one,
-with memory of its own; nobody tells how full that is. Tested against recorded answers of the tool: not run on hardware.
+Apple silicon has one GPU, and its memory is the machine's. An Intel Mac's discrete card is used if
+there is one, with memory of its own; its free memory is unknown. Tested against recorded answers of
+the tool; not run on hardware.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..units import parse_bytes
 from .drivers import Card, Listing, NoAnswer
 
 KIND, NAME = "metal", "system_profiler"
-SECONDS = 10.0  # it asks every display
+SECONDS = 10.0  # it queries every display
 
 
 def list_cards() -> Listing:
@@ -29,7 +30,7 @@ def list_cards() -> Listing:
     if sys.platform != "darwin":
         return Listing(here, absent="this is no Mac")
     try:
-        said = subprocess.run(
+        report = subprocess.run(
             ["system_profiler", "SPDisplaysDataType", "-json"],
             capture_output=True,
             timeout=SECONDS,
@@ -38,66 +39,65 @@ def list_cards() -> Listing:
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise NoAnswer(str(error)) from error
-    return read(said)
+    return read(report)
 
 
-def read(said: str) -> Listing:
-    """What the tool's report says. Raises NoAnswer."""
+def read(report: str) -> Listing:
+    """The card in the tool's JSON `report`. Raises NoAnswer."""
     here = sys.modules[__name__]
     try:
-        gpus = [gpu for gpu in json.loads(said)["SPDisplaysDataType"] if _has_metal(gpu)]
+        gpus = [gpu for gpu in json.loads(report)["SPDisplaysDataType"] if _has_metal(gpu)]
     except (ValueError, KeyError, TypeError) as error:
-        raise NoAnswer(f"system_profiler said what is no report ({error})") from error
+        raise NoAnswer(f"system_profiler printed no valid report ({error})") from error
     if not gpus:
         return Listing(here, absent="no GPU here can do Metal")
     gpu = next((gpu for gpu in gpus if not _unified(gpu)), gpus[0])
     unified = _unified(gpu)
     total = psutil.virtual_memory().total if unified else _memory(gpu)
     if total is None:
-        return Listing(here, failed={"0": "it does not say how much memory it has"})
+        return Listing(here, failed={"0": "it does not report how much memory it has"})
     name = str(gpu.get("sppci_model") or gpu.get("_name") or "Apple GPU")
-    return Listing(
-        here,
-        (Card(Device(f"{KIND}:0", total, name, "METAL-0", 0, unified=unified), gpu, "METAL-0"),),
-    )
+    device = Device(f"{KIND}:0", total, name, "METAL-0", 0, unified=unified)
+    return Listing(here, (Card(device, gpu, "METAL-0"),))
 
 
 def _has_metal(gpu: Mapping[str, Any]) -> bool:
-    said = str(
+    support = (
         gpu.get("spdisplays_mtlgpufamilysupport")
         or gpu.get("spdisplays_metalfamily")
         or gpu.get("spdisplays_metal")
         or ""
     )
-    return bool(said) and "unsupported" not in said.lower()
+    return bool(support) and "unsupported" not in str(support).lower()
 
 
 def _unified(gpu: Mapping[str, Any]) -> bool:
-    """Apple's own, and what is built into Intel's processors, which tells of shared memory alone."""
+    """Whether it is Apple's own, or built into an Intel processor: those report shared memory only."""
     return "spdisplays_vram" not in gpu
 
 
 def _memory(gpu: Mapping[str, Any]) -> int | None:
-    """Bytes; the tool says GB and means GiB."""
+    """Bytes; the tool prints GB and means GiB."""
+    size = str(gpu["spdisplays_vram"])
     try:
-        return parse_bytes(str(gpu["spdisplays_vram"]).replace("GB", "GiB").replace("MB", "MiB"))
+        return parse_bytes(size.replace("GB", "GiB").replace("MB", "MiB"))
     except BadSize:
         return None
 
 
 def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
-    """All: there is one, and no variable hides it."""
+    """All cards of the `listing`: there is one, and no variable of the `environment` hides it."""
     return tuple(card._replace(torch="mps:0") for card in listing.cards)
 
 
 def measure(card: Card, now: float) -> Sample:
-    """How much memory is free, where it is the machine's; who uses it nobody tells."""
-    return Sample(
-        card.device.id, now, psutil.virtual_memory().available if card.device.unified else None
-    )
+    """Free bytes of the `card` at `now` if its memory is the machine's; its processes are unknown."""
+    free = psutil.virtual_memory().available if card.device.unified else None
+    return Sample(card.device.id, now, free)
 
 
 def versions() -> dict[str, str]:
+    """The version of macOS."""
     import platform
 
     return {"macOS": platform.mac_ver()[0]}

@@ -1,7 +1,7 @@
-"""NVIDIA's cards, as the tool nvidia-smi tells of them: for where the library or its Python binding is missing.
+"""NVIDIA's cards, as the tool nvidia-smi describes them: for machines without NVML or its binding.
 
-One run of the tool answers for all cards, so runs are shared: a tenth of a second of a core each, at most two a second.
-Source of the report's form: nvsmi_device_v11.dtd and v12.dtd.
+One run of the tool answers for all cards, so runs are shared: a tenth of a second of a core each, at
+most two a second. Source of the report's form: nvsmi_device_v11.dtd and v12.dtd.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ SECONDS = 4.0  # for one run; waking eight cards that nobody uses takes two
 SHARED_SECONDS = 0.5
 visible = nvml.visible
 
+Element = ElementTree.Element
+
 
 class SmiReport(NamedTuple):
-    """What the tool said, and when it was asked, by the monotonic clock."""
+    """The tool's report, and when the run began, by the monotonic clock."""
 
     began: float
-    root: ElementTree.Element
+    root: Element
 
 
 def list_cards() -> Listing:
@@ -46,86 +48,99 @@ def list_cards() -> Listing:
     failed: dict[str, str] = {}
     for index, gpu in enumerate(_report().root.iterfind("gpu")):
         try:
-            cards += _of_one(index, gpu)
+            cards += _card_or_instances(index, gpu)
         except NoAnswer as error:
             failed[str(index)] = str(error)
     return Listing(here, tuple(cards), failed)
 
 
-def _of_one(index: int, gpu: ElementTree.Element) -> list[Card]:
-    uuid, name = gpu.findtext("uuid", "").strip(), gpu.findtext("product_name", "").strip()
-    if _said(gpu, "mig_mode/current_mig") != "Enabled":
-        total = _bytes(_said(gpu, "fb_memory_usage/total"))
-        unified = total is None and bool(
-            nvml.INTEGRATED.search(name) or _said(gpu, "addressing_mode") == "ATS"
-        )
-        if unified:
-            total = psutil.virtual_memory().total
-        if total is None:
-            raise NoAnswer("it does not say how much memory it has")
-        return [
-            Card(Device(f"{KIND}:{index}", total, name, uuid, index, unified=unified), uuid, uuid)
-        ]
-    parts = []
+def _card_or_instances(index: int, gpu: Element) -> list[Card]:
+    """The card, or the instances that it is partitioned into. Raises NoAnswer."""
+    uuid = gpu.findtext("uuid", "").strip()
+    name = gpu.findtext("product_name", "").strip()
+    if _text(gpu, "mig_mode/current_mig") != "Enabled":
+        return [_whole_card(index, gpu, uuid, name)]
+    instances = []
     for instance in gpu.iterfind("mig_devices/mig_device"):
-        place, total = (
-            int(instance.findtext("index", "0")),
-            _bytes(_said(instance, "fb_memory_usage/total")),
-        )
-        if total is not None:
-            id = _said(instance, "uuid") or _instance_uuids().get((index, place), f"{uuid}/{place}")
-            parts.append(
-                Card(Device(f"{KIND}:{index}.{place}", total, f"{name} MIG", id, index), uuid, uuid)
-            )
-    if not parts:
+        total = _bytes(_text(instance, "fb_memory_usage/total"))
+        if total is None:
+            continue
+        position = int(instance.findtext("index", "0"))
+        own_uuid = _text(instance, "uuid")
+        if not own_uuid:
+            own_uuid = _instance_uuids().get((index, position), f"{uuid}/{position}")
+        device = Device(f"{KIND}:{index}.{position}", total, f"{name} MIG", own_uuid, index)
+        instances.append(Card(device, uuid, uuid))
+    if not instances:
         raise NoAnswer("it is partitioned (MIG), and has no instance")
-    return parts
+    return instances
+
+
+def _whole_card(index: int, gpu: Element, uuid: str, name: str) -> Card:
+    total = _bytes(_text(gpu, "fb_memory_usage/total"))
+    unified = False
+    if total is None:
+        integrated = nvml.INTEGRATED.search(name) or _text(gpu, "addressing_mode") == "ATS"
+        if not integrated:
+            raise NoAnswer("it does not report how much memory it has")
+        unified = True
+        total = psutil.virtual_memory().total
+    device = Device(f"{KIND}:{index}", total, name, uuid, index, unified=unified)
+    return Card(device, uuid, uuid)
 
 
 def _instance_uuids() -> dict[tuple[int, int], str]:
-    """By card and place. Some drivers leave them out of the report."""
+    """UUIDs by card and position. Some drivers leave them out of the report."""
     found, index = {}, -1
     for line in _run("-L").splitlines():
-        if match := re.match(r"GPU (\d+):", line):
-            index = int(match[1])
-        elif match := re.match(r"\s+MIG .*Device\s+(\d+): \(UUID: (MIG-[^)]+)\)", line):
-            found[index, int(match[1])] = match[2]
+        card = re.match(r"GPU (\d+):", line)
+        instance = re.match(r"\s+MIG .*Device\s+(\d+): \(UUID: (MIG-[^)]+)\)", line)
+        if card:
+            index = int(card[1])
+        elif instance:
+            found[index, int(instance[1])] = instance[2]
     return found
 
 
 def measure(card: Card, now: float) -> Sample:
-    """What the tool says of the card; it may have been asked a moment before `now`, and then the sample is of then.
-    Raises NoAnswer."""
+    """The tool's figures of the `card`. Raises NoAnswer.
+
+    The shared run may have begun shortly before `now`; the sample then carries that time.
+    """
     asked = time.monotonic()
     report = _report()
-    gpu = next(
-        (
-            gpu
-            for gpu in report.root.iterfind("gpu")
-            if gpu.findtext("uuid", "").strip() == card.whole
-        ),
-        None,
-    )
-    if gpu is None:
-        raise NoAnswer("nvidia-smi no longer lists it")
+    gpu = _gpu(report.root, card)
     part = _part(gpu, card) if card.is_part else gpu
-    if part is None:
-        raise NoAnswer("nvidia-smi no longer lists this instance")
-    free = (
-        psutil.virtual_memory().available
-        if card.device.unified
-        else _bytes(_said(part, "fb_memory_usage/free"))
-    )
-    processes = dict(_processes(gpu, part if card.is_part else None))
+    if card.device.unified:
+        free: int | None = psutil.virtual_memory().available
+    else:
+        free = _bytes(_text(part, "fb_memory_usage/free"))
     return Sample(
         card.device.id,
         now - max(0.0, asked - report.began),
         free,
-        processes,
-        None if card.is_part else _number(_said(gpu, "utilization/gpu_util")),
-        _number(_said(gpu, "temperature/gpu_temp")),
-        _number(next((said for path in _POWER if (said := _said(gpu, path))), "")),
+        dict(_processes(gpu, part if card.is_part else None)),
+        None if card.is_part else _number(_text(gpu, "utilization/gpu_util")),
+        _number(_text(gpu, "temperature/gpu_temp")),
+        _watts(gpu),
     )
+
+
+def _gpu(root: Element, card: Card) -> Element:
+    """The element of the physical card. Raises NoAnswer."""
+    for gpu in root.iterfind("gpu"):
+        if gpu.findtext("uuid", "").strip() == card.whole:
+            return gpu
+    raise NoAnswer("nvidia-smi no longer lists it")
+
+
+def _part(gpu: Element, card: Card) -> Element:
+    """The element of an instance. Raises NoAnswer."""
+    position = card.device.id.rpartition(".")[2]
+    for instance in gpu.iterfind("mig_devices/mig_device"):
+        if instance.findtext("index") == position:
+            return instance
+    raise NoAnswer("nvidia-smi no longer lists this instance")
 
 
 _POWER = (
@@ -135,25 +150,24 @@ _POWER = (
 )
 
 
-def _part(gpu: ElementTree.Element, card: Card) -> ElementTree.Element | None:
-    place = card.device.id.rpartition(".")[2]
-    return next(
-        (one for one in gpu.iterfind("mig_devices/mig_device") if one.findtext("index") == place),
-        None,
-    )
+def _watts(gpu: Element) -> float | None:
+    for path in _POWER:
+        text = _text(gpu, path)
+        if text:
+            return _number(text)
+    return None
 
 
-def _processes(
-    gpu: ElementTree.Element, part: ElementTree.Element | None
-) -> Iterator[tuple[int, int | None]]:
-    """Of an instance, those that run on it."""
+def _processes(gpu: Element, part: Element | None) -> Iterator[tuple[int, int | None]]:
+    """The pids on the card with their bytes; on an instance, only those that run on it."""
+    instance = None if part is None else part.findtext("gpu_instance_id")
     for process in gpu.iterfind("processes/process_info"):
-        if part is None or process.findtext("gpu_instance_id") == part.findtext("gpu_instance_id"):
-            yield int(process.findtext("pid", "0")), _bytes(_said(process, "used_memory"))
+        if part is None or process.findtext("gpu_instance_id") == instance:
+            yield int(process.findtext("pid", "0")), _bytes(_text(process, "used_memory"))
 
 
 def versions() -> dict[str, str]:
-    """Raises NoAnswer."""
+    """The versions of driver and CUDA. Raises NoAnswer."""
     root = _report().root
     return {
         "driver": root.findtext("driver_version", "unknown"),
@@ -161,12 +175,10 @@ def versions() -> dict[str, str]:
     }
 
 
-# -- one run for all who ask -----------------------------------------------------------------------------------------
+# -- one run for all callers ---------------------------------------------------------------------------------------
 
 _running = threading.Lock()
-_last: tuple[float, SmiReport | NoAnswer] | None = (
-    None  # when the tool was asked, and what came of it
-)
+_last: tuple[float, SmiReport | NoAnswer] | None = None  # when the tool was run, and its result
 
 
 def _report() -> SmiReport:
@@ -176,28 +188,37 @@ def _report() -> SmiReport:
         if _last is None or time.monotonic() - _last[0] > SHARED_SECONDS:
             began = time.monotonic()
             try:
-                said: SmiReport | NoAnswer = SmiReport(began, _read(_run("-q", "-x")))
+                result: SmiReport | NoAnswer = SmiReport(began, _parse(_run("-q", "-x")))
             except NoAnswer as error:
-                said = error
-            _last = began, said
-        if isinstance(_last[1], NoAnswer):
-            raise _last[1]
-        return _last[1]
+                result = error
+            _last = began, result
+        result = _last[1]
+        if isinstance(result, NoAnswer):
+            raise result
+        return result
 
 
-def _read(text: str) -> ElementTree.Element:
+def _parse(text: str) -> Element:
     try:
         return ElementTree.fromstring(text)
     except ElementTree.ParseError as error:
-        raise NoAnswer(f"nvidia-smi said what is no report ({error})") from error
+        raise NoAnswer(f"nvidia-smi printed no valid report ({error})") from error
 
 
 def _tool() -> str | None:
-    return next((path for path in map(shutil.which, ("nvidia-smi", *ALSO_AT)) if path), None)
+    """The path of the tool; None if there is none."""
+    for name in ("nvidia-smi", *ALSO_AT):
+        path = shutil.which(name)
+        if path:
+            return path
+    return None
 
 
 def _run(*arguments: str) -> str:
-    """What the tool said. One that hangs in the driver cannot be ended, so it is left behind. Raises NoAnswer."""
+    """The tool's output. Raises NoAnswer.
+
+    A run that hangs in the driver cannot be ended, so it is left behind.
+    """
     tool = _tool()
     if tool is None:
         raise NoAnswer("there is no nvidia-smi any more")
@@ -214,25 +235,26 @@ def _run(*arguments: str) -> str:
     except OSError as error:
         raise NoAnswer(f"nvidia-smi cannot be started ({error.strerror})") from error
     try:
-        said, _ = process.communicate(timeout=SECONDS)
+        output, _ = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         raise NoAnswer(f"nvidia-smi did not answer within {SECONDS:.0f} s") from None
     if process.returncode:
-        raise NoAnswer(" ".join(said.split())[:300] or f"nvidia-smi failed ({process.returncode})")
-    return said
+        message = " ".join(output.split())[:300]
+        raise NoAnswer(message or f"nvidia-smi failed ({process.returncode})")
+    return output
 
 
-def _said(element: Any, path: str) -> str:
-    """The text there; empty for nothing, and for what the tool does not know: N/A, [N/A], Not available in WDDM…"""
+# What the tool prints for a value that it does not know, such as `[N/A]`, `Not available in WDDM…`.
+_UNKNOWN = re.compile(
+    r"\[?(n/a|not (available|supported)|unknown|insufficient|error)", re.IGNORECASE
+)
+
+
+def _text(element: Any, path: str) -> str:
+    """The text at that path; empty if there is none, or if the tool does not know the value."""
     text = (element.findtext(path) or "").strip()
-    return (
-        ""
-        if re.match(
-            r"\[?(n/a|not (available|supported)|unknown|insufficient|error)", text, re.IGNORECASE
-        )
-        else text
-    )
+    return "" if _UNKNOWN.match(text) else text
 
 
 _UNITS: Mapping[str, int] = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}

@@ -1,7 +1,8 @@
-"""NVIDIA's cards, as its management library tells of them.
+"""NVIDIA's cards, as the management library NVML describes them.
 
-NVML, not torch: asking torch would create a CUDA context, and that is itself memory on the card. Cards are told apart
-by UUID, since NVML's index is not CUDA's. Every call may hang: `cards.with_time_limit`, or a process that may be killed.
+NVML, not torch: asking torch would create a CUDA context, and that is itself memory on the card.
+Cards are told apart by UUID, since NVML's index is not CUDA's. Every call may hang: use
+`drivers.with_time_limit`, or a process that may be killed.
 """
 
 from __future__ import annotations
@@ -21,16 +22,22 @@ from ..facts import Device, Sample
 from .drivers import Card, Listing, NoAnswer, named_by
 
 KIND, NAME = "cuda", "NVML"
+CUDA_SECONDS = 4.0  # within which a child process must report CUDA's order of the cards
 T = TypeVar("T")
 
 
 class Handle(NamedTuple):
+    """NVML's handles of a card or of an instance."""
+
     own: Any
     whole: Any  # the physical card's: it has a temperature, an instance has none
 
 
 def list_cards() -> Listing:
-    """All cards, of a partitioned one its instances, and by number why others cannot be listed. Raises NoAnswer."""
+    """All cards, and by number why others cannot be listed. Of a partitioned card its instances.
+
+    Raises NoAnswer.
+    """
     here = sys.modules[__name__]
     try:
         import pynvml
@@ -38,25 +45,26 @@ def list_cards() -> Listing:
         return Listing(here, absent="the package nvidia-ml-py is not installed")
     try:
         pynvml.nvmlInit()
-        return _every(pynvml)
+        return _list_cards(pynvml)
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded) as error:
         return Listing(here, absent=str(error))
     except pynvml.NVMLError as error:
         raise NoAnswer(str(error)) from error
 
 
-def _every(nvml: Any) -> Listing:
+def _list_cards(nvml: Any) -> Listing:
     cards: list[Card] = []
     failed: dict[str, str] = {}
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
-            cards += _of_one(nvml, index, nvml.nvmlDeviceGetHandleByIndex(index))
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            cards += _card_or_instances(nvml, index, handle)
         except (nvml.NVMLError, NoAnswer) as error:
             failed[str(index)] = str(error)
     return Listing(sys.modules[__name__], tuple(cards), failed)
 
 
-def _of_one(nvml: Any, index: int, whole: Any) -> list[Card]:
+def _card_or_instances(nvml: Any, index: int, whole: Any) -> list[Card]:
     """The card, or the instances that it is partitioned into."""
     uuid = _text(nvml.nvmlDeviceGetUUID(whole))
     instances = _instances(nvml, whole)
@@ -64,83 +72,83 @@ def _of_one(nvml: Any, index: int, whole: Any) -> list[Card]:
         return [_card(nvml, f"{KIND}:{index}", index, Handle(whole, whole), uuid)]
     if not instances:
         raise NoAnswer("it is partitioned (MIG), and has no instance")
-    return [
-        _card(nvml, f"{KIND}:{index}.{place}", index, Handle(instance, whole), uuid)
-        for place, instance in instances.items()
-    ]
+    cards = []
+    for position, instance in instances.items():
+        id = f"{KIND}:{index}.{position}"
+        cards.append(_card(nvml, id, index, Handle(instance, whole), uuid))
+    return cards
 
 
 def _instances(nvml: Any, whole: Any) -> dict[int, Any] | None:
-    """The instances of a partitioned card by their place; None for one that is not."""
+    """The instances of a partitioned card by their position; None if it is not partitioned."""
     found: dict[int, Any] = {}
     try:
         if nvml.nvmlDeviceGetMigMode(whole)[0] != 1:
             return None
-        for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(whole)):
+        for position in range(nvml.nvmlDeviceGetMaxMigDeviceCount(whole)):
             try:
-                found[place] = nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, place)
+                found[position] = nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, position)
             except nvml.NVMLError_NotFound:
                 continue
-    except (
-        nvml.NVMLError_NotSupported,
-        nvml.NVMLError_NoPermission,
-        nvml.NVMLError_FunctionNotFound,
-    ):
+    except _not_offered(nvml):
         return None
     return found
 
 
 def _card(nvml: Any, id: str, index: int, handle: Handle, whole_uuid: str) -> Card:
-    """Raises NVMLError, and NoAnswer where it will not say how much memory it has."""
+    """The card. Raises NVMLError, and NoAnswer if its memory is unknown."""
     name = _text(nvml.nvmlDeviceGetName(handle.own))
     total = _or_none(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle.own).total)
-    unified = total is None and _has_no_memory_of_its_own(nvml, handle.own, name)
+    unified = total is None and _uses_machine_memory(nvml, handle.own, name)
     if unified:
         total = psutil.virtual_memory().total
     if total is None:
-        raise NoAnswer("it does not say how much memory it has")
-    return Card(
-        Device(id, total, name, _text(nvml.nvmlDeviceGetUUID(handle.own)), index, unified=unified),
-        handle,
-        whole_uuid,
-    )
+        raise NoAnswer("it does not report how much memory it has")
+    uuid = _text(nvml.nvmlDeviceGetUUID(handle.own))
+    return Card(Device(id, total, name, uuid, index, unified=unified), handle, whole_uuid)
 
 
 INTEGRATED = re.compile(r"\b(GB10|Jetson|Tegra|Xavier|Orin|Thor)\b", re.IGNORECASE)
 
 
-def _has_no_memory_of_its_own(nvml: Any, handle: Any, name: str) -> bool:
-    """Whether a card that tells of no memory uses the machine's: GB10 and Jetson do. NVML has no word for it but the
-    addressing mode, ATS, which cards with memory of their own (GH200) have too: those tell how much."""
+def _uses_machine_memory(nvml: Any, handle: Any, name: str) -> bool:
+    """Whether a card that reports no memory uses the machine's: GB10 and Jetson do.
+
+    NVML reports that only by the addressing mode, ATS. Cards with memory of their own (GH200) have
+    that mode too, but those report how much.
+    """
     if INTEGRATED.search(name):
         return True
     mode = getattr(nvml, "nvmlDeviceGetAddressingMode", None)
-    return (
-        mode is not None
-        and _or_none(nvml, lambda: mode(handle)) == nvml.NVML_DEVICE_ADDRESSING_MODE_ATS
-    )
+    if mode is None:
+        return False
+    return _or_none(nvml, lambda: mode(handle)) == nvml.NVML_DEVICE_ADDRESSING_MODE_ATS
 
 
 def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
-    """Those that CUDA shows this process, in CUDA's order.
+    """The cards of the `listing` that CUDA shows a process with this `environment`, in CUDA's order.
 
-    Where that cannot be told from the listing (cards of several kinds, or some that cannot be listed) CUDA is asked.
+    If the listing does not determine that order (cards of several kinds, or some that cannot be
+    listed), CUDA is asked. Raises NoAnswer.
     """
     cards = listing.cards
-    mixed = (
-        len({card.device.name for card in cards}) > 1
-        and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
-    )
+    several_kinds = len({card.device.name for card in cards}) > 1
+    mixed = several_kinds and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
     if (mixed or listing.failed) and not any(card.is_part for card in cards):
-        order = _asked_of_cuda(environment)
+        order = _order_by_cuda(environment)
         if order is not None:
-            by_uuid = {card.device.uuid: card for card in cards}
-            return tuple(
-                by_uuid[uuid]._replace(torch=f"cuda:{index}")
-                for index, uuid in enumerate(order)
-                if uuid in by_uuid
-            )
+            return _in_order(cards, order)
     return named_by(environment.get("CUDA_VISIBLE_DEVICES"), cards, "cuda")
+
+
+def _in_order(cards: tuple[Card, ...], order: list[str]) -> tuple[Card, ...]:
+    """The cards with these UUIDs, with torch's names."""
+    by_uuid = {card.device.uuid: card for card in cards}
+    found = []
+    for index, uuid in enumerate(order):
+        if uuid in by_uuid:
+            found.append(by_uuid[uuid]._replace(torch=f"cuda:{index}"))
+    return tuple(found)
 
 
 _CUDA_ORDER = """
@@ -155,28 +163,29 @@ print(json.dumps(order))
 """
 
 
-def _asked_of_cuda(environment: Mapping[str, str]) -> list[str] | None:
-    """UUIDs of the cards that CUDA shows, in its order; None where there is no CUDA. Asked in a child: CUDA, once
-    started here, survives no fork. Raises NoAnswer where it takes too long: to guess would be to use the wrong card."""
-    wanted = {
-        key: environment[key]
-        for key in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
-        if key in environment
-    }
+def _order_by_cuda(environment: Mapping[str, str]) -> list[str] | None:
+    """UUIDs of the cards that CUDA shows, in its order; None if there is no CUDA.
+
+    A child process asks: CUDA, once started here, survives no fork. Raises NoAnswer if it takes too
+    long: a guess could use the wrong card.
+    """
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("CUDA_")}
+    for key in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        if key in environment:
+            inherited[key] = environment[key]
     try:
-        said = subprocess.run(
+        uuids = subprocess.run(
             [sys.executable, "-c", _CUDA_ORDER],
-            env=inherited | wanted,
+            env=inherited,
             capture_output=True,
-            timeout=4,
+            timeout=CUDA_SECONDS,
             check=True,
             start_new_session=True,
         ).stdout
-        return json.loads(said)
+        return json.loads(uuids)
     except subprocess.TimeoutExpired:
         raise NoAnswer(
-            "CUDA has not said within 4 s in which order it numbers these cards; "
+            f"CUDA did not report its order of these cards within {CUDA_SECONDS:.0f} s; "
             "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
         ) from None
     except (OSError, subprocess.SubprocessError, ValueError):
@@ -184,39 +193,44 @@ def _asked_of_cuda(environment: Mapping[str, str]) -> list[str] | None:
 
 
 def measure(card: Card, now: float) -> Sample:
-    """What the driver says of the card. Raises NoAnswer."""
+    """The driver's figures of the `card`, stamped with `now`. Raises NoAnswer."""
     import pynvml
 
     try:
-        return _ask(pynvml, card, now)
+        return _measure(pynvml, card, now)
     except pynvml.NVMLError as error:
         raise NoAnswer(str(error)) from error
 
 
-def _ask(nvml: Any, card: Card, now: float) -> Sample:
+def _measure(nvml: Any, card: Card, now: float) -> Sample:
     own, whole = card.handle
     if card.device.unified:
-        nvml.nvmlDeviceGetUUID(own)  # is it still there?
+        nvml.nvmlDeviceGetUUID(own)  # raises if the card is gone
         free: int | None = psutil.virtual_memory().available
     else:
         free = _or_none(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(own).free)
-    processes: dict[int, int | None] = {}
-    for listing in (
-        nvml.nvmlDeviceGetComputeRunningProcesses,
-        nvml.nvmlDeviceGetGraphicsRunningProcesses,
-    ):
-        for process in _or_none(nvml, partial(listing, own)) or ():
-            processes[process.pid] = process.usedGpuMemory
     utilisation = _or_none(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(own).gpu)
-    temperature = _or_none(
-        nvml, lambda: nvml.nvmlDeviceGetTemperature(whole, nvml.NVML_TEMPERATURE_GPU)
-    )
+    sensor = nvml.NVML_TEMPERATURE_GPU
+    temperature = _or_none(nvml, lambda: nvml.nvmlDeviceGetTemperature(whole, sensor))
     power = _or_none(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(whole) / 1000)
+    processes = _processes(nvml, own)
     return Sample(card.device.id, now, free, processes, utilisation, temperature, power)
 
 
+def _processes(nvml: Any, handle: Any) -> dict[int, int | None]:
+    """Bytes of each process on the card by pid; None if the driver does not know them."""
+    found: dict[int, int | None] = {}
+    for list_processes in (
+        nvml.nvmlDeviceGetComputeRunningProcesses,
+        nvml.nvmlDeviceGetGraphicsRunningProcesses,
+    ):
+        for process in _or_none(nvml, partial(list_processes, handle)) or ():
+            found[process.pid] = process.usedGpuMemory
+    return found
+
+
 def versions() -> dict[str, str]:
-    """Raises NoAnswer."""
+    """The versions of driver, CUDA and NVML. Raises NoAnswer."""
     import pynvml
 
     try:
@@ -231,15 +245,20 @@ def versions() -> dict[str, str]:
         raise NoAnswer(str(error)) from error
 
 
-def _or_none(nvml: Any, ask: Callable[[], T]) -> T | None:
-    """The answer, or None where this card or driver does not offer it. Any other failure is the card's."""
-    try:
-        return ask()
-    except (
+def _not_offered(nvml: Any) -> tuple[type[Exception], ...]:
+    """The errors that mean: this card or driver does not offer it."""
+    return (
         nvml.NVMLError_NotSupported,
         nvml.NVMLError_NoPermission,
         nvml.NVMLError_FunctionNotFound,
-    ):
+    )
+
+
+def _or_none(nvml: Any, ask: Callable[[], T]) -> T | None:
+    """The answer, or None if this card or driver does not offer it. Any other error is raised."""
+    try:
+        return ask()
+    except _not_offered(nvml):
         return None
 
 
