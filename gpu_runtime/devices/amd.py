@@ -47,7 +47,9 @@ def _handles(smi: Any) -> list[Any]:
 
 
 def _numbered(smi: Any, handles: list[Any]) -> list[tuple[int, Any]]:
-    """The cards with HIP's numbers, in their order; with their positions if HIP has no such numbers."""
+    """The cards with HIP's numbers, in their order; with their positions if HIP has no such
+    numbers.
+    """
     numbers = []
     for position, handle in enumerate(handles):
         numbers.append(_enumeration(smi, handle).get("hip_id", position))

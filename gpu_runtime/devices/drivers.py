@@ -186,7 +186,7 @@ def sample(card: Card, source: ModuleType, now: float) -> Sample:
         ) from error
 
 
-# -- which of them this process sees -----------------------------------------------------------------------------
+# -- which of them this process sees ---------------------------------------------------------------
 
 
 def named_by(variable: str | None, cards: tuple[Card, ...], torch: str) -> tuple[Card, ...]:
@@ -266,7 +266,7 @@ def _is_called(card: Card, entry: str) -> bool:
     return number == entry or card.device.uuid.lower().startswith(entry.lower())
 
 
-# -- drivers that may hang -----------------------------------------------------------------------------------------
+# -- drivers that may hang -------------------------------------------------------------------------
 
 
 class _DriverThread:

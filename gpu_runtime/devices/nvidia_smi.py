@@ -1,7 +1,7 @@
 """NVIDIA's cards, as the tool nvidia-smi describes them: for machines without NVML or its binding.
 
-One run of the tool answers for all cards, so runs are shared: a tenth of a second of a core each, at
-most two a second. Source of the report's form: nvsmi_device_v11.dtd and v12.dtd.
+One run of the tool answers for all cards, so runs are shared: a tenth of a second of a core each,
+at most two a second. Source of the report's form: nvsmi_device_v11.dtd and v12.dtd.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def versions() -> dict[str, str]:
     }
 
 
-# -- one run for all callers ---------------------------------------------------------------------------------------
+# -- one run for all callers -----------------------------------------------------------------------
 
 _running = threading.Lock()
 _last: tuple[float, SmiReport | NoAnswer] | None = None  # when the tool was run, and its result

@@ -126,7 +126,8 @@ def _uses_machine_memory(nvml: Any, handle: Any, name: str) -> bool:
 
 
 def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
-    """The cards of the `listing` that CUDA shows a process with this `environment`, in CUDA's order.
+    """The cards of the `listing` that CUDA shows a process with this `environment`, in CUDA's
+    order.
 
     If the listing does not determine that order (cards of several kinds, or some that cannot be
     listed), CUDA is asked. Raises NoAnswer.
