@@ -59,7 +59,11 @@ def _numbered(smi: Any, handles: list[Any]) -> list[tuple[int, Any]]:
     return sorted(zip(numbers, handles, strict=True), key=lambda one: one[0])
 
 
-def _card(smi: Any, index: int, handle: Any) -> Card:
+def _card(
+    smi: Any,
+    index: int,
+    handle: Any,
+) -> Card:
     """The card with that index. Raises NoAnswer."""
     total = _answer(smi, lambda: smi.amdsmi_get_gpu_vram_usage(handle))["vram_total"]
     asic = _or_none(smi, lambda: smi.amdsmi_get_gpu_asic_info(handle)) or {}

@@ -57,7 +57,14 @@ def read(report: str) -> Listing:
     if total is None:
         return Listing(here, failed={"0": "it does not report how much memory it has"})
     name = str(gpu.get("sppci_model") or gpu.get("_name") or "Apple GPU")
-    device = Device(f"{KIND}:0", total, name, "METAL-0", 0, unified=unified)
+    device = Device(
+        f"{KIND}:0",
+        total,
+        name,
+        "METAL-0",
+        0,
+        unified=unified,
+    )
     return Listing(here, (Card(device, gpu, "METAL-0"),))
 
 
@@ -72,7 +79,7 @@ def _has_metal(gpu: Mapping[str, Any]) -> bool:
 
 
 def _unified(gpu: Mapping[str, Any]) -> bool:
-    """Whether it is Apple's own, or built into an Intel processor: those report shared memory only."""
+    """Whether it uses the machine's memory: Apple's own GPUs and Intel's built-in ones do."""
     return "spdisplays_vram" not in gpu
 
 
@@ -91,7 +98,7 @@ def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...
 
 
 def measure(card: Card, now: float) -> Sample:
-    """Free bytes of the `card` at `now` if its memory is the machine's; its processes are unknown."""
+    """Free bytes of the `card` at `now`, known if its memory is the machine's; no processes."""
     free = psutil.virtual_memory().available if card.device.unified else None
     return Sample(card.device.id, now, free)
 

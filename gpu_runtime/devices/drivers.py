@@ -171,7 +171,11 @@ def _no_usable_card(listing: Listing) -> ProbeFailed:
     )
 
 
-def sample(card: Card, source: ModuleType, now: float) -> Sample:
+def sample(
+    card: Card,
+    source: ModuleType,
+    now: float,
+) -> Sample:
     """The driver's figures of the `card`, stamped with `now`, from its vendor's module `source`.
 
     Raises ProbeFailed, naming the card.
@@ -189,7 +193,11 @@ def sample(card: Card, source: ModuleType, now: float) -> Sample:
 # -- which of them this process sees ---------------------------------------------------------------
 
 
-def named_by(variable: str | None, cards: tuple[Card, ...], torch: str) -> tuple[Card, ...]:
+def named_by(
+    variable: str | None,
+    cards: tuple[Card, ...],
+    torch: str,
+) -> tuple[Card, ...]:
     """The `cards` that a variable such as CUDA_VISIBLE_DEVICES names, as CUDA and HIP read it.
 
     `variable` is its value: indices into `cards`, UUIDs or their unique beginnings, instances by
@@ -270,7 +278,7 @@ def _is_called(card: Card, entry: str) -> bool:
 
 
 class _DriverThread:
-    """One daemon thread that calls the driver, so that a call that never returns blocks no caller."""
+    """One daemon thread that calls the driver, so that a call that hangs blocks no caller."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()

@@ -76,7 +76,12 @@ def _card_or_instances(index: int, gpu: Element) -> list[Card]:
     return instances
 
 
-def _whole_card(index: int, gpu: Element, uuid: str, name: str) -> Card:
+def _whole_card(
+    index: int,
+    gpu: Element,
+    uuid: str,
+    name: str,
+) -> Card:
     total = _bytes(_text(gpu, "fb_memory_usage/total"))
     unified = False
     if total is None:
@@ -85,7 +90,14 @@ def _whole_card(index: int, gpu: Element, uuid: str, name: str) -> Card:
             raise NoAnswer("it does not report how much memory it has")
         unified = True
         total = psutil.virtual_memory().total
-    device = Device(f"{KIND}:{index}", total, name, uuid, index, unified=unified)
+    device = Device(
+        f"{KIND}:{index}",
+        total,
+        name,
+        uuid,
+        index,
+        unified=unified,
+    )
     return Card(device, uuid, uuid)
 
 

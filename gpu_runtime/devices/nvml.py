@@ -64,7 +64,11 @@ def _list_cards(nvml: Any) -> Listing:
     return Listing(sys.modules[__name__], tuple(cards), failed)
 
 
-def _card_or_instances(nvml: Any, index: int, whole: Any) -> list[Card]:
+def _card_or_instances(
+    nvml: Any,
+    index: int,
+    whole: Any,
+) -> list[Card]:
     """The card, or the instances that it is partitioned into."""
     uuid = _text(nvml.nvmlDeviceGetUUID(whole))
     instances = _instances(nvml, whole)
@@ -95,7 +99,13 @@ def _instances(nvml: Any, whole: Any) -> dict[int, Any] | None:
     return found
 
 
-def _card(nvml: Any, id: str, index: int, handle: Handle, whole_uuid: str) -> Card:
+def _card(
+    nvml: Any,
+    id: str,
+    index: int,
+    handle: Handle,
+    whole_uuid: str,
+) -> Card:
     """The card. Raises NVMLError, and NoAnswer if its memory is unknown."""
     name = _text(nvml.nvmlDeviceGetName(handle.own))
     total = _or_none(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle.own).total)
@@ -105,13 +115,28 @@ def _card(nvml: Any, id: str, index: int, handle: Handle, whole_uuid: str) -> Ca
     if total is None:
         raise NoAnswer("it does not report how much memory it has")
     uuid = _text(nvml.nvmlDeviceGetUUID(handle.own))
-    return Card(Device(id, total, name, uuid, index, unified=unified), handle, whole_uuid)
+    return Card(
+        Device(
+            id,
+            total,
+            name,
+            uuid,
+            index,
+            unified=unified,
+        ),
+        handle,
+        whole_uuid,
+    )
 
 
 INTEGRATED = re.compile(r"\b(GB10|Jetson|Tegra|Xavier|Orin|Thor)\b", re.IGNORECASE)
 
 
-def _uses_machine_memory(nvml: Any, handle: Any, name: str) -> bool:
+def _uses_machine_memory(
+    nvml: Any,
+    handle: Any,
+    name: str,
+) -> bool:
     """Whether a card that reports no memory uses the machine's: GB10 and Jetson do.
 
     NVML reports that only by the addressing mode, ATS. Cards with memory of their own (GH200) have
@@ -203,7 +228,11 @@ def measure(card: Card, now: float) -> Sample:
         raise NoAnswer(str(error)) from error
 
 
-def _measure(nvml: Any, card: Card, now: float) -> Sample:
+def _measure(
+    nvml: Any,
+    card: Card,
+    now: float,
+) -> Sample:
     own, whole = card.handle
     if card.device.unified:
         nvml.nvmlDeviceGetUUID(own)  # raises if the card is gone
@@ -215,7 +244,15 @@ def _measure(nvml: Any, card: Card, now: float) -> Sample:
     temperature = _or_none(nvml, lambda: nvml.nvmlDeviceGetTemperature(whole, sensor))
     power = _or_none(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(whole) / 1000)
     processes = _processes(nvml, own)
-    return Sample(card.device.id, now, free, processes, utilisation, temperature, power)
+    return Sample(
+        card.device.id,
+        now,
+        free,
+        processes,
+        utilisation,
+        temperature,
+        power,
+    )
 
 
 def _processes(nvml: Any, handle: Any) -> dict[int, int | None]:

@@ -1,36 +1,40 @@
-"""The devices of this machine: which there are, how full they are, and what this process holds of them.
+"""The devices of this machine: their names, their free memory, and what this process holds of them.
 
-Which cards there are their drivers are asked once, with a time limit. How full they are is read from what the host's
-helper process measures (`follow`); only a runtime that shares its book with nobody asks for itself. Simulated cards
-keep their own account. Nothing here decides anything.
+The cards are listed once, with a time limit on their drivers. Their figures are read from what the
+host's helper process measures (`follow`); only a runtime whose book nobody shares measures by
+itself. Simulated cards count their own bytes. Nothing here decides anything.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 from msgspec.structs import replace
 
-from ..errors import BadSetting, BadSize, ProbeFailed, UnknownDevice
+from ..errors import BadSetting, ProbeFailed, UnknownDevice
 from ..facts import HOST, AllocatorMap, Device, Sample
 from ..ledgers.liveness import name_of
-from ..units import GIB, KIB, parse_bytes
-from . import allocator_stats
-from . import drivers as cards
+from ..units import GIB
+from . import allocator_stats, drivers
+from .devices_setting import (
+    EXPECTED,
+    chosen_cards,
+    host_device,
+    is_expected,
+    simulated_card,
+    simulated_devices,
+    why_none,
+)
 from .drivers import Card, Listing
 from .process_memory import Memory
 from .sampler_client import Sampling
 
-_EXPECTED = "auto, cuda, cuda:0,2, rocm, metal, sim:24GiB, sim:2x24GiB or sim:2x24GiB,host:64GiB"
-KINDS = {"cuda": "CUDA card", "rocm": "ROCm card", "metal": "Apple GPU"}
-_MOST_CARDS = 64
 FIRST_SECONDS = 3.0  # for a helper to start and measure for the first time
 
 
@@ -39,7 +43,7 @@ class Probe:
 
     def __init__(self, devices: tuple[Device, ...], listing: Listing | None = None) -> None:
         self.devices = devices
-        self.listing = listing  # where its real cards come from
+        self.listing = listing  # of the real cards
         cards = listing.cards if listing else ()
         self.simulated = not cards
         self._cards = {card.device.id: card for card in cards}
@@ -47,43 +51,52 @@ class Probe:
         self._sampling: Sampling | None = None
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Calls its cards what the book calls them (ours -> the book's). Before anything is held: places keep names."""
+        """Renames the cards: `names` maps an id of ours to that in the book.
+
+        Only before anything is held, since memories keep their names.
+        """
         self.devices = tuple(_renamed(device, names) for device in self.devices)
-        self._cards = {
-            names.get(id, id): card._replace(device=_renamed(card.device, names))
-            for id, card in self._cards.items()
-        }
+        cards = {}
+        for id, card in self._cards.items():
+            cards[names.get(id, id)] = card._replace(device=_renamed(card.device, names))
+        self._cards = cards
         self._memories = {device.id: self._memory(device) for device in self.devices}
 
     def follow(self, directory: Path | None, ledger: str = "") -> None:
-        """From now on real cards are what the host's helper says of them, in that directory; None: asked from here.
-        What they were used for it writes down, if it is told which ledger that is.
+        """From now on reads the figures of real cards from the helper's files in `directory`.
 
-        Starts a helper where there is none, and waits a moment for its first figures.
+        None: this process measures by itself. The helper records the history of that `ledger` (its
+        URL), if one is given. Starts a helper if there is none, and waits a moment for its first
+        figures.
         """
-        self._sampling = (
-            Sampling(directory, ledger) if directory is not None and self._cards else None
-        )
-        if self._sampling:
+        self._sampling = None
+        if directory is not None and self._cards:
+            self._sampling = Sampling(directory, ledger)
             self._sampling.first(FIRST_SECONDS)
 
     def _memory(self, device: Device) -> Memory:
-        if device.id in self._cards:
-            return Memory(device.id, None, simulated=False, torch=self._cards[device.id].torch)
+        card = self._cards.get(device.id)
+        if card is not None:
+            return Memory(device.id, None, simulated=False, torch=card.torch)
         return Memory(
-            device.id, device.total_bytes, simulated=device.simulated, pinned=bool(self._cards)
+            device.id,
+            device.total_bytes,
+            simulated=device.simulated,
+            pinned=bool(self._cards),
         )
 
     def place(self, device: str) -> Memory:
-        """This process's memory on that device. Raises UnknownDevice."""
+        """This process's memory on that `device`. Raises UnknownDevice."""
         try:
             return self._memories[device]
         except KeyError:
             raise UnknownDevice(device, tuple(self._memories)) from None
 
     def named(self, torch: str) -> str:
-        """What everybody calls the card that torch calls so in this process; `cpu` is the host. Raises
-        UnknownDevice."""
+        """The book's id of the card that torch calls `torch` in this process; `cpu` is the host.
+
+        Raises UnknownDevice.
+        """
         if torch == "cpu":
             return HOST
         for id, card in self._cards.items():
@@ -91,121 +104,155 @@ class Probe:
                 return id
         raise UnknownDevice(torch, tuple(self._memories))
 
-    def samples(self, now: float, fresh: bool = False) -> dict[str, Sample]:
-        """What the drivers, and the machine for `host`, said last; `fresh`: say from now on, where they answer at once.
+    # -- figures
 
-        Nothing of simulated devices. Raises ProbeFailed, naming the device that would not answer, where this process
-        asks for itself.
+    def samples(self, now: float, fresh: bool = False) -> dict[str, Sample]:
+        """The last figures of the drivers, and of the machine for `host`, by device id.
+
+        `fresh` requests new figures, if the helper answers at once. `now` is the time of samples
+        that this process takes itself. Simulated devices have none. Raises ProbeFailed, naming the
+        device that does not answer, if this process measures by itself.
         """
         if self._sampling:
-            figures = self._sampling.fresh() if fresh else self._sampling.figures()
-            if figures is None:
-                return {}
-            said = {id: figures.of(card.device) for id, card in self._cards.items()}
-            return {id: sample for id, sample in said.items() if sample} | {HOST: figures.host}
-        samples = {id: self._ask(card, now) for id, card in self._cards.items()}
+            return self._samples_of_helper(self._sampling, fresh)
+        samples = {id: self._measure(card, now) for id, card in self._cards.items()}
         if not self._memories[HOST].simulated:
             samples[HOST] = Sample(HOST, now, psutil.virtual_memory().available)
         return samples
 
-    def _ask(self, card: Card, now: float) -> Sample:
+    def _samples_of_helper(self, sampling: Sampling, fresh: bool) -> dict[str, Sample]:
+        figures = sampling.fresh() if fresh else sampling.figures()
+        if figures is None:
+            return {}
+        samples = {}
+        for id, card in self._cards.items():
+            sample = figures.of(card.device)
+            if sample:
+                samples[id] = sample
+        samples[HOST] = figures.host
+        return samples
+
+    def _measure(self, card: Card, now: float) -> Sample:
         assert self.listing is not None
-        return cards.sample(card, self.listing.source, now)
+        return drivers.sample(card, self.listing.source, now)
 
     def look_after(self) -> None:
-        """Sees to it that the host's helper lives and answers; never waits."""
+        """Starts the host's helper if none lives, and ends one that hangs. Never waits."""
         if self._sampling:
             self._sampling.look_after()
 
     def trouble(self, stale_seconds: float) -> str:
-        """Which cards cannot be used or measured, and why; empty where all can."""
-        lost = (
-            [f"card {number} cannot be used: {why}" for number, why in self.listing.failed.items()]
-            if self.listing
-            else []
-        )
-        return "; ".join(dict.fromkeys([*self._troubles(stale_seconds).values(), *lost]))
+        """Which cards cannot be used or measured, and why; empty if all can.
+
+        A sample older than `stale_seconds` does not count.
+        """
+        troubles = list(self._troubles(stale_seconds).values())
+        failed = self.listing.failed if self.listing else {}
+        for number, why in failed.items():
+            troubles.append(f"card {number} cannot be used: {why}")
+        return "; ".join(dict.fromkeys(troubles))
 
     def check(self, now: float, stale_seconds: float) -> None:
-        """Raises ProbeFailed where no card can be measured."""
+        """Raises ProbeFailed if no card can be measured; `now` and `stale_seconds` as above."""
         if not self._sampling:
             self.samples(now)
-        elif why := self._troubles(stale_seconds).get(""):
+            return
+        why = self._troubles(stale_seconds).get("")
+        if why:
             raise ProbeFailed(why, device=next(iter(self._cards)))
 
     def _troubles(self, stale_seconds: float) -> dict[str, str]:
-        known = {card.device.uuid: f"{id} ({card.device.name})" for id, card in self._cards.items()}
-        return self._sampling.trouble(stale_seconds, known) if self._sampling else {}
+        if not self._sampling:
+            return {}
+        names = {card.device.uuid: f"{id} ({card.device.name})" for id, card in self._cards.items()}
+        return self._sampling.trouble(stale_seconds, names)
 
     def people(self) -> dict[int, tuple[str, str]]:
-        """User and command of the processes on the cards, as far as they can be seen from here."""
+        """User and command of the processes on the cards by pid, as far as visible from here."""
         figures = self._sampling.figures() if self._sampling else None
-        return (
-            {pid: (name_of(one.uid), one.command) for pid, one in figures.people.items()}
-            if figures
-            else {}
-        )
+        if figures is None:
+            return {}
+        return {pid: (name_of(one.uid), one.command) for pid, one in figures.people.items()}
 
     def helper(self) -> dict[str, str]:
-        """How the host's helper process does, for a report; empty where there is none to be had."""
+        """The state of the host's helper process, for a report; empty if none is used."""
         return self._sampling.state() if self._sampling else {}
 
+    # -- bytes of this process
+
     def used(self) -> dict[str, int]:
-        """Bytes this process holds on each device: what its allocators hold, and on a card its context too where the
-        driver tells. Raises ProbeFailed where this process asks for itself."""
+        """Bytes that this process holds on each device.
+
+        What its allocators hold, and on a card its context too if the driver reports it. Raises
+        ProbeFailed if this process measures by itself.
+        """
         held = {}
         for id, memory in self._memories.items():
             card = self._cards.get(id)
-            held[id] = (
-                memory.held_bytes()
-                if card is None
-                else max(_torch_reserved(card), self._charged(card))
-            )
+            if card is None:
+                held[id] = memory.held_bytes()
+            else:
+                held[id] = max(_torch_reserved(card), self._charged(card))
         return held
 
     def contexts(self) -> dict[str, int]:
-        """Bytes that this process's CUDA context takes on each real card, beside what torch's allocator holds there;
-        0 where it has none, or the driver does not tell. (What other engines hold there is in it too.)"""
+        """Bytes of this process's CUDA context on each real card, beside torch's allocator.
+
+        0 without a context, or if the driver does not report it. (Bytes of other engines there are
+        included.)
+        """
         if _started_cuda() is None:
             return dict.fromkeys(self._cards, 0)
-        return {
-            id: max(0, self._charged(card) - _torch_reserved(card))
-            for id, card in self._cards.items()
-        }
+        contexts = {}
+        for id, card in self._cards.items():
+            contexts[id] = max(0, self._charged(card) - _torch_reserved(card))
+        return contexts
 
     def watch_peaks(self) -> None:
-        """From now on `beyond_now` tells the most that torch has held on a card, beyond what it holds at this
-        moment."""
+        """Resets torch's peak counters, so that `beyond_now` starts from this moment."""
         cuda = _started_cuda() if self._cards else None
-        for card in self._cards.values() if cuda else ():
+        if cuda is None:
+            return
+        for card in self._cards.values():
             cuda.reset_peak_memory_stats(card.device.index)
 
     def beyond_now(self, device: str) -> int | None:
-        """How much more torch held on a card at its peak than it holds now; None: nothing tells."""
+        """Bytes that torch held at its peak on that `device` beyond those it holds now.
+
+        None: unknown.
+        """
         cuda, card = _started_cuda(), self._cards.get(device)
         if cuda is None or card is None:
             return None
-        return cuda.max_memory_allocated(card.device.index) - cuda.memory_allocated(
-            card.device.index
-        )
+        index = card.device.index
+        return cuda.max_memory_allocated(index) - cuda.memory_allocated(index)
 
     def charged(self, pid: int, devices: tuple[str, ...]) -> dict[str, int]:
-        """Bytes that the driver charges to that process on these cards, its CUDA context too; 0 where it does not
-        tell."""
+        """Bytes that the driver charges to process `pid` on these `devices`, with its CUDA context.
+
+        0 if the driver does not report it.
+        """
         return {id: self._charged(self._cards[id], pid) for id in devices if id in self._cards}
 
     def _charged(self, card: Card, pid: int = 0) -> int:
-        """Bytes that the driver charges to a process, this one unless another is named; 0 where it does not tell, or in
-        a container knows it by another number."""
+        """Bytes that the driver charges to a process: this one, unless another pid is given.
+
+        0 if it does not report them, or if in a container it knows the process by another number.
+        """
         pid = pid or os.getpid()
         if self._sampling is None:
-            return self._ask(card, 0.0).processes.get(pid) or 0
+            return self._measure(card, 0.0).processes.get(pid) or 0
         figures = self._sampling.figures()
         sample = figures.cards.get(card.device.uuid) if figures else None
         return (sample.processes.get(pid) if sample else None) or 0
 
+    # -- torch and the allocators
+
     def bound(self, device: str, fraction: float) -> bool:
-        """Lets torch take at most that part of a card in this process; whether it uses CUDA yet, and so was told."""
+        """Limits torch in this process to that `fraction` of the `device`.
+
+        Returns whether the limit was set: not before this process uses CUDA.
+        """
         card, cuda = self._cards.get(device), _started_cuda()
         if card is None or cuda is None or not card.torch.startswith("cuda"):
             return False
@@ -213,21 +260,23 @@ class Probe:
         return True
 
     def maps(self) -> tuple[AllocatorMap, ...]:
-        """How each card's allocator in this process has cut what it holds; one that nothing has used says nothing, and
-        one that is not torch's for CUDA or ROCm cannot."""
+        """How each card's allocator in this process has cut its memory.
+
+        Unused allocators are left out, and those that are not torch's for CUDA or ROCm.
+        """
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
-            said = [self._memories[id].map() for id in self._simulated()]
+            maps = [self._memories[id].map() for id in self._simulated()]
         else:
-            cut = cuda.memory_snapshot(**_without_traces(cuda.memory_snapshot))
-            said = [
-                allocator_stats.of_torch(id, number, cut, cuda.memory_stats(number))
-                for id, number in self._numbered()
-            ]
-        return tuple(one for one in said if one.reserved_bytes or one.alloc_retries or one.ooms)
+            snapshot = cuda.memory_snapshot(**_without_traces(cuda.memory_snapshot))
+            maps = []
+            for id, number in self._numbered():
+                stats = cuda.memory_stats(number)
+                maps.append(allocator_stats.of_torch(id, number, snapshot, stats))
+        return tuple(one for one in maps if one.reserved_bytes or one.alloc_retries or one.ooms)
 
     def pulse(self) -> tuple[object, ...]:
-        """Equal for as long as the maps are; far cheaper to ask for."""
+        """A value that is equal for as long as the maps are, and far cheaper to compute."""
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
             return tuple(self._memories[id].pulse() for id in self._simulated())
@@ -238,132 +287,86 @@ class Probe:
         return [device.id for device in self.devices if device.simulated and not device.is_host]
 
     def _numbered(self) -> list[tuple[str, int]]:
-        """The cards that torch's allocator for CUDA serves, and what torch calls them in this process."""
-        cards = ((id, card.torch.partition(":")) for id, card in self._cards.items())
-        return [(id, int(number)) for id, (kind, _, number) in cards if kind == "cuda"]
+        """The cards that torch's CUDA allocator serves, with torch's numbers here."""
+        numbered = []
+        for id, card in self._cards.items():
+            kind, _, number = card.torch.partition(":")
+            if kind == "cuda":
+                numbered.append((id, int(number)))
+        return numbered
 
     def empty_cache(self) -> int:
-        """Gives memory that waits to be used again back, on cards and host; returns its bytes."""
+        """Gives memory that is kept for reuse back, on cards and host; returns its bytes."""
         released = sum(memory.empty_cache() for memory in self._memories.values())
         cuda = _started_cuda() if self._cards else None
         if cuda is not None:
-            before = sum(_torch_reserved(card) for card in self._cards.values())
+            before = self._torch_reserved_bytes()
             cuda.empty_cache()
-            released += before - sum(_torch_reserved(card) for card in self._cards.values())
+            released += before - self._torch_reserved_bytes()
         return released
+
+    def _torch_reserved_bytes(self) -> int:
+        return sum(_torch_reserved(card) for card in self._cards.values())
 
 
 def _renamed(device: Device, names: Mapping[str, str]) -> Device:
     id = names.get(device.id, device.id)
-    return (
-        device
-        if id == device.id
-        else replace(device, id=id, index=int(id.partition(":")[2].partition(".")[0]))
-    )
+    if id == device.id:
+        return device
+    number = id.partition(":")[2].partition(".")[0]
+    return replace(device, id=id, index=int(number))
+
+
+# -- GPU_DEVICES ---------------------------------------------------------------------------------
 
 
 def open_probe(
-    devices: str = "auto", *, cpu_only: bool = False, environment: Mapping[str, str] = os.environ
+    devices: str = "auto",
+    *,
+    cpu_only: bool = False,
+    environment: Mapping[str, str] = os.environ,
 ) -> Probe:
-    """The probe of the devices that the text names.
+    """The probe of the devices that the text `devices` names.
 
-    `auto`: the cards that this process sees if there are any and `cpu_only` does not forbid it, else one simulated card
-    of half this machine's memory. `cuda`, `rocm`, `metal`: those cards or an error; `cuda:0,2` or `cuda:GPU-8a41`:
-    these among them. `sim:2x24GiB,host:64GiB`: two simulated cards and a simulated host; without `host:` the host is
-    this machine's memory.
+    - `auto`: the cards that this process sees in this `environment`, unless there are none or
+      `cpu_only` is set; then one simulated card of half this machine's memory.
+    - `cuda`, `rocm`, `metal`: those cards, or an error. `cuda:0,2` or `cuda:GPU-8a41`: these of
+      them.
+    - `sim:2x24GiB,host:64GiB`: two simulated cards and a simulated host. Without `host:` the host
+      is this machine's memory.
 
-    Raises BadSetting for anything else, and ProbeFailed where there is a driver and it fails.
+    Raises BadSetting for anything else, and ProbeFailed if there is a driver and it fails.
     """
     text = devices.strip().lower()
     if text.startswith("sim:"):
-        return Probe(_simulated(_parsed(devices, text)))
+        return Probe(simulated_devices(devices, text))
     kind, _, wanted = text.partition(":")
-    if kind not in ("auto", *KINDS) or (kind == "auto" or text.endswith(":")) and kind != text:
-        raise BadSetting("GPU_DEVICES", devices, _EXPECTED)
-    listing = None if cpu_only else cards.visible_cards(environment, "" if kind == "auto" else kind)
+    if not is_expected(text, kind):
+        raise BadSetting("GPU_DEVICES", devices, EXPECTED)
+    listing = None
+    if not cpu_only:
+        listing = drivers.visible_cards(environment, "" if kind == "auto" else kind)
     if wanted and listing:
-        listing = listing._replace(cards=_chosen(devices, wanted, listing.cards))
+        listing = listing._replace(cards=chosen_cards(devices, wanted, listing.cards))
     if listing and listing.cards:
-        return Probe((*(card.device for card in listing.cards), _host()), listing)
+        return Probe((*(card.device for card in listing.cards), host_device()), listing)
     if kind != "auto":
-        raise BadSetting(
-            "GPU_DEVICES",
-            devices,
-            f"auto or sim:24GiB on this machine, since {_why_none(kind, cpu_only)}",
-        )
+        expected = f"auto or sim:24GiB on this machine, since {why_none(kind, cpu_only)}"
+        raise BadSetting("GPU_DEVICES", devices, expected)
     half = max(GIB, psutil.virtual_memory().total // 2 // GIB * GIB)
-    return Probe(_simulated(_Wish(1, half, None)))
+    return Probe((simulated_card(0, half), host_device()))
 
 
-def _why_none(kind: str, cpu_only: bool) -> str:
-    return (
-        "DEVELOPMENT_CPU_ONLY or INFERENCE_GPU_LAYERS=0 forbids it"
-        if cpu_only
-        else f"no {KINDS[kind]} is visible here"
-    )
-
-
-def _chosen(given: str, wanted: str, visible: tuple[Card, ...]) -> tuple[Card, ...]:
-    found = cards.chosen(wanted, visible)
-    if isinstance(found, str):
-        here = ", ".join(f"{card.device.id} ({card.device.uuid})" for card in visible) or "none"
-        raise BadSetting(
-            "GPU_DEVICES",
-            given,
-            f"numbers or UUIDs of cards that this process sees, and {found!r} is none "
-            f"of them; it sees {here}",
-        )
-    return found
-
-
-class _Wish(NamedTuple):
-    """What a `sim:` text asks for."""
-
-    cards: int
-    card_bytes: int
-    host_bytes: int | None
-
-
-def _parsed(given: str, text: str) -> _Wish:
-    match = re.fullmatch(r"sim:(?:(\d+)x)?([^,]+)(?:,\s*host:([^,]+))?", text)
-    count = int(match[1] or 1) if match else 0
-    try:
-        wish = (
-            _Wish(count, parse_bytes(match[2]), parse_bytes(match[3]) if match[3] else None)
-            if match
-            else None
-        )
-    except BadSize:
-        wish = None
-    sizes = (wish.card_bytes, wish.host_bytes) if wish else ()
-    if (
-        wish is None
-        or not 0 < count <= _MOST_CARDS
-        or any(size is not None and size < KIB for size in sizes)
-    ):
-        raise BadSetting("GPU_DEVICES", given, _EXPECTED)
-    return wish
-
-
-def _simulated(wish: _Wish) -> tuple[Device, ...]:
-    cards = (
-        Device(f"sim:{index}", wish.card_bytes, "simulated", f"SIM-{index}", index, simulated=True)
-        for index in range(wish.cards)
-    )
-    return *cards, _host(wish.host_bytes)
-
-
-def _host(simulated_bytes: int | None = None) -> Device:
-    if simulated_bytes is not None:
-        return Device(HOST, simulated_bytes, "simulated RAM", simulated=True)
-    return Device(HOST, psutil.virtual_memory().total, "RAM")
+# -- torch ---------------------------------------------------------------------------------------
 
 
 def _started_cuda():
-    """torch.cuda, where this process uses it already; asking must not start it."""
+    """torch.cuda if this process uses it already, else None; the question must not start it."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
-    return cuda if cuda is not None and cuda.is_available() and cuda.is_initialized() else None
+    if cuda is None or not cuda.is_available() or not cuda.is_initialized():
+        return None
+    return cuda
 
 
 def _torch_reserved(card: Card) -> int:
@@ -371,7 +374,7 @@ def _torch_reserved(card: Card) -> int:
     return cuda.memory_reserved(card.torch) if cuda and card.torch.startswith("cuda") else 0
 
 
-# Whatever an allocator does counts here.
+# Every action of an allocator changes one of these counters.
 _PULSE = (
     "allocation.all.allocated",
     "allocation.all.freed",
@@ -385,9 +388,10 @@ _PULSE = (
 
 
 def _without_traces(snapshot: Callable[..., Any]) -> dict[str, bool]:
-    """The arguments that spare us the traces of allocations, which somebody may record; older torch has no choice."""
-    return (
-        {"include_traces": False}
-        if "include_traces" in inspect.signature(snapshot).parameters
-        else {}
-    )
+    """Arguments that leave out the traces of allocations, which a user may record.
+
+    Older torch does not have them.
+    """
+    if "include_traces" in inspect.signature(snapshot).parameters:
+        return {"include_traces": False}
+    return {}

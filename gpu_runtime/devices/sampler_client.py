@@ -1,17 +1,19 @@
-"""The measured world of a host: figures that one helper process publishes and everybody reads, with their age.
+"""The measured figures of a host: one helper process publishes them, every process reads them.
 
-A call into a driver may hang for good, so no kernel makes one: the helper (`sampler.py`) does, and whoever finds it
-dead starts another, and whoever finds it hanging kills it first. Here is the readers' side; nothing is decided here.
+A call into a driver may hang for good, so no kernel makes one. The helper (`telemetry/sampler.py`)
+does. A process that finds the helper dead starts another; one that finds it hanging kills it first.
+This is the readers' side; nothing is decided here.
 
     DIRECTORY/                the ledger's, of this boot
-        samples               the last figures: JSON, replaced by a rename, so a reader finds them whole
-        sampler.lock          locked by the helper for life; the lock says its process number, the file its start
-        sampler.bell          a pipe: whoever writes to it has new figures taken now
-        sampler.starting      somebody is starting one
-        sampler.err           the last words of one that failed
+        samples               the last figures: JSON, replaced by a rename
+        sampler.lock          locked by the helper for life; it holds the helper's start time
+        sampler.bell          a pipe: a write to it requests new figures
+        sampler.starting      a process is starting a helper
+        sampler.err           the last error message of a helper that failed
 
-They lie beside the book, not in it: a page that changed every second would be read and decoded by every kernel every
-second. A decision puts the figures that it used into the page, and there they are what everybody goes by.
+The figures are stored beside the book, not in it: a page that changed every second would be read
+and decoded by every kernel every second. A decision puts the figures that it used into the page,
+and from there all processes use them.
 """
 
 from __future__ import annotations
@@ -35,141 +37,158 @@ from ..facts import Device, Sample, Value
 from ..units import show_seconds
 
 HANG_SECONDS = 5.0  # without any card's answer
-START_SECONDS = (
-    30.0  # before the first: a driver that nobody uses may take as long to wake eight cards
-)
+START_SECONDS = 30.0  # before the first: an idle driver may take as long to wake eight cards
 START_AGAIN_SECONDS = 3.0
-FRESH_SECONDS = 0.25  # how long a decision waits for figures taken now
-LOOK_SECONDS = 0.5  # how often one reader looks after the helper
+FRESH_SECONDS = 0.25  # how long a decision waits for new figures
+LOOK_SECONDS = 0.5  # how often one reader checks the helper
 LATE_SECONDS = 3.0  # figures are renewed every 1 to 2 s
+DEAD_SECONDS = 2.0  # how long a killed helper may take to end
 
 
 class Person(Value):
-    """Whose process uses a card."""
+    """The user and the command of a process on a card."""
 
     uid: int
     command: str
 
 
 class Figures(Value):
-    """What the helper measured last."""
+    """The figures that the helper measured last."""
 
     pid: int  # the helper's
-    began_at: float  # when this round of questions began
+    began_at: float  # when this round of measurements began
     host: Sample
     cards: dict[str, Sample] = {}  # by UUID; a card that does not answer keeps its last
-    failed: dict[
-        str, str
-    ] = {}  # UUID, or index of a card that cannot even tell it, or "": why there is no answer
-    people: dict[
-        int, Person
-    ] = {}  # of the processes on the cards, as far as they can be seen from here
+    # Why there is no answer: by UUID, by the index of a card without one, or "" for all cards.
+    failed: dict[str, str] = {}
+    people: dict[int, Person] = {}  # of the processes on the cards, as far as visible from here
 
     @property
     def newest(self) -> float:
-        """When a card answered last."""
+        """When a card answered last; 0 if none has."""
         return max((sample.taken_at for sample in self.cards.values()), default=0.0)
 
     def of(self, device: Device) -> Sample | None:
-        """What was measured of that device; None: nothing yet."""
+        """The sample of that `device`; None: nothing was measured yet."""
         if device.is_host:
             return self.host
         if device.uuid in self.failed or "" in self.failed:
-            return Sample(
-                device.id, self.began_at, None
-            )  # from now on unknown, whatever it said before
+            # From now on unknown, whatever was measured before.
+            return Sample(device.id, self.began_at, None)
         sample = self.cards.get(device.uuid)
         return replace(sample, device=device.id) if sample else None
 
 
-class Holder(NamedTuple):
-    """Who holds the helper's lock, by the operating system's word; pid 0: a process that cannot be seen from here."""
+class LockHolder(NamedTuple):
+    """The process that holds the helper's lock, as the operating system names it.
+
+    pid 0: a process that is not visible from here (in another container).
+    """
 
     pid: int
     started_at: float
 
 
 def boot_seconds() -> float:
+    """Seconds since boot: the clock of all times here."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 _FLOCK = struct.Struct("hhqqi4x")
 _decode = msgspec.json.Decoder(Figures).decode
-_LOOKING = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+_READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+_BELL_FLAGS = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+_STAMP_FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 _MOST_BYTES = 1 << 20  # of figures; 64 cards with a hundred processes each take 200 KiB
-_children: list[
-    subprocess.Popen[bytes]
-] = []  # helpers that this process started; they outlive their objects' users
+# Helpers that this process started; they outlive the objects that started them.
+_children: list[subprocess.Popen[bytes]] = []
 
 
 class Sampling:
-    """A reader of the host's figures, who also sees to it that there is a helper. Thread-safe; never asks a driver."""
+    """A reader of the host's figures that also keeps a helper running.
 
-    def __init__(self, directory: Path, ledger: str = "", *, simulated: bool = False) -> None:
-        """`ledger`: where the history is written down from. `simulated`: there is nothing to measure, so a helper that
-        lives is good enough."""
+    Thread-safe; never calls a driver.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        ledger: str = "",
+        *,
+        simulated: bool = False,
+    ) -> None:
+        """Reads the files in `directory`.
+
+        `ledger`: the URL from which the helper writes the history. `simulated`: there is nothing to
+        measure, so any living helper is good enough.
+        """
         self.directory = directory
         self._ledger, self._simulated = ledger, simulated
-        self._seen: tuple[tuple[int, int, int], Figures] | None = None
-        self._deaf_since = -1.0  # the round after which the bell was not answered
+        self._read: tuple[tuple[int, int, int], Figures] | None = None
+        self._unanswered_since = -1.0  # the round after which the bell was not answered
         self._looked_at = float("-inf")
         self._began = boot_seconds()
-        self._killed: tuple[int, float] | None = None
+        self._killed: tuple[int, float] | None = None  # pid and time
         self._why = ""
 
     def figures(self) -> Figures | None:
-        """The last figures; None where there are none. A system call where they have not changed, else 30 µs."""
+        """The last figures; None if there are none. One system call if unchanged, else 30 µs."""
         path = self.directory / "samples"
         try:
-            is_ = os.stat(path)
-            stamp = (is_.st_ino, is_.st_mtime_ns, is_.st_size)
-            seen = self._seen
-            if seen is None or seen[0] != stamp:
-                seen = self._seen = (stamp, _decode(_words(path)))
-            return seen[1]
+            status = os.stat(path)
+            stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
+            read = self._read
+            if read is None or read[0] != stamp:
+                read = self._read = (stamp, _decode(_read_file(path)))
+            return read[1]
         except (OSError, msgspec.MsgspecError):
             return None
 
     def fresh(self) -> Figures | None:
-        """Figures taken from now on; where the helper does not answer at once, the last there are.
+        """Figures taken from now on; the last ones if the helper does not answer at once.
 
-        It is waited for once: until it has answered, the next caller does not.
+        Only one caller waits for a helper that does not answer: until it has answered, the next
+        callers do not wait.
         """
-        asked_at = boot_seconds()
+        requested_at = boot_seconds()
         last = self.figures()
-        if last is not None and self._deaf_since == last.began_at or not self._ring():
+        unanswered = last is not None and self._unanswered_since == last.began_at
+        if unanswered or not self._ring():
             self.look_after()
             return last
         pause = 0.0005
-        while (figures := self.figures()) is None or figures.began_at < asked_at:
-            if boot_seconds() - asked_at > FRESH_SECONDS:
-                self._deaf_since = figures.began_at if figures else -1.0
+        while True:
+            figures = self.figures()
+            if figures is not None and figures.began_at >= requested_at:
+                return figures
+            if boot_seconds() - requested_at > FRESH_SECONDS:
+                self._unanswered_since = figures.began_at if figures else -1.0
                 return figures
             time.sleep(pause)
             pause = min(pause * 1.5, 0.005)
-        return figures
 
     def first(self, seconds: float) -> None:
-        """Waits for the first figures on this host, at most so long."""
+        """Waits for the first figures on this host, at most so many `seconds`."""
         began = boot_seconds()
         self.look_after()
-        while (figures := self.figures()) is None or began - figures.began_at > LATE_SECONDS:
-            if boot_seconds() - began > seconds or figures is not None and figures.began_at > began:
+        while True:
+            figures = self.figures()
+            if figures is not None and began - figures.began_at <= LATE_SECONDS:
+                return
+            if boot_seconds() - began > seconds:
                 return
             time.sleep(0.005)
 
     def _ring(self) -> bool:
+        """Requests new figures; whether a helper listens."""
         try:
-            bell = os.open(
-                self.directory / "sampler.bell",
-                os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW,
-            )
+            bell = os.open(self.directory / "sampler.bell", _BELL_FLAGS)
         except OSError:
-            return False  # nobody listens
+            return False
         try:
             os.write(bell, b"!")
         except BlockingIOError:
-            pass  # many rings wait there already
+            pass  # the pipe is full of requests already
         finally:
             os.close(bell)
         return True
@@ -177,7 +196,7 @@ class Sampling:
     # -- the helper
 
     def look_after(self) -> None:
-        """Starts a helper where none lives, and ends one that hangs. Never waits."""
+        """Starts a helper if none lives, and ends one that hangs. Never waits."""
         now = boot_seconds()
         if now - self._looked_at < LOOK_SECONDS:
             return
@@ -186,46 +205,52 @@ class Sampling:
         holder = self._holder()
         if holder is None:
             self._start()
-        elif not self._simulated and self._silent_seconds(holder, now) > 0:
+        elif not self._simulated and self._overdue_seconds(holder, now) > 0:
             self._end(holder, now)
         else:
             self._why, self._killed = "", None
 
     def state(self) -> dict[str, str]:
-        """How the helper does, for a report."""
+        """The state of the helper, its figures and the failing cards, for a report."""
         holder, figures, now = self._holder(), self.figures(), boot_seconds()
         if holder is None:
-            said = {"helper": self._why or self._last_words() or "none runs"}
+            state = {"helper": self._why or self._last_error() or "none runs"}
         else:
-            said = {
-                "helper": f"pid {holder.pid or 'unknown'}, for {show_seconds(now - holder.started_at)}"
-                + (f"; {self._why}" if self._why else "")
-            }
+            age = show_seconds(now - holder.started_at)
+            trouble = f"; {self._why}" if self._why else ""
+            state = {"helper": f"pid {holder.pid or 'unknown'}, for {age}{trouble}"}
         if figures is not None:
-            said["figures"] = (
-                f"{len(figures.cards)} cards, {show_seconds(now - figures.began_at)} old"
-            )
-            said |= {f"card {key or 'of any kind'}": why for key, why in figures.failed.items()}
-        return said
+            age = show_seconds(now - figures.began_at)
+            state["figures"] = f"{len(figures.cards)} cards, {age} old"
+            for key, why in figures.failed.items():
+                state[f"card {key or 'of any kind'}"] = why
+        return state
 
-    def _silent_seconds(self, holder: Holder, now: float) -> float:
-        """For how much longer than anybody needs to wait for it the helper has not had one answer."""
-        figures, silent = self.figures(), now - holder.started_at - START_SECONDS
+    def _overdue_seconds(self, holder: LockHolder, now: float) -> float:
+        """How long the helper's next answer is overdue; negative if it is not."""
+        figures = self.figures()
+        since_start = now - holder.started_at - START_SECONDS
         if figures is None or figures.began_at < holder.started_at:
-            return silent
-        if figures.failed or now - figures.began_at > HANG_SECONDS:  # an error is an answer too
-            return now - figures.began_at - HANG_SECONDS
-        return silent if figures.newest < holder.started_at else now - figures.newest - HANG_SECONDS
+            return since_start
+        round_age = now - figures.began_at
+        if figures.failed or round_age > HANG_SECONDS:  # an error is an answer too
+            return round_age - HANG_SECONDS
+        if figures.newest < holder.started_at:
+            return since_start
+        return now - figures.newest - HANG_SECONDS
 
-    def _holder(self) -> Holder | None:
-        """Who is the helper. The lock is a POSIX one because the system names its holder: a file could lie."""
+    def _holder(self) -> LockHolder | None:
+        """The helper that holds the lock; None if there is none.
+
+        The lock is a POSIX one because the system names its holder; a file's content may be wrong.
+        """
         try:
-            fd = os.open(self.directory / "sampler.lock", _LOOKING)
+            fd = os.open(self.directory / "sampler.lock", _READ_FLAGS)
         except OSError:
             return None
         try:
-            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+            query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, query))
             words = os.pread(fd, 64, 0).split()
         except OSError:
             return None
@@ -234,12 +259,15 @@ class Sampling:
         if kind == fcntl.F_UNLCK:
             return None
         try:
-            return Holder(max(0, pid), float(words[0]))
-        except (ValueError, IndexError):  # it has the lock, and has yet to say since when
-            return Holder(max(0, pid), self._began)
+            return LockHolder(max(0, pid), float(words[0]))
+        except (ValueError, IndexError):  # it has the lock, and has not written its start yet
+            return LockHolder(max(0, pid), self._began)
 
     def _start(self) -> None:
-        """Starts a helper, unless somebody is at it: of several that start at once, the lock leaves one."""
+        """Starts a helper, unless another process is doing so.
+
+        Of several that start at once, the lock leaves one.
+        """
         stamp = self.directory / "sampler.starting"
         try:
             if abs(time.time() - stamp.stat().st_mtime) < START_AGAIN_SECONDS:
@@ -248,94 +276,130 @@ class Sampling:
         except OSError:
             pass
         try:
-            os.close(os.open(stamp, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-            self._why = self._last_words()
-            package = Path(__file__).parents[2]
-            paths = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH", ""))))
-            _children.append(
-                subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        "gpu_runtime.telemetry.sampler",
-                        *(["--simulated"] if self._simulated else []),
-                        str(self.directory),
-                    ],
-                    cwd="/",  # a module of the notebook's directory would be taken for the standard library's
-                    # The ledger in the environment: its URL may hold a password, and everybody sees a command line.
-                    env={**os.environ, "PYTHONPATH": paths, "GPU_LEDGER": self._ledger},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-            )  # the stop button signals the whole group
+            os.close(os.open(stamp, _STAMP_FLAGS, 0o600))
+            self._why = self._last_error()
+            _children.append(self._spawn())
         except FileExistsError:
             pass
         except OSError as error:
-            self._why = (
-                f"the helper that measures them cannot be started ({error.strerror or error})"
-            )
+            reason = error.strerror or error
+            self._why = f"the helper that measures them cannot be started ({reason})"
 
-    def _last_words(self) -> str:
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        """A new helper process. Raises OSError."""
+        package = str(Path(__file__).parents[2])
+        inherited = os.environ.get("PYTHONPATH", "")
+        paths = os.pathsep.join(filter(None, (package, inherited)))
+        options = ["--simulated"] if self._simulated else []
+        return subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "gpu_runtime.telemetry.sampler",
+                *options,
+                str(self.directory),
+            ],
+            # In the notebook's directory, a module there could hide one of the standard library.
+            cwd="/",
+            # The ledger is in the environment: its URL may hold a password, and every user can
+            # read a command line.
+            env={**os.environ, "PYTHONPATH": paths, "GPU_LEDGER": self._ledger},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # the stop button signals the whole group,
+        )
+
+    def _last_error(self) -> str:
         try:
-            words = _words(self.directory / "sampler.err").decode(errors="replace")[:300].strip()
-            return f"the helper that measures them failed: {words}"
+            message = _read_file(self.directory / "sampler.err").decode(errors="replace")
         except OSError:
             return ""
+        return f"the helper that measures them failed: {message[:300].strip()}"
 
-    def _end(self, holder: Holder, now: float) -> None:
-        """Kills a helper that hangs. In the driver's uninterruptible sleep it does not die; then none is started."""
+    def _end(self, holder: LockHolder, now: float) -> None:
+        """Kills a helper that hangs.
+
+        In the driver's uninterruptible sleep it does not end; then none is started.
+        """
         if self._killed and self._killed[0] == holder.pid:
-            if now - self._killed[1] > 2.0:
+            if now - self._killed[1] > DEAD_SECONDS:
                 self._why = (
-                    f"the helper that measures them (pid {holder.pid}) hangs in the driver and cannot be "
-                    f"ended; nothing is granted there until the driver answers or the machine is restarted"
+                    f"the helper that measures them (pid {holder.pid}) hangs in the driver and "
+                    f"cannot be ended; nothing is granted there until the driver answers or the "
+                    f"machine is restarted"
                 )
             return
         try:
-            process = os.pidfd_open(holder.pid) if holder.pid else -1
-            if process < 0:
-                raise ProcessLookupError
-            try:
-                again = self._holder()
-                if again is not None and again.pid == holder.pid:  # a number may have come back
-                    signal.pidfd_send_signal(process, signal.SIGKILL)
-                    self._killed = (holder.pid, now)
-            finally:
-                os.close(process)
+            self._kill(holder, now)
         except PermissionError:
-            self._why = f"the helper that measures them (pid {holder.pid}) hangs, and is another user's to end"
+            self._why = (
+                f"the helper that measures them (pid {holder.pid}) hangs, and belongs to another "
+                f"user"
+            )
         except OSError:
             self._why = "the helper that measures them hangs, in another container"
 
+    def _kill(self, holder: LockHolder, now: float) -> None:
+        """Kills the process if it still holds the lock, since pids are reused. Raises OSError."""
+        process = os.pidfd_open(holder.pid) if holder.pid else -1
+        if process < 0:
+            raise ProcessLookupError
+        try:
+            again = self._holder()
+            if again is not None and again.pid == holder.pid:
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+                self._killed = (holder.pid, now)
+        finally:
+            os.close(process)
+
     def trouble(self, stale_seconds: float, cards: dict[str, str]) -> dict[str, str]:
-        """Why cards (UUID -> how they are called) are not measured now, in words; under "" where none of them is."""
+        """Why cards are not measured now, by UUID; under "" if none of them is.
+
+        `cards` gives the name of each UUID. A sample older than `stale_seconds` does not count.
+        """
         figures, now = self.figures(), boot_seconds()
         if figures is None:
-            waited = f" for {show_seconds(now - self._began)}" if now - self._began > 1.0 else ""
-            return {"": self._why or f"the devices have not been measured yet{waited}"}
-        said = {}
+            waited = now - self._began
+            since = f" for {show_seconds(waited)}" if waited > 1.0 else ""
+            return {"": self._why or f"the devices have not been measured yet{since}"}
+        troubles = {}
         for uuid, name in cards.items():
-            sample = figures.cards.get(uuid)
-            age = now - sample.taken_at if sample else 0.0
-            if why := figures.failed.get(uuid) or figures.failed.get(""):
-                said[uuid] = f"{name} does not answer: {why}"
-            elif sample is None:
-                said[uuid] = f"{name} is not among the cards that the driver lists"
-            elif age > stale_seconds:
-                said[uuid] = f"{name} was last measured {show_seconds(age)} ago" + (
-                    f": {self._why}" if self._why else "; the driver may hang"
-                )
-        if said and len(said) == len(cards):
-            said[""] = "; ".join(said.values())
-        return said
+            why = self._trouble_of(uuid, name, figures, now, stale_seconds)
+            if why:
+                troubles[uuid] = why
+        if troubles and len(troubles) == len(cards):
+            troubles[""] = "; ".join(troubles.values())
+        return troubles
+
+    def _trouble_of(
+        self,
+        uuid: str,
+        name: str,
+        figures: Figures,
+        now: float,
+        stale_seconds: float,
+    ) -> str:
+        """Why this card is not measured now; empty if it is."""
+        error = figures.failed.get(uuid) or figures.failed.get("")
+        if error:
+            return f"{name} does not answer: {error}"
+        sample = figures.cards.get(uuid)
+        if sample is None:
+            return f"{name} is not among the cards that the driver lists"
+        age = now - sample.taken_at
+        if age <= stale_seconds:
+            return ""
+        reason = f": {self._why}" if self._why else "; the driver may hang"
+        return f"{name} was last measured {show_seconds(age)} ago{reason}"
 
 
-def _words(path: Path) -> bytes:
-    """What stands in a file that another member of a shared ledger may have put there: no pipe that keeps a reader
-    waiting, and not without end. Raises OSError."""
-    fd = os.open(path, _LOOKING)
+def _read_file(path: Path) -> bytes:
+    """The content of a file that another member of a shared ledger may have put there.
+
+    No pipe that blocks a reader, and a limited number of bytes. Raises OSError.
+    """
+    fd = os.open(path, _READ_FLAGS)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "not a plain file", str(path))

@@ -161,7 +161,11 @@ def _segment_size(need: int) -> int:
     return 20 * MIB if need < 10 * MIB else rounded(need, 2 * MIB)
 
 
-def _best_fit(state: Segments, need: int, small: bool) -> Spot | None:
+def _best_fit(
+    state: Segments,
+    need: int,
+    small: bool,
+) -> Spot | None:
     """The spot of the smallest free run of sufficient size."""
     best: tuple[int, Spot] | None = None
     for segment in state.segments:
@@ -175,7 +179,12 @@ def _best_fit(state: Segments, need: int, small: bool) -> Spot | None:
     return best[1] if best else None
 
 
-def _cut(state: Segments, spot: Spot, runs: tuple[Run, ...], need: int) -> Segments:
+def _cut(
+    state: Segments,
+    spot: Spot,
+    runs: tuple[Run, ...],
+    need: int,
+) -> Segments:
     """The state with these runs at the start of the free run at that spot."""
     segments = []
     for segment in state.segments:
@@ -185,7 +194,12 @@ def _cut(state: Segments, spot: Spot, runs: tuple[Run, ...], need: int) -> Segme
     return state._replace(segments=tuple(segments))
 
 
-def _cut_segment(segment: Segment, at: int, runs: tuple[Run, ...], need: int) -> Segment:
+def _cut_segment(
+    segment: Segment,
+    at: int,
+    runs: tuple[Run, ...],
+    need: int,
+) -> Segment:
     after: list[Run] = []
     offset = 0
     for run in segment.runs:

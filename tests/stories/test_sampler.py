@@ -103,7 +103,7 @@ def test_a_pipe_in_the_place_of_a_file_keeps_no_reader_waiting(tmp_path, name):
     """In a shared ledger a member could put one there."""
     os.mkfifo(tmp_path / name)
     sampling = Sampling(tmp_path)
-    assert (sampling.figures(), sampling._holder(), sampling._last_words()) == (None, None, "")
+    assert (sampling.figures(), sampling._holder(), sampling._last_error()) == (None, None, "")
 
 
 def test_a_hanging_driver_freezes_no_kernel_and_grants_nothing(host, driver):
