@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test soak bench docs clean redis-server
+.PHONY: help run lint check test soak bench docs clean redis-server chromium
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,12 +21,16 @@ LLAMA_cuda := $(LLAMA_cpu) $(if $(shell command -v nvcc),-DGGML_CUDA=on)
 WITHOUT_LLAMA := torch,notebook,console,redis,serve,diffusion,test,docs
 JOBS ?= 2
 STAMP := $(VENV)/.installed-$(FLAVOUR)
+WORKERS ?= 3
+SPREAD := --dist loadgroup --no-loadscope-reorder  # groups: see tests/conftest.py
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg
 
 help:
 	@echo "make run     JupyterLab on the runbooks, at 127.0.0.1:$(PORT)"
-	@echo "make test    every test, doctest and notebook"
+	@echo "make lint    ruff (rules and format) and mypy"
+	@echo "make check   lint, and the tests without real processes, browsers and notebooks: under a minute"
+	@echo "make test    lint, and every test, doctest and notebook"
 	@echo "make soak    every property test with long counts, and the long stories (tests/bench/SOAK.md)"
 	@echo "make bench   the figures"
 	@echo "make docs    the documentation site, in docs/_build/html"
@@ -38,8 +42,17 @@ run: $(STAMP)
 	@export PATH="$(abspath $(BIN)):$$PATH"; exec jupyter lab --ip=127.0.0.1 --port=$(PORT) --ServerApp.root_dir=notebooks \
 		$$([ "$$(id -u)" = 0 ] && echo --allow-root) $$([ -n "$${DISPLAY:-}$${WAYLAND_DISPLAY:-}" ] || echo --no-browser)
 
-test: $(STAMP) redis-server
-	$(BIN)/python -m pytest -rs --doctest-modules tests gpu_runtime $(if $(NOTEBOOKS),$(NBVAL) $(NOTEBOOKS))
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint
+	$(BIN)/python -m pytest -q -n $(WORKERS) $(SPREAD) -m "not processes and not soak" --doctest-modules tests gpu_runtime
+
+# What waits more than it computes (processes, browsers, notebooks) gains most from several workers.
+test: lint redis-server chromium
+	$(BIN)/python -m pytest -rs -n $(WORKERS) $(SPREAD) --doctest-modules tests gpu_runtime $(if $(NOTEBOOKS),$(NBVAL) $(NOTEBOOKS))
 
 soak: $(STAMP) redis-server
 	SOAK=1 $(BIN)/python -m pytest -rs -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 tests
@@ -56,8 +69,13 @@ redis-server:
 	@if ! command -v redis-server >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y redis-server || true; fi
 
+# For the tests that look at the console and JupyterLab as a person does. As above where it cannot be had.
+chromium:
+	@if ! command -v chromium >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y chromium || true; fi
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache docs/_build
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Another flavour's environment is made anew: pip takes an installed CPU build of torch for good enough.

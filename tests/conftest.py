@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
-import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from gpu_runtime.settings import Settings
-from tests import soak
-
-# Set when this file is imported, so that kernels and other processes of any fixture inherit it.
-for name in Settings.model_fields:
-    os.environ.pop(name.upper(), None)
-# A short path: it contains sockets, whose paths may have at most 107 bytes.
-_home = tempfile.mkdtemp(prefix="gpu-")
-atexit.register(shutil.rmtree, _home, ignore_errors=True)
-os.environ.update(
-    XDG_STATE_HOME=f"{_home}/state",
-    XDG_CONFIG_HOME=f"{_home}/config",
-    IPYTHONDIR=f"{_home}/ipython",
-    HF_HUB_OFFLINE="1",
-    TRANSFORMERS_OFFLINE="1",
-    TOKENIZERS_PARALLELISM="false",
-)
+from tests import isolation, soak
 
 _began = time.monotonic()
 
@@ -48,11 +31,56 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A MonkeyPatch to set environment variables; no setting is in the environment."""
     for name in Settings.model_fields:
         monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("GPU_CONFIG_FILE", isolation.CONFIG_FILE)
     return monkeypatch
 
 
+# Tests in these places start real processes, browsers or servers.
+PROCESSES = (
+    "browser/",
+    "install/",
+    "stories/",
+    "backends/test_engine_server.py",
+    "backends/test_interrupts.py",
+    "backends/test_llama_cpp.py",
+    "backends/test_diffusers.py",
+    "core/test_docs.py",
+    "core/test_imports.py",
+    "faces/test_forged.py",
+    "faces/test_gate.py",
+    "faces/test_login.py",
+    "faces/test_unsafe_options.py",
+    "faces/test_launcher.py",
+    "faces/test_notebook.py",
+    "ledgers/test_redis.py",
+    "ledgers/test_shared.py",
+    "ledgers/test_sqlite.py",
+    "owner/test_engines.py",
+    "serving/test_headless.py",
+    "serving/test_openapi.py",
+)
+# Users of the machine are made for these, so they must not run side by side.
+ONE_AT_A_TIME = ("ledgers/test_shared.py", "stories/test_many_kernels.py")
+
+
+def _group(path: str) -> str:
+    """Tests of one group run in one worker, in order: those of a file, and the cells of a notebook."""
+    return "users" if path.startswith(ONE_AT_A_TIME) else path
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked gpu if there is no GPU."""
+    """Marks what starts processes, groups tests for the workers, and skips what needs a GPU.
+
+    What takes longest comes first, so that no worker is left alone with it at the end.
+    """
+    here = Path(__file__).parent
+    for item in items:
+        inside = item.path.is_relative_to(here)
+        path = item.path.relative_to(here).as_posix() if inside else item.path.name
+        if inside and path.startswith(PROCESSES):
+            item.add_marker(pytest.mark.processes)
+        item.add_marker(pytest.mark.xdist_group(_group(path)))
+    items.sort(key=lambda item: not item.get_closest_marker("processes"))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if on_gpu else ""
     if reason:

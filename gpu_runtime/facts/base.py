@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import dataclass_transform
+
 import msgspec
 from msgspec import Struct
 
@@ -15,6 +17,7 @@ MOST_EVENTS = 16  # events in one page; every reader pays for them, so older one
 NEVER = 0.0
 
 
+@dataclass_transform(frozen_default=True)
 class Value(Struct, frozen=True, omit_defaults=True, gc=False):
     """The base class of all facts: frozen, compared by value, small as JSON.
 

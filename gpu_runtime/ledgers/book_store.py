@@ -97,6 +97,7 @@ class BookStore:
         with self._lock:
             if self._page is None or self._connection is None or not self._in_force(self._page):
                 self._open()
+            assert self._page is not None  # `_open` has read one
             self._least_rev = max(self._least_rev, self._rev_seen_by_others(self._page))
             page = self._page = self._read(self._page)
             if self._unfinished is not None and self._unfinished.name != page.name:

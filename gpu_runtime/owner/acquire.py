@@ -21,6 +21,7 @@ from ..errors import LoadFailed, NotResident
 from ..facts import (
     Book,
     Candidate,
+    Drop,
     Footprint,
     Grant,
     Lease,
@@ -135,6 +136,7 @@ def _obtain_governed(
     try:
         for verdict in grants(session, key, wanted, footprint, rules, timeout, is_here):
             step = verdict.steps[0]
+            assert not isinstance(step, Drop)  # a grant's own step loads or moves
             attempts += 1
             try:
                 if isinstance(step, Load):

@@ -12,6 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -139,7 +140,7 @@ def _drivers() -> Rows:
         source = drivers.source(name)
         title = f"{source.KIND} by {source.NAME}"
         try:
-            answer = drivers.with_time_limit(source.NAME, lambda source=source: _answer_of(source))
+            answer = drivers.with_time_limit(source.NAME, partial(_answer_of, source))
         except ProbeFailed as error:
             answer = str(error).splitlines()[0]
         rows.append((title, answer))

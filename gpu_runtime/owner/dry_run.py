@@ -69,7 +69,7 @@ def of_nobody(resident: Resident, session: Session) -> Subject:
     try:
         found = of_resident(resident, session, {})
     except UnknownSize as error:
-        raise NotAModel(f"{error.why}.", name=name, source=name) from None
+        raise NotAModel(f"{error.facts['why']}.", name=name, source=name) from None
     guessed = any(part.source == "name" for part in found.footprint.parts)
     if guessed:
         return found._replace(obstacle=f"{name} is not here, and only its name gives its size")
@@ -105,7 +105,7 @@ def unregistered(
     kind = "llama_cpp" if is_gguf else "transformers"
     spec = ModelSpec(words, kind, source=words, options=options)
     backend = open_backend(kind, session.probe) if is_gguf else AbsentBackend(kind)
-    return Resident(spec, backend, session.me, session.clock)
+    return Resident(spec, backend, session.me, session.clock)  # type: ignore[arg-type]
 
 
 def _is_path(words: str) -> bool:

@@ -52,7 +52,8 @@ class Sizing:
             held = sum(share.bytes for share in resident.backend.measure(resident.handle))
             sized_use = ("context_length", "sequences")
             wants_use = any(spec.options.get(option) is not None for option in sized_use)
-            measured, declared = Measurement(held), spec.size if wants_use else None
+            measured: Measurement | None = Measurement(held)
+            declared = spec.size if wants_use else None
         else:
             measured = resident.measured or self.measurements.of(spec, evidence)
             declared = spec.size
@@ -130,10 +131,13 @@ class Sizing:
 
     def _peak(self, shares: Shares) -> int | None:
         """Its bytes plus the most that torch held beyond its present use; None if unknown."""
-        beyond = [self.probe.beyond_now(share.device) for share in shares]
-        if not beyond or None in beyond:
-            return None
-        return sum(share.bytes for share in shares) + sum(beyond)
+        peak = 0
+        for share in shares:
+            beyond = self.probe.beyond_now(share.device)
+            if beyond is None:
+                return None
+            peak += share.bytes + beyond
+        return peak if shares else None
 
     def _evidence(self, resident: Resident) -> Evidence:
         try:

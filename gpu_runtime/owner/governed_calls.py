@@ -9,14 +9,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 
 class Governed(Protocol):
     """What a call needs of the model: the block to run in, and whether a thread pins it."""
 
-    calling: Callable[[], AbstractContextManager[Any]]
+    calling: Callable[[], Any]
 
     def pinned_by(self, thread: int) -> bool: ...
 
@@ -37,7 +36,7 @@ def govern_calls(value: Any, resident: Governed) -> None:
     if torch is None or not isinstance(value, torch.nn.Module):
         return
     if not hasattr(type(value), "_gpu_base"):
-        value.__class__ = _governed_class(type(value))
+        value.__class__ = _governed_class(type(value))  # type: ignore[arg-type]
     _governed[value] = resident
 
 
@@ -91,7 +90,8 @@ def _reduce_as_base(self: Any, protocol: int) -> Any:
     """Pickles and copies the module as the class that the user wrote."""
     governed = type(self)
     made, args, *rest = super(governed, self).__reduce_ex__(protocol)
-    if args and args[0] is governed and made is copyreg.__newobj__:
+    if args and args[0] is governed and made is copyreg.__newobj__:  # type: ignore[attr-defined]
         # pickle requires the object's own class there, so rebuild without `__newobj__`.
-        made, args = copyreg._reconstructor, (governed._gpu_base, object, None)
+        made = copyreg._reconstructor  # type: ignore[attr-defined]
+        args = (governed._gpu_base, object, None)
     return made, args, *rest

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from .. import threads
 from ..errors import GpuError, NotAllowed, ProbeFailed, UnknownModel
-from ..facts import Book, LeaseId, Level, Outcome, Step, World
+from ..facts import Book, Drop, LeaseId, Level, Move, Outcome, World
 from ..scheduler import drain, explain, quotas, recall, relief
 from ..scheduler import transitions as books
 from ..scheduler.pressure import views
@@ -89,7 +89,7 @@ def _needed_by_others(session: Session) -> list[Resident]:
     used = [resident for resident in list(session.residents.values()) if resident.pins]
     if not used:
         return []
-    needed = set()
+    needed: set[str] = set()
     for ticket in session.ledger.read().tickets:
         if ticket.verb == "use" and ticket.owner != session.me:
             needed.update(share.device for share in ticket.need)
@@ -240,7 +240,7 @@ def obey(session: Session) -> tuple[Order, ...]:
 
     def decision(
         book: Book, world: World
-    ) -> tuple[Book, tuple[tuple[Step, ...], tuple[Order, ...]]]:
+    ) -> tuple[Book, tuple[tuple[Move | Drop, ...], tuple[Order, ...]]]:
         askers = permissions.askers(session, book)
         after, steps, orders = recall.obey(book, session.me, world, session.rank, key.text, askers)
         return after, (steps, orders)

@@ -25,10 +25,11 @@ class Anchor:
         self.thread = threading.get_ident()
 
 
-class Pin(weakref.ref):
+class Pin(weakref.ref[Anchor]):
     """One use of a model: a weak reference to its anchor, and the thread it runs in."""
 
     __slots__ = ("thread",)
+    thread: int
 
     def __new__(cls, anchor: Anchor, ended: Callable[[Any], None]) -> Pin:
         """`ended(pin)` is called when the anchor dies."""

@@ -32,18 +32,18 @@ def request(
     rechecks = 0
     try:
         while True:
-            verdict = session.decide(lambda book, world: recall.ask(book, ask, world))
-            refused = isinstance(verdict, Refuse)
-            if refused and verdict.kind == "in use" and rechecks < MOST_RECHECKS:
+            verdict = _ask_once(session, ask)
+            refusal = verdict.kind if isinstance(verdict, Refuse) else ""
+            if refusal == "in use" and rechecks < MOST_RECHECKS:
                 rechecks += 1  # pins may be a second old: ring the owner to publish them now
                 session.ledger.ring([target.owner])
                 session.ledger.wait(NEAR_SECONDS)
                 continue
             settled = not isinstance(verdict, Wait)
-            if refused and verdict.kind != "failed":  # a failure was journaled by its owner
+            if refusal and refusal != "failed":  # a failure was journaled by its owner
                 _journal_declined(session, ask, verdict.because)
             timed_out = deadline is not None and session.clock() >= deadline
-            if settled or not wait or timed_out:
+            if not isinstance(verdict, Wait) or not wait or timed_out:
                 return verdict
             pause(session, verdict, deadline)
             session.reap()
@@ -59,8 +59,7 @@ def request(
 def follow_up(session: Session) -> None:
     """Removes the standing requests that were answered; otherwise they would be obeyed again."""
     for key, ask in list(session.standing.items()):
-        verdict = session.decide(lambda book, world, ask=ask: recall.ask(book, ask, world))
-        if not isinstance(verdict, Wait):
+        if not isinstance(_ask_once(session, ask), Wait):
             session.standing.pop(key, None)
             session.done_with(key.note)
 
@@ -109,6 +108,10 @@ def pause(session: Session, verdict: Wait, deadline: float | None) -> None:
             return
         if any(not resident.pins for resident in ours):
             return
+
+
+def _ask_once(session: Session, ask: Ask) -> Verdict:
+    return session.decide(lambda book, world: recall.ask(book, ask, world))
 
 
 def _ask(

@@ -108,7 +108,7 @@ class Resident:
         if anchor() is None:  # the caller was interrupted meanwhile
             return
         # Never bind the anchor to a name here: a traceback would keep this frame, and the pin, alive.
-        self.pins.add(Pin(anchor(), self.pins.discard))
+        self.pins.add(Pin(anchor(), self.pins.discard))  # type: ignore[arg-type]
         self.uses += 1
 
     def pinned_by(self, thread: int) -> bool:

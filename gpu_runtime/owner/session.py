@@ -13,7 +13,6 @@ import itertools
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -108,7 +107,7 @@ class Session:
         self.rules = replace(settings.rules(), cap=self.machine.cap(user, groups_of(user)))
 
         self.residents: dict[str, Resident] = {}
-        self.blocks: dict[str, tuple[Lease, weakref.ref[Anchor]]] = {}
+        self.blocks: dict[str, tuple[Lease, Callable[[], Anchor | None]]] = {}
         self.backends: dict[str, Backend] = {}
         self.limits = {device.id: self._limit(device) for device in probe.devices}
         self.lock = threading.Lock()  # guards residents and the monitor's start, never a load
@@ -162,7 +161,7 @@ class Session:
         if name in backend_names():
             opened = open_backend(name, self.probe, self.settings)
         else:
-            opened = AbsentBackend(name)
+            opened = AbsentBackend(name)  # type: ignore[assignment]
         return self.backends.setdefault(name, opened)
 
     def new_block_number(self) -> int:

@@ -60,7 +60,9 @@ def room_and_blind(book: Book, world: World) -> tuple[dict[str, int], dict[str, 
         if reason:
             blind[id] = reason
         else:
-            free[id] = min(free[id], _measured_room(sample, world, unseen.get(id, 0)))
+            assert sample is not None and sample.free_bytes is not None  # else it is blind
+            measured = sample.free_bytes - world.rules.reserve_bytes - unseen.get(id, 0)
+            free[id] = min(free[id], measured)
 
     shared = one_memory(world.devices)
     if shared:
@@ -93,14 +95,6 @@ def _why_blind(
     if age > world.rules.stale_seconds:
         return f"the last measurement of {id} is {show_seconds(age)} old"
     return ""
-
-
-def _measured_room(
-    sample: Sample,
-    world: World,
-    unseen_bytes: int,
-) -> int:
-    return sample.free_bytes - world.rules.reserve_bytes - unseen_bytes
 
 
 def _left_of_one_memory(

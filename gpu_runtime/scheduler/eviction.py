@@ -186,7 +186,7 @@ def _priced(
     rounded_seconds = round(seconds, 1)
     cards, leases = len(candidate.shares), len(leaving)
     if request.placement.policy == "fewest-evictions":
-        size = (leases, rounded_seconds, cards)
+        size: tuple[float, float, float] = (leases, rounded_seconds, cards)
     else:
         size = (rounded_seconds, cards, leases)
     cost = (most_important, *size, highest_rank, order)

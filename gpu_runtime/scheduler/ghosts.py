@@ -76,13 +76,13 @@ def ghosts_of(book: Book, section: Section, world: World) -> list[Ghost]:
                 held[share.device] = held.get(share.device, 0) + share.bytes
                 settled[share.device] = max(settled_at, settled.get(share.device, 0.0))
     found = []
-    for device, size in held.items():
+    for id, size in held.items():
         ghost = Ghost(
             owner=section.owner.id,
             pid=section.owner.pid,
-            device=device,
+            device=id,
             bytes=size,
-            settled_at=settled.get(device, 0.0),
+            settled_at=settled.get(id, 0.0),
             died_at=world.now,
         )
         found.append(ghost)

@@ -26,7 +26,6 @@ from ..facts import (
     Policy,
     Refuse,
     Section,
-    Step,
     Ticket,
     Value,
     Verdict,
@@ -271,7 +270,7 @@ def obey(
     rank: Policy,
     key: str,
     askers: Mapping[str, Asker] | None = None,
-) -> tuple[Book, tuple[Step, ...], tuple[Order, ...]]:
+) -> tuple[Book, tuple[Move | Drop, ...], tuple[Order, ...]]:
     """The book with the recalled leases of `owner` leaving, the steps for them, and the orders.
 
     A recall is obeyed if the rules let the lease go for a request of that importance and its grace
@@ -282,7 +281,7 @@ def obey(
     missing there was forged, and is ignored. For another user, idle models are evicted and nothing
     else is done.
     """
-    steps: list[Step] = []
+    steps: list[Move | Drop] = []
     orders: list[Order] = []
     host_room = room(book, world).get(HOST, 0)
     # A requester that has not read its answer yet still has its ticket in the book.

@@ -17,7 +17,6 @@ from ..facts import (
     Move,
     Phase,
     Policy,
-    Step,
     World,
 )
 from ..units import show_seconds
@@ -28,7 +27,7 @@ from .pressure import level, pressure, relief, views
 
 def relieve(
     book: Book, owner: str, world: World, rank: Policy, key: str
-) -> tuple[Book, tuple[Step, ...]]:
+) -> tuple[Book, tuple[Move | Drop, ...]]:
     """The book with the idle models of `owner` leaving its overfull devices, and the steps for it.
 
     `rank` orders the leases of one importance, the lowest first; `key` marks the leaving leases.
@@ -43,7 +42,7 @@ def relieve(
     rules = world.rules
     if rules.relief == "never" or owner not in book.sections:
         return book, ()
-    steps: list[Step] = []
+    steps: list[Move | Drop] = []
     host_room = room(book, world).get(HOST, 0)
     for view in views(book, world):
         if view.device.is_host:
@@ -68,7 +67,7 @@ def relieve(
 
 def _step(
     lease: Lease, at: Level, view: DeviceView, freed: int, host_room: int, world: World
-) -> Step | None:
+) -> Move | Drop | None:
     """How this lease leaves the card at the level `at`; None if it stays."""
     demand = relief(at, world.rules)
     assert demand is not None

@@ -49,6 +49,13 @@ DEFAULTS = {
 }
 
 
+@pytest.fixture
+def environment(environment):
+    """Without the isolated GPU_CONFIG_FILE: these tests read the defaults, and no file."""
+    environment.delenv("GPU_CONFIG_FILE")
+    return environment
+
+
 def row(settings: Settings, name: str):
     return next(row for row in settings.sources() if row.name == name)
 

@@ -1,0 +1,3 @@
+"""The runbooks run in the tests' isolated state directory, also under a bare `pytest --nbval`."""
+
+from tests import isolation  # noqa: F401 - importing it isolates

@@ -1,0 +1,42 @@
+"""One isolated state directory for every test and notebook.
+
+Importing this removes all settings from the environment and points every place that gpu-console,
+IPython, Jupyter or transformers reads to a new, empty directory. So no test reads the developer's
+own catalogue, configuration or ledger. Kernels and other processes started later inherit it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+
+from gpu_runtime.settings import Settings
+
+# A short path: sockets lie below it, and a socket's path may have 107 bytes.
+HOME = tempfile.mkdtemp(prefix="gpu-")
+CONFIG_FILE = f"{HOME}/machine.toml"  # stands for /etc/gpu-console/config.toml; it does not exist
+
+
+def isolate() -> None:
+    """Points the environment of this process, and so of its children, to the empty directory."""
+    for name in Settings.model_fields:
+        os.environ.pop(name.upper(), None)
+    os.environ.update(
+        GPU_CONFIG_FILE=CONFIG_FILE,
+        XDG_STATE_HOME=f"{HOME}/state",
+        XDG_CONFIG_HOME=f"{HOME}/config",
+        IPYTHONDIR=f"{HOME}/ipython",
+        JUPYTER_CONFIG_DIR=f"{HOME}/jupyter",
+        JUPYTER_DATA_DIR=f"{HOME}/jupyter-data",
+        JUPYTER_RUNTIME_DIR=f"{HOME}/jupyter-run",
+        HF_HOME=f"{HOME}/huggingface",
+        HF_HUB_OFFLINE="1",
+        TRANSFORMERS_OFFLINE="1",
+        TOKENIZERS_PARALLELISM="false",
+    )
+
+
+isolate()
+atexit.register(shutil.rmtree, HOME, ignore_errors=True)
