@@ -141,7 +141,7 @@ def _print(verb: Verb, args: argparse.Namespace, value: Any, rt: Any) -> int:
         around = rt.status() if isinstance(value, Plan) else None
         subject = getattr(args, "name", "")
         print(render.shown(verb.name, value, subject=subject, around=around, prompt=CLI))
-    sys.stdout.flush()  # raises BrokenPipeError here, not at exit, if the reader has closed the pipe
+    sys.stdout.flush()  # if the pipe is closed, BrokenPipeError is raised here and not at exit
     return FAILED if isinstance(value, Outcome) and not value.done else DONE
 
 
@@ -201,7 +201,7 @@ def _serve(args: argparse.Namespace) -> str:
 
 
 def _console_beside(rt: Any) -> Any:
-    """Makes the console's page for a server, or None, with one line on standard error, without Panel."""
+    """The console for the server. Without Panel: None, and one line on standard error."""
     try:
         from gpu_panels.server import with_console
     except ImportError as error:

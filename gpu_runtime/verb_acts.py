@@ -1,7 +1,7 @@
 """The verbs' calls on the runtime that take more than one line.
 
-`rt` is the runtime; None if no runtime is open and the verb can do without one. `args` are the parsed
-arguments. An act returns data: it draws and prints nothing.
+`rt` is the runtime; None if no runtime is open and the verb can do without one. `args` are the
+parsed arguments. An act returns data: it draws and prints nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def doctor(rt: Any, args: argparse.Namespace) -> Any:
         return rt.doctor()
     try:
         return gpu_runtime.runtime().doctor()
-    except GpuError as error:  # the report says why no runtime opens, and all that is known anyway
+    except GpuError as error:  # the report has the error too
         return report(None, error)
 
 

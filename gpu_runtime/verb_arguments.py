@@ -57,8 +57,9 @@ class Argument(NamedTuple):
 def positional(name: str, metavar: str, help: str, completes: str = "", **options: Any) -> Argument:
     """An argument that is typed by its position.
 
-    `name` is its attribute in the parsed arguments, `metavar` its name in a synopsis, `help` its line in
-    the help. `completes` is what Tab offers for it. `options` are further keywords of `argparse`.
+    `name` is its attribute in the parsed arguments, `metavar` its name in a synopsis, `help` its
+    line in the help. `completes` is what Tab offers for it. `options` are further keywords of
+    `argparse`.
     """
     return Argument((name,), {"metavar": metavar, "help": help, **options}, completes)
 
@@ -110,7 +111,7 @@ def rows(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """A number above 0; `8_192` is accepted. Raises ArgumentTypeError if `text` is anything else."""
+    """A number above 0, such as `8_192`. Raises ArgumentTypeError if `text` is anything else."""
     if not text.replace("_", "").isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)

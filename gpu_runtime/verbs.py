@@ -1,7 +1,8 @@
 """The verbs: one table that feeds the magic, the `gpu` command, and the help of both.
 
-A row names a verb, its arguments, and the call on the Runtime that answers it. The faces decide how an
-answer looks. A verb that only a face can do, such as `serve`, has no `act` here: the face has it.
+A row names a verb, its arguments, and the call on the Runtime that answers it. The faces decide how
+an answer looks. A verb that only a face can do, such as `serve`, has no `act` here: the face has
+it.
 """
 
 from __future__ import annotations

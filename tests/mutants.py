@@ -487,9 +487,9 @@ FAULTS = [
     ),
     Fault(
         "catalogue: a loaded model changes under its users",
-        "runtime",
-        "        if resident is not None and resident.catalogued and resident.place is Place.GONE:",
-        "        if resident is not None and resident.catalogued:",
+        "owner/registry",
+        "    if resident is not None and resident.catalogued and resident.place is Place.GONE:",
+        "    if resident is not None and resident.catalogued:",
         CATALOGUE,
     ),
     Fault(

@@ -1,4 +1,5 @@
-"""The catalogue: models that every process sharing it knows, on disk, beyond the life of any process.
+"""The catalogue: models on disk, which every process that shares it knows.
 
-It reads and writes files, and derives a ModelSpec from an entry. It loads no model, and knows no scheduler.
+It reads and writes files, and derives a ModelSpec from an entry. It loads no model, and knows no
+scheduler.
 """

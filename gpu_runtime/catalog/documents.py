@@ -1,8 +1,8 @@
 """YAML or JSON text as plain values, each with its line; and plain values as YAML.
 
-The values are text, numbers, true or false, lists and mappings. No tag makes an object, and a timestamp
-remains text. These are errors: a field that appears twice, and a file that is too large, too deep, or
-grows through its aliases. The meaning of the values is not decided here.
+The values are text, numbers, true or false, lists and mappings. No tag makes an object, and a
+timestamp remains text. These are errors: a field that appears twice, and a file that is too large,
+too deep, or grows through its aliases. The meaning of the values is not decided here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Document(NamedTuple):
     file: str
 
     def line(self, path: Path) -> int:
-        """The line, from 1, of the value at `path`, or of the nearest value around it with a line."""
+        """The line, from 1, of the value at `path`, or of the nearest value around it."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 1)
@@ -72,7 +72,8 @@ def read(data: bytes, file: str) -> tuple[Document, ...]:
     if file.endswith(".json"):
         return tuple(_json(text, file))
     if text.lstrip()[:1] == "{":
-        # JSON is YAML except for its tabs and a few numbers. It may have several documents in a row.
+        # JSON is YAML except for its tabs and a few numbers. It may have several documents in a
+        # row.
         try:
             return tuple(_json(text, file))
         except BadDocument as refused:
@@ -156,7 +157,7 @@ class _Builder:
         raise self._wrong(line, path, _not_plain(node.tag))
 
     def mapping(self, node: Any, path: Path) -> dict[str, Any]:
-        """The fields of the mapping `node` at `path`. They override those that `<<` merges into it."""
+        """The fields of the mapping `node` at `path`. They override those merged by `<<`."""
         own: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         seen: dict[str, int] = {}
@@ -309,7 +310,7 @@ def _json_lines(text: str, before: int) -> dict[Path, int]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's dumper, which would replace rare line breaks in text by spaces: those are escaped."""
+    """PyYAML's dumper, but rare line breaks in text are escaped: it would make them spaces."""
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:

@@ -1,7 +1,7 @@
 """One model of the catalogue: the entry as it was written, and its meaning in this process.
 
-The entry is stored unchanged. Its meaning depends on the process: on its settings, and on the backends of
-this version.
+The entry is stored unchanged. Its meaning depends on the process: on its settings, and on the
+backends of this version.
 """
 
 from __future__ import annotations

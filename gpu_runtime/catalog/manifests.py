@@ -9,7 +9,8 @@ Three shapes are read, in YAML or JSON, several in one file:
 
 and a bare mapping that has a name. All of them are converted to the first shape.
 
-Sources: Helix, Multi-GPU Scheduling, appendix B; Kitchen Brigade, GPU Allocation Semantics, section 4.
+Sources: Helix, Multi-GPU Scheduling, appendix B; Kitchen Brigade, GPU Allocation Semantics, section
+4.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _resource(document: Document, value: dict[str, Any], path: Path) -> Found:
 
 
 def _resource_problem(value: dict[str, Any]) -> tuple[Path, str]:
-    """The first wrong field of a document of the first shape, and what is wrong; empty if nothing."""
+    """The first wrong field of a document of the first shape, and the problem; empty if none."""
     if value.get("apiVersion") != API_VERSION:
         return ("apiVersion",), (
             f"{value.get('apiVersion')!r} is not supported; it must be {API_VERSION}"

@@ -1,7 +1,7 @@
 """The catalogue as one runtime sees it: its models on this machine's cards.
 
-If the catalogue cannot be read, only requests that need it fail. Models that are registered or loaded here
-are not affected.
+If the catalogue cannot be read, only requests that need it fail. Models that are registered or
+loaded here are not affected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Catalogued:
     def spec(self, name: str) -> ModelSpec | None:
         """The model called `name`, or None.
 
-        Raises CatalogUnavailable, BadDocument, and UnknownDevice if it names a card that is not here.
+        Raises CatalogUnavailable, BadDocument, and UnknownDevice if it names a card that is not
+        here.
         """
         spec = self.catalog.spec(name)
         return self._here(spec) if spec else None

@@ -1,10 +1,10 @@
 """The fields that a manifest may have: one table, which checks them and which the README shows.
 
-Each value is converted to the project's own units and words: sizes to bytes, durations to seconds. A field
-that is not in the table is kept, unless it looks like a misspelled one.
+Each value is converted to the project's own units and words: sizes to bytes, durations to seconds.
+A field that is not in the table is kept, unless it looks like a misspelled one.
 
-Sources: Helix, Multi-GPU Scheduling, appendix B; Kitchen Brigade, GPU Allocation Semantics, section 4; Model Boss,
-Backend Registry and Model Pinning; NDIF, GPU Fraction Deployment.
+Sources: Helix, Multi-GPU Scheduling, appendix B; Kitchen Brigade, GPU Allocation Semantics, section
+4; Model Boss, Backend Registry and Model Pinning; NDIF, GPU Fraction Deployment.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def _word_of(
 ) -> Callable[[Any], str]:
     """A function that reads a word of the table `known`.
 
-    Another word is passed to `otherwise`, unless it looks like a misspelled one. `what` names the kind of
-    word in errors.
+    Another word is passed to `otherwise`, unless it looks like a misspelled one. `what` names the
+    kind of word in errors.
     """
 
     def read(value: Any) -> str:
@@ -157,7 +157,7 @@ def _is_argument(word: Any) -> bool:
 
 
 def _flag_words(flags: Mapping[str, Any]) -> list[Any]:
-    """The words of a mapping of flags: True is a flag without a value; False and None are left out."""
+    """The words of a mapping of flags. True is a flag without a value; False is left out."""
     words: list[Any] = []
     for flag, value in flags.items():
         if value is False or value is None:
@@ -235,7 +235,7 @@ class Fields(BaseModel):
     )
     gpu_memory: Annotated[int | dict[str, int], BeforeValidator(_card_bytes)] | None = Field(
         None,
-        description="The most memory of each GPU (`20GiB`), or for each one (`{0: 20GiB, 1: 10GiB}`).",
+        description="The most memory of each GPU: `20GiB`, or `{0: 20GiB, 1: 10GiB}`.",
     )
     max_tensor_parallel: Annotated[Whole, Field(gt=0)] | None = Field(
         None, description="The most GPUs to split it over."
@@ -347,8 +347,8 @@ def _unless_auto(text: str) -> str | None:
     return None if text == "auto" else text
 
 
-# --max-num-seqs and --parallel are not in it: those sequences share the context that is reserved, so
-# they need no more of it.
+# --max-num-seqs and --parallel are not in it: those sequences share the context that is reserved,
+# so they need no more of it.
 _ARGUMENTS: dict[str, tuple[str, Callable[[str], Any]]] = {  # flag -> its field, and how it is read
     "--max-model-len": ("context_length", _tokens),
     "--ctx-size": ("context_length", _tokens),

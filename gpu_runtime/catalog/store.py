@@ -1,4 +1,4 @@
-"""The catalogue's files: read by every process that shares them, and written by `apply` and `delete`.
+"""The catalogue's files: every process that shares them reads them; `apply` and `delete` write.
 
     CATALOG/                  GPU_CATALOG, or gpu-console/catalog in the state directory
         catalog.json          what `apply` wrote: replaced whole, under catalog.lock
@@ -251,7 +251,7 @@ class Catalog:
             yield f"{', '.join(names)}: {note}"
 
     def delete(self, name: str) -> CatalogEntry:
-        """The entry of the model `name`, after its removal. Raises UnknownModel, CatalogUnavailable."""
+        """The removed entry of the model `name`. Raises UnknownModel, CatalogUnavailable."""
         with self._locked():
             entry = self._require(name)
             if entry.file != str(self.file) or self._by_hand():
@@ -376,7 +376,7 @@ def _open_given(file: str | os.PathLike[str]) -> tuple[str, bytes, str]:
 
 
 def _entry(manifest: Manifest, file: Path, base: str = "") -> CatalogEntry:
-    """The entry to store. Its paths are made absolute, since it leaves the file they are relative to."""
+    """The entry to store. Its paths are made absolute, since it leaves its file."""
     spec = dict(manifest.body["spec"])
     base = base or str(file.parent)
     if spec.get("path"):

@@ -14,8 +14,9 @@ from .devices import Shares
 from .leases import Lease, Owner, Phase
 
 THIS_PROCESS = "this process"
-# Backends whose engine computes every layer on all its cards at once. The others put whole layers or
-# components on each card; that is a split too, and not tensor parallel, even if the shares are equal.
+# Backends whose engine computes every layer on all its cards at once. The others put whole layers
+# or components on each card; that is a split too, and not tensor parallel, even if the shares are
+# equal.
 TENSOR_PARALLEL = frozenset({"vllm"})
 
 
@@ -63,8 +64,8 @@ def lease_state(lease: Lease, now: float) -> LeaseState:
 def holder_label(owner: Owner, viewer: Owner | None = None) -> str:
     """The process `owner` of a lease: `this process`, or `train.ipynb (pid 4121), ann`.
 
-    The user is left out if `viewer`, the process in which a person reads the label, has the same user.
-    Without a `viewer` the label is the same for every reader.
+    The user is left out if `viewer`, the process in which a person reads the label, has the same
+    user. Without a `viewer` the label is the same for every reader.
     """
     if viewer is not None and owner.id == viewer.id:
         return THIS_PROCESS
@@ -81,7 +82,8 @@ def ended_label(owner_id: str) -> str:
 def cards_label(shares: Shares, backend: str = "") -> str:
     """The cards of `shares`: `GPU: 0` or `GPUs: 0,1 (TP:2)`; empty if no share is on a card.
 
-    The degree of tensor parallelism (TP) is shown only if the engine of `backend` computes that way.
+    The degree of tensor parallelism (TP) is shown only if the engine of `backend` computes that
+    way.
 
     >>> from gpu_runtime.facts import Share
     >>> two = (Share("cuda:0", 1), Share("cuda:1", 1))

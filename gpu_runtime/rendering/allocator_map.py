@@ -1,8 +1,8 @@
 """An allocator's map as a picture: rows of equal length, cut into pieces.
 
-Pure. The picture is the same for text, SVG and the console. All segments are laid end to end by address and
-wrapped into rows like the words of a page, so area is bytes. Blocks too small to be seen are drawn
-together, by the part of their bytes that is in use.
+Pure. The picture is the same for text, SVG and the console. All segments are laid end to end by
+address and wrapped into rows like the words of a page, so area is bytes. Blocks too small to be
+seen are drawn together, by the part of their bytes that is in use.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def mapped(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> Mapped:
 class MapPiece(NamedTuple):
     """A rectangle of a row.
 
-    It reaches from `left` to `right` in bytes, and from `low` to `high` in parts of the row's height.
+    It reaches from `left` to `right` in bytes, and from `low` to `high` in parts of the row's
+    height.
     """
 
     row: int
@@ -227,8 +228,8 @@ def _stretches(segments: Iterable[SegmentMap], least: float) -> Iterator[_Stretc
 def _pieces(stretch: _Stretch, row: int, least: float) -> Iterator[MapPiece]:
     """The stretch, cut at the ends of rows, with one piece above the other for each of its kinds.
 
-    Bytes in use are drawn at least `least` bytes wide: they may be all that keeps a segment from being
-    released.
+    Bytes in use are drawn at least `least` bytes wide: they may be all that keeps a segment from
+    being released.
     """
     title = _title(stretch)
     start, end = stretch.start, stretch.start + stretch.bytes

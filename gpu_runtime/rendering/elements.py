@@ -1,12 +1,12 @@
 """The HTML elements of every page: style, colours, bars and tables. Pure.
 
-The colours are those of Okabe and Ito, which colour-blind people can tell apart; a model has the same
-colour everywhere. Nothing here is random, so that executed notebooks can be compared. Every name given by
-a person or a file is escaped.
+The colours are those of Okabe and Ito, which colour-blind people can tell apart; a model has the
+same colour everywhere. Nothing here is random, so that executed notebooks can be compared. Every
+name given by a person or a file is escaped.
 
-JupyterLab removes the style sheet from a notebook that it does not trust yet, and keeps inline styles. So
-colours, widths and alignment are inline, and the sheet has only what a page can do without. If both are
-removed, tables remain.
+JupyterLab removes the style sheet from a notebook that it does not trust yet, and keeps inline
+styles. So colours, widths and alignment are inline, and the sheet has only what a page can do
+without. If both are removed, tables remain.
 
 Source: Okabe & Ito 2008, Color Universal Design.
 """
@@ -238,7 +238,8 @@ def _body(rows: Sequence[Sequence[str]], columns: Sequence[int]) -> str:
 def table_cell(tag: str, inner: str, kind: str = "", style: str = "") -> str:
     """A `<td>` or `<th>` (the `tag`) around the HTML `inner`, with the classes `kind`.
 
-    The alignment is inline, because frontends have their own rules for tables. `style` is added to it.
+    The alignment is inline, because frontends have their own rules for tables. `style` is added to
+    it.
     """
     side = "right" if "gpuc-num" in kind else "left"
     more = f";{style}" if style else ""

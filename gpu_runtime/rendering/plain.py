@@ -1,4 +1,7 @@
-"""Answers as plain values for JSON: every field present, bytes as numbers, times as epoch seconds. Pure."""
+"""Answers as plain values for JSON. Pure.
+
+Every field is present; bytes are numbers, and times are epoch seconds.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The progress of a load: one line that moves, and settles when the load ends.
 
-In a notebook it is a display that is updated in place; in a terminal it is a line that is overwritten. The
-line that remains in the notebook depends on the outcome only, so that executed notebooks can be compared.
+In a notebook it is a display that is updated in place; in a terminal it is a line that is
+overwritten. The line that remains in the notebook depends on the outcome only, so that executed
+notebooks can be compared.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class TerminalProgress(Progress):
     def __init__(
         self, name: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """As Progress, for the model `name` with the `clock`; `stream` is standard error by default."""
+        """As Progress, for the model `name` with the `clock`; `stream` defaults to standard error."""
         super().__init__(name, clock)
         self._stream = sys.stderr if stream is None else stream
 

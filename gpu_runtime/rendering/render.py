@@ -70,8 +70,8 @@ def shown(
 ) -> Any:
     """The `value` that a `verb` answered, with its text and its HTML.
 
-    `subject` is the text that the verb was typed with, `around` the status at that time; commands are
-    written as typed after `prompt`. A DataFrame shows itself and is returned as it is.
+    `subject` is the text that the verb was typed with, `around` the status at that time; commands
+    are written as typed after `prompt`. A DataFrame shows itself and is returned as it is.
     """
     if isinstance(value, Plan) and around is not None:
         return Shown(
@@ -121,7 +121,7 @@ def _shown_by_verb(verb: str, value: Any, subject: str, prompt: str) -> Any:
 
 
 def with_titles(verb: str, value: Any, rt: Any) -> Any:
-    """The answer to `verb`: allocator maps with titles from the status of `rt`, else the `value`."""
+    """The `value` that `verb` answered; allocator maps get titles from the status of `rt`."""
     if verb == "fragmentation" and isinstance(value, tuple):
         return allocator_map.mapped(value, rt.status())
     return value

@@ -186,8 +186,8 @@ def table(
 ) -> list[str]:
     """The `rows` as aligned lines under `headers`. Empty columns are left out.
 
-    The columns with the numbers in `right` are aligned to the right. Cells over `longest` characters
-    are shortened.
+    The columns with the numbers in `right` are aligned to the right. Cells over `longest`
+    characters are shortened.
     """
     cells = [[shorten(clean(cell), longest) for cell in row] for row in rows]
     columns = [n for n in range(len(headers)) if any(row[n] for row in cells)]
@@ -241,7 +241,7 @@ def health(found: Health) -> str:
 
 
 def outcome(done: Outcome) -> str:
-    """What a verb has `done`, in one line; its bytes and seconds are added if they are not in it."""
+    """What a verb has `done`, in one line, with its bytes and seconds."""
     because, moved = done.because.rstrip("."), show_bytes(done.bytes)
     figures = [] if moved in because else [moved]
     if done.bytes and done.seconds:

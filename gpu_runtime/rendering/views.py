@@ -1,7 +1,7 @@
 """A Snapshot as bars and rows, the same for text and HTML.
 
-Pure. This module decides what is shown where. Sentences are in `words.py`; the layout is in `text.py`
-and `html.py`.
+Pure. This module decides what is shown where. Sentences are in `words.py`; the layout is in
+`text.py` and `html.py`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _bytes_on(shares: Iterable[Share], device: str) -> int:
 
 
 def strangers_bytes(view: DeviceView) -> int:
-    """Bytes of the device in `view` that are in use without a lease; 0 if the driver does not report them."""
+    """Bytes in use without a lease on the device in `view`; 0 if the driver does not report them."""
     if view.stranger_bytes is not None:
         return view.stranger_bytes
     return max(0, (view.measured_bytes or 0) - view.claimed_bytes)

@@ -29,7 +29,7 @@ MOST_CONSIDERED = 8  # alternatives that a plan lists
 
 
 def waiting(snapshot: Snapshot) -> list[str]:
-    """A sentence for each request in the queue of the `snapshot`, and for each request to an owner."""
+    """A sentence for each request in the queue of the `snapshot`, and for each one to an owner."""
     return [_ticket_sentence(snapshot, ticket) for ticket in snapshot.tickets]
 
 
@@ -112,7 +112,7 @@ def counters(snapshot: Snapshot) -> str:
 
 
 def alarms(snapshot: Snapshot) -> list[str]:
-    """Sentences that a face shows first: the governor is off, or the monitor of the `snapshot` fails."""
+    """Sentences to show first: the governor of the `snapshot` is off, or its monitor fails."""
     found = []
     if not snapshot.governed:
         found.append(

@@ -54,8 +54,8 @@ def candidates(
 ) -> Iterable[str] | None:
     """The words that may replace the `fragment` behind the words `before`.
 
-    `cell` is True for `%%gpu`. Models are those of the `runtime` that is returned. None if another matcher
-    is better, as for files.
+    `cell` is True for `%%gpu`. Models are those of the `runtime` that is returned. None if another
+    matcher is better, as for files.
     """
     if cell:
         arguments, typed = verbs.CELL, before
@@ -91,7 +91,7 @@ def _positionals_typed(words: list[str], options: dict[str, Argument]) -> int:
 
 
 def values(argument: Argument, runtime: Callable[[], Any]) -> Iterable[str] | None:
-    """The values of an `argument`; models and devices are those of the `runtime` that is returned."""
+    """The values of an `argument`; `runtime` returns the runtime with the models and devices."""
     if argument.completes == "files":
         return None
     if argument.completes == "models":

@@ -58,7 +58,7 @@ def parser_for(synopsis: str, arguments: tuple[Argument, ...]) -> Parser:
 
 
 def split(line: str) -> list[str]:
-    """The words of a `line`, without quotes and without a `;` at its end, which silences the answer.
+    """The words of a `line` without quotes, and without the `;` at its end that hides the answer.
 
     Raises UsageError if a quote is not closed.
     """
@@ -191,7 +191,7 @@ class GpuMagics(Magics):
 
     @contextlib.contextmanager
     def _named(self, name: str, value: Any) -> Iterator[None]:
-        """Puts the value under a name of the user's namespace, and restores the old value at the end."""
+        """Assigns the user's `name`, and restores its old value at the end."""
         names = self.shell.user_ns
         missing = object()
         before = names.get(name, missing)
@@ -218,7 +218,7 @@ def _help(verb: str | None) -> str:
     return verbs.overview(MAGIC)
 
 
-GpuMagics.gpu.__doc__ = f"""The GPUs of this machine, shared: who holds what, what would happen, and why.
+GpuMagics.gpu.__doc__ = f"""The GPUs of this machine, shared: holders, dry runs, and decisions.
 
 {verbs.overview(MAGIC)}
 """
@@ -230,9 +230,9 @@ GpuMagics.gpu.__doc__ = f"""The GPUs of this machine, shared: who holds what, wh
 class Unopened:
     """A placeholder for the runtime in a notebook, until something needs it.
 
-    Opening the runtime takes a moment, and fixes the devices and the ledger. So it is opened at the first
-    use, and `%env GPU_DEVICES=…` still works after `%load_ext`. The runtime replaces this object before
-    the first cell that names it runs.
+    Opening the runtime takes a moment, and fixes the devices and the ledger. So it is opened at the
+    first use, and `%env GPU_DEVICES=…` still works after `%load_ext`. The runtime replaces this
+    object before the first cell that names it runs.
     """
 
     def __init__(self, opens: Callable[[], Any]) -> None:
@@ -295,7 +295,7 @@ class _Loaded:
         return rt
 
     def before_cell(self, info: Any) -> None:
-        """Records that a cell runs, by IPython's `info` on it; opens the runtime if the cell names it."""
+        """Records that a cell runs, from IPython's `info`; opens the runtime if the cell names it."""
         activity.began(info)
         names_rt = re.search(r"\brt\b", info.raw_cell or "")
         if self.opened is None and self.rt is not None and names_rt:

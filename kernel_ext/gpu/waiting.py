@@ -1,7 +1,7 @@
 """The line that a cell shows while its model waits for memory.
 
-It names the holder, how long it has held the memory, and how many requests are ahead. It is removed when
-the wait is over. A wait of less than a second shows nothing.
+It names the holder, how long it has held the memory, and how many requests are ahead. It is removed
+when the wait is over. A wait of less than a second shows nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ QUIET_SECONDS = 1.0
 def sentence(name: str, wait: Wait) -> str:
     """The `wait` of the model `name` in words.
 
-    For example `qwen waits for 12.0 GiB on cuda:0: llama (14.0 GiB on cuda:0) is in use by train.ipynb;
-    2 ahead of you`.
+    For example `qwen waits for 12.0 GiB on cuda:0: llama (14.0 GiB on cuda:0) is in use by
+    train.ipynb; 2 ahead of you`.
     """
     place = next((candidate.shares[0] for candidate in wait.considered), None)
     need = f" for {show_bytes(place.bytes)} on {place.device}" if place else ""
@@ -32,7 +32,7 @@ def sentence(name: str, wait: Wait) -> str:
 
 
 class WaitLine:
-    """A listener for the waits of the main thread: shows each one in place, and removes it at its end."""
+    """A listener for waits of the main thread: shows each one, and removes it at its end."""
 
     def __init__(self, notebook: bool, clock: Callable[[], float] = time.monotonic) -> None:
         """Shows waits in a `notebook`, or else in a terminal; `clock` returns seconds."""

@@ -1,4 +1,4 @@
-"""How colours look to people: contrast, and the distance between two of them, also to who is colour-blind.
+"""How people see colours: contrast, and the distance between two colours, also for the colour-blind.
 
 Simulation: Machado, Oliveira & Fernandes 2009, at full severity, in linear RGB. Distance: CIEDE2000 (Sharma, Wu &
 Dalal 2005); about 1 can just be told apart side by side. Contrast: WCAG 2.2.
@@ -48,7 +48,7 @@ def linear(colour: str) -> np.ndarray:
 
 
 def contrast(one: str, other: str) -> float:
-    """1 to 21; 3 is asked of what is drawn, 4.5 of words.
+    """The contrast of two colours, 1 to 21. WCAG requires 3 for drawings, and 4.5 for text.
 
     >>> round(contrast("#000000", "#ffffff"))
     21
@@ -58,7 +58,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def distance(one: str, other: str, sight: str = "normal") -> float:
-    """CIEDE2000 between two colours as such eyes see them."""
+    """CIEDE2000 between two colours as people with this `sight` see them."""
     return ciede2000(_lab(one, sight), _lab(other, sight))
 
 
