@@ -169,7 +169,9 @@ FAULTS = [
         "ageing displaces",
         "scheduler/eviction",
         "    asker, importance = request.lease.owner, request.lease.importance\n    recalled",
-        "    asker = request.lease.owner\n    importance = request.lease.importance - int(world.now - request.arrived) // 30\n    recalled",
+        "    asker = request.lease.owner\n"
+        "    importance = request.lease.importance - int(world.now - request.arrived) // 30\n"
+        "    recalled",
     ),
     Fault("no ageing", "scheduler/queue", "    if steps <= 0:\n", "    if True:\n"),
     Fault(
@@ -193,7 +195,8 @@ FAULTS = [
     Fault(
         "the holder waits behind its waiter",
         "scheduler/queue",
-        "        if lease and any(share.device in needed_devices for share in lease.shares):\n            return True\n",
+        "        if lease and any(share.device in needed_devices for share in lease.shares):\n"
+        "            return True\n",
         "        if False:\n            return True\n",
     ),
     Fault(
@@ -431,14 +434,14 @@ FAULTS = [
     ),
     Fault(
         "a block keeps its lease",
-        "owner/session",
-        "lease, _ = self.blocks.pop(name, (None, None))",
-        "lease, _ = self.blocks.get(name, (None, None))",
+        "owner/blocks",
+        "lease, _ = session.blocks.pop(name, (None, None))",
+        "lease, _ = session.blocks.get(name, (None, None))",
         OWNER,
     ),
     Fault(
         "a failed load keeps its bytes",
-        "owner/session",
+        "owner/acquire",
         "                resident.backend.drop(handle)\n",
         "                pass\n",
         OWNER,

@@ -28,8 +28,9 @@ def write(passed: int, failed: int, seconds: float) -> None:
     )
     RESULTS.write_text(
         "# The last soak\n\n"
-        "Written by `make soak`. Each test counts what it did, and fails on the first lease that is lost or leaked, on\n"
-        "the first byte that is granted beyond a limit, and on the first kernel that dies of it.\n\n"
+        "Written by `make soak`. Each test counts what it did, and fails on the first lease that is\n"
+        "lost or leaked, on the first byte granted beyond a limit, and on the first kernel that\n"
+        "dies of it.\n\n"
         f"{datetime.date.today()}, {os.cpu_count()} × {platform.machine()}, Python {platform.python_version()}: "
         f"{passed} tests passed, {failed} failed, in {seconds / 60:.0f} minutes.\n\n"
         f"| what | how often | in all soaks that held |\n|---|---|---|\n{rows}\n"

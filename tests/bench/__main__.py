@@ -93,8 +93,8 @@ def placement() -> Iterator[Row]:
     for layout in ("balanced", "proportional"):
         ratio = taken[layout] / taken["accelerate"]
         yield Row(
-            f"`plan`, a 70B model over 8 cards with 200 leases, {layout}; `accelerate.infer_auto_device_map` of the same "
-            f"model takes {taken['accelerate'] * 1e3:.1f} ms",
+            f"`plan`, a 70B model over 8 cards with 200 leases, {layout}; "
+            f"`accelerate.infer_auto_device_map` of the same model takes {taken['accelerate'] * 1e3:.1f} ms",
             f"{taken[layout] * 1e3:.1f} ms = {ratio:.2f}×",
             "≤ 5 ms, ≤ 1×",
             taken[layout] <= 5e-3 and ratio <= 1,
@@ -364,7 +364,8 @@ def main() -> None:
     text = table(rows)
     print(text)
     if wanted.write:
-        where = f"{datetime.date.today()}, {os.cpu_count()} × {platform.machine()}, Python {platform.python_version()}, no GPU"
+        machine = f"{os.cpu_count()} × {platform.machine()}, Python {platform.python_version()}"
+        where = f"{datetime.date.today()}, {machine}, no GPU"
         before, _, rest = RESULTS.read_text().partition(START)
         RESULTS.write_text(
             f"{before}{START}\n\nMeasured {where}.\n\n{text}\n\n{END}{rest.partition(END)[2]}"

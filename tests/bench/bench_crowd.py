@@ -53,7 +53,8 @@ class Waits(NamedTuple):
         )
 
     def __str__(self) -> str:
-        return f"p50 {self.median * 1e3:.1f} ms, p99 {self.p99 * 1e3:.1f} ms, worst {self.worst * 1e3:.1f} ms ({self.count})"
+        median, p99, worst = (f"{s * 1e3:.1f} ms" for s in (self.median, self.p99, self.worst))
+        return f"p50 {median}, p99 {p99}, worst {worst} ({self.count})"
 
 
 # -- processes that do as they are told -------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ def closed_loop(processes: int = 64, seconds: float = 5.0) -> Loop:
         ticket = Ticket(
             key=door.owner.id, owner=door.owner.id, verb="use", name="qwen", arrived=0, refreshed=0
         )
-        door.transact(lambda book: (book.with_ticket(ticket), None))
+        door.transact(lambda book, ticket=ticket: (book.with_ticket(ticket), None))
         say("ready")
         next(told)
         waits, end = [], time.monotonic() + seconds

@@ -170,8 +170,8 @@ def lawful(page: Book, wanted: Request, there: World) -> Iterator[tuple[Lease, .
         if device.is_host or sum(freed[:prefix]) < need:
             continue
         for chosen in itertools.product((False, True), repeat=prefix):
-            if sum(size for size, taken in zip(freed, chosen) if taken) >= need:
-                yield tuple(m for m, taken in zip(on, chosen) if taken)
+            if sum(size for size, taken in zip(freed, chosen, strict=False) if taken) >= need:
+                yield tuple(m for m, taken in zip(on, chosen, strict=False) if taken)
 
 
 def excess(policy: str, worlds: int, seed: int = 0) -> dict[str, float]:

@@ -77,8 +77,12 @@ def test_instances_are_devices_with_the_uuids_that_only_the_list_tells(tool):
         "cuda:0.0", 5.0, 40151 * MIB, {4121: 260 * MIB}, None, 34.0, 61.20
     )
     assert nvidia_smi.measure(whole[1], 5.0).processes == {}
-    assert nvidia_smi.measure(whole[2], 5.0) == Sample("cuda:1", 5.0, 81369 * MIB, {}, 0.0, 31.0, 58.10)
-    seen = drivers.visible_cards({"CUDA_VISIBLE_DEVICES": "MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d"}).cards
+    assert nvidia_smi.measure(whole[2], 5.0) == Sample(
+        "cuda:1", 5.0, 81369 * MIB, {}, 0.0, 31.0, 58.10
+    )
+    seen = drivers.visible_cards(
+        {"CUDA_VISIBLE_DEVICES": "MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d"}
+    ).cards
     assert [(card.device.id, card.torch) for card in seen] == [("cuda:0.1", "cuda:0")]
 
 

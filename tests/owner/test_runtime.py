@@ -72,7 +72,10 @@ def test_nested_blocks_hold_both_models(runtime):
     rt = runtime()
     fakes(rt, a="7GiB", b="7GiB", c="14GiB")
     with rt.use("a"), rt.use("b"):
-        with pytest.raises(DoesNotFit, match="held by the block that makes the request"), rt.use("c"):
+        with (
+            pytest.raises(DoesNotFit, match="held by the block that makes the request"),
+            rt.use("c"),
+        ):
             pass
     with rt.use("c"):
         assert where(rt)["c"] == "sim:0"
