@@ -269,7 +269,7 @@ def bystander(hogs: int = 2, hog_seconds: float = 0.2, seconds: float = 8.0) -> 
             )
             while True:
                 ticket = replace(ticket, refreshed=time.monotonic())
-                door.transact(lambda book: (book.with_ticket(ticket), None))
+                door.transact(lambda book, ticket=ticket: (book.with_ticket(ticket), None))
                 time.sleep(0.005)
 
         threading.Thread(target=write, daemon=True).start()
