@@ -176,11 +176,7 @@ def _priced(
     the fewest seconds of reloading, and the fewest cards; then the fewest leases (first of all, if
     `fewest-evictions` is set); then those that the policy ranks lowest.
     """
-    if leaving:
-        last = leaving[-1]  # victims are in order, so the last is the most precious of them
-        most_important, highest_rank = (-last.importance, rank(last, world))
-    else:
-        most_important, highest_rank = -(10**9), 0.0
+    most_important, highest_rank = _most_precious(leaving, world, rank)
     seconds = sum([lease.restore_seconds or lease.reload_seconds for lease in leaving])
     # Times that are measured anew each time differ by less than 0.1 s from one time to the next.
     rounded_seconds = round(seconds, 1)
@@ -191,6 +187,18 @@ def _priced(
         size = (rounded_seconds, cards, leases)
     cost = (most_important, *size, highest_rank, order)
     return _Priced(cost, candidate, leaving, seconds)
+
+
+def _most_precious(
+    leaving: tuple[Lease, ...],
+    world: World,
+    rank: Policy,
+) -> tuple[float, float]:
+    """The importance and the rank of the most precious of these leases, for comparison."""
+    if not leaving:
+        return -(10**9), 0.0
+    last = leaving[-1]  # victims are in order
+    return (-last.importance, rank(last, world))
 
 
 # -- which leases leave ----------------------------------------------------------------------------
@@ -205,7 +213,8 @@ def _ways(
     idle: list[Lease],
     host_bytes: int,
 ) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
-    """Every card, and every division, on which room can be made; each with the leases that leave."""
+    """Every card, and every division, on which room can be made; each with the leases that leave.
+    """
     fewest = request.placement.policy == "fewest-evictions"
     enough = fewest_victims if fewest else victims_in_order
     idle_on = _by_device(idle)
@@ -258,7 +267,8 @@ def _victims(
     host_bytes: int,
     enough: Enough,
 ) -> tuple[Lease, ...] | None:
-    """The leases that leave; of those that exist nowhere else, only as many as the host can take."""
+    """The leases that leave; of those that exist nowhere else, only as many as the host can take.
+    """
     chosen = enough(need, idle)
     if chosen is None or _precious_bytes(chosen) <= host_bytes:
         return chosen

@@ -177,12 +177,9 @@ def _in_words(
     context: Context,
 ) -> str:
     """Why this lease is in the way, as the rest of a sentence. `why` is from `reason_to_stay`."""
-    if lease.phase is Phase.ARRIVING and lease.kind == "model":
-        return "is being loaded" + _by(book, lease, wanted.owner, world)
-    if why == "in use":
-        return "is in use" + _by(book, lease, wanted.owner, world)
-    if why == "a block of code":
-        return "is held by running code" + _by(book, lease, wanted.owner, world)
+    in_use = _in_use_words(lease, why)
+    if in_use:
+        return in_use + _by(book, lease, wanted.owner, world)
     if why == "just used":
         return f"was used {show_seconds(lease.idle_seconds(world.now))} ago"
     if why == "kept alive":
@@ -197,6 +194,13 @@ def _in_words(
     if lease.droppable:
         return "would not free enough"
     return "exists nowhere else, and the host has no room for it now"
+
+
+def _in_use_words(lease: Lease, why: str) -> str:
+    """How the lease is used now; empty if it is not."""
+    if lease.phase is Phase.ARRIVING and lease.kind == "model":
+        return "is being loaded"
+    return {"in use": "is in use", "a block of code": "is held by running code"}.get(why, "")
 
 
 def _by(

@@ -35,6 +35,7 @@ def stuck_leases(
     request: Request,
     world: World,
 ) -> Stuck:
+    """The leases that cannot leave their card, by card; for this `request`, `book` and `world`."""
     leases: dict[str, list[tuple[Lease, str]]] = {}
     precious: dict[str, list[Lease]] = {}
     for lease in book.leases():
@@ -52,10 +53,8 @@ def stuck_leases(
 def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
     """Sets of precious leases that must stay on their cards; the emptiest cards first.
 
-    The host has no room for all of them.
-
-    If there are too many to try every set, no lease is taken to stay: then the request waits, and
-    evicts nothing.
+    The host has no room for all leases that are `stuck`. If there are too many to try every set, no
+    lease is taken to stay: then the request waits, and evicts nothing.
     """
     by_id = {}
     for leases in stuck.precious.values():
@@ -76,6 +75,7 @@ def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
 
 
 def bytes_on(lease: Lease, card: str) -> int:
+    """Bytes of the `lease` on this `card`."""
     return sum(share.bytes for share in lease.shares if share.device == card)
 
 
