@@ -23,7 +23,10 @@ from .actions import Actions
 from .poller import Poller, PollResult
 from .tabs import registry
 from .tabs.base import Tab
-from .widgets import header
+
+# Every widget is imported before the first page. A page in a notebook carries the definitions of the
+# components that exist when it is shown, and its browser cannot resolve one that is defined later.
+from .widgets import confirmation, header, prose, table  # noqa: F401
 
 log = logging.getLogger("gpu_runtime")
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 import base64
 import gc
 import json
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import panel as pn
@@ -108,6 +111,24 @@ def test_a_console_that_was_never_shown_is_freed(rt):
     del made
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
+
+
+def test_every_widget_is_defined_before_a_page_is_shown(child_environment):
+    """A notebook's browser cannot resolve a component that is defined after its page was shown.
+
+    The served page can, so only JupyterLab would show the fault.
+    """
+    widgets = Path(inline.__file__).with_name("widgets").glob("*.py")
+    names = {f"gpu_panels.widgets.{path.stem}" for path in widgets if path.stem != "__init__"}
+    code = "import sys, gpu_panels.inline; print(*sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env=child_environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert names and names - set(found.stdout.split()) == set(), found.stderr
 
 
 # -- what stays in the notebook's file -------------------------------------------------------------
