@@ -1,4 +1,6 @@
-"""Maps of allocators: every byte of what is reserved has its place, on a simulated card and in torch's own account."""
+"""Maps of allocators: every reserved byte is in the map, on a simulated card and in torch's
+snapshot.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def torch_segment(
     device: int = 0,
     expandable: bool = False,
 ) -> dict:
-    """A segment as torch.cuda.memory_snapshot() tells it. Source: torch/cuda/memory.py, `_snapshot`."""
+    """A segment as in torch.cuda.memory_snapshot(). Source: torch/cuda/memory.py, `_snapshot`."""
     return {
         "address": 0x7F00_0000_0000 + at,
         "total_size": sum(block["size"] for block in blocks),
@@ -81,8 +83,10 @@ def drawn(*segments: SegmentMap) -> AllocatorMap:
     return AllocatorMap("1.2.3", "sim:0", 0.0, reserved, reserved, 0, 0, 0, segments=segments)
 
 
-def test_a_simulated_cards_segments_are_told_as_they_are_cut():
-    """Neighbours in use are one stretch, with their number; what was given back is no longer reserved."""
+def test_the_map_shows_a_simulated_cards_segments_as_they_are_cut():
+    """Neighbours in use are one block, with their count; bytes that were given back are not
+    reserved.
+    """
     map = of_segments(
         "sim:0",
         cut(
@@ -110,7 +114,7 @@ def test_a_simulated_cards_segments_are_told_as_they_are_cut():
 
 
 @given(rows=st.lists(sizes, max_size=30), freed=st.sets(st.integers(0, 29)))
-def test_what_defragmenting_will_release_is_known_before(rows, freed):
+def test_the_bytes_that_defragmenting_releases_are_known_before(rows, freed):
     """`releasable_bytes` is exactly what empty_cache gives back, and the figures add up to the map."""
     memory = Memory("sim:0", 4 * GIB)
     held = [memory.allocate(size) for size in rows]
@@ -135,7 +139,9 @@ def test_what_defragmenting_will_release_is_known_before(rows, freed):
 
 
 def test_torchs_snapshot_becomes_a_map():
-    """In the order of addresses; other cards' segments are theirs; what waits for a stream is neither."""
+    """In the order of addresses, without other cards' segments; bytes that wait for a stream are
+    pending.
+    """
     snapshot = [
         torch_segment(
             torch_block(4, "inactive"),
@@ -170,8 +176,10 @@ def test_torchs_snapshot_becomes_a_map():
     assert (map.alloc_retries, map.ooms) == (4, 1)
 
 
-def test_a_private_pools_memory_is_not_promised_to_anybody():
-    """A CUDA graph replays on its addresses: empty_cache leaves them, so they are inactive and not releasable."""
+def test_the_memory_of_a_private_pool_is_not_releasable():
+    """A CUDA graph replays on its addresses: empty_cache keeps them, so they are inactive and not
+    releasable.
+    """
     map = of_torch("cuda:0", 0, [torch_segment(torch_block(32, "inactive"), pool=(0, 1))], {})
     assert (map.segments[0].kind, map.inactive_bytes, map.releasable_bytes) == (
         "private",
@@ -180,8 +188,8 @@ def test_a_private_pools_memory_is_not_promised_to_anybody():
     )
 
 
-def test_of_an_expandable_segment_whole_free_pages_are_released():
-    """Pages of 20 MiB, of 2 MiB for small blocks, whoever lies between them."""
+def test_whole_free_pages_of_an_expandable_segment_are_releasable():
+    """Pages of 20 MiB, or 2 MiB for small blocks, whatever is between them."""
     large = torch_segment(
         torch_block(10), torch_block(55, "inactive"), torch_block(15), expandable=True
     )
@@ -192,7 +200,7 @@ def test_of_an_expandable_segment_whole_free_pages_are_released():
     assert of_torch("cuda:0", 0, [small], {}).releasable_bytes == 2 * MIB
 
 
-def test_an_older_torch_that_knows_no_pools_is_read_too():
+def test_a_snapshot_of_an_older_torch_without_pools_is_read_too():
     segment = torch_segment(torch_block(20, "inactive"))
     del segment["segment_pool_id"], segment["is_expandable"]
     assert of_torch("cuda:0", 0, [segment], {}).segments[0].kind == "large"
@@ -207,7 +215,9 @@ blocks = st.lists(
 
 @given(segments=st.lists(blocks, max_size=12), most=st.integers(1, 80))
 def test_a_map_is_bounded_and_keeps_every_byte(segments, most):
-    """However much an allocator is cut up, its map fits; its figures are exact, and so is each segment's size."""
+    """However fragmented an allocator is, its map fits; its figures and each segment's size are
+    exact.
+    """
     told = tuple(
         SegmentMap(
             index << 30,
@@ -246,14 +256,16 @@ def free(segment: SegmentMap) -> int:
     )
 
 
-def test_a_map_that_fits_is_told_as_it_is():
+def test_a_map_that_fits_is_unchanged():
     map = of_segments("sim:0", cut((Run(3 * MIB, 7, 1), Run(17 * MIB, FREE))))
     assert bounded([map, map]) == (map, map)
 
 
 @pytest.mark.parametrize(("segments", "blocks"), [(1, 100_000), (8192 // 8, 1), (100_000, 3)])
 def test_the_largest_map_is_of_a_few_hundred_kilobytes(segments, blocks):
-    """It is written whole after a change, and read by every console, which takes no more than 1 MiB for a map."""
+    """It is written whole after a change, and read by every console, which accepts at most 1 MiB
+    for a map.
+    """
     cut_up = tuple(
         SegmentMap(
             0x7FFF_0000_0000 + (index << 30),
@@ -281,12 +293,12 @@ def view(room: float | None, simulated: bool = False) -> DeviceView:
 @pytest.mark.parametrize(
     ("releasable", "largest", "around", "expected"),
     [
-        (2, 2, view(7), 9),  # new memory, once what is releasable has been released
-        (0, 6, view(1), 6),  # a free block that is larger than what is left on the card
+        (2, 2, view(7), 9),  # new memory, once releasable memory was released
+        (0, 6, view(1), 6),  # a free block that is larger than the room left on the card
         (1, 1, view(-1), 1),  # a card over its budget
         (0, None, view(7), None),
-        (2, 2, view(None), None),  # the driver does not tell
-        (2, 2, view(8, simulated=True), 8),  # whatever is not claimed fits
+        (2, 2, view(None), None),  # the driver does not report it
+        (2, 2, view(8, simulated=True), 8),  # all that is not claimed fits
     ],
 )
 def test_the_largest_request_that_fits(releasable, largest, around, expected):
@@ -304,7 +316,7 @@ def test_the_largest_request_that_fits(releasable, largest, around, expected):
     assert map.largest_request_bytes(around) == (None if expected is None else expected * GIB)
 
 
-def test_a_card_that_nothing_has_used_has_no_map():
+def test_an_unused_card_has_no_map():
     probe = open_probe("sim:2x1GiB,host:1GiB")
     held = probe.place("sim:1").allocate(3 * MIB)
     assert [map.device for map in probe.maps()] == ["sim:1"]
@@ -314,7 +326,7 @@ def test_a_card_that_nothing_has_used_has_no_map():
 
 
 def test_the_pulse_changes_with_the_map_and_only_then():
-    """It is asked every second, and tells whether drawing is worth the while."""
+    """It is read every second, and decides whether a new map is made."""
     probe = open_probe("sim:1GiB,host:1GiB")
     first = probe.pulse()
     assert probe.pulse() == first
@@ -326,7 +338,7 @@ def test_the_pulse_changes_with_the_map_and_only_then():
 
 
 class FakeCuda:
-    """torch.cuda, as far as maps need it."""
+    """The part of torch.cuda that maps need."""
 
     def __init__(self, *snapshot: dict) -> None:
         self.snapshot, self.stats = list(snapshot), {"num_ooms": 3, "allocation.all.allocated": 1}
@@ -341,7 +353,7 @@ class FakeCuda:
 
 @pytest.fixture
 def on_cuda(monkeypatch):
-    """A probe of two real cards, of which torch sees the second first."""
+    """A probe of two real cards; torch numbers the second one first."""
 
     def make(cuda: FakeCuda) -> Probe:
         monkeypatch.setattr("gpu_runtime.devices.probe._started_cuda", lambda: cuda)
@@ -355,7 +367,7 @@ def on_cuda(monkeypatch):
 
 
 def test_on_real_cards_torch_is_asked_by_its_own_numbers(on_cuda):
-    """CUDA's order is not the book's."""
+    """CUDA's order differs from the book's."""
     cuda = FakeCuda(
         torch_segment(torch_block(20, "inactive"), device=1), torch_segment(torch_block(64))
     )

@@ -1,4 +1,4 @@
-"""Which devices there are, in whose order, and what is said of them when the driver is silent, lost or hanging."""
+"""Which devices are found, in which order, and what is reported if a driver fails or hangs."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def test_an_unknown_device_is_named():
         open_probe("sim:1GiB").place("cuda:0")
 
 
-# -- with a driver ---------------------------------------------------------------------------------------------------
+# -- with a driver ---------------------------------------------------------------------------------
 
 
 class Driver(types.ModuleType):
-    """A pynvml whose cards are told in a list of dictionaries."""
+    """A pynvml whose cards are described by dictionaries."""
 
     NVML_TEMPERATURE_GPU = 0
 
@@ -190,7 +190,9 @@ FOUR = [card(f"GPU-{letter * 4}") for letter in "abcd"]
     ],
 )
 def test_cuda_visible_devices_is_read_as_cuda_reads_it(driver, visible, uuids):
-    """The first wrong entry ends the list, an ambiguous beginning is wrong, and a card named twice leaves none."""
+    """The first wrong entry ends the list; an ambiguous beginning is wrong; a card named twice
+    leaves none.
+    """
     driver(*FOUR)
     found = seen({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     assert [(c.torch, c.device.uuid) for c in found] == [
@@ -201,7 +203,7 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(driver, visible, uuids):
     )
 
 
-def test_of_a_partitioned_card_its_first_instance_is_seen_or_the_one_that_is_named(driver):
+def test_of_a_partitioned_card_the_first_or_the_named_instance_is_visible(driver):
     driver(card("GPU-aaaa", instances=[card("MIG-1"), card("MIG-2")]))
     assert [(c.device.id, c.device.uuid) for c in seen({})] == [("cuda:0.0", "MIG-1")]
     assert [(c.device.id, c.device.uuid) for c in seen({"CUDA_VISIBLE_DEVICES": "MIG-2"})] == [
@@ -209,7 +211,7 @@ def test_of_a_partitioned_card_its_first_instance_is_seen_or_the_one_that_is_nam
     ]
 
 
-def test_auto_takes_the_cards_where_there_are_any(driver):
+def test_auto_uses_the_cards_if_there_are_any(driver):
     driver(card("GPU-aaaa", processes={4121: 3 * GIB, 4122: None}))
     probe = open_probe("auto")
     assert not probe.simulated
@@ -219,13 +221,13 @@ def test_auto_takes_the_cards_where_there_are_any(driver):
     )
 
 
-def test_what_the_driver_charges_to_this_process_is_used(driver):
-    """Its context too, which torch does not count."""
+def test_bytes_that_the_driver_charges_to_this_process_count_as_used(driver):
+    """Including its context, which torch does not count."""
     driver(card("GPU-aaaa", processes={os.getpid(): 3 * GIB}))
     assert open_probe("cuda").used()["cuda:0"] == 3 * GIB
 
 
-def test_cpu_only_looks_at_no_card(driver):
+def test_cpu_only_queries_no_card(driver):
     driver(*FOUR)
     assert open_probe("auto", cpu_only=True).simulated
     with pytest.raises(BadSetting, match="DEVELOPMENT_CPU_ONLY"):
@@ -243,7 +245,7 @@ def test_without_a_driver_the_card_is_simulated(driver, why):
         open_probe("cuda")
 
 
-def test_a_broken_driver_is_no_reason_to_pretend_that_there_is_no_card(driver):
+def test_a_broken_driver_is_an_error_and_not_the_absence_of_cards(driver):
     driver(card("GPU-aaaa", lost=True))
     with pytest.raises(ProbeFailed, match="GPU is lost"):
         open_probe("auto")
@@ -259,7 +261,7 @@ def test_a_card_that_is_lost_later_is_named(driver):
     assert error.value.device == "cuda:0"
 
 
-def test_memory_that_the_driver_will_not_tell_is_unknown_not_zero(driver):
+def test_memory_that_the_driver_does_not_report_is_unknown_not_zero(driver):
     there = card("GPU-aaaa")
     driver(there)
     probe = open_probe("auto")
@@ -267,8 +269,10 @@ def test_memory_that_the_driver_will_not_tell_is_unknown_not_zero(driver):
     assert probe.samples(0.0)["cuda:0"].free_bytes is None
 
 
-def test_a_hanging_driver_holds_nobody_up(driver, monkeypatch):
-    """The first question fails in time, the next ones at once, and once it answers again all is well."""
+def test_a_hanging_driver_blocks_no_caller_for_long(driver, monkeypatch):
+    """The first question fails in time, the next ones at once; once the driver answers again, all
+    succeed.
+    """
     there = card("GPU-aaaa")
     driver(there)
     probe = open_probe("auto")

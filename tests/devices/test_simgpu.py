@@ -1,4 +1,6 @@
-"""The simulated accelerator that the tests of several cards run on: it must behave as CUDA does where we rely on it."""
+"""The simulated accelerator for tests with several cards: it must behave as CUDA does where code
+relies on it.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from tests import simgpu
 from tests.simgpu import MIB
 
 
-def test_bytes_are_counted_on_their_card_from_the_first_tensor_of_a_storage_to_the_last():
-    """Views share their storage; it is given back when nobody looks at it any more."""
+def test_bytes_are_counted_from_the_first_tensor_of_a_storage_to_the_last():
+    """Views share their storage; it is freed once no view is left."""
     before = simgpu.used_bytes(1)
     x = torch.ones(8, 8, device="simgpu:1")
     part = x[2:4].t()
@@ -40,7 +42,7 @@ def test_a_full_card_raises_its_own_out_of_memory_error():
 
 
 @pytest.mark.parametrize("other", ["cpu", "simgpu:0"])
-def test_operands_on_two_devices_are_refused_in_cudas_words(other):
+def test_operands_on_two_devices_raise_cudas_error(other):
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         torch.ones(4, device="simgpu:1") + torch.ones(4, device=other)
 

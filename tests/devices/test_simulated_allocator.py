@@ -1,4 +1,6 @@
-"""The segment allocator: bytes are conserved, neighbours join, and what fits by its bytes always fits."""
+"""The segment allocator: bytes are conserved, neighbours join, and a request that fits by its bytes
+always fits.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ sizes = st.one_of(
 
 
 class Allocator(RuleBasedStateMachine):
-    """Allocations, releases, emptied caches and strangers, in any order."""
+    """Allocations, releases, emptied caches and other programs' memory, in any order."""
 
     blocks = Bundle("blocks")
 
@@ -91,7 +93,7 @@ class Allocator(RuleBasedStateMachine):
 TestAllocator = Allocator.TestCase
 
 
-def test_an_exact_fit_fits_however_the_memory_was_used_before():
+def test_an_exact_fit_fits_whatever_the_memory_was_used_for():
     """Small blocks scattered over large segments must not make the last byte unreachable."""
     memory = Memory("sim:0", 32 * MIB)
     scattered = [memory.allocate(3 * MIB) for _ in range(10)]
@@ -105,7 +107,7 @@ def test_an_exact_fit_fits_however_the_memory_was_used_before():
 
 
 def test_segments_have_torchs_sizes():
-    """2 MiB for the small, 20 MiB for the middling, and one of its own for the large."""
+    """2 MiB for small requests, 20 MiB for medium ones, and one of its own for a large one."""
     memory = Memory("sim:0", 1024 * MIB)
     reserved = []
     for size in (512 * KIB, 5 * MIB, 21 * MIB + 1):
@@ -130,7 +132,7 @@ def test_freed_memory_stays_reserved_and_is_used_again():
     assert memory.empty_cache() == 30 * MIB
 
 
-def test_out_of_memory_says_what_was_asked_and_what_there_is():
+def test_out_of_memory_reports_requested_and_free_bytes():
     memory = Memory("sim:0", 10 * MIB)
     kept = memory.allocate(8 * MIB)
     said = r"sim:0 out of memory. Tried to allocate 4.0 MiB.*of which 2.0 MiB is free"
@@ -140,7 +142,7 @@ def test_out_of_memory_says_what_was_asked_and_what_there_is():
     kept.free()
 
 
-def test_drills_fail_the_next_allocation_and_pretend_strangers():
+def test_drills_fail_the_next_allocation_and_simulate_other_programs():
     memory = Memory("sim:0", 10 * MIB)
     memory.fail_next()
     with pytest.raises(OutOfMemory):
@@ -152,8 +154,8 @@ def test_drills_fail_the_next_allocation_and_pretend_strangers():
     assert memory.held_bytes() == 0
 
 
-def test_a_block_is_free_when_nobody_refers_to_it_or_its_bytes():
-    """The buffer alone keeps it, as a tensor does that somebody kept."""
+def test_a_block_is_free_once_nothing_refers_to_it_or_its_bytes():
+    """The buffer alone keeps it, like a tensor that a user kept."""
     memory = Memory("host", 10 * MIB)
     buffer = memory.allocate(MIB).buffer()
     assert memory.held_bytes() == MIB
@@ -165,8 +167,8 @@ def test_a_block_is_free_when_nobody_refers_to_it_or_its_bytes():
     assert memory.held_bytes() == 0
 
 
-def test_pages_are_used_again():
-    """Fresh pages cost many times a copy: a block of the same size comes back at the same address."""
+def test_pages_are_reused():
+    """Fresh pages cost many times a copy: a block of the same size gets the same address."""
     import ctypes
 
     memory = Memory("host", 100 * MIB)
@@ -174,8 +176,8 @@ def test_pages_are_used_again():
     assert ctypes.addressof(memory.allocate(40 * MIB).buffer()) == first
 
 
-def test_on_a_real_host_pages_that_wait_are_held():
-    """They are this process's, until empty_cache gives them back."""
+def test_on_a_real_host_reusable_pages_count_as_held():
+    """They belong to this process until empty_cache gives them back."""
     memory = Memory("host", 100 * MIB, simulated=False)
     memory.allocate(40 * MIB).buffer()
     assert memory.held_bytes() == 40 * MIB

@@ -1,4 +1,6 @@
-"""Each vendor's module gives the same facts: nvidia-smi, ROCm and Metal, driven by recorded and documented answers."""
+"""Each vendor's module gives the same facts: nvidia-smi, ROCm and Metal, from recorded and
+documented answers.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from gpu_runtime.units import GIB, MIB
 RECORDED = Path(__file__).parent / "recorded"
 
 
-# -- nvidia-smi ------------------------------------------------------------------------------------------------------
+# -- nvidia-smi ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def tool(tmp_path, monkeypatch):
-    """An nvidia-smi on the PATH that says what was recorded; NVML's binding is not installed."""
+    """An nvidia-smi on the PATH that prints a recorded report; NVML's binding is not installed."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(nvidia_smi, "SHARED_SECONDS", 0.0)
     monkeypatch.setattr(nvidia_smi, "_last", None)
@@ -46,8 +48,8 @@ def tool(tmp_path, monkeypatch):
     return says
 
 
-def test_on_windows_the_card_is_known_and_what_a_process_holds_is_not(tool):
-    """Under WDDM the driver does not know it: unknown, not zero."""
+def test_on_windows_the_card_is_known_and_the_bytes_of_a_process_are_not(tool):
+    """Under WDDM the driver does not know them: unknown, not zero."""
     tool("nvidia_smi_windows.xml")
     listing = drivers.visible_cards({})
     [card] = listing.cards
@@ -65,7 +67,7 @@ def test_on_windows_the_card_is_known_and_what_a_process_holds_is_not(tool):
     assert nvidia_smi.versions() == {"driver": "516.40", "CUDA": "11.7"}
 
 
-def test_instances_are_devices_with_the_uuids_that_only_the_list_tells(tool):
+def test_instances_are_devices_with_the_uuids_from_the_list(tool):
     tool("nvidia_smi_mig.xml")
     whole = nvidia_smi.list_cards().cards
     assert [(card.device.id, card.device.total_bytes, card.device.uuid) for card in whole] == [
@@ -96,7 +98,7 @@ def test_one_run_of_the_tool_answers_for_all_cards(tool, monkeypatch):
     assert len(runs.read_text().splitlines()) == before
 
 
-def test_a_tool_that_fails_is_no_reason_to_pretend_that_there_is_no_card(tool):
+def test_a_failing_tool_is_an_error_and_not_the_absence_of_cards(tool):
     tool("Failed to initialize NVML: Driver/library version mismatch", code=18)
     with pytest.raises(
         ProbeFailed,
@@ -113,7 +115,7 @@ def test_a_tool_that_hangs_is_left_behind(tool, monkeypatch):
         nvidia_smi.list_cards()
 
 
-def test_a_card_that_is_gone_is_said_to_be(tool):
+def test_a_card_that_is_gone_is_reported(tool):
     tool("nvidia_smi_windows.xml")
     [card] = nvidia_smi.list_cards().cards
     tool("nvidia_smi_mig.xml")
@@ -121,17 +123,19 @@ def test_a_card_that_is_gone_is_said_to_be(tool):
         nvidia_smi.measure(card, 5.0)
 
 
-def test_what_is_no_report_is_said_to_be_none(tool):
+def test_an_invalid_report_is_an_error(tool):
     tool("<broken")
     with pytest.raises(NoAnswer, match="no valid report"):
         nvidia_smi.list_cards()
 
 
-# -- ROCm ------------------------------------------------------------------------------------------------------------
+# -- ROCm ------------------------------------------------------------------------------------------
 
 
 class Rocm(types.ModuleType):
-    """The binding as its source documents it: dictionaries, MiB, "N/A", and an exception for what a card has not."""
+    """The binding as its source documents it: dictionaries, MiB, "N/A", and an exception for
+    missing features.
+    """
 
     class AmdSmiException(Exception):
         pass
@@ -219,7 +223,7 @@ def rocm(monkeypatch):
     return install
 
 
-def test_rocm_s_cards_give_the_same_facts(rocm):
+def test_rocm_cards_give_the_same_facts(rocm):
     rocm(mi300(1), mi300(0))
     probe = open_probe("auto")
     assert probe.devices[0] == Device(
@@ -246,14 +250,14 @@ def test_rocm_s_cards_give_the_same_facts(rocm):
         ({"HIP_VISIBLE_DEVICES": ""}, []),
     ],
 )
-def test_hip_s_variables_choose_as_hip_reads_them(rocm, environment, seen):
+def test_hips_variables_are_read_as_hip_reads_them(rocm, environment, seen):
     rocm(mi300(0), mi300(1), mi300(2))
     found = drivers.visible_cards(environment).cards
     assert [card.device.id for card in found] == seen
     assert [card.torch for card in found] == [f"cuda:{n}" for n in range(len(seen))]
 
 
-def test_what_a_rocm_card_does_not_tell_is_unknown(rocm):
+def test_values_that_a_rocm_card_does_not_report_are_unknown(rocm):
     told = {
         name: said
         for name, said in mi300(0).items()
@@ -269,7 +273,7 @@ def test_what_a_rocm_card_does_not_tell_is_unknown(rocm):
         amd.measure(card, 5.0)
 
 
-def test_a_rocm_driver_that_fails_is_told(rocm):
+def test_a_failing_rocm_driver_is_an_error(rocm):
     rocm()
     with pytest.raises(
         ProbeFailed,
@@ -278,12 +282,12 @@ def test_a_rocm_driver_that_fails_is_told(rocm):
         drivers.visible_cards({}, "rocm")
 
 
-def test_rocm_asked_for_by_name_where_there_is_none():
+def test_rocm_requested_by_name_without_a_card_is_an_error():
     with pytest.raises(BadSetting, match="no ROCm card is visible here"):
         open_probe("rocm")
 
 
-# -- Metal -----------------------------------------------------------------------------------------------------------
+# -- Metal -----------------------------------------------------------------------------------------
 
 
 def test_apple_silicon_has_one_gpu_whose_memory_is_the_machines():
@@ -299,7 +303,7 @@ def test_apple_silicon_has_one_gpu_whose_memory_is_the_machines():
     )
 
 
-def test_of_an_intel_mac_the_discrete_gpu_is_used_and_how_full_it_is_nobody_knows():
+def test_of_an_intel_mac_the_discrete_gpu_is_used_and_its_free_memory_is_unknown():
     listing = apple.read("""{"SPDisplaysDataType": [
         {"sppci_model": "Intel UHD Graphics 630", "spdisplays_metal": "spdisplays_supported",
          "spdisplays_vram_shared": "1536 MB"},
@@ -323,7 +327,7 @@ def test_of_an_intel_mac_the_discrete_gpu_is_used_and_how_full_it_is_nobody_know
         ("no json", False),
     ],
 )
-def test_a_mac_without_metal_has_no_card_and_nonsense_is_told(said, absent):
+def test_a_mac_without_metal_has_no_card_and_an_invalid_report_is_an_error(said, absent):
     if absent:
         assert apple.read(said).absent == "no GPU here can do Metal"
     else:
@@ -331,8 +335,8 @@ def test_a_mac_without_metal_has_no_card_and_nonsense_is_told(said, absent):
             apple.read(said)
 
 
-def test_every_source_gives_what_a_source_gives():
-    """A new vendor is one module and one name in the table."""
+def test_every_source_defines_all_functions_of_a_source():
+    """A new vendor is one module and one entry in SOURCES."""
     wanted = [name for name in vars(drivers.Source) if not name.startswith("_")] + ["KIND", "NAME"]
     for name in drivers.SOURCES:
         assert [what for what in wanted if not hasattr(drivers.source(name), what)] == []

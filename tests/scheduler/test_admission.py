@@ -45,14 +45,14 @@ def whole(device: str, gib: float) -> tuple[Share, ...]:
 
 
 def bare(steps):
-    """The steps without their words."""
+    """The steps without their reasons."""
     return [replace(step, because="") for step in steps]
 
 
-# -- 1. settled here already ---------------------------------------------------------------------------------------
+# -- 1. settled here already -----------------------------------------------------------------------
 
 
-def test_what_is_here_is_granted_without_a_step():
+def test_a_model_on_its_device_is_granted_without_a_step():
     qwen = lease("qwen", sim0=8)
     page = book(qwen)
     assert decide(page, request("qwen", 8), world(sim0=20)) == (
@@ -61,22 +61,22 @@ def test_what_is_here_is_granted_without_a_step():
     )
 
 
-def test_what_is_here_is_granted_before_any_elder():
-    """It takes no room, so it takes none away."""
+def test_a_model_on_its_device_is_granted_before_any_elder():
+    """It needs no room, so it takes none from an elder."""
     page = book(lease("qwen", sim0=8), tickets=[ticket("big", by=2, sim0=20, importance="urgent")])
     after, verdict = decide(page, request("qwen", 8), world(sim0=20))
     assert (after, verdict.steps) == (page, ())
 
 
 def test_a_grant_ends_the_ticket():
-    """Also where another thread of the process brought the model here meanwhile."""
+    """Also if another thread of the process loaded the model meanwhile."""
     page = book(lease("qwen", sim0=8), tickets=[ticket("qwen", key="k", sim0=8)])
     after, _ = decide(page, request("qwen", 8, key="k"), world(sim0=20))
     assert after == book(lease("qwen", sim0=8))
 
 
-def test_an_answer_that_was_never_heard_is_given_again():
-    """The stop button may strike between the write and the answer (law 9)."""
+def test_a_verdict_that_was_never_received_is_returned_again():
+    """The stop button may interrupt between the write and the answer (law 9)."""
     page, first = decide(book(), request("qwen", 8, key="k"), world(sim0=20))
     again, second = decide(page, request("qwen", 8, key="k"), world(sim0=20, now=NOW + 1))
     assert again == page
@@ -85,8 +85,8 @@ def test_an_answer_that_was_never_heard_is_given_again():
     )
 
 
-def test_victims_of_an_unheard_wait_are_told_again():
-    """Else they would be leaving for ever: nobody knew that they had to."""
+def test_steps_of_an_unreceived_wait_are_returned_again():
+    """Otherwise they would be leaving for ever, since no caller has the steps."""
     page, first = decide(book(lease("old", sim0=16)), request("qwen", 14, key="k"), world(sim0=20))
     again, second = decide(page, request("qwen", 14, key="k"), world(sim0=20))
     assert again == page
@@ -98,22 +98,22 @@ def test_victims_of_an_unheard_wait_are_told_again():
     assert isinstance(second, Wait) and second.because
 
 
-# -- 2. on its way in or out ---------------------------------------------------------------------------------------
+# -- 2. on its way in or out -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "phase, word", [(Phase.ARRIVING, "arriving"), (Phase.LEAVING, "being evicted")]
 )
-def test_what_is_on_its_way_is_waited_for(phase, word):
-    """It reserves no second room: what it needs is reserved already."""
+def test_a_request_waits_for_a_model_that_is_arriving_or_leaving(phase, word):
+    """No second room is reserved: the first reservation is enough."""
     going = lease("qwen", host=8, key="another", phase=phase, target=whole("sim:0", 8))
     after, verdict = decide(book(going), request("qwen", 8, key="k"), world(sim0=20))
     assert verdict == Wait(f"qwen is {word}")
     assert after.ticket("k").need == ()
 
 
-def test_two_threads_that_want_one_model_make_room_for_it_once():
-    """The second would evict as much again for bytes that come once."""
+def test_two_threads_that_request_one_model_make_room_for_it_once():
+    """Otherwise the second would evict as much again for bytes that are loaded once."""
     page = book(lease("other", by=2, sim0=15), lease("old", by=3, sim1=10))
     first, heard = decide(page, request("qwen", 14, key="first"), world(sim0=20, sim1=20))
     both, verdict = decide(first, request("qwen", 14, key="second"), world(sim0=20, sim1=20))
@@ -123,7 +123,7 @@ def test_two_threads_that_want_one_model_make_room_for_it_once():
     assert both.ticket("second").need == ()
 
 
-# -- 3. hopeless ----------------------------------------------------------------------------------------------------
+# -- 3. hopeless -----------------------------------------------------------------------------------
 
 
 def test_larger_than_any_budget_is_refused_and_nothing_is_evicted():
@@ -157,7 +157,7 @@ def test_a_kept_model_on_the_only_card_makes_a_whole_card_hopeless():
     assert len(list(after.leases())) == 2
 
 
-def test_what_the_asking_thread_itself_pins_counts_against_it():
+def test_models_pinned_by_the_requesting_thread_count_against_it():
     """It would wait for itself (law 7)."""
     mine = lease("mine", sim0=12, pins=1)
     _, verdict = decide(book(mine), request("qwen", 10, held=(mine.id,)), world(sim0=20))
@@ -168,13 +168,13 @@ def test_what_the_asking_thread_itself_pins_counts_against_it():
     )
 
 
-def test_another_thread_s_pin_is_worth_waiting_for():
+def test_a_request_waits_for_another_threads_pin():
     busy = lease("busy", sim0=12, pins=1)
     assert isinstance(decide(book(busy), request("qwen", 10), world(sim0=20))[1], Wait)
 
 
-def test_what_exists_nowhere_else_and_finds_no_room_in_the_host_makes_it_hopeless():
-    """It stays, and both are named (law 5)."""
+def test_precious_weights_without_room_in_the_host_make_a_request_hopeless():
+    """It stays, and the refusal names both (law 5)."""
     adopted = lease("adopted", sim0=12, droppable=False)
     _, verdict = decide(book(adopted), request("qwen", 10), world(sim0=20, host=8))
     assert isinstance(verdict, Refuse)
@@ -184,21 +184,21 @@ def test_what_exists_nowhere_else_and_finds_no_room_in_the_host_makes_it_hopeles
     )
 
 
-def test_the_host_may_take_in_each_of_two_and_not_both():
-    """Each alone could leave; the request needs them both gone, and would wait for ever."""
+def test_the_host_has_room_for_either_of_two_leases_but_not_for_both():
+    """Each alone could leave, but the request needs both to leave, and would wait for ever."""
     page = book(lease("a", sim0=8, droppable=False), lease("b", sim0=8, droppable=False))
     after, verdict = decide(page, request("qwen", 16), world(sim0=16, host=8))
     assert isinstance(verdict, Refuse) and verdict.holders == (at(1, "a"), at(1, "b"))
     assert list(after.leases()) == list(page.leases())
 
 
-def test_what_lies_in_the_host_and_nowhere_else_takes_its_room_from_those_who_would_follow():
+def test_precious_weights_in_host_memory_leave_less_room_for_others():
     page = book(lease("a", host=8, droppable=False), lease("b", sim0=16, droppable=False))
     assert isinstance(decide(page, request("qwen", 16), world(sim0=16, host=20))[1], Refuse)
     assert isinstance(decide(page, request("qwen", 16), world(sim0=16, host=24))[1], Wait)
 
 
-def test_where_it_may_not_go_it_does_not_fit():
+def test_a_device_that_is_not_allowed_does_not_count():
     page = book(lease("kept", sim0=8, keep=True))
     _, verdict = decide(page, request("qwen", 14, devices=("sim:0",)), world(sim0=20, sim1=20))
     assert isinstance(verdict, Refuse) and verdict.device == "sim:0"
@@ -206,8 +206,10 @@ def test_where_it_may_not_go_it_does_not_fit():
     assert verdict.because == "qwen may only go to cuda:7, and this machine has no such device"
 
 
-def test_a_request_waits_where_it_can_fit_not_where_most_is_free():
-    """Its place was held on a small card that could never take it, and small requests starved it on the large one."""
+def test_a_request_waits_for_a_card_that_can_hold_it_not_the_emptiest():
+    """A fault of the past: its ticket held a place on a small card that could never take it, and
+    small requests starved it on the large one.
+    """
     page = book(lease("busy", by=2, sim0=16, pins=1))
     after, verdict = decide(page, request("big", 10, key="k"), world(sim0=20, sim1=8))
     assert after.ticket("k").need == whole("sim:0", 10)
@@ -217,7 +219,7 @@ def test_a_request_waits_where_it_can_fit_not_where_most_is_free():
     )
 
 
-def test_a_process_may_take_less_than_the_host_s_limit_and_never_more():
+def test_a_process_may_take_less_than_the_hosts_limit_but_never_more():
     page = book(limits={"sim:0": size(10)})
     assert isinstance(decide(page, request("qwen", 12), world(sim0=20))[1], Refuse)
     assert isinstance(
@@ -225,11 +227,11 @@ def test_a_process_may_take_less_than_the_host_s_limit_and_never_more():
     )
 
 
-# -- 4. fits in what is free ---------------------------------------------------------------------------------------
+# -- 4. fits in what is free -----------------------------------------------------------------------
 
 
 def test_a_grant_is_a_reservation_pinned_by_its_loader():
-    """From now on its bytes count, and nobody can evict it before its loader has used it (law 6)."""
+    """From then on its bytes count, and it cannot be evicted before its loader has used it (law 6)."""
     page, verdict = decide(book(), request("qwen", 14, key="k"), world(sim0=20))
     because = "qwen needs 14.0 GiB; sim:0 has 20.0 GiB free and would keep 6.0 GiB."
     reserved = lease(
@@ -258,16 +260,16 @@ def test_exact_fit_fits():
     assert isinstance(decide(book(lease("a", sim0=6, pins=1)), over, world(sim0=20))[1], Wait)
 
 
-def test_what_lies_in_host_memory_moves_back_at_its_measured_size():
-    """Its declared size was a guess; what it takes was measured when it lay there."""
+def test_a_model_in_host_memory_moves_back_at_its_measured_size():
+    """Its declared size was a guess; its real size was measured before."""
     page = book(lease("qwen", host=6))
     _, verdict = decide(page, request("qwen", 14), world(sim0=8))
     assert bare(verdict.steps) == [Move(at(1, "qwen"), whole(HOST, 6), whole("sim:0", 6))]
     assert verdict.lease.shares == whole(HOST, 6), "and lies there until it has moved"
 
 
-def test_a_ticket_that_is_served_is_gone():
-    """A place in the queue that outlived its grant would hold room for nobody."""
+def test_a_served_ticket_is_removed():
+    """A ticket that outlived its grant would reserve room that no request uses."""
     waiting = ticket("qwen", key="k", sim0=14)
     page, verdict = decide(
         book(tickets=[waiting]), request("qwen", 14, key="k", arrived=NOW - 10), world(sim0=20)
@@ -285,7 +287,7 @@ def test_two_concurrent_requests_one_grant_one_wait():
 
 
 def test_what_elders_need_is_set_aside():
-    """Else a stream of small requests would starve a large one."""
+    """Otherwise a stream of small requests would starve a large one."""
     elder = ticket("big", by=2, sim0=14)
     page = book(lease("busy", by=3, sim0=10, pins=1), tickets=[elder])
     _, verdict = decide(page, request("small", 4), world(sim0=20))
@@ -306,13 +308,13 @@ def test_what_elders_need_is_set_aside():
 
 
 def test_a_grant_spends_only_free_bytes():
-    """What is leaving has not left: counting it as free overshot by a quarter in a trial (law 1)."""
+    """Leaving bytes are still used: counting them as free overshot by a quarter in a trial (law 1)."""
     leaving = lease("old", sim0=12, phase=Phase.LEAVING, key="x", target=whole(HOST, 12))
     _, verdict = decide(book(leaving), request("qwen", 12), world(sim0=20))
     assert verdict == Wait("qwen needs 12.0 GiB; sim:0 has 8.0 GiB free. old is being evicted.")
 
 
-# -- 5. fits once idle leases have left -----------------------------------------------------------------------------
+# -- 5. fits once idle leases have left ------------------------------------------------------------
 
 
 def test_three_models_of_4000_and_a_request_of_5000_offloads_only_the_oldest():
@@ -331,7 +333,7 @@ def test_three_models_of_4000_and_a_request_of_5000_offloads_only_the_oldest():
     )
 
 
-def test_only_those_leave_who_are_needed():
+def test_no_lease_is_evicted_needlessly():
     """Occupants 10, 15 and 70 of 100 and a need of 60: only the 70 leaves, and the older two stay."""
     page = book(
         lease("ten", sim0=10, last_used=1),
@@ -342,8 +344,8 @@ def test_only_those_leave_who_are_needed():
     assert [step.lease for step in verdict.steps] == [at(1, "seventy")]
 
 
-def test_others_are_asked_and_act_themselves():
-    """Only the owner moves tensors; the recall lies on the asker's ticket, and ends with it."""
+def test_other_owners_are_asked_and_evict_their_leases_themselves():
+    """Only the owner moves tensors; the recall is on the requester's ticket and ends with it."""
     page = book(lease("theirs", by=2, sim0=14))
     after, verdict = decide(page, request("qwen", 14, key="k"), world(sim0=20))
     assert (verdict.asked, verdict.steps) == ((at(2, "theirs"),), ())
@@ -352,8 +354,8 @@ def test_others_are_asked_and_act_themselves():
     assert "pid 2 is asked to evict theirs (14.0 GiB, idle 17 min)" in verdict.because
 
 
-def test_a_foreign_lease_has_five_seconds_of_grace_and_one_s_own_none():
-    """Another program's request must not evict between two calls; one's own knows what it does."""
+def test_leases_of_other_owners_have_five_seconds_of_grace_and_own_ones_none():
+    """A request of another program must not evict a model between two calls of its owner."""
     just_used = dict(sim0=14, last_used=NOW - 4)
     _, verdict = decide(
         book(lease("theirs", by=2, **just_used)), request("qwen", 14), world(sim0=20)
@@ -364,15 +366,15 @@ def test_a_foreign_lease_has_five_seconds_of_grace_and_one_s_own_none():
     assert len(verdict.steps) == 1
 
 
-def test_time_that_may_change_things_on_another_card_is_told_too():
-    """The nearest card is busy for good; the other one comes free when a grace period ends."""
+def test_retry_at_counts_grace_periods_on_other_cards_too():
+    """The nearest card stays busy; the other one becomes free when a grace period ends."""
     page = book(
         lease("busy", by=2, sim0=10, pins=1), lease("theirs", by=2, sim1=14, last_used=NOW - 4)
     )
     assert decide(page, request("qwen", 14), world(sim0=20, sim1=20))[1].retry_at == NOW + 1
 
 
-def test_what_is_kept_alive_yields_only_to_a_more_important_request():
+def test_a_lease_within_keep_alive_yields_only_to_a_more_important_request():
     alive = lease("mine", sim0=14, keep_alive=600, last_used=NOW - 100)
     _, verdict = decide(book(alive), request("qwen", 14), world(sim0=20))
     assert (verdict.steps, verdict.retry_at) == ((), NOW + 500)
@@ -382,7 +384,7 @@ def test_what_is_kept_alive_yields_only_to_a_more_important_request():
 
 
 def test_a_request_never_displaces_a_more_important_lease():
-    """However long it has waited: ageing moves it up the queue, not over others' models."""
+    """However long it has waited: ageing changes its place in the queue, not what it may evict."""
     high = lease("mine", sim0=14, importance="high")
     _, verdict = decide(book(high), request("qwen", 14, arrived=1.0), world(sim0=20))
     assert (verdict.steps, verdict.because) == (
@@ -407,7 +409,7 @@ def test_the_least_important_leave_first_and_the_policy_decides_among_equals():
 
 
 def test_the_less_important_model_leaves_whatever_card_it_is_on():
-    """Cheaper to reload is no reason to displace the more important."""
+    """A cheaper reload is no reason to evict a more important model."""
     page = book(
         lease("high", sim0=14, importance="high", reload_seconds=1),
         lease("low", sim1=14, importance="low", reload_seconds=60),
@@ -429,7 +431,7 @@ def test_among_equals_room_is_made_on_the_card_that_costs_least():
     ]
 
 
-def test_warm_pool_first_then_unloaded_when_it_is_full():
+def test_models_are_offloaded_first_and_unloaded_once_the_host_is_full():
     there = world(sim0=20, host=10)
     _, verdict = decide(book(lease("old", sim0=10)), request("q", 14), there)
     assert isinstance(verdict.steps[0], Move)
@@ -444,7 +446,7 @@ def test_warm_pool_first_then_unloaded_when_it_is_full():
 
 
 def test_host_bytes_are_spent_once():
-    """Two leave and the host has room for one."""
+    """Two models leave, and the host has room for one."""
     page, verdict = decide(
         book(lease("a", sim0=10), lease("b", sim0=10)), request("q", 20), world(sim0=20, host=15)
     )
@@ -452,7 +454,7 @@ def test_host_bytes_are_spent_once():
     assert room(page, world(sim0=20, host=15))[HOST] == 5 * GIB
 
 
-def test_what_exists_nowhere_else_has_the_first_claim_on_the_host():
+def test_precious_weights_have_the_first_claim_on_the_host():
     """Dropping it is impossible; dropping the other one costs only time."""
     page = book(
         lease("adopted", sim0=10, droppable=False, last_used=900),
@@ -466,8 +468,10 @@ def test_what_exists_nowhere_else_has_the_first_claim_on_the_host():
 
 
 @pytest.mark.parametrize("warm_owner", [1, 2])
-def test_the_warm_pool_gives_way_to_what_exists_nowhere_else(warm_owner):
-    """Whoever owns it: else the request would wait for ever though all of it could be served."""
+def test_the_warm_pool_makes_room_for_precious_weights(warm_owner):
+    """Whichever process owns it; otherwise the request would wait for ever although it can be
+    served.
+    """
     page = book(lease("warm", by=warm_owner, host=8), lease("adopted", sim0=8, droppable=False))
     page, heard = ask_until(page, request("q", 8), world(sim0=8, host=8))
     assert isinstance(heard[-1], Grant)
@@ -475,7 +479,7 @@ def test_the_warm_pool_gives_way_to_what_exists_nowhere_else(warm_owner):
     assert [event.action for event in page.events if event.model == "warm"] == ["unloaded"]
 
 
-def test_what_an_elder_asked_for_is_not_asked_for_twice():
+def test_leases_recalled_by_an_elder_are_not_recalled_twice():
     """The elder's victims make room for the elder."""
     there = world(sim0=20)
     page = book(lease("a", by=2, sim0=10), lease("b", by=2, sim0=10))
@@ -484,20 +488,20 @@ def test_what_an_elder_asked_for_is_not_asked_for_twice():
     assert first.asked == (at(2, "a"),) and second.asked == (at(2, "b"),)
 
 
-def test_what_is_leaving_already_is_waited_for_and_nobody_else_leaves():
+def test_a_request_waits_for_a_leaving_lease_and_evicts_no_other():
     page = book(lease("going", sim0=10, phase=Phase.LEAVING, key="x"), lease("idle", sim0=10))
     page, verdict = decide(page, request("q", 10), world(sim0=20))
     assert verdict.because == "q needs 10.0 GiB; sim:0 has 0 B free. going is being evicted."
     assert verdict.steps == ()
 
 
-# -- 6. deadlocked: see test_deadlock.py ----------------------------------------------------------------------------
+# -- 6. deadlocked: see test_deadlock.py -----------------------------------------------------------
 
-# -- 7. otherwise ---------------------------------------------------------------------------------------------------
+# -- 7. otherwise ----------------------------------------------------------------------------------
 
 
 def test_a_model_in_use_is_never_a_victim():
-    """However old and however humble, it stays until its cell is done."""
+    """However old and unimportant it is, it stays until its cell ends."""
     llama = lease("llama", sim0=8, pins=1, last_used=0)
     _, verdict = admit(book(llama), request("qwen", gib=14), world(sim0=20), lru)
     assert verdict == Wait(
@@ -507,7 +511,7 @@ def test_a_model_in_use_is_never_a_victim():
     )
 
 
-def test_whoever_is_in_the_way_is_named():
+def test_the_leases_in_the_way_are_named():
     page = book(
         lease("llama", by=2, sim0=8, pins=1, pinned_since=NOW - 200),
         block("training", by=3, sim0=4),
@@ -520,7 +524,7 @@ def test_whoever_is_in_the_way_is_named():
     assert verdict.blockers == (at(2, "llama"), at(3, "training"))
 
 
-def test_a_block_of_code_is_waited_for_and_never_asked_to_move():
+def test_a_request_waits_for_a_block_of_code_and_never_recalls_it():
     _, verdict = decide(book(block(sim0=14)), request("qwen", 14), world(sim0=20))
     assert (verdict.asked, verdict.steps, verdict.blockers) == ((), (), (at(1, "code"),))
 
@@ -546,13 +550,13 @@ def test_a_ticket_keeps_its_place_and_is_refreshed():
     )
 
 
-def test_who_does_not_want_to_wait_leaves_no_ticket():
+def test_a_request_that_does_not_wait_leaves_no_ticket():
     page = book(lease("busy", sim0=8, pins=1))
     assert decide(page, request("qwen", 14, wait=False), world(sim0=20))[0] == page
 
 
 def test_a_full_page_refuses_and_evicts_nothing():
-    """A ticket that cannot be written cannot hold the place that victims would make."""
+    """A ticket that cannot be written cannot reserve the room that victims would free."""
     many = [lease(f"m{n}", host=0) for n in range(MOST_ENTRIES - 1)]
     page = book(lease("old", sim0=10), *many)
     after, verdict = decide(page, request("qwen", 14), world(sim0=20))
@@ -569,7 +573,7 @@ def test_a_full_page_still_restores_what_it_holds():
     assert isinstance(verdict, Grant)
 
 
-# -- the limit of one process ---------------------------------------------------------------------------------------
+# -- the limit of one process ----------------------------------------------------------------------
 
 
 def test_one_process_s_own_limit_makes_its_own_models_leave_first():
@@ -579,7 +583,7 @@ def test_one_process_s_own_limit_makes_its_own_models_leave_first():
     assert [step.lease for step in verdict.steps] == [at(1, "mine")] and verdict.asked == ()
 
 
-def test_past_the_own_limit_is_refused_in_the_kitchen_s_words():
+def test_a_refusal_by_the_own_limit_has_the_seeds_text():
     page = book(lease("mine", sim0=6, pins=1))
     _, verdict = decide(page, request("qwen", 6), world(sim0=20, limit_bytes=size(10)))
     assert verdict == Refuse(
@@ -590,45 +594,47 @@ def test_past_the_own_limit_is_refused_in_the_kitchen_s_words():
     )
 
 
-def test_the_own_limit_counts_what_the_host_has_no_room_for():
-    """It could go, were there room: the request would wait for ever."""
+def test_the_own_limit_counts_leases_that_the_host_has_no_room_for():
+    """It could leave if the host had room; without this the request would wait for ever."""
     page = book(lease("adopted", sim0=9, droppable=False), lease("warm", host=2, droppable=False))
     there = world(sim0=10, sim1=10, host=9, limit_bytes=size(12))
     assert decide(page, request("qwen", 4), there)[1].kind == "limit"
     assert isinstance(decide(page, request("qwen", 3), there)[1], Grant)
 
 
-def test_what_leaves_already_counts_for_the_own_limit():
-    """Else a second model would leave for the room that the first one makes."""
+def test_a_leaving_lease_counts_as_gone_for_the_own_limit():
+    """Otherwise a second model would be evicted for the room that the first one frees."""
     going = lease("going", sim0=6, phase=Phase.LEAVING, key="x")
     there = world(sim0=20, sim1=20, limit_bytes=size(10))
     _, verdict = decide(book(going, lease("mine", sim1=4)), request("qwen", 6), there)
     assert isinstance(verdict, Wait) and verdict.steps == ()
 
 
-def test_the_own_limit_is_of_models_not_of_blocks():
+def test_the_own_limit_counts_models_but_not_blocks():
     page = book(block(sim0=6))
     assert isinstance(
         decide(page, request("qwen", 6), world(sim0=20, limit_bytes=size(10)))[1], Grant
     )
 
 
-# -- measured devices -----------------------------------------------------------------------------------------------
+# -- measured devices ------------------------------------------------------------------------------
 
 
 def real(free, **words):
     return world(cuda0=20, free={"cuda:0": free}, **words)
 
 
-def test_the_smaller_of_claims_and_measurement_is_believed():
+def test_the_room_is_the_smaller_of_book_and_measurement():
     page = book(lease("a", cuda0=4, pins=1))
     assert room(page, real(10))["cuda:0"] == 10 * GIB
     assert room(page, real(19))["cuda:0"] == 16 * GIB
     assert room(page, real(10, reserve_bytes=size(1)))["cuda:0"] == 9 * GIB
 
 
-def test_what_the_sample_cannot_have_seen_is_counted():
-    """Settled after it was taken, or still on its way: the driver's figure does not hold it yet (law 11)."""
+def test_bytes_that_the_sample_cannot_have_seen_are_counted():
+    """Settled after the sample, or still arriving: the driver's figure does not include it yet (law
+    11).
+    """
     there = real(18, taken_at=NOW - 1)
     assert room(book(lease("a", cuda0=4, settled_at=NOW - 2)), there)["cuda:0"] == 16 * GIB
     assert room(book(lease("a", cuda0=4, settled_at=NOW - 0.5)), there)["cuda:0"] == 14 * GIB
@@ -636,7 +642,7 @@ def test_what_the_sample_cannot_have_seen_is_counted():
     assert room(book(arriving), there)["cuda:0"] == 14 * GIB
 
 
-def test_what_settled_unseen_and_then_began_to_leave_is_still_unseen():
+def test_bytes_that_settled_unseen_stay_unseen_while_they_leave():
     going = lease(
         "a", cuda0=4, settled_at=NOW - 0.5, phase=Phase.LEAVING, key="x", target=whole(HOST, 4)
     )
@@ -651,7 +657,7 @@ def test_what_settled_unseen_and_then_began_to_leave_is_still_unseen():
         (real(20, taken_at=NOW - 8), "the last measurement of cuda:0 is 8.0 s old"),
     ],
 )
-def test_on_a_card_that_cannot_be_seen_grants_wait_and_nothing_leaves(there, because):
+def test_on_an_unmeasured_card_grants_wait_and_nothing_is_evicted(there, because):
     """Unknown is not zero and not free (law 11)."""
     page = book(lease("idle", cuda0=18))
     after, verdict = decide(page, request("small", 1), there)
@@ -660,12 +666,12 @@ def test_on_a_card_that_cannot_be_seen_grants_wait_and_nothing_leaves(there, bec
     assert decide(page, request("large", 14), there)[1].steps == ()
 
 
-def test_a_card_in_sight_is_used_where_another_is_not():
+def test_a_measured_card_is_used_if_another_is_not_measured():
     _, verdict = decide(book(), request("q", 4), world(cuda0=20, cuda1=20, free={"cuda:1": 20}))
     assert verdict.lease.target == whole("cuda:1", 4)
 
 
-def test_strangers_memory_is_in_the_way_and_said_so():
+def test_memory_outside_the_leases_is_named_as_the_reason_to_wait():
     _, verdict = decide(book(), request("q", 14), real(6))
     assert verdict == Wait(
         "cuda:0 has 6.0 GiB free as measured, 14.0 GiB are needed; memory outside our leases is in "
@@ -675,8 +681,10 @@ def test_strangers_memory_is_in_the_way_and_said_so():
     )
 
 
-def test_nobody_else_leaves_for_bytes_that_left_after_the_sample():
-    """The measurement comes once a second; without this each round in between would evict another model."""
+def test_no_lease_is_evicted_for_bytes_that_left_after_the_sample():
+    """The measurement comes once a second; without this each round in between would evict another
+    model.
+    """
     from gpu_runtime.scheduler.transitions import left
 
     there = real(0, taken_at=NOW - 1)
@@ -693,15 +701,15 @@ def test_nobody_else_leaves_for_bytes_that_left_after_the_sample():
     assert isinstance(decide(page, request("q", 10), later)[1], Grant)
 
 
-def test_what_a_process_holds_beyond_its_leases_counts_as_claimed():
+def test_residue_counts_as_claimed():
     page = book(residue={1: {"sim:0": size(1)}})
     assert room(page, world(sim0=20))["sim:0"] == 19 * GIB
 
 
-# -- plan -----------------------------------------------------------------------------------------------------------
+# -- plan ------------------------------------------------------------------------------------------
 
 
-def test_a_plan_tells_every_step_and_does_none():
+def test_a_plan_lists_every_step_and_does_none():
     page = book(lease("old", sim0=14), lease("qwen", host=14))
     told = plan(page, request("qwen", 14), world(sim0=20), lru)
     assert told.granted and told.shares == whole("sim:0", 14)
@@ -716,7 +724,7 @@ def test_a_plan_tells_every_step_and_does_none():
     )
 
 
-def test_a_plan_takes_those_it_asks_to_comply():
+def test_a_plan_assumes_that_recalled_owners_comply():
     told = plan(book(lease("theirs", by=2, sim0=14)), request("qwen", 14), world(sim0=20), lru)
     assert told.granted and told.asked == (at(2, "theirs"),)
     assert [type(step).__name__ for step in told.steps] == ["Move", "Load"]
@@ -738,7 +746,7 @@ def test_a_plan_that_would_wait_or_be_refused_says_why():
     assert not plan(book(), request("qwen", 24), world(sim0=20), lru).granted
 
 
-# -- what is told ---------------------------------------------------------------------------------------------------
+# -- what is told ----------------------------------------------------------------------------------
 
 
 def test_decisions_are_events():
@@ -761,8 +769,8 @@ def test_the_footprint_of_a_request_is_the_sum_of_its_parts():
     assert decide(book(), wanted, world(sim0=20))[1].lease.target == whole("sim:0", 3)
 
 
-def test_of_many_in_the_way_a_few_are_named():
-    """Sixty-four models in use on one card made a message of 5,000 letters."""
+def test_only_a_few_of_many_leases_in_the_way_are_named():
+    """Sixty-four models in use on one card once made a message of 5,000 letters."""
     crowd = [lease(f"m{n}", sim0=1, pins=1) for n in range(64)]
     _, verdict = admit(book(*crowd), request("qwen", gib=1), world(sim0=64), lru)
     assert verdict.because.endswith("; and 60 more") and verdict.because.count(" is in use") == 4

@@ -1,4 +1,6 @@
-"""The cases that were agreed on, word for word. Sizes are budgets in GiB; a model is idle unless it says otherwise."""
+"""The agreed cases, word for word. Sizes are budgets in GiB; a model is idle unless stated
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ def on(**gib):
 
 
 def settled(verdict, name):
-    """The lease as it lies once its load is done, left idle."""
+    """The lease once its load is done, idle."""
     shares = {f"sim{share.device[-1]}": share.bytes / GIB for share in verdict.lease.target}
     return lease(name, **shares)
 
 
-# -- two cards of 80 ------------------------------------------------------------------------------------------------
+# -- two cards of 80 -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["single", *SPLITS])
@@ -41,7 +43,7 @@ def test_15_on_two_80s_takes_one_card(layout):
 @pytest.mark.parametrize(
     "policy, card", [("best-fit", "sim:0"), ("fewest-evictions", "sim:0"), ("most-free", "sim:1")]
 )
-def test_a_second_15_goes_by_policy(policy, card):
+def test_a_second_15_is_placed_by_policy(policy, card):
     """`most-free` spreads them; the others keep the second card whole."""
     _, verdict = decide(
         book(lease("first", sim0=15)), request("second", 15, policy=policy), world(**TWO)
@@ -84,7 +86,7 @@ def test_140_on_two_free_80s_is_70_and_70(layout):
     assert [step.shares for step in verdict.steps] == [on(sim0=70, sim1=70)]
 
 
-# -- three cards ----------------------------------------------------------------------------------------------------
+# -- three cards -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", SPLITS)
@@ -95,7 +97,7 @@ def test_three_cards_the_first_full_and_busy_and_140_takes_the_other_two(layout)
     assert verdict.lease.target == on(sim1=70, sim2=70)
 
 
-# -- what is evictable ----------------------------------------------------------------------------------------------
+# -- evictable leases ------------------------------------------------------------------------------
 
 
 def test_stale_30_on_the_first_and_stale_60_over_both_make_60_and_30_evictable():
@@ -128,7 +130,7 @@ def test_occupants_10_15_and_70_of_100_and_a_need_of_60_only_the_70_leaves():
 
 
 def test_a_dedicated_30_on_the_only_80_and_a_request_for_a_whole_card_is_refused():
-    """The card could hold both; but a whole card is what was asked for."""
+    """The card could hold both, but the request is for a whole card."""
     dedicated = lease("dedicated", sim0=30, keep=True)
     after, verdict = decide(book(dedicated), request("alone", 40, layout="whole"), world(sim0=80))
     assert verdict == Refuse(
@@ -163,7 +165,7 @@ def test_500_on_any_of_it_is_refused_at_once(layout):
 
 
 def test_a_card_allocated_over_its_total_in_a_foreign_book_is_clamped_and_reported():
-    """Facts are accepted, also false ones: nothing is granted there, and the overdraft is shown."""
+    """Facts are accepted, even false ones: nothing is granted there, and the overdraft is shown."""
     page = book(lease("liar", by=2, sim0=120, pins=1), limits={"sim:0": 80 * GIB})
     _, verdict = decide(page, request("q", 10), world(sim0=80))
     assert (
@@ -176,7 +178,7 @@ def test_a_card_allocated_over_its_total_in_a_foreign_book_is_clamped_and_report
     assert "over its budget by 40.0 GiB" in remarks(seen, card)
 
 
-# -- shares in proportion -------------------------------------------------------------------------------------------
+# -- shares in proportion --------------------------------------------------------------------------
 
 MIB_FREE = dict(sim0="24000 MiB", sim1="12000 MiB", host=100)
 
@@ -202,11 +204,11 @@ def test_35000_on_24000_and_12000_free_is_refused():
     assert isinstance(decide(book(), exactly, world(**MIB_FREE))[1], Grant), "an exact fit fits"
 
 
-# -- a lease on several cards lives as any other ---------------------------------------------------------------------
+# -- a lease on several cards lives as any other ---------------------------------------------------
 
 
 def test_a_restore_may_go_to_other_cards_than_before():
-    """It left 0 and 1 for the host; 0 is busy now, so it comes back to 1 and 2."""
+    """It left 0 and 1 for the host; 0 is busy now, so it is restored to 1 and 2."""
     page = book(lease("big", host=140), lease("busy", by=2, sim0=80, pins=1))
     _, verdict = decide(page, request("big", 140, layout="balanced"), world(**THREE))
     [step] = verdict.steps
@@ -217,7 +219,7 @@ def test_a_restore_may_go_to_other_cards_than_before():
 
 
 def test_a_ticket_for_several_cards_keeps_its_place_on_each():
-    """A later small request gets neither of the cards' rooms that are being made."""
+    """A later small request gets none of the room that is being made on these cards."""
     page = book(lease("one", by=2, sim0=70, pins=1), lease("two", by=2, sim1=70, pins=1))
     page, verdict = decide(page, request("big", 140, layout="balanced", key="k"), world(**TWO))
     assert isinstance(verdict, Wait) and page.ticket("k").need == on(sim0=70, sim1=70)
@@ -227,7 +229,7 @@ def test_a_ticket_for_several_cards_keeps_its_place_on_each():
     assert isinstance(verdict, Wait) and verdict.ahead == 1
 
 
-def test_a_split_that_displaces_nobody_comes_before_one_card_that_must_be_emptied():
+def test_a_split_that_evicts_nothing_beats_one_card_that_must_be_emptied():
     """Ranked by seconds of reloading, then by cards; `auto` never splits what one card could hold."""
     page = book(lease("a", sim0=50, reload_seconds=9), lease("b", sim1=50, reload_seconds=9))
     _, verdict = decide(page, request("c", 50, layout="balanced"), world(**TWO))
@@ -236,7 +238,7 @@ def test_a_split_that_displaces_nobody_comes_before_one_card_that_must_be_emptie
     assert isinstance(verdict, Wait) and len(verdict.steps) == 1
 
 
-def test_room_is_made_on_several_cards_at_once_and_nobody_leaves_needlessly():
+def test_room_is_made_on_several_cards_at_once_and_no_lease_leaves_needlessly():
     page = book(
         lease("a", sim0=60, last_used=1),
         lease("b", sim0=5, last_used=2),
@@ -252,7 +254,7 @@ def test_room_is_made_on_several_cards_at_once_and_nobody_leaves_needlessly():
     assert page.find(at(1, "b")).where == "sim:0"
 
 
-def test_a_plan_over_several_cards_tells_every_step_and_who_else_was_considered():
+def test_a_plan_over_several_cards_lists_every_step_and_the_other_candidates():
     page = book(lease("a", sim0=60), lease("b", by=2, sim1=60))
     told = plan(page, request("big", 140, layout="balanced"), world(**TWO), lru)
     assert told.granted and told.shares == on(sim0=70, sim1=70) and told.asked == (at(2, "b"),)

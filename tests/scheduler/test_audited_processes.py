@@ -1,9 +1,9 @@
 """Several processes, a book, and an auditor that knows what each process really holds.
 
-Processes ask, load, fail, are interrupted, pin, step aside, die. After each step the auditor compares the book with
-the truth: no device is over its budget (law 1), nothing is lost or forgotten (laws 3, 6, 9), nobody in use was moved
-(law 4), nothing that exists nowhere else was dropped (law 5). Every decision is made twice, and once more on the page
-read back.
+Processes request, load, fail, are interrupted, pin, evict, die. After each step the auditor
+compares the book with the truth: no device is over its budget (law 1), nothing is lost or forgotten
+(laws 3, 6, 9), no model in use was moved (law 4), no precious weights were dropped (law 5). Every
+decision is made twice, and once more on the page read back.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ DEVICES = tuple(
 
 
 class Process:
-    """What one process truly holds, and what it is doing."""
+    """The bytes that one process really holds, and its work in progress."""
 
     def __init__(self, pid: int) -> None:
         self.owner = owner(pid)
         self.id = self.owner.id
         self.models: dict[str, Lease] = {}  # settled, with pins of this moment
-        self.asking: dict[str, Request] = {}  # requests that wait for an answer or for room
-        self.arriving: dict[str, Grant] = {}  # by key: bytes may come at any moment
-        self.departing: list[tuple[str, Move | Drop]] = []  # steps heard and not yet done
+        self.asking: dict[str, Request] = {}  # requests without an answer or without room yet
+        self.arriving: dict[str, Grant] = {}  # by key: bytes may arrive at any moment
+        self.departing: list[tuple[str, Move | Drop]] = []  # steps received and not yet done
         self.keys: set[str] = set()
 
     def truth(self) -> Truth:
@@ -82,7 +82,7 @@ class Process:
         return Truth(self.owner, tuple(self.models.values()), tuple(sorted(self.keys)), {}, names)
 
     def holds(self) -> Counter[str]:
-        """Bytes on each device, at the worst moment of what is under way."""
+        """Bytes on each device, at the worst moment of the work in progress."""
         held: Counter[str] = Counter()
         for model in self.models.values():
             held.update({share.device: share.bytes for share in model.shares})
@@ -101,7 +101,7 @@ def may_exit(process: Process, model: Lease) -> bool:
     return bool(model.pins) and model.name not in process.held_by_waiting_threads()
 
 
-class House(RuleBasedStateMachine):
+class Auditor(RuleBasedStateMachine):
     @initialize(
         rank=st.sampled_from([lru, cost_aware]),
         strangers=st.integers(0, 3),
@@ -124,7 +124,7 @@ class House(RuleBasedStateMachine):
         self.processes = {pid: Process(pid) for pid in (1, 2, 3)}
         self.dead: list[Process] = []
         self.samples: dict[str, Sample] = {}
-        self.lingering: dict[int, int] = {}  # pid -> bytes that the driver has yet to free
+        self.lingering: dict[int, int] = {}  # pid -> bytes that the driver has not freed yet
         self.done = Counter()
         self.last_pid = 3
         self.take_sample()
@@ -141,7 +141,9 @@ class House(RuleBasedStateMachine):
         return World(self.now, WALL + self.now, DEVICES, LIMITS, self.samples, self.rules)
 
     def write(self, process: Process, decision: Any) -> tuple[Book, Any]:
-        """One transaction, as the keeper makes it: our truth, then the decision. Returns the page decided on, too."""
+        """The page decided on and the answer of one transaction, as `owner/session.py` makes it:
+        truth, then decision.
+        """
         world, truth, old = self.world(), process.truth(), self.book
 
         def deciding(book: Book) -> tuple[Book, Any, Book]:
@@ -194,7 +196,7 @@ class House(RuleBasedStateMachine):
         size=st.integers(1, 13),
         importance=importances,
         nested=mostly,
-        heard=mostly,
+        received=mostly,
         cards=cards,
         layout=layouts,
         more=st.sampled_from([0, 0, 6]),
@@ -207,7 +209,7 @@ class House(RuleBasedStateMachine):
         size: int,
         importance: int,
         nested: bool,
-        heard: bool,
+        received: bool,
         cards: tuple[str, ...],
         layout: str,
         more: int,
@@ -231,7 +233,7 @@ class House(RuleBasedStateMachine):
             PlacementRules(cards, layout, margin_bytes=0),
             held,
         )
-        self.send(process, key, heard)
+        self.send(process, key, received)
 
     @rule(
         which=some,
@@ -241,7 +243,7 @@ class House(RuleBasedStateMachine):
         droppable=mostly,
     )
     def cell(self, which: int, name: str, size: int, importance: int, droppable: bool) -> None:
-        """A whole cell, where there is room at once: ask, load, use, leave."""
+        """A whole cell, if there is room at once: request, load, use, release."""
         process = self.pick(which)
         key = self.key(process, f"use {name}")
         process.asking[key] = Request(
@@ -253,7 +255,7 @@ class House(RuleBasedStateMachine):
             process.models[name] = replace(process.models[name], pins=0)
 
     def waiting(self) -> list[tuple[Process, str]]:
-        """Who may ask again: whoever has no step of its own to do first."""
+        """The requests that may be repeated: those without a step of their own to do first."""
         return [
             (process, key)
             for process in self.processes.values()
@@ -262,20 +264,20 @@ class House(RuleBasedStateMachine):
         ]
 
     @precondition(lambda self: self.waiting())
-    @rule(which=some, heard=mostly)
-    def ask_again(self, which: int, heard: bool) -> None:
-        """Also the retry of a decision that was answered and not heard."""
+    @rule(which=some, received=mostly)
+    def ask_again(self, which: int, received: bool) -> None:
+        """Also the retry of a decision that was answered and not received."""
         waiting = self.waiting()
-        self.send(*waiting[which % len(waiting)], heard)
+        self.send(*waiting[which % len(waiting)], received)
 
-    def send(self, process: Process, key: str, heard: bool) -> None:
+    def send(self, process: Process, key: str, received: bool) -> None:
         request = process.asking[key]
         base, verdict = self.write(
             process, lambda book, world: admit(book, request, world, self.rank)
         )
         assert verdict.because
         self.check_verdict(base, request, verdict)
-        if not heard:
+        if not received:
             return  # the page is written, the answer lost
         if isinstance(verdict, Grant):
             if verdict.steps:
@@ -337,12 +339,14 @@ class House(RuleBasedStateMachine):
     @precondition(lambda self: any(process.asking for process in self.processes.values()))
     @rule(which=some)
     def interrupt(self, which: int) -> None:
-        """The stop button, at any instruction: the thread and its key are gone; the monitor tidies up later."""
+        """The stop button, at any instruction: the thread and its key are gone; the monitor cleans
+        up later.
+        """
         asking = [
             (process, key) for process in self.processes.values() for key in sorted(process.asking)
         ]
         process, key = asking[which % len(asking)]
-        if not any(k == key for k, _ in process.departing):  # a move once begun finishes
+        if not any(k == key for k, _ in process.departing):  # a move that has begun finishes
             process.asking.pop(key)
             process.arriving.pop(key, None)
             process.keys.discard(key)
@@ -386,7 +390,7 @@ class House(RuleBasedStateMachine):
             assert (
                 (now is None) if old is None else (now.shares == old.shares and not now.target)
             ), "law 9"
-            return  # and the thread asks again, or gives up
+            return  # and the thread repeats the request, or gives up
         assert isinstance(step, Load) == (old is None)
         first, *others = step.shares
         size = first.bytes if isinstance(step, Move) else max(1, first.bytes - less)
@@ -429,7 +433,7 @@ class House(RuleBasedStateMachine):
         model = process.models.get(name)
         if (
             model is None or model.pins or not works
-        ):  # a user came in between, or the step failed: it stays
+        ):  # it was used meanwhile, or the step failed: it stays
             self.write(
                 process,
                 lambda book, world: (
@@ -453,7 +457,7 @@ class House(RuleBasedStateMachine):
         if key not in process.asking and not any(k == key for k, _ in process.departing):
             process.keys.discard(key)
 
-    # -- what an owner does by itself
+    # -- actions of an owner by itself
 
     def free_to_change(self, process: Process, name: str) -> bool:
         moving = any(step.lease.endswith(f"/{name}") for _, step in process.departing)
@@ -470,7 +474,7 @@ class House(RuleBasedStateMachine):
     @precondition(lambda self: self.models(lambda process, model: model.on_device))
     @rule(which=some)
     def enter(self, which: int) -> None:
-        """`use` of a resident model touches no ledger, also while somebody has just decided that it leaves."""
+        """`use` of a resident model touches no ledger, even if its eviction was decided just now."""
         models = self.models(lambda process, model: model.on_device)
         process, model = models[which % len(models)]
         process.models[model.name] = replace(
@@ -518,7 +522,7 @@ class House(RuleBasedStateMachine):
     def may_go(self, process: Process, model: Lease) -> bool:
         return not model.pins and self.free_to_change(process, model.name)
 
-    # -- what others want of it
+    # -- requests of other owners
 
     @precondition(lambda self: any(self.book.leases()))
     @rule(which=some, of=some, verb=st.sampled_from(["evict", "evict", "pin", "unpin", "restore"]))
@@ -610,9 +614,9 @@ class House(RuleBasedStateMachine):
 
     @rule(freed=mostly)
     def take_sample(self, freed: bool = True) -> None:
-        """What the driver says: bytes that have settled; of what is arriving it has seen nothing yet.
+        """A sample as the driver reports it: settled bytes, and none of those that are arriving.
 
-        What a dead process held it frees in its own time, and lists the process until then.
+        The driver frees the bytes of a dead process later, and lists the process until then.
         """
         if freed:
             self.lingering = {}
@@ -635,7 +639,7 @@ class House(RuleBasedStateMachine):
             held.update(process.holds())
         held["cuda:0"] += sum(
             getattr(self, "lingering", {}).values()
-        )  # law 12: not free before the driver says so
+        )  # law 12: not free before the driver reports it
         for device, size in held.items():
             assert size <= LIMITS[device], f"law 1: {size} on {device}"
         assert held["cuda:0"] + getattr(self, "strangers", 0) <= CARD_TOTAL, (
@@ -644,7 +648,7 @@ class House(RuleBasedStateMachine):
 
     @invariant()
     def what_is_held_is_in_the_book(self) -> None:
-        """Laws 3 and 6: no byte is forgotten, however its story goes on."""
+        """Laws 3 and 6: no byte is forgotten, whatever happens to it."""
         for process in getattr(self, "processes", {}).values():
             section = self.book.sections[process.id]
             claimed: Counter[str] = Counter()
@@ -671,7 +675,7 @@ class House(RuleBasedStateMachine):
             )
 
     def teardown(self) -> None:
-        """Everybody leaves: the book is empty, to the byte (law 3)."""
+        """All processes end: the book is empty, to the byte (law 3)."""
         if not hasattr(self, "processes"):
             return
         for process in self.processes.values():
@@ -682,8 +686,8 @@ class House(RuleBasedStateMachine):
         assert ghosts.measure(self.book, self.world()).claims() == {}
 
 
-TestHouse = House.TestCase
-TestHouse.settings = settings(
+TestAuditor = Auditor.TestCase
+TestAuditor.settings = settings(
     settings.default,
     max_examples=max(1000, settings.default.max_examples),
     stateful_step_count=max(40, settings.default.stateful_step_count),
@@ -691,7 +695,7 @@ TestHouse.settings = settings(
 )
 
 
-# Hypothesis switches rules off to find the odd corner; a walk that does everything finds the crowded ones.
+# Hypothesis switches rules off to find rare states; a walk that does everything finds crowded ones.
 
 WEIGHTS = {
     "request": 6,
@@ -726,9 +730,9 @@ def test_walks(first):
             raise AssertionError(f"walk({seed}): {error}") from error
 
 
-def walk(seed: int, steps: int = 60) -> House:
+def walk(seed: int, steps: int = 60) -> Auditor:
     random = Random(seed)
-    house = House()
+    auditor = Auditor()
 
     def some_() -> int:
         return random.randrange(12)
@@ -739,7 +743,7 @@ def walk(seed: int, steps: int = 60) -> House:
     def importance() -> int:
         return random.choice([1, 5, 10, 10, 10, 10, 20, 30])
 
-    house.build(
+    auditor.build(
         random.choice([lru, cost_aware]),
         random.randrange(4),
         random.choice(["auto", "always"]),
@@ -756,7 +760,7 @@ def walk(seed: int, steps: int = 60) -> House:
             size=random.randint(1, 13),
             importance=importance(),
             nested=random.random() < 0.5,
-            heard=mostly_(),
+            received=mostly_(),
             cards=random.choice([(), (), ("sim:0",), ("sim:1", "cuda:0")]),
             layout=random.choice(LAYOUTS),
             more=random.choice([0, 0, 6]),
@@ -769,7 +773,7 @@ def walk(seed: int, steps: int = 60) -> House:
             importance=importance(),
             droppable=mostly_(),
         ),
-        "ask_again": lambda: dict(which=some_(), heard=mostly_()),
+        "ask_again": lambda: dict(which=some_(), received=mostly_()),
         "arrive": lambda: dict(
             which=some_(), works=mostly_(), droppable=mostly_(), less=random.randrange(3)
         ),
@@ -785,25 +789,25 @@ def walk(seed: int, steps: int = 60) -> House:
         "take_sample": lambda: dict(freed=mostly_()),
     }
     possible = {
-        "ask_again": house.waiting,
-        "time_out": house.waiting,
-        "interrupt": lambda: any(p.asking for p in house.processes.values()),
-        "arrive": lambda: any(p.arriving for p in house.processes.values()),
-        "depart": lambda: any(p.departing for p in house.processes.values()),
-        "enter": lambda: house.models(lambda process, model: model.on_device),
-        "exit": lambda: house.models(may_exit),
-        "give_up": lambda: house.models(house.may_go),
-        "ask_other": lambda: any(house.book.leases()),
-        "reap": lambda: house.dead,
-        "die": lambda: len(house.processes) == 3,
-        "all_obey": lambda: any(ticket.recalls for ticket in house.book.tickets),
+        "ask_again": auditor.waiting,
+        "time_out": auditor.waiting,
+        "interrupt": lambda: any(p.asking for p in auditor.processes.values()),
+        "arrive": lambda: any(p.arriving for p in auditor.processes.values()),
+        "depart": lambda: any(p.departing for p in auditor.processes.values()),
+        "enter": lambda: auditor.models(lambda process, model: model.on_device),
+        "exit": lambda: auditor.models(may_exit),
+        "give_up": lambda: auditor.models(auditor.may_go),
+        "ask_other": lambda: any(auditor.book.leases()),
+        "reap": lambda: auditor.dead,
+        "die": lambda: len(auditor.processes) == 3,
+        "all_obey": lambda: any(ticket.recalls for ticket in auditor.book.tickets),
     }
     for _ in range(steps):
         names = [name for name in WEIGHTS if name not in possible or possible[name]()]
         [name] = random.choices(names, [WEIGHTS[name] for name in names])
-        getattr(house, name)(**arguments.get(name, lambda: dict(which=some_()))())
-        house.no_device_is_over_its_budget()
-        house.what_is_held_is_in_the_book()
-        house.evictions_are_offloads_and_unloads()
-    house.teardown()
-    return house
+        getattr(auditor, name)(**arguments.get(name, lambda: dict(which=some_()))())
+        auditor.no_device_is_over_its_budget()
+        auditor.what_is_held_is_in_the_book()
+        auditor.evictions_are_offloads_and_unloads()
+    auditor.teardown()
+    return auditor

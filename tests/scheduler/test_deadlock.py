@@ -1,4 +1,6 @@
-"""Those who can never be served, found by reduction; and who passes whom, and for how long."""
+"""Requests that can never be served, found by reduction; and which request may pass which, for how
+long.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from gpu_runtime.scheduler.queue import aged, queue
 from tests.worlds import NOW, at, book, decide, lease, request, ticket, world
 
 
-def test_two_threads_that_wait_for_each_other_s_model_and_the_youngest_is_refused():
-    """It has lost least; the elder goes on when the younger one's block has ended."""
+def test_of_two_threads_that_wait_for_each_others_model_the_youngest_is_refused():
+    """It has waited least; the elder continues once the younger one's block has ended."""
     page = book(
         lease("a", sim0=10, pins=1),
         lease("b", by=2, sim0=10, pins=1),
@@ -41,8 +43,10 @@ def test_the_elder_of_a_deadlock_goes_on_waiting():
     assert isinstance(verdict, Wait)
 
 
-def test_a_need_that_another_card_may_meet_is_no_deadlock():
-    """The wait-for graph has a cycle over sim:0; but whoever uses sim:2 will finish, and then one of them fits."""
+def test_a_need_that_another_card_can_meet_is_no_deadlock():
+    """The wait-for graph has a cycle over sim:0, but the user of sim:2 will finish, and then one of
+    them fits.
+    """
     held = [
         lease("a", sim0=10, pins=1),
         lease("b", by=2, sim1=10, pins=1),
@@ -61,7 +65,9 @@ def test_a_need_that_another_card_may_meet_is_no_deadlock():
 
 
 def test_a_cycle_that_a_third_thread_will_break_is_no_deadlock():
-    """Plain cycle search sees a and b wait for each other; but the third one's bytes serve one of them."""
+    """A plain cycle search finds that a and b wait for each other, but the third one's bytes serve
+    one of them.
+    """
     page = book(
         lease("a", sim0=6, pins=1),
         lease("b", by=2, sim0=6, pins=1),
@@ -75,7 +81,9 @@ def test_a_cycle_that_a_third_thread_will_break_is_no_deadlock():
 
 
 def test_no_cycle_of_two_and_yet_a_deadlock():
-    """Each holds a third, and two of three would serve any of them: only all together never end."""
+    """Each holds a third, and two thirds would serve any of them: only all three together are
+    deadlocked.
+    """
     page = book(
         *(lease("m", by=n, sim0=4, pins=1) for n in (1, 2, 3)),
         tickets=[ticket("x", by=n, sim0=5, held=(at(n, "m"),)) for n in (1, 2, 3)],
@@ -83,8 +91,8 @@ def test_no_cycle_of_two_and_yet_a_deadlock():
     assert len(deadlocked(page, world(sim0=12))) == 3
 
 
-def test_who_holds_nothing_that_others_could_use_is_no_part_of_it():
-    """It waits behind the deadlock; refusing it would help nobody."""
+def test_a_request_that_holds_nothing_others_could_use_is_not_deadlocked():
+    """It waits behind the deadlock; its refusal would help no other request."""
     page = book(
         lease("a", sim0=10, pins=1),
         lease("b", by=2, sim0=10, pins=1),
@@ -98,7 +106,7 @@ def test_who_holds_nothing_that_others_could_use_is_no_part_of_it():
     assert [t.name for t in deadlocked(page, world(sim0=20, sim1=20))] == ["x", "y"]
 
 
-def test_the_host_s_limit_counts_where_ours_is_larger():
+def test_the_hosts_limit_counts_if_ours_is_larger():
     page = book(
         lease("a", sim0=10, pins=1),
         lease("b", by=2, sim0=10, pins=1),
@@ -157,8 +165,9 @@ threads = st.lists(
 @given(threads)
 @example([("sim:0", 6, (6, ())), ("sim:0", 4, (5, ())), ("sim:1", 6, None)])
 def test_reduction_agrees_with_every_order_of_finishing(threads_):
-    """A thread that can finish in some order is never called deadlocked; one that cannot is found, if it holds
-    something that the others could use."""
+    """A thread that can finish in some order is never called deadlocked; one that cannot is found,
+    if it holds something that the others could use.
+    """
     there = world(sim0=10, sim1=10)
     leases, tickets, held, needs = [], [], [], []
     for n, (device, gib, need) in enumerate(threads_, start=1):
@@ -189,7 +198,7 @@ def test_reduction_agrees_with_every_order_of_finishing(threads_):
         assert named
 
 
-# -- the queue --------------------------------------------------------------------------------------------------------
+# -- the queue -------------------------------------------------------------------------------------
 
 
 def test_importance_then_arrival():
@@ -205,7 +214,7 @@ def test_importance_then_arrival():
 
 
 def test_waiting_thirty_seconds_is_worth_one_class():
-    """So that the humble are served in the end."""
+    """So every request is served in the end."""
     there = world(sim0=20)
     assert [aged(30, waited, there) for waited in (0, 29.9, 30, 65, 95, 500)] == [
         30,
@@ -223,19 +232,19 @@ def test_waiting_thirty_seconds_is_worth_one_class():
     )
 
 
-def test_who_has_waited_long_comes_before_the_more_important():
+def test_a_request_that_waited_long_is_ahead_of_a_more_important_one():
     page = book(tickets=[ticket("old", by=2, importance="batch", arrived=NOW - 130, sim0=20)])
     _, verdict = decide(page, request("new", 4, importance="high"), world(sim0=20))
     assert isinstance(verdict, Wait) and verdict.ahead == 1
 
 
-def test_the_more_important_does_not_wait_for_the_less():
+def test_a_more_important_request_does_not_wait_for_a_less_important_one():
     page = book(tickets=[ticket("old", by=2, sim0=20)])
     assert isinstance(decide(page, request("new", 4, importance="high"), world(sim0=20))[1], Grant)
 
 
 def test_a_stopped_process_is_skipped_not_deleted():
-    """A ticket that was not refreshed for 2 s belongs to somebody who would not take the room."""
+    """A ticket that was not refreshed for 2 s belongs to a process that would not take the room."""
     page = book(tickets=[ticket("big", by=2, sim0=20, refreshed=NOW - 2.1)])
     after, verdict = decide(page, request("small", 4), world(sim0=20))
     assert isinstance(verdict, Grant) and after.tickets == page.tickets
@@ -243,8 +252,8 @@ def test_a_stopped_process_is_skipped_not_deleted():
     assert isinstance(decide(page, request("small", 4), world(sim0=20))[1], Wait)
 
 
-def test_an_elder_blocked_by_a_model_in_use_is_passed_for_thirty_seconds_and_then_not():
-    """It could not use the room anyway; but those who pass must not keep it waiting for ever."""
+def test_an_elder_blocked_by_a_model_in_use_may_be_passed_for_thirty_seconds():
+    """It could not use the room anyway, but requests that pass must not delay it for ever."""
     busy = lease("busy", by=3, sim0=10, pins=1)
 
     def passes(seconds):
@@ -256,8 +265,8 @@ def test_an_elder_blocked_by_a_model_in_use_is_passed_for_thirty_seconds_and_the
     assert [passes(seconds) for seconds in (1, 29.9, 30, 100)] == [True, True, False, False]
 
 
-def test_a_thread_that_holds_what_an_elder_waits_for_passes():
-    """Else each would wait for the other: the elder for the bytes, the thread for its turn."""
+def test_a_thread_that_holds_the_model_an_elder_waits_for_may_pass():
+    """Otherwise each would wait for the other: the elder for the bytes, the thread for its turn."""
     mine = lease("mine", sim0=4, pins=1)
     page = book(mine, tickets=[ticket("big", by=2, sim0=18)])
     assert isinstance(decide(page, request("more", 4, held=(mine.id,)), world(sim0=20))[1], Grant)

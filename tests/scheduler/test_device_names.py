@@ -1,4 +1,6 @@
-"""One name in the book is one physical card, whoever sees what, and however their drivers number them."""
+"""One name in the book is one physical card, whichever cards a process sees and however its driver
+numbers them.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ def card(id, uuid, **fields):
     return Device(id, 80, uuid=uuid, **fields)
 
 
-def test_in_an_empty_book_the_driver_s_names_stand():
+def test_an_empty_book_uses_the_drivers_names():
     assert names((card("cuda:3", "GPU-d"), Device(HOST, 64)), Book()) == {}
 
 
-def test_a_card_is_called_what_the_book_calls_it():
-    """Two that see both cards, in containers that number them otherwise."""
+def test_a_card_has_the_name_that_the_book_gives_it():
+    """Two processes see both cards, in containers that number them differently."""
     book = Book(devices=(card("cuda:0", "GPU-a"), card("cuda:1", "GPU-b"), Device(HOST, 64)))
     assert names((card("cuda:0", "GPU-b"), card("cuda:1", "GPU-a")), book) == {
         "cuda:0": "cuda:1",
@@ -27,22 +29,22 @@ def test_a_card_is_called_what_the_book_calls_it():
     }
 
 
-def test_a_card_that_the_book_does_not_know_takes_a_name_that_is_free():
+def test_a_card_that_is_new_to_the_book_gets_a_free_name():
     book = Book(devices=(card("cuda:0", "GPU-a"),))
     assert names((card("cuda:0", "GPU-b"),), book) == {"cuda:0": "cuda:1"}
     assert names((card("cuda:0", "GPU-b"), card("cuda:1", "GPU-c")), book) == {"cuda:0": "cuda:2"}
     assert names((card("cuda:1", "GPU-b"),), book) == {}
 
 
-def test_an_instance_that_was_made_anew_is_another_device():
-    """Partitioned again, the card has other instances in the same places."""
+def test_an_instance_that_was_created_again_is_another_device():
+    """After a new partitioning the card has other instances at the same positions."""
     book = Book(devices=(card("cuda:0.0", "MIG-a"), card("cuda:0.1", "MIG-b")))
     assert names((card("cuda:0.0", "MIG-c"), card("cuda:0.1", "MIG-b")), book) == {
         "cuda:0.0": "cuda:0.2"
     }
 
 
-def test_simulated_cards_are_everybody_s_under_their_own_names():
+def test_simulated_cards_have_the_same_names_in_every_process():
     book = Book(devices=(card("sim:0", "SIM-0", simulated=True),))
     assert (
         names(
@@ -53,7 +55,7 @@ def test_simulated_cards_are_everybody_s_under_their_own_names():
 
 
 @given(st.lists(st.permutations(range(5)).map(lambda seen: seen[:3]), min_size=1, max_size=6))
-def test_whoever_comes_in_whatever_order_all_agree(processes):
+def test_all_processes_agree_on_names_in_whatever_order_they_start(processes):
     """Each sees three of five cards, numbered from 0: no name is two cards, no card has two names."""
     book = Book()
     called: dict[int, str] = {}

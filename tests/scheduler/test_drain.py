@@ -1,4 +1,6 @@
-"""A drained card takes no new leases; what is idle there leaves, what is in use leaves when it is idle."""
+"""A drained card takes no new leases; what is idle there leaves, what is in use leaves when it is
+idle.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from tests.worlds import NOW, WALL, at, block, book, decide, lease, owner, repla
 ANN = Drain("ann", WALL + NOW - 180)
 
 
-def test_a_new_lease_goes_to_another_card_though_the_drained_one_is_emptier():
+def test_a_new_lease_is_placed_on_another_card_though_the_drained_one_is_emptier():
     page = book(drained={"sim:0": ANN})
     _, verdict = decide(page, request("qwen", 4, policy="most-free"), world(sim0=20, sim1=8))
     assert isinstance(verdict, Grant) and verdict.lease.target == (Share("sim:1", 4 * GIB),)
@@ -31,8 +33,8 @@ def test_the_runners_up_say_that_a_card_is_drained():
     assert considered[1].because == "sim:0 was drained by ann 3 min ago"
 
 
-def test_where_every_card_is_drained_the_request_is_refused_with_what_to_type():
-    """At once, evicting nobody: waiting would not help."""
+def test_if_every_card_is_drained_the_refusal_says_what_to_type():
+    """At once, without evictions: waiting would not help."""
     page = book(lease("idle", sim0=4), drained={"sim:0": ANN})
     after, verdict = decide(page, request("qwen", 4), world(sim0=20))
     assert isinstance(verdict, Refuse) and verdict.kind == "drained"
@@ -55,23 +57,24 @@ def test_the_refusal_names_every_drained_card():
     )
 
 
-def test_a_request_waits_for_the_card_that_is_left_and_displaces_nobody_on_the_drained_one():
+def test_a_request_waits_for_the_remaining_card_and_evicts_nothing_on_the_drained_one():
     page = book(lease("old", sim0=8), lease("busy", sim1=8, pins=1), drained={"sim:0": ANN})
     after, verdict = decide(page, request("qwen", 4), world(sim0=8, sim1=8))
     assert isinstance(verdict, Wait) and verdict.blockers == (at(1, "busy"),)
     assert after.find(at(1, "old")).shares == (Share("sim:0", 8 * GIB),)
 
 
-def test_a_model_that_came_off_a_drained_card_is_restored_to_another():
+def test_a_model_from_a_drained_card_is_restored_to_another():
     page = book(lease("qwen", host=4), drained={"sim:0": ANN})
     _, verdict = decide(page, request("qwen", 4), world(sim0=20, sim1=8))
     assert isinstance(verdict, Grant) and isinstance(verdict.steps[0], Move)
     assert verdict.lease.target == (Share("sim:1", 4 * GIB),)
 
 
-def test_idle_leases_leave_also_those_just_used_kept_alive_or_important():
-    """A person's word: no grace. To the host while it has room, else to the disk; what exists nowhere else goes
-    first."""
+def test_idle_leases_leave_even_if_just_used_kept_alive_or_important():
+    """A person decided it: no grace. To the host while it has room, else dropped; precious weights
+    go first.
+    """
     page = book(
         lease("a", sim0=2, last_used=NOW, importance="urgent", keep_alive=600.0),
         lease("b", sim0=2),
@@ -102,7 +105,7 @@ def test_idle_leases_leave_also_those_just_used_kept_alive_or_important():
         ),
     ],
 )
-def test_what_must_not_move_stays_and_is_told(stays, why):
+def test_leases_that_must_not_move_stay_and_are_listed(stays, why):
     page = book(stays, drained={"sim:0": ANN})
     there = world(sim0=20)
     assert drain.vacate(page, owner(1).id, there, "k") == (page, ())
@@ -111,13 +114,13 @@ def test_what_must_not_move_stays_and_is_told(stays, why):
     ]
 
 
-def test_an_owner_moves_its_own_and_nobody_else_s():
+def test_an_owner_moves_only_its_own_leases():
     page = book(lease("mine", sim0=2), lease("yours", by=2, sim0=2), drained={"sim:0": ANN})
     _, steps = drain.vacate(page, owner(1).id, world(sim0=20), "k")
     assert [step.lease for step in steps] == [at(1, "mine")]
 
 
-def test_a_drain_is_told_and_undone_and_both_are_in_the_history():
+def test_a_drain_and_its_end_are_both_events():
     there = world(sim0=20, sim1=20)
     page = drain.drain(book(), there.devices[0], "ann", there)
     assert drain.drain(page, there.devices[0], "bob", there) is page, "it is ann's already"
@@ -130,8 +133,10 @@ def test_a_drain_is_told_and_undone_and_both_are_in_the_history():
     ]
 
 
-def test_a_drain_goes_by_the_card_and_not_by_its_name():
-    """All owners left, and another that sees other cards came first: the drained card has another name now."""
+def test_a_drain_follows_the_card_and_not_its_name():
+    """All owners have ended, and the next one sees other cards: the drained card has another name
+    now.
+    """
     card = Device("cuda:0", 80 * GIB, uuid="GPU-a")
     there = world(cuda0=80)
     page = drain.drain(book(), card, "ann", there)
@@ -141,8 +146,8 @@ def test_a_drain_goes_by_the_card_and_not_by_its_name():
     assert list(drain.drained(page, replace(there, devices=tuple(renamed)))) == ["cuda:1"]
 
 
-def test_a_book_that_is_rebuilt_knows_what_its_newest_owner_knew():
-    """One undid it; another has not written since."""
+def test_a_rebuilt_book_has_the_drains_that_its_newest_owner_knew():
+    """One owner ended the drain; another has not written since."""
     old = book(owners=(1,), drained={"sim:0": ANN, "sim:1": ANN})
     new = book(owners=(2,), drained={"sim:1": ANN})
     assert union([part_of(old, owner(1).id), part_of(new, owner(2).id)]).drained == {"sim:1": ANN}

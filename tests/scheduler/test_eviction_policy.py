@@ -1,4 +1,4 @@
-"""Who leaves first."""
+"""Which leases are evicted first."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def test_lru_is_the_time_of_last_use():
     assert lru(lease("a", sim0=1, last_used=7.0), THERE) == 7.0
 
 
-def test_cost_aware_lets_go_what_frees_most_for_the_fewest_seconds():
-    """Seconds to bring it back, for each GiB, less the longer it has been idle."""
+def test_cost_aware_evicts_the_lease_that_frees_most_for_the_fewest_seconds():
+    """Seconds to load it again, for each GiB, discounted by its idle time."""
     quick = lease("quick", sim0=10, restore_seconds=1, reload_seconds=30, last_used=NOW - 99)
     slow = lease("slow", sim0=1, reload_seconds=30, last_used=NOW - 99)
     fresh = lease("fresh", sim0=10, restore_seconds=1, last_used=NOW)
@@ -39,13 +39,13 @@ def test_a_policy_of_no_such_name_is_a_bad_setting():
         policy("mru")
 
 
-def test_nobody_leaves_for_nothing():
+def test_without_a_need_nothing_is_evicted():
     assert victims({}, [lease("a", sim0=1)], THERE, lru) == ()
     assert victims({"sim:0": 0, "sim:1": -5}, [lease("a", sim0=1)], THERE, lru) == ()
 
 
-def test_all_together_not_enough_is_none_not_some():
-    """Evicting what does not suffice is evicting for nothing."""
+def test_if_all_leases_are_not_enough_the_answer_is_none():
+    """Evictions that do not suffice are useless."""
     assert victims(gib(sim0=3), [lease("a", sim0=1), lease("b", sim0=1)], THERE, lru) is None
     assert victims(gib(sim0=1), [], THERE, lru) is None
 
@@ -61,13 +61,13 @@ def test_the_most_precious_of_the_chosen_is_spared_first():
 
 
 def test_equal_ranks_are_ordered_by_name():
-    """The same page gives the same victims, on every machine."""
+    """The same page gives the same victims on every machine."""
     one, two = lease("one", sim0=4), lease("two", sim0=4)
     assert victims(gib(sim0=4), [two, one], THERE, lru) == (one,)
 
 
 def test_a_lease_on_several_devices_frees_them_all():
-    """Tensor parallel: its shares go together."""
+    """Tensor parallel: its shares leave together."""
     split = lease("split", sim0=4, sim1=4, last_used=1)
     assert victims(gib(sim0=4, sim1=4), [split, lease("a", sim0=4, last_used=2)], THERE, lru) == (
         split,
@@ -110,7 +110,7 @@ def enough(chosen, need):
 
 @given(leases, needs)
 def test_victims_are_enough_and_none_can_be_spared(idle, need):
-    """Law 8; and None only where nobody could do it."""
+    """Law 8; and None only if no set of leases is enough."""
     chosen = victims(need, idle, THERE, lru)
     if chosen is None:
         assert not enough(idle, need)
@@ -122,7 +122,7 @@ def test_victims_are_enough_and_none_can_be_spared(idle, need):
 
 @given(leases, needs)
 def test_importance_comes_before_the_policy(idle, need):
-    """Law 8: where the less important alone would do, none more important leaves."""
+    """Law 8: if less important leases are enough, no more important one leaves."""
     chosen = victims(need, idle, THERE, lru)
     if not chosen:
         return
@@ -149,14 +149,14 @@ def test_against_every_subset(idle, need):
     )
 
 
-def test_of_those_that_would_do_as_much_as_possible_is_spared():
+def test_of_the_possible_victims_as_much_as_possible_is_spared():
     """21 would leave if the newest that can be spared were spared first; 20 do."""
     sizes = (("a", 6), ("b", 5), ("c", 4), ("d", 10))
     idle = [lease(name, sim0=gib_, last_used=used) for used, (name, gib_) in enumerate(sizes)]
     assert [gone.name for gone in victims(gib(sim0=20), idle, THERE, lru)] == ["a", "c", "d"]
 
 
-def test_seconds_of_loading_again_count_for_more_than_bytes_when_one_is_spared():
+def test_reload_seconds_count_more_than_bytes_when_a_lease_is_spared():
     slow = lease("slow", sim0=4, reload_seconds=60, last_used=1)
     quick = lease("quick", sim0=5, reload_seconds=1, last_used=2)
     last = lease("last", sim0=10, last_used=3)

@@ -1,4 +1,4 @@
-"""What else was considered, beside a decision."""
+"""The other candidates of a decision."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def test_a_grant_says_why_the_other_cards_lost():
     )
 
 
-def test_a_grant_that_needed_room_says_who_else_might_have_stepped_aside():
-    """By the time that it is granted the room is there; what was weighed before is told with it."""
+def test_a_grant_that_needed_room_lists_the_other_possible_victims():
+    """When it is granted the room is free; the candidates of the earlier wait are reported with it."""
     page = book(lease("a", sim0=15, reload_seconds=2), lease("b", sim1=15, reload_seconds=60))
     page, wait = decide(page, request("qwen", 18), world(sim0=20, sim1=20))
     granted = Grant(Lease("1", "qwen", target=(Share("sim:0", 18 * GIB),)), (), "qwen fits")
@@ -33,24 +33,24 @@ def test_a_grant_that_needed_room_says_who_else_might_have_stepped_aside():
     )
 
 
-def test_a_wait_says_what_speaks_against_the_other_cards():
+def test_a_wait_says_why_the_other_cards_lost():
     page = book(lease("a", sim0=15, pins=1), lease("b", sim1=12, pins=1))
     _, wait = decide(page, request("qwen", 18), world(sim0=20, sim1=20))
     assert isinstance(wait, Wait)
     assert alternatives(wait, RULES) == ("sim:0: has 5.0 GiB free, 13.0 GiB too little.",)
 
 
-def test_where_nothing_else_was_considered_nothing_is_told():
+def test_without_other_candidates_there_are_no_runners_up():
     for verdict in (Wait("b"), Refuse("b"), Grant(Lease("1", "a"), (), "b")):
         assert alternatives(verdict, RULES) == ()
 
 
-def test_a_journal_is_not_filled_with_the_cards_of_a_large_box():
+def test_the_journal_lists_only_a_few_cards_of_a_large_machine():
     many = tuple(Candidate((Share(f"sim:{n}", 1),), False, "full") for n in range(64))
     assert len(alternatives(Refuse("no", considered=many), RULES)) == MOST_RUNNERS_UP
 
 
-def test_they_stand_beside_the_event_that_tells_the_decision_and_no_other():
+def test_runners_up_are_stored_with_the_event_of_their_decision_only():
     refusal = Refuse("no", considered=(Candidate((Share("sim:0", 1),), False, "sim:0 is full"),))
     events = [
         Event(1, 0, "a", "unloaded", "request", ""),

@@ -1,4 +1,4 @@
-"""What a dead process held on a real card ends when its driver shows it free, not before (law 12)."""
+"""Bytes of a dead process on a real card count until its driver shows them free (law 12)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEAD = owner(2)
 
 
 def there(free, *, taken_at, now=NOW, listing=None, budget=72):
-    """A card of 80 GiB of which 72 may be claimed, and what its driver said of it."""
+    """A card of 80 GiB of which 72 may be claimed, with its driver's sample."""
     return world(
         cuda0=budget,
         total={"cuda:0": 80},
@@ -43,14 +43,14 @@ def test_a_sample_from_before_the_death_frees_nothing():
     assert room(page, there(40, taken_at=NOW - 1))["cuda:0"] == size(32)
 
 
-def test_what_came_after_the_sample_is_not_taken_for_free_when_its_owner_dies():
+def test_bytes_that_came_after_the_sample_are_not_free_when_their_owner_dies():
     """The sample never counted these bytes, so without the ghost they would be spent twice."""
     page = reaped(book(lease("a", by=2, cuda0=40, settled_at=NOW - 0.5), owners=(1, 2)), free=80)
     assert room(page, there(80, taken_at=NOW - 1))["cuda:0"] == size(32)
     assert room(page, there(50, taken_at=NOW - 1))["cuda:0"] == size(10)
 
 
-def test_what_was_on_its_way_when_its_owner_died_counts_in_full():
+def test_bytes_that_were_arriving_when_their_owner_died_count_in_full():
     arriving = lease("a", by=2, cuda0=0)
     arriving = replace(
         arriving, shares=(), target=lease("a", cuda0=40).shares, phase=Phase.ARRIVING
@@ -60,7 +60,7 @@ def test_what_was_on_its_way_when_its_owner_died_counts_in_full():
 
 
 def test_a_sample_from_after_the_death_that_still_lists_the_process_frees_nothing():
-    """A driver takes its time to tear a process down: the card would be taken over its budget."""
+    """A driver needs time to tear a process down: otherwise the card would exceed its budget."""
     later = there(40, taken_at=NOW + 1, now=NOW + 1, listing={2: size(40)})
     page = ghosts.measure(reaped(HELD), later)
     assert room(page, later)["cuda:0"] == size(32)
@@ -76,12 +76,12 @@ def test_a_sample_from_after_the_death_without_the_process_frees_everything():
 
 
 @pytest.mark.parametrize("bytes_", [None, size(40)])
-def test_a_process_whose_bytes_the_driver_will_not_tell_is_listed_all_the_same(bytes_):
+def test_a_process_with_unknown_bytes_is_still_listed(bytes_):
     later = there(40, taken_at=NOW + 1, now=NOW + 1, listing={2: bytes_})
     assert len(ghosts.measure(reaped(HELD), later).ghosts) == 1
 
 
-def test_memory_that_the_driver_will_not_tell_makes_a_request_wait():
+def test_unknown_free_memory_makes_a_request_wait():
     """Unknown is not free, however long ago the process ended."""
     later = there(None, taken_at=NOW + 1, now=NOW + 1)
     page = ghosts.measure(reaped(HELD), later)
@@ -90,7 +90,7 @@ def test_memory_that_the_driver_will_not_tell_makes_a_request_wait():
 
 
 def test_a_card_is_not_granted_beyond_its_budget_while_the_driver_cleans_up():
-    """And nobody else need leave for it: the request waits a moment, and says what for."""
+    """And no lease is evicted for it: the request waits a moment, and says why."""
     idle = lease("b", by=1, cuda0=10, settled_at=NOW - 100, last_used=0)
     page = reaped(book(*HELD.leases(), idle, owners=(1, 2)), free=30)
     slow = there(30, taken_at=NOW - 0.1, listing={2: size(40)})
@@ -106,8 +106,8 @@ def test_a_card_is_not_granted_beyond_its_budget_while_the_driver_cleans_up():
     assert isinstance(verdict, Grant)
 
 
-def test_the_number_of_a_living_owner_is_not_a_ghosts():
-    """Numbers come back; the process that had it before is gone altogether then."""
+def test_a_pid_that_was_reused_by_a_living_owner_is_no_ghost():
+    """Pids are reused; the process that had it before is completely gone then."""
     page = reaped(HELD)
     again = page.with_section(
         replace(book(owners=(2,)).sections[DEAD.id], owner=replace(DEAD, started=99))
@@ -116,7 +116,7 @@ def test_the_number_of_a_living_owner_is_not_a_ghosts():
 
 
 def test_simulated_cards_and_the_host_have_no_ghosts():
-    """There the book is the measurement, and a dead process has no memory."""
+    """There the book is the measurement, and a dead process holds no memory."""
     page = book(lease("a", by=2, sim0=3), lease("b", by=2, host=4), owners=(1, 2))
     assert books.reap(page, [DEAD.id], world(sim0=20)).ghosts == ()
 
@@ -138,7 +138,7 @@ def test_blocks_and_residue_leave_one_ghost_a_card():
     assert (second.device, second.bytes, second.pid) == ("cuda:1", 9, 2)
 
 
-def test_the_event_says_what_is_true_of_the_card():
+def test_the_event_describes_the_card_correctly():
     told = [
         books.reap(page, [DEAD.id], there(40, taken_at=NOW)).events[-1].because
         for page in (HELD, book(lease("a", by=2, host=1), owners=(1, 2)))

@@ -1,4 +1,5 @@
-"""The laws of the house as properties of single decisions on any book. Their histories are in test_machine.py.
+"""The laws as properties of single decisions on any book. Sequences of decisions are in
+test_audited_processes.py.
 
 Sizes are small whole numbers of bytes: what matters is how they compare.
 """
@@ -49,7 +50,7 @@ B = 2**-30  # one byte, in the builders' GiB
 
 @st.composite
 def leases(draw: Any, quiet: bool = False) -> list[Lease]:
-    """Leases of three owners. Quiet: all settled, idle, and nobody's to keep."""
+    """Leases of three owners. Quiet: all are settled and idle, and none is kept."""
     made = []
     for n in range(draw(st.integers(0, 7))):
         phase = (
@@ -197,7 +198,7 @@ def decide(situation: tuple[Book, Request, World]) -> tuple[Book, Any]:
 
 @given(situations())
 def test_1_no_grant_takes_a_device_over_its_budget(situation):
-    """And it spends only bytes that are free now: nothing that has yet to leave."""
+    """And it spends only bytes that are free now, none that are still leaving."""
     page, _, there = situation
     after, verdict = decide(situation)
     assert overdrafts(page, after) == {}
@@ -209,7 +210,7 @@ def test_1_no_grant_takes_a_device_over_its_budget(situation):
 
 @given(situations(), st.integers(0, 30))
 def test_2_facts_are_always_accepted(situation, measured):
-    """A load that came out larger than it said, and whatever a process holds besides."""
+    """A load that turned out larger than declared, and the residue of a process."""
     page, verdict = decide(situation)
     wanted = situation[1].lease
     assume(isinstance(verdict, Grant) and verdict.steps)
@@ -243,7 +244,7 @@ def test_3_bytes_are_conserved(situation):
 
 
 @given(situations())
-def test_4_and_5_who_leaves_is_idle_no_more_important_not_kept_and_not_the_only_copy(situation):
+def test_4_and_5_victims_are_idle_no_more_important_not_kept_and_not_the_only_copy(situation):
     page, wanted, there = situation
     after, verdict = decide(situation)
     if not isinstance(verdict, Wait):
@@ -293,8 +294,10 @@ def test_7_a_refusal_evicts_nothing(situation):
 
 
 @given(situations(quiet=True))
-def test_7_what_is_refused_could_not_be_served_by_any_set_of_victims(situation):
-    """Exhaustively: every set of leases that the host can take in or that may be dropped, and every layout allowed."""
+def test_7_no_set_of_victims_could_serve_a_refused_request(situation):
+    """Exhaustively: every set of leases that the host can take in or that may be dropped, and every
+    layout allowed.
+    """
     page, wanted, there = situation
     after, verdict = decide(situation)
     wanted_lease = page.lease(wanted.lease.owner, wanted.lease.name)
@@ -334,7 +337,9 @@ def test_7_what_is_refused_could_not_be_served_by_any_set_of_victims(situation):
 
 @given(situations(quiet=True), st.sampled_from(["sim:0", "sim:1"]), st.integers(0, 6))
 def test_8_no_victim_can_be_spared(situation, card, more):
-    """Without any one of them the request would not fit; and none that stays is less important than all who go."""
+    """Without any one of them the request would not fit; and no lease that stays is less important
+    than all victims.
+    """
     page, _, there = situation
     there = replace(there, rules=replace(there.rules, limit_bytes=None))
     free = room(page, there)[card]
@@ -353,7 +358,7 @@ def test_8_no_victim_can_be_spared(situation, card, more):
 
 @given(situations())
 def test_9_a_request_that_fails_leaves_the_book_as_it_was(situation):
-    """Granted and failed; or waited, its victims failing to leave, and withdrawn."""
+    """Granted and failed; or waiting, with victims that fail to leave, and withdrawn."""
     page, wanted, there = situation
     assume(not any(m.key == wanted.key for m in page.leases()) and not page.ticket(wanted.key))
     after, verdict = decide(situation)
@@ -367,7 +372,7 @@ def test_9_a_request_that_fails_leaves_the_book_as_it_was(situation):
         after = books.withdraw(after, wanted.key)
 
     def without_traces(leases_: Any) -> list[Lease]:
-        """An abandoned restore keeps the words of the request until its owner publishes."""
+        """An abandoned restore keeps the reason of the request until its owner publishes."""
         return sorted(
             (
                 replace(m, last_used=0, pinned_since=0, importance=0, keep_alive=0, key="")
@@ -382,7 +387,7 @@ def test_9_a_request_that_fails_leaves_the_book_as_it_was(situation):
 
 @given(situations())
 def test_9_every_decision_first_looks_for_its_own_key(situation):
-    """Decided twice in a row it reserves, asks and evicts once."""
+    """Two decisions in a row reserve, recall and evict once."""
     page, wanted, there = situation
     once, first = decide(situation)
     twice, second = decide((once, wanted, there))
@@ -409,8 +414,8 @@ def test_10_every_verdict_and_event_says_because(situation, rank):
 
 
 @given(situations())
-def test_only_one_s_own_section_and_tickets_are_written(situation):
-    """From outside one asks, the owner acts: the ledger refuses anything else."""
+def test_a_process_writes_only_its_own_section_and_tickets(situation):
+    """Other processes request, the owner acts: the ledger refuses anything else."""
     after, _ = decide(situation)
     refuse_unlawful(situation[0], after, owner(1).id, lambda _: frozenset())
     for pid in (1, 2, 3):
@@ -433,7 +438,7 @@ def test_only_one_s_own_section_and_tickets_are_written(situation):
         max_size=4,
     ),
 )
-def test_11_room_is_the_smaller_of_claims_and_measurement_less_what_it_cannot_have_seen(
+def test_11_room_is_the_smaller_of_claims_and_measurement_less_unseen_bytes(
     limit, free, reserve, held
 ):
     there = world(
@@ -456,7 +461,7 @@ def test_11_room_is_the_smaller_of_claims_and_measurement_less_what_it_cannot_ha
 
 
 @given(st.integers(0, 2), situations())
-def test_12_the_dead_are_reaped_whole_and_nobody_else(pid, situation):
+def test_12_dead_owners_are_reaped_completely_and_no_others(pid, situation):
     page, there = situation[0], situation[2]
     gone = [owner(n).id for n in range(1, pid + 1)]
     after = books.reap(page, gone, there)
@@ -468,7 +473,7 @@ def test_12_the_dead_are_reaped_whole_and_nobody_else(pid, situation):
 
 @given(situations())
 def test_relief_brings_the_level_down_and_no_further(situation):
-    """`auto`: without its last step a card would still be at a level that asks for more."""
+    """`auto`: without its last step a card would still be at a level that requires more."""
     page, _, there = situation
     assume(there.rules.relief == "auto")
     after, steps = relieve(page, owner(1).id, there, lru, "k")
@@ -499,13 +504,15 @@ def test_relief_brings_the_level_down_and_no_further(situation):
             going[share.device] += share.bytes
 
 
-# -- progress -----------------------------------------------------------------------------------------------------
+# -- progress --------------------------------------------------------------------------------------
 
 
 def follow(
     page: Book, wanted: list[Request], there: World, rounds: int
 ) -> tuple[Book, dict[str, Any]]:
-    """Everybody asks once a second, does its own steps, obeys, loads, uses the model for one round, and goes."""
+    """Every process requests once a second, does its steps, obeys, loads, uses the model for one
+    round, and ends.
+    """
     answers: dict[str, Any] = {}
     using: list[Lease] = []
     for _ in range(rounds):
@@ -591,8 +598,10 @@ NO_CARD_ALONE = {"factor": 3.0, "margin_bytes": 0, "card_bytes": {"sim:0": 7, "s
         world(sim0=4 * B, sim1=5 * B, host=9 * B, limit_bytes=4),
     )
 )
-def test_progress_with_nobody_in_use_a_request_is_granted_or_refused_within_a_few_rounds(situation):
-    """Unless what stands in its way is more important: then it says so, and waits."""
+def test_progress_without_models_in_use_a_request_is_granted_or_refused_within_a_few_rounds(
+    situation,
+):
+    """Unless a more important lease is in its way: then it says so, and waits."""
     page, wanted, there = situation
     _, answers = follow(page, [wanted], there, rounds=10)
     verdict = answers[wanted.key]
@@ -608,7 +617,7 @@ def test_progress_with_nobody_in_use_a_request_is_granted_or_refused_within_a_fe
     st.lists(st.tuples(st.integers(1, 3), st.integers(1, 12)), min_size=1, max_size=5),
 )
 def test_progress_every_one_of_several_is_served_in_the_end(situation, others):
-    """No livelock: nobody evicts for ever what another brings back, and nobody starves."""
+    """No livelock: no request evicts for ever what another restores, and none starves."""
     page, first, there = situation
     page = replace(
         page,
@@ -631,7 +640,7 @@ def test_progress_every_one_of_several_is_served_in_the_end(situation, others):
 
 
 @given(situations())
-def test_a_plan_does_nothing_and_tells_what_admit_would(situation):
+def test_a_plan_changes_nothing_and_predicts_admit(situation):
     page, wanted, there = situation
     told = plan(page, wanted, there, lru)
     _, verdict = decide(situation)

@@ -1,5 +1,6 @@
-"""A model that goes from its card to others at somebody's word: free bytes only, and both places count until it is
-done."""
+"""A model that is moved to other cards on request: it uses free bytes only, and counts on both
+devices until the move is done.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def moving(page, *cards, name="qwen", there=FOUR, pieces=(), **rules):
 
 
 def test_room_is_reserved_on_the_new_card_before_anything_leaves_the_old():
-    """Law 1: both count in full until it is done; then only the new one, and the event says why."""
+    """Law 1: both count in full until the move is done; then only the new one, and the event says
+    why.
+    """
     qwen = lease("qwen", sim0=6)
     page, step = moving(book(qwen), "sim:1")
     shares = (Share("sim:1", size(6)),)
@@ -62,7 +65,7 @@ def test_room_is_reserved_on_the_new_card_before_anything_leaves_the_old():
     assert abandon(page, owner(1).id, "qwen", "k", FOUR).find(qwen.id) == replace(qwen, key="")
 
 
-def test_it_goes_over_several_cards_in_equal_shares_and_back_to_one():
+def test_a_model_moves_to_several_cards_in_equal_shares_and_back_to_one():
     page, step = moving(book(lease("qwen", sim0=6)), "sim:2", "sim:3")
     assert step.shares == (Share("sim:2", size(3)), Share("sim:3", size(3)))
     page = left(page, step, step.shares, FOUR)
@@ -77,7 +80,7 @@ def test_shares_keep_to_the_pieces_of_the_model():
     assert {share.bytes for share in step.shares} == {size(2), size(4)}
 
 
-def test_where_it_lies_already_there_is_nothing_to_do():
+def test_a_move_to_where_the_model_is_already_does_nothing():
     page = book(lease("qwen", sim0=6))
     assert moving(page, "sim:0") == (page, None)
 
@@ -122,8 +125,8 @@ def test_where_it_lies_already_there_is_nothing_to_do():
         "drained",
     ],
 )
-def test_what_cannot_go_is_refused_and_nothing_is_touched(page, there, kind, told):
-    """Idle models of others stay too: a move displaces nobody."""
+def test_a_model_that_cannot_move_is_refused_and_nothing_changes(page, there, kind, told):
+    """Idle models of others stay too: a move evicts nothing."""
     after, refusal = moving(page, "sim:1", there=there)
     assert after is page
     assert isinstance(refusal, Refuse) and refusal.kind == kind and told in refusal.because
@@ -135,7 +138,7 @@ def test_what_cannot_go_is_refused_and_nothing_is_touched(page, there, kind, tol
     st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True),
 )
 def test_no_move_ever_takes_a_card_over_its_budget(others, own, cards):
-    """Whatever lies there, and however it is divided; refused or not, no byte is lost."""
+    """Whatever is on the cards, and however the model is divided; refused or not, no byte is lost."""
     page = book(
         lease("qwen", sim0=own),
         *(lease(f"m{i}", **{f"sim{card}": gib}) for i, (card, gib) in enumerate(others)),
@@ -148,7 +151,7 @@ def test_no_move_ever_takes_a_card_over_its_budget(others, own, cards):
         assert {share.device for share in step.shares} == {f"sim:{card}" for card in cards}
 
 
-# -- asked of another process -----------------------------------------------------------------------------------------
+# -- asked of another process ----------------------------------------------------------------------
 
 
 def asked(page, *cards, there=FOUR):
@@ -156,7 +159,7 @@ def asked(page, *cards, there=FOUR):
     return replayed(lambda book: ask(book, wanted, there), page)
 
 
-def test_an_ask_names_the_cards_and_the_owner_is_told_them():
+def test_a_move_request_names_the_cards_for_the_owner():
     page, verdict = asked(book(lease("qwen", sim0=6), owners=(1, 2)), "sim:1", "sim:2")
     assert verdict == Wait("pid 1 was asked to move qwen", asked=(at(1, "qwen"),))
     _, steps, orders = replayed(
@@ -182,7 +185,7 @@ def test_another_users_model_is_moved_for_an_operator_only():
     assert refused(Asker("ann", operator=True)) == ""
 
 
-def test_an_ask_for_where_it_lies_is_done_and_one_for_a_model_in_use_refused():
+def test_a_move_to_the_current_card_is_done_and_one_of_a_model_in_use_is_refused():
     _, verdict = asked(book(lease("qwen", sim1=6), owners=(1, 2)), "sim:1")
     assert isinstance(verdict, Grant)
     _, verdict = asked(book(lease("qwen", sim0=6, pins=1), owners=(1, 2)), "sim:1")

@@ -1,4 +1,4 @@
-"""Where a footprint may go."""
+"""Which devices a footprint may use."""
 
 from __future__ import annotations
 

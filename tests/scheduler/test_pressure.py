@@ -1,4 +1,4 @@
-"""How full a device is, and what leaves because of it: the numbers of the Semantik governor."""
+"""How full a device is, and which leases leave because of it: the numbers of the Semantik governor."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def test_levels_of_a_16000_mb_card_with_14400_usable(claimed, expected):
 
 
 def test_claimed_40_percent_but_measured_91_percent_is_critical():
-    """Somebody who never asks can still take the memory, so the larger number is believed."""
+    """A process that never requests can still take memory, so the larger number counts."""
     there = world(cuda0="14400 MB", total={"cuda:0": "16000 MB"}, free={"cuda:0": "1440 MB"})
     [view, _] = views(book(lease("a", cuda0="5760 MB")), there)
     assert (view.level, view.pressure) == (Level.CRITICAL, 0.91)
     assert view.measured_bytes == 14_560 * 10**6
 
 
-def test_an_unmeasured_card_is_judged_by_its_claims_and_its_use_is_unknown():
+def test_the_pressure_of_an_unmeasured_card_is_that_of_its_claims():
     [view, _] = views(book(lease("a", cuda0=9)), world(cuda0=10))
     assert (view.level, view.measured_bytes, view.sample) == (Level.CRITICAL, None, None)
 
 
-def test_the_newer_sample_is_believed_whoever_took_it():
+def test_the_newer_sample_counts_whichever_process_took_it():
     old, new = (
         world(cuda0=10, free={"cuda:0": 9}, taken_at=1.0),
         world(cuda0=10, free={"cuda:0": 1}, taken_at=2.0),
@@ -95,7 +95,7 @@ def test_the_table():
     ]
 
 
-# -- the table, applied ----------------------------------------------------------------------------------------------
+# -- the table, applied ----------------------------------------------------------------------------
 
 
 def idle(name, seconds, **fields):
@@ -114,32 +114,32 @@ def always(**words):
     return world(sim0=10, relief="always", **words)
 
 
-def test_low_moves_nobody():
+def test_low_evicts_nothing():
     assert leaving(book(idle("a", 999, sim0=5)), always()) == []
 
 
-def test_moderate_offloads_what_is_idle_for_more_than_120_s():
+def test_moderate_offloads_leases_idle_for_more_than_120_s():
     page = book(idle("a", 121, sim0=3), idle("b", 120, sim0=2), idle("c", 500, sim0=2))
     assert leaving(page, always()) == [("Move", "c"), ("Move", "a")]
 
 
-def test_moderate_drops_nobody():
+def test_moderate_drops_nothing():
     assert leaving(book(idle("a", 500, sim0=7)), always(host=1)) == []
 
 
-def test_high_offloads_what_is_idle_for_more_than_30_s_and_drops_where_it_cannot():
+def test_high_offloads_leases_idle_for_more_than_30_s_or_drops_them():
     page = book(idle("a", 31, sim0=4), idle("b", 40, sim0=3), idle("c", 30, sim0=1))
     assert leaving(page, always(host=3)) == [("Move", "b"), ("Drop", "a")]
 
 
 def test_critical_drops_everything_idle():
-    """But for the five seconds of grace, which guard background evictions."""
+    """Except within the five seconds of grace, which apply to background evictions."""
     page = book(idle("a", 5.5, sim0=3), idle("b", 400, sim0=3), idle("c", 4, sim0=4))
     assert leaving(page, always()) == [("Drop", "b"), ("Drop", "a")]
 
 
-def test_critical_does_not_drop_what_exists_nowhere_else():
-    """Law 5 knows no level."""
+def test_critical_does_not_drop_precious_weights():
+    """Law 5 holds at every level."""
     page = book(idle("adopted", 400, sim0=9, droppable=False))
     assert leaving(page, always()) == [("Move", "adopted")]
     assert leaving(page, always(host=1)) == []
@@ -157,8 +157,10 @@ def test_critical_does_not_drop_what_exists_nowhere_else():
     ],
     ids=lambda lease: lease.name,
 )
-def test_what_no_pressure_moves(guarded):
-    """In use, kept, within its keep_alive (pressure is no more important request), in grace, a block of code."""
+def test_leases_that_no_pressure_evicts(guarded):
+    """In use, kept, within its keep_alive (pressure is no more important request), in grace, a
+    block of code.
+    """
     assert leaving(book(guarded), always()) == []
     assert leaving(book(guarded, tickets=[ticket("q", by=2, sim0=5)]), world(sim0=10)) == []
 
@@ -172,12 +174,14 @@ def test_never_means_never():
     assert leaving(book(idle("a", 999, sim0=10)), world(sim0=10, relief="never")) == []
 
 
-def test_auto_leaves_a_card_of_idle_models_alone_while_nobody_waits():
-    """They can be recalled in milliseconds; emptying it by the clock cost 1.6 times LRU's waiting on real traces."""
+def test_auto_evicts_nothing_while_no_request_waits():
+    """They can be recalled in milliseconds; emptying it by the clock cost 1.6 times LRU's waiting
+    on real traces.
+    """
     assert leaving(book(idle("a", 999, sim0=10)), world(sim0=10)) == []
 
 
-def test_auto_helps_who_waits_and_takes_no_more_than_brings_the_level_down():
+def test_auto_helps_waiting_requests_and_evicts_no_more_than_lowers_the_level():
     page = book(
         *(idle(f"m{n}", 200 + n, sim0=2) for n in range(5)), tickets=[ticket("q", by=2, sim0=9)]
     )
@@ -204,7 +208,7 @@ def test_auto_prefers_the_host_to_the_disk_even_at_critical():
     assert leaving(page, world(sim0=10, host=1)) == [("Drop", "a")]
 
 
-def test_auto_helps_where_strangers_grow():
+def test_auto_evicts_if_memory_of_other_programs_grows():
     there = world(cuda0=10, free={"cuda:0": 0.5})
     assert leaving(book(idle("a", 999, cuda0=5)), there) == [("Move", "a")]
     assert leaving(book(idle("a", 999, cuda0=9.5)), there) == [], (
@@ -234,7 +238,7 @@ def test_the_least_important_leave_first():
     assert leaving(page, world(sim0=10)) == [("Move", "batch")]
 
 
-def test_who_has_no_section_has_nothing_to_relieve():
+def test_an_owner_without_a_section_has_nothing_to_relieve():
     assert leaving(book(owners=()), always()) == []
 
 

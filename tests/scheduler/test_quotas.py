@@ -1,4 +1,6 @@
-"""The operator's caps: read from one file, and enforced on each user's own requests, one test a cap."""
+"""The operator's caps, read from one file and enforced on each user's own requests; one test for
+each cap.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ FILE = "/etc/gpu-console/config.toml"
 
 
 def capped(**fields):
-    """A cap on ann, as her own table says it."""
+    """A cap on ann, as in her own table."""
     return Cap(
         "ann", FILE, tables={key.removesuffix("_seconds"): "users.ann" for key in fields}, **fields
     )
@@ -56,8 +58,8 @@ def test_a_capped_card_is_no_reason_not_to_take_another():
     assert isinstance(verdict, Grant) and verdict.lease.target[0].device == "sim:1"
 
 
-def test_ones_own_idle_models_leave_first_in_whichever_process():
-    """ann's other process is asked; bob's idler model is left alone, since it would not help."""
+def test_the_users_own_idle_models_leave_first_in_any_process():
+    """ann's other process is asked; bob's model, idle for longer, stays, since it would not help."""
     page = of(
         book(
             lease("llama", by=2, sim0=16, last_used=500),
@@ -71,7 +73,7 @@ def test_ones_own_idle_models_leave_first_in_whichever_process():
     assert isinstance(verdict, Wait) and verdict.asked == (at(2, "llama"),)
 
 
-def test_where_the_card_is_short_too_others_leave_as_well():
+def test_if_the_card_is_short_too_leases_of_others_leave_as_well():
     page = of(
         book(
             lease("llama", by=2, sim0=8, last_used=500),
@@ -85,7 +87,7 @@ def test_where_the_card_is_short_too_others_leave_as_well():
     assert isinstance(verdict, Wait) and set(verdict.asked) == {at(2, "llama"), at(3, "bobs")}
 
 
-def test_what_others_hold_does_not_count():
+def test_leases_of_other_users_do_not_count():
     page = of(book(lease("bobs", by=2, sim0=20, pins=1), owners=(1, 2)), ann=(1,), bob=(2,))
     _, verdict = decide(page, request("qwen", gib=8), there(capped(bytes_per_device=size(20))))
     assert isinstance(verdict, Grant)
@@ -114,7 +116,7 @@ def test_keep():
 
 
 def test_the_longest_lease():
-    """A block's memory is in use, so it stays; but nothing new is granted until it has ended."""
+    """A block's memory is in use, so it stays, but nothing new is granted until it has ended."""
     cap = capped(longest_lease_seconds=3600.0)
     late, early = (
         of(
@@ -181,7 +183,7 @@ def test_operators():
     ] == [True, True, True, False]
 
 
-def test_without_a_file_nothing_is_shared_and_nobody_capped(tmp_path):
+def test_without_a_file_nothing_is_shared_and_no_user_is_capped(tmp_path):
     assert host_config.read(str(tmp_path / "none.toml")) == host_config.Machine(
         str(tmp_path / "none.toml")
     )
@@ -217,13 +219,13 @@ def test_without_a_file_nothing_is_shared_and_nobody_capped(tmp_path):
         ("[operators]\nusers = 'ops'", "operators.users", "a list of names"),
     ],
 )
-def test_what_is_wrong_in_the_file_is_named_with_its_key(text, key, expected):
+def test_an_error_in_the_file_is_reported_with_its_key(text, key, expected):
     with pytest.raises(BadSetting) as error:
         host_config.parse(text)
     assert f"{FILE}: {key}=" in str(error.value) and expected in str(error.value)
 
 
-def test_what_is_no_toml_is_told_with_its_line(tmp_path):
+def test_invalid_toml_is_reported_with_its_line(tmp_path):
     (tmp_path / "config.toml").write_text("ledger = 'x'\n[users.ann\n")
     with pytest.raises(
         BadSetting,

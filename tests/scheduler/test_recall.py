@@ -1,4 +1,4 @@
-"""What one owner asks of another, and what the other does about it."""
+"""Requests of one owner to another, and how the other obeys them."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def two(*leases, **fields):
     return book(*leases, owners=(1, 2), **fields)
 
 
-# -- evict ------------------------------------------------------------------------------------------------------------
+# -- evict -----------------------------------------------------------------------------------------
 
 
 def test_an_evict_is_a_ticket_of_the_asker_that_the_owner_obeys():
-    """From outside one asks, the owner acts; and grace does not hold up a person."""
+    """Other processes request, the owner acts; and grace does not apply to a person's request."""
     qwen = lease("qwen", sim0=8, last_used=NOW - 1)
     page, verdict = asking(two(qwen), "evict")
     assert verdict == Wait("pid 1 was asked to evict qwen", asked=(qwen.id,))
@@ -68,13 +68,13 @@ def test_an_evict_is_a_ticket_of_the_asker_that_the_owner_obeys():
     assert page.events[-1].by == "pid 2"
 
 
-def test_asking_again_refreshes_the_ticket_and_makes_no_second():
+def test_a_repeated_request_refreshes_the_ticket_and_makes_no_second():
     page, _ = asking(two(lease("qwen", sim0=8)), "evict")
     again, _ = replayed(lambda book: ask(book, asked("evict"), world(sim0=20, now=NOW + 1)), page)
     assert [t.refreshed for t in again.tickets] == [NOW + 1]
 
 
-def test_a_model_in_use_is_not_evicted_and_whoever_asks_hears_by_whom():
+def test_a_model_in_use_is_not_evicted_and_the_refusal_names_its_user():
     page, verdict = asking(two(lease("qwen", sim0=8, pins=1, pinned_since=NOW - 200)), "evict")
     assert verdict == Refuse(
         "qwen (8.0 GiB on sim:0) is in use by pid 1 for 3 min",
@@ -108,16 +108,16 @@ def evicting(by=2, of=1, name="qwen"):
     ],
     ids=["kept", "block", "precious"],
 )
-def test_what_will_not_leave_is_refused_at_once(stays, kind, because):
-    """An ask that can never be met must not wait for its time-out."""
+def test_an_eviction_that_is_impossible_is_refused_at_once(stays, kind, because):
+    """A request that can never be met must not wait for its time-out."""
     page, verdict = asking(two(stays), "evict")
     assert verdict == Refuse(because, kind=kind, holders=(stays.id,)) and page.tickets == ()
     waiting = two(stays, tickets=[evicting()])
     assert obeying(waiting) == (waiting, (), ())
 
 
-def test_a_person_s_evict_pushes_the_owner_s_own_warm_pool_aside():
-    """Two rounds: who is warm is dropped; then there is room for what exists nowhere else."""
+def test_an_eviction_by_a_person_unloads_the_owners_warm_pool_if_needed():
+    """Two rounds: the warm pool is dropped; then there is room for precious weights."""
     there = world(sim0=20, host=8)
     page, verdict = asking(
         two(lease("qwen", sim0=8, droppable=False), lease("warm", host=8)), "evict", there=there
@@ -134,25 +134,25 @@ def test_a_person_s_evict_pushes_the_owner_s_own_warm_pool_aside():
     assert (type(move), move.lease) == (Move, at(1, "qwen"))
 
 
-def test_what_is_gone_already_is_granted():
+def test_evicting_a_model_that_is_gone_is_granted():
     assert asking(two(), "evict")[1] == Grant(Lease("1.1.0", "qwen"), (), "qwen is on no device")
     assert asking(two(lease("qwen", host=8)), "evict")[1].because == "qwen is in host memory"
 
 
-def test_whose_process_is_gone_cannot_act():
+def test_an_owner_whose_process_is_gone_cannot_act():
     assert asking(book(owners=(2,)), "evict")[1] == Refuse(
         "the process that held qwen is gone", kind="gone"
     )
 
 
-def test_a_full_page_takes_no_ask():
-    """The ledger would refuse the write; this says it in words."""
+def test_a_full_page_refuses_a_request_to_an_owner():
+    """The ledger would refuse the write; the verdict explains it."""
     page = two(lease("qwen", sim0=8), *(lease(f"m{n}", host=0) for n in range(MOST_ENTRIES - 1)))
     after, verdict = asking(page, "evict")
     assert (after, verdict.kind) == (page, "full")
 
 
-# -- pin, unpin, preload, restore, defrag: orders ---------------------------------------------------------------------
+# -- pin, unpin, preload, restore, defrag: orders --------------------------------------------------
 
 
 @pytest.mark.parametrize("verb, before", [("pin", False), ("unpin", True)])
@@ -165,7 +165,7 @@ def test_pin_and_unpin_are_orders_to_the_owner(verb, before):
     assert isinstance(verdict, Grant) and page.tickets == ()
 
 
-def test_what_nobody_holds_cannot_be_pinned():
+def test_a_model_without_a_lease_cannot_be_pinned():
     assert asking(two(), "pin")[1] == Refuse("pid 1 does not hold qwen", kind="unknown")
 
 
@@ -183,14 +183,14 @@ def test_a_model_is_loaded_by_a_process_that_has_registered_it(verb):
     )
 
 
-def test_a_restore_of_what_arrives_goes_on_waiting():
+def test_a_restore_of_an_arriving_model_keeps_waiting():
     arriving = lease(
         "qwen", host=8, phase=Phase.ARRIVING, target=(Share("sim:0", size(8)),), pins=1
     )
     assert isinstance(asking(two(arriving), "restore")[1], Wait)
 
 
-def test_an_owner_answers_an_order_and_the_asker_hears_it():
+def test_an_owner_answers_an_order_and_the_requester_gets_the_answer():
     page, _ = asking(two(), "defrag")
     [order] = obeying(page)[2]
     page = answer(
@@ -202,7 +202,9 @@ def test_an_owner_answers_an_order_and_the_asker_hears_it():
         "1.0 GiB of cached blocks were given back.",
         size(1),
     )
-    assert obeying(page)[2] == ()  # it is done once, however long the asker takes to hear it
+    assert (
+        obeying(page)[2] == ()
+    )  # it is done once, however long the requester takes to read the answer
     page, verdict = asking(page, "defrag")
     assert (
         isinstance(verdict, Grant)
@@ -216,7 +218,7 @@ def test_an_owner_answers_an_order_and_the_asker_hears_it():
     assert asking(failed, "preload")[1] == Refuse("it does not fit", kind="failed")
 
 
-# -- recalls ----------------------------------------------------------------------------------------------------------
+# -- recalls ---------------------------------------------------------------------------------------
 
 
 def recalling(name="qwen", of=1, **fields):
@@ -251,12 +253,12 @@ def test_a_recall_is_obeyed_with_the_asker_s_name():
     ids=lambda fields: next(iter(fields)),
 )
 def test_a_recall_overrides_no_rule(stays):
-    """A book may be a second old when a ticket is written; the owner decides by what it knows now."""
+    """A book may be a second old when a ticket is written; the owner decides by its current state."""
     page = two(lease("qwen", sim0=8, **stays), tickets=[recalling()])
     assert obeying(page) == (page, (), ())
 
 
-def test_nobody_makes_room_for_a_stopped_process():
+def test_no_lease_is_evicted_for_a_stopped_process():
     page = two(lease("qwen", sim0=8), tickets=[recalling(refreshed=NOW - 2.5)])
     assert obeying(page) == (page, (), ())
     assert obeying(
@@ -264,12 +266,12 @@ def test_nobody_makes_room_for_a_stopped_process():
     )[1], "a button that was pushed without waiting still counts"
 
 
-def test_nobody_obeys_for_others():
+def test_no_owner_obeys_for_another():
     page = two(lease("qwen", by=3, sim0=8), tickets=[recalling(of=3)])
     assert obeying(page) == (page, (), ())
 
 
-def test_what_is_recalled_is_dropped_where_the_host_is_full_and_stays_where_it_exists_nowhere_else():
+def test_a_recalled_lease_is_dropped_if_the_host_is_full_and_stays_if_it_is_precious():
     full = world(sim0=20, host=4)
     assert [
         type(s) for s in obeying(two(lease("qwen", sim0=8), tickets=[recalling()]), there=full)[1]
@@ -297,7 +299,9 @@ def test_a_lease_recalled_by_two_moves_once():
 
 
 def test_a_recall_out_of_the_warm_pool_drops_and_one_off_the_device_is_not_obeyed_twice():
-    """The asker saw it in host memory and needs that room; or it saw it on its device, and it has moved here since."""
+    """The requester read it in host memory and needs that room; or on its device, and it has moved
+    since.
+    """
     saw_it_warm = two(lease("qwen", host=8, away_since=NOW - 5), tickets=[recalling()])
     assert [type(s) for s in obeying(saw_it_warm)[1]] == [Drop]
     saw_it_on_its_device = two(
@@ -310,11 +314,11 @@ def test_a_recall_out_of_the_warm_pool_drops_and_one_off_the_device_is_not_obeye
     assert obeying(precious) == (precious, (), ())
 
 
-# -- who asked ----------------------------------------------------------------------------------------------------
+# -- who asked -------------------------------------------------------------------------------------
 
 
-def test_what_is_asked_is_told_with_the_person_who_asks():
-    """Once, however often the asker looks whether it is done."""
+def test_a_request_event_names_the_person():
+    """Once, however often the requester checks whether it is done."""
     wish = replace(asked("evict"), by="ops", said_by="ann, console")
     page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
     page, _ = ask(page, wish, THERE)
@@ -327,8 +331,10 @@ def test_what_is_asked_is_told_with_the_person_who_asks():
     )
 
 
-def test_what_came_of_it_is_told_with_that_person_too():
-    """As the asking process names her, and with that process, for which the ledger vouches."""
+def test_the_outcome_event_names_that_person_too():
+    """With the name that the requesting process gives, and with that process, which the ledger
+    vouches for.
+    """
     wish = replace(asked("evict"), by="ops", said_by="ann, console")
     page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
     _, steps, _ = obey(page, owner(1).id, THERE, lru, "1:obey", {wish.key: Asker("ops")})
@@ -337,7 +343,7 @@ def test_what_came_of_it_is_told_with_that_person_too():
     ]
 
 
-def test_an_answer_is_found_by_its_key_and_says_who_asked():
+def test_an_answer_is_found_by_its_key_and_names_the_requester():
     wish = replace(asked("pin"), said_by="ann")
     page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
     _, _, [order] = obey(page, owner(1).id, THERE, lru, "1:obey")
@@ -346,8 +352,8 @@ def test_an_answer_is_found_by_its_key_and_says_who_asked():
     assert (page.events[-1].by, page.events[-1].device) == ("ann (pid 2)", "sim:0")
 
 
-def test_what_was_asked_in_vain_is_told():
-    """Of one who clicked, too, where the model was in use."""
+def test_a_declined_request_is_an_event():
+    """Also if a person clicked and the model was in use."""
     wish = replace(asked("evict"), said_by="ann")
     page = declined(two(lease("qwen", sim0=8, pins=1)), wish, THERE, "it is in use")
     assert [(e.action, e.model, e.because, e.by) for e in page.events] == [

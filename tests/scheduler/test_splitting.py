@@ -29,10 +29,10 @@ def rules(layout: str, **fields: Any) -> PlacementRules:
     return PlacementRules(layout=layout, **{"margin_bytes": 0, **fields})
 
 
-# -- balanced -------------------------------------------------------------------------------------------------------
+# -- balanced --------------------------------------------------------------------------------------
 
 
-def test_equal_shares_on_as_few_cards_as_do():
+def test_equal_shares_use_the_fewest_cards():
     room = {"a": 80, "b": 80, "c": 80}
     found = split(footprint(140), room, rules("balanced"), room)
     assert [shares(one) for one in found] == [{"a": 70, "b": 70}, {"a": 47, "b": 47, "c": 46}]
@@ -69,7 +69,7 @@ def test_balanced_over_pieces_is_as_near_to_equal_as_they_allow():
     assert shares(found) == {"a": 25, "b": 35}
 
 
-# -- proportional ---------------------------------------------------------------------------------------------------
+# -- proportional ----------------------------------------------------------------------------------
 
 
 def test_shares_are_in_proportion_to_what_is_free_beyond_the_margin():
@@ -102,7 +102,7 @@ def test_the_fewest_cards_come_first_and_only_those_that_add_something():
     assert split(footprint(75), room, rules("proportional", most_cards=2), room) == ()
 
 
-def test_a_model_is_cut_between_its_pieces_where_the_bytes_alone_would_do():
+def test_a_model_is_cut_between_its_pieces_even_if_the_bytes_alone_fit():
     """Three pieces of 10 need 20 on one of two cards: 16 + 16 hold the bytes, and not the pieces."""
     pieces = (10, 10, 10)
     assert (
@@ -114,12 +114,12 @@ def test_a_model_is_cut_between_its_pieces_where_the_bytes_alone_would_do():
 
 
 def test_pieces_that_were_measured_at_another_size_keep_their_proportions():
-    """On its way back it has its measured size; its pieces were estimated."""
+    """In host memory it has its measured size; its pieces were estimated."""
     found = divide(footprint(40, pieces=(10, 10)), {"a": 30, "b": 30}, rules("proportional"), {})
     assert shares(found) == {"a": 20, "b": 20}
 
 
-# -- whole cards, overheads, bounds ---------------------------------------------------------------------------------
+# -- whole cards, overheads, bounds ----------------------------------------------------------------
 
 
 def test_whole_cards_are_claimed_whole_and_filled_in_proportion():
@@ -129,7 +129,7 @@ def test_whole_cards_are_claimed_whole_and_filled_in_proportion():
     assert {share.device: share.bytes for share in found.filled} == {"b": 50, "c": 50}
 
 
-def test_each_card_of_a_split_takes_an_overhead_where_one_is_set():
+def test_each_card_of_a_split_takes_an_overhead_if_one_is_set():
     """Helix's ten percent."""
     room = {"a": 77, "b": 77}
     found = divide(footprint(140), room, rules("balanced", overhead=0.1), {})
@@ -141,13 +141,13 @@ def test_each_card_of_a_split_takes_an_overhead_where_one_is_set():
 
 
 def test_no_more_of_a_card_than_was_allowed():
-    """`{0: 20GiB, 1: 10GiB}`: what is not named gives nothing."""
+    """`{0: 20GiB, 1: 10GiB}`: a card that is not named gives nothing."""
     room = {"a": 80, "b": 80, "c": 80}
     found = split(footprint(30), room, rules("proportional", card_bytes={"a": 20, "b": 10}), room)
     assert [shares(one) for one in found] == [{"a": 20, "b": 10}]
 
 
-def test_one_card_first_and_several_only_where_none_has_the_room():
+def test_several_cards_are_used_only_if_no_card_has_the_room():
     room = {"a": 50, "b": 80}
     assert [len(c.shares) for c in place(footprint(70), room, rules("balanced"))] == [1, 1]
     assert [len(c.shares) for c in place(footprint(90), room, rules("balanced"))] == [2, 1, 1]
@@ -156,7 +156,7 @@ def test_one_card_first_and_several_only_where_none_has_the_room():
     ] == [2]
 
 
-# -- whatever the numbers -------------------------------------------------------------------------------------------
+# -- whatever the numbers --------------------------------------------------------------------------
 
 LAYOUTS = st.sampled_from(["balanced", "proportional", "whole"])
 ROOMS = st.lists(st.integers(-3, 30), min_size=1, max_size=5)
@@ -174,7 +174,7 @@ PIECES = st.lists(st.integers(1, 9), min_size=1, max_size=9)
     st.sampled_from([0, 2, 3]),
 )
 @example("proportional", [3, 3], [2, 2, 2], False, 0, 0.0, 0, 0)
-def test_a_division_gives_every_byte_a_place_and_no_card_too_many(
+def test_a_division_places_every_byte_and_overfills_no_card(
     layout, free, pieces, cut, margin, overhead, heads, most
 ):
     room = {f"sim:{n}": size for n, size in enumerate(free)}
@@ -216,7 +216,7 @@ def could_be_cut(pieces: tuple[int, ...], room: list[int]) -> bool:
 
 
 @given(ROOMS, PIECES, st.booleans())
-def test_what_could_be_divided_is(free, pieces, cut):
+def test_every_model_that_could_be_divided_is(free, pieces, cut):
     """Exhaustively over every set of cards and every cut."""
     room = {f"sim:{n}": size for n, size in enumerate(free)}
     size, cut_ = sum(pieces), tuple(pieces) if cut else ()
@@ -236,7 +236,7 @@ def test_what_could_be_divided_is(free, pieces, cut):
 
 @pytest.mark.parametrize("layout", ["balanced", "proportional"])
 def test_seventy_billion_on_eight_cards(layout):
-    """80 layers with embeddings and head, cut between layers, on the fewest cards that do."""
+    """80 layers with embeddings and head, cut between layers, on the fewest cards that suffice."""
     layer, ends = 1711 * 2**20, 2100 * 2**20
     model = footprint(80 * layer + 2 * ends, heads=64, pieces=(ends, *[layer] * 80, ends))
     room = {f"cuda:{n}": 72 * GIB for n in range(8)}

@@ -1,4 +1,4 @@
-"""What torch may take of a card in one process: what nobody else has leased."""
+"""How much of a card torch may take in one process: all that other processes have not leased."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def bound(*leases, context=0, open_cards=(), **fields):
     }
 
 
-def test_what_others_have_leased_is_out_of_reach_and_what_nobody_has_is_not():
-    """Activations may take what is free; a neighbour's weights they may not."""
+def test_torch_may_use_unleased_memory_but_no_leases_of_others():
+    """Activations may use free memory, but not the memory of another process's weights."""
     total = REAL.device("cuda:0").total_bytes
     mine, theirs = lease("mine", cuda0=3), lease("theirs", by=2, cuda0=2)
     assert bound(mine, theirs) == {"cuda:0": round((total - size(2)) / total, 6)}
@@ -39,15 +39,15 @@ def test_it_is_clamped_and_ends_with_the_last_lease():
 
 
 def test_a_model_over_several_cards_leaves_both_unbounded():
-    """Each is its, as far as it goes."""
+    """Its shares may grow on each."""
     assert bound(lease("wide", cuda0=3, cuda1=3), lease("mine", cuda0=1)) == {}
 
 
-def test_while_a_block_of_code_bounds_its_card_nobody_else_does():
+def test_while_a_block_of_code_bounds_its_card_no_other_bound_is_set():
     assert bound(lease("mine", cuda0=3), block(cuda0=1), open_cards=("cuda:0",)) == {}
 
 
-def test_a_model_on_its_way_counts_where_it_comes_from_and_where_it_goes():
+def test_a_moving_model_counts_on_both_devices():
     moving = replace(
         lease("mine", cuda0=3), target=(Share("cuda:1", size(3)),), phase=Phase.LEAVING
     )

@@ -1,4 +1,4 @@
-"""What the book records once something has happened."""
+"""Changes of the book after a step was done."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def going(name="qwen", gib=8, **fields):
     return lease(name, sim0=gib, phase=Phase.LEAVING, key="k", target=whole(HOST, gib), **fields)
 
 
-# -- arrived ------------------------------------------------------------------------------------------------------
+# -- arrived ---------------------------------------------------------------------------------------
 
 
-def test_a_grant_is_settled_with_what_was_measured():
+def test_a_grant_is_settled_with_measured_bytes():
     page = books.arrived(
         book(arriving()),
         ME.id,
@@ -67,8 +67,8 @@ def test_a_grant_is_settled_with_what_was_measured():
     )
 
 
-def test_facts_are_accepted_also_where_they_show_an_overdraft():
-    """It holds the bytes whether or not we write them down (law 2)."""
+def test_facts_are_accepted_even_if_they_show_an_overdraft():
+    """The process holds the bytes whether or not they are recorded (law 2)."""
     before = book(arriving(gib=8), lease("other", sim0=12), limits={"sim:0": size(20)})
     after = books.arrived(before, ME.id, "qwen", whole("sim:0", 11), THERE)
     assert after.claims()["sim:0"] == size(23) and overdrafts(before, after) == {}
@@ -77,7 +77,7 @@ def test_facts_are_accepted_also_where_they_show_an_overdraft():
     ]
 
 
-def test_what_comes_back_from_the_host_is_restored():
+def test_a_move_from_the_host_is_recorded_as_restored():
     page = book(arriving(host=8, away_since=1.0))
     page = books.arrived(page, ME.id, "qwen", whole("sim:0", 8), THERE, restore_seconds=0.5)
     assert (page.events[-1].action, page.sections[ME.id].counts) == ("restored", {"restored": 1})
@@ -87,7 +87,7 @@ def test_what_comes_back_from_the_host_is_restored():
     )
 
 
-def test_what_comes_from_another_card_was_moved():
+def test_a_move_from_another_card_is_recorded_as_moved():
     page = books.arrived(book(arriving(sim1=8)), ME.id, "qwen", whole("sim:0", 8), THERE)
     assert page.events[-1].action == "moved" and page.sections[ME.id].counts == {}
 
@@ -103,7 +103,7 @@ def test_a_block_settles_without_an_event():
     assert page.find(at(1, "code")).where == "sim:0" and page.events == ()
 
 
-# -- left ---------------------------------------------------------------------------------------------------------
+# -- left ------------------------------------------------------------------------------------------
 
 
 def step(to=HOST):
@@ -115,7 +115,7 @@ def step(to=HOST):
     )
 
 
-def test_an_offload_is_counted_and_told():
+def test_an_offload_is_counted_and_recorded():
     page = books.left(book(going()), step(), whole(HOST, 8), THERE, by="pid 2")
     assert list(page.leases()) == [lease("qwen", host=8, key="k", settled_at=NOW, away_since=NOW)]
     [event] = page.events
@@ -130,27 +130,29 @@ def test_an_offload_is_counted_and_told():
     assert page.sections[ME.id].counts == {"offloaded": 1}
 
 
-def test_an_unload_is_counted_and_told():
+def test_an_unload_is_counted_and_recorded():
     page = books.left(book(going()), step(None), (), THERE)
     assert list(page.leases()) == [] and page.sections[ME.id].counts == {"unloaded": 1}
 
 
 @pytest.mark.parametrize("to", [HOST, None])
-def test_a_departure_told_twice_is_recorded_once(to):
+def test_a_departure_reported_twice_is_recorded_once(to):
     """The first answer may have been lost (law 9)."""
     shares = whole(to, 8) if to else ()
     once = books.left(book(going()), step(to), shares, THERE)
     assert books.left(once, step(to), shares, THERE) == once
 
 
-def test_a_late_word_of_a_departure_does_not_take_what_arrives():
-    """It was dropped, and is being loaded again by another thread."""
+def test_a_late_report_of_a_departure_does_not_remove_an_arriving_lease():
+    """It was dropped, and another thread is loading it again."""
     page = book(arriving())
     assert books.left(page, step(None), (), THERE) == page
 
 
 def test_evictions_are_offloads_and_unloads():
-    """An offload followed by an unload from the warm pool is two; a reaping and the owner's own release are none."""
+    """An offload followed by an unload from the warm pool is two; a reaping and the owner's own
+    release are none.
+    """
     page = book(going(), lease("other", sim0=1), lease("third", by=2, sim0=1))
     page = books.left(page, step(), whole(HOST, 8), THERE)
     page = books.left(page, replace(step(None), source=whole(HOST, 8)), (), THERE)
@@ -166,13 +168,13 @@ def test_evictions_are_offloads_and_unloads():
 
 
 def test_totals_outlive_the_processes_that_made_them():
-    """They are of this boot: a kernel that closes does not undo its evictions."""
+    """They count for this boot: a kernel that ends does not undo its evictions."""
     page = books.left(book(going(), owners=(1, 2)), step(), whole(HOST, 8), THERE)
     assert books.totals(books.resign(page, ME.id)) == books.totals(page)
     assert books.totals(books.reap(page, [ME.id], THERE)) == books.totals(page)
 
 
-# -- abandon, release, withdraw -----------------------------------------------------------------------------------
+# -- abandon, release, withdraw --------------------------------------------------------------------
 
 
 def test_an_abandoned_load_leaves_the_book_as_it_was():
@@ -184,7 +186,7 @@ def test_an_abandoned_load_leaves_the_book_as_it_was():
     assert [(e.action, e.because) for e in after.events[-1:]] == [("failed", "it failed")]
 
 
-def test_an_abandoned_restore_lies_in_the_host_again():
+def test_an_abandoned_restore_is_in_the_host_again():
     before = book(lease("qwen", host=8))
     page, _ = decide(before, request("qwen", 8, key="k"), THERE)
     after = books.abandon(page, ME.id, "qwen", "k", THERE)
@@ -204,12 +206,12 @@ def test_an_abandoned_departure_stays_on_the_device():
     [book(lease("qwen", sim0=8, key="k")), book(replace(going(), key="another")), book()],
     ids=["settled", "another", "gone"],
 )
-def test_an_abandon_that_comes_late_changes_nothing(page):
+def test_a_late_abandon_changes_nothing(page):
     assert books.abandon(page, ME.id, "qwen", "k", THERE, "late") == page
 
 
 def test_a_release_gives_back_every_byte():
-    """On every device, what is on its way included (law 3)."""
+    """On every device, arriving bytes included (law 3)."""
     page = books.release(book(going(), lease("other", sim0=1)), ME.id, "qwen", THERE, "given up")
     assert page.claims() == {"sim:0": size(1)}
     assert (page.events[-1].action, page.sections[ME.id].counts) == ("released", {})
@@ -222,7 +224,7 @@ def test_a_withdrawn_ticket_takes_its_recalls_along():
     assert books.withdraw(page, "other") is page
 
 
-# -- who waits -----------------------------------------------------------------------------------------------------
+# -- waiting ---------------------------------------------------------------------------------------
 
 WAITED_FOR = book(
     lease("a", sim0=8, pins=1, uses=3),
@@ -251,8 +253,8 @@ WAITED_FOR = book(
     ],
     ids=["looked at once more", "measured", "used by more", "a cell began"],
 )
-def test_what_helps_nobody_who_waits_wakes_nobody(after):
-    """Or two that wait in one process would wake each other for ever, each by looking."""
+def test_a_write_that_helps_no_waiting_request_wakes_none(after):
+    """Otherwise two requests that wait in one process would wake each other for ever."""
     assert after != WAITED_FOR and not wakeups.affects_waiters(WAITED_FOR, after)
 
 
@@ -283,11 +285,11 @@ def test_what_helps_nobody_who_waits_wakes_nobody(after):
         "an owner less",
     ],
 )
-def test_what_may_help_somebody_who_waits_wakes_them(after):
+def test_a_write_that_may_help_a_waiting_request_wakes_it(after):
     assert wakeups.affects_waiters(WAITED_FOR, after)
 
 
-# -- publish ------------------------------------------------------------------------------------------------------
+# -- publish ---------------------------------------------------------------------------------------
 
 
 def truth(*leases, keys=(), **fields):
@@ -295,12 +297,12 @@ def truth(*leases, keys=(), **fields):
 
 
 def test_nothing_new_writes_nothing():
-    """64 idle kernels publish every second; a write each would cost a core."""
+    """64 idle kernels publish every second; a write for each would cost a core."""
     page = book(lease("a", sim0=1), tickets=[ticket("q", key="t")], names={1: ("a",)})
     assert publish(page, truth(lease("a", sim0=1), keys=("t",), names=("a",)), THERE) is page
 
 
-def test_pins_and_last_use_are_the_owner_s_truth():
+def test_pins_and_last_use_are_written_by_the_owner():
     page = publish(
         book(lease("a", sim0=1, uses=1)),
         truth(lease("a", sim0=1, pins=2, last_used=NOW, uses=7)),
@@ -309,16 +311,16 @@ def test_pins_and_last_use_are_the_owner_s_truth():
     assert list(page.leases()) == [lease("a", sim0=1, pins=2, last_used=NOW, uses=7)]
 
 
-def test_what_is_under_way_keeps_its_place_by_its_key():
-    """The owner knows the key before the ledger does, so nothing of its own is withdrawn while it is being done."""
+def test_a_decision_in_progress_is_kept_by_its_key():
+    """The owner knows the key before the ledger does, so nothing in progress is withdrawn."""
     page = book(arriving("new"), going("old"), tickets=[ticket("q", key="t")])
     after = publish(page, truth(lease("old", sim0=8, last_used=5.0), keys=("k", "t")), THERE)
     assert list(after.leases()) == [arriving("new"), going("old", last_used=5.0)]
     assert after.tickets == page.tickets
 
 
-def test_what_the_owner_does_not_know_is_withdrawn():
-    """Left behind by an interrupt: a reservation, a departure, a ticket (law 9)."""
+def test_entries_that_the_owner_does_not_know_are_withdrawn():
+    """An interrupt left them behind: a reservation, a departure, a ticket (law 9)."""
     page = book(
         arriving("new"),
         going("old"),
@@ -330,7 +332,7 @@ def test_what_the_owner_does_not_know_is_withdrawn():
     assert after.claims() == {"sim:0": size(8)}
 
 
-def test_what_has_settled_is_as_its_owner_says_whatever_key_it_came_by():
+def test_a_settled_lease_is_as_its_owner_publishes_it_whatever_its_key():
     page = book(lease("a", sim0=8, key="k"))
     assert list(publish(page, truth(lease("a", sim0=7), keys=("k",)), THERE).leases()) == [
         lease("a", sim0=7)
@@ -375,10 +377,10 @@ def test_publishing_twice_is_publishing_once():
     assert publish(once, known, THERE) is once
 
 
-# -- the dead -----------------------------------------------------------------------------------------------------
+# -- dead owners -----------------------------------------------------------------------------------
 
 
-def test_the_dead_are_reaped_whole_and_each_end_is_told():
+def test_dead_owners_are_reaped_completely_and_each_lease_is_an_event():
     page = book(
         lease("a", by=2, sim0=3),
         lease("b", by=2, sim0=4),
@@ -394,20 +396,22 @@ def test_the_dead_are_reaped_whole_and_each_end_is_told():
     ]
 
 
-def test_the_dead_may_have_left_only_a_ticket_and_the_living_may_have_only_one():
-    """A command asks, and has no section; the ledger refuses to take a living one's ticket away."""
+def test_a_dead_or_a_living_owner_may_have_only_a_ticket():
+    """A command has a ticket and no section; the ledger refuses to remove the ticket of a living
+    one.
+    """
     page = replace(book(), tickets=(ticket("q", by=2), ticket("r", by=3)))
     assert [t.name for t in books.reap(page, [owner(2).id], THERE).tickets] == ["r"]
     assert books.reap(page, [], THERE) is page
 
 
-def test_who_resigns_takes_everything_along():
+def test_an_owner_that_resigns_removes_all_its_entries():
     page = book(lease("a", by=2, sim0=3), tickets=[ticket("q", by=2)])
     assert books.resign(page, owner(2).id) == book()
     assert books.resign(page, owner(9).id) is page
 
 
-# -- samples and events -------------------------------------------------------------------------------------------
+# -- samples and events ----------------------------------------------------------------------------
 
 
 def test_a_newer_sample_replaces_an_old_one_and_an_older_never():
@@ -451,7 +455,7 @@ gibs = st.integers(0, 20)
     st.dictionaries(st.integers(1, 3), gibs.map(lambda n: {"sim:0": n})),
 )
 def test_bytes_are_conserved_however_leases_end(leases, residue):
-    """Law 3: released, reaped or resigned, in any order, everything comes back to the byte."""
+    """Law 3: released, reaped or resigned, in any order, every byte is free again."""
     page = book(*leases, owners=(1, 2, 3), residue=residue)
     expected: dict[str, int] = {}
     for share in (share for lease_ in leases for share in lease_.claims()):
@@ -465,8 +469,8 @@ def test_bytes_are_conserved_however_leases_end(leases, residue):
     assert page.claims() == {} and page.sections == {}
 
 
-def test_what_is_not_so_takes_no_room_in_the_page():
-    """Everybody decodes everybody's: a script's section is its name and nothing else."""
+def test_default_values_take_no_room_in_the_page():
+    """Every process decodes all sections: a script's section is its name and nothing else."""
     page = publish(Book(), Truth(ME), THERE)
     written = encode(page.sections[ME.id]).decode()
     assert "since" not in written

@@ -1,4 +1,6 @@
-"""A card that shares the machine's memory: it and the host draw on one budget, and offloading frees nothing."""
+"""A card that shares the machine's memory: it and the host draw on one budget, and offloading frees
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.worlds import ask_until, at, book, decide, lease, owner, request, siz
 
 
 def unified(card=90, host=50, total=100, free=100.0, **words):
-    """A machine of 100 GiB whose GPU may take 90 of them, and models that wait in RAM 50."""
+    """A machine of 100 GiB: its GPU may use 90, and the warm pool 50."""
     there = world(
         cuda0=card, host=host, total={"cuda:0": total, HOST: total}, free={"cuda:0": free}, **words
     )
@@ -30,26 +32,26 @@ def unified(card=90, host=50, total=100, free=100.0, **words):
     )
 
 
-def test_what_lies_in_host_memory_is_taken_of_the_card_s_too():
-    """50 of 90 GiB are gone to the host: 40 are left, on either; the host's own budget is full."""
+def test_bytes_in_host_memory_are_taken_from_the_card_too():
+    """The host uses 50 of 90 GiB: 40 are left on either; the host's own budget is full."""
     page = book(lease("warm", host=50, movable=True))
     assert room(page, unified(free=50.0)) == {"cuda:0": 40 * GIB, HOST: 0}
     _, verdict = decide(page, request("big", 41, importance="batch"), unified(free=50.0))
     assert not isinstance(verdict, Grant)
 
 
-def test_the_smaller_of_the_budget_and_what_is_measured_is_believed_over_both():
-    """The machine's other programs take 70 GiB."""
+def test_the_smaller_of_budget_and_measurement_counts_over_both():
+    """The machine's other programs use 70 GiB."""
     assert room(book(), unified(free=30.0)) == {"cuda:0": 30 * GIB, HOST: 30 * GIB}
 
 
-def test_what_is_on_its_way_to_one_is_not_free_on_the_other():
-    """Its bytes may come at any moment, and no sample has seen them."""
+def test_bytes_arriving_on_one_are_not_free_on_the_other():
+    """Its bytes may arrive at any moment, and no sample includes them."""
     page = book(lease("coming", target=(Share("cuda:0", 20 * GIB),), phase=Phase.ARRIVING, pins=1))
     assert room(page, unified(free=30.0)) == {"cuda:0": 10 * GIB, HOST: 10 * GIB}
 
 
-def test_an_idle_model_is_dropped_and_not_moved_where_that_frees_nothing():
+def test_an_idle_model_is_dropped_if_a_move_would_free_nothing():
     page, there = book(lease("old", cuda0=60)), unified(free=40.0)
     assert eviction_step(page.find(at(1, "old")), 50 * GIB, there) == Drop(
         at(1, "old"), (Share("cuda:0", 60 * GIB),)
@@ -59,7 +61,7 @@ def test_an_idle_model_is_dropped_and_not_moved_where_that_frees_nothing():
     assert plan(page, request("new", 50), there, lru).granted
 
 
-def test_weights_that_exist_nowhere_else_stay_and_the_reason_is_true():
+def test_precious_weights_stay_and_the_reason_is_correct():
     page, there = book(lease("mine", cuda0=60, droppable=False)), unified(free=40.0)
     _, verdict = decide(page, request("new", 50), there)
     assert isinstance(verdict, Refuse)
@@ -69,7 +71,7 @@ def test_weights_that_exist_nowhere_else_stay_and_the_reason_is_true():
     )
 
 
-def test_the_ledger_refuses_a_write_that_takes_their_one_budget_over():
+def test_the_ledger_refuses_a_write_that_exceeds_the_shared_budget():
     """Each alone would fit: 60 of 90 and 40 of 50."""
     there = unified()
     before = book(lease("a", cuda0=60), devices=there.devices, limits=dict(there.limits))
@@ -90,8 +92,8 @@ def test_a_card_with_memory_of_its_own_is_as_before():
     st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=6),
     st.integers(0, 50),
 )
-def test_no_series_of_grants_takes_the_one_memory_over_its_budget(wanted, warm):
-    """Law 1, over the sum of card and host; what was not measured is bounded by the book."""
+def test_no_series_of_grants_exceeds_the_shared_budget(wanted, warm):
+    """Law 1, over the sum of card and host; without a measurement the book is the bound."""
     there = unified(free=100.0)
     page = book(lease("warm", host=warm), devices=there.devices, limits=dict(there.limits))
     for number, (gib, droppable) in enumerate(wanted):

@@ -1,4 +1,4 @@
-"""Which processes do not answer what is asked of them, and since when."""
+"""Which processes do not answer requests, and since when."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def seen(*leases, tickets, now=NOW):
 
 
 def silent(*leases, tickets, now=NOW):
-    """pid -> since when it is silent."""
+    """pid -> since when it has not answered."""
     return {one.owner.pid: one.since for one in unanswered(seen(*leases, tickets=tickets, now=now))}
 
 
 def asks(verb, ago, name="qwen"):
-    """Process 2 asks process 1."""
+    """Process 2 sends process 1 a request."""
     return ticket(
         at(1, name),
         by=2,
@@ -41,12 +41,12 @@ def asks(verb, ago, name="qwen"):
         ("defrag", dict(sim0=8)),
     ],
 )
-def test_who_has_not_done_what_was_asked_does_not_answer_since_it_was_asked(verb, there):
+def test_an_owner_is_silent_since_the_unanswered_request(verb, there):
     assert silent(lease("qwen", **there), tickets=[asks(verb, 40)]) == {1: NOW - 40}
 
 
 def test_an_owner_is_given_two_seconds():
-    """Its monitor may be in the middle of something else."""
+    """Its monitor may be busy."""
     assert silent(lease("qwen", sim0=8), tickets=[asks("evict", 2)]) == {}
     assert silent(lease("qwen", sim0=8), tickets=[asks("evict", 2.1)]) == {1: NOW - 2.1}
 
@@ -62,24 +62,24 @@ def test_an_owner_is_given_two_seconds():
         ("pin", dict(sim0=8, keep=True)),
     ],
 )
-def test_who_is_at_it_or_has_said_why_not_has_answered(verb, there):
+def test_an_owner_that_acts_or_declines_has_answered(verb, there):
     assert silent(lease("qwen", **there), tickets=[asks(verb, 40)]) == {}
 
 
-def test_who_waits_for_room_for_what_it_was_asked_to_load_has_answered():
+def test_an_owner_that_waits_for_room_to_load_has_answered():
     waits = ticket("qwen", by=1, sim0=8)
     assert silent(tickets=[asks("preload", 40), waits]) == {}
     assert silent(tickets=[asks("preload", 40)]) == {1: NOW - 40}
 
 
-def test_who_is_gone_is_silent_no_more():
+def test_an_owner_that_is_gone_is_not_silent():
     page = seen(tickets=[asks("evict", 40)])
     without = {id: section for id, section in page.sections.items() if id != owner(1).id}
     assert unanswered(Snapshot(NOW, 0.0, owner(9), (), without, page.tickets, (), (), True)) == ()
 
 
 def test_each_of_several_that_a_request_recalls_answers_for_itself():
-    """Since just these were asked, which may be later than the request."""
+    """Since these leases were recalled, which may be later than the request."""
     request = ticket(
         "big",
         by=3,
@@ -91,15 +91,15 @@ def test_each_of_several_that_a_request_recalls_answers_for_itself():
     assert silent(*there, tickets=[request]) == {1: NOW - 30}
 
 
-def test_where_the_asker_is_stopped_nobody_else_is_to_blame():
-    """Nobody gives up room for a process that would not take it."""
+def test_if_the_requester_is_stopped_no_owner_is_silent():
+    """No owner frees room for a process that would not take it."""
     request = ticket(
         "big", by=3, refreshed=NOW - 10, recalls=(at(1, "a"),), recalled_since=NOW - 30
     )
     assert silent(lease("a", sim0=4), tickets=[request]) == {}
 
 
-def test_nobody_is_silent_towards_itself_and_a_mere_wait_asks_nobody():
+def test_no_owner_is_silent_towards_itself_and_a_plain_wait_asks_none():
     assert (
         silent(
             lease("a", sim0=4),
