@@ -156,4 +156,7 @@ def fill(parser: Any, arguments: Iterable[Argument]) -> Any:
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Those of `names` that `args` has a value for; for the others the runtime's defaults apply."""
     values = {name: getattr(args, name) for name in names}
-    return {name: value for name, value in values.items() if value not in (None, False)}
+    # `0.0 in (None, False)` is true, and a time-out of 0 is a value.
+    return {
+        name: value for name, value in values.items() if value is not None and value is not False
+    }

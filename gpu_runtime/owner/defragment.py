@@ -40,7 +40,13 @@ def defrag(session: Session, process: str, timeout: str | float | None) -> Outco
         done = done and (answer.done or not process)
         pending = "" if answer.done else ", and has not answered yet"
         sentences.append(f"{owner.label}: {answer.because}{pending}")
-    return Outcome("defrag", process, done, "; ".join(sentences), freed)
+    return Outcome(
+        verb="defrag",
+        name=process,
+        done=done,
+        because="; ".join(sentences),
+        bytes=freed,
+    )
 
 
 def empty_cache(session: Session) -> int:

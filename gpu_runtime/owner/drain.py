@@ -29,7 +29,13 @@ def drain(session: Session, name: str, *, undo: bool = False, timeout: float) ->
     session.decide(lambda book, world: (act(book, device, user, world), None))
     if undo:
         said = "takes leases again" if was_drained else "was not drained"
-        return Outcome("drain --undo", device.id, True, f"{device.id} {said}", where=device.id)
+        return Outcome(
+            verb="drain --undo",
+            name=device.id,
+            done=True,
+            because=f"{device.id} {said}",
+            where=device.id,
+        )
     before = {lease.id: lease for lease, _ in drains.staying(book, device.id, world)}
     session.ledger.ring({lease.owner for lease in before.values()} - {session.me})
     staying = _wait_until_left(session, device, timeout)
@@ -37,7 +43,14 @@ def drain(session: Session, name: str, *, undo: bool = False, timeout: float) ->
     freed = sum(_bytes_on(lease, device) for id, lease in before.items() if id not in still_there)
     said = "is drained already" if was_drained else "is drained: it takes no new leases"
     sentences = [f"{device.id} {said}", *_reasons(session, staying)]
-    return Outcome("drain", device.id, True, ". ".join(sentences), freed, device.id)
+    return Outcome(
+        verb="drain",
+        name=device.id,
+        done=True,
+        because=". ".join(sentences),
+        bytes=freed,
+        where=device.id,
+    )
 
 
 def _card(name: str, book: Book, world: World) -> Device:

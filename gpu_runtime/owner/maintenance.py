@@ -293,7 +293,13 @@ def _perform(session: Session, order: Order) -> Outcome:
         raise UnknownModel(order.name, tuple(session.residents))
     if order.verb == "defrag":
         freed = defragment.empty_cache(session)
-        return Outcome("defrag", "", True, f"{show_bytes(freed)} came free", freed)
+        return Outcome(
+            verb="defrag",
+            name="",
+            done=True,
+            because=f"{show_bytes(freed)} came free",
+            bytes=freed,
+        )
     target = LeaseId(session.me, order.name)
     if order.verb in ("preload", "restore"):
         return operations.preload(session, target, timeout=ASK_SECONDS)

@@ -87,10 +87,25 @@ def move(session: Session, resident: Resident, wanted: tuple[str, ...], *, by: s
         session.done_with(key.note)
     there = resident.lease.where
     if step is None:
-        return Outcome("move", name, True, f"{name} is on {there} already", 0, there)
+        return Outcome(
+            verb="move",
+            name=name,
+            done=True,
+            because=f"{name} is on {there} already",
+            bytes=0,
+            where=there,
+        )
     because = f"{name} moved from {where(step.source)} to {there}"
     size, seconds = resident.lease.bytes, session.clock() - began
-    return Outcome("move", name, True, because, size, there, seconds)
+    return Outcome(
+        verb="move",
+        name=name,
+        done=True,
+        because=because,
+        bytes=size,
+        where=there,
+        seconds=seconds,
+    )
 
 
 def _reserve(

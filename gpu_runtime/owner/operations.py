@@ -40,7 +40,15 @@ def preload(
     loaded_bytes = 0 if already else lease.bytes
     requests.note_action(session, "preload", target.name, because, loaded_bytes)
     seconds = session.clock() - began
-    return Outcome("preload", target.name, True, because, loaded_bytes, lease.where, seconds)
+    return Outcome(
+        verb="preload",
+        name=target.name,
+        done=True,
+        because=because,
+        bytes=loaded_bytes,
+        where=lease.where,
+        seconds=seconds,
+    )
 
 
 def evict(
@@ -56,12 +64,27 @@ def evict(
     step = release.evict(session, resident, because, by=requests.person(session))
     if step is None:
         where = "host" if resident.place is Place.AWAY else "disk"
-        return Outcome("evict", target.name, True, f"{target.name} is on no device", 0, where)
+        return Outcome(
+            verb="evict",
+            name=target.name,
+            done=True,
+            because=f"{target.name} is on no device",
+            bytes=0,
+            where=where,
+        )
     freed = sum(share.bytes for share in step.source)
     where = "host" if isinstance(step, Move) else "disk"
     moved = "was offloaded to host memory" if where == "host" else "was unloaded"
     because = f"{target.name} {moved}; {show_bytes(freed)} came free"
-    return Outcome("evict", target.name, True, because, freed, where, session.clock() - began)
+    return Outcome(
+        verb="evict",
+        name=target.name,
+        done=True,
+        because=because,
+        bytes=freed,
+        where=where,
+        seconds=session.clock() - began,
+    )
 
 
 def set_keep(session: Session, name: str | LeaseId, verb: str) -> Outcome:
@@ -78,7 +101,14 @@ def set_keep(session: Session, name: str | LeaseId, verb: str) -> Outcome:
     because = _keep_sentence(resident, keep)
     requests.note_action(session, verb, target.name, because)
     where = resident.lease.where if resident.handle is not None else "disk"
-    return Outcome(verb, target.name, True, because, 0, where)
+    return Outcome(
+        verb=verb,
+        name=target.name,
+        done=True,
+        because=because,
+        bytes=0,
+        where=where,
+    )
 
 
 def _keep_sentence(resident: Resident, keep: bool) -> str:
@@ -116,12 +146,24 @@ def ask_owner(
     if isinstance(verdict, Grant):
         size = before.bytes if before and verb == "evict" else verdict.bytes
         where = verdict.lease.where if verdict.lease.shares else ""
-        return Outcome(verb, target.name, True, verdict.because, size, where)
+        return Outcome(
+            verb=verb,
+            name=target.name,
+            done=True,
+            because=verdict.because,
+            bytes=size,
+            where=where,
+        )
     if must and isinstance(verdict, Refuse):
         raise _refused(target, verdict)
     if must and wait and isinstance(verdict, Wait):
         raise _unanswered(target, verdict, seconds)
-    return Outcome(verb, target.name, False, verdict.because)
+    return Outcome(
+        verb=verb,
+        name=target.name,
+        done=False,
+        because=verdict.because,
+    )
 
 
 def _refused(target: LeaseId, verdict: Refuse) -> GpuError:

@@ -279,4 +279,9 @@ def delete(session: Session, name: str) -> Outcome:
     because = f"{entry.name} is no longer in the catalogue"
     if holders:
         because += f"; {', '.join(holders)} has it loaded, and keeps it until it is evicted"
-    return Outcome("delete", entry.name, True, because)
+    return Outcome(
+        verb="delete",
+        name=entry.name,
+        done=True,
+        because=because,
+    )

@@ -213,8 +213,7 @@ def _ways(
     idle: list[Lease],
     host_bytes: int,
 ) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
-    """Every card, and every division, on which room can be made; each with the leases that leave.
-    """
+    """Every card, and every division, on which room can be made; each with the leases that leave."""
     fewest = request.placement.policy == "fewest-evictions"
     enough = fewest_victims if fewest else victims_in_order
     idle_on = _by_device(idle)
@@ -267,8 +266,7 @@ def _victims(
     host_bytes: int,
     enough: Enough,
 ) -> tuple[Lease, ...] | None:
-    """The leases that leave; of those that exist nowhere else, only as many as the host can take.
-    """
+    """The leases that leave; of those that exist nowhere else, only as many as the host can take."""
     chosen = enough(need, idle)
     if chosen is None or _precious_bytes(chosen) <= host_bytes:
         return chosen

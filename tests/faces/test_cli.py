@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from gpu.magics import IN_NOTEBOOK
 import gpu_runtime
 from gpu_runtime import cli, verbs
 from gpu_runtime.settings import Settings
+from gpu_runtime.verb_arguments import given
 
 GIB = 2**30
 
@@ -318,3 +320,9 @@ def test_a_closed_pipe_is_no_error(child_environment):
         ["bash", "-c", shell], env=child_environment, capture_output=True, text=True, timeout=60
     )
     assert done.stderr == "" and done.stdout.splitlines()[-1].endswith("0")
+
+
+def test_a_timeout_of_zero_is_a_timeout():
+    """0.0 equals False, but it is a value that was typed."""
+    args = argparse.Namespace(timeout=0.0, limit=None, undo=False)
+    assert given(args, "timeout", "limit", "undo") == {"timeout": 0.0}
