@@ -206,7 +206,7 @@ def make_room(session: Session, resident: Resident, shares: tuple[Share, ...]) -
     are requested to leave, as far as a request of this importance may.
     """
     cards = {share.device for share in shares}
-    because = f"{resident.spec.name} found the device out of memory while it was loaded."
+    because = f"the device ran out of memory while {resident.spec.name} was loaded."
     book, world = session.ledger.read(), session.world()
     for lease in book.leases():
         on_cards = cards & {share.device for share in lease.shares}

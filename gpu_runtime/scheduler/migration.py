@@ -75,7 +75,7 @@ def move(
         lease.id,
         source=lease.shares,
         shares=found,
-        because=f"{name} went from {lease.where} to {where(found)}, {because}.",
+        because=f"{name} moved from {lease.where} to {where(found)}, {because}.",
         reason="move",
     )
     return mark_leaving(book, step, key), step

@@ -31,7 +31,7 @@ def test_move_switches_a_models_card_and_says_why(runtime):
     assert outcome.because == "qwen moved from sim:0 to sim:2"
     assert where(rt) == {"qwen": "sim:2"} and claims(rt) == {"sim:2": 6 * GIB}
     [event] = [event for event in rt.status().events if event.action == "moved"]
-    assert event.because == "qwen went from sim:0 to sim:2, by hand." and event.reason == "move"
+    assert event.because == "qwen moved from sim:0 to sim:2, by hand." and event.reason == "move"
     assert rt.move("qwen", "sim:2").because == "qwen is on sim:2 already"
     assert rt.evictions().empty, "a move is no eviction"
 

@@ -53,7 +53,7 @@ def test_room_is_reserved_on_the_new_card_before_anything_leaves_the_old():
     page, step = moving(book(qwen), "sim:1")
     shares = (Share("sim:1", size(6)),)
     assert step == Move(
-        qwen.id, qwen.shares, shares, "qwen went from sim:0 to sim:1, by hand.", "move"
+        qwen.id, qwen.shares, shares, "qwen moved from sim:0 to sim:1, by hand.", "move"
     )
     assert page.find(qwen.id).phase is Phase.LEAVING
     assert page.claims() == {"sim:0": size(6), "sim:1": size(6)}
