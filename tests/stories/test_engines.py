@@ -188,7 +188,9 @@ def test_killed_at_random_every_lease_comes_back_and_no_process_and_no_memory_st
             rt.evict(name)
         assert soon(lambda: claims(rt) == {}) and rt.probe.used()["sim:0"] == 0
         workers = lambda: [
-            one for one in me.children(recursive=True) if "llama_worker" in " ".join(_words(one))
+            one
+            for one in me.children(recursive=True)
+            if "llama_cpp/worker" in " ".join(_words(one))
         ]
         assert soon(lambda: not workers())
         assert me.num_fds() <= files + 4 and me.memory_info().rss < before + 64 * 2**20

@@ -31,7 +31,7 @@ MODELS: dict[str, dict[str, str]] = {
     "reader": {"backend": "llama-server"},
 }
 CALLERS = 4
-ENGINES = ("llama_worker", "llama_cpp.server", "llama-server")
+ENGINES = ("llama_cpp/worker", "llama_cpp.server", "llama-server")
 FAR_FUTURE = 300.0  # seconds in which a call must have ended, whatever befell it
 
 
