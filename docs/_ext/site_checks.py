@@ -24,17 +24,11 @@ DOCS = Path(__file__).parents[1]
 NOTEBOOKS = DOCS.parent / "notebooks"
 COPIES = DOCS / "_notebooks"
 CLICKS = 2
-MOVED = {  # links of the notebooks into the README of 0.1 -> pages
-    "../README.md#who-may": "../security.md#who-may",
-    "../README.md#troubleshooting": "../guides/troubleshooting.md",
-}
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "srcset", "video": "src"}
 
 
 def on_the_site(markdown: str) -> str:
     """The Markdown of a notebook's cell, with links that lead to pages of the site."""
-    for old, new in MOVED.items():
-        markdown = markdown.replace(f"]({old})", f"]({new})")
     return markdown.replace("](../docs/", "](../").replace("](../README.md", "](../index.md")
 
 
