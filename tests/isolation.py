@@ -35,6 +35,7 @@ def isolate() -> None:
         HF_HUB_OFFLINE="1",
         TRANSFORMERS_OFFLINE="1",
         TOKENIZERS_PARALLELISM="false",
+        OMP_NUM_THREADS="1",  # the models are tiny, and several workers share the cores
     )
 
 
