@@ -48,7 +48,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 check: lint
-	$(BIN)/python -m pytest -q -n $(WORKERS) $(SPREAD) -m "not processes and not soak" --doctest-modules tests gpu_runtime
+	$(BIN)/python -m pytest -q -n $(WORKERS) $(SPREAD) -m "not processes and not soak" --hypothesis-profile=quick --doctest-modules tests gpu_runtime
 
 # What waits more than it computes (processes, browsers, notebooks) gains most from several workers.
 test: lint redis-server chromium

@@ -24,6 +24,10 @@ settings.register_profile(
     stateful_step_count=100,
     suppress_health_check=[HealthCheck.too_slow],
 )
+# `make check` tries a few; `make test` tries them all.
+settings.register_profile(
+    "quick", deadline=None, derandomize=True, max_examples=10, stateful_step_count=10
+)
 settings.load_profile("ordinary")
 
 
@@ -41,6 +45,7 @@ PROCESSES = (
     "browser/",
     "install/",
     "stories/",
+    "backends/test_contract.py",
     "backends/test_engine_server.py",
     "backends/test_interrupts.py",
     "backends/test_llama_cpp.py",
@@ -48,7 +53,11 @@ PROCESSES = (
     "core/test_docs.py",
     "core/test_imports.py",
     "faces/test_forged.py",
+    "faces/test_cli.py",
+    "faces/test_console.py",
+    "faces/test_fragmentation_page.py",
     "faces/test_gate.py",
+    "faces/test_inline.py",
     "faces/test_login.py",
     "faces/test_unsafe_options.py",
     "faces/test_launcher.py",
@@ -56,7 +65,9 @@ PROCESSES = (
     "ledgers/test_redis.py",
     "ledgers/test_shared.py",
     "ledgers/test_sqlite.py",
+    "owner/test_catalog.py",
     "owner/test_engines.py",
+    "serving/test_gateway.py",
     "serving/test_headless.py",
     "serving/test_openapi.py",
 )

@@ -60,7 +60,7 @@ def row(settings: Settings, name: str):
     return next(row for row in settings.sources() if row.name == name)
 
 
-def test_the_defaults_are_those_of_the_documents():
+def test_the_defaults_are_those_of_the_documents(environment):
     """Semantik's numbers are the defaults."""
     assert {row.name: row.value for row in Settings.load().sources()} == DEFAULTS
     assert Settings.load().rules() == Rules()

@@ -91,7 +91,7 @@ def test_where_servers_listen_and_how_long_they_may_take(runtime):
     backend = runtime(gpu_engine_ports="9000-9001", gpu_engine_start_seconds="2m")._session.backend(
         "vllm"
     )
-    assert (backend._among, backend._seconds) == (range(9000, 9002), 120.0)
+    assert (backend._port_range, backend._start_seconds) == (range(9000, 9002), 120.0)
 
 
 @proves("gpu_devices")
