@@ -1,7 +1,7 @@
 """Takes the pictures of the README and the runbooks: `python -m tests.browser.pictures`.
 
-The page is the real one, in a real Chromium, in both themes. Its data is made up, so that every run
-gives the same pictures.
+The console's page is the real one, in a real Chromium, in both themes. Its data is made up, so that
+every run gives the same pictures. The notebook's picture shows the stored outputs of runbook 02.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ import sys
 import tempfile
 from pathlib import Path
 
+import nbformat
+from nbconvert import HTMLExporter
+
 from tests.faces.served import OPERATORS, free_port, serving
 from tests.stories.test_views_in_chromium import SCRIPT
 
 from .chromium import BrowserPage, running
 
-IMAGES = Path(__file__).parents[2] / "notebooks" / "images"
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+IMAGES = NOTEBOOKS / "images"
+SHOWN_CELLS = ("cell-08", "cell-09", "cell-10", "cell-11")  # of runbook 02, in the README
+NOTEBOOK_WIDTH = 690  # pixels, as in the README
 SETTLED_MS = 2500  # until animations have ended and the first history is drawn
 
 
@@ -38,9 +44,32 @@ PICTURES = {
 }  # file -> preparation, height in pixels
 
 
+def notebook(browser, directory: Path, theme: str) -> None:
+    """Takes the picture of some cells of runbook 02, without requests to other hosts."""
+    stored = nbformat.read(NOTEBOOKS / "02_two_models_one_gpu.ipynb", as_version=4)
+    stored.cells = [cell for cell in stored.cells if cell.id in SHOWN_CELLS]
+    html, _ = HTMLExporter(theme=theme).from_notebook_node(stored)
+    file = directory / f"two_models_{theme}.html"
+    file.write_text(html)
+    context = browser.new_context(
+        viewport={"width": NOTEBOOK_WIDTH, "height": 400},
+        color_scheme=theme,
+    )
+    page = context.new_page()
+    page.route("http*://**", lambda route: route.abort())
+    page.goto(file.as_uri())
+    page.add_style_tag(
+        content="body { padding: 8px !important } .jp-Notebook { padding: 0 !important }"
+    )
+    page.screenshot(path=IMAGES / f"two_models_{theme}.png", full_page=True)
+    context.close()
+
+
 def main() -> None:
     """Takes every picture in both themes."""
     with tempfile.TemporaryDirectory() as directory, running() as browser:
+        for theme in ("light", "dark"):
+            notebook(browser, Path(directory), theme)
         place, port = Path(directory), free_port()
         (place / "views.py").write_text(SCRIPT)
         words = [sys.executable, str(place / "views.py"), str(port)]
