@@ -26,7 +26,12 @@ settings.register_profile(
 )
 # `make check` tries a few; `make test` tries them all.
 settings.register_profile(
-    "quick", deadline=None, derandomize=True, max_examples=10, stateful_step_count=10
+    "quick",
+    deadline=None,
+    derandomize=True,
+    max_examples=10,
+    stateful_step_count=10,
+    suppress_health_check=list(HealthCheck),
 )
 settings.load_profile("ordinary")
 
