@@ -158,7 +158,7 @@ def specs(session: Session) -> tuple[Any, ...]:
 
 def models(session: Session) -> DataFrame:
     """Every model that is registered here or held by any owner."""
-    from . import frames
+    from . import dataframes
 
     book, world = session.look()
     residents = list(session.residents.values())
@@ -169,40 +169,40 @@ def models(session: Session) -> DataFrame:
         except GpuError:  # its source is gone since it was registered: the size is unknown
             continue
     registered = [resident.spec for resident in residents if not resident.catalogued]
-    return frames.models(
+    return dataframes.models(
         registered, book.sections, session.me, sizes, world.now, session.catalogue.specs()
     )
 
 
 def catalog(session: Session) -> DataFrame:
     """The models of the catalogue. Raises CatalogUnavailable, BadDocument."""
-    from . import frames
+    from . import dataframes
 
-    return frames.catalog(session.catalogue.catalog.specs())
+    return dataframes.catalog(session.catalogue.catalog.specs())
 
 
 def leases(session: Session) -> DataFrame:
     """Who holds what on which device, one row a share."""
-    from . import frames
+    from . import dataframes
 
     book, world = session.look()
-    return frames.leases(permissions.proven_sections(session, book), world.now)
+    return dataframes.leases(permissions.proven_sections(session, book), world.now)
 
 
 def events(found: tuple[Event, ...]) -> DataFrame:
     """The events as a table."""
-    from . import frames
+    from . import dataframes
 
-    return frames.events(found)
+    return dataframes.events(found)
 
 
 def fragmentation(session: Session) -> DataFrame:
     """What each process's allocator holds on each card; unknown where a process publishes nothing."""
-    from . import frames
+    from . import dataframes
 
     book, _ = session.look()
     sections = {session.me: Section(session.owner)} | permissions.proven_sections(session, book)
-    return frames.fragmentation(session.maps.all(book), sections, snapshot(session).devices)
+    return dataframes.fragmentation(session.maps.all(book), sections, snapshot(session).devices)
 
 
 def allocator_maps(session: Session) -> tuple[AllocatorMap, ...]:

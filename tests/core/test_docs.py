@@ -20,7 +20,7 @@ import pytest
 import gpu_runtime
 from gpu_runtime import Runtime
 from gpu_runtime.catalog.schema import Fields
-from gpu_runtime.owner import frames
+from gpu_runtime.owner import dataframes
 from gpu_runtime.serving import requests
 from gpu_runtime.serving.api import memory, openai
 from gpu_runtime.settings import Settings
@@ -178,11 +178,11 @@ def test_the_columns_of_frames_are_documented():
     """In their order."""
     rows = re.findall(r"^\| `rt\.(\w+)\(\)`.*? \| (.*) \|$", page("reference/python"), re.MULTILINE)
     assert {name: columns.split(", ") for name, columns in rows} == {
-        "models": frames.MODELS,
-        "leases": frames.LEASES,
-        "events": frames.EVENTS,
-        "catalog": frames.CATALOG,
-        "fragmentation": frames.FRAGMENTATION,
+        "models": dataframes.MODELS,
+        "leases": dataframes.LEASES,
+        "events": dataframes.EVENTS,
+        "catalog": dataframes.CATALOG,
+        "fragmentation": dataframes.FRAGMENTATION,
     }
 
 
