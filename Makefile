@@ -21,8 +21,8 @@ LLAMA_cuda := $(LLAMA_cpu) $(if $(shell command -v nvcc),-DGGML_CUDA=on)
 WITHOUT_LLAMA := torch,notebook,console,redis,serve,diffusion,test,docs
 JOBS ?= 2
 STAMP := $(VENV)/.installed-$(FLAVOUR)
-WORKERS ?= 3
-SPREAD := --dist loadgroup --no-loadscope-reorder  # groups: see tests/conftest.py
+WORKERS ?= 2
+SPREAD := -n $(WORKERS) --dist loadfile
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg
 
@@ -48,11 +48,13 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 check: lint
-	$(BIN)/python -m pytest -q -n $(WORKERS) $(SPREAD) -m "not processes and not soak" --hypothesis-profile=quick --doctest-modules tests gpu_runtime
+	$(BIN)/python -m pytest -q $(SPREAD) -m "not processes and not soak" --hypothesis-profile=quick --doctest-modules tests gpu_runtime
 
-# What waits more than it computes (processes, browsers, notebooks) gains most from several workers.
+# What computes runs in parallel. What starts processes has bounds in time, so it runs by itself.
 test: lint redis-server chromium
-	$(BIN)/python -m pytest -rs -n $(WORKERS) $(SPREAD) --doctest-modules tests gpu_runtime $(if $(NOTEBOOKS),$(NBVAL) $(NOTEBOOKS))
+	$(BIN)/python -m pytest -q -rs $(SPREAD) -m "not processes and not soak" --doctest-modules tests gpu_runtime
+	$(BIN)/python -m pytest -rs -m "processes and not soak" tests
+	$(if $(NOTEBOOKS),$(BIN)/python -m pytest -rs $(NBVAL) $(NOTEBOOKS))
 
 soak: $(STAMP) redis-server
 	SOAK=1 $(BIN)/python -m pytest -rs -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 tests

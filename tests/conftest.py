@@ -76,29 +76,14 @@ PROCESSES = (
     "serving/test_headless.py",
     "serving/test_openapi.py",
 )
-# Users of the machine are made for these, so they must not run side by side.
-ONE_AT_A_TIME = ("ledgers/test_shared.py", "stories/test_many_kernels.py")
-
-
-def _group(path: str) -> str:
-    """Tests of one group run in one worker, in order: those of a file, and the cells of a notebook."""
-    return "users" if path.startswith(ONE_AT_A_TIME) else path
-
-
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook, too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what starts processes, groups tests for the workers, and skips what needs a GPU.
-
-    What takes longest comes first, so that no worker is left alone with it at the end.
-    """
+    """Marks tests that start processes, and skips tests marked gpu if there is no GPU."""
     here = Path(__file__).parent
     for item in items:
         inside = item.path.is_relative_to(here)
         path = item.path.relative_to(here).as_posix() if inside else item.path.name
         if inside and path.startswith(PROCESSES):
             item.add_marker(pytest.mark.processes)
-        item.add_marker(pytest.mark.xdist_group(_group(path)))
-    items.sort(key=lambda item: not item.get_closest_marker("processes"))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if on_gpu else ""
     if reason:
