@@ -76,6 +76,8 @@ PROCESSES = (
     "serving/test_headless.py",
     "serving/test_openapi.py",
 )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks tests that start processes, and skips tests marked gpu if there is no GPU."""
     here = Path(__file__).parent
