@@ -38,6 +38,7 @@ class Kernel:
         program = textwrap.dedent(f"""
             import sys, threading
             from gpu_runtime import Runtime
+            from gpu_runtime.owner import registry
             rt = Runtime(devices="sim:256MiB,host:256MiB", ledger={ledger!r})
             rt.register("phi", {str(file)!r})
             loading = threading.Thread(target=rt.preload, args=("phi",))

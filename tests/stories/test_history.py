@@ -34,11 +34,9 @@ class Box:
 
     def __init__(self, ledger: str, notes: Path) -> None:
         self.ledger, self.kernel = ledger, Kernel(ledger)
-        self.kernel.evaluate(
-            "import sys; sys.modules['gpu_runtime.runtime'].RECORD_AFTER_SECONDS = 0"
-        )
+        self.kernel.tell("import sys; sys.modules['gpu_runtime.runtime'].RECORD_AFTER_SECONDS = 0")
         program = f"import pathlib; pathlib.Path({str(notes)!r}).write_text(str(rt._session.ledger.directory))"
-        assert self.kernel.evaluate(program) == "done"
+        assert self.kernel.tell(program) == "done"
         self.directory = Path(notes.read_text())
 
     def moments(self) -> tuple[Moment, ...]:
@@ -77,9 +75,9 @@ def box(ledger: str, tmp_path: Path) -> Iterator[Box]:
 
 def test_what_happens_is_recorded_while_nobody_looks(box):
     """By one process for the host, which nobody asked to; and who looks later sees it, and why."""
-    box.kernel.evaluate("rt.register('qwen', backend='fake', size='10GiB'); rt.preload('qwen')")
+    box.kernel.tell("rt.register('qwen', backend='fake', size='10GiB'); rt.preload('qwen')")
     until(lambda: box.used() == [10])
-    box.kernel.evaluate("rt.evict('qwen')")
+    box.kernel.tell("rt.evict('qwen')")
     until(lambda: box.used() == [10, 0])
     assert len(box.helpers()) == 1
     assert box.moments()[0].claims == {f"qwen@{box.kernel.process.pid}": 10 * GIB}
@@ -90,17 +88,17 @@ def test_what_happens_is_recorded_while_nobody_looks(box):
 
 
 def test_a_killed_recorder_is_replaced_and_what_it_wrote_stays(box):
-    box.kernel.evaluate("rt.register('qwen', backend='fake', size='10GiB'); rt.preload('qwen')")
+    box.kernel.tell("rt.register('qwen', backend='fake', size='10GiB'); rt.preload('qwen')")
     until(lambda: box.used() == [10])
     [helper] = box.helpers()
     os.kill(helper, signal.SIGKILL)
-    box.kernel.evaluate("rt.evict('qwen')")
+    box.kernel.tell("rt.evict('qwen')")
     until(lambda: box.used() == [10, 0])
     assert len(box.helpers()) == 1 and helper not in box.helpers()
 
 
 def test_a_recorder_ends_with_its_ledgers_last_owner_and_says_what_it_saw_last(box):
-    box.kernel.evaluate("rt.register('qwen', backend='fake', size='10GiB'); rt.preload('qwen')")
+    box.kernel.tell("rt.register('qwen', backend='fake', size='10GiB'); rt.preload('qwen')")
     until(lambda: box.used() == [10])
     [helper] = box.helpers()
     box.kernel.end()
