@@ -211,7 +211,7 @@ def test_a_body_beyond_the_bound_is_refused_by_what_its_head_says(served, waits)
     answer = connection.getresponse()
     assert (
         answer.status == 413
-        and "at most 33,554,432 are taken" in json.load(answer)["error"]["message"]
+        and "the limit is 33,554,432" in json.load(answer)["error"]["message"]
     )
     if not waits:
         connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {TOKEN}"})

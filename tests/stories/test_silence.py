@@ -15,7 +15,7 @@ def test_a_stopped_kernel_is_named_with_since_when_until_it_goes_on(tmp_path):
     """It lives and keeps its memory; what was asked is done when it runs again."""
     kernel = Kernel(f"sqlite://{tmp_path}/ledger")
     try:
-        kernel.evaluate("rt.register('qwen', backend='fake', size='10GiB'); rt.preload('qwen')")
+        kernel.tell("rt.register('qwen', backend='fake', size='10GiB'); rt.preload('qwen')")
         with Runtime(devices=DEVICES, ledger=f"sqlite://{tmp_path}/ledger") as console:
             kernel.signal(signal.SIGSTOP)
             asked_at = console.status().now
