@@ -210,8 +210,7 @@ def test_a_body_beyond_the_bound_is_refused_by_what_its_head_says(served, waits)
     connection.endheaders(None if waits else bytes(33 << 20))
     answer = connection.getresponse()
     assert (
-        answer.status == 413
-        and "the limit is 33,554,432" in json.load(answer)["error"]["message"]
+        answer.status == 413 and "the limit is 33,554,432" in json.load(answer)["error"]["message"]
     )
     if not waits:
         connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {TOKEN}"})
