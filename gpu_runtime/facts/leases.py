@@ -182,7 +182,6 @@ class Section(Value):
     leases: tuple[Lease, ...] = ()
     # Device -> bytes that the process holds besides its leases: context, cache, tensors of its own.
     residue: dict[str, int] = {}
-    names: tuple[str, ...] = ()  # models that it can load on request
     counts: dict[str, int] = {}  # loaded, offloaded, restored, unloaded, refused
     # Processes that it started to run models in. Their memory belongs to its leases.
     engines: tuple[int, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol, TypeVar
 
 from ..facts import AllocatorMap, Book, Owner, Ticket
@@ -92,6 +92,21 @@ class Ledger(Protocol):
 
     def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
         """The allocator maps of the living owners that can be read from here, by owner id."""
+        ...
+
+    def add_name(self, name: str) -> None:
+        """Adds one model to those that this owner can load, beside the book. Raises OSError."""
+        ...
+
+    def publish_names(self, names: Collection[str]) -> None:
+        """Makes `names` the models that this owner can load. Raises OSError.
+
+        They are removed together with the owner.
+        """
+        ...
+
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The models that each living owner can load, by owner id, as far as seen from here."""
         ...
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ from .book_parts import owner_ids
 from .book_store import BookStore, DamagedBook, LostRace, Page
 from .invariants import refuse_unlawful
 from .liveness import Life, OwnerFile, life, testimony
+from .name_files import NameFiles
 from .notify import Doorbell
 from .sqlite import files
 from .sqlite.backoff import Pace, processor_seconds
@@ -70,6 +71,7 @@ class SharedLedger:
         self._store = self._make_store(owner_file)
         self._queue = writer_queue_in(directory)
         self._maps = MapFiles(owners, group)
+        self._names = NameFiles(owners, group)
         self._closed = False
         _open_ledgers.add(self)
         try:
@@ -266,6 +268,21 @@ class SharedLedger:
         self._require_open()
         return self._maps.read()
 
+    def add_name(self, name: str) -> None:
+        """Adds one model to those that this owner can load. Raises OSError."""
+        self._require_open()
+        self._names.add(self.owner.id, name)
+
+    def publish_names(self, names: Collection[str]) -> None:
+        """Makes `names` the models that this owner can load. Raises OSError."""
+        self._require_open()
+        self._names.publish(self.owner.id, names)
+
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The models that each living owner can load, by owner id."""
+        self._require_open()
+        return self._names.read()
+
     # Closing
 
     def close(self) -> None:
@@ -284,6 +301,7 @@ class SharedLedger:
     def _shut(self, *, remove: bool) -> None:
         self._closed = True
         self._maps.withdraw(self.owner.id)
+        self._names.withdraw(self.owner.id)
         self._bell.close()
         self._queue = None
         self._store.close(remove=remove)

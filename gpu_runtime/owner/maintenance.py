@@ -46,6 +46,7 @@ def tick(session: Session, notebook: str = "") -> float:
     session.journal.flush()
     vacate(session)
     session.maps.publish()
+    session.publish_names()
     nothing_to_write = quiet(session, book)
     if not nothing_to_write:
         _start_orders(session)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -190,7 +191,7 @@ def _add(session: Session, resident: Resident) -> ModelSpec:
         session.residents[resident.spec.name] = resident
     if first:
         session.start_monitor()
-    session.announce()  # from now on other owners can request it by name
+    session.announce(resident.spec.name)  # from now on other owners can request it by name
     return resident.spec
 
 
@@ -203,6 +204,7 @@ def forget(session: Session, name: str) -> None:
     resident.forget()
     session.residents.pop(resident.spec.name, None)
     session.probe.empty_cache()
+    session.publish_names()
     session.publish()
 
 
@@ -278,7 +280,7 @@ def resolve(session: Session, name: str | LeaseId, loadable: bool = False) -> Le
         if resident is not None:
             return LeaseId(session.me, resident.spec.name)
     book = session.ledger.read()
-    found = _holders(book, bare, pid, loadable)
+    found = _holders(book, bare, pid, session.ledger.names() if loadable else {})
     if len(found) == 1:
         return LeaseId(found[0][0], bare)
     if found:
@@ -303,16 +305,26 @@ def _exact(session: Session, id: LeaseId) -> LeaseId:
     if id.owner == session.me and by_key(session, id.name):
         return id
     section = session.ledger.read().sections.get(id.owner)
-    if section is None or not (section.lease(id.name) or id.name in section.names):
+    if section is None or not (section.lease(id.name) or _can_load(session, id)):
         raise UnknownModel(id.name, known_names(session))
     return id
 
 
-def _holders(book: Book, name: str, pid: str, loadable: bool) -> list[tuple[str, int]]:
-    """Owner id and process id of each owner that holds that model, or can load it."""
+def _can_load(session: Session, id: LeaseId) -> bool:
+    """Whether the owner has registered that model."""
+    return id.name in session.ledger.names().get(id.owner, ())
+
+
+def _holders(
+    book: Book, name: str, pid: str, loadable: Mapping[str, Collection[str]]
+) -> list[tuple[str, int]]:
+    """Owner id and process id of each owner that holds that model, or can load it.
+
+    `loadable` has the names that each owner can load.
+    """
     found = []
     for id, section in book.sections.items():
-        holds = section.lease(name) or (loadable and name in section.names)
+        holds = section.lease(name) or name in loadable.get(id, ())
         if holds and pid in ("", str(section.owner.pid)):
             found.append((id, section.owner.pid))
     return found

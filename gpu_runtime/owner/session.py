@@ -133,6 +133,7 @@ class Session:
         self.reap_turn = 0
         self.checked_at = clock()
         self.opened_at = time.monotonic()
+        self._announced = False  # whether the book has had a section of this owner
 
     @property
     def me(self) -> str:
@@ -172,7 +173,7 @@ class Session:
 
     def truth(self) -> Truth:
         """What this process holds and does now, from which its section of the book is written."""
-        residents = list(self.residents.values())
+        residents = [r for r in list(self.residents.values()) if r.handle is not None]
         models = tuple(lease for r in residents if (lease := r.truth()) is not None)
         blocks = tuple(lease for lease, anchor in list(self.blocks.values()) if anchor())
         engines = tuple(pid for resident in residents for pid in resident.engines)
@@ -181,7 +182,6 @@ class Session:
             models + blocks,
             self.keys.texts(),
             self._residue(models),
-            tuple(self.residents),
             *self.activity.state,
             engines,
         )
@@ -266,14 +266,29 @@ class Session:
         """Writes this owner's section as it is now."""
         self.decide(lambda book, world: (book, None))
 
-    def announce(self) -> None:
-        """Publishes this owner. If the book cannot be written now, the monitor does it later."""
+    def announce(self, name: str) -> None:
+        """Publishes the model `name`, and this owner with its first one.
+
+        If the ledger cannot be written now, the monitor does it later.
+        """
         if not self.settings.enable_memory_governor:
             return
         try:
-            self.publish()
-        except GpuError as error:  # a ledger or driver that fails now must not stop `register`
+            self.ledger.add_name(name)
+            if not self._announced:
+                self.publish()
+                self._announced = True
+        except (GpuError, OSError) as error:  # what fails now must not stop `register`
             log.debug("announced later: %s", error)
+
+    def publish_names(self) -> None:
+        """Publishes which models this process can load, if that has changed."""
+        if not self.settings.enable_memory_governor:
+            return
+        try:
+            self.ledger.publish_names(self.residents.keys())
+        except OSError as error:  # a full disk: others keep the last names
+            log.debug("the names are published later: %s", error)
 
     def note(
         self,

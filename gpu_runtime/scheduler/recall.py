@@ -177,7 +177,7 @@ def _known_result(
     """The verdict that follows from the book alone; None if the owner has to act first."""
     lease = section.lease(name)
     if asked.verb in ("preload", "restore"):
-        return _result_of_load(lease, section, name)
+        return _result_of_load(lease)
     if asked.verb == "defrag":
         return None
     if asked.verb == "evict":
@@ -194,12 +194,9 @@ def _known_result(
     return _refusal_to_leave(book, lease, section.owner, world)
 
 
-def _result_of_load(lease: Lease | None, section: Section, name: str) -> Verdict | None:
+def _result_of_load(lease: Lease | None) -> Verdict | None:
     if lease and lease.on_device and lease.phase is Phase.SETTLED:
-        return Grant(lease, (), f"{name} is on {lease.where}")
-    if lease is None and name not in section.names:
-        because = f"{section.owner.label} has not registered {name}, so it cannot load it"
-        return Refuse(because, kind="unknown")
+        return Grant(lease, (), f"{lease.name} is on {lease.where}")
     return None
 
 

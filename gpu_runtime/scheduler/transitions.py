@@ -43,7 +43,6 @@ class Truth(Value):
     leases: tuple[Lease, ...] = ()  # its leases with their current pins and last use
     keys: tuple[str, ...] = ()  # keys of its own decisions that are under way
     residue: dict[str, int] = {}
-    names: tuple[str, ...] = ()
     busy_since: float = NEVER
     idle_since: float = NEVER
     engines: tuple[int, ...] = ()  # pids of the processes in which it runs models
@@ -282,7 +281,6 @@ def publish(book: Book, truth: Truth, world: World) -> Book:
         owner=truth.owner,
         leases=_published_leases(section, truth),
         residue=truth.residue,
-        names=truth.names,
         counts=section.counts,
         engines=truth.engines,
         busy_since=truth.busy_since,

@@ -218,14 +218,22 @@ def _urgent_part(snapshot: Snapshot | None) -> Any:
     if snapshot is None:
         return None
     held = [
-        (id, section.names, [_urgent_part_of_lease(lease) for lease in section.leases])
+        (id, [_urgent_part_of_lease(lease) for lease in section.leases])
         for id, section in snapshot.sections.items()
     ]
     waiting = [(ticket.key, ticket.name, ticket.because) for ticket in snapshot.tickets]
     devices = [
         (view.device, view.limit_bytes, view.drained, view.blind) for view in snapshot.devices
     ]
-    return held, waiting, devices, snapshot.events, snapshot.degraded, snapshot.governed
+    return (
+        held,
+        snapshot.names,
+        waiting,
+        devices,
+        snapshot.events,
+        snapshot.degraded,
+        snapshot.governed,
+    )
 
 
 def _urgent_part_of_lease(lease: Lease) -> Any:

@@ -454,6 +454,32 @@ def test_publishing_a_map_does_not_write_the_book(new_owner):
     assert len(runs) == 1
 
 
+def test_names_are_added_one_by_one_and_withdrawn(new_owner):
+    """Other owners see which models an owner can load. The book is not written."""
+    a, b = new_owner(), new_owner()
+    before = b.read()
+    assert b.names() == {}
+    a.add_name("qwen")
+    a.add_name("llama")
+    a.add_name("qwen")
+    assert b.names() == a.names() == {a.owner.id: ("qwen", "llama")}
+    a.publish_names(["llama", "new\nline"])
+    b.publish_names([])
+    assert b.names() == {a.owner.id: ("llama", "new\nline")}
+    assert a.read() == before
+    a.publish_names([])
+    assert b.names() == {}
+
+
+def test_names_are_removed_with_their_owner(new_owner):
+    a, b = new_owner(), new_owner()
+    a.add_name("qwen")
+    a.close()
+    assert b.names() == {}
+    with pytest.raises(LedgerUnavailable):
+        a.add_name("llama")
+
+
 def test_a_closed_ledger_neither_publishes_nor_returns_maps(new_owner):
     a = new_owner()
     a.close()

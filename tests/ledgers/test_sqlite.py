@@ -654,7 +654,7 @@ except LedgerUnavailable as error:
 else:
     raise AssertionError("the disk was not full")
 assert names(ledger) == ["qwen"]
-ledger.transact(lambda book: (book.with_section(section(ledger, names=("x" * 60000,))), None))
+ledger.transact(lambda book: (book.with_section(section(ledger, counts={"x" * 60000: 1})), None))
 assert names(ledger) == [] and not (ledger.directory / "ballast").exists()
 os.unlink(sys.argv[1] + "/junk")
 put(ledger, "qwen")

@@ -78,8 +78,7 @@ class Process:
         self.keys: set[str] = set()
 
     def truth(self) -> Truth:
-        names = tuple(MODELS)
-        return Truth(self.owner, tuple(self.models.values()), tuple(sorted(self.keys)), {}, names)
+        return Truth(self.owner, tuple(self.models.values()), tuple(sorted(self.keys)))
 
     def holds(self) -> Counter[str]:
         """Bytes on each device, at the worst moment of the work in progress."""

@@ -298,8 +298,8 @@ def truth(*leases, keys=(), **fields):
 
 def test_nothing_new_writes_nothing():
     """64 idle kernels publish every second; a write for each would cost a core."""
-    page = book(lease("a", sim0=1), tickets=[ticket("q", key="t")], names={1: ("a",)})
-    assert publish(page, truth(lease("a", sim0=1), keys=("t",), names=("a",)), THERE) is page
+    page = book(lease("a", sim0=1), tickets=[ticket("q", key="t")])
+    assert publish(page, truth(lease("a", sim0=1), keys=("t",)), THERE) is page
 
 
 def test_pins_and_last_use_are_written_by_the_owner():
@@ -346,14 +346,10 @@ def test_an_arrival_stays_pinned_until_its_owner_has_it():
     assert page.find(at(1, "qwen")).pins == 1
 
 
-def test_residue_and_names_are_published_and_counters_kept():
+def test_residue_is_published_and_counters_kept():
     section = replace(book().sections[ME.id], counts={"loaded": 3})
-    page = publish(
-        Book(sections={ME.id: section}), truth(residue={"sim:0": 5}, names=("a",)), THERE
-    )
-    assert page.sections[ME.id] == Section(
-        ME, residue={"sim:0": 5}, names=("a",), counts={"loaded": 3}
-    )
+    page = publish(Book(sections={ME.id: section}), truth(residue={"sim:0": 5}), THERE)
+    assert page.sections[ME.id] == Section(ME, residue={"sim:0": 5}, counts={"loaded": 3})
     assert page.claims() == {"sim:0": 5}
 
 
@@ -370,7 +366,7 @@ def test_the_first_owner_sets_the_limits_and_later_ones_add_devices():
 
 
 def test_publishing_twice_is_publishing_once():
-    known = truth(lease("old", sim0=8), keys=("t",), residue={"sim:0": 1}, names=("x",))
+    known = truth(lease("old", sim0=8), keys=("t",), residue={"sim:0": 1})
     once = publish(
         book(arriving("new"), going("old"), tickets=[ticket("q", key="t")]), known, THERE
     )

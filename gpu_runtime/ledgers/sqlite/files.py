@@ -7,6 +7,7 @@
         owners/ID             each owner's lock and roster (liveness.py)
         owners/ID.bell        its doorbell (notify.py)
         owners/ID.map         its allocator maps (allocator_files.py)
+        owners/ID.names       the models that it can load (name_files.py)
         rebuild.lock          held by the process that makes a new book
         newest                the newest revision that any process has written (revision_hint.py)
         turn, turn.pipe       the queue of writers (writer_queue.py)
@@ -306,7 +307,7 @@ def sweep_owners(directory: Path, in_book: Callable[[], set[str]]) -> None:
 
 def _remove_owner(path: Path) -> None:
     try:
-        for suffix in ("bell", "map"):  # before the lock file, whose name leads to them
+        for suffix in ("bell", "map", "names"):  # before the lock file, whose name leads to them
             path.with_name(f"{path.name}.{suffix}").unlink(missing_ok=True)
         path.unlink(missing_ok=True)
     except PermissionError:

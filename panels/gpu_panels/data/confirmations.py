@@ -186,7 +186,7 @@ def _difference(proposal: Proposal, snapshot: Snapshot) -> str:
     lease = section.lease(proposal.name)
     if lease is None:
         is_still_loadable = (
-            proposal.name in section.names
+            proposal.name in snapshot.names.get(proposal.owner, ())
             and proposal.where == "disk"
             and proposal.verb in ("preload", "pin", "unpin")
         )

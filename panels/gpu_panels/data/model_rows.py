@@ -54,7 +54,8 @@ def models(
     for section in snapshot.sections.values():
         found += _of_process(section, snapshot, styles or {})
         known.update(lease.name for lease in section.leases)
-        known.update(section.names)
+    for names in snapshot.names.values():
+        known.update(names)
     me = snapshot.owner
     if me.id not in snapshot.sections:  # this process has published nothing yet
         for spec in snapshot.specs:
@@ -79,7 +80,7 @@ def _of_process(
         if lease.kind == "model":
             group = ON_HOST if lease.on_host else ON_DEVICE
             yield (group, natural(lease.name)), _held_row(lease, section.owner, snapshot, styles)
-    for name in section.names:
+    for name in snapshot.names.get(section.owner.id, ()):
         if name not in held:
             yield (NOT_LOADED, natural(name)), _loadable_row(name, section.owner, snapshot)
 

@@ -43,9 +43,9 @@ def model_choices(snapshot: Snapshot) -> list[str]:
     listed once for each of them: `qwen@4121`.
     """
     pids: dict[str, set[int]] = {spec.name: {snapshot.owner.pid} for spec in snapshot.specs}
-    for section in snapshot.sections.values():
+    for id, section in snapshot.sections.items():
         held = [lease.name for lease in section.leases if lease.kind == "model"]
-        for name in (*section.names, *held):
+        for name in (*snapshot.names.get(id, ()), *held):
             pids.setdefault(name, set()).add(section.owner.pid)
     choices = []
     for name, owners in pids.items():
