@@ -114,7 +114,7 @@ class Runtime:
         check_policy(self.settings.gpu_placement)
         cpu_only = self.settings.development_cpu_only or self.settings.inference_gpu_layers == 0
         self.probe = probe or open_probe(self.settings.gpu_devices, cpu_only=cpu_only)
-        self._clock = clock or _boot_seconds
+        self._clock = clock or partial(time.clock_gettime, time.CLOCK_BOOTTIME)
         self._wall = wall
         self._catalogue = Catalogued(Catalog(self.settings), lambda: self.probe.devices)
         self._closing = threading.Lock()
@@ -318,7 +318,7 @@ class Runtime:
         report, if the device ran out of memory inside the block.
         """
         session = self._session
-        return acquire.use(session, registry.find(session, name), importance, timeout, keep_alive)
+        return acquire.Use(session, registry.find(session, name), importance, timeout, keep_alive)
 
     def lease(
         self,
@@ -655,10 +655,6 @@ def notebook_path() -> str:
     names = getattr(shell, "user_ns", None) or {}
     found = (names.get(name) for name in ("__vsc_ipynb_file__", "__session__"))
     return next((path for path in found if isinstance(path, str) and path), "")
-
-
-def _boot_seconds() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def shared_url(ledger: str, slug: str) -> str:

@@ -51,7 +51,7 @@ from .allocator_maps import Maps
 from .footprints import Sizing
 from .keys import Key, Keys
 from .monitor import Breaker, Monitor
-from .pins import Anchor
+from .pins import AnchorRef
 from .resident import Resident
 from .residue import residue
 
@@ -107,7 +107,7 @@ class Session:
         self.rules = replace(settings.rules(), cap=self.machine.cap(user, groups_of(user)))
 
         self.residents: dict[str, Resident] = {}
-        self.blocks: dict[str, tuple[Lease, Callable[[], Anchor | None]]] = {}
+        self.blocks: dict[str, tuple[Lease, AnchorRef]] = {}
         self.backends: dict[str, Backend] = {}
         self.limits = {device.id: self._limit(device) for device in probe.devices}
         self.lock = threading.Lock()  # guards residents and the monitor's start, never a load
