@@ -1,4 +1,4 @@
-"""The setting GPU_DEVICES: which texts are allowed, and the simulated devices that one describes.
+"""The setting GPU_DEVICES: the allowed texts, and the simulated devices that a text describes.
 
 No driver is called here; `probe` opens the devices.
 """
