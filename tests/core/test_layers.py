@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-GROUND = "errors units facts settings threads attribution kernel_activity"
+GROUND = "errors units facts settings threads attribution kernel_activity private_paths"
 ACTING = (
     f"catalog backends telemetry devices ledgers {GROUND}"  # none of these imports the scheduler
 )
@@ -22,12 +22,13 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "errors": "",
     "threads": "",
     "attribution": "",
+    "private_paths": "",
     "units": "errors",
     "facts": "errors units",
     "kernel_activity": "facts",
     "settings": "errors units facts",
     "samples": "errors units",
-    "web": "errors units settings threads",
+    "web": "errors units settings threads private_paths",
     "estimation": "errors units facts",
     "scheduler": "errors units facts attribution",
     "ledgers": GROUND,
