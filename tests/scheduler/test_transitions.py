@@ -13,6 +13,7 @@ from gpu_runtime.facts import (
     Book,
     Device,
     Drop,
+    Event,
     Move,
     Phase,
     Sample,
@@ -274,6 +275,11 @@ def test_a_write_that_helps_no_waiting_request_wakes_none(after):
         replace(
             WAITED_FOR, sections={id: one for id, one in WAITED_FOR.sections.items() if id != ME.id}
         ),
+        replace(
+            WAITED_FOR,
+            events=(Event(1, NOW, "a", "defrag", "defrag", "0 B came free", answers="2:b"),),
+            seq=1,
+        ),
     ],
     ids=[
         "came free",
@@ -283,6 +289,7 @@ def test_a_write_that_helps_no_waiting_request_wakes_none(after):
         "is recalled",
         "a budget",
         "an owner less",
+        "is answered",
     ],
 )
 def test_a_write_that_may_help_a_waiting_request_wakes_it(after):
