@@ -78,6 +78,16 @@ PROCESSES = (
 )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skips files of tests that `-m` deselects: their imports take longer than many of the tests."""
+    if "not processes" not in config.option.markexpr:
+        return None
+    here = Path(__file__).parent
+    if not collection_path.is_file() or not collection_path.is_relative_to(here):
+        return None
+    return True if collection_path.relative_to(here).as_posix().startswith(PROCESSES) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks tests that start processes, and skips tests marked gpu if there is no GPU."""
     here = Path(__file__).parent
@@ -98,6 +108,13 @@ def pytest_collection_finish() -> None:
 
     Many tests collect garbage to count bytes; with pandas and torch loaded one collection took 0.3 s.
     """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_collections() -> None:
+    """Keeps what earlier modules imported out of the garbage collections of this one's tests."""
     gc.collect()
     gc.freeze()
 
