@@ -118,6 +118,7 @@ class Runtime:
         self._wall = wall
         self._catalogue = Catalogued(Catalog(self.settings), lambda: self.probe.devices)
         self._closing = threading.Lock()
+        self._is_inherited = False  # forked, and not used in this process yet
         self._wants_monitor = monitor
         self._open()
         _runtimes.add(self)
@@ -166,6 +167,20 @@ class Runtime:
     def _session(self) -> Session:
         """This process as an owner. Raises LedgerUnavailable once the runtime is closed."""
         if self._opened.closed:
+            return self._reopened()
+        return self._opened
+
+    def _reopened(self) -> Session:
+        """In a forked child, at its first use: a new owner that holds nothing.
+
+        The parent's models stay in the child as plain objects. Raises LedgerUnavailable, also if
+        the runtime was closed.
+        """
+        with self._closing:
+            if self._is_inherited:
+                self._open()
+                self._is_inherited = False
+        if self._opened.closed:
             url = self._opened.ledger.url
             raise LedgerUnavailable(
                 f"this runtime was closed, and its ledger {url} with it.\n"
@@ -176,7 +191,7 @@ class Runtime:
 
     @property
     def _closed(self) -> bool:
-        return self._opened.closed
+        return self._opened.closed and not self._is_inherited
 
     @property
     def guest(self) -> bool:
@@ -185,7 +200,7 @@ class Runtime:
 
     @guest.setter
     def guest(self, value: bool) -> None:
-        self._opened.guest = value
+        self._session.guest = value
 
     # -- models
 
@@ -577,6 +592,7 @@ class Runtime:
     def close(self) -> None:
         """Frees every model and leaves the book. Adopted modules stay, no longer governed."""
         with self._closing:
+            self._is_inherited = False
             if self._opened.closed:
                 return
             self._opened.closed = True
@@ -609,19 +625,13 @@ class Runtime:
         self.close()
 
     def _forked(self) -> None:
-        """In a forked child: opens the ledger as a new owner that holds nothing.
-
-        The parent's models stay in the child as plain objects.
-        """
+        """In a forked child: leaves everything to the parent, and opens nothing until it is used."""
+        self._closing = threading.Lock()
         if self._opened.closed:
             return
+        self._is_inherited = self._opened.closed = True
         for resident in self._opened.residents.values():
-            release_calls(resident.value)
-        self._closing = threading.Lock()
-        try:
-            self._open()
-        except GpuError as error:
-            log.warning("%s", error)
+            resident.leave_to_parent()
 
 
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()

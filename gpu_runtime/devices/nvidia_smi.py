@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 
 import psutil
 
+from .. import forks
 from ..facts import Device, Sample
 from ..units import GIB, KIB, MIB
 from . import nvml
@@ -189,7 +190,7 @@ def versions() -> dict[str, str]:
 
 # -- one run for all callers -----------------------------------------------------------------------
 
-_running = threading.Lock()
+_running = forks.freed(threading.Lock())
 _last: tuple[float, SmiReport | NoAnswer] | None = None  # when the tool was run, and its result
 
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from .. import forks
 from ..errors import OutOfMemory
 from ..facts import AllocatorMap
 from ..units import MIB, show_bytes
@@ -93,7 +94,7 @@ class Memory:
         self._freed: collections.deque[Note] = collections.deque()
         self._notes: dict[int, Note] = {}  # key -> note of an existing block
         self._failures = 0
-        self._lock = threading.Lock()
+        self._lock = forks.awaited(threading.Lock())
 
     @property
     def counted(self) -> bool:

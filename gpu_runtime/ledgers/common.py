@@ -322,6 +322,8 @@ class SharedLedger:
     def _leave_to_parent(self) -> None:
         """In a forked child: closes the files; the lock remains, the connection is not used again."""
         self._bell.close_here()
+        if self._queue:
+            self._queue.close_here()
         self._queue = None
         self._store.leave_to_parent()
 

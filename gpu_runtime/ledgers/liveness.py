@@ -20,6 +20,7 @@ import secrets
 import socket
 import stat
 import struct
+import threading
 import weakref
 import zlib
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import IO, NamedTuple
 
 from msgspec.structs import replace
 
+from .. import forks
 from ..errors import LedgerUnavailable
 from ..facts import Owner
 
@@ -163,10 +165,11 @@ class OwnerFile:
 
         Raises LedgerUnavailable, OSError.
         """
-        fd, self.owner, self.path = _locked_file(directory, owner, group)
-        self._fd = fd
+        with _making:  # a child forked meanwhile would not close it, and keep the lock
+            fd, self.owner, self.path = _locked_file(directory, owner, group)
+            self._fd = fd
+            _open_files.add(self)
         self._turn = 0
-        _open_files.add(self)
 
     def write_roster(self, payload: bytes, *, rev: int, schema: int) -> None:
         """Writes the roster `payload` for the book's revision `rev`, in the format `schema`.
@@ -325,6 +328,7 @@ def _slot(file: IO[bytes], offset: int) -> Roster | None:
 
 
 _open_files: weakref.WeakSet[OwnerFile] = weakref.WeakSet()
+_making = forks.awaited(threading.Lock())
 
 
 def _close_in_child() -> None:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
+from .. import forks
 from ..errors import LedgerUnavailable
 from ..facts import AllocatorMap, Book, Owner, Ticket
 from .book_parts import owner_ids
@@ -27,14 +28,14 @@ class _MemoryBook:
 
     def __init__(self) -> None:
         self.book = Book()
-        self.writing = threading.Lock()
+        self.writing = forks.freed(threading.Lock())
         self.bells: dict[str, Bell] = {}
         self.maps: dict[str, tuple[AllocatorMap, ...]] = {}
         self.names: dict[str, dict[str, None]] = {}
 
 
 _named: weakref.WeakValueDictionary[str, _MemoryBook] = weakref.WeakValueDictionary()
-_naming = threading.Lock()
+_naming = forks.freed(threading.Lock())
 
 
 class MemoryLedger:

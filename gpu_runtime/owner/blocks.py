@@ -157,4 +157,5 @@ def _end_block(session: Session, name: str) -> None:
     lease, _ = session.blocks.pop(name, (None, None))
     for share in lease.shares if lease else ():
         session.forget_torch_limit(share.device)  # the block has lifted the cap
-    session.publish()
+    if not session.closed:  # closed meanwhile, or left in a forked child: the lease is not ours
+        session.publish()

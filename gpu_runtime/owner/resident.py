@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from ..backends.base import Backend, Progress
 from ..facts import Drop, Footprint, Lease, Measurement, ModelSpec, Move, Shares
-from .governed_calls import govern_calls
+from .governed_calls import govern_calls, release_calls
 from .pins import AnchorRef, Held, thread_of
 
 
@@ -244,6 +244,11 @@ class Resident:
                     self.place, self.handle, self.value = Place.GONE, None, None
             elif self.handle is not None:
                 self._drop()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: its value is a plain object here, and nobody else holds its locks."""
+        release_calls(self.value)
+        self.gate, self.work = threading.Lock(), threading.Lock()
 
     def _drop(self) -> None:
         handle, value = self.handle, self.value

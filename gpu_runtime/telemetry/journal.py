@@ -19,8 +19,10 @@ from pathlib import Path
 
 import msgspec
 
+from .. import forks
 from ..facts import Event
 from ..ledgers.access import access_to
+from ..ledgers.sqlite import after_fork
 
 KEPT = 10_000  # events in the file; the oldest are removed first
 EVERY_SECONDS = 1.0
@@ -47,7 +49,7 @@ class Journal:
         self._recent: deque[Event] = deque(maxlen=KEPT)
         self._unwritten: deque[Event] = deque(maxlen=KEPT)
         self._written_at = float("-inf")
-        self._lock = threading.Lock()
+        self._lock = forks.awaited(threading.Lock())
         self._broken = False
 
     def append(self, events: Iterable[Event]) -> None:
@@ -136,6 +138,8 @@ class Journal:
     def _connect(self) -> sqlite3.Connection:
         """A connection for one use. It is never kept, so none is carried across a fork."""
         assert self._path is not None
+        if not after_fork.is_usable():
+            raise OSError(errno.EDEADLK, "SQLite cannot be used in this forked process")
         if not self._path.exists():
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             access_to(self._path.parent).make_file(self._path)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from .. import forks
 from ..facts import Evidence, Measurement, ModelSpec, Value
 from ..ledgers.access import access_to, journal_in
 
@@ -50,7 +51,7 @@ class Measurements:
         self._path = path
         self._content = MeasurementFile()
         self._stamp: tuple[int, ...] = ()
-        self._lock = threading.Lock()
+        self._lock = forks.awaited(threading.Lock())
         self._gave_up = False  # whether the file was found to be unusable
 
     def of(self, spec: ModelSpec, evidence: Evidence) -> Measurement | None:

@@ -13,13 +13,16 @@ import errno
 import logging
 import os
 import sqlite3
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
+from .. import forks
 from ..facts import Moment
 from ..ledgers.access import access_to
+from ..ledgers.sqlite import after_fork
 
 DAY = 86400.0
 THINNED = ((1800.0, 15.0), (10800.0, 60.0))  # (age, stretch) in seconds: one moment a stretch
@@ -47,6 +50,7 @@ class Record:
         """The history in the file `path`. The first write creates the file."""
         self.path = path
         self._warned = False
+        self._lock = forks.awaited(threading.Lock())
 
     # Writing
 
@@ -74,7 +78,7 @@ class Record:
         if not self.path.exists():
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             access_to(self.path.parent).make_file(self.path)
-        with contextlib.closing(self._connect()) as db:
+        with self._lock, contextlib.closing(self._connect()) as db:
             db.execute("PRAGMA journal_mode=TRUNCATE")
             db.execute(
                 "CREATE TABLE IF NOT EXISTS moments(wall REAL, device TEXT, peak INTEGER, body BLOB)"
@@ -88,7 +92,7 @@ class Record:
     def thin(self, now: float) -> None:
         """Removes moments that at the wall time `now` are too old, or too many for their age."""
         try:
-            with contextlib.closing(self._connect()) as db:
+            with self._lock, contextlib.closing(self._connect()) as db:
                 db.execute(
                     "DELETE FROM moments WHERE wall < ? OR wall > ?",
                     (now - DAY, now + AHEAD_SECONDS),
@@ -128,7 +132,7 @@ class Record:
         try:
             if most < 1 or not self.path.exists():
                 return ()
-            with contextlib.closing(self._connect()) as db:
+            with self._lock, contextlib.closing(self._connect()) as db:
                 rows = db.execute(
                     f"SELECT body FROM moments WHERE rowid IN ({_FULLEST}) ORDER BY wall, rowid",
                     (since, until, stretch),
@@ -142,6 +146,8 @@ class Record:
     # Both
 
     def _connect(self) -> sqlite3.Connection:
+        if not after_fork.is_usable():
+            raise OSError(errno.EDEADLK, "SQLite cannot be used in this forked process")
         # In a shared ledger, a link could lead to a database of ours elsewhere.
         if self.path.is_symlink():
             raise OSError(errno.ELOOP, "it is a link", str(self.path))

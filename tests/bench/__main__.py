@@ -19,6 +19,7 @@ from . import (
     bench_crowd,
     bench_engines,
     bench_estimate,
+    bench_fork,
     bench_history,
     bench_http,
     bench_idle,
@@ -64,6 +65,18 @@ def use() -> Iterator[Row]:
         "≤ 20 µs",
         taken["resident, median"] <= 20,
     )
+
+
+def fork() -> Iterator[Row]:
+    taken = bench_fork.milliseconds()
+    for where in ("parent", "child"):
+        more = taken[f"{where}, with"] - taken[f"{where}, without"]
+        yield Row(
+            f"`os.fork` in the {where}, beside an idle runtime with 20 models, against none",
+            f"{more:+.2f} ms ({taken[f'{where}, with']:.2f} against {taken[f'{where}, without']:.2f})",
+            "≤ 1 ms more",
+            more <= 1.0,
+        )
 
 
 def admit() -> Iterator[Row]:
@@ -331,6 +344,7 @@ def console() -> Iterator[Row]:
 BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
     "imports": imports,
     "use": use,
+    "fork": fork,
     "admit": admit,
     "placement": placement,
     "ledger": ledger,

@@ -14,12 +14,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-GROUND = "errors units facts settings threads attribution kernel_activity private_paths"
+GROUND = "errors units facts settings forks threads attribution kernel_activity private_paths"
 ACTING = (
     f"catalog backends telemetry devices ledgers {GROUND}"  # none of these imports the scheduler
 )
 MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself, and only downward
     "errors": "",
+    "forks": "",
     "threads": "",
     "attribution": "",
     "private_paths": "",
@@ -39,7 +40,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "owner": f"scheduler estimation {ACTING}",
     "runtime": f"owner scheduler {ACTING}",
     "rendering": f"owner {GROUND}",
-    "__init__": "runtime errors",
+    "__init__": "runtime errors forks",
     "verb_arguments": GROUND,
     "verb_acts": f"__init__ verb_arguments owner catalog ledgers {GROUND}",
     "verbs": f"verb_acts verb_arguments {GROUND}",

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ... import forks
 from ...devices.probe import Probe
 from ...errors import BadSetting, CannotGovern, GpuError, LoadFailed
 from ...facts import Evidence, ModelSpec, Shares
@@ -312,7 +313,7 @@ def _first_line(error: BaseException) -> str:
 
 _active_loads = 0
 _users_settings: tuple[int, bool] = (0, False)
-_loads_lock = threading.Lock()
+_loads_lock = forks.freed(threading.Lock())
 
 
 @contextlib.contextmanager
