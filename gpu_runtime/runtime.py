@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 import time
 import weakref
@@ -18,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import attribution, threads
+from .arguments import checked, read_all
 from .backends.base import Progress
 from .catalog.resolve import Catalogued
 from .catalog.store import Catalog
@@ -57,6 +57,7 @@ from .owner import (
 from .owner.governed_calls import release_calls
 from .owner.history import recorded_events
 from .owner.monitor import Monitor
+from .owner.notebook import notebook_path
 from .owner.operations import ASK_SECONDS
 from .owner.pins import Held
 from .owner.resident import Place
@@ -69,7 +70,7 @@ from .telemetry.journal import Journal
 from .telemetry.measurements import Measurements, measurements_in
 from .telemetry.recorder import record_in
 from .threads import finish
-from .units import parse_seconds, show_bytes
+from .units import show_bytes
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -84,6 +85,7 @@ class Runtime:
     letters: `Runtime(devices="sim:2x24GiB", ledger="memory:", gpu_memory_max_percent=0.9)`.
     """
 
+    @checked
     def __init__(
         self,
         *,
@@ -204,6 +206,7 @@ class Runtime:
 
     # -- models
 
+    @checked
     def register(
         self,
         name: str,
@@ -242,8 +245,9 @@ class Runtime:
                 importance=importance,
                 keep=keep,
                 keep_alive=keep_alive,
+                model_type=model_type,
                 restore_on_call=restore_on_call,
-                **options,
+                **registry.adoption_options(options),
             )
         return registry.register(
             self._session,
@@ -262,6 +266,7 @@ class Runtime:
             options=options,
         )
 
+    @checked
     def adopt(
         self,
         name: str,
@@ -293,6 +298,7 @@ class Runtime:
             restore_on_call=restore_on_call,
         )
 
+    @checked
     def forget(self, name: str) -> None:
         """Frees a model's memory and its `name`. An adopted module stays with you, where it is.
 
@@ -304,10 +310,12 @@ class Runtime:
         """The specifications of the models registered in this process."""
         return status.specs(self._session)
 
+    @checked
     def spec(self, name: str) -> ModelSpec:
         """The specification of the model `name`, the catalogue's included. Raises UnknownModel."""
         return registry.find(self._session, name).spec
 
+    @checked
     def here(self, name: str) -> bool:
         """Whether the model `name` is on its device now. Nothing is asked or measured."""
         resident = self._session.residents.get(name)
@@ -333,8 +341,15 @@ class Runtime:
         report, if the device ran out of memory inside the block.
         """
         session = self._session
+        plainly = importance is None and timeout is None and keep_alive is None
+        # The table costs a microsecond. The plain name of a known model needs no check.
+        if not plainly or type(name) is not str or name not in session.residents:
+            name, importance, timeout, keep_alive = read_all(
+                "use", name=name, importance=importance, timeout=timeout, keep_alive=keep_alive
+            )
         return acquire.Use(session, registry.find(session, name), importance, timeout, keep_alive)
 
+    @checked
     def lease(
         self,
         size: str | int | None,
@@ -355,6 +370,7 @@ class Runtime:
 
     # -- acting
 
+    @checked
     def on_behalf_of(self, name: str) -> AbstractContextManager[None]:
         """`with rt.on_behalf_of("ann, console"):` — journals what this thread does as done for `name`.
 
@@ -362,6 +378,7 @@ class Runtime:
         """
         return attribution.on_behalf_of(name)
 
+    @checked
     def preload(
         self,
         name: str | LeaseId,
@@ -377,6 +394,7 @@ class Runtime:
 
     restore = preload
 
+    @checked
     def evict(
         self,
         name: str | LeaseId,
@@ -393,6 +411,7 @@ class Runtime:
         """
         return operations.evict(self._session, name, timeout=timeout, wait=wait)
 
+    @checked
     def move(
         self,
         name: str | LeaseId,
@@ -415,14 +434,17 @@ class Runtime:
         resident = registry.find(session, target.name)
         return migrate.move(session, resident, cards, by=requests.person(session))
 
+    @checked
     def pin(self, name: str | LeaseId) -> Outcome:
         """Keeps the model `name` on its device until `unpin`. Raises UnknownModel, NotAllowed."""
         return operations.set_keep(self._session, name, "pin")
 
+    @checked
     def unpin(self, name: str | LeaseId) -> Outcome:
         """Lets the model `name` be evicted again. Raises UnknownModel, NotAllowed."""
         return operations.set_keep(self._session, name, "unpin")
 
+    @checked
     def defrag(self, process: str = "", *, timeout: str | float | None = 5.0) -> Outcome:
         """Frees memory that allocators hold and nobody uses, in every process that this user may ask.
 
@@ -432,6 +454,7 @@ class Runtime:
         """
         return defragment.defrag(self._session, process, timeout)
 
+    @checked
     def drain(
         self, device: str, *, undo: bool = False, timeout: str | float | None = 5.0
     ) -> Outcome:
@@ -442,9 +465,9 @@ class Runtime:
 
         Raises UnknownDevice, and NotAllowed if others share the cards and this user is no operator.
         """
-        seconds = 0.0 if timeout is None else parse_seconds(timeout)
-        return drain.drain(self._session, device, undo=undo, timeout=seconds)
+        return drain.drain(self._session, device, undo=undo, timeout=timeout)
 
+    @checked
     def tell_waits(self, told: Callable[[str, Wait | None], None] | None) -> None:
         """Calls `told(name, wait)` in the waiting thread at each look, and with None at the end."""
         self._session.on_wait = told
@@ -475,14 +498,17 @@ class Runtime:
         """A table of who holds what on which device, one row a share."""
         return status.leases(self._session)
 
+    @checked
     def events(self, limit: int | None = None) -> DataFrame:
         """A table of what happened and why, the newest last; at most `limit` rows."""
         return status.events(recorded_events(self._session, limit))
 
+    @checked
     def evictions(self, limit: int | None = None) -> DataFrame:
         """A table of the last `limit` events in which a model left its device or host memory."""
         return status.events(recorded_events(self._session, limit, actions=books.LEFT))
 
+    @checked
     def history(self, seconds: str | float = 900.0, points: int = 600) -> History:
         """How every device was used in the last `seconds`, and what happened meanwhile.
 
@@ -495,6 +521,7 @@ class Runtime:
         """
         return status.history(self._session, self.status(), seconds, points)
 
+    @checked
     def decisions(self, limit: int | None = 100) -> tuple[Event, ...]:
         """The last `limit` grants, waits and refusals with their reasons, the newest first."""
         return recorded_events(self._session, limit, actions=books.DECISIONS)[::-1]
@@ -515,6 +542,7 @@ class Runtime:
         """One line on the fullest card."""
         return status.health(self.status())
 
+    @checked
     def plan(
         self,
         name_or_size: str | int,
@@ -535,6 +563,7 @@ class Runtime:
         given = {option: value for option, value in options.items() if value is not None}
         return status.plan(self._session, name_or_size, given)
 
+    @checked
     def why(self, name: str) -> tuple[Event, ...]:
         """The last decisions on the model `name`, the newest first. Raises UnknownModel."""
         return status.why(self._session, name)
@@ -554,6 +583,7 @@ class Runtime:
 
     # -- the catalogue
 
+    @checked
     def apply(self, file: str | os.PathLike[str]) -> Applied:
         """Writes the models of `file` into the catalogue: all, or none. Loaded models stay as loaded.
 
@@ -569,6 +599,7 @@ class Runtime:
         """The names of the catalogue's models; empty if it cannot be read."""
         return self._catalogue.names()
 
+    @checked
     def inspect(self, name: str, format: str = "") -> Any:
         """The catalogue's entry for `name`, as `apply` takes it: a dict, or text in `yaml` or `json`.
 
@@ -576,6 +607,7 @@ class Runtime:
         """
         return self._catalogue.catalog.inspect(name, format)
 
+    @checked
     def delete(self, name: str) -> Outcome:
         """Removes the model `name` from the catalogue. If it is loaded, it stays until it is evicted.
 
@@ -650,21 +682,6 @@ def _at_exit() -> None:
 
 os.register_at_fork(after_in_child=_in_child)
 atexit.register(_at_exit)
-
-
-def notebook_path() -> str:
-    """The path of the notebook that this kernel runs; empty while the front end has not set it.
-
-    Jupyter sets an environment variable. Visual Studio Code and some servers set a name in the
-    notebook's own namespace, sometimes only after the kernel has started.
-    """
-    if path := os.environ.get("JPY_SESSION_NAME"):
-        return path
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    names = getattr(shell, "user_ns", None) or {}
-    found = (names.get(name) for name in ("__vsc_ipynb_file__", "__session__"))
-    return next((path for path in found if isinstance(path, str) and path), "")
 
 
 def shared_url(ledger: str, slug: str) -> str:

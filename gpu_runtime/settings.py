@@ -11,11 +11,19 @@ import difflib
 import re
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, PrivateAttr, SecretStr, ValidationError
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    field_validator,
+)
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from .errors import BadSetting
 from .facts import PlacementRules, Rules
+from .safe_text import MOST_QUOTED
 from .units import GIB, MIB, parse_seconds
 
 
@@ -25,6 +33,13 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
+def _no_nul(value: Any) -> Any:
+    if isinstance(value, str) and ("\0" in value or len(value) > _LONGEST):
+        raise ValueError("it is no text that the operating system takes")
+    return value
+
+
+_LONGEST = 4096  # characters of a setting
 # True equals 1 in Python. Here it is an error, not 100 %.
 Number = BeforeValidator(_no_bool)
 Fraction = Annotated[float, Number, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -213,6 +228,7 @@ class Settings(BaseSettings):
     )
 
     _arguments: frozenset[str] = PrivateAttr(frozenset())
+    _plain_text = field_validator("*", mode="before")(_no_nul)
 
     @classmethod
     def load(cls, **overrides: Any) -> Settings:
@@ -331,7 +347,9 @@ def _show(value: Any) -> str:
 
 
 def _unknown(name: str, value: Any) -> BadSetting:
-    nearest = difflib.get_close_matches(name.lower(), Settings.model_fields, n=1, cutoff=0.0)
+    nearest = difflib.get_close_matches(
+        name[:MOST_QUOTED].lower(), Settings.model_fields, n=1, cutoff=0.0
+    )
     shown = "***" if nearest[0] in _SECRET else _masked_value(value)
     return BadSetting(name, shown, f"a known setting, such as {nearest[0]}")
 

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from ..arguments import bad_name
 from ..errors import BadDocument
 from .documents import Document, Path
 from .schema import SYNONYMS, Fields, in_words, misspelled_fields, read_arguments
 
 API_VERSION = "model.aispec.org/v1alpha1"
 KINDS = ("Model", "Agent", "AIApp")
-LONGEST_NAME = 200
 _EXAMPLE = f"a document with apiVersion {API_VERSION}, or an entry under `models:`"
 
 
@@ -185,23 +185,6 @@ def _named(document: Document, part: Any, path: Path) -> Found:
 
 def _body(name: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": API_VERSION, "kind": KINDS[0], "metadata": {"name": name}, "spec": spec}
-
-
-def bad_name(name: Any) -> str:
-    """The problem with the `name` of a model; empty if the name is valid.
-
-    >>> bad_name("Qwen/Qwen3:8b"), bad_name("a@b")
-    ('', "'a@b' cannot be a name: '@' separates a name from a process")
-    """
-    if not isinstance(name, str):
-        return f"{name!r} is not text; put it in quotes"
-    if not name.strip() or name != name.strip():
-        return f"{name!r} cannot be a name: it is empty, or has spaces around it"
-    if "@" in name:
-        return f"{name!r} cannot be a name: '@' separates a name from a process"
-    if len(name) > LONGEST_NAME or not name.isprintable():
-        return f"{name[:40]!r} cannot be a name: it must be at most {LONGEST_NAME} printable characters"
-    return ""
 
 
 # -- checking the fields -------------------------------------------------------------------------

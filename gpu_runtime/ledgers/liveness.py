@@ -31,6 +31,7 @@ from msgspec.structs import replace
 from .. import forks
 from ..errors import LedgerUnavailable
 from ..facts import Owner
+from ..safe_text import LONGEST_NAME, LONGEST_PATH, printable
 
 _serials = itertools.count()
 
@@ -63,8 +64,8 @@ def describe_self(*, notebook: str = "", user: str = "") -> Owner:
         pid=os.getpid(),
         started=start_ticks(Path("/proc/self/stat").read_text()),
         serial=next(_serials),
-        user=user or _user(),
-        notebook=notebook,
+        user=printable(user, LONGEST_NAME) or _user(),
+        notebook=printable(notebook, LONGEST_PATH),
     )
 
 
@@ -73,9 +74,12 @@ def _user() -> str:
 
 
 def name_of(uid: int) -> str:
-    """The name of the user `uid`, or the number as text if it has no name, as in containers."""
+    """The name of the user `uid`, or the number as text if it has no name, as in containers.
+
+    A name from a directory service may be any bytes; owner records hold only what can be printed.
+    """
     try:
-        return pwd.getpwuid(uid).pw_name
+        return printable(pwd.getpwuid(uid).pw_name, LONGEST_NAME)
     except KeyError:
         return str(uid)
 

@@ -13,6 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..facts import Device, Footprint, Lease, Phase, PlacementRules, parse_importance
+from ..safe_text import LONGEST_NAME, printable
 from ..units import parse_room, parse_seconds, show_bytes
 from . import acquire, failures
 from .pins import AnchorRef, Held
@@ -81,7 +82,7 @@ def lease_memory(
     rank = parse_importance(importance)
     seconds = None if timeout is None else parse_seconds(timeout)
     program = os.path.basename(session.owner.notebook or sys.argv[0]) or "python"
-    name = f"{purpose or program}#{session.new_block_number()}"
+    name = f"{purpose or printable(program, LONGEST_NAME)}#{session.new_block_number()}"
     return _Block(session, name, wanted_bytes, rank, seconds)
 
 

@@ -14,7 +14,6 @@ from ..catalog.entries import require_loadable
 from ..errors import (
     AlreadyRegistered,
     AmbiguousName,
-    BadSetting,
     CannotGovern,
     GpuError,
     NotLoaded,
@@ -22,6 +21,7 @@ from ..errors import (
     UnknownModel,
 )
 from ..facts import Book, LeaseId, ModelSpec, parse_importance
+from ..options import read_options, unknown_option
 from ..scheduler import explain
 from ..scheduler.placement import check_layout
 from ..units import parse_room, parse_seconds
@@ -29,6 +29,12 @@ from . import acquire, demand, failures, permissions
 from .governed_calls import release_calls
 from .resident import Place, Resident
 from .session import Session
+
+# The keywords of Runtime.register, any of which a misspelled option may stand for.
+_KEYWORDS = (
+    "backend", "size", "importance", "keep", "keep_alive", "layout", "model_type", "quantization",
+    "devices", "restore_on_call",
+)  # fmt: skip
 
 # -- registering
 
@@ -51,7 +57,6 @@ def register(
     options: dict[str, Any],
 ) -> ModelSpec:
     """Makes a model known by name; see Runtime.register."""
-    check_name(name)
     chosen = backend_for(source, backend)
     text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
     spec = ModelSpec(
@@ -66,7 +71,7 @@ def register(
         keep_alive=parse_seconds(keep_alive),
         layout=check_layout(layout),
         devices=_known_devices(session, devices),
-        options=_with_defaults(session, chosen, options),
+        options=_with_defaults(session, chosen, read_options(chosen, options, _KEYWORDS)),
     )
     factory = source if callable(source) and not text else None
     known = session.residents.get(name)
@@ -84,11 +89,19 @@ def register(
 
 def _with_defaults(session: Session, backend: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options, completed by the settings that apply to that backend."""
-    settings, options = session.settings, dict(options)
+    settings = session.settings
     if settings.inference_gpu_layers is not None and backend in LAYERED:
         options.setdefault("gpu_layers", settings.inference_gpu_layers)
     if settings.gpu_trust_remote_code and backend == "transformers":
         options.setdefault("trust_remote_code", True)
+    return options
+
+
+def adoption_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The `options` of `register` that `adopt` takes too. Raises BadSetting for any other."""
+    for name, value in options.items():
+        if name != "optimizer":
+            raise unknown_option(name, value, ("optimizer", *_KEYWORDS), "a module")
     return options
 
 
@@ -105,7 +118,6 @@ def adopt(
     restore_on_call: bool,
 ) -> ModelSpec:
     """Governs a module that the user already has; see Runtime.adopt."""
-    check_name(name)
     if not is_module(module):
         kind = type(module).__name__
         raise CannotGovern(
@@ -344,12 +356,6 @@ def in_use_error(session: Session, resident: Resident) -> GpuError:
 
 
 # -- checks of arguments
-
-
-def check_name(name: Any) -> None:
-    """Raises BadSetting unless `name` is text without '@' or spaces around it."""
-    if not isinstance(name, str) or not name.strip() or "@" in name or name != name.strip():
-        raise BadSetting("name", name, "some text without '@' or spaces around it")
 
 
 def is_module(source: Any) -> bool:
