@@ -96,6 +96,7 @@ class Lease(Value):
     movable: bool = True  # its backend can move it between memories
     settled_at: float = 0.0
     away_since: float = 0.0  # since when it is in host memory
+    moves_again_at: float = 0.0  # its last move failed; until then it is not moved again
     measured_bytes: int | None = None  # of a block: the measured peak of its code
     backend: str = ""
     model_type: str = "other"

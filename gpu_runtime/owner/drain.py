@@ -6,6 +6,7 @@ from ..attribution import attributed, speaking_for
 from ..errors import NotAllowed, UnknownDevice
 from ..facts import Book, Device, Lease, Outcome, World
 from ..scheduler import drain as drains
+from ..scheduler.eligibility import MOVE_FAILED
 from ..units import parse_seconds, show_bytes, show_seconds
 from . import maintenance, permissions
 from .session import Session
@@ -91,6 +92,7 @@ def _reasons(session: Session, staying: list[tuple[Lease, str]]) -> list[str]:
             "a block of code": f"{what} is held by running code and leaves when that ends",
             "kept": f"{what} is pinned and stays until it is unpinned",
             "arriving": f"{what} is being loaded and leaves when it is idle",
+            MOVE_FAILED: f"{what} could not be moved; its process tries again",
         }
         sentences.append(known.get(why, f"{what} stays: it {why}"))
     return sentences

@@ -272,7 +272,7 @@ def carry_out_order(session: Session, order: Order) -> None:
         outcome = _perform(session, order)
         requested = f", as {order.who} requested" if order.who else ""
         action, because, size = order.verb, outcome.because + requested, outcome.bytes
-    except GpuError as error:
+    except Exception as error:  # a driver's too: without an answer the requester waits for ever
         action, because, size = "failed", explain.first_line(error), 0
     try:
         session.decide(

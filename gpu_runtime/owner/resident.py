@@ -76,6 +76,7 @@ class Resident:
         self.pins: set[AnchorRef] = set()  # a weak reference for each block that uses the model
         self.last_used = self.pinned_since = 0.0
         self.uses = self.uses_counted = 0
+        self.failed_moves = 0  # in a row
         self.measured: Measurement | None = None  # an earlier load of live code, see footprints
         self._pieces: tuple[int, ...] | None = None  # None: not computed yet
         self._was_pinned = False

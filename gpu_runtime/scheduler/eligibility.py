@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from ..facts import HOST, Book, Drop, Lease, Move, Phase, Policy, Share, World
 from .eviction_policy import victims
 
+MOVE_FAILED = "waiting after a failed move"  # a reason to stay
 MOST_TRIED = 12  # up to this many leases, every combination is tried; with more, largest first
 
 
@@ -30,6 +31,8 @@ def reason_to_stay(lease: Lease, world: World, *, asker: str, importance: int) -
         return lease.phase.value
     if lease.keep:
         return "kept"
+    if world.now < lease.moves_again_at:
+        return MOVE_FAILED
     if lease.importance < importance:
         return "more important"
     now = world.now

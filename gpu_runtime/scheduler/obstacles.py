@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..facts import Book, Candidate, Lease, Phase, Request, Shares, Ticket, Wait, World, where
 from ..units import show_bytes, show_seconds
 from .context import Context
-from .eligibility import reason_to_stay
+from .eligibility import MOVE_FAILED, reason_to_stay
 
 MOST_TOLD = 4  # leases in the way that are named in the sentence
 LOOK_SECONDS = 1.0  # how soon to decide again if only a new measurement can change the verdict
@@ -99,6 +99,8 @@ def _leases_in_the_way(
         why = reason_to_stay(lease, world, asker=wanted.owner, importance=wanted.importance)
         if why in ("just used", "kept alive") and not devices.isdisjoint(all_cards):
             retry.append(lease.last_used + _quiet_seconds(lease, wanted, world))
+        if why == MOVE_FAILED and not devices.isdisjoint(all_cards):
+            retry.append(lease.moves_again_at)
         counts_against_limit = over_own_limit and lease.owner == wanted.owner and lease.on_device
         if devices.isdisjoint(nearest) and not counts_against_limit:
             continue
@@ -185,6 +187,8 @@ def _in_words(
     if why == "kept alive":
         left = lease.last_used + lease.keep_alive - world.now
         return f"is kept alive for {show_seconds(left)} more"
+    if why == MOVE_FAILED:
+        return "could not be moved; its process tries again"
     if why == "more important":
         return f"is more important (importance {lease.importance}, ours {wanted.importance})"
     if why == "kept":

@@ -34,7 +34,13 @@ from ..facts import (
 )
 from ..units import show_bytes, show_seconds
 from .capacity import room
-from .eligibility import eviction_step, mark_leaving, reason_to_stay, warm_pool_victims
+from .eligibility import (
+    MOVE_FAILED,
+    eviction_step,
+    mark_leaving,
+    reason_to_stay,
+    warm_pool_victims,
+)
 from .eviction_policy import lru
 from .queue import awake
 from .transitions import note
@@ -191,7 +197,10 @@ def _known_result(
         return _result_of_pin(lease, keep=asked.verb == "pin")
     if asked.verb == "move" and {share.device for share in lease.shares} == set(asked.places):
         return Grant(lease, (), f"{name} is on {lease.where}")
-    return _refusal_to_leave(book, lease, section.owner, world)
+    refusal = _refusal_to_leave(book, lease, section.owner, world)
+    if refusal and refusal.kind == "failed" and asked.verb == "move":
+        return None  # its owner tries at once, and answers
+    return refusal
 
 
 def _result_of_load(lease: Lease | None) -> Verdict | None:
@@ -225,6 +234,10 @@ def _refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> R
             f"{holding} is memory of running code of {owner.label}; it is freed when that code ends"
         )
         return Refuse(because, kind="in use", holders=holders)
+    if why == MOVE_FAILED:
+        wait = show_seconds(max(1.0, lease.moves_again_at - world.now))
+        because = f"{holding} could not be moved. Request it again in {wait}"
+        return Refuse(because, kind="failed", holders=holders)
     if not why and not _can_leave_for_a_person(book, lease, world):
         because = f"{holding} exists nowhere else, and the host has no room for it"
         return Refuse(because, kind="stays", holders=holders)

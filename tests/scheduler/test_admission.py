@@ -383,6 +383,21 @@ def test_a_lease_within_keep_alive_yields_only_to_a_more_important_request():
     assert len(verdict.steps) == 1
 
 
+def test_a_lease_whose_last_move_failed_is_no_victim_until_its_time():
+    """However idle it is, and also for an urgent request: the next victim leaves instead."""
+    failed = lease("failed", sim0=14, last_used=1, moves_again_at=NOW + 8)
+    after, verdict = decide(book(failed), request("qwen", 14, importance=1), world(sim0=20))
+    assert (verdict.steps, verdict.retry_at) == ((), NOW + 8)
+    assert verdict.because == (
+        "failed (14.0 GiB on sim:0) could not be moved; its process tries again"
+    )
+    _, verdict = decide(after, request("qwen", 14), world(sim0=20, now=NOW + 8))
+    assert [step.lease for step in verdict.steps] == [failed.id]
+    page = book(failed, lease("next", sim0=14, last_used=2))
+    _, verdict = decide(page, request("qwen", 14), world(sim0=34))
+    assert [step.lease for step in verdict.steps] == [lease("next").id]
+
+
 def test_a_request_never_displaces_a_more_important_lease():
     """However long it has waited: ageing changes its place in the queue, not what it may evict."""
     high = lease("mine", sim0=14, importance="high")

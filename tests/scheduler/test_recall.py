@@ -105,8 +105,13 @@ def evicting(by=2, of=1, name="qwen"):
             "stays",
             "qwen (8.0 GiB on sim:0) exists nowhere else, and the host has no room for it",
         ),
+        (
+            lease("qwen", sim0=8, moves_again_at=NOW + 30),
+            "failed",
+            "qwen (8.0 GiB on sim:0) could not be moved. Request it again in 30 s",
+        ),
     ],
-    ids=["kept", "block", "precious"],
+    ids=["kept", "block", "precious", "failed"],
 )
 def test_an_eviction_that_is_impossible_is_refused_at_once(stays, kind, because):
     """A request that can never be met must not wait for its time-out."""
