@@ -78,6 +78,17 @@ PROCESSES = (
 )
 
 
+# The longest files start first, so that no worker is left alone with one of them at the end.
+LONGEST = (
+    "browser/test_served.py",
+    "stories/test_views_in_chromium.py",
+    "ledgers/test_shared.py",
+    "stories/test_history.py",
+    "stories/test_sampler.py",
+    "backends/test_contract.py",
+)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skips files of tests that `-m` deselects: their imports take longer than many of the tests."""
     if "not processes" not in config.option.markexpr:
@@ -89,18 +100,28 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests that start processes, and skips tests marked gpu if there is no GPU."""
+    """Marks tests that start processes, orders them, and skips tests marked gpu without a GPU."""
     here = Path(__file__).parent
     for item in items:
         inside = item.path.is_relative_to(here)
         path = item.path.relative_to(here).as_posix() if inside else item.path.name
         if inside and path.startswith(PROCESSES):
             item.add_marker(pytest.mark.processes)
+    items.sort(key=_turn)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if on_gpu else ""
     if reason:
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _turn(item: pytest.Item) -> int:
+    """When `item` runs: the longest files first, then other processes and notebooks, then the rest."""
+    place = next((i for i, path in enumerate(LONGEST) if item.path.match(f"tests/{path}")), None)
+    if place is not None:
+        return place
+    waits = item.get_closest_marker("processes") or item.path.suffix == ".ipynb"
+    return len(LONGEST) if waits else len(LONGEST) + 1
 
 
 def pytest_collection_finish() -> None:
