@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from .errors import BadSetting, GpuError
@@ -187,6 +187,17 @@ def _truth(value: Any) -> bool:
     return value
 
 
+def _object(value: Any) -> Any:
+    _require(value.__class__)  # `isinstance` reads it, and a property may raise
+    return value
+
+
+def _optimizer(value: Any) -> Any:
+    _require(isinstance(_object(value).state, Mapping))
+    _require(isinstance(value.param_groups, list))
+    return value
+
+
 def _callable(value: Any) -> Any:
     _require(callable(value))
     return value
@@ -264,7 +275,7 @@ SIZE = Rule("a size, such as '8 GiB'", _room)
 TOKENS = Rule("a whole number above 0", whole(1, MOST_TOKENS))
 SEQUENCES = Rule("a whole number above 0", whole(1, MOST_SEQUENCES))
 NUMBER = Rule("a number", _number)
-OBJECT = Rule("an object", lambda value: value)
+OBJECT = Rule("an object", _object)
 LAYERS = Rule("-1 (all), 0 (CPU only) or a number of layers", whole(-1, _MOST))
 
 RULES: dict[str, Rule] = {  # parameter, or method.parameter where it means something else -> rule
@@ -277,7 +288,9 @@ RULES: dict[str, Rule] = {  # parameter, or method.parameter where it means some
         _source,
     ),
     "module": OBJECT,
-    "optimizer": OBJECT,
+    "optimizer": optional(
+        Rule("an optimizer, such as torch.optim.Adam(module.parameters())", _optimizer)
+    ),
     "backend": TEXT,
     "size": optional(SIZE),
     "importance": IMPORTANCE,

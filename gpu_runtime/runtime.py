@@ -7,6 +7,7 @@ Each public method is a docstring and one call into `owner/`. What is decided is
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import threading
 import time
@@ -114,7 +115,7 @@ class Runtime:
             **settings,
         )
         check_policy(self.settings.gpu_placement)
-        cpu_only = self.settings.development_cpu_only or self.settings.inference_gpu_layers == 0
+        cpu_only = self.settings.development_cpu_only
         self.probe = probe or open_probe(self.settings.gpu_devices, cpu_only=cpu_only)
         self._clock = clock or partial(time.clock_gettime, time.CLOCK_BOOTTIME)
         self._wall = wall
@@ -693,10 +694,10 @@ def _slug(probe: Probe) -> str:
     """A name for simulated devices of these sizes, so that each gets its own book; else empty."""
     if not probe.simulated:
         return ""
-    cards = [device for device in probe.devices if not device.is_host]
-    sizes = "-".join(dict.fromkeys(_compact(card.total_bytes) for card in cards))
+    cards = [_compact(device.total_bytes) for device in probe.devices if not device.is_host]
+    groups = [f"{len(list(same))}x{size}" for size, same in itertools.groupby(cards)]
     host = next((d for d in probe.devices if d.is_host and d.simulated), None)
-    return f"sim-{len(cards)}x{sizes}" + (f"-host{_compact(host.total_bytes)}" if host else "")
+    return f"sim-{'-'.join(groups)}" + (f"-host{_compact(host.total_bytes)}" if host else "")
 
 
 def _compact(size: int) -> str:

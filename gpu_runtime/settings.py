@@ -61,6 +61,10 @@ PRESETS: dict[str, dict[str, str]] = {
 }
 
 
+_LARGEST_PRESET = 24  # GB
+_CARD_SIZE = re.compile(r"\s*([0-9]{1,6})\s*G(?:i?B)?\s*\+?\s*", re.IGNORECASE)
+
+
 class SettingRow(NamedTuple):
     """One setting as `gpu config` shows it."""
 
@@ -100,7 +104,8 @@ class Settings(BaseSettings):
     inference_gpu_layers: Annotated[int | None, Number] = Field(
         None,
         ge=-1,
-        description="Layers on the GPU if the model's catalogue entry has no value: -1 all, 0 CPU only.",
+        description="Layers on the GPU of a llama.cpp model that does not set its own gpu_layers: -1 all, "
+        "0 CPU only.",
     )
     inference_backend: str | None = Field(
         None,
@@ -110,7 +115,7 @@ class Settings(BaseSettings):
     gpu_devices: str = Field(
         "auto",
         description="The devices: auto, cuda, some of them as cuda:0,2 or cuda:UUID, rocm, metal, or "
-        "simulated ones such as sim:2x24GiB,host:64GiB.",
+        "simulated ones such as sim:2x24GiB,host:64GiB or sim:24GiB+12GiB.",
     )
     development_cpu_only: bool = Field(
         False, description="Simulate the devices even if there is a GPU."
@@ -307,17 +312,21 @@ class Settings(BaseSettings):
 
 
 def preset(name: str) -> dict[str, str]:
-    """The environment variables recommended for a card of the size `name`.
+    """The environment variables recommended for a card of the size `name`, such as 8GB.
 
-    >>> preset("8gb")["GPU_MEMORY_MAX_PERCENT"]
-    '0.85'
+    All larger cards use those of 24GB.
+
+    >>> preset("8gb")["GPU_MEMORY_MAX_PERCENT"], preset("80GB") == preset("24GB+")
+    ('0.85', True)
 
     Raises BadSetting for a size without a preset. Source: Semantik, Recommended Configurations by VRAM
     Size.
     """
-    found = PRESETS.get(str(name).upper().replace(" ", ""))
+    size = _CARD_SIZE.fullmatch(str(name))
+    is_large = size is not None and int(size[1]) >= _LARGEST_PRESET
+    found = PRESETS.get(f"{_LARGEST_PRESET if is_large else int(size[1])}GB") if size else None
     if found is None:
-        raise BadSetting("preset", name, f"one of {', '.join(PRESETS)}")
+        raise BadSetting("preset", name, f"one of {', '.join(PRESETS)}; larger cards use 24GB")
     return dict(found)
 
 

@@ -79,15 +79,15 @@ def parse_room(text: str | int | float) -> int:
     8589934592
     """
     size = parse_bytes(text)
-    if not size:
-        raise BadSize(text, what="size above zero")
-    if size < MIB and isinstance(text, str) and text.strip()[-1].isdigit():
-        number = text.strip()
+    number = text.strip() if isinstance(text, str) else ""
+    if size < MIB and number[-1:].isdigit() and number.strip("0."):
         raise BadSize(
             text,
             what=f"size: without a unit it would be {number} bytes",
             example=f"'{number} GiB', or '{number} B' if you mean bytes",
         )
+    if not size:
+        raise BadSize(text, what="size above zero")
     return size
 
 

@@ -8,6 +8,7 @@ Simulated cards count their own bytes. Nothing here decides anything.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -20,10 +21,12 @@ from msgspec.structs import replace
 from ..errors import BadSetting, ProbeFailed, UnknownDevice
 from ..facts import HOST, AllocatorMap, Device, Sample
 from ..ledgers.liveness import name_of
+from ..safe_text import quoted
 from ..units import GIB
 from . import allocator_stats, drivers
 from .devices_setting import (
     EXPECTED,
+    KINDS,
     chosen_cards,
     host_device,
     is_expected,
@@ -35,6 +38,8 @@ from .drivers import Card, Listing
 from .process_memory import Memory
 from .sampler_client import Sampling
 
+log = logging.getLogger("gpu_runtime")
+_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 FIRST_SECONDS = 3.0  # the longest wait until a new helper has measured for the first time
 
 
@@ -338,7 +343,9 @@ def open_probe(
     - `cuda`, `rocm`, `metal`: all cards of that kind, or an error.
     - `cuda:0,2` or `cuda:GPU-8a41`: the named cards of that kind.
     - `sim:2x24GiB,host:64GiB`: two simulated cards and a simulated host. Without `host:` the host
-      is this machine's memory.
+      is this machine's memory. `sim:24GiB+12GiB`: cards of different sizes.
+
+    If variables such as CUDA_VISIBLE_DEVICES hide all cards, that is logged as a warning.
 
     Raises BadSetting for any other text, and ProbeFailed if there is a driver and it fails.
     """
@@ -358,8 +365,20 @@ def open_probe(
     if kind != "auto":
         expected = f"auto or sim:24GiB on this machine, since {why_none(kind, cpu_only)}"
         raise BadSetting("GPU_DEVICES", devices, expected)
+    if listing:
+        log.warning("%s", _hidden(listing, environment))
     half = max(GIB, psutil.virtual_memory().total // 2 // GIB * GIB)
     return Probe((simulated_card(0, half), host_device()))
+
+
+def _hidden(listing: Listing, environment: Mapping[str, str]) -> str:
+    """Sentences: this process sees none of the cards that the machine has."""
+    found = (f"{name}={quoted(environment[name])}" for name in _HIDING if name in environment)
+    return (
+        f"this process sees no {KINDS[listing.kind]} of this machine, so its devices are simulated. "
+        f"They are hidden by {', '.join(found) or 'the driver'}.\n"
+        f"  Use the cards:  unset the variable      or, to simulate:  GPU_DEVICES=sim:24GiB"
+    )
 
 
 # -- torch ---------------------------------------------------------------------------------------

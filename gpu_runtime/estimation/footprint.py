@@ -203,7 +203,20 @@ def _beyond_weights(
         # the cache is not there either.
         if measured is not None or evidence.weight_bytes == 0:
             return ()
+    if use and weights.source == "name" and kv_cache.cache_layers(evidence.config) is None:
+        return _typical_cache(name, evidence, use), *_margin(weights, evidence)
     return _room(name, evidence.config, use) or _margin(weights, evidence)
+
+
+def _typical_cache(name: str, evidence: Evidence, use: kv_cache.PlannedUse) -> Part:
+    """The cache of a model that only its name describes: the most that its size allows."""
+    count, text = _count_in(name) or _count_in(evidence.name) or (0.0, "")
+    layers = kv_cache.typical_layers(count)
+    size = kv_cache.kv_cache_bytes(
+        layers, tokens=use.tokens, sequences=use.sequences, bits=use.cache_bits
+    )
+    words = f"{_cache_in_words(layers, use)}: at most, as for {text} without grouped attention"
+    return Part("kv_cache", size, "name", words)
 
 
 def _context(size: int) -> Part:
@@ -344,12 +357,18 @@ def from_name(name: str, quantization: str = "") -> tuple[int, str] | None:
     >>> from_name("Mixtral-8x7B-Instruct-AWQ")[1], from_name("writer")
     ('8x7B at 4.5 bits (awq)', None)
     """
-    counts = [_weight_count(match) for match in _COUNT.finditer(name.lower().replace("_", "-"))]
-    if not counts:
+    found = _count_in(name)
+    if found is None:
         return None
-    count, text = max(counts)
+    count, text = found
     bits, format = _bits(f"{name} {quantization}")
     return int(count * bits / 8), f"{text} at {bits:g} bits ({format})"
+
+
+def _count_in(name: str) -> tuple[float, str] | None:
+    """The largest number of weights in the `name`, and its text, such as `8x7B`; None without one."""
+    matches = _COUNT.finditer(name.lower().replace("_", "-"))
+    return max((_weight_count(match) for match in matches), default=None)
 
 
 def _weight_count(match: re.Match[str]) -> tuple[float, str]:

@@ -200,6 +200,23 @@ def kv_cache_bytes(
     return math.ceil(kept * sequences * bits / 8)
 
 
+def typical_layers(weights: float) -> tuple[Layer, ...]:
+    """What the layers of a transformer with that many `weights` keep, if only its name is known.
+
+    An upper bound: every head has keys and values of its own. Models with grouped heads keep a
+    quarter or less. A transformer has about 12 × layers × width² weights, and about one layer for
+    each 128 of its width: Llama 2 7B and 13B have 32 × 4096 and 40 × 5120.
+
+    >>> llama_2_7b = typical_layers(7e9)
+    >>> len(llama_2_7b), llama_2_7b[0]
+    (33, Layer(values=8422, window=0))
+
+    Source: Kaplan et al. 2020, arXiv:2001.08361, table 1; Touvron et al. 2023, arXiv:2307.09288.
+    """
+    width = (weights * 128 / 12) ** (1 / 3)
+    return (Layer(2 * round(width)),) * max(1, round(width / 128))
+
+
 def cache_layers(config: Mapping[str, Any]) -> tuple[Layer, ...] | None:
     """The cache of each layer of the model with this `config`.
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -110,7 +111,7 @@ VALUES = st.one_of(st.sampled_from(FIXED), MADE)
 
 PLAIN: dict[str, dict[str, Any]] = {
     "register": {"name": "new", "backend": "fake", "size": "1GiB"},
-    "adopt": {"name": "new", "module": None},
+    "adopt": {"name": "new", "module": torch.nn.Linear(4, 4)},
     "forget": {"name": "qwen"},
     "spec": {"name": "qwen"},
     "here": {"name": "qwen"},
