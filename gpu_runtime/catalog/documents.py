@@ -292,6 +292,7 @@ def _json_lines(text: str, before: int) -> dict[Path, int]:
         return {(): before + 1}
 
     def walk(node: Any, path: Path) -> None:
+        """Records the line of `node` and of everything inside it."""
         lines.setdefault(path, before + node.start_mark.line + 1)
         if isinstance(node, yaml.MappingNode):
             for key, child in node.value:

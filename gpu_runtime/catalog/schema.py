@@ -103,6 +103,7 @@ def _word_of(
     """
 
     def read(value: Any) -> str:
+        """The known word for `value`. Raises ValueError."""
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f"{value!r} is not a {what}; it must be text")
         word = value.strip().lower()

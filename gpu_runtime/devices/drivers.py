@@ -147,6 +147,7 @@ def visible_cards(
     """
 
     def look() -> Listing | None:
+        """The first listing with cards, reduced to the visible ones. Raises ProbeFailed."""
         for listing in listings((kind,) if kind else ()):
             if listing.cards:
                 return _visible(listing, environment)

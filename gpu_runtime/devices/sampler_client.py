@@ -278,13 +278,13 @@ class Sampling:
                 return
             stamp.unlink()
         except OSError:
-            pass
+            pass  # no start is in progress
         try:
             os.close(os.open(stamp, _STAMP_FLAGS, 0o600))
             self._why = self._last_error()
             _children.append(self._spawn())
         except FileExistsError:
-            pass
+            pass  # another process has just begun to start a helper
         except OSError as error:
             reason = error.strerror or error
             self._why = f"the helper that measures them cannot be started ({reason})"

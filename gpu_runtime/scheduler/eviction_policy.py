@@ -165,6 +165,7 @@ def _most_precious_set(chosen: Gains, surplus: Gain, able: Sequence[int]) -> set
     best: tuple[tuple[float, int], tuple[int, ...]] = ((0.0, 0), ())
 
     def try_from(start: int, seconds: float, size: int, kept: tuple[int, ...]) -> None:
+        """Compares `kept` with the best set, then adds each further index that fits."""
         nonlocal best
         if (seconds, size) > best[0]:
             best = (seconds, size), kept

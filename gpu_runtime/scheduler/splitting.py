@@ -191,7 +191,8 @@ def _fitting_proportional(
     plain = not (rules.card_bytes or rules.overhead)
     margin = rules.margin_bytes
 
-    def holds(room: Room) -> bool:  # runs some hundred times for one plan
+    def holds(room: Room) -> bool:
+        """Whether the cards can hold their parts. It runs some hundred times for one plan."""
         if plain:
             spend = [room[card] - margin for card in cards]
         else:

@@ -112,7 +112,7 @@ class Measurements:
                 _require_plausible(found)
                 self._content, self._stamp = _decode(self._path.read_bytes()), stamp
         except FileNotFoundError:
-            pass
+            pass  # nothing was measured yet
         except msgspec.MsgspecError as error:  # the next write replaces it
             log.warning("%s is damaged (%s); earlier measurements are lost", self._path, error)
             self._content, self._stamp = MeasurementFile(), stamp

@@ -78,7 +78,7 @@ class HelperFiles:
             os.mkfifo(bell, 0o600)
             self._access.open_file(bell)
         except FileExistsError:
-            pass
+            pass  # an earlier helper made it
         self.bell = os.open(bell, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         for name in ("sampler.starting", "sampler.err"):
             (self.directory / name).unlink(missing_ok=True)
@@ -106,7 +106,7 @@ class HelperFiles:
                 file.write(f"{type(error).__name__}: {error}\n")
             self._access.open_file(self.directory / "sampler.err")
         except OSError:
-            pass
+            pass  # the readers then report no reason
 
 
 def _private(path: str, flags: int) -> int:
@@ -327,7 +327,7 @@ def _wait(poll: Any, bell: int, pause: float, began: float) -> None:
         try:
             os.read(bell, 65536)
         except BlockingIOError:
-            pass
+            pass  # the pipe is empty
 
 
 def main(arguments: list[str]) -> int:

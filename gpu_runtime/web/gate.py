@@ -326,6 +326,7 @@ def harden(handler: type[RequestHandler]) -> type[RequestHandler]:
     """A subclass of `handler` whose answers restrict the browser to this server."""
 
     def set_default_headers(self: RequestHandler) -> None:
+        """Sets the headers that restrict the browser."""
         super(hardened, self).set_default_headers()
         for name, value in HEADERS.items():
             self.set_header(name, value)

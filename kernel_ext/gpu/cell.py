@@ -82,6 +82,7 @@ def _show_own_lines(
     """Removes the frames of this package from the traceback that IPython shows."""
 
     def render() -> list[str]:
+        """The lines of the traceback, from the cell's own frame on."""
         # `error` from the closure is not used: it would form a reference cycle with the traceback
         # and keep the user's tensors alive.
         shown = sys.exc_info()[1] or sys.last_value

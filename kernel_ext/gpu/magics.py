@@ -311,7 +311,7 @@ class _Loaded:
     def remove(self) -> None:
         """Removes everything that was added, and restores what it replaced."""
         self._remove_magics()
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # the user has removed it from the list
             self.shell.Completer.custom_matchers.remove(self.matcher)
         self._remove_formats()
         self.shell.events.unregister("pre_run_cell", self.before_cell)

@@ -211,6 +211,7 @@ def page(visitor: Any, poller: Poller) -> pmui.Page:
     ticking = document.add_periodic_callback(console.tick, TICK_MILLISECONDS)
 
     def ended(_: Any) -> None:
+        """Closes the console and removes every reference to the session."""
         console.close()
         # The key of this entry is the document, so the entry would keep the whole session alive.
         pn.state._browsers.pop(document, None)

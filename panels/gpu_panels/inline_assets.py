@@ -145,6 +145,7 @@ def _without_long_texts(document: Any, name: str) -> tuple[Any, dict[str, str]]:
     keys: dict[str, str] = {}
 
     def shortened(value: Any) -> Any:
+        """The `value` with `@KEY@` in place of each long text."""
         if isinstance(value, dict):
             return {key: shortened(inner) for key, inner in value.items()}
         if isinstance(value, list):

@@ -1,7 +1,7 @@
 """A busy parent that forks again and again: `python -m tests.stories.forking URL FORKS SEED`.
 
 Its threads read, write, lease and read the journal without pause. Each child does one thing and
-ends. It prints what came of them as JSON.
+ends. The parent prints the results of its children as JSON.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ ACTS: tuple[Callable[[gpu_runtime.Runtime], None], ...] = (
 
 
 def in_pool(number: int) -> int:
-    """What a worker of a pool does: every fourth uses the runtime."""
+    """The task of a worker in a pool: every fourth worker uses the runtime."""
     if number % 4 == 0:
         status(gpu_runtime.runtime())
     return number
 
 
 def fork_once(rt: gpu_runtime.Runtime, act: Callable[[gpu_runtime.Runtime], None]) -> str:
-    """How a child that does `act` ended: `ended`, `hangs` or `fails`."""
+    """Forks a child that calls `act`. Returns how it ended: `ended`, `hangs` or `fails`."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -81,7 +81,7 @@ def fork_once(rt: gpu_runtime.Runtime, act: Callable[[gpu_runtime.Runtime], None
         if ended:
             return "fails" if code else "ended"
         if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGUSR1)  # it writes where it hangs
+            os.kill(pid, signal.SIGUSR1)  # the child then prints where it hangs
             time.sleep(0.5)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -130,8 +130,8 @@ def main(url: str, forks: int, seed: int) -> None:
     rt = gpu_runtime.runtime()
     rt.register("held", backend="fake", size="1GiB")
     rt.preload("held")
-    # Python's own limit: a module that a thread is importing at a fork is never importable in the
-    # child. So import first what the calls below import.
+    # If a thread imports a module at the fork, the child can never import it: a limit of Python.
+    # So the modules that the calls below need are imported first.
     for act in (rt.status, rt.events, lambda: rt.history("1m")):
         act()
     load(rt)

@@ -1,4 +1,4 @@
-"""A process that forks while its threads use the ledger: no child hangs, and none blocks the box."""
+"""A process that forks while its threads use the ledger: no child hangs, and no child blocks other processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def child(act: Callable[[], object], seconds: float = 30.0) -> str:
     inbox, outbox = os.pipe()
     pid = os.fork()
     if pid == 0:
-        signal.alarm(int(seconds) + 1)  # no child outlives its test
+        signal.alarm(int(seconds) + 1)  # ends the child if the test does not
         try:
             answer = str(act())
         except BaseException as error:  # noqa: BLE001 - reported to the parent
@@ -80,7 +80,7 @@ def url(request, tmp_path) -> Iterator[str]:
 
 
 def test_no_child_of_a_busy_parent_hangs_or_blocks_the_others(url, tmp_path):
-    """With a ledger opened at the fork, 1 of 200 children hung, and all waited for its lock."""
+    """When the ledger was still opened at the fork, 1 of 200 children hung, and all others waited for its lock."""
     found = run(url, 60, 1, {"XDG_STATE_HOME": str(tmp_path)})
     assert set(found) == {"ended"} and found["ended"] >= 60
 
@@ -149,7 +149,7 @@ def test_a_fork_waits_until_no_thread_is_inside_sqlite(rt):
 
 
 def test_a_fork_that_waits_in_vain_leaves_a_child_that_says_so(rt, monkeypatch):
-    """It waits a second, so a thread that hangs in a driver or on a disk does not stop it."""
+    """The fork waits at most a second, so a thread that hangs in a driver or on a disk does not stop it."""
     monkeypatch.setattr(forks, "WAIT_SECONDS", 0.05)
     with rt._opened.ledger._store._lock:
         answer = child(rt.status)
@@ -159,7 +159,7 @@ def test_a_fork_that_waits_in_vain_leaves_a_child_that_says_so(rt, monkeypatch):
 
 @pytest.mark.parametrize("which", [STATIC_MEMORY, STATIC_FILES])
 def test_another_librarys_thread_inside_sqlite_at_the_fork_hangs_no_child(rt, which, monkeypatch):
-    """Such as the thread that saves IPython's history. The child is told to be started anew."""
+    """An example is the thread that saves IPython's history. The child gets an error that advises `spawn`."""
     monkeypatch.setattr(after_fork, "TRY_SECONDS", 0.5)
     import _sqlite3
 
@@ -193,7 +193,7 @@ def test_locks_that_other_threads_hold_are_free_in_the_child():
 
 
 def test_a_child_has_nothing_to_finish_for_its_parent():
-    """Its end waited up to 60 s for the parent's work, and its threads changed places ten times as often."""
+    """Before, its end waited up to 60 s for the parent's work, and its threads were switched ten times as often."""
     usual = sys.getswitchinterval()
     mark = object()
     threads._unfinished.add(mark)
@@ -208,7 +208,8 @@ def test_a_child_has_nothing_to_finish_for_its_parent():
 
 
 def test_a_child_keeps_neither_the_turn_nor_the_lock_of_its_parent(rt):
-    """File locks belong to the open file, which the child shares: it kept the box waiting while it lived."""
+    """A file lock belongs to the open file, which the child shares. Before, all processes waited while the child
+    lived."""
     directory = rt._opened.ledger.directory
     queue = rt._opened.ledger._queue
     assert queue.try_enter()
@@ -222,7 +223,7 @@ def test_a_child_keeps_neither_the_turn_nor_the_lock_of_its_parent(rt):
         rt._opened.ledger._queue = None
         queue.close_here()  # as at the parent's death
         other = writer_queue_in(directory)
-        deadline = time.monotonic() + 10  # the child closes its copy in a hook, a moment later
+        deadline = time.monotonic() + 10  # the child closes its copy in a hook a moment later
         while not other.try_enter():
             assert time.monotonic() < deadline, "the child keeps the turn"
             time.sleep(0.001)
@@ -257,7 +258,7 @@ def test_the_right_to_rebuild_ends_with_the_rebuild_also_if_a_child_shares_the_f
         os.close(ends_out)
 
 
-_rt: list[Runtime] = []  # of the test below, for the functions that its workers call
+_rt: list[Runtime] = []  # the runtime of the test below, for the functions that its workers call
 
 
 def _device_ids(_: int) -> list[str]:
@@ -265,7 +266,7 @@ def _device_ids(_: int) -> list[str]:
 
 
 def test_workers_of_a_pool_use_the_runtime(rt):
-    """As joblib starts them."""
+    """The workers are started as joblib starts them."""
     _rt[:] = [rt]
     with multiprocessing.get_context("fork").Pool(2) as pool:
         found = pool.map_async(_device_ids, range(4)).get(60)
