@@ -1,4 +1,4 @@
-"""The files with the names of loadable models: one write a name, and which files count."""
+"""The files with the names of loadable models: one write for each name, and which files count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a real Redis can show: lost data, unsafe options, and hosts that share it."""
+"""Tests that need a real Redis: lost data, unsafe options, and hosts that share it."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_flushed_redis_is_rebuilt_from_the_living_owners(
 
 
 def test_a_flush_under_many_writers_loses_nothing(redis, url, notebook, new_owner_here):
-    """Five times, while four processes write."""
+    """Redis is flushed five times while four processes write."""
     others = [notebook(url) for _ in range(4)]
     for other in others:
         other.send("reach(ledger, 600)")
@@ -145,7 +145,7 @@ def test_a_flush_under_many_writers_loses_nothing(redis, url, notebook, new_owne
 
 
 def test_a_grant_whose_write_failed_is_taken_back(new_owner_here, redis, monkeypatch):
-    """It was in the roster when the page was lost, and so in the new page."""
+    """The grant was in the roster when the page was lost, so it is in the new page."""
     ledger, other, runs, flushed = new_owner_here(), new_owner_here(), [], []
     put(ledger, "qwen")
     put(other)
@@ -313,7 +313,7 @@ def test_a_forgotten_script_is_loaded_again_after_a_check(new_owner_here, redis)
 def test_a_redis_that_may_lose_data_is_refused_with_the_option_to_set(
     own, open_at, options, because
 ):
-    """For a new owner, and if it starts again with such options under an open ledger."""
+    """This applies to a new owner, and to an open ledger if Redis starts again with such options."""
     url = own.fresh()
     ledger = open_at(url)
     put(ledger, "qwen")
@@ -518,7 +518,7 @@ def test_rings_reach_the_processes_of_this_host(new_owner_here, url, notebook):
 
 
 def test_the_stop_button_leaves_the_connection_in_step(new_owner_here):
-    """Interrupted between a command and its answer: the next command must not read that answer."""
+    """After an interrupt between a command and its answer, the next command must not read that answer."""
     ledger, caught, written = new_owner_here(), 0, 0
     armed, done = threading.Event(), threading.Event()
 
@@ -553,7 +553,7 @@ def test_the_stop_button_leaves_the_connection_in_step(new_owner_here):
 
 
 def test_the_answer_of_an_interrupted_command_is_never_read(new_owner_here, monkeypatch):
-    """The one critical moment of the test before, on purpose."""
+    """This test interrupts exactly at the critical moment of the test before."""
     ledger = new_owner_here()
     count(ledger)
     with monkeypatch.context() as patch:
@@ -576,7 +576,7 @@ def test_processes_lose_no_increment(url, notebook):
 
 
 def test_without_the_package_the_error_names_what_to_install(monkeypatch):
-    """It is an optional extra."""
+    """The package is an optional extra."""
     monkeypatch.setitem(sys.modules, "redis", None)
     for name in ("connection", "page", "scripts", "ledger"):
         monkeypatch.delitem(sys.modules, f"gpu_runtime.ledgers.redis.{name}")
