@@ -26,6 +26,8 @@ class Owner(Value):
     user: str = ""
     notebook: str = ""
     inode: int = 0  # of the lock file that this owner holds for life
+    # The namespaces in which its pid and its start time hold; empty: unknown.
+    namespaces: str = ""
 
     @property
     def id(self) -> str:

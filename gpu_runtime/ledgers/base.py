@@ -54,6 +54,17 @@ class Ledger(Protocol):
         """
         ...
 
+    def unknown(self, book: Book) -> frozenset[str]:
+        """Ids of the owners of sections and tickets in `book` that are proven neither dead nor alive."""
+        ...
+
+    def declare_dead(self, owners: Iterable[str]) -> None:
+        """Makes `dead` return the owners with these ids (`owners`), unless they are proven alive.
+
+        For a person who knows that their processes have ended.
+        """
+        ...
+
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
         """The user who runs the owner `owner_id` of `book`, and who made the request `ticket`.
 

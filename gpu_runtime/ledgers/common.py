@@ -22,7 +22,7 @@ from .allocator_files import MapFiles
 from .book_parts import owner_ids
 from .book_store import BookStore, DamagedBook, LostRace, Page
 from .invariants import refuse_unlawful
-from .liveness import Life, OwnerFile, life, testimony
+from .liveness import Life, OwnerFile, life, life_of, testimony
 from .name_files import NameFiles
 from .notify import Doorbell
 from .sqlite import files
@@ -44,6 +44,7 @@ class SharedLedger:
 
     # The stamp of the book when it was last read, and the book.
     _seen: tuple[tuple[str, int, int], Book] | None = None
+    _declared_dead: frozenset[str] = frozenset()
 
     def __init__(self, url: str, directory: Path, me: Owner, patience_seconds: float) -> None:
         """Opens the book in `directory` (the ledger's, of this boot) for the new owner `me`.
@@ -206,16 +207,29 @@ class SharedLedger:
     # Other owners
 
     def dead(self, book: Book) -> frozenset[str]:
-        """Ids of the owners in `book` that are proven dead, by the lock on their file."""
+        """Ids of the owners in `book` that are proven dead, and of those that were declared so."""
+        others = owner_ids(book) - {self.owner.id}
+        return frozenset(id for id in others if self._life(book, id) is Life.DEAD)
 
-        def is_dead(id: str) -> bool:
-            owner = book.owner(id)
-            # The book has no inode of an owner that has a ticket only. Its file's name, which is
-            # never used again, must be enough.
-            inode = owner.inode if owner else 0
-            return life(f"{self.directory}/owners/{id}", inode) is Life.DEAD
+    def unknown(self, book: Book) -> frozenset[str]:
+        """Ids of the owners in `book` that are proven neither dead nor alive."""
+        others = owner_ids(book) - {self.owner.id}
+        return frozenset(id for id in others if self._life(book, id) is Life.UNKNOWN)
 
-        return frozenset(filter(is_dead, owner_ids(book) - {self.owner.id}))
+    def _life(self, book: Book, id: str) -> Life:
+        path = f"{self.directory}/owners/{id}"
+        owner = book.owner(id)
+        # The book does not describe an owner that has a ticket only. Its file's name, which is
+        # never used again, must be enough.
+        found = life_of(owner, path) if owner else life(path)
+        return Life.DEAD if found is Life.UNKNOWN and id in self._declared_dead else found
+
+    def declare_dead(self, owners: Iterable[str]) -> None:
+        """Makes `dead` return the owners with these ids (`owners`), unless they are proven alive.
+
+        For a person who knows that their processes have ended.
+        """
+        self._declared_dead = self._declared_dead.union(owners)
 
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
         """The user of the owner `owner_id` in `book`.

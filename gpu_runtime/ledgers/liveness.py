@@ -66,7 +66,20 @@ def describe_self(*, notebook: str = "", user: str = "") -> Owner:
         serial=next(_serials),
         user=printable(user, LONGEST_NAME) or _user(),
         notebook=printable(notebook, LONGEST_PATH),
+        namespaces=namespaces(),
     )
+
+
+def namespaces() -> str:
+    """The namespaces that number this process and date its start; empty if they are not known.
+
+    Two processes with the same text see each other under the same pid and start time.
+    """
+    try:
+        ids = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "time")]
+    except OSError:  # an old kernel
+        return ""
+    return "-".join(map(str, ids))
 
 
 def _user() -> str:
@@ -132,6 +145,49 @@ def life(path: Path | str, inode: int = 0) -> Life:
         return Life.UNKNOWN
     finally:
         os.close(fd)
+
+
+def life_of(owner: Owner, path: Path | str) -> Life:
+    """Whether `owner` is alive, by its lock file `path` or, if that file is missing, by its process.
+
+    A file that another process deleted would otherwise hide the owner's death for good. The process
+    is a proof only for an observer in the same namespaces.
+    """
+    found = life(path, owner.inode)
+    if found is not Life.UNKNOWN or os.path.lexists(path):
+        return found
+    if not owner.namespaces or owner.namespaces != namespaces():
+        return Life.UNKNOWN
+    pid, started = map(int, owner.id.split(".")[:2])
+    return _life_of_process(pid, started)
+
+
+def _life_of_process(pid: int, started: int) -> Life:
+    """Whether the process `pid` that began at `started` (clock ticks after the boot) lives."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return Life.DEAD
+    except PermissionError:
+        pass  # another user's process
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # hidden from this user, or it ended just now
+        return Life.UNKNOWN
+    ended = start_ticks(stat) != started or is_zombie(stat)
+    return Life.DEAD if ended else Life.ALIVE
+
+
+def is_zombie(stat: str) -> bool:
+    """Whether a process has ended, and its parent has not noticed; `stat` is /proc/PID/stat.
+
+    The first thread of a process can end before the others: then the process lives on.
+
+    >>> is_zombie("7 (python) Z 1 " + "0 " * 15 + "1 0 4321"), is_zombie("7 (a) R 1 ")
+    (True, False)
+    """
+    fields = stat.rpartition(")")[2].split()
+    return fields[0] in "ZX" and fields[17] == "1"
 
 
 # struct flock. The lock is an OFD lock: it belongs to the open file, not to the process. So closing

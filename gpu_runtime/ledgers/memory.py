@@ -84,6 +84,13 @@ class MemoryLedger:
         living = self._open_book().bells.keys()
         return frozenset(owner_ids(book) - living)
 
+    def unknown(self, book: Book) -> frozenset[str]:
+        """No owner: all are in this process, so each is dead or alive."""
+        return frozenset()
+
+    def declare_dead(self, owners: Iterable[str]) -> None:
+        """Nothing: no owner is unknown."""
+
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
         """The user of the owner `owner_id` in `book`; `ticket` does not matter in one process."""
         owner = book.owner(owner_id)

@@ -104,6 +104,43 @@ def test_a_redis_restored_from_an_older_copy_is_repaired_by_the_living_owners(
     assert own.cli("KEYS", "gpu-console:damaged:*", database=1), "the old page is kept"
 
 
+def test_a_dead_owner_that_an_older_copy_brings_back_is_removed_again(own, open_at, notebook):
+    """Its lock file was removed with it, so its lease stayed for good."""
+    url = own.fresh()
+    ledger, other = open_at(url), notebook(url)
+    other.run("put(ledger, 'llama')")
+    old = Path(f"{own.directory}-old")
+    shutil.copytree(own.directory, old, ignore=shutil.ignore_patterns("*.sock"))
+    other.kill()
+    without(ledger, other.id)
+    open_at(url)  # sweeps the file
+    assert not (ledger.directory / "owners" / other.id).exists()
+    own.kill()
+    shutil.copytree(old, own.directory, dirs_exist_ok=True)
+    shutil.rmtree(old)
+    own.start()
+    assert names(ledger) == ["llama"]
+    assert ledger.dead(ledger.read()) == {other.id}
+    without(ledger, other.id)
+    assert names(ledger) == []
+
+
+def test_a_write_that_is_taken_back_waits_until_grants_continue(new_owner_here, redis):
+    """The Redis is emptied while an owner gives up a grant. Its grant is restored first."""
+    ledger = new_owner_here()
+    promise(ledger, gib=2)
+    emptied = []
+
+    def gives_up(book):
+        if not emptied:
+            emptied.append(1)
+            redis.cli("FLUSHDB", database=redis.databases)
+        return book.with_section(section(ledger)), None
+
+    ledger.transact(gives_up)
+    assert emptied and names(ledger) == []
+
+
 def test_a_flushed_redis_is_rebuilt_from_the_living_owners(
     new_owner_here, url, notebook, redis, caplog
 ):

@@ -73,19 +73,63 @@ def test_a_stopped_process_is_not_dead(new_owner_here, notebook):
     assert other.run("names(ledger)") == "['qwen']"
 
 
-def test_a_missing_or_another_lock_file_proves_nothing(new_owner_here, notebook):
+def test_another_lock_file_proves_nothing(new_owner_here, notebook):
     ledger, other = new_owner_here(), notebook()
     other.run("put(ledger, 'qwen')")
     book = ledger.read()
     other.kill()
     lock = ledger.directory / "owners" / other.id
     lock.rename(lock.with_name("away"))
-    assert ledger.dead(book) == frozenset()
     lock.touch()
     assert ledger.dead(book) == frozenset()
+    assert ledger.unknown(book) == {other.id}
     lock.unlink()
     lock.with_name("away").rename(lock)
     assert ledger.dead(book) == {other.id}
+
+
+def test_where_the_lock_file_is_missing_the_process_is_the_proof(new_owner_here, notebook):
+    """Somebody removed the file, then its owner died: its lease stayed for good."""
+    ledger, other = new_owner_here(), notebook()
+    other.run("put(ledger, 'qwen')")
+    book = ledger.read()
+    (ledger.directory / "owners" / other.id).unlink()
+    assert ledger.dead(book) == ledger.unknown(book) == frozenset(), "it lives"
+    other.process.kill()
+    os.waitid(os.P_PID, other.process.pid, os.WEXITED | os.WNOWAIT)
+    assert ledger.dead(book) == {other.id}, "a zombie holds nothing"
+    other.kill()
+    assert ledger.dead(book) == {other.id}
+    without(ledger, other.id)
+    assert names(ledger) == []
+
+
+def test_a_process_proves_nothing_to_an_observer_in_another_container(new_owner_here, notebook):
+    """There its number means another process, or none."""
+    ledger, other = new_owner_here(), notebook()
+    other.run("put(ledger, 'qwen')")
+    book = ledger.read()
+    (ledger.directory / "owners" / other.id).unlink()
+    other.kill()
+    owner = replace(book.owner(other.id), namespaces="1-1")
+    elsewhere = book.with_section(replace(book.sections[other.id], owner=owner))
+    assert ledger.dead(elsewhere) == frozenset() and ledger.unknown(elsewhere) == {other.id}
+
+
+def test_a_person_may_declare_dead_what_is_unknown_and_nothing_that_lives(new_owner_here, notebook):
+    ledger, lives, lost = new_owner_here(), notebook(), notebook()
+    lives.run("put(ledger, 'llama')")
+    lost.run("put(ledger, 'qwen')")
+    lost.kill()
+    lock = ledger.directory / "owners" / lost.id
+    lock.rename(lock.with_name("away"))
+    lock.touch()  # neither the lock nor the process proves anything
+    with pytest.raises(LedgerRefused, match="proof of death"):
+        without(ledger, lost.id)
+    ledger.declare_dead([lives.id, lost.id])
+    assert ledger.dead(ledger.read()) == {lost.id}
+    without(ledger, lost.id)
+    assert names(ledger) == ["llama"]
 
 
 def test_a_forked_child_owns_nothing_and_does_not_keep_its_parent_alive(new_owner_here, notebook):
