@@ -17,7 +17,6 @@ import threading
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from . import forks
 from .errors import (
     AlreadyRegistered,
     AmbiguousName,
@@ -90,7 +89,7 @@ __all__ = [
     "UnknownSize",
 ]
 
-_lock = forks.freed(threading.Lock())
+_lock = threading.Lock()
 _runtime: Runtime | None = None
 
 

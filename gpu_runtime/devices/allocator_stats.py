@@ -1,7 +1,7 @@
-"""Maps of allocators: the segments and blocks into which torch divides the memory of a device.
+"""Maps of allocators: how torch, or a simulated card's segments, have cut the memory of a device.
 
-Pure: an allocator's own figures go in, facts.AllocatorMap comes out. `owner/allocator_maps.py` adds
-the owner and the time of a map; `ledgers/allocator_files.py` stores maps.
+Pure: an allocator's own figures go in, facts.AllocatorMap comes out. The owner of a map and its
+time are added in `owner/allocator_maps.py`; maps are stored by `ledgers/allocator_files.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ..facts import AllocatorBlock, AllocatorMap, BlockState, SegmentMap
 from ..units import MIB
 from .simulated_allocator import FREE, HOLE, Segment, Segments
 
-MOST_BLOCKS = 8192  # blocks in all maps of one owner: at most 500 KiB as JSON
-# Bytes of an expandable segment that torch maps or unmaps at a time.
+MOST_BLOCKS = 8192  # of all of one owner's maps: 500 KiB as JSON at most
+# What torch maps and unmaps of an expandable segment at a time.
 PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}
-# A block in any other state is freed, and a stream still uses it.
+# Any other state waits for a stream.
 _STATES = {"active_allocated": BlockState.ALLOCATED, "inactive": BlockState.INACTIVE}
 
 
@@ -32,7 +32,7 @@ def of_segments(
 ) -> AllocatorMap:
     """The map of a simulated card, from the `state` of its allocator.
 
-    Simulated segments have no real addresses, so they get consecutive ones. `alloc_retries` and
+    Its segments get addresses one after another, since they have no real ones. `alloc_retries` and
     `ooms` are the allocator's counters for this `device`.
     """
     starts = itertools.accumulate((segment.span for segment in state.segments), initial=0)
@@ -67,8 +67,7 @@ def of_torch(
     """The map of the card that torch calls `cuda:NUMBER` and the book calls `device`.
 
     `segments` are from `torch.cuda.memory_snapshot()`, `stats` from `torch.cuda.memory_stats()`.
-    Every number that the snapshot contains is taken from it, since the statistics are read at
-    another time.
+    All that can be counted in the snapshot is: the statistics are of another moment.
     Source: torch/cuda/memory.py, `_snapshot`; c10/cuda/CUDACachingAllocator.cpp, `release_blocks`.
     """
     own = [segment for segment in segments if segment["device"] == number]
@@ -110,8 +109,8 @@ def _torch_segment(described: Mapping[str, Any]) -> SegmentMap:
 def bounded(maps: Sequence[AllocatorMap], most: int = MOST_BLOCKS) -> tuple[AllocatorMap, ...]:
     """The `maps` with at most `most` blocks in all; their figures stay exact.
 
-    If there are too many segments, the largest are kept; the others are counted, with their bytes.
-    If a segment has too many blocks, small neighbours are joined.
+    Of too many segments the largest are kept, with the number and bytes of the others. In a segment
+    of too many blocks, small neighbours become one.
     """
     each = most // max(1, len(maps))
     return tuple(_bounded(one, each) for one in maps)
@@ -126,7 +125,7 @@ def _runs(segment: Segment) -> tuple[AllocatorBlock, ...]:
 
 
 def _joined(blocks: Iterable[AllocatorBlock]) -> tuple[AllocatorBlock, ...]:
-    """The blocks, after neighbours with the same state were joined."""
+    """The blocks; neighbours of one state become one. (The allocator joins free ones itself.)"""
     joined: list[AllocatorBlock] = []
     for block in blocks:
         last = joined[-1] if joined else None
@@ -144,9 +143,9 @@ def _kind(segment: Mapping[str, Any]) -> str:
 
 
 def _releasable(segment: SegmentMap, type: str) -> int:
-    """Bytes of a segment that `torch.cuda.empty_cache()` gives back.
+    """Bytes that `torch.cuda.empty_cache()` gives back of a segment.
 
-    A normal segment is given back whole or not at all; an expandable one, page by page.
+    All or nothing, but whole pages of an expandable one.
     """
     if segment.kind == "expandable":
         return _whole_free_pages(segment, PAGE_BYTES[type])
@@ -156,7 +155,7 @@ def _releasable(segment: SegmentMap, type: str) -> int:
 
 
 def _whole_free_pages(segment: SegmentMap, page_bytes: int) -> int:
-    """Bytes of the pages of a segment that contain only free bytes."""
+    """Bytes of the pages that are wholly free."""
     released = start = 0
     for block in segment.blocks:
         end = start + block.bytes
@@ -185,7 +184,7 @@ def _bounded(one: AllocatorMap, most: int) -> AllocatorMap:
 
 
 def _quota(counts: Sequence[int], most: int) -> int:
-    """The largest limit of blocks in one segment at which all segments have at most `most` blocks.
+    """The largest number of blocks for each segment that keeps all of them within `most`.
 
     >>> _quota([2, 3, 100], 25)
     20
@@ -199,10 +198,9 @@ def _quota(counts: Sequence[int], most: int) -> int:
 
 
 def _coarse(segment: SegmentMap, most: int) -> tuple[AllocatorBlock, ...]:
-    """At most `most` blocks of the segment: small neighbours are joined into one of mixed state.
+    """The segment's blocks, at most `most`: small neighbours become one of mixed state.
 
-    Two consecutive groups are together larger than `step`, so there are at most
-    2 * bytes / step + 1 groups.
+    The sum of two consecutive groups is above the step, so there are at most 2 * bytes / step + 1.
     """
     if len(segment.blocks) <= most:
         return segment.blocks

@@ -1,14 +1,13 @@
-"""The devices of this machine: their names, their free memory, and this process's bytes on them.
+"""The devices of this machine: their names, their free memory, and what this process holds of them.
 
-The cards are listed once, with a time limit on their drivers. The host's helper process measures
-their figures (`follow`). A runtime that shares its book with no other process measures them itself.
-Simulated cards count their own bytes. Nothing here decides anything.
+The cards are listed once, with a time limit on their drivers. Their figures are read from what the
+host's helper process measures (`follow`); only a runtime whose book nobody shares measures by
+itself. Simulated cards count their own bytes. Nothing here decides anything.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -21,12 +20,10 @@ from msgspec.structs import replace
 from ..errors import BadSetting, ProbeFailed, UnknownDevice
 from ..facts import HOST, AllocatorMap, Device, Sample
 from ..ledgers.liveness import name_of
-from ..safe_text import quoted
 from ..units import GIB
 from . import allocator_stats, drivers
 from .devices_setting import (
     EXPECTED,
-    KINDS,
     chosen_cards,
     host_device,
     is_expected,
@@ -38,20 +35,15 @@ from .drivers import Card, Listing
 from .process_memory import Memory
 from .sampler_client import Sampling
 
-log = logging.getLogger("gpu_runtime")
-_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-FIRST_SECONDS = 3.0  # the longest wait until a new helper has measured for the first time
+FIRST_SECONDS = 3.0  # for a helper to start and measure for the first time
 
 
 class Probe:
-    """The devices of this machine, and this process's memory on each. Thread-safe.
-
-    The host is the last device.
-    """
+    """The devices of this machine, host last, and this process's memory on each. Thread-safe."""
 
     def __init__(self, devices: tuple[Device, ...], listing: Listing | None = None) -> None:
         self.devices = devices
-        self.listing = listing  # the real cards
+        self.listing = listing  # of the real cards
         cards = listing.cards if listing else ()
         self.simulated = not cards
         self._cards = {card.device.id: card for card in cards}
@@ -59,9 +51,9 @@ class Probe:
         self._sampling: Sampling | None = None
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Renames the cards: `names` maps our id of a card to its id in the book.
+        """Renames the cards: `names` maps an id of ours to that in the book.
 
-        Must be called before any memory is held, since a memory keeps its name.
+        Only before anything is held, since memories keep their names.
         """
         self.devices = tuple(_renamed(device, names) for device in self.devices)
         cards = {}
@@ -71,11 +63,11 @@ class Probe:
         self._memories = {device.id: self._memory(device) for device in self.devices}
 
     def follow(self, directory: Path | None, ledger: str = "") -> None:
-        """Reads the figures of real cards from the helper's files in `directory` from now on.
+        """From now on reads the figures of real cards from the helper's files in `directory`.
 
-        With None, this process measures by itself. The helper records the history of the `ledger`
-        with this URL, if one is given. Starts a helper if there is none, and waits a moment for its
-        first figures.
+        None: this process measures by itself. The helper records the history of that `ledger` (its
+        URL), if one is given. Starts a helper if there is none, and waits a moment for its first
+        figures.
         """
         self._sampling = None
         if directory is not None and self._cards:
@@ -115,11 +107,11 @@ class Probe:
     # -- figures
 
     def samples(self, now: float, fresh: bool = False) -> dict[str, Sample]:
-        """Device id -> the last figures of the driver; for `host`, of the machine.
+        """The last figures of the drivers, and of the machine for `host`, by device id.
 
-        `fresh` requests new figures, which are returned if the helper answers at once. `now` is the
-        time of samples that this process takes itself. Simulated devices have no sample. If this
-        process measures by itself, raises ProbeFailed for a device that does not answer.
+        `fresh` requests new figures, if the helper answers at once. `now` is the time of samples
+        that this process takes itself. Simulated devices have none. Raises ProbeFailed, naming the
+        device that does not answer, if this process measures by itself.
         """
         if self._sampling:
             return self._samples_of_helper(self._sampling, fresh)
@@ -150,7 +142,7 @@ class Probe:
             self._sampling.look_after()
 
     def trouble(self, stale_seconds: float) -> str:
-        """A text on the cards that cannot be used or measured, and why; empty if all can.
+        """Which cards cannot be used or measured, and why; empty if all can.
 
         A sample older than `stale_seconds` does not count.
         """
@@ -191,8 +183,8 @@ class Probe:
     def used(self) -> dict[str, int]:
         """Bytes that this process holds on each device.
 
-        They are the bytes of its allocators. On a card, the CUDA context is included if the driver
-        reports it. Raises ProbeFailed if this process measures by itself and a driver fails.
+        What its allocators hold, and on a card its context too if the driver reports it. Raises
+        ProbeFailed if this process measures by itself.
         """
         held = {}
         for id, memory in self._memories.items():
@@ -204,10 +196,10 @@ class Probe:
         return held
 
     def contexts(self) -> dict[str, int]:
-        """Bytes of this process on each real card beyond torch's allocator: its CUDA context.
+        """Bytes of this process's CUDA context on each real card, beside torch's allocator.
 
-        0 without a context, or if the driver does not report it. Bytes of other engines in this
-        process are included.
+        0 without a context, or if the driver does not report it. (Bytes of other engines there are
+        included.)
         """
         if _started_cuda() is None:
             return dict.fromkeys(self._cards, 0)
@@ -217,7 +209,7 @@ class Probe:
         return contexts
 
     def watch_peaks(self) -> None:
-        """Resets torch's peak counters, so that `beyond_now` counts from now on."""
+        """Resets torch's peak counters, so that `beyond_now` starts from this moment."""
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
             return
@@ -225,9 +217,9 @@ class Probe:
             cuda.reset_peak_memory_stats(card.device.index)
 
     def beyond_now(self, device: str) -> int | None:
-        """Torch's peak on that `device` since `watch_peaks`, less the bytes that it holds now.
+        """Bytes that torch held at its peak on that `device` beyond those it holds now.
 
-        None if it is unknown.
+        None: unknown.
         """
         cuda, card = _started_cuda(), self._cards.get(device)
         if cuda is None or card is None:
@@ -236,17 +228,16 @@ class Probe:
         return cuda.max_memory_allocated(index) - cuda.memory_allocated(index)
 
     def charged(self, pid: int, devices: tuple[str, ...]) -> dict[str, int]:
-        """Bytes that the driver reports for process `pid` on these `devices`, with its CUDA context.
+        """Bytes that the driver charges to process `pid` on these `devices`, with its CUDA context.
 
-        0 if the driver does not report them.
+        0 if the driver does not report it.
         """
         return {id: self._charged(self._cards[id], pid) for id in devices if id in self._cards}
 
     def _charged(self, card: Card, pid: int = 0) -> int:
-        """Bytes that the driver reports for a process: for this one, unless another pid is given.
+        """Bytes that the driver charges to a process: this one, unless another pid is given.
 
-        0 if the driver does not report them. In a container the driver's pid of the process may
-        differ, and the result is 0 too.
+        0 if it does not report them, or if in a container it knows the process by another number.
         """
         pid = pid or os.getpid()
         if self._sampling is None:
@@ -260,7 +251,7 @@ class Probe:
     def bound(self, device: str, fraction: float) -> bool:
         """Limits torch in this process to that `fraction` of the `device`.
 
-        Returns whether the limit was set. It is not set before this process uses CUDA.
+        Returns whether the limit was set: not before this process uses CUDA.
         """
         card, cuda = self._cards.get(device), _started_cuda()
         if card is None or cuda is None or not card.torch.startswith("cuda"):
@@ -269,10 +260,9 @@ class Probe:
         return True
 
     def maps(self) -> tuple[AllocatorMap, ...]:
-        """A map of each card's allocator in this process.
+        """How each card's allocator in this process has cut its memory.
 
-        Unused allocators are left out. Only simulated cards and torch's allocators for CUDA and ROCm
-        have maps.
+        Unused allocators are left out, and those that are not torch's for CUDA or ROCm.
         """
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
@@ -286,7 +276,7 @@ class Probe:
         return tuple(one for one in maps if one.reserved_bytes or one.alloc_retries or one.ooms)
 
     def pulse(self) -> tuple[object, ...]:
-        """A value that stays equal while the maps stay equal; it is far cheaper to compute."""
+        """A value that is equal for as long as the maps are, and far cheaper to compute."""
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
             return tuple(self._memories[id].pulse() for id in self._simulated())
@@ -306,7 +296,7 @@ class Probe:
         return numbered
 
     def empty_cache(self) -> int:
-        """Gives back memory that is kept for reuse, on cards and host. Returns its bytes."""
+        """Gives memory that is kept for reuse back, on cards and host; returns its bytes."""
         released = sum(memory.empty_cache() for memory in self._memories.values())
         cuda = _started_cuda() if self._cards else None
         if cuda is not None:
@@ -338,16 +328,14 @@ def open_probe(
 ) -> Probe:
     """The probe of the devices that the text `devices` names.
 
-    - `auto`: the cards that this process sees in this `environment`. If there are none, or if
-      `cpu_only` is set: one simulated card with half of this machine's memory.
-    - `cuda`, `rocm`, `metal`: all cards of that kind, or an error.
-    - `cuda:0,2` or `cuda:GPU-8a41`: the named cards of that kind.
+    - `auto`: the cards that this process sees in this `environment`, unless there are none or
+      `cpu_only` is set; then one simulated card of half this machine's memory.
+    - `cuda`, `rocm`, `metal`: those cards, or an error. `cuda:0,2` or `cuda:GPU-8a41`: these of
+      them.
     - `sim:2x24GiB,host:64GiB`: two simulated cards and a simulated host. Without `host:` the host
-      is this machine's memory. `sim:24GiB+12GiB`: cards of different sizes.
+      is this machine's memory.
 
-    If variables such as CUDA_VISIBLE_DEVICES hide all cards, that is logged as a warning.
-
-    Raises BadSetting for any other text, and ProbeFailed if there is a driver and it fails.
+    Raises BadSetting for anything else, and ProbeFailed if there is a driver and it fails.
     """
     text = devices.strip().lower()
     if text.startswith("sim:"):
@@ -365,27 +353,15 @@ def open_probe(
     if kind != "auto":
         expected = f"auto or sim:24GiB on this machine, since {why_none(kind, cpu_only)}"
         raise BadSetting("GPU_DEVICES", devices, expected)
-    if listing:
-        log.warning("%s", _hidden(listing, environment))
     half = max(GIB, psutil.virtual_memory().total // 2 // GIB * GIB)
     return Probe((simulated_card(0, half), host_device()))
-
-
-def _hidden(listing: Listing, environment: Mapping[str, str]) -> str:
-    """Sentences: this process sees none of the cards that the machine has."""
-    found = (f"{name}={quoted(environment[name])}" for name in _HIDING if name in environment)
-    return (
-        f"this process sees no {KINDS[listing.kind]} of this machine, so its devices are simulated. "
-        f"They are hidden by {', '.join(found) or 'the driver'}.\n"
-        f"  Use the cards:  unset the variable      or, to simulate:  GPU_DEVICES=sim:24GiB"
-    )
 
 
 # -- torch ---------------------------------------------------------------------------------------
 
 
 def _started_cuda():
-    """torch.cuda if this process uses CUDA already, else None. This call must not start CUDA."""
+    """torch.cuda if this process uses it already, else None; the question must not start it."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_available() or not cuda.is_initialized():

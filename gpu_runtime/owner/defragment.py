@@ -57,8 +57,7 @@ def empty_cache(session: Session) -> int:
 
 
 def _all_owners(session: Session, book: Book) -> list[str]:
-    names = session.ledger.names()
-    owners = [id for id, section in book.sections.items() if section.leases or id in names]
+    owners = [id for id, section in book.sections.items() if section.names or section.leases]
     return [*owners, session.me]
 
 

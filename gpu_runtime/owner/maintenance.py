@@ -46,7 +46,6 @@ def tick(session: Session, notebook: str = "") -> float:
     session.journal.flush()
     vacate(session)
     session.maps.publish()
-    session.publish_names()
     nothing_to_write = quiet(session, book)
     if not nothing_to_write:
         _start_orders(session)
@@ -272,7 +271,7 @@ def carry_out_order(session: Session, order: Order) -> None:
         outcome = _perform(session, order)
         requested = f", as {order.who} requested" if order.who else ""
         action, because, size = order.verb, outcome.because + requested, outcome.bytes
-    except Exception as error:  # a driver's too: without an answer the requester waits for ever
+    except GpuError as error:
         action, because, size = "failed", explain.first_line(error), 0
     try:
         session.decide(

@@ -1,9 +1,8 @@
 """How a model is divided among several cards.
 
-Pure. The layout `balanced` puts equal parts on all cards, as tensor parallelism needs.
-`proportional` makes each part proportional to the card's room. `whole` claims all bytes of each
-card. Cards are claimed in the order of their index. `eviction_multi` decides which cards are
-emptied for a model.
+Pure. `balanced` gives every card the same, as tensor parallelism needs; `proportional` gives each
+in proportion to its room; `whole` takes each card whole. Cards are claimed in the order of their
+index. Which cards are emptied for a model is decided in `eviction_multi`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ..facts import Candidate, Footprint, PlacementRules, Share, where
 from ..units import show_bytes
 from .parts import equal_parts, packed, parts_in_proportion, pieces_in_proportion, running_sums
 
-MOST_TRIED = 300  # up to this many sets of cards, all are tried; else the first and the largest
+MOST_TRIED = 300  # sets of cards of which every one is tried; beyond it the first and the largest
 
 Room = Mapping[str, int]  # bytes by device id
 Holds = Callable[[Room], bool]
@@ -28,7 +27,7 @@ def split(
     rules: PlacementRules,
     limits: Room,
 ) -> tuple[Candidate, ...]:
-    """The divisions of the `footprint` that fit: one for each number of cards, fewest cards first.
+    """The ways to divide the `footprint` that fit, one for each number of cards, fewest first.
 
     `room` is bytes by device id, in the order of the devices; `limits` are their budgets, needed
     for whole cards. The `rules` name the layout, the devices and how many. A card that cannot take
@@ -52,7 +51,7 @@ def _first_that_fits(
     rules: PlacementRules,
     limits: Room,
 ) -> Candidate | None:
-    """The division over the first of these sets of cards that can hold the model; else None."""
+    """The division over the first of these sets of cards that can hold it."""
     for cards in sets:
         chosen_room = {card: room[card] for card in cards}
         candidate = divide(footprint, chosen_room, rules, limits)
@@ -67,7 +66,7 @@ def divide(
     rules: PlacementRules,
     limits: Room,
 ) -> Candidate | None:
-    """The `footprint`, divided over all cards of this `room`; None if they cannot hold their parts.
+    """The `footprint`, divided over all cards of this `room`; None if they cannot hold it so.
 
     `rules` and `limits` as in `split`.
 
@@ -129,11 +128,11 @@ def fitting(
     rules: PlacementRules,
     limits: Room,
 ) -> Holds:
-    """A function of the room that returns whether the `footprint` fits over these `cards`.
+    """A function of the room: whether `divide` can divide the `footprint` over these `cards`.
 
-    Every card must get a part, as in `divide`. Otherwise `eviction_multi` would evict nothing from
-    a card without a part, and the model could still not be placed. `rules` and `limits` as in
-    `split`.
+    A part must go to each of the cards. (If it said yes for cards that do not all get a part, no
+    lease would be asked to leave them, and the model could be placed nowhere.) `rules` and `limits`
+    as in `split`.
     """
     if footprint.bytes < len(cards):
         return _never_holds
@@ -172,7 +171,7 @@ def _fitting_balanced(
     equal = equal_parts(footprint, len(cards))
     if equal is None:
         return _never_holds
-    # Any card may get the largest part, so each must have room for it.
+    # Each card must be able to take the largest part, whichever it gets.
     part = _with_overhead(max(equal), rules)
 
     def holds(room: Room) -> bool:
@@ -191,8 +190,7 @@ def _fitting_proportional(
     plain = not (rules.card_bytes or rules.overhead)
     margin = rules.margin_bytes
 
-    def holds(room: Room) -> bool:
-        """Whether the cards can hold their parts. It runs some hundred times for one plan."""
+    def holds(room: Room) -> bool:  # some hundred times for one plan
         if plain:
             spend = [room[card] - margin for card in cards]
         else:
@@ -204,7 +202,7 @@ def _fitting_proportional(
         ends = packed(sums, spend)
         if ends is None:
             return False
-        # Usually every card has a piece, and the slower search is not needed.
+        # Mostly every card has some piece. Then no cut needs to be looked for.
         return _none_is_empty(ends) or pieces_in_proportion(sums, spend) is not None
 
     return holds
@@ -226,7 +224,7 @@ def claimed(
     rules: PlacementRules,
     limits: Room,
 ) -> int:
-    """The most bytes that the `footprint` can claim on these `cards` together.
+    """Bytes that the `footprint` claims of these `cards` together, at most.
 
     Each card's part of an overhead is rounded up. `rules` and `limits` as in `split`.
     """
@@ -281,7 +279,7 @@ def _sets(
     else:
         yield in_order
         yield with_most
-    # The model is cut only between pieces, so it may not fit although the bytes are enough.
+    # A cut between pieces may fail although the bytes suffice.
     if footprint.pieces and comb(len(able), count) <= MOST_TRIED:
         yield from combinations(able, count)
 
@@ -315,7 +313,7 @@ def _first_in_order(
     count: int,
     size: int,
 ) -> tuple[str, ...]:
-    """The first `count` cards that have `size` bytes together; the `count` largest must have it."""
+    """The first `count` cards that have `size` together. The largest must have it."""
     chosen: list[str] = []
     left = size
     for index, card in enumerate(cards):
@@ -335,7 +333,7 @@ def _held_to(
     card: str,
     rules: PlacementRules,
 ) -> int:
-    """The room on a card, or less if the rules limit the model's bytes there."""
+    """The room on a card, or less if the rules bound what the model may take there."""
     return min(free, rules.card_bytes.get(card, 0)) if rules.card_bytes else free
 
 
@@ -344,7 +342,7 @@ def _to_spend(
     card: str,
     rules: PlacementRules,
 ) -> int:
-    """The bytes of the model that a card can hold beside the margin and the overhead."""
+    """The model's own bytes that a card can take, without the margin and the overhead."""
     spend = free - rules.margin_bytes
     if rules.card_bytes:
         spend = _held_to(spend, card, rules)

@@ -1,4 +1,4 @@
-"""The parts that every server of this package shares: tokens and roles, the gate, start and end of the server.
+"""What a server of this package needs besides its routes: tokens and roles, the gate, and the server's start and end.
 
-No page and no route is here: the console's pages are in `gpu_panels`, the HTTP API in `gpu_runtime.serving`.
+It knows Tornado and no page: the console's pages are in `gpu_panels`, the HTTP API in `gpu_runtime.serving`.
 """

@@ -1,4 +1,4 @@
-"""Runs the cell of a `%%gpu` magic in the user's namespace, as IPython would run it.
+"""Runs a cell in the user's namespace, as IPython itself would, for `%%gpu`.
 
 `shell.run_cell` is not used: it shows tracebacks itself, so they would be shown twice.
 """
@@ -23,7 +23,7 @@ _AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 class CellSyntaxError(GpuError):
     """The cell is not Python.
 
-    The error has Python's own message. It is raised, not printed, so that nbval notices it.
+    It is shown with Python's own message. As every failure it is raised, so that nbval sees it.
     """
 
 
@@ -36,7 +36,7 @@ class Compiled:
         Raises CellSyntaxError if it is not Python, and GpuError if it awaits at its top level.
         """
         self._shell = shell
-        # An empty line replaces the magic's line, so that tracebacks have the notebook's line numbers.
+        # The magic's own line is blank, so that a traceback counts lines as the notebook does.
         source = "\n" + shell.transform_cell(cell)
         name = shell.compile.cache(source, shell.execution_count, raw_code="%%gpu\n" + cell)
         try:
@@ -66,7 +66,7 @@ class Compiled:
         return code
 
     def run(self) -> None:
-        """Runs the cell. The traceback of an error shows only the user's own lines."""
+        """Runs the cell. An error's traceback shows the user's own lines only."""
         try:
             for code in self._code:
                 exec(code, self._shell.user_ns)
@@ -79,12 +79,11 @@ class Compiled:
 def _show_own_lines(
     shell: InteractiveShell, error: BaseException, codes: tuple[CodeType, ...]
 ) -> None:
-    """Removes the frames of this package from the traceback that IPython shows."""
+    """Makes IPython show the error without the frames between the notebook's cell and its code."""
 
     def render() -> list[str]:
-        """The lines of the traceback, from the cell's own frame on."""
-        # `error` from the closure is not used: it would form a reference cycle with the traceback
-        # and keep the user's tensors alive.
+        # Not `error` from the closure: that makes a cycle through the traceback, which keeps the
+        # user's tensors alive.
         shown = sys.exc_info()[1] or sys.last_value
         trace = shown.__traceback__
         while trace is not None and trace.tb_frame.f_code not in codes:

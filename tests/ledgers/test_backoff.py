@@ -1,4 +1,4 @@
-"""Tests of which transactions start at once and which wait first."""
+"""Which transactions start at once, and which wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures for stories that need cards: a driver of our own simulates the cards."""
+"""Stories that need cards have them from a driver of ours."""
 
 from tests.nvml_driver import driver as driver
 from tests.nvml_driver import host as host

@@ -1,4 +1,4 @@
-"""The host's helper writes the history without a console: for SQLite and Redis, after a kill and a new start."""
+"""The history, written by the host's helper while nobody looks: beside SQLite and Redis, killed and started again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ledger(request: Any, tmp_path: Path) -> Iterator[str]:
 
 
 class Box:
-    """A ledger with one kernel on simulated cards. Its helper starts at once, not after five seconds."""
+    """A ledger with one kernel on simulated cards, whose helper need not wait for it to grow old."""
 
     def __init__(self, ledger: str, notes: Path) -> None:
         self.ledger, self.kernel = ledger, Kernel(ledger)
@@ -40,7 +40,7 @@ class Box:
         self.directory = Path(notes.read_text())
 
     def moments(self) -> tuple[Moment, ...]:
-        """The recorded moments of the card, read without a runtime in this process."""
+        """What is written of the card, with no runtime open here."""
         return tuple(
             one
             for one in record_in(self.directory).between(0, 1e11, 10**15)
@@ -74,7 +74,7 @@ def box(ledger: str, tmp_path: Path) -> Iterator[Box]:
 
 
 def test_what_happens_is_recorded_while_nobody_looks(box):
-    """One process for the host records it without a request. A later reader sees the figures and the reasons."""
+    """By one process for the host, which nobody asked to; and who looks later sees it, and why."""
     box.kernel.tell("rt.register('qwen', backend='fake', size='10GiB'); rt.preload('qwen')")
     until(lambda: box.used() == [10])
     box.kernel.tell("rt.evict('qwen')")

@@ -20,8 +20,7 @@ from .recipe import (
     placed_as_ordered,
 )
 
-HEALTH, READY = "/health", (200,)
-INHERITS_SOCKET = True
+HEALTH = "/health"
 BASE = "/v1"
 LAYOUT = "balanced"
 KEYED = True
@@ -70,7 +69,7 @@ def model(order: LaunchOrder) -> str:
 def command(order: LaunchOrder) -> Command:
     """The command that starts our own server program for `order`."""
     options = order.spec.options
-    words = ["--model", order.source, "--name", order.spec.name, "--socket", str(order.socket_fd)]
+    words = ["--model", order.source, "--name", order.spec.name, "--port", str(order.port)]
     words += ["--device", "cpu" if order.simulated else "cuda"]
     words += ["--dtype", str(options.get("dtype", "auto"))]
     if len(order.shares) > 1 and not order.simulated:

@@ -23,8 +23,7 @@ from .recipe import (
     path_or_name,
 )
 
-HEALTH, READY = "/api/version", (200,)
-INHERITS_SOCKET = False
+HEALTH = "/api/version"
 BASE = "/v1"
 LAYOUT = "proportional"
 KEYED = False

@@ -21,8 +21,7 @@ from .recipe import (
     placed_as_ordered,
 )
 
-HEALTH, READY = "/health", (200,)
-INHERITS_SOCKET = False
+HEALTH = "/health"
 BASE = "/v1"
 LAYOUT = "balanced"  # tensor parallelism: equal parts
 KEYED = True

@@ -1,4 +1,4 @@
-"""Updates the data of a chart, and sends as few values as possible."""
+"""Updating the data of a chart with as few values as possible."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def bring(source: Any, columns: Columns, keep: tuple[str, ...] = ()) -> bool:
 
 
 def _copied(columns: Columns) -> Columns:
-    """Copies of the columns for one source.
+    """Copies for this source alone.
 
-    A patch changes lists in place, and other sessions may use the same lists.
+    A patch changes lists in place, and other sessions may share the given ones.
     """
     return {name: list(column) for name, column in columns.items()}

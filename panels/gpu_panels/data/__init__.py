@@ -1,5 +1,4 @@
-"""Computes the contents of the console: table rows, chart columns and sentences.
+"""Pure: a Snapshot, events or maps in; table rows, chart columns and sentences out.
 
-Pure: the inputs are a Snapshot, events or maps. Panel and Bokeh are not imported here; `tabs/`,
-`charts/` and `widgets/` show the results.
+Panel and Bokeh are not imported here: `tabs/`, `charts/` and `widgets/` show what is computed here.
 """
