@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from ..facts import Owner
@@ -40,11 +41,15 @@ class Bell:
 
     def ring(self) -> None:
         """Wakes every thread that waits, and those that wait next."""
+        self._wake_all_but(None)
+
+    def _wake_all_but(self, awake: _Waiter | None) -> None:
         with self._counting:
             self._rings += 1
             waiters = list(self._waiters)
         for waiter in waiters:
-            waiter.wake()
+            if waiter is not awake:
+                waiter.wake()
 
     def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
         """True on a ring since this thread's last wait, or when an owner in `ends` ends.
@@ -139,11 +144,10 @@ class _Waiter:
 
         `woken` are the descriptors that poll returned, with their events.
         """
-        try:
-            os.eventfd_read(self.fd)
-        except BlockingIOError:
-            pass
         ended = {fd for fd, _ in woken}
+        if self.fd in ended:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self.fd)
         for id, end in self._ends.items():
             if end is not None and end.fileno() in ended:
                 end.close()
@@ -217,7 +221,7 @@ class Doorbell(Bell):
         # The first thread empties the socket and wakes the others, because their poll may have
         # missed the datagram.
         if woken and self._read_all():
-            self.ring()
+            self._wake_all_but(waiter)
         return bool(woken)
 
     def _read_all(self) -> bool:

@@ -38,6 +38,8 @@ def tick(session: Session, notebook: str = "") -> float:
     book = session.ledger.read()
     # An order stays noted while its ticket is in the book: read once more, it must not run again.
     session.orders.intersection_update([ticket.key for ticket in book.tickets])
+    if book.tickets:  # first: another process waits
+        _start_orders(session)
     reap_neighbours(session, book)
     session.limit_torch(book, session.world())  # other owners came or left
     remeasure(session)
@@ -47,7 +49,7 @@ def tick(session: Session, notebook: str = "") -> float:
     vacate(session)
     session.maps.publish()
     nothing_to_write = quiet(session, book)
-    if not nothing_to_write:
+    if not (nothing_to_write or book.tickets):
         _start_orders(session)
     now = session.clock()
     due = now - session.checked_at >= session.settings.pressure_check_interval_seconds

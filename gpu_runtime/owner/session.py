@@ -230,7 +230,7 @@ class Session:
     ) -> T:
         """Runs `decision` in one transaction, after this owner's section is brought up to date.
 
-        Then journals the events and notifies the owners concerned. `fresh` measures the devices
+        Then notifies the owners concerned and journals the events. `fresh` measures the devices
         first. `in_full(events, answer)` adds what only the journal keeps. Raises LedgerUnavailable.
         """
         try:
@@ -253,11 +253,11 @@ class Session:
 
         answer, before, after = self.ledger.transact(deciding)
         if after is not before:
+            self._notify(before, after)  # first: the journal's file costs the others 3 ms
             events = [event for event in after.events if event.seq > before.seq]
             if in_full and events:
                 events = in_full(events, answer)
             self._journal(events)
-            self._notify(before, after)
             self.limit_torch(after, world)
         return answer
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import pytest
 
 from gpu_runtime.facts import Ticket
 from gpu_runtime.kernel_activity import Activity
 from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.owner import maintenance
 from gpu_runtime.owner.maintenance import LOOKS_PER_SECOND
 from gpu_runtime.owner.monitor import promptly
-from tests.owner.conftest import claims, fakes
+from tests.owner.conftest import claims, fakes, where
 
 LONG = 64 / LOOKS_PER_SECOND  # seconds between two looks in a crowd of 64
 
@@ -189,3 +191,27 @@ def test_a_switch_interval_that_the_user_has_set_meanwhile_stays():
         assert sys.getswitchinterval() == pytest.approx(0.123)
     finally:
         sys.setswitchinterval(usual)
+
+
+def test_a_round_first_does_what_others_wait_for_and_rings_before_it_journals(
+    runtime, shared_book, monkeypatch
+):
+    """The rest of a round, and the journal's file, cost the waiting process some milliseconds."""
+    a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
+    fakes(a, idle="20GiB")
+    a.preload("idle")
+    b.evict("idle", wait=False)
+    done: list[str] = []
+
+    def noted(place: Any, name: str) -> None:
+        real = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *args: done.append(name) or real(*args))
+
+    session = a._session
+    noted(session.ledger, "ring")
+    noted(session.journal, "append")
+    for name in ("reap_neighbours", "remeasure", "vacate"):
+        noted(maintenance, name)
+    a.tick()
+    assert done == ["ring", "ring", "append", "reap_neighbours", "remeasure", "vacate"]
+    assert where(b) == {"idle": "host"}
