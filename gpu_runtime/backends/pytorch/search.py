@@ -1,0 +1,425 @@
+"""Every storage that this process has on its devices, and why a storage cannot be moved.
+
+torch has no list of its storages. They are found from Python's garbage collector and from autograd graphs:
+the collector alone sees 3 % of a live LSTM graph. No unpack hook runs, because a checkpointed forward pass
+would be computed again. Which variable refers to a storage is decided in `holders.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...devices.process_memory import Memory
+from ...facts import HOST
+from ...units import MIB
+
+Place = Callable[[torch.UntypedStorage], str]  # the id of the device it counts on; "" for none
+
+SIMULATED_BYTES = MIB  # smaller CPU storages do not count as lying on a simulated card
+FOREIGN = "NumPy, DLPack, a file or another library uses the same memory"
+SHARED = "other processes share its memory (share_memory_)"
+SENT = "another process maps it (CUDA IPC)"
+COPY_ON_WRITE = "it is a copy-on-write copy, which torch would copy as soon as it is touched"
+OVERLAPS = "another storage lies in the same memory"
+UNREADABLE = "torch refuses to give its address"
+
+_CHUNK = 1 << 16  # objects between two looks at the clock
+_PLAIN = frozenset((Tensor, nn.Parameter))
+_WITHOUT_BYTES = frozenset(("FakeTensor", "FunctionalTensor"))
+_PARTS_OF_LAYOUT = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+class Found(NamedTuple):
+    """A storage on a device. It keeps the storage alive, so it must not be kept for long."""
+
+    storage: (
+        torch.UntypedStorage
+    )  # the only Python object of this storage, as long as the storage lives
+    device: str
+    bytes: int
+    tensors: tuple[Tensor, ...]  # in this storage, as far as they can be found
+    stays: str  # why it cannot be moved; empty: it can
+
+    @property
+    def key(self) -> int:
+        """The address of the C++ object: equal for all views of one storage."""
+        return self.storage._cdata
+
+
+class Search(NamedTuple):
+    """What a search found, and what it cost."""
+
+    found: tuple[Found, ...]
+    opaque: tuple[Tensor, ...]  # tensors on a device that have no storage, such as mkldnn's
+    objects: int  # that the garbage collector tracks
+    frozen: int  # objects that `gc.freeze()` hides: tensors among them are not found
+    nodes: int  # of autograd graphs
+    seconds: float
+    whole: bool  # False: the time was over before the end
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all storages found."""
+        return sum(one.bytes for one in self.found)
+
+    def bytes_on(self, device: str) -> int:
+        """Bytes of the storages found on `device`."""
+        return sum(one.bytes for one in self.found if one.device == device)
+
+
+class Limit:
+    """A limit of time, in seconds, that starts when it is made; None never ends."""
+
+    def __init__(
+        self, seconds: float | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._clock, self.began = clock, clock()
+        self._seconds = float("inf") if seconds is None else seconds
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Seconds since it was made."""
+        return self._clock() - self.began
+
+    @property
+    def over(self) -> bool:
+        """Whether the time is used up."""
+        return self.elapsed_seconds >= self._seconds
+
+
+# -- the search ------------------------------------------------------------------------------------
+
+
+def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None = None) -> Search:
+    """Every storage on a device that can be found, and why it cannot be moved.
+
+    `place(storage)` is the id of the device that a storage counts on, or "" for none (see `counted_on`).
+    `governed` are the keys (`storage._cdata`) of storages to leave out, such as those of models. The search
+    ends at `limit`; then `whole` is false.
+
+    Holds the interpreter for about 0.15 s per million objects. It changes no tensor and runs no code of
+    the user: no unpack hook, no `__torch_function__`, no mode.
+    """
+    limit = limit or Limit()
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        tensors, bare, objects, whole = _tracked(limit)
+        nodes: set[Any] = set()
+        everything = list(_with_hidden(tensors, nodes, limit))
+        by_key, opaque = _storages(everything, bare, place, frozenset(governed), limit)
+        found = tuple(_judged(list(by_key.values())))
+    return Search(
+        found,
+        tuple(opaque),
+        objects,
+        gc.get_freeze_count(),
+        len(nodes),
+        limit.elapsed_seconds,
+        whole and not limit.over,
+    )
+
+
+def counted_on(memories: Sequence[Memory]) -> Place:
+    """The device of a storage, by the `memories` of this process (its governed devices).
+
+    On a real card it is the card of the storage. Where the cards are simulated, CPU storages of
+    SIMULATED_BYTES and more count as lying on the first of them.
+    """
+    by_torch = {memory.torch: memory.device for memory in memories if memory.torch != "cpu"}
+    simulated = next(
+        (one.device for one in memories if one.torch == "cpu" and one.device != HOST), ""
+    )
+
+    def place(storage: torch.UntypedStorage) -> str:
+        device = storage.device
+        if device.type == "cpu":
+            return simulated if storage.nbytes() >= SIMULATED_BYTES else ""
+        return by_torch.get(str(device), "")
+
+    return place
+
+
+def _tracked(limit: Limit) -> tuple[list[Tensor], list[torch.UntypedStorage], int, bool]:
+    """The tensors and storages that the garbage collector tracks, the number of its objects, and
+    whether there was time for all of them."""
+    kinds = subclasses(Tensor)
+    tensors: list[Tensor] = []
+    bare: list[torch.UntypedStorage] = []
+    scripted = _scripted_classes()
+    interesting = kinds | {torch.UntypedStorage} | scripted
+    objects = gc.get_objects()
+    count = len(objects)
+    for start in range(0, count, _CHUNK):
+        if limit.over:
+            return tensors, bare, count, False
+        chunk = objects[start : start + _CHUNK]
+        # In C: type(), never isinstance(), which calls the user's `__class__` properties.
+        hits = itertools.compress(chunk, map(interesting.__contains__, map(type, chunk)))
+        for one in hits:
+            kind = type(one)
+            if kind in kinds:
+                tensors.append(one)
+            elif kind in scripted:
+                tensors += itertools.chain(one.parameters(), one.buffers())
+            else:
+                bare.append(one)
+    return tensors, bare, count, True
+
+
+def subclasses(kind: type) -> set[type]:
+    """`kind` and all classes below it."""
+    known, pending = {kind}, [kind]
+    while pending:
+        for below in type.__subclasses__(pending.pop()):
+            if below not in known:
+                known.add(below)
+                pending.append(below)
+    return known
+
+
+def _scripted_classes() -> set[type]:
+    """The classes of TorchScript modules, whose parameters are no Python objects until they are read."""
+    script = sys.modules.get("torch.jit._script")
+    return subclasses(script.RecursiveScriptModule) if script else set()
+
+
+def _with_hidden(tensors: list[Tensor], nodes: set[Any], limit: Limit) -> Iterator[Tensor]:
+    """The `tensors`, their gradients, and what their autograd graphs saved; each about once.
+
+    Adds the graph's nodes that were visited to `nodes`.
+    """
+    seen = {id(tensor) for tensor in tensors}
+    pending = tensors
+    while pending and not limit.over:
+        hidden: list[Tensor] = []
+        roots: list[Any] = []
+        for number, tensor in enumerate(pending):
+            yield tensor
+            if not number % 1024 and limit.over:
+                return
+            hidden += gradient(tensor)
+            roots += graph(tensor)
+        hidden += (one for one in saved_in(roots, nodes, limit) if isinstance(one, Tensor))
+        pending = [one for one in hidden if id(one) not in seen]
+        seen.update(map(id, pending))
+
+
+def _storages(
+    tensors: Iterable[Tensor],
+    bare: Iterable[torch.UntypedStorage],
+    place: Place,
+    governed: Collection[int],
+    limit: Limit,
+) -> tuple[dict[int, Found], list[Tensor]]:
+    """The storages on a device by their keys, and the tensors that have no storage."""
+    by_key: dict[int, tuple[torch.UntypedStorage, str, list[Tensor]]] = {}
+    opaque: list[Tensor] = []
+
+    def note(storage: torch.UntypedStorage) -> list[Tensor] | None:
+        known = by_key.get(storage._cdata)
+        if known is not None:
+            return known[2]
+        if storage._cdata in governed or storage.device.type == "meta" or not storage.nbytes():
+            return None
+        device = place(storage)
+        if not device:
+            return None
+        return by_key.setdefault(storage._cdata, (storage, device, []))[2]
+
+    for number, tensor in enumerate(tensors):
+        if not number % 1024 and limit.over:
+            break
+        for part in plain_tensors(tensor):
+            try:
+                members = note(part.untyped_storage())
+            except Exception:  # of an opaque tensor, or of another library's
+                opaque.append(part)
+                continue
+            if members is not None:
+                members.append(part)
+    for storage in bare:
+        note(storage)
+    found = {
+        key: Found(storage, device, storage.nbytes(), tuple(members), "")
+        for key, (storage, device, members) in by_key.items()
+    }
+    return found, opaque
+
+
+# -- what one tensor consists of -------------------------------------------------------------------
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The strided tensors that `tensor` consists of: itself, or the parts of a sparse or wrapping one.
+
+    Tensors without bytes (fake and meta tensors, lazy parameters) have none.
+    """
+    kind = type(tensor)
+    if kind not in _PLAIN:
+        if kind.__name__ in _WITHOUT_BYTES or isinstance(
+            tensor, nn.parameter.UninitializedTensorMixin
+        ):
+            return
+        if hasattr(kind, "__tensor_flatten__"):
+            yield from _wrapped(tensor)
+            return
+    names = _PARTS_OF_LAYOUT.get(tensor.layout)
+    if names is None:
+        yield tensor
+        return
+    for name in names:
+        yield getattr(tensor, name)()
+
+
+def _wrapped(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors inside a tensor of a wrapping class."""
+    try:
+        names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+        inner = [getattr(tensor, name) for name in names]
+    except Exception:  # another library's code; its parts are found by the collector
+        return
+    for part in inner:
+        if isinstance(part, Tensor):
+            yield from plain_tensors(part)
+
+
+def gradient(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The gradient of `tensor`, if it has one. Python has no object of it before it is read."""
+    try:
+        if not tensor.requires_grad or not (tensor.is_leaf or tensor.retains_grad):
+            return ()
+        grad = tensor.grad
+    except Exception:  # of another library's tensor
+        return ()
+    return (grad,) if grad is not None else ()
+
+
+def graph(tensor: Tensor) -> tuple[Any, ...]:
+    """The node of the autograd graph that made `tensor`, if there is one."""
+    try:
+        node = tensor.grad_fn if tensor.requires_grad else None
+    except RuntimeError:  # a view that was changed where autograd does not allow it
+        return ()
+    return (node,) if node is not None else ()
+
+
+_saved_names: dict[type, tuple[str, ...]] = {}  # class of a node -> its attributes to read
+
+
+def saved_in(roots: Iterable[Any], nodes: set[Any], limit: Limit) -> Iterator[Any]:
+    """What the autograd graphs below `roots` saved: tensors, and the objects that a pack hook returned.
+
+    Adds the nodes that were visited to `nodes`, and does not visit them again. Unpack hooks do not run.
+    """
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
+        if node is None or node in nodes:
+            continue
+        nodes.add(node)
+        if not len(nodes) % 1024 and limit.over:
+            return
+        pending += (below for below, _ in node.next_functions)
+        kind = type(node)
+        if kind not in _saved_names:
+            _saved_names[kind] = tuple(
+                name for name in dir(kind) if name == "variable" or name.startswith("_raw_saved_")
+            )
+        for name in _saved_names[kind]:
+            yield from _saved(node, name)
+
+
+def _saved(node: Any, name: str) -> Iterator[Any]:
+    """The content of one attribute of a node."""
+    try:
+        value = getattr(node, name)
+    except RuntimeError:  # backward() has freed it
+        return
+    for one in value if isinstance(value, (tuple, list)) else (value,):
+        if one is None:
+            continue
+        data = one if isinstance(one, Tensor) else getattr(one, "data", None)
+        if data is not None:
+            yield data
+
+
+# -- why a storage stays ---------------------------------------------------------------------------
+
+
+def _judged(found: list[Found]) -> Iterator[Found]:
+    """The storages with the reasons why they stay. Those without memory of their own are left out."""
+    sent = _sent_to_others()
+    spans: list[tuple[str, int, int, int]] = []  # torch device, address, bytes, place in the list
+    reasons: list[str | None] = []  # None: the storage has no memory
+    for number, one in enumerate(found):
+        why, address = _reason(one, sent)
+        reasons.append(why if why or address else None)
+        if address:
+            spans.append((str(one.storage.device), address, one.bytes, number))
+    for number in _overlapping(spans):
+        if reasons[number] in ("", FOREIGN):
+            reasons[number] = OVERLAPS
+    for one, reason in zip(found, reasons, strict=True):
+        if reason is not None:
+            yield one._replace(stays=reason)
+
+
+def _reason(one: Found, sent: Collection[int]) -> tuple[str, int]:
+    """Why a storage cannot be moved, if that is known, and its address (0: unknown)."""
+    storage = one.storage
+    if is_copy_on_write(storage):
+        return COPY_ON_WRITE, 0  # data_ptr() would copy it
+    try:
+        address = storage.data_ptr()
+    except RuntimeError:
+        return UNREADABLE, 0
+    if not address:
+        return "", 0
+    if storage.device.type == "cpu" and storage.is_shared():  # always true on a card
+        return SHARED, address
+    if one.key in sent:
+        return SENT, address
+    return "" if storage.resizable() else FOREIGN, address
+
+
+def is_copy_on_write(storage: torch.UntypedStorage) -> bool:
+    """Whether two storages have the same memory until one of them is written."""
+    view = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return torch._C._is_cow_tensor(view.set_(storage, 0, (0,)))
+
+
+def _sent_to_others() -> frozenset[int]:
+    """The keys of card storages that torch has sent to another process, or received from one."""
+    reductions = sys.modules.get("torch.multiprocessing.reductions")
+    if reductions is None:
+        return frozenset()
+    return frozenset(ref.cdata for ref in list(reductions.shared_cache.values()))
+
+
+def _overlapping(spans: list[tuple[str, int, int, int]]) -> set[int]:
+    """The places of storages that overlap in memory, as two `from_numpy()` of one array do.
+
+    torch does not know that they share bytes, so after a move a change of one would not reach the other.
+    """
+    overlapping: set[int] = set()
+    device, end, last = "", 0, -1
+    for where, address, size, number in sorted(spans):
+        if where == device and address < end:
+            overlapping |= {last, number}
+        if where != device or address + size > end:
+            device, end, last = where, address + size, number
+    return overlapping

@@ -1,0 +1,345 @@
+"""The search for storages: what it finds, why a storage stays, and that it changes nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import io
+import itertools
+import weakref
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from gpu_runtime.backends.pytorch import search as se
+from gpu_runtime.units import MIB
+
+
+def every(storage):
+    """Counts all CPU storages, however small, as lying on sim:0."""
+    return "sim:0" if storage.device.type == "cpu" else ""
+
+
+def keys(found=None):
+    return {one.key for one in (found or se.search(every)).found}
+
+
+def storage_of(tensor):
+    return tensor.untyped_storage()
+
+
+def why(tensor):
+    """Why the storage of `tensor` stays, by a search."""
+    key = tensor.untyped_storage()._cdata
+    (reason,) = [one.stays for one in se.search(every).found if one.key == key]
+    return reason
+
+
+class Pair(torch.Tensor):
+    """A tensor that wraps another one, as torchao's and DTensor do."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError("the search runs no operator of a wrapping class")
+
+
+class Loud(torch.Tensor):
+    """A tensor whose every attribute goes through user code."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError("the search runs no code of the user")
+
+
+# -- what is found ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "parts"), [
+    (lambda: torch.ones(7), lambda t: [t]),
+    (lambda: torch.arange(10.0)[3:5], lambda t: [t]),
+    (lambda: torch.arange(3.0).expand(4, 3), lambda t: [t]),
+    (lambda: torch.randn(3, dtype=torch.cfloat).conj(), lambda t: [t]),
+    (lambda: nn.Parameter(torch.ones(7)), lambda t: [t]),
+    (lambda: torch.eye(4).to_sparse(), lambda t: [t._indices(), t._values()]),
+    (lambda: torch.eye(4).to_sparse_csr(), lambda t: [t.crow_indices(), t.col_indices(), t.values()]),
+    (lambda: torch.eye(4).to_sparse_csc(), lambda t: [t.ccol_indices(), t.row_indices(), t.values()]),
+    (lambda: Pair(torch.ones(7)), lambda t: [t.inner]),
+    (lambda: torch.ones(7).as_subclass(Loud), lambda t: [t.as_subclass(torch.Tensor)]),
+    (lambda: torch.quantize_per_tensor(torch.ones(7), 0.1, 0, torch.quint8), lambda t: [t]),
+    (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), lambda t: [t]),
+], ids=["plain", "view", "expanded", "conj", "parameter", "coo", "csr", "csc", "wrapper",
+        "torch_function", "quantised", "nested"])  # fmt: skip
+def test_storages_of_every_kind_of_tensor_are_found(make, parts):
+    """A sparse or wrapping tensor consists of several storages."""
+    tensor = make()
+    with torch._C.DisableTorchFunctionSubclass():
+        expected = {storage_of(part)._cdata for part in parts(tensor)}
+    assert expected <= keys()
+    assert tensor is not None
+
+
+def test_the_parts_of_a_jagged_tensor_are_found():
+    jagged = torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)], layout=torch.jagged)
+    assert storage_of(jagged._values)._cdata in keys()
+
+
+def test_a_storage_without_a_tensor_is_found():
+    storage = torch.ones(7).untyped_storage()
+    assert storage._cdata in keys()
+
+
+def test_a_gradient_that_nobody_has_read_is_found():
+    """Before it is read, it has no Python object, so the collector cannot know it."""
+    weight = torch.ones(5000, requires_grad=True)
+    before = keys()
+    (weight * 2).sum().backward()
+    fresh = [one for one in se.search(every).found if one.key not in before and one.bytes == 20000]
+    assert [one.key for one in fresh] == [storage_of(weight.grad)._cdata]
+
+
+def test_parameters_of_a_loaded_script_are_found():
+    """TorchScript keeps its parameters in C++; Python makes an object when one is read."""
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(nn.Linear(100, 1000)), file)
+    file.seek(0)
+    gc.collect()
+    before = keys()
+    module = torch.jit.load(file)
+    fresh = [one for one in se.search(every).found if one.key not in before]
+    assert sorted(one.bytes for one in fresh if one.bytes >= 4000) == [4000, 400000]
+    assert module is not None
+
+
+@pytest.mark.parametrize("net", [
+    lambda: nn.LSTM(8, 8, num_layers=2),
+    lambda: nn.GRU(8, 8),
+    lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Dropout(0.5)),
+    lambda: nn.TransformerEncoderLayer(8, 2, 16),
+], ids=["lstm", "gru", "mlp", "transformer"])  # fmt: skip
+def test_everything_that_an_autograd_graph_saved_is_found(net):
+    """The oracle: torch's own pack hook sees every tensor that is saved."""
+    module, inputs = net(), torch.randn(5, 3, 8)
+    lasting = {storage_of(t)._cdata for t in (inputs, *module.parameters(), *module.buffers())}
+    saved = {}
+    with saved_tensors_hooks(lambda t: saved.setdefault(storage_of(t)._cdata, t), lambda t: t):
+        kept = module(inputs)
+    expected = Counter(storage_of(t).nbytes() for key, t in saved.items() if key not in lasting)
+    del kept
+    saved.clear()
+    gc.collect()
+    before = keys()
+    out = module(inputs)
+    fresh = Counter(one.bytes for one in se.search(every).found if one.key not in before)
+    assert expected and expected <= fresh
+    assert out is not None
+
+
+def test_a_leaf_that_only_the_graph_refers_to_is_found():
+    out = (torch.ones(5000, requires_grad=True) * 2).sum()
+    node = out.grad_fn.next_functions[0][0].next_functions[0][0]
+    assert storage_of(node.variable)._cdata in keys()
+
+
+# -- what is not -----------------------------------------------------------------------------------
+
+
+def test_tensors_without_bytes_are_not_found():
+    with FakeTensorMode():
+        fake = torch.empty(1000)
+    lazy = nn.LazyLinear(4)
+    meta, empty = torch.empty(1000, device="meta"), torch.empty(0)
+    found = keys()
+    assert not {storage_of(t)._cdata for t in (meta, empty)} & found
+    assert fake is not None and lazy is not None
+
+
+def test_a_tensor_without_a_storage_is_named_as_opaque():
+    """mkldnn keeps its bytes in its own objects."""
+    opaque = torch.ones(4, 4).to_mkldnn()
+    assert any(one is opaque for one in se.search(every).opaque)
+
+
+def test_governed_storages_are_left_out():
+    model = nn.Linear(3, 3)
+    governed = {storage_of(p)._cdata for p in model.parameters()}
+    assert not governed & keys(se.search(every, governed=governed))
+    assert governed <= keys()
+
+
+# -- why a storage stays ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "reason"), [
+    (lambda: torch.ones(7), ""),
+    (lambda: torch.from_numpy(np.arange(7.0)), se.FOREIGN),
+    (lambda: torch.frombuffer(bytearray(80), dtype=torch.float64), se.FOREIGN),
+    (lambda: torch.from_dlpack(torch.arange(7.0)), se.FOREIGN),
+    (lambda: torch.ones(7).share_memory_(), se.SHARED),
+], ids=["plain", "numpy", "buffer", "dlpack", "shared"])  # fmt: skip
+def test_memory_that_others_use_stays(make, reason):
+    """`share_memory_` claims to be resizable, so that flag alone does not decide."""
+    tensor = make()
+    assert why(tensor) == reason
+
+
+def test_a_tensor_that_numpy_uses_stays():
+    """NumPy keeps the address."""
+    tensor = torch.ones(7)
+    array = tensor.numpy()
+    assert why(tensor) == se.FOREIGN
+    assert array is not None
+
+
+def test_memory_mapped_files_stay(tmp_path):
+    torch.save(torch.ones(7), tmp_path / "weights.pt")
+    mapped = torch.load(tmp_path / "weights.pt", mmap=True)
+    whole_file = torch.from_file(str(tmp_path / "weights.pt"), size=7)
+    assert why(mapped) and why(whole_file)
+
+
+def test_a_copy_on_write_storage_stays_and_is_not_copied():
+    """Reading its address would copy it."""
+    source = torch.arange(10.0)
+    clone = torch._lazy_clone(source)
+    assert (why(source), why(clone)) == (se.COPY_ON_WRITE, se.COPY_ON_WRITE)
+    assert torch._C._is_cow_tensor(source) and torch._C._is_cow_tensor(clone)
+
+
+def test_storages_that_overlap_stay():
+    """After a move, a change of one would not reach the other. The long one overlaps both short ones."""
+    owner = (ctypes.c_ubyte * 4096)()
+    start = ctypes.addressof(owner)
+
+    def lying_at(offset, size):
+        cpu = torch.device("cpu")
+        storage = torch._C._construct_storage_from_data_pointer(start + offset, cpu, size)
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+    long, short, late = lying_at(0, 4096), lying_at(8, 8), lying_at(4000, 8)
+    assert [why(one) for one in (long, short, late)] == [se.OVERLAPS] * 3
+    assert owner is not None
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 30), st.integers(1, 9)), max_size=9)
+)
+def test_overlaps_are_those_of_comparing_every_pair(rows):
+    spans = [(device, start, size, n) for n, (device, start, size) in enumerate(rows)]
+    expected = {
+        n
+        for one, other in itertools.permutations(spans, 2)
+        if one[0] == other[0] and one[1] < other[1] + other[2] and other[1] < one[1] + one[2]
+        for n in (one[3],)
+    }
+    assert se._overlapping(spans) == expected
+
+
+# -- it changes nothing ----------------------------------------------------------------------------
+
+
+def test_no_unpack_hook_runs_and_no_checkpoint_is_computed_again():
+    calls = []
+
+    def forward(x):
+        calls.append("forward")
+        return x.exp().sin()
+
+    with saved_tensors_hooks(lambda t: t * 2, lambda t: calls.append("unpack") or t):
+        hooked = torch.ones(3, requires_grad=True).exp()
+    checkpointed = checkpoint(forward, torch.ones(3, requires_grad=True), use_reentrant=False)
+    se.search(every)
+    assert calls == ["forward"]
+    assert hooked is not None and checkpointed is not None
+
+
+def test_no_mode_of_the_user_runs():
+    """A mode that counts operators must not see ours."""
+    seen = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    sparse = torch.eye(4).to_sparse()
+    with Functions(), Operators():
+        se.search(every)
+    assert seen == [] and sparse is not None
+
+
+def test_a_search_changes_no_version_and_keeps_nothing_alive():
+    weight = torch.ones(1000, requires_grad=True)
+    loss = (weight * 3).exp().sum()
+    version = weight._version
+    gone = weakref.ref(loss)
+    found = se.search(every)
+    assert weight._version == version and weight.grad is None
+    del found
+    loss.backward()
+    assert torch.equal(weight.grad, 3 * (weight.detach() * 3).exp())
+    del loss
+    assert gone() is None
+
+
+def test_frozen_objects_are_counted():
+    """`gc.freeze()` hides objects from the collector, so the caller must know that some are missing."""
+    gc.freeze()
+    try:
+        assert se.search(every).frozen > 0
+    finally:
+        gc.unfreeze()
+    assert se.search(every).frozen == 0
+
+
+def test_a_search_without_time_says_that_it_is_not_whole():
+    seconds = itertools.count()
+    limit = se.Limit(1, clock=lambda: float(next(seconds)))
+    partial = se.search(every, limit=limit)
+    assert not partial.whole and partial.found == ()
+    assert se.search(every).whole
+
+
+# -- where a storage counts ------------------------------------------------------------------------
+
+
+def test_large_cpu_storages_count_on_the_first_simulated_card(probe):
+    place = se.counted_on([probe.place(device.id) for device in probe.devices])
+    assert place(storage_of(torch.empty(MIB, dtype=torch.uint8))) == "sim:0"
+    assert place(storage_of(torch.empty(MIB - 1, dtype=torch.uint8))) == ""
+
+
+def test_storages_count_on_the_card_where_they_are():
+    from tests import simgpu
+
+    cards = simgpu.SimProbe()
+    place = se.counted_on([cards.place(device.id) for device in cards.devices])
+    on_card = torch.empty(1000, device="simgpu:1")
+    assert place(storage_of(on_card)) == "simgpu:1"
+    assert place(storage_of(torch.empty(2 * MIB, dtype=torch.uint8))) == ""
+    found = [one for one in se.search(place).found if one.key == storage_of(on_card)._cdata]
+    assert [(one.device, one.bytes) for one in found] == [("simgpu:1", 4000)]
